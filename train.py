@@ -1,0 +1,337 @@
+"""Train a model by a recipe.
+
+    torchrun train.py --recipe deit_base --init impulse --data-dir /data/imagenet
+
+Read it from top to bottom:
+    recipe → data → model → init → optimiser → engine → run folder
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from vitinit.command_line import USER_ERRORS, Parser, complain, overrides, resolve_recipe
+from vitinit.data.datasets import download, open_split
+from vitinit.data.images import DataError
+from vitinit.data.loader import EvalViews, ToDevice, TrainViews, eval_loader, steps, train_loader
+from vitinit.data.sampler import TrainSampler, plan_batches
+from vitinit.init import INITS, init_weights
+from vitinit.keys import Stream, keyed_generator
+from vitinit.models import build_model
+from vitinit.models.layers import draw_keep
+from vitinit.recipe import (Override, Recipe, RecipeError, differences, dump_recipe, find_recipe,
+                            from_dict, load_recipe, to_toml)
+from vitinit.train import distributed
+from vitinit.train.checkpoint import load_model
+from vitinit.train.distributed import Processes, StopRequest
+from vitinit.train.ema import Ema
+from vitinit.train.engine import evaluate, train_epoch
+from vitinit.train.metrics import NonFiniteLoss, Progress, ProgressBar
+from vitinit.train.optim import adamw, learning_rate, scaled_lr
+from vitinit.train.run_folder import RunFolder, describe_device, peak_memory
+
+REPOSITORY = Path(__file__).resolve().parent
+METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
+           "ema_top1", "ema_top5", "skipped_steps", "seconds")     # of a line of metrics.jsonl
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(prog="train.py", description=__doc__)
+    parser.add_argument("--recipe", help="name in recipes/, or path of a .toml file")
+    parser.add_argument("--init", help=f"init.name, its options emptied: {', '.join(INITS)}")
+    parser.add_argument("--data-dir", help="data.root: folder of the data set")
+    parser.add_argument("--out-dir", type=Path,
+                        help="folder of this run; default runs/<recipe>-<init>-s<seed>")
+    parser.add_argument("--seed", type=int, help="run.seed")
+    parser.add_argument("--resume", metavar="RUN",
+                        help="continue the run in this folder; 'auto': the one in --out-dir if any")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="build everything, print it, run one forward pass, write nothing")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                        help="override any key of the recipe; may be repeated")
+    return parser.parse_args(arguments)
+
+
+# ---------------------------------------------------------------------------------------------
+# Recipe: a new one, or that of the run to continue
+# ---------------------------------------------------------------------------------------------
+
+
+def choose_run(args: argparse.Namespace, processes: Processes,
+               say: Callable[[str], None]) -> tuple[RunFolder, dict[str, Any] | None, Recipe]:
+    """The run's folder, its last checkpoint if it is to be continued, and its recipe."""
+    if args.resume in (None, "auto"):
+        recipe = processes.together(lambda: fresh_recipe(args, say), USER_ERRORS)
+        folder = RunFolder(args.out_dir or Path("runs") /
+                           f"{recipe.name}-{recipe.init.name}-s{recipe.run.seed}")
+        # What the main process sees on its disk decides for all.
+        holds_run = processes.maximum(int(processes.is_main and folder.last.exists()))
+        if args.resume is None or not holds_run:
+            return folder, None, recipe
+    else:
+        folder = RunFolder(Path(args.resume))
+    state, recipe = processes.together(lambda: resumed_run(args, folder), USER_ERRORS)
+    return folder, state, recipe
+
+
+def fresh_recipe(args: argparse.Namespace, say: Callable[[str], None]) -> Recipe:
+    """The file, then the command line, every option resolved."""
+    if args.recipe is None:
+        raise RecipeError("--recipe is missing; for example --recipe quickstart")
+    path = find_recipe(args.recipe, REPOSITORY / "recipes")
+    changes = overrides(init=args.init, seed=args.seed, data_dir=args.data_dir, sets=args.set)
+    if args.init is not None:
+        set_aside = load_recipe(path).init.options
+        changes.insert(0, Override("init.options", {}, f"--init {args.init}"))
+        if set_aside:
+            say(f"--init {args.init} empties the recipe's [init.options]: {to_toml(set_aside)}")
+    return resolve_recipe(path, changes)
+
+
+def resumed_run(args: argparse.Namespace, folder: RunFolder) -> tuple[dict[str, Any], Recipe]:
+    """A run's last checkpoint and its own recipe; a command line that differs is an error."""
+    if args.dry_run:
+        raise RecipeError("--dry-run and --resume exclude each other; --dry-run shows a new run")
+    if args.out_dir is not None and args.out_dir.resolve() != folder.path.resolve():
+        raise RecipeError(f"--out-dir {args.out_dir} differs from --resume {folder.path}; a run "
+                          "goes on in its own folder")
+    state = folder.load_last()
+    recipe = from_dict(state["recipe"], str(folder.last))
+    wrong = differences(recipe, overrides(init=args.init, seed=args.seed, sets=args.set))
+    if args.recipe is not None and Path(args.recipe).stem != recipe.name:
+        wrong.insert(0, f"--recipe {args.recipe} differs from the run's recipe {recipe.name}")
+    if wrong:
+        raise RecipeError(f"--resume {folder.path}: {'; '.join(wrong)}; a run goes on as it began")
+    if args.data_dir is not None:                    # the same pictures may have moved
+        recipe = dataclasses.replace(recipe,
+                                     data=dataclasses.replace(recipe.data, root=args.data_dir))
+    return state, recipe
+
+
+# ---------------------------------------------------------------------------------------------
+# The run
+# ---------------------------------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace, processes: Processes) -> int:
+    """One run from its command line to its last line; returns the exit status."""
+    together = partial(processes.together, errors=USER_ERRORS)
+    say = partial(print, flush=True) if processes.is_main else lambda *_: None
+
+    # Recipe: a new one, or that of the run to continue. ----------------------------------------
+    folder, state, recipe = choose_run(args, processes, say)
+
+    # Data: sources, then batches of this process. ----------------------------------------------
+    data, device = recipe.data, processes.device
+    if not args.dry_run:
+        together(lambda: download(data.name, data.root) if processes.local_rank == 0 else None)
+    train_set, val_set = together(lambda: [
+        open_split(data.name, data.root, split, data.num_classes) for split in ("train", "val")])
+    try:
+        plan = plan_batches(recipe.optim.global_batch, recipe.optim.max_batch_per_process,
+                            processes.world_size)
+        sampler = TrainSampler(len(train_set), plan, rank=processes.rank, seed=recipe.run.seed)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    loading = dict(workers=data.workers, pin_memory=device.type == "cuda")
+    train_batches = train_loader(
+        TrainViews(train_set, seed=recipe.run.seed, size=data.image_size,
+                   scale=recipe.augment.crop_scale, ratio=recipe.augment.crop_ratio,
+                   padding=recipe.augment.crop_padding, flip=recipe.augment.flip,
+                   interpolation=recipe.augment.interpolation), sampler, **loading)
+    val_batches = eval_loader(
+        EvalViews(val_set, rank=processes.rank, world_size=processes.world_size,
+                  size=data.image_size, crop_pct=recipe.eval.crop_pct,
+                  interpolation=recipe.eval.interpolation),
+        batch_size=recipe.eval.batch_size, **loading)
+    prepare = ToDevice(device, mean=data.mean, std=data.std,
+                       channels_last=recipe.engine.channels_last)
+
+    # Model and init. The init draws on the CPU from its own generator, so that its weights are the
+    # same on every machine. -------------------------------------------------------------------
+    try:
+        model = build_model(recipe.model.name, num_classes=data.num_classes,
+                            image_size=data.image_size, **recipe.model.options)
+        if state is None:
+            init_weights(model, recipe.init.name, **recipe.init.options,
+                         generator=torch.Generator().manual_seed(recipe.run.seed))
+        else:
+            load_model(model, state["model"], folder.last)
+    except ValueError as error:
+        raise RecipeError(f"recipe {recipe.name}: {error}") from None
+    model.to(device)
+
+    # Optimiser: AdamW, its learning rate, loss scaling, moving average. ------------------------
+    optim, schedule = recipe.optim, recipe.schedule
+    optimizer = adamw(model, weight_decay=optim.weight_decay, betas=optim.betas, eps=optim.eps)
+    peak_lr = scaled_lr(optim.base_lr, optim.lr_scaling, optim.global_batch)
+    steps_per_epoch = sampler.steps_per_epoch
+    lr_at = partial(learning_rate, steps_per_epoch=steps_per_epoch, peak=peak_lr,
+                    epochs=schedule.epochs, warmup_epochs=schedule.warmup_epochs,
+                    warmup_lr=schedule.warmup_lr, min_lr=schedule.min_lr, step_on=schedule.step_on)
+    epochs = schedule.epochs + schedule.cooldown_epochs
+    scaler = torch.amp.GradScaler(device.type, enabled=recipe.engine.amp == "fp16")
+    ema = Ema(model, decay=recipe.ema.decay, warmup=recipe.ema.warmup) if recipe.ema.decay else None
+    progress = Progress()
+    if state is not None:
+        optimizer.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+        progress = Progress(**state["progress"])
+        if ema is not None:
+            ema.load_state_dict(state["ema"])
+
+    # Engine: what wraps the model, and what it is told. ----------------------------------------
+    torch.set_float32_matmul_precision("high" if recipe.engine.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = recipe.engine.tf32
+    forward, bare, averaged = model, model, ema.model if ema else None
+    if processes.world_size > 1:
+        forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if recipe.engine.compile:
+        forward, bare = torch.compile(forward), torch.compile(bare)
+        averaged = torch.compile(averaged) if ema else None
+
+    def keep_at(step: int) -> torch.Tensor | None:
+        if not any(model.drop_path_rates):
+            return None
+        rng = keyed_generator(recipe.run.seed, Stream.DROP_PATH, step)
+        return draw_keep(model.drop_path_rates, optim.global_batch, rng)
+
+    def measure(epoch: int) -> dict[str, Any]:
+        """The finished epoch's line of metrics; null where nothing was evaluated."""
+        row = dict.fromkeys(METRICS) | {
+            "epoch": epoch + 1, "lr": lr_at(progress.step - 1),
+            "train_loss": progress.loss_sum / progress.epoch_steps,
+            "images_per_second": progress.epoch_steps * optim.global_batch / progress.seconds,
+            "skipped_steps": progress.skipped_steps, "seconds": progress.seconds}
+        if (epoch + 1) % recipe.eval.every_epochs and epoch + 1 < epochs:
+            return row
+        evaluation = partial(evaluate, prepare=prepare, amp=recipe.engine.amp,
+                             processes=processes, data_errors=(DataError,))
+        with ProgressBar("validate", len(val_batches) * (2 if ema else 1),
+                         shown=processes.is_main) as bar:
+            result = evaluation(bare, val_batches, bar=bar)
+            row |= {"val_loss": result.loss, "val_top1": result.top1, "val_top5": result.top5}
+            if ema:
+                result = evaluation(averaged, val_batches, bar=bar)
+                row |= {"ema_top1": result.top1, "ema_top5": result.top5}
+        return row
+
+    parameters = sum(p.numel() for p in model.parameters())
+    say(f"recipe  {recipe.name}, seed {recipe.run.seed}\n"
+        f"data    {data.name} {data.root}: {len(train_set):,} to train on, {len(val_set):,} to "
+        f"validate, {data.num_classes} classes, {data.image_size[0]}×{data.image_size[1]}\n"
+        f"model   {recipe.model.name}: {parameters:,} parameters, {to_toml(recipe.model.options)}\n"
+        f"init    {recipe.init.name}: {to_toml(recipe.init.options)}\n"
+        f"batch   {optim.global_batch} = {processes.world_size} process(es) × {plan.accumulation} "
+        f"micro-batch(es) × {plan.micro_batch} images, on {describe_device(device)}\n"
+        f"steps   {steps_per_epoch:,} an epoch × {epochs} epochs = {steps_per_epoch * epochs:,}\n"
+        f"lr      peak {peak_lr:g}; first step {lr_at(0):g}, last step "
+        f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}")
+    if args.dry_run:
+        images, _ = prepare(next(iter(val_batches)))
+        with torch.no_grad():
+            say(f"dry run: images {tuple(images.shape)} → logits "
+                f"{tuple(model.eval()(images[:plan.micro_batch]).shape)}; nothing was written")
+        return 0
+
+    # Run folder. -------------------------------------------------------------------------------
+    def checkpoint() -> dict[str, Any]:
+        return {"model": model.state_dict(), "ema": ema.state_dict() if ema else None,
+                "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
+                "step": progress.step, "progress": progress.state_dict(),
+                "recipe": recipe.as_dict()}
+
+    def write(path: Path, *, to_resume: bool = False) -> None:
+        if processes.is_main:
+            kept = checkpoint()
+            folder.save(kept if to_resume else {key: kept[key] for key in (
+                "model", "ema", "step", "progress", "recipe")}, path)
+
+    def set_up_folder() -> None:
+        if state is None:
+            folder.create(dump_recipe(recipe))
+            if 0 in recipe.checkpoint.keep_epochs:
+                write(folder.kept(0))
+        else:
+            folder.metrics.cut_back(progress.epochs)
+        folder.record_start(REPOSITORY, processes=processes.world_size,
+                            device=describe_device(device))
+    processes.main_only(set_up_folder, USER_ERRORS)
+    say(f"run     {folder.path}" + (f", resumed at step {progress.step:,}" if state else ""))
+
+    # Epochs. -----------------------------------------------------------------------------------
+    stop = StopRequest()
+    every_steps = recipe.checkpoint.every_steps
+    for epoch in range(progress.epochs, epochs):
+        sampler.start(epoch=epoch, step=progress.epoch_steps)
+        remaining = steps_per_epoch - progress.epoch_steps
+        try:
+            with ProgressBar(f"epoch {epoch + 1}/{epochs}", steps_per_epoch,
+                             initial=progress.epoch_steps, shown=processes.is_main) as bar:
+                for signal_number in train_epoch(
+                        model=model, forward=forward, count=remaining, prepare=prepare,
+                        steps=steps(train_batches, plan.accumulation), progress=progress,
+                        lr_at=lr_at, keep_at=keep_at,
+                        positions=partial(plan.positions, processes.rank),
+                        optimizer=optimizer, scaler=scaler, ema=ema, amp=recipe.engine.amp,
+                        clip_norm=optim.clip_norm, label_smoothing=optim.label_smoothing,
+                        processes=processes, stop=stop, data_errors=(DataError,), bar=bar,
+                        save_due=lambda step: every_steps > 0 and step % every_steps == 0):
+                    write(folder.last, to_resume=True)
+                    if signal_number:
+                        say(f"stopped by signal {signal_number} after step {progress.step:,}; "
+                            f"go on with --resume {folder.path}")
+                        return 128 + signal_number
+            row = measure(epoch)
+        except DataError:
+            write(folder.last, to_resume=True)
+            say(f"the run is safe at step {progress.step:,}; once the data is mended, go on with "
+                f"--resume {folder.path}")
+            raise
+
+        progress.finish_epoch()
+        say("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                      for key, value in row.items() if value is not None))
+
+        # Metrics first: a run that dies before last.pt is written cuts the line back on resume.
+        if processes.is_main:
+            folder.metrics.append(row)
+        value, by = row[recipe.checkpoint.best_by], recipe.checkpoint.best_by
+        if value is not None and (progress.best is None or (
+                value < progress.best if by == "val_loss" else value > progress.best)):
+            progress.best = value
+            write(folder.best)
+        if epoch + 1 in recipe.checkpoint.keep_epochs:
+            write(folder.kept(epoch + 1))
+        if (epoch + 1) % recipe.checkpoint.every_epochs == 0 or epoch + 1 == epochs:
+            write(folder.last, to_resume=True)
+
+    say(f"done    {epochs} epochs, best {recipe.checkpoint.best_by} {progress.best:.4g}, peak memory "
+        f"{peak_memory(device)}; everything is in {folder.path}")
+    return 0
+
+
+def main() -> int:
+    try:
+        return train(parse_arguments(), distributed.start())
+    except USER_ERRORS as error:
+        complain("train.py", error)
+        return 2
+    except NonFiniteLoss as error:
+        complain("train.py", error)
+        return 1
+    finally:
+        distributed.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

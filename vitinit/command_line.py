@@ -1,0 +1,76 @@
+"""What train.py and eval.py share at their doors: arguments in, one-line errors out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .data.images import DataError
+from .init import INITS
+from .models import MODELS
+from .recipe import (Override, Recipe, RecipeError, load_recipe, nearest, parse_override,
+                     resolve_options, with_options)
+from .train.checkpoint import CheckpointError
+from .train.distributed import environment_rank
+
+USER_ERRORS = (RecipeError, DataError, CheckpointError)     # one line each, for people to mend
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints take the same way as all others."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+                         **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise RecipeError(message)
+
+
+def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str | None = None,
+              sets: list[str]) -> list[Override]:
+    """Everything on the command line that changes a recipe, in the order in which it applies."""
+    flags = {"data.root": ("--data-dir", data_dir), "init.name": ("--init", init),
+             "run.seed": ("--seed", seed)}
+    return [Override(key, value, f"{flag} {value}") for key, (flag, value) in flags.items()
+            if value is not None] + [parse_override(text) for text in sets]
+
+
+def resolve_recipe(path: Path, changes: list[Override]) -> Recipe:
+    """The recipe at `path` with `changes` applied and every option of model and init written out.
+
+    Raises RecipeError for whatever is wrong, unknown models, inits and their options included.
+    """
+    recipe = load_recipe(path, changes)
+
+    def source(key: str) -> str:
+        return next((change.text for change in changes if change.key.startswith(key)), str(path))
+
+    def options(table: Mapping[str, Any], section: str, name: str, **how: Any) -> dict[str, Any]:
+        if name not in table:
+            raise RecipeError(f"{source(f'{section}.name')}: {section}.name is '{name}'"
+                              f"{nearest(name, table)}")
+        function, fixed = table[name] if section == "model" else (table[name], {})
+        return resolve_options(function, getattr(recipe, section).options, fixed=fixed,
+                               where=f"{source(f'{section}.options.')}: [{section}.options] of "
+                               f"{name}", **how)
+
+    return with_options(recipe,
+                        model=options(MODELS, "model", recipe.model.name,
+                                      given=("num_classes", "image_size")),
+                        init=options(INITS, "init", recipe.init.name, given=("generator",)))
+
+
+def complain(program: str, error: Exception) -> None:
+    """One line on standard error, by the main process alone.
+
+    A loader's worker wraps its error in a traceback, of which the last line is the error itself.
+    """
+    if environment_rank() == 0:
+        line = str(error).strip().splitlines()[-1]
+        for kind in USER_ERRORS:
+            line = line.removeprefix(f"{kind.__module__}.{kind.__qualname__}: ")
+        print(f"{program}: {line}", file=sys.stderr, flush=True)

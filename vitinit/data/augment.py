@@ -1,0 +1,14 @@
+"""Pure batched operations on (B, 3, H, W), on whatever device the batch is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """(B, 3, H, W) uint8 → float32: (value / 255 - mean) / std by channel."""
+    mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (mean, std))
+    return (images.float() / 255.0 - mean) / std

@@ -1,0 +1,118 @@
+"""Batches for this process: worker processes decode and cut, the loader stacks."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from .augment import normalise
+from .datasets import Source
+from .draw import SampleKey, draw_view
+from .images import crop_and_flip, resize_and_centre_crop
+from .sampler import TrainSampler
+
+
+class Batch(NamedTuple):
+    """What the loader yields."""
+
+    images: Tensor          # (B, 3, H, W) uint8
+    labels: Tensor          # (B,) int64
+
+
+class TrainViews(Dataset):
+    """Training views by sample key."""
+
+    def __init__(self, source: Source, *, seed: int, size: tuple[int, int],
+                 scale: tuple[float, float], ratio: tuple[float, float], padding: int, flip: float,
+                 interpolation: str) -> None:
+        self.source, self.size, self.interpolation = source, size, interpolation
+        self.draws = dict(seed=seed, scale=scale, ratio=ratio, padding=padding, flip=flip)
+
+    def __getitem__(self, key: SampleKey) -> tuple[Tensor, int]:
+        picture = self.source.picture(key.index)
+        box, flip = draw_view(key, *picture.shape[1:], **self.draws)
+        view = crop_and_flip(picture, box, flip, self.size, self.interpolation)
+        return view, int(self.source.labels[key.index])
+
+
+class EvalViews(Dataset):
+    """Evaluation views of this process' share: images rank, rank + world_size, …, each once."""
+
+    def __init__(self, source: Source, *, rank: int, world_size: int, size: tuple[int, int],
+                 crop_pct: float, interpolation: str) -> None:
+        self.source, self.size = source, size
+        self.crop_pct, self.interpolation = crop_pct, interpolation
+        self.indices = range(rank, len(source), world_size)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, position: int) -> tuple[Tensor, int]:
+        index = self.indices[position]
+        view = resize_and_centre_crop(self.source.picture(index), self.size, self.crop_pct,
+                                      self.interpolation)
+        return view, int(self.source.labels[index])
+
+
+def train_loader(views: TrainViews, sampler: TrainSampler, *, workers: int,
+                 pin_memory: bool) -> DataLoader:
+    """Micro-batches in the sampler's order; `sampler.start` before each iteration."""
+    return _loader(views, workers, pin_memory, batch_sampler=sampler)
+
+
+def steps(loader: DataLoader, accumulation: int) -> Iterator[list[Batch]]:
+    """The micro-batches of one step at a time."""
+    batches = iter(loader)
+    for first in batches:
+        yield [first, *itertools.islice(batches, accumulation - 1)]
+
+
+def eval_loader(views: EvalViews, *, batch_size: int, workers: int,
+                pin_memory: bool) -> DataLoader:
+    """All views in order; the last batch may be smaller."""
+    return _loader(views, workers, pin_memory, batch_size=batch_size)
+
+
+class ToDevice:
+    """The last door before the model: a batch to the device, normalised.
+
+    Calling it gives images (B, 3, H, W) float32, channels-last in memory if so wanted, and labels.
+    """
+
+    def __init__(self, device: torch.device, *, mean: Sequence[float], std: Sequence[float],
+                 channels_last: bool) -> None:
+        self.device, self.mean, self.std = device, mean, std
+        self.format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        images = batch.images.to(self.device, non_blocking=True)
+        images = normalise(images, self.mean, self.std).contiguous(memory_format=self.format)
+        return images, batch.labels.to(self.device, non_blocking=True)
+
+
+def _loader(views: Dataset, workers: int, pin_memory: bool, **batching) -> DataLoader:
+    return DataLoader(views, num_workers=workers, pin_memory=pin_memory, collate_fn=_stack,
+                      persistent_workers=workers > 0, worker_init_fn=_leave_signals_to_parent,
+                      **batching)
+
+
+def _stack(samples: list[tuple[Tensor, int]]) -> Batch:
+    images, labels = zip(*samples)
+    batch = torch.empty(len(images), *images[0].shape, dtype=torch.uint8)
+    if torch.utils.data.get_worker_info() is not None:
+        batch.share_memory_()       # written once, where the training process reads it
+    torch.stack(images, out=batch)
+    return Batch(batch, torch.tensor(labels))
+
+
+def _leave_signals_to_parent(worker: int) -> None:
+    """Ctrl-C and SIGTERM reach all processes; only the training process may act on them."""
+    torch.set_num_threads(1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

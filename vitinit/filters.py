@@ -1,0 +1,108 @@
+"""Convolution kernels, and the matrix that a kernel is when it acts on a flattened grid.
+
+Everything follows torch's convention for padding "same": conv2d is a cross-correlation, so an
+f×f kernel k maps x to
+
+    y[p] = Σ_δ k[δ + (f - 1) // 2] · x[p + δ],        δ = index - (f - 1) // 2 on each axis.
+
+An *impulse* kernel is 1 at a single offset δ = (rows down, columns right): y[p] = x[p + δ]. Its
+matrix is a shift, and K² of them span every K×K convolution (Cordonnier et al., arXiv 1911.03584;
+arXiv 2505.19985, §4). Grids are (height, width); token n is at row n // width, column n % width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Offset = tuple[int, int]
+
+# The order in which the released code hands the cells of a 3×3 kernel to the heads:
+# centre, up, right, left, down, then the corners (structured-initialization, vision_transformer.py).
+RELEASED_ORDER_3X3 = (4, 1, 5, 3, 7, 0, 2, 6, 8)
+
+
+def kernel_offsets(kernel_size: int) -> list[Offset]:
+    """The offset of every cell of a kernel, row-major: [(-1, -1), (-1, 0), …] for 3×3."""
+    if kernel_size < 1:
+        raise ValueError(f"kernel_size is {kernel_size}, expected at least 1")
+    centre = (kernel_size - 1) // 2
+    return [(row - centre, column - centre)
+            for row in range(kernel_size) for column in range(kernel_size)]
+
+
+def ordered_offsets(kernel_size: int) -> list[Offset]:
+    """The offsets in the order in which heads take them.
+
+    3×3: the released order. Other sizes: by distance from the centre, then row-major.
+    """
+    offsets = kernel_offsets(kernel_size)
+    if kernel_size == 3:
+        return [offsets[cell] for cell in RELEASED_ORDER_3X3]
+    return sorted(offsets, key=lambda offset: offset[0] ** 2 + offset[1] ** 2)   # sorted is stable
+
+
+# ---------------------------------------------------------------------------------------------
+# Kernels, each (kernel_size, kernel_size)
+# ---------------------------------------------------------------------------------------------
+
+
+def impulse_kernel(offset: Offset, kernel_size: int) -> Tensor:
+    """One at `offset`, zero elsewhere. Raises ValueError if the kernel has no such cell."""
+    offsets = kernel_offsets(kernel_size)
+    if tuple(offset) not in offsets:
+        raise ValueError(f"a {kernel_size}×{kernel_size} kernel has no offset {tuple(offset)}; "
+                         f"each coordinate lies in {offsets[0][0]}…{offsets[-1][0]}")
+    kernel = torch.zeros(kernel_size**2)
+    kernel[offsets.index(tuple(offset))] = 1.0
+    return kernel.view(kernel_size, kernel_size)
+
+
+def random_kernel(kernel_size: int, *, generator: torch.Generator) -> Tensor:
+    """Uniform on ±1/kernel_size, PyTorch's draw for a depthwise convolution (arXiv 2401.12511)."""
+    draws = torch.rand(kernel_size, kernel_size, generator=generator)
+    return (2.0 * draws - 1.0) / kernel_size
+
+
+def box_kernel(kernel_size: int) -> Tensor:
+    """The mean over the window: all cells 1 / kernel_size²."""
+    return torch.full((kernel_size, kernel_size), kernel_size**-2.0)
+
+
+def gaussian_kernel(kernel_size: int, sigma: float) -> Tensor:
+    """exp(-‖δ‖² / 2σ²) over the kernel's offsets δ, normalised to sum 1; sigma in cells."""
+    if sigma <= 0:
+        raise ValueError(f"sigma is {sigma}, expected more than 0")
+    squares = torch.tensor([row**2 + column**2 for row, column in kernel_offsets(kernel_size)])
+    # A softmax is the normalised exponential without its overflow or underflow.
+    return (-squares / (2.0 * sigma**2)).softmax(0).view(kernel_size, kernel_size)
+
+
+# ---------------------------------------------------------------------------------------------
+# Kernels as N×N matrices
+# ---------------------------------------------------------------------------------------------
+
+
+def shift_targets(offset: Offset, grid: tuple[int, int], *, circular: bool = False) -> Tensor:
+    """(N,) the token that each token of `grid` looks at through `offset`; -1 where it is off it."""
+    height, width = grid
+    rows = torch.arange(height)[:, None] + offset[0]                     # (H, 1)
+    columns = torch.arange(width)[None, :] + offset[1]                   # (1, W)
+    if circular:
+        rows, columns = rows % height, columns % width
+    inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+    return torch.where(inside, rows * width + columns, -1).flatten()     # (N,)
+
+
+def convolution_matrix(kernel: Tensor, grid: tuple[int, int], *, circular: bool = False) -> Tensor:
+    """The (N, N) matrix M for which M @ x.flatten() is conv2d(x, kernel) with padding "same".
+
+    kernel: (f, f). circular wraps round at the borders instead of padding with zeros.
+    """
+    matrix = kernel.new_zeros(grid[0] * grid[1], grid[0] * grid[1])
+    for weight, offset in zip(kernel.flatten(), kernel_offsets(len(kernel))):
+        targets = shift_targets(offset, grid, circular=circular)
+        rows = (targets >= 0).nonzero()[:, 0]
+        # Cells of a kernel larger than a circular grid fall on the same entry, hence +=.
+        matrix[rows, targets[rows]] += weight
+    return matrix

@@ -1,0 +1,78 @@
+"""From a wanted token-to-token map to the weights that produce it.
+
+All inits here end in a factorisation. A map over channels, (D, D), is split into two factors of
+inner width r; a map over tokens, (N, N), first has to be pulled back through the position code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def balanced_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The best rank-`rank` approximation U S Vᵀ as (left, right) = (U √S, V √S), left @ rightᵀ.
+
+    matrix: (..., n, n). Returns two of (..., n, rank), singular values in falling order.
+
+    It goes through the eigenvectors of MᵀM, which on large matrices costs half of an SVD. Then
+    left = M V / √S, so that left @ rightᵀ = M V Vᵀ is as exact as V is orthogonal; only the balance
+    of singular values below √eps · S₀ is blurred, and those below that are given to `right` alone.
+    """
+    squares, vectors = torch.linalg.eigh(matrix.mT @ matrix)             # rising order
+    vectors = vectors[..., -rank:].flip(-1)                              # (..., n, r), falling
+    values = squares[..., -rank:].flip(-1).clamp_min(0.0).sqrt()         # (..., r)
+    floor = values[..., :1] * torch.finfo(matrix.dtype).eps ** 0.5
+    roots = values.clamp_min(floor.clamp_min(torch.finfo(matrix.dtype).tiny)).sqrt()
+    return matrix @ vectors / roots[..., None, :], vectors * roots[..., None, :]
+
+
+@dataclass(frozen=True)
+class CodeBasis:
+    """The part of a position code that can be inverted.
+
+    With X = LayerNorm(P), (N, D), and XᵀX = W diag(s) Wᵀ, it keeps the `rank` largest eigenvalues:
+    `directions` W is (D, rank), orthonormal; `inverse` is diag(1/s) Wᵀ Xᵀ, (rank, N), so that
+    W @ inverse is the pseudo-inverse of X at that rank.
+    """
+
+    directions: Tensor
+    inverse: Tensor
+
+
+def code_basis(code: Tensor, rank: int) -> CodeBasis:
+    """code: (N, D), after LayerNorm. rank: how many directions to keep, at most the numerical rank.
+
+    Truncation is what makes the method work: LayerNorm's rows sum to zero, so XᵀX is singular, and
+    at full rank the noise of the small directions drowns the map (arXiv 2505.19985, released code).
+    """
+    # The SVD of X gives s and W without squaring the condition number.
+    _, values, directions = torch.linalg.svd(code, full_matrices=False)
+    values, directions = values[:rank], directions[:rank].mT             # (r,), (D, r)
+    return CodeBasis(directions, (code @ directions / values**2).mT)
+
+
+def numerical_rank(code: Tensor) -> int:
+    """Singular values above max(N, D) · eps · the largest, as numpy and torch count them."""
+    return int(torch.linalg.matrix_rank(code))
+
+
+def query_key_factors(maps: Tensor, basis: CodeBasis, width: int,
+                      norm: float) -> tuple[Tensor, Tensor]:
+    """Q, K, each (..., D, width), for which X Q Kᵀ Xᵀ is nearest to `maps` at the basis' rank.
+
+    maps: (..., N, N). Algorithm 1 of arXiv 2505.19985: M̂ = X⁺ M X⁺ᵀ = U S Vᵀ, Q = U√S, K = V√S,
+    each divided by its Frobenius norm and multiplied by `norm`. As M̂ = W C Wᵀ with orthonormal W,
+    the SVD is that of the (rank, rank) core C. Columns beyond the rank are zero.
+    """
+    core = basis.inverse @ maps @ basis.inverse.mT                       # (..., r, r)
+    left, values, right = torch.linalg.svd(core)
+    roots = values[..., None, :width].sqrt()
+    query = basis.directions @ (left[..., :width] * roots)               # (..., D, ≤ width)
+    key = basis.directions @ (right.mT[..., :width] * roots)
+    padding = (0, width - query.shape[-1])
+    return tuple(torch.nn.functional.pad(
+        norm * factor / torch.linalg.matrix_norm(factor, keepdim=True), padding)
+        for factor in (query, key))

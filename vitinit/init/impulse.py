@@ -1,0 +1,121 @@
+"""Impulse initialisation ("Structured Initialization for Vision Transformers", arXiv 2505.19985).
+
+Every head starts out looking at one neighbour: its attention map approximates the convolution
+matrix of an impulse kernel, so that the heads of a block together are a convolution whose taps are
+V and proj. Nothing is frozen; training may turn it into anything else.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..filters import Offset, convolution_matrix, impulse_kernel, ordered_offsets
+from ..models.vit import VisionTransformer
+from .baseline import draw_base
+from .factorize import code_basis, numerical_rank, query_key_factors
+from .mimetic import require_vit, write_values
+
+
+@torch.no_grad()
+def impulse(model: nn.Module, *, generator: torch.Generator,
+            base: Literal["default", "torch"] = "default",
+            kernel_size: int = 3,
+            offsets: Literal["ordered", "random"] = "ordered",
+            pos_embed_scale: float = 18.0,
+            qk_norm: float = 7.0,
+            rank: int = 0,
+            impulse_scale: float = 1000.0,
+            noise_scale: float = 3.0,
+            noise_std: float = 0.6,
+            value_init: Literal["mimetic", "base"] = "mimetic",
+            value_alpha: float = 0.4,
+            value_beta: float = 0.4) -> None:
+    """softmax(P Q Kᵀ Pᵀ) ≈ an impulse convolution in every head (arXiv 2505.19985, Algorithm 1).
+
+    | tensor                                    | value                                          |
+    |-------------------------------------------|------------------------------------------------|
+    | pos_embed, all rows                       | base × pos_embed_scale                         |
+    | every block: attn.qkv.weight, Q, K rows   | factors of impulse_scale · H + noise, see below |
+    | every block: attn.qkv.weight, V rows,     | value_init "mimetic": factors of               |
+    |   attn.proj.weight                        |   value_alpha · Z − value_beta · I             |
+    | everything else                           | as `base` drew it                              |
+
+    Options; the defaults are what the released code does, which goes beyond the paper's text:
+
+    kernel_size: f of the f×f impulse kernels; paper: 3.
+    offsets: "ordered", the same in every block: head h takes offset h, modulo their number, of
+        `filters.ordered_offsets` (released order for 3×3); "random", one draw a head and block.
+    pos_embed_scale: from std .02 to .36, so that patches do not drown the code; not in the paper.
+    qk_norm: Frobenius norm γ of each head's Q and K; paper: 2, which leaves ViT-T's map flat.
+    rank: directions of the position code that are kept; 0: min(head_dim, numerical rank).
+    impulse_scale, noise_scale, noise_std: the map is impulse_scale · H, plus noise_scale times a
+        normal of noise_std cut at ±2, where H is zero (paper: 40 H + Z). Rows whose target is off
+        the grid are all noise, a fresh one for every head and block.
+    value_init: "mimetic" as released, or "base", as the paper's text has it.
+    value_alpha, value_beta: of the mimetic V·proj (arXiv 2305.09828).
+
+    The class token's row of pos_embed is left out of the solve, and so is attention's 1/√d, both as
+    released. Raises ValueError for a model without a learned position code, and for a code that
+    cannot tell the tokens apart.
+    """
+    require_vit(model, "impulse")
+    if not model.learns_positions:
+        _refuse(model.pos_embed[0, model.num_prefix_tokens:],
+                "the model's fixed 2-D sin-cos position code")
+    if offsets not in ("ordered", "random") or value_init not in ("mimetic", "base"):
+        raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected '
+                         '"ordered" or "random", and "mimetic" or "base"')
+    if rank < 0 or qk_norm <= 0 or impulse_scale <= 0:
+        raise ValueError(f"rank is {rank}, qk_norm {qk_norm} and impulse_scale {impulse_scale}; "
+                         "expected rank ≥ 0 and the others > 0")
+    cells = ordered_offsets(kernel_size)             # also checks kernel_size, before any draw
+    draw_base(model, base, generator)
+
+    model.pos_embed.mul_(pos_embed_scale)
+    code = normalised_code(model)                                        # (N, D)
+    found = numerical_rank(code)
+    if found < min(code.shape[0], code.shape[1] - 1):
+        _refuse(code, "the model's position code")
+    head_dim = model.blocks[0].attn.head_dim
+    basis = code_basis(code, min(rank or head_dim, head_dim, found))
+
+    # The impulse maps repeat from block to block; only their noise is drawn anew.
+    impulses = {cell: impulse_scale * convolution_matrix(
+        impulse_kernel(cell, kernel_size).to(code.dtype), model.grid) for cell in cells}
+    for block in model.blocks:
+        heads = head_offsets(block.attn.num_heads, cells, offsets, generator)
+        maps = torch.stack([impulses[cell] for cell in heads])           # (h, N, N)
+        noise = torch.empty_like(maps)
+        nn.init.trunc_normal_(noise, std=noise_std, generator=generator)
+        maps = torch.where(maps == 0, noise_scale * noise, maps)
+        query, key = query_key_factors(maps, basis, head_dim, qk_norm)   # each (h, D, d)
+        block.attn.q_weight.copy_(query.mT)
+        block.attn.k_weight.copy_(key.mT)
+        if value_init == "mimetic":
+            write_values(block.attn, alpha=value_alpha, beta=value_beta, generator=generator)
+
+
+def normalised_code(model: VisionTransformer) -> Tensor:
+    """The position code of the patch tokens as attention sees it: (N, D), LayerNorm without gain."""
+    code = model.pos_embed[0, model.num_prefix_tokens:]
+    return nn.functional.layer_norm(code, code.shape[-1:], eps=model.blocks[0].norm1.eps)
+
+
+def head_offsets(num_heads: int, cells: list[Offset], offsets: str,
+                 generator: torch.Generator) -> list[Offset]:
+    """Which offset each head of one block takes."""
+    if offsets == "random":
+        draws = torch.randint(len(cells), (num_heads,), generator=generator)
+        return [cells[draw] for draw in draws]
+    return [cells[head % len(cells)] for head in range(num_heads)]
+
+
+def _refuse(code: Tensor, what: str) -> None:
+    tokens = len(code)
+    centred = nn.functional.layer_norm(code, code.shape[-1:])
+    raise ValueError(f"init 'impulse' cannot use {what}: after LayerNorm its numerical rank is "
+                     f"{numerical_rank(centred)} for {tokens} tokens, too low to tell them apart, "
+                     'so every map would come out uniform; use pos_embed = "learned"')

@@ -1,0 +1,79 @@
+"""Mimetic initialisation (Trockman and Kolter, arXiv 2305.09828): weights shaped like trained ones.
+
+In trained ViTs, W_Q W_Kᵀ of a head has a pronounced positive diagonal and W_V W_proj a negative one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..models.attention import Attention
+from ..models.vit import VisionTransformer
+from .baseline import draw_base
+from .factorize import balanced_factors
+
+
+@torch.no_grad()
+def mimetic(model: nn.Module, *, generator: torch.Generator,
+            base: Literal["default", "torch"] = "default",
+            qk_alpha: float = 0.7, qk_beta: float = 0.7,
+            value_alpha: float = 0.4, value_beta: float = 0.4) -> None:
+    """Q Kᵀ ≈ αZ + βI in every head, V·proj ≈ αZ − βI in every block (arXiv 2305.09828, §3).
+
+    | tensor (every block)            | value                                                    |
+    |---------------------------------|----------------------------------------------------------|
+    | attn.qkv.weight, Q and K rows   | rank-d factors of qk_alpha · Z + qk_beta · I, Z a head   |
+    | attn.qkv.weight, V rows;        | factors of value_alpha · Z − value_beta · I, so that     |
+    | attn.proj.weight                | x ↦ x @ (αZ − βI) where attention is the identity        |
+    | everything else                 | as `base` drew it                                        |
+
+    Z is uniform with variance 1/D. The paper's constants for ViT are the defaults. As in the
+    released code of arXiv 2505.19985 every head has a Z of its own and pos_embed is left alone
+    (the mimetic paper adds sin-cos codes). That code stores V and proj untransposed for its mimetic
+    baseline, so its tokens meet √S Vᵀ U √S instead; here the product is the paper's.
+    """
+    require_vit(model, "mimetic")
+    draw_base(model, base, generator)
+    for block in model.blocks:
+        attention: Attention = block.attn
+        dim = attention.proj.in_features
+        for head in range(attention.num_heads):
+            product = noisy_identity(dim, qk_alpha, qk_beta, attention.q_weight, generator)
+            query, key = balanced_factors(product, attention.head_dim)   # each (D, d)
+            attention.q_weight[head] = query.mT
+            attention.k_weight[head] = key.mT
+        write_values(attention, alpha=value_alpha, beta=value_beta, generator=generator)
+
+
+def write_values(attention: Attention, *, alpha: float, beta: float,
+                 generator: torch.Generator) -> None:
+    """V and proj of one attention from balanced factors of αZ − βI.
+
+    With attention the identity and no biases, the layer is x ↦ x @ V.weightᵀ @ proj.weightᵀ. The
+    inner channels stand in falling order of singular value, as released, so that the first head
+    carries the most.
+    """
+    dim = attention.proj.in_features
+    product = noisy_identity(dim, alpha, -beta, attention.proj.weight, generator)
+    value, projection = balanced_factors(product, dim)                   # value @ projection.T
+    attention.v_weight.copy_(value.mT.unflatten(0, (attention.num_heads, attention.head_dim)))
+    attention.proj.weight.copy_(projection)
+
+
+def noisy_identity(dim: int, alpha: float, beta: float, like: Tensor,
+                   generator: torch.Generator) -> Tensor:
+    """(D, D): alpha · Z + beta · I, Z uniform with mean 0 and variance 1/D."""
+    bound = alpha * (3.0 / dim) ** 0.5               # U(-b, b) has variance b² / 3
+    matrix = torch.empty(dim, dim, dtype=like.dtype).uniform_(-bound, bound, generator=generator)
+    matrix.diagonal().add_(beta)
+    return matrix
+
+
+def require_vit(model: nn.Module, name: str) -> None:
+    """Raise ValueError, before anything is drawn, unless the init `name` can serve this model."""
+    if not isinstance(model, VisionTransformer):
+        raise ValueError(f"init '{name}' is defined for a VisionTransformer, "
+                         f"not for a {type(model).__name__}")

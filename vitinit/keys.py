@@ -1,0 +1,31 @@
+"""Keyed randomness: every draw of a run comes from a generator named by what it is for.
+
+`keyed_generator(seed, stream, *counters)` is a counter-based generator (Philox, Salmon et al. 2011):
+the same key gives the same draws on any machine, in any process, in any order. So nothing that a
+run does depends on how many workers load its data, how many processes share its batch, or how often
+it was interrupted, and any single draw can be made again to be looked at.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+
+class Stream(IntEnum):
+    """What a draw is for. Two streams never share numbers; values never change."""
+
+    ORDER = 1           # the order of an epoch: counters (epoch,)
+    CROP_AND_FLIP = 2   # one sample's crop and flip: counters (epoch, index)
+    DROP_PATH = 3       # stochastic depth of a global batch: counters (step,)
+    SHAPES = 4          # one embedded picture: counters (split, index); its seed is fixed
+
+
+def keyed_generator(seed: int, stream: Stream, *counters: int) -> np.random.Generator:
+    """A numpy generator for up to three counters; seed and counters are non-negative integers."""
+    if len(counters) > 3:
+        raise ValueError(f"{len(counters)} counters, expected at most 3")
+    # Philox counts its blocks in the lowest word, so that word must start at zero.
+    words = [0, *counters, *[0] * (3 - len(counters))]
+    return np.random.Generator(np.random.Philox(key=[seed, int(stream)], counter=words))

@@ -1,0 +1,90 @@
+"""The one attention that every transformer here shares.
+
+Shape legend, in this folder:
+    B images, N tokens, C channels (embed_dim), h heads, d channels a head (head_dim = C / h)
+
+Attention is a spatial mixer: per head, output token i is Σ_j A[i, j] · value j, where the rows of A
+sum to one. `attention_weights` gives A itself; `Attention.forward` uses PyTorch's fused kernel,
+which never writes A down. Tests hold the two equal, forward and backward.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+
+def attention_weights(query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
+    """softmax(Q Kᵀ / √d + bias), the spatial-mixing matrix ("Attention Is All You Need", §3.2.1).
+
+    query, key: (..., N, d). bias: broadcastable to (..., N, N), added to the logits (a relative
+    position bias, a shift mask). Returns (..., N, N), rows summing to 1.
+    """
+    logits = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+    if bias is not None:
+        logits = logits + bias
+    return logits.softmax(dim=-1)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention: (B, N, C) → (B, N, C).
+
+    The parameters are packed as timm and DeiT pack them: qkv.weight is (3·C, C) with the queries
+    of all heads first, then the keys, then the values. `q_weight`, `k_weight`, `v_weight` and
+    `proj_weight` are views that name the parts; nobody else needs to know the layout.
+    """
+
+    def __init__(self, dim: int, *, num_heads: int, qkv_bias: bool = True) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"embed_dim {dim} does not divide into num_heads {num_heads}")
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+
+    # Views into the packed parameters; writing into one writes the parameter. -----------------
+
+    @property
+    def q_weight(self) -> Tensor:
+        """(h, d, C): queries of head i are x @ q_weight[i].T."""
+        return self._unpacked(self.qkv.weight)[0]
+
+    @property
+    def k_weight(self) -> Tensor:
+        """(h, d, C)"""
+        return self._unpacked(self.qkv.weight)[1]
+
+    @property
+    def v_weight(self) -> Tensor:
+        """(h, d, C)"""
+        return self._unpacked(self.qkv.weight)[2]
+
+    @property
+    def proj_weight(self) -> Tensor:
+        """(C, h, d): head i adds values_i @ proj_weight[:, i].T to the output."""
+        return self.proj.weight.unflatten(1, (self.num_heads, self.head_dim))
+
+    def _unpacked(self, weight: Tensor) -> Tensor:
+        return weight.unflatten(0, (3, self.num_heads, self.head_dim))
+
+    # ------------------------------------------------------------------------------------------
+
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, N, C) → three of (B, h, N, d)."""
+        q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b h n d",
+                            three=3, h=self.num_heads)
+        return q, k, v
+
+    def mixing_weights(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The matrices that `forward` applies to x: (B, N, C) → (B, h, N, N)."""
+        q, k, _ = self.queries_keys_values(x)
+        return attention_weights(q, k, bias)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x: (B, N, C); bias: broadcastable to (B, h, N, N), added to the logits."""
+        q, k, v = self.queries_keys_values(x)                            # each (B, h, N, d)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)      # (B, h, N, d)
+        return self.proj(rearrange(x, "b h n d -> b n (h d)"))

@@ -1,0 +1,103 @@
+"""Parts that the models share: patch embedding, MLP, stochastic depth, sin-cos position codes.
+
+Shape legend: see attention.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+
+def to_pair(value: int | Sequence[int]) -> tuple[int, int]:
+    """(height, width): one integer counts for both."""
+    if isinstance(value, int):
+        return value, value
+    height, width = value
+    return int(height), int(width)
+
+
+class PatchEmbed(nn.Module):
+    """Cut the image into patches and project each linearly: (B, 3, H, W) → (B, N, C).
+
+    Token n stands at row n // grid_width, column n % grid_width of the grid (ViT, arXiv 2010.11929,
+    §3.1). Raises ValueError if the patches do not tile the image.
+    """
+
+    def __init__(self, *, image_size: tuple[int, int], patch_size: tuple[int, int],
+                 embed_dim: int) -> None:
+        super().__init__()
+        if any(size % patch for size, patch in zip(image_size, patch_size)):
+            raise ValueError(f"patches of {patch_size[0]}×{patch_size[1]} pixels do not tile an "
+                             f"image of {image_size[0]}×{image_size[1]}; image_size must be a "
+                             f"multiple of patch_size on both sides")
+        self.image_size = image_size
+        self.grid = (image_size[0] // patch_size[0], image_size[1] // patch_size[1])
+        self.proj = nn.Conv2d(3, embed_dim, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if tuple(images.shape[-2:]) != self.image_size:
+            raise ValueError(f"the model was built for images of {self.image_size[0]}×"
+                             f"{self.image_size[1]} pixels and got {images.shape[-2]}×"
+                             f"{images.shape[-1]}")
+        return rearrange(self.proj(images), "b c h w -> b (h w) c")
+
+
+class Mlp(nn.Module):
+    """Linear → GELU → Linear on the last dimension; exact GELU, as in ViT and DeiT."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+# Stochastic depth (Huang et al., arXiv 1603.09382). The models hold no random state: whoever trains
+# draws a table of keep factors, one row a residual branch and one column an image, and hands it to
+# `forward`. So the draw can be keyed by step, sliced by process, and repeated after a resume.
+
+
+def drop_path_rates(rate: float, depth: int, branches: int = 2) -> tuple[float, ...]:
+    """The drop rate of every residual branch, from 0 in the first block linearly to `rate`."""
+    return tuple(float(r) for r in np.linspace(0.0, rate, depth) for _ in range(branches))
+
+
+def draw_keep(rates: Sequence[float], batch: int, rng: np.random.Generator) -> Tensor:
+    """Keep factors (branches, batch): 0 with probability `rate`, else 1 / (1 - rate).
+
+    The mean of every entry is 1, so that evaluation needs no factor.
+    """
+    rates = np.asarray(rates)[:, None]                                   # (branches, 1)
+    kept = rng.random((len(rates), batch)) >= rates
+    return torch.from_numpy((kept / (1.0 - rates)).astype(np.float32))
+
+
+def add_branch(x: Tensor, branch: Tensor, keep: Tensor | None) -> Tensor:
+    """x + keep · branch; x, branch (B, N, C), keep (B,) or None for 1."""
+    if keep is None:
+        return x + branch
+    return x + branch * keep.to(branch.dtype)[:, None, None]
+
+
+def sincos_position_code(grid: tuple[int, int], dim: int, temperature: float = 1e4) -> Tensor:
+    """Fixed 2-D sin-cos position codes (MoCo v3, arXiv 2104.02057, §4): (grid cells, dim).
+
+    A quarter of the channels each: sin and cos of the column, sin and cos of the row, at geometric
+    frequencies from 1 to nearly 1 / temperature. Raises ValueError unless 4 divides dim.
+    """
+    if dim % 4:
+        raise ValueError(f"2-D sin-cos position codes need an embed_dim that 4 divides, not {dim}")
+    frequencies = temperature ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
+    rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
+    column_angles = columns.flatten()[:, None] * frequencies             # (N, dim/4)
+    row_angles = rows.flatten()[:, None] * frequencies
+    return torch.cat([column_angles.sin(), column_angles.cos(),
+                      row_angles.sin(), row_angles.cos()], dim=1).float()

@@ -1,0 +1,107 @@
+"""The processes of a run: who am I, and what do all of us agree on?
+
+Under torchrun (or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) there
+are several; alone there is one, and every function here is then a no-op.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among the others."""
+
+    rank: int
+    local_rank: int             # among the processes of this machine
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all processes, in place; CPU tensors travel by gloo, CUDA ones by nccl."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def maximum(self, value: int) -> int:
+        """The largest of all processes' integers, known to all of them."""
+        if self.world_size == 1:
+            return value
+        box = torch.tensor(value)
+        dist.all_reduce(box, op=dist.ReduceOp.MAX)
+        return int(box)
+
+    def together(self, action: Callable[[], Any], errors: tuple[type[Exception], ...]) -> Any:
+        """Run `action` on every process; if one of `errors` is raised on any, raise it on all.
+
+        So that a folder missing on one machine ends the run everywhere, with one message, instead
+        of leaving the others to wait for it.
+        """
+        result = failure = None
+        try:
+            result = action()
+        except errors as error:
+            failure = error
+        if self.world_size > 1:
+            failures: list[Exception | None] = [None] * self.world_size
+            dist.all_gather_object(failures, failure)
+            failure = next((f for f in failures if f is not None), None)
+        if failure is not None:
+            raise failure from None
+        return result
+
+    def main_only(self, action: Callable[[], Any], errors: tuple[type[Exception], ...]) -> None:
+        """`together`, with something to do on the main process alone (files it writes)."""
+        self.together(action if self.is_main else lambda: None, errors)
+
+
+def environment_rank() -> int:
+    """The rank that the launcher gave this process, before anything is connected."""
+    return int(os.environ.get("RANK", 0))
+
+
+def start() -> Processes:
+    """Join the other processes, if there are any, and choose the device: CUDA if present."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    return Processes(environment_rank(), local_rank, world_size, device)
+
+
+def stop() -> None:
+    """Leave the process group, if one was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class StopRequest:
+    """Remembers Ctrl-C and SIGTERM, so that the run can end at a step boundary instead of anywhere.
+
+    `number` is the signal's number, or 0 as long as none came.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._remember)
+
+    def _remember(self, number: int, frame: Any) -> None:
+        self.number = number

@@ -1,0 +1,104 @@
+"""Numbers of a run: the state of the running epoch, the metrics file, what the terminal shows."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from .checkpoint import write_text_atomically
+
+PLAIN_LINE_SECONDS = 30.0       # between two progress lines where there is no terminal
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss became infinite or NaN; the message names the step."""
+
+
+@dataclass
+class Progress:
+    """Where a run is. It travels in every checkpoint, so that a resumed epoch adds up."""
+
+    step: int = 0               # global batches seen since the start, skipped ones included
+    epochs: int = 0             # finished, their evaluation included
+    epoch_steps: int = 0        # steps of the running epoch
+    loss_sum: float = 0.0       # of the running epoch
+    seconds: float = 0.0        # of the running epoch, training alone
+    skipped_steps: int = 0      # since the start; steps whose gradients overflowed in fp16
+    best: float | None = None   # the best value so far of what checkpoint.best_by names
+
+    def add_losses(self, losses: list[float]) -> None:
+        """Count steps in; raises NonFiniteLoss, naming the first step that is to blame."""
+        for loss in losses:
+            if not math.isfinite(loss):
+                raise NonFiniteLoss(f"the loss of step {self.step} is {loss}")
+            self.loss_sum += loss
+            self.epoch_steps += 1
+            self.step += 1
+
+    def finish_epoch(self) -> None:
+        self.epochs += 1
+        self.epoch_steps, self.loss_sum, self.seconds = 0, 0.0, 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line and epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def cut_back(self, epochs: int) -> None:
+        """Keep the lines of the first `epochs` epochs, as a checkpoint taken then knows them."""
+        kept = [line for line in self._lines() if json.loads(line)["epoch"] <= epochs]
+        write_text_atomically("".join(line + "\n" for line in kept), self.path)
+
+    def _lines(self) -> list[str]:
+        """Whole lines only: one that a crash cut short is no line."""
+        if not self.path.exists():
+            return []
+        text = self.path.read_text(encoding="utf-8")
+        return text[:text.rfind("\n") + 1].splitlines()
+
+
+class ProgressBar:
+    """tqdm on a terminal; elsewhere a plain line now and then; nothing if not `shown`."""
+
+    def __init__(self, what: str, total: int, *, initial: int = 0, shown: bool = True) -> None:
+        self.what, self.total, self.done, self.shown = what, total, initial, shown
+        self.terminal = shown and sys.stderr.isatty()
+        self.bar = tqdm(desc=what, total=total, initial=initial, disable=not self.terminal,
+                        leave=False, dynamic_ncols=True)
+        self.started = self.last_line = time.monotonic()
+        self.initial = initial
+
+    def advance(self, note: str = "") -> None:
+        self.done += 1
+        if self.terminal:
+            self.bar.set_postfix_str(note, refresh=False)
+            self.bar.update()
+            return
+        now = time.monotonic()
+        if self.shown and now - self.last_line >= PLAIN_LINE_SECONDS and self.done < self.total:
+            left = (now - self.started) / (self.done - self.initial) * (self.total - self.done)
+            print(f"{self.what}: {self.done}/{self.total} {note}, {left:.0f} s left", flush=True)
+            self.last_line = now
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.close()
