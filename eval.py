@@ -104,9 +104,9 @@ def run(args: argparse.Namespace, processes: Processes) -> None:
         print(json.dumps(results), flush=True)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     try:
-        run(parse_arguments(), distributed.start())
+        run(parse_arguments(arguments), distributed.start())
         return 0
     except USER_ERRORS as error:
         complain("eval.py", error)

@@ -35,7 +35,7 @@ from vitinit.train.checkpoint import load_model
 from vitinit.train.distributed import Processes, StopRequest
 from vitinit.train.ema import Ema
 from vitinit.train.engine import evaluate, train_epoch
-from vitinit.train.metrics import NonFiniteLoss, Progress, ProgressBar
+from vitinit.train.metrics import Diverged, Progress, ProgressBar
 from vitinit.train.optim import adamw, learning_rate, scaled_lr
 from vitinit.train.run_folder import RunFolder, describe_device, peak_memory
 
@@ -320,13 +320,13 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
     return 0
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     try:
-        return train(parse_arguments(), distributed.start())
+        return train(parse_arguments(arguments), distributed.start())
     except USER_ERRORS as error:
         complain("train.py", error)
         return 2
-    except NonFiniteLoss as error:
+    except Diverged as error:
         complain("train.py", error)
         return 1
     finally:

@@ -19,6 +19,9 @@ SIZE = 32                       # pixels a side
 SUPERSAMPLING = 2               # points a pixel side; their mean is the anti-aliased edge
 SPLITS = {"train": 5_000, "val": 1_000}
 SEED = 0                        # of the data set itself, not of a run
+# Each colour channel is uniform on its range, of [0, 1].
+GROUND_RANGE, CLUTTER_RANGE, FIGURE_RANGE = (0.0, 0.45), (0.0, 0.7), (0.45, 1.0)
+NOISE_STD = 0.03
 
 
 def _polygon(u: np.ndarray, v: np.ndarray, sides: int) -> np.ndarray:
@@ -69,32 +72,29 @@ def _window(centre: np.ndarray, radius: float) -> tuple[slice, slice]:
 def draw_picture(rng: np.random.Generator) -> tuple[np.ndarray, int]:
     """One picture (3, SIZE, SIZE) uint8 and its class.
 
-    Background: a colour ramp. Clutter: a dozen thin bars and small ellipses of any colour. Figure:
-    one of ten, 6 to 11 pixels in radius, of a colour that differs from the background's mean.
+    Background: a dark colour ramp. Clutter: a few thin bars and small ellipses in darker colours.
+    Figure: one of ten in a lighter colour, 7 to 12 pixels in radius. On top a little noise.
     """
     x, y = _points()
-    corner, other = rng.random((2, 3))
-    across, down = _turned(x, y, np.full(2, SIZE / 2), rng.uniform(0, 2 * np.pi), SIZE)
+    corner, other = rng.uniform(*GROUND_RANGE, (2, 3))
+    across, _ = _turned(x, y, np.full(2, SIZE / 2), rng.uniform(0, 2 * np.pi), SIZE)
     canvas = corner + (other - corner) * np.clip(across + 0.5, 0, 1)[..., None]  # (·, ·, 3)
-    for _ in range(rng.integers(8, 15)):
-        half = rng.uniform((0.6, 0.6), (7.0, 1.6))                       # half length, half width
+    for _ in range(rng.integers(4, 10)):
+        half = rng.uniform((0.6, 0.6), (6.0, 1.5))                       # half length, half width
         centre = rng.uniform(0, SIZE, 2)
         near = _window(centre, 1.5 * half.max())     # 1.5 > √2: the bar's corner
         u, v = _turned(x[near], y[near], centre, rng.uniform(0, 2 * np.pi), half)
         inside = np.maximum(abs(u), abs(v)) < 1 if rng.random() < 0.5 else u**2 + v**2 < 1
-        canvas[near][inside] = rng.random(3)
+        canvas[near][inside] = rng.uniform(*CLUTTER_RANGE, 3)
 
     label = int(rng.integers(len(CLASSES)))
-    radius = rng.uniform(6.0, 11.0)
+    radius = rng.uniform(7.0, 12.0)
     centre = rng.uniform(radius * 0.8, SIZE - radius * 0.8, 2)
     u, v = _turned(x, y, centre, rng.uniform(0, 2 * np.pi), radius)
-    ground = (corner + other) / 2
-    colour = rng.random(3)
-    colour = np.where(abs(colour - ground).max() < 0.35, (ground + 0.5) % 1.0, colour)
-    canvas[FIGURES[CLASSES[label]](u, v)] = colour
+    canvas[FIGURES[CLASSES[label]](u, v)] = rng.uniform(*FIGURE_RANGE, 3)
 
     pixels = canvas.reshape(SIZE, SUPERSAMPLING, SIZE, SUPERSAMPLING, 3).mean(axis=(1, 3))
-    noisy = pixels + rng.normal(0.0, 0.04, pixels.shape)
+    noisy = pixels + rng.normal(0.0, NOISE_STD, pixels.shape)
     return np.rint(255 * noisy.clip(0, 1)).astype(np.uint8).transpose(2, 0, 1), label
 
 

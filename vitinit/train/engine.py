@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .distributed import Processes, StopRequest
 from .ema import Ema
-from .metrics import Progress, ProgressBar
+from .metrics import Diverged, Progress, ProgressBar
 
 SETTLE_EVERY = 10               # steps between two looks at the losses, which wait for the device
 BROKEN_DATA = 1_000             # agreed on like a signal's number, and larger than any
@@ -43,7 +43,7 @@ class Losses:
         self.last = float("nan")
 
     def settle(self) -> None:
-        """Average over the processes, add to the epoch; NonFiniteLoss on all of them together."""
+        """Average over the processes, add to the epoch; Diverged on all of them together."""
         if self.pending:
             mean = self.processes.sum(torch.stack(self.pending)) / self.processes.world_size
             self.pending = []
@@ -70,7 +70,7 @@ def train_epoch(*, model: nn.Module, forward: Callable[..., Tensor], steps: Iter
     steps: lists of micro-batches; prepare turns one into images on the device and labels.
     lr_at: step → learning rate. keep_at: step → stochastic-depth factors (branches, global batch),
         or None; positions: micro-step → which columns of them are this process'.
-    Raises NonFiniteLoss on all processes together, and one of data_errors likewise.
+    Raises Diverged on all processes together, and one of data_errors likewise.
     """
     losses = Losses(progress, processes)
     device = processes.device
@@ -95,12 +95,14 @@ def train_epoch(*, model: nn.Module, forward: Callable[..., Tensor], steps: Iter
         verdict = processes.maximum(BROKEN_DATA if problem else stop.number)
         if verdict:
             settle()
+            require_finite_weights(model, progress.step)
             processes.together(lambda: _raise(problem), data_errors)
             yield verdict
             return
 
+        lr = lr_at(step)
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(step)
+            group["lr"] = lr
         keep = keep_at(step)                                             # (branches, global batch)
         step_loss = torch.zeros((), device=device)
         for micro_step, batch in enumerate(micro_batches):
@@ -125,8 +127,10 @@ def train_epoch(*, model: nn.Module, forward: Callable[..., Tensor], steps: Iter
             settle()
         bar.advance(f"loss {losses.last:.3f}")
         if due:
+            require_finite_weights(model, progress.step)
             yield 0
     settle()
+    require_finite_weights(model, progress.step)
     verdict = processes.maximum(stop.number)
     if verdict:
         yield verdict
@@ -143,6 +147,16 @@ def _update(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.am
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return scaler.get_scale() >= scale               # it falls exactly when a step was skipped
+
+
+def require_finite_weights(model: nn.Module, step: int) -> None:
+    """Diverged if a weight is infinite or NaN: no checkpoint may be written over a good one then.
+
+    The weights are the same on all processes, and so is the verdict.
+    """
+    norms = torch._foreach_norm([p.detach() for p in model.parameters()])
+    if not torch.stack(norms).isfinite().all():
+        raise Diverged(f"the weights after step {step} are not finite")
 
 
 def _raise(problem: Exception | None) -> None:

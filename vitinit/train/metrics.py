@@ -18,8 +18,8 @@ from .checkpoint import write_text_atomically
 PLAIN_LINE_SECONDS = 30.0       # between two progress lines where there is no terminal
 
 
-class NonFiniteLoss(RuntimeError):
-    """The loss became infinite or NaN; the message names the step."""
+class Diverged(RuntimeError):
+    """The loss or a weight became infinite or NaN; the message names the step."""
 
 
 @dataclass
@@ -35,10 +35,10 @@ class Progress:
     best: float | None = None   # the best value so far of what checkpoint.best_by names
 
     def add_losses(self, losses: list[float]) -> None:
-        """Count steps in; raises NonFiniteLoss, naming the first step that is to blame."""
+        """Count steps in; raises Diverged, naming the first step that is to blame."""
         for loss in losses:
             if not math.isfinite(loss):
-                raise NonFiniteLoss(f"the loss of step {self.step} is {loss}")
+                raise Diverged(f"the loss of step {self.step} is {loss}")
             self.loss_sum += loss
             self.epoch_steps += 1
             self.step += 1

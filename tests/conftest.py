@@ -1,0 +1,85 @@
+"""What several test files share: the programs as modules, and a small image folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from PIL import Image
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def load_program(name: str) -> ModuleType:
+    """train.py or eval.py as a module; they belong to no package."""
+    spec = importlib.util.spec_from_file_location(f"program_{name}", REPOSITORY / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def repository() -> Path:
+    return REPOSITORY
+
+
+@pytest.fixture
+def train_program() -> Iterator[ModuleType]:
+    """train.py; the signal handlers that a run installs are taken out again."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield load_program("train")
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def eval_program() -> ModuleType:
+    return load_program("eval")
+
+
+@pytest.fixture
+def picture_tree(tmp_path: Path) -> Path:
+    """train/ and val/ with three classes of 17 and 7 noisy PNGs, 10×14 pixels, told apart by hue."""
+    rng = np.random.default_rng(0)
+    root = tmp_path / "pictures"
+    for split, count in (("train", 17), ("val", 7)):
+        for channel, name in enumerate(("red", "green", "blue")):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for index in range(count):
+                pixels = rng.integers(0, 160, (10, 14, 3))
+                pixels[..., channel] += 40
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index:02}.png")
+    return root
+
+
+@pytest.fixture
+def small_run(picture_tree: Path) -> Callable[..., list[str]]:
+    """Arguments of train.py for a run of seconds on `picture_tree`: 4 steps an epoch, 3 epochs.
+
+    Everything that could go wrong on resume is on: accumulation, EMA with warm-up, clipping,
+    stochastic depth. eps is large for the reason given in train/test_engine.py.
+    """
+    sets = {
+        "data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
+        "eval.batch_size": "4", "optim.global_batch": "12", "optim.max_batch_per_process": "4",
+        "optim.eps": "1e-4", "optim.clip_norm": "1.0", "optim.label_smoothing": "0.1",
+        "model.options.embed_dim": "12", "model.options.depth": "2", "model.options.num_heads": "3",
+        "model.options.drop_path": "0.3", "schedule.epochs": "3", "augment.crop_scale": "[0.3, 1.0]",
+        "augment.crop_ratio": "[0.75, 1.25]", "augment.crop_padding": "0",
+    }
+
+    def arguments(out_dir: Path, *more: str, init: str = "mimetic", **changes: str) -> list[str]:
+        values = sets | {key.replace("__", "."): value for key, value in changes.items()}
+        return ["--recipe", "quickstart", "--init", init, "--data-dir", str(picture_tree),
+                "--out-dir", str(out_dir),
+                *(word for key, value in values.items() for word in ("--set", f"{key}={value}")),
+                *more]
+    return arguments

@@ -1,0 +1,89 @@
+"""The factorisations against direct transcriptions of their formulas, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vitinit.init.factorize import (balanced_factors, code_basis, numerical_rank,
+                                    query_key_factors)
+
+TOKENS, DIM = 35, 23
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def layer_normalised(code: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(code, code.shape[-1:], eps=1e-6)
+
+
+def transcription(code: torch.Tensor, maps: torch.Tensor, rank: int, width: int,
+                  norm: float) -> torch.Tensor:
+    """Q Kᵀ of Algorithm 1 (arXiv 2505.19985), written down as it stands, D×D matrices and all.
+
+    X⁺ = (XᵀX)⁺ Xᵀ, the inverse keeping the `rank` largest singular values; M̂ = X⁺ M X⁺ᵀ = U S Vᵀ;
+    Q = (U√S)[:, :width], K = (V√S)[:, :width], each over its Frobenius norm, times `norm`.
+    """
+    left, values, right = torch.linalg.svd(code.T @ code)
+    inverse = right.T[:, :rank] @ torch.diag(1 / values[:rank]) @ left[:, :rank].T @ code.T
+    left, values, right = torch.linalg.svd(inverse @ maps @ inverse.T)
+    query = left[:, :width] * values[:width].sqrt()
+    key = right.T[:, :width] * values[:width].sqrt()
+    return (norm * query / query.norm()) @ (norm * key / key.norm()).T
+
+
+@pytest.mark.parametrize("rank, width", [(11, 11), (7, 11), (22, 11), (5, 3)])
+def test_query_key_products_equal_the_transcription(rank, width):
+    code, maps = layer_normalised(drawn(TOKENS, DIM)), drawn(2, TOKENS, TOKENS, seed=1)
+    query, key = query_key_factors(maps, code_basis(code, rank), width, norm=7.0)
+    assert query.shape == key.shape == (2, DIM, width)
+    for head in range(2):
+        expected = transcription(code, maps[head], rank, width, norm=7.0)
+        torch.testing.assert_close(query[head] @ key[head].T, expected, rtol=0, atol=1e-8)
+        assert query[head].norm().item() == pytest.approx(7.0)
+        assert key[head].norm().item() == pytest.approx(7.0)
+
+
+def test_a_map_within_reach_of_the_code_is_recovered():
+    """With more directions than the map's rank nothing but the scale is lost."""
+    code = layer_normalised(drawn(TOKENS, DIM))
+    wanted = drawn(DIM, 3, seed=1) @ drawn(3, DIM, seed=2)
+    maps = code @ wanted @ code.T
+    query, key = query_key_factors(maps[None], code_basis(code, DIM - 1), 11, norm=1.0)
+    logits = (code @ query[0]) @ (code @ key[0]).T
+    torch.testing.assert_close(logits / logits.norm(), maps / maps.norm(), rtol=0, atol=1e-10)
+
+
+def test_the_basis_is_the_truncated_pseudo_inverse():
+    code = layer_normalised(drawn(TOKENS, DIM))
+    basis = code_basis(code, DIM - 1)
+    torch.testing.assert_close(basis.directions @ basis.inverse, torch.linalg.pinv(code),
+                               rtol=0, atol=1e-10)
+
+
+def test_layer_normalised_codes_lack_one_rank():
+    assert numerical_rank(layer_normalised(drawn(TOKENS, DIM))) == DIM - 1
+    assert numerical_rank(layer_normalised(drawn(7, DIM))) == 7
+
+
+@pytest.mark.parametrize("rank", [1, 7, 23])
+def test_balanced_factors_are_the_truncated_svd(rank):
+    matrix = drawn(2, 23, 23)
+    left, right = balanced_factors(matrix, rank)
+    u, s, vh = torch.linalg.svd(matrix)
+    expected = (u[..., :rank] * s[..., None, :rank]) @ vh[..., :rank, :]
+    torch.testing.assert_close(left @ right.mT, expected, rtol=0, atol=1e-10)
+    for factor in (left, right):                     # each carries √S, in falling order
+        norms = factor.square().sum(-2)
+        torch.testing.assert_close(norms, s[..., :rank], rtol=0, atol=1e-8)
+
+
+def test_balanced_factors_of_a_singular_matrix_are_finite_and_exact():
+    matrix = drawn(23, 5) @ drawn(5, 23, seed=1)
+    left, right = balanced_factors(matrix, 23)
+    assert left.isfinite().all() and right.isfinite().all()
+    torch.testing.assert_close(left @ right.T, matrix, rtol=0, atol=1e-8)
+    left, right = balanced_factors(torch.zeros(7, 7), 7)
+    assert (left == 0).all() and right.isfinite().all()

@@ -1,0 +1,164 @@
+"""Impulse initialisation: the transcription, and the convolution that the attention starts as."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import layer_norm
+
+import vitinit
+from vitinit.filters import convolution_matrix, impulse_kernel, ordered_offsets
+from vitinit.init.impulse import normalised_code
+from vitinit.mixing import target_mass
+from vitinit.models.attention import attention_weights
+
+
+def built(name: str = "vit_tiny", image_size=224, **sizes):
+    return vitinit.build_model(name, num_classes=10, image_size=image_size, **sizes)
+
+
+def initialised(model, seed: int = 0, **options):
+    vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(seed),
+                         **options)
+    return model
+
+
+def code_attention(model, block: int = 0) -> torch.Tensor:
+    """The attention matrices on the position code alone, (h, N, N), with 1/√d as in the model."""
+    code, attention = normalised_code(model), model.blocks[block].attn
+    return attention_weights(code @ attention.q_weight.mT, code @ attention.k_weight.mT).detach()
+
+
+def test_query_key_products_equal_a_direct_transcription():
+    """Algorithm 1 and what the released code adds, formula by formula, from the same draws."""
+    sizes = dict(patch_size=4, embed_dim=46, depth=2, num_heads=2)
+    model = initialised(built(image_size=(20, 28), **sizes).double(), seed=5, value_init="base")
+    generator = torch.Generator().manual_seed(5)
+    reference = built(image_size=(20, 28), **sizes).double()
+    vitinit.init_weights(reference, "default", generator=generator)
+    code = 18 * reference.pos_embed.detach()[0, 1:]
+    code = (code - code.mean(1, keepdim=True)) / (code.var(1, correction=0, keepdim=True)
+                                                  + 1e-6).sqrt()
+    left, values, right = torch.linalg.svd(code.T @ code)
+    inverse = right.T[:, :23] @ torch.diag(1 / values[:23]) @ left[:, :23].T @ code.T
+    for block in model.blocks:
+        noise = torch.nn.init.trunc_normal_(torch.empty(2, 35, 35, dtype=torch.float64), std=0.6,
+                                            generator=generator)
+        for head, offset in enumerate([(0, 0), (-1, 0)]):
+            impulses = convolution_matrix(impulse_kernel(offset, 3).double(), (5, 7))
+            target = 1000 * impulses + 3 * noise[head] * (impulses == 0)
+            u, s, vh = torch.linalg.svd(inverse @ target @ inverse.T)
+            query, key = u[:, :23] * s[:23].sqrt(), vh.T[:, :23] * s[:23].sqrt()
+            expected = 49 * (query / query.norm()) @ (key / key.norm()).T
+            actual = block.attn.q_weight[head].T @ block.attn.k_weight[head]
+            torch.testing.assert_close(actual.detach(), expected, rtol=0, atol=1e-8)
+
+
+# Mass on the target token, on the position code alone, seed 0: (centre, mean of the other heads).
+# There is no universal threshold: the more of the code's directions a head can hold, the sharper.
+@pytest.mark.parametrize("name, image_size, sizes, centre, shifted", [
+    ("vit_tiny", 224, {}, 0.997, 0.79),
+    ("vit_small", 224, {}, 1.0, 0.975),
+    ("vit_base", 224, dict(depth=1), 1.0, 0.99),
+    ("vit_tiny", 32, dict(patch_size=2), 0.993, 0.53),
+    ("vit_tiny", 32, dict(patch_size=4, embed_dim=96, pool="mean"), 1.0, 0.994),
+])
+def test_heads_look_at_their_targets(name, image_size, sizes, centre, shifted):
+    model = initialised(built(name, image_size, **sizes))
+    heads = model.blocks[0].attn.num_heads
+    offsets = [ordered_offsets(3)[head % 9] for head in range(heads)]
+    mass = target_mass(code_attention(model), offsets, model.grid)
+    assert mass[0].item() == pytest.approx(centre, abs=0.02)
+    others = mass[[head for head in range(heads) if head % 9]]
+    assert others.mean().item() == pytest.approx(shifted, abs=0.04)
+
+
+def test_the_attention_of_an_initialised_layer_is_a_convolution():
+    """Mixing z by attention equals conv2d with the head's impulse, within what the mass implies."""
+    model = initialised(built(image_size=32, patch_size=4, embed_dim=96, num_heads=3, depth=1))
+    offsets = ordered_offsets(3)[:3]
+    weights = code_attention(model)
+    mass = target_mass(weights, offsets, model.grid)
+    z = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    for head, offset in enumerate(offsets):
+        matrix = convolution_matrix(impulse_kernel(offset, 3), model.grid)
+        rows = matrix.sum(1) > 0                     # rows whose target is on the grid
+        expected = torch.nn.functional.conv2d(
+            z[None, None], impulse_kernel(offset, 3)[None, None], padding=1).flatten()
+        error = (weights[head] @ z.flatten() - expected)[rows].abs().mean()
+        assert error <= 2 * (1 - mass[head]) * z.abs().max() + 1e-6
+
+
+def test_a_rectangular_grid_larger_kernels_and_many_heads():
+    model = initialised(built(image_size=(20, 28), patch_size=4, embed_dim=390, num_heads=13,
+                              depth=1), kernel_size=5)
+    offsets = ordered_offsets(5)[:13]
+    assert target_mass(code_attention(model), offsets, (5, 7)).min() > 0.9
+
+
+def test_random_offsets_differ_between_blocks_and_follow_the_generator():
+    sizes = dict(patch_size=4, embed_dim=198, num_heads=6, depth=2)
+    model = initialised(built(image_size=32, **sizes), offsets="random")
+    found = []
+    for block in range(2):
+        weights = code_attention(model, block)
+        masses = torch.stack([target_mass(weights, [cell] * 6, model.grid)
+                              for cell in ordered_offsets(3)])            # (9, h)
+        assert masses.max(0).values.min() > 0.6      # every head has one clear offset
+        found.append(masses.argmax(0).tolist())
+    assert found[0] != found[1]
+    again = initialised(built(image_size=32, **sizes), offsets="random")
+    assert torch.equal(again.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight)
+
+
+def test_a_small_grid_limits_the_rank_and_leaves_the_rest_zero():
+    model = initialised(built(image_size=12, patch_size=4, embed_dim=66, num_heads=2, depth=1))
+    query = model.blocks[0].attn.q_weight[1]         # (33, 66), of rank 9: the grid has 9 tokens
+    assert torch.linalg.matrix_rank(query) == 9
+    assert (query[9:] == 0).all() and query.isfinite().all()
+
+
+def test_rank_one_is_flatter_than_the_full_rank():
+    masses = []
+    for rank in (1, 0):
+        model = initialised(built(image_size=32, patch_size=4, embed_dim=96, depth=1), rank=rank)
+        masses.append(target_mass(code_attention(model), ordered_offsets(3)[:3], (8, 8)).mean())
+    assert masses[0] < 0.3 < 0.9 < masses[1]
+
+
+def test_the_class_tokens_code_is_left_out_of_the_solve_but_scaled():
+    model = initialised(built(image_size=32, patch_size=4, embed_dim=96, depth=1))
+    base = built(image_size=32, patch_size=4, embed_dim=96, depth=1)
+    vitinit.init_weights(base, "default", generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model.pos_embed, base.pos_embed * 18)
+    torch.testing.assert_close(normalised_code(model),
+                               layer_norm(model.pos_embed[0, 1:], (96,), eps=1e-6))
+
+
+@pytest.mark.parametrize("scale", [18.0, 1.0])
+def test_all_off_centre_rows_without_a_target_are_noise(scale):
+    """A border row of a shifted head has no target; its attention is nowhere near one token."""
+    model = initialised(built(), pos_embed_scale=scale)
+    up = code_attention(model)[1].view(14, 14, 196)  # head 1 looks up
+    assert up[0].max() < 0.9 < up[1:].max(-1).values.mean() + 0.2
+
+
+def test_sincos_codes_are_refused_with_the_reason():
+    model = built(image_size=224, pos_embed="sincos")
+    with pytest.raises(ValueError, match=r"numerical rank is \d+ for 196 tokens.*uniform.*learned"):
+        initialised(model)
+
+
+def test_a_learned_code_that_cannot_tell_tokens_apart_is_refused():
+    model = built(image_size=32, patch_size=4, embed_dim=96)
+    with pytest.raises(ValueError, match="numerical rank is 0 for 64 tokens"):
+        initialised(model, pos_embed_scale=0.0)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(kernel_size=0), "kernel_size is 0"), (dict(base="zeros"), "base is 'zeros'"),
+    (dict(offsets="spiral"), "offsets is 'spiral'"), (dict(value_init="x"), "value_init is 'x'"),
+    (dict(rank=-1), "rank is -1"), (dict(qk_norm=0.0), "qk_norm 0.0")])
+def test_impossible_options_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        initialised(built(image_size=32, patch_size=4, embed_dim=96, depth=1), **options)

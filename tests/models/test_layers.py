@@ -1,0 +1,77 @@
+"""Patches, stochastic depth and sin-cos codes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from vitinit.keys import Stream, keyed_generator
+from vitinit.models.layers import (PatchEmbed, add_branch, draw_keep, drop_path_rates,
+                                   sincos_position_code)
+
+
+def test_patch_embedding_is_a_linear_map_of_each_patch():
+    embed = PatchEmbed(image_size=(6, 15), patch_size=(2, 5), embed_dim=7)
+    images = torch.randn(3, 3, 6, 15, generator=torch.Generator().manual_seed(0))
+    tokens = embed(images)
+    assert embed.grid == (3, 3) and tokens.shape == (3, 9, 7)
+    row, column = 2, 1
+    patch = images[:, :, 2 * row:2 * row + 2, 5 * column:5 * column + 5].flatten(1)
+    expected = patch @ embed.proj.weight.flatten(1).T + embed.proj.bias
+    torch.testing.assert_close(tokens[:, row * 3 + column], expected)
+
+
+def test_patches_that_do_not_tile_the_image_are_an_error():
+    with pytest.raises(ValueError, match="4×4 pixels do not tile an image of 32×30"):
+        PatchEmbed(image_size=(32, 30), patch_size=(4, 4), embed_dim=8)
+
+
+def test_images_of_another_size_are_an_error():
+    embed = PatchEmbed(image_size=(8, 12), patch_size=(4, 4), embed_dim=8)
+    with pytest.raises(ValueError, match="built for images of 8×12 pixels and got 12×8"):
+        embed(torch.zeros(1, 3, 12, 8))
+
+
+def test_drop_rates_rise_linearly_over_the_blocks():
+    assert drop_path_rates(0.3, 4) == pytest.approx([0, 0, .1, .1, .2, .2, .3, .3])
+
+
+def test_keep_factors_are_zero_or_one_over_keep_with_mean_one():
+    keep = draw_keep([0.0, 0.2, 0.5], 20_011, np.random.default_rng(0))
+    assert keep.shape == (3, 20_011) and keep.dtype == torch.float32
+    assert (keep[0] == 1).all()
+    assert set(keep[1].unique().tolist()) == {0.0, 1.25}
+    assert (keep == 0).double().mean(1).tolist() == pytest.approx([0, .2, .5], abs=.01)
+    assert keep.mean(1).tolist() == pytest.approx([1, 1, 1], abs=.02)
+
+
+def test_keep_factors_depend_on_their_key_alone():
+    draws = [draw_keep([.5] * 3, 13, keyed_generator(7, Stream.DROP_PATH, step))
+             for step in (11, 12, 11)]
+    assert torch.equal(draws[0], draws[2]) and not torch.equal(draws[0], draws[1])
+
+
+def test_a_dropped_branch_leaves_its_image_as_it_was():
+    x, branch = torch.ones(3, 2, 5), torch.full((3, 2, 5), 10.0)
+    y = add_branch(x, branch, torch.tensor([0.0, 1.0, 2.0]))
+    assert y[:, 0, 0].tolist() == [1.0, 11.0, 21.0]
+    assert torch.equal(add_branch(x, branch, None), x + branch)
+
+
+def test_sincos_codes_are_the_formula():
+    code = sincos_position_code((3, 5), dim=28)
+    assert code.shape == (15, 28)
+    row, column, channel = 2, 4, 3
+    frequency = 10_000 ** (-channel / 7)
+    token = code[row * 5 + column]
+    for quarter, value in enumerate((math.sin(column * frequency), math.cos(column * frequency),
+                                     math.sin(row * frequency), math.cos(row * frequency))):
+        assert token[7 * quarter + channel].item() == pytest.approx(value, abs=1e-6)
+
+
+def test_sincos_codes_need_a_width_that_four_divides():
+    with pytest.raises(ValueError, match="4 divides, not 30"):
+        sincos_position_code((3, 5), dim=30)

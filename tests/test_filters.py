@@ -1,0 +1,104 @@
+"""Kernels and their matrices, against torch's own conv2d in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vitinit.filters import (box_kernel, convolution_matrix, gaussian_kernel, impulse_kernel,
+                             kernel_offsets, ordered_offsets, random_kernel, shift_targets)
+
+GRID = (5, 7)
+
+
+def conv2d_same(image: torch.Tensor, kernel: torch.Tensor, circular: bool) -> torch.Tensor:
+    """torch's conv2d with padding "same": left pad (f - 1) // 2, right pad the rest."""
+    size = len(kernel)
+    left, right = (size - 1) // 2, size // 2
+    padded = F.pad(image[None, None], (left, right, left, right),
+                   mode="circular" if circular else "constant")
+    return F.conv2d(padded, kernel[None, None])[0, 0]
+
+
+@pytest.mark.parametrize("circular", [False, True])
+@pytest.mark.parametrize("kernel_size", [1, 2, 3, 4, 5])
+def test_convolution_matrix_is_conv2d(kernel_size, circular):
+    generator = torch.Generator().manual_seed(kernel_size)
+    kernel = torch.randn(kernel_size, kernel_size, generator=generator, dtype=torch.float64)
+    image = torch.randn(*GRID, generator=generator, dtype=torch.float64)
+    matrix = convolution_matrix(kernel, GRID, circular=circular)
+    expected = conv2d_same(image, kernel, circular)
+    torch.testing.assert_close((matrix @ image.flatten()).view(GRID), expected,
+                               rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("kernel_size", [2, 3, 5])
+def test_torch_pads_same_as_the_reference_does(kernel_size):
+    """The convention that the module documents is torch's own."""
+    generator = torch.Generator().manual_seed(0)
+    kernel = torch.randn(kernel_size, kernel_size, generator=generator, dtype=torch.float64)
+    image = torch.randn(*GRID, generator=generator, dtype=torch.float64)
+    expected = F.conv2d(image[None, None], kernel[None, None], padding="same")[0, 0]
+    torch.testing.assert_close(conv2d_same(image, kernel, circular=False), expected)
+
+
+@pytest.mark.parametrize("offset", [(0, 0), (-1, 0), (0, 1), (1, -1), (2, -2)])
+def test_an_impulse_reads_the_neighbour_at_its_offset(offset):
+    image = torch.arange(35.0).view(GRID)
+    matrix = convolution_matrix(impulse_kernel(offset, 5), GRID)
+    shifted = (matrix @ image.flatten()).view(GRID)
+    row, column = 2, 3                               # every offset stays on the grid from here
+    assert shifted[row, column] == image[row + offset[0], column + offset[1]]
+
+
+def test_impulse_rows_off_the_grid_are_zero():
+    targets = shift_targets((-1, 0), GRID)
+    matrix = convolution_matrix(impulse_kernel((-1, 0), 3), GRID)
+    assert (targets < 0).tolist() == [True] * 7 + [False] * 28
+    assert matrix[targets < 0].abs().sum() == 0
+    assert (matrix[targets >= 0].sum(1) == 1).all()
+
+
+def test_circular_shifts_are_permutations():
+    matrix = convolution_matrix(impulse_kernel((1, -1), 3), GRID, circular=True)
+    assert (matrix.sum(0) == 1).all() and (matrix.sum(1) == 1).all()
+
+
+def test_the_released_order_is_centre_up_right_left_down_corners():
+    assert ordered_offsets(3) == [(0, 0), (-1, 0), (0, 1), (0, -1), (1, 0),
+                                  (-1, -1), (-1, 1), (1, -1), (1, 1)]
+
+
+@pytest.mark.parametrize("kernel_size", [1, 2, 4, 5])
+def test_other_orders_go_by_distance_then_row_major(kernel_size):
+    offsets = ordered_offsets(kernel_size)
+    keys = [(row**2 + column**2, row, column) for row, column in offsets]
+    assert keys == sorted(keys)
+    assert sorted(offsets) == sorted(kernel_offsets(kernel_size))
+
+
+def test_an_offset_that_the_kernel_lacks_is_an_error():
+    with pytest.raises(ValueError, match=r"3×3 kernel has no offset \(0, 2\).*-1…1"):
+        impulse_kernel((0, 2), 3)
+
+
+def test_box_and_gaussian_sum_to_one_and_gaussian_falls_as_stated():
+    assert box_kernel(5).sum().item() == pytest.approx(1.0)
+    kernel = gaussian_kernel(5, sigma=1.3).double()
+    assert kernel.sum().item() == pytest.approx(1.0)
+    # exp(-(2² - 0) / 2σ²) between the centre and two cells to its right
+    assert (kernel[2, 4] / kernel[2, 2]).item() == pytest.approx(
+        math.exp(-4 / (2 * 1.3**2)), rel=1e-5)
+    torch.testing.assert_close(kernel, kernel.T)
+
+
+def test_random_kernels_are_uniform_on_one_over_their_size():
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.stack([random_kernel(5, generator=generator) for _ in range(400)])
+    assert draws.abs().max() <= 0.2
+    assert draws.std().item() == pytest.approx(0.2 / 3**0.5, rel=0.02)
+    assert draws.mean().item() == pytest.approx(0.0, abs=0.004)

@@ -1,0 +1,91 @@
+"""Keyed generators: Philox with the key and counters that the docstring promises."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from vitinit.keys import Stream, keyed_generator
+
+MASK = 2**64 - 1
+
+
+def philox4x64(counter: list[int], key: list[int]) -> list[int]:
+    """Ten rounds of Philox-4x64 (Salmon et al. 2011, section 3.3) in plain integers."""
+    a, b, c, d = counter
+    left, right = key
+    for _ in range(10):
+        high_a, low_a = divmod(a * 0xD2E7470EE14C6C93, 2**64)
+        high_c, low_c = divmod(c * 0xCA5A826395121157, 2**64)
+        a, b, c, d = high_c ^ b ^ left, low_c, high_a ^ d ^ right, low_a
+        left, right = (left + 0x9E3779B97F4A7C15) & MASK, (right + 0xBB67AE8584CAA73B) & MASK
+    return [a, b, c, d]
+
+
+def raw(*key: int, count: int = 8) -> list[int]:
+    return keyed_generator(*key).bit_generator.random_raw(count).tolist()
+
+
+def test_the_reference_gives_the_published_known_answer():
+    # Random123's kat_vectors, "philox4x64 10", counter and key zero.
+    assert philox4x64([0] * 4, [0] * 2) == [0x16554D9ECA36314C, 0xDB20FE9D672D0FDC,
+                                            0xD7E772CEE186176B, 0x7E68B68AEC7BA23B]
+
+
+@pytest.mark.parametrize("counters", [(), (3,), (3, 5), (3, 5, 7), (2**40, 11, 2**63)])
+def test_raw_numbers_equal_philox_written_out_in_integers(counters):
+    seed, stream = 13, Stream.CROP_AND_FLIP
+    words = [*counters, 0, 0, 0][:3]
+    blocks = [philox4x64([block, *words], [seed, int(stream)]) for block in (1, 2)]
+    assert raw(seed, stream, *counters) == blocks[0] + blocks[1]
+
+
+def test_equals_numpys_philox_built_by_hand():
+    ours = keyed_generator(17, Stream.ORDER, 2, 3)
+    numpys = np.random.Generator(np.random.Philox(key=[17, 1], counter=[0, 2, 3, 0]))
+    assert np.array_equal(ours.permutation(101), numpys.permutation(101))
+    assert np.array_equal(ours.normal(size=103), numpys.normal(size=103))
+
+
+def test_values_of_streams_are_those_of_runs_on_disk():
+    assert {stream.name: stream.value for stream in Stream} == {
+        "ORDER": 1, "CROP_AND_FLIP": 2, "DROP_PATH": 3, "SHAPES": 4}
+
+
+def test_the_same_key_gives_the_same_numbers_whatever_was_drawn_before():
+    key = (5, Stream.DROP_PATH, 7, 11)
+    before = raw(*key)
+    keyed_generator(*key).normal(size=1009)
+    np.random.seed(0)
+    assert raw(*key) == before
+
+
+def test_no_number_occurs_under_two_keys_or_twice_under_one():
+    keys = itertools.product((0, 1, 2), Stream, (0, 1, 5), (0, 1, 7), (0, 1, 11))
+    numbers = [number for seed, stream, *counters in keys
+               for number in raw(seed, stream, *counters, count=13)]
+    assert len(numbers) == 3 * len(Stream) * 27 * 13
+    assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("other", [(1, Stream.ORDER, 0), (0, Stream.CROP_AND_FLIP, 0),
+                                   (0, Stream.ORDER, 1), (0, Stream.ORDER, 0, 1)])
+def test_neighbouring_keys_are_uncorrelated(other):
+    count = 10_007
+    one = keyed_generator(0, Stream.ORDER, 0).normal(size=count)
+    two = keyed_generator(*other).normal(size=count)
+    assert abs(np.mean(one * two)) < 4 / count**0.5          # 4 standard errors of a product
+
+
+def test_first_numbers_over_a_counter_are_uniform():
+    count = 5003
+    values = np.sort([keyed_generator(3, Stream.ORDER, i).random() for i in range(count)])
+    distance = abs(values - (np.arange(count) + 0.5) / count).max()
+    assert distance < 1.63 / count**0.5                      # Kolmogorov-Smirnov at 1 %
+
+
+def test_more_than_three_counters_are_refused():
+    with pytest.raises(ValueError, match="4 counters, expected at most 3"):
+        keyed_generator(0, Stream.ORDER, 1, 2, 3, 4)

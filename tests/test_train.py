@@ -1,0 +1,326 @@
+"""train.py end to end: what a run leaves, what resuming and several processes must not change."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitinit.recipe import load_recipe
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+TIMES = ("seconds", "images_per_second")
+ROW = ["epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
+       "ema_top1", "ema_top5", "skipped_steps", "seconds"]
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoint(folder: Path, name: str = "last.pt") -> dict:
+    return torch.load(folder / name, weights_only=True)
+
+
+def without_times(value):
+    """Everything in a checkpoint or metrics that must repeat to the bit."""
+    if isinstance(value, dict):
+        return {key: without_times(item) for key, item in value.items() if key not in TIMES}
+    return [without_times(item) for item in value] if isinstance(value, list) else value
+
+
+def assert_identical(first, second, where: str = "") -> None:
+    """Equal to the bit, tensors and all."""
+    if isinstance(first, torch.Tensor):
+        assert torch.equal(first, second), where
+    elif isinstance(first, dict):
+        assert first.keys() == second.keys(), where
+        for key in first:
+            assert_identical(first[key], second[key], f"{where}.{key}")
+    elif isinstance(first, (list, tuple)):
+        assert len(first) == len(second), where
+        for index, pair in enumerate(zip(first, second)):
+            assert_identical(*pair, f"{where}[{index}]")
+    else:
+        assert first == second, where
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    assert_identical(without_times(checkpoint(first)), without_times(checkpoint(second)))
+    assert_identical(without_times(metrics(first)), without_times(metrics(second)))
+
+
+class StopBefore:
+    """Stands in for StopRequest: SIGTERM comes before step `at` of this sitting."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.looks = at, 0
+
+    def __call__(self) -> StopBefore:
+        return self
+
+    @property
+    def number(self) -> int:
+        self.looks += 1
+        return signal.SIGTERM if self.looks > self.at else 0
+
+
+def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_run, tmp_path,
+                                                          capsys):
+    folder = tmp_path / "run"
+    arguments = small_run(folder, init="impulse", checkpoint__keep_epochs="[0, 2]")
+    assert train_program.main(arguments) == 0
+    assert sorted(os.listdir(folder)) == ["best.pt", "epoch_0000.pt", "epoch_0002.pt", "last.pt",
+                                          "metrics.jsonl", "recipe.toml", "run.json"]
+    rows = metrics(folder)
+    assert [list(row) for row in rows] == [ROW] * 3
+    assert [row["epoch"] for row in rows] == [1, 2, 3]
+    assert all(isinstance(row[key], float) for row in rows for key in ROW if key not in
+               ("epoch", "skipped_steps"))
+    last = checkpoint(folder)
+    assert {"model", "ema", "optimizer", "scaler", "step", "recipe"} <= last.keys()
+    assert last["step"] == 12
+    assert max(row["val_top1"] for row in rows) == checkpoint(folder, "best.pt")["progress"]["best"]
+    start, = json.loads((folder / "run.json").read_text())
+    assert {"command", "git_commit", "torch", "python", "device", "processes"} <= start.keys()
+    printed = capsys.readouterr().out
+    assert "12 = 1 process(es) × 3 micro-batch(es) × 4 images" in printed
+    assert "init    impulse: {base = \"default\", kernel_size = 3" in printed
+
+    # The initialised model is the init's, and the recorded recipe repeats the run.
+    recipe = load_recipe(folder / "recipe.toml")
+    assert recipe.init.options["qk_norm"] == 7.0 and recipe.model.options["mlp_ratio"] == 4.0
+    again = tmp_path / "again"
+    assert train_program.main(["--recipe", str(folder / "recipe.toml"), "--out-dir",
+                               str(again)]) == 0
+    assert_identical(checkpoint(folder)["model"], checkpoint(again)["model"])
+
+
+@pytest.mark.parametrize("steps_before", [2, 4, 7])
+def test_resuming_equals_never_having_stopped(train_program, small_run, tmp_path, monkeypatch,
+                                              steps_before):
+    """Stopped within the first epoch, right at its end, within the second: the same to the bit."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert train_program.main(small_run(straight)) == 0
+    with monkeypatch.context() as patch:
+        # One look before each step and one after each epoch's last.
+        patch.setattr(train_program, "StopRequest", StopBefore(steps_before + steps_before // 5))
+        assert train_program.main(small_run(stopped)) == 128 + signal.SIGTERM
+    assert checkpoint(stopped)["step"] == steps_before
+    assert train_program.main(["--resume", str(stopped)]) == 0
+    assert_same_run(straight, stopped)
+    assert len(json.loads((stopped / "run.json").read_text())) == 2
+
+
+def test_metrics_after_the_checkpoint_are_cut_back(train_program, small_run, tmp_path):
+    """A run killed two epochs after its last checkpoint does those epochs again, once."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    assert train_program.main(small_run(straight)) == 0
+    assert train_program.main(small_run(killed, checkpoint__keep_epochs="[1]",
+                                        checkpoint__every_steps="4")) == 0
+    first_epoch = checkpoint(killed, "epoch_0001.pt")
+    assert [row["epoch"] for row in metrics(killed)] == [1, 2, 3]
+    # Put an older training checkpoint back: that of a run of the same recipe stopped after step 4.
+    early = tmp_path / "early"
+    train_program.StopRequest = StopBefore(4)
+    train_program.main(small_run(early))
+    state = checkpoint(early)
+    assert_identical(state["model"], first_epoch["model"])
+    state["recipe"] = checkpoint(killed)["recipe"]
+    torch.save(state, killed / "last.pt")
+    train_program.StopRequest = StopBefore(10**6)
+    assert train_program.main(["--resume", str(killed)]) == 0
+    assert_identical(without_times(metrics(killed)), without_times(metrics(straight)))
+
+
+def test_workers_change_nothing(train_program, small_run, tmp_path):
+    for workers in ("0", "2"):
+        assert train_program.main(small_run(tmp_path / workers, data__workers=workers,
+                                            schedule__epochs="2")) == 0
+    first, second = (without_times(checkpoint(tmp_path / workers)) for workers in ("0", "2"))
+    assert_identical(first["model"], second["model"])
+
+
+def test_resume_auto_starts_fresh_and_then_continues(train_program, small_run, tmp_path,
+                                                     monkeypatch, capsys):
+    folder = tmp_path / "run"
+    arguments = small_run(folder, "--resume", "auto")
+    with monkeypatch.context() as patch:
+        patch.setattr(train_program, "StopRequest", StopBefore(3))
+        assert train_program.main(arguments) == 128 + signal.SIGTERM
+    assert f"go on with --resume {folder}" in capsys.readouterr().out
+    assert train_program.main(arguments) == 0
+    assert "resumed at step 3" in capsys.readouterr().out
+    assert len(metrics(folder)) == 3
+    assert train_program.main(arguments) == 0        # nothing left to do, nothing done
+    assert len(metrics(folder)) == 3
+
+
+def test_a_folder_with_a_run_is_never_overwritten(train_program, small_run, tmp_path, capsys):
+    folder = tmp_path / "run"
+    train_program.main(small_run(folder, schedule__epochs="1", schedule__warmup_epochs="0"))
+    before = (folder / "last.pt").read_bytes()
+    assert train_program.main(small_run(folder)) == 2
+    error = capsys.readouterr().err
+    assert f"already holds a run; continue it with --resume {folder}" in error
+    assert (folder / "last.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("more, message", [
+    (["--seed", "1"], "--seed 1 differs from the run's run.seed = 0"),
+    (["--init", "impulse"], '--init impulse differs from the run\'s init.name = "mimetic"'),
+    (["--recipe", "deit_tiny"], "--recipe deit_tiny differs from the run's recipe quickstart"),
+    (["--set", "optim.eps=1e-8"], "--set optim.eps=1e-8 differs from the run's optim.eps = 0.0001"),
+    (["--set", "optim.epss=1"], "there is no 'epss'; did you mean 'eps'?"),
+    (["--out-dir", "elsewhere"], "--out-dir elsewhere differs from --resume"),
+    (["--dry-run"], "--dry-run and --resume exclude each other"),
+])
+def test_a_resumed_run_goes_on_as_it_began(train_program, small_run, tmp_path, capsys, more,
+                                           message):
+    folder = tmp_path / "run"
+    train_program.StopRequest = StopBefore(1)
+    train_program.main(small_run(folder))
+    capsys.readouterr()
+    assert train_program.main(["--resume", str(folder), *more]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("target, message", [
+    ("nothing", "no such run folder"), ("empty", "no such checkpoint")])
+def test_resuming_what_is_not_there_is_one_line(train_program, tmp_path, capsys, target, message):
+    (tmp_path / "empty").mkdir()
+    assert train_program.main(["--resume", str(tmp_path / target)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_dry_run_shows_everything_and_writes_nothing(train_program, small_run, tmp_path, capsys,
+                                                       monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert train_program.main(small_run(tmp_path / "run", "--dry-run")) == 0
+    printed = capsys.readouterr().out
+    assert "images (4, 3, 8, 8) → logits (4, 3); nothing was written" in printed
+    assert "steps   4 an epoch × 3 epochs = 12" in printed
+    assert "lr      peak 0.001; first step 1e-06" in printed
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_broken_picture_costs_no_step(train_program, small_run, picture_tree, tmp_path, capsys):
+    """The run stops with one line naming the file, keeps its steps, and goes on once mended."""
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    assert train_program.main(small_run(straight)) == 0
+    picture = picture_tree / "train" / "green" / "05.png"
+    content = picture.read_bytes()
+    picture.write_bytes(content[:len(content) // 2])
+    capsys.readouterr()
+    assert train_program.main(small_run(broken)) == 2
+    output = capsys.readouterr()
+    assert str(picture) in output.err and output.err.count("\n") == 1
+    assert f"go on with --resume {broken}" in output.out
+    picture.write_bytes(content)
+    assert train_program.main(["--resume", str(broken)]) == 0
+    assert_same_run(straight, broken)
+
+
+def test_a_broken_validation_picture_costs_no_epoch(train_program, small_run, picture_tree,
+                                                    tmp_path, capsys):
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    assert train_program.main(small_run(straight)) == 0
+    picture = picture_tree / "val" / "blue" / "03.png"
+    content = picture.read_bytes()
+    picture.write_bytes(content[:-40])
+    assert train_program.main(small_run(broken)) == 2
+    assert str(picture) in capsys.readouterr().err
+    assert checkpoint(broken)["step"] == 4
+    picture.write_bytes(content)
+    assert train_program.main(["--resume", str(broken)]) == 0
+    assert_same_run(straight, broken)
+
+
+def test_a_diverging_run_ends_and_leaves_the_last_good_checkpoint(
+        train_program, small_run, tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert train_program.main(small_run(folder, optim__base_lr="1e30", optim__clip_norm="0",
+                                        checkpoint__every_steps="1")) == 1
+    error = capsys.readouterr().err
+    assert "the weights after step 2 are not finite" in error and error.count("\n") == 1
+    last = checkpoint(folder)
+    assert last["step"] == 1                         # the first step's rate is still warmup_lr
+    assert all(value.isfinite().all() for value in last["model"].values())
+
+
+def test_a_global_batch_that_cannot_be_is_one_line(train_program, small_run, tmp_path, capsys):
+    assert train_program.main(small_run(tmp_path / "run", optim__global_batch="52")) == 2
+    error = capsys.readouterr().err
+    assert "51 images, fewer than optim.global_batch = 52" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(model__options__patch_size="5"), "do not tile an image of 8×8"),
+    (dict(model__options__pos_embed="sincos"), "cannot use the model's fixed 2-D sin-cos"),
+    (dict(data__num_classes="4"), "3 classes found, but the recipe's data.num_classes is 4"),
+    (dict(data__root="nowhere"), "nowhere/train: no such folder"),
+])
+def test_what_does_not_fit_together_is_one_line(train_program, small_run, tmp_path, capsys,
+                                                changes, message):
+    assert train_program.main(small_run(tmp_path / "run", init="impulse", **changes)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------------------------------------
+# Several processes, and real signals
+# ---------------------------------------------------------------------------------------------
+
+
+def test_two_processes_equal_one(train_program, small_run, repository, tmp_path):
+    """The same global batches, stochastic depth included: weights within 1e-5 a step."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert train_program.main(small_run(one)) == 0
+    result = subprocess.run([*TORCHRUN, str(repository / "train.py"), *small_run(two)],
+                            capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert "12 = 2 process(es) × 2 micro-batch(es) × 3 images" in result.stdout
+    ours, theirs = checkpoint(one), checkpoint(two)
+    for name, value in ours["model"].items():
+        torch.testing.assert_close(theirs["model"][name], value, rtol=0, atol=12 * 1e-5)
+    for first, second in zip(metrics(one), metrics(two)):
+        assert second["train_loss"] == pytest.approx(first["train_loss"], abs=4e-5)
+        assert second["val_loss"] == pytest.approx(first["val_loss"], abs=4e-5)
+        assert second["val_top1"] == first["val_top1"]
+
+    # Two processes evaluate every image once, too; 21 do not divide by two.
+    result = subprocess.run([*TORCHRUN, str(repository / "eval.py"), str(two)],
+                            capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    evaluated = json.loads(result.stdout.splitlines()[-1])
+    assert evaluated["model"]["images"] == 21
+    assert evaluated["model"]["top1"] == pytest.approx(metrics(two)[-1]["val_top1"])
+    assert evaluated["ema"]["top1"] == pytest.approx(metrics(two)[-1]["ema_top1"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_real_signal_leaves_a_checkpoint_and_says_how_to_go_on(small_run, repository, tmp_path,
+                                                                 number):
+    folder = tmp_path / "run"
+    arguments = small_run(folder, schedule__epochs="100000", data__workers="1")
+    process = subprocess.Popen([sys.executable, str(repository / "train.py"), *arguments],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:                      # reading waits; no sleeping
+        if line.startswith("epoch 2 "):
+            process.send_signal(number)
+            break
+    rest, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert f"stopped by signal {int(number)}" in rest and f"--resume {folder}" in rest
+    assert "Traceback" not in error
+    assert checkpoint(folder)["step"] >= 8

@@ -1,0 +1,93 @@
+"""Checkpoints: whole or not at all, readable without running code, and clear about misfits."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from vitinit.train import checkpoint
+from vitinit.train.checkpoint import (CheckpointError, load, load_model, model_state,
+                                      save_atomically)
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    state = {"model": {"w": torch.arange(6.0).view(2, 3)}, "step": 7, "recipe": {"a": [1, "b"]}}
+    save_atomically(state, tmp_path / "a.pt")
+    loaded = load(tmp_path / "a.pt")
+    assert torch.equal(loaded["model"]["w"], state["model"]["w"])
+    assert (loaded["step"], loaded["recipe"]) == (7, {"a": [1, "b"]})
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+@pytest.mark.parametrize("step", ["save", "fsync", "replace"])
+def test_a_crash_while_saving_leaves_the_old_checkpoint(tmp_path, monkeypatch, step):
+    path = tmp_path / "a.pt"
+    save_atomically({"step": 1}, path)
+
+    def crash(*_, **__):
+        raise OSError("disk full")
+    monkeypatch.setattr(*{"save": (checkpoint.torch, "save"), "fsync": (checkpoint.os, "fsync"),
+                          "replace": (checkpoint.os, "replace")}[step], crash)
+    with pytest.raises(OSError, match="disk full"):
+        save_atomically({"step": 2}, path)
+    monkeypatch.undo()
+    assert load(path) == {"step": 1}
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path):
+    path = tmp_path / "a.pt"
+    torch.save({"model": os.path.join}, path)
+    with pytest.raises(CheckpointError, match=r"a\.pt: not a readable checkpoint") as error:
+        load(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_namespace_as_in_official_deit_checkpoints_is_allowed(tmp_path):
+    path = tmp_path / "deit.pth"
+    torch.save({"model": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=1e-3)}, path)
+    assert torch.equal(model_state(load(path), path)["w"], torch.ones(2))
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 torn"])
+def test_files_that_are_no_checkpoints_are_one_line_errors(tmp_path, content):
+    path = tmp_path / "a.pt"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"a\.pt: not a readable checkpoint") as error:
+        load(path)
+    assert "\n" not in str(error.value)
+    with pytest.raises(CheckpointError, match=r"b\.pt: no such checkpoint"):
+        load(tmp_path / "b.pt")
+
+
+def test_safetensors_are_read(tmp_path):
+    from safetensors.torch import save_file
+    save_file({"w": torch.arange(3.0)}, tmp_path / "a.safetensors")
+    state = load(tmp_path / "a.safetensors")
+    assert torch.equal(model_state(state, tmp_path)["w"], torch.arange(3.0))
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.",
+                                    "_orig_mod.module."])
+def test_wrappers_prefixes_are_cleaned(tmp_path, prefix):
+    state = {"model": {f"{prefix}blocks.0.w": torch.ones(1)}}
+    assert list(model_state(state, tmp_path)) == ["blocks.0.w"]
+
+
+def test_a_misfit_names_both_sides_and_changes_nothing(tmp_path):
+    model = nn.Linear(3, 5)
+    before = model.weight.detach().clone()
+    with pytest.raises(CheckpointError) as error:
+        load_model(model, {"weight": torch.ones(5, 2), "gain": torch.ones(5)}, tmp_path / "a.pt")
+    message = str(error.value)
+    assert "missing: bias" in message and "surplus: gain" in message
+    assert "weight (5, 2) where the model has (5, 3)" in message and "\n" not in message
+    assert torch.equal(model.weight, before)
+
+
+def test_a_checkpoint_without_a_model_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match="no model in it"):
+        model_state({"step": 3}, tmp_path / "a.pt")

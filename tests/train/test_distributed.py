@@ -1,0 +1,82 @@
+"""Agreement between processes: one process here; two real ones in test_train.py."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitinit.train import distributed
+from vitinit.train.distributed import Processes, StopRequest
+
+ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+
+
+def test_alone_everything_is_ones_own():
+    values = torch.tensor([1.0, 2.0])
+    assert ALONE.sum(values) is values and ALONE.maximum(7) == 7 and ALONE.is_main
+    assert ALONE.together(lambda: 3, (ValueError,)) == 3
+    with pytest.raises(ValueError, match="mine"):
+        ALONE.together(lambda: int("mine"), (ValueError,))
+
+
+def worker(rank: int, port_file: str, results: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank,
+                                         world_size=2)
+    processes = Processes(rank, rank, 2, torch.device("cpu"))
+    lines = [str(processes.sum(torch.tensor([rank + 1.0])).item()),
+             str(processes.maximum(15 * rank))]
+    for broken in (0, 1):                            # the error of either is raised on both
+        def action(broken=broken):
+            if rank == broken:
+                raise KeyError(f"folder of {rank}")
+            return "fine"
+        try:
+            lines.append(processes.together(action, (KeyError,)))
+        except KeyError as error:
+            lines.append(error.args[0])
+    lines.append(str(processes.together(lambda: rank, (KeyError,))))
+    processes.main_only(lambda: lines.append("written"), (KeyError,))
+    Path(f"{results}{rank}").write_text("\n".join(lines))
+    distributed.stop()
+
+
+def test_two_processes_agree_on_sums_signals_and_errors(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    members = [context.Process(target=worker, args=(rank, str(tmp_path / "meet"),
+                                                    str(tmp_path / "result"))) for rank in (0, 1)]
+    for member in members:
+        member.start()
+    for member in members:
+        member.join(120)
+        assert member.exitcode == 0
+    found = [(tmp_path / f"result{rank}").read_text().split("\n") for rank in (0, 1)]
+    assert found[0] == ["3.0", "15", "folder of 0", "folder of 1", "0", "written"]
+    assert found[1] == ["3.0", "15", "folder of 0", "folder of 1", "1"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_request_remembers_the_signal_and_nothing_else_happens(number):
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        request = StopRequest()
+        assert request.number == 0
+        os.kill(os.getpid(), number)
+        assert request.number == number
+    finally:
+        for n, handler in handlers.items():
+            signal.signal(n, handler)
+
+
+def test_start_reads_the_launchers_environment(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    processes = distributed.start()
+    assert (processes.rank, processes.local_rank, processes.world_size) == (0, 0, 1)
+    monkeypatch.setenv("RANK", "5")
+    assert distributed.environment_rank() == 5

@@ -1,0 +1,237 @@
+"""One step in every way it can be cut, skipping, stopping, and exact evaluation."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import vitinit
+from vitinit.keys import Stream, keyed_generator
+from vitinit.models.layers import draw_keep
+from vitinit.train.distributed import Processes
+from vitinit.train.ema import Ema
+from vitinit.train.engine import evaluate, train_epoch
+from vitinit.train.metrics import Diverged, Progress, ProgressBar
+from vitinit.train.optim import adamw
+
+CPU = torch.device("cpu")
+ALONE = Processes(rank=0, local_rank=0, world_size=1, device=CPU)
+GLOBAL_BATCH, STEPS = 12, 5
+# A key's bias has a zero gradient (softmax ignores what is added to a whole row), which is a rounding
+# error in practice. With AdamW's usual eps of 1e-8 that error would be scaled up to a full step.
+EPS = 1e-4
+
+
+class Request:
+    """A stop request that nobody made, or that comes before step `at`."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at, self.looks = at, 0
+
+    @property
+    def number(self) -> int:
+        self.looks += 1
+        return 15 if self.at is not None and self.looks > self.at else 0
+
+
+def small_model(drop_path: float = 0.0) -> torch.nn.Module:
+    model = vitinit.build_model("vit_tiny", num_classes=7, image_size=8, patch_size=4,
+                                embed_dim=12, depth=2, num_heads=3, drop_path=drop_path)
+    vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def batches(micro_batch: int, bad_step: int | None = None):
+    """STEPS global batches, each as a list of micro-batches."""
+    generator = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        images = torch.randn(GLOBAL_BATCH, 3, 8, 8, generator=generator)
+        if step == bad_step:
+            images[3] = float("nan")
+        labels = torch.randint(7, (GLOBAL_BATCH,), generator=generator)
+        yield list(zip(images.split(micro_batch), labels.split(micro_batch)))
+
+
+def trained(micro_batch: int = GLOBAL_BATCH, *, drop_path: float = 0.0, amp: str = "off",
+            clip_norm: float = 0.0, scaler=None, ema_decay: float = 0.0, steps=None,
+            lr_at=lambda step: 1e-2, stop=None, count: int = STEPS, progress=None):
+    """Train; returns (model, progress, ema, what was yielded)."""
+    model, progress = small_model(drop_path), progress or Progress()
+    ema = Ema(model, decay=ema_decay, warmup=False) if ema_decay else None
+
+    def keep_at(step: int):
+        if not drop_path:
+            return None
+        return draw_keep(model.drop_path_rates, GLOBAL_BATCH,
+                         keyed_generator(0, Stream.DROP_PATH, step))
+    yielded = list(train_epoch(
+        model=model, forward=model, steps=iter(steps or batches(micro_batch)), count=count,
+        prepare=lambda batch: batch, progress=progress, lr_at=lr_at, keep_at=keep_at,
+        positions=lambda micro: slice(micro * micro_batch, (micro + 1) * micro_batch),
+        optimizer=adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
+        scaler=scaler or torch.amp.GradScaler("cpu", enabled=False), ema=ema, amp=amp,
+        clip_norm=clip_norm, label_smoothing=0.1, processes=ALONE, stop=stop or Request(),
+        save_due=lambda step: False, data_errors=(KeyError,), bar=ProgressBar("x", STEPS, shown=False)))
+    return model, progress, ema, yielded
+
+
+def assert_close(first: torch.nn.Module, second: torch.nn.Module, atol: float) -> None:
+    for (name, a), b in zip(first.state_dict().items(), second.state_dict().values()):
+        torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=lambda m: f"{name}: {m}")
+
+
+def test_it_is_the_loop_that_one_would_write_by_hand():
+    model = small_model()
+    optimizer = torch.optim.AdamW([
+        {"params": [p for n, p in model.named_parameters()
+                    if p.ndim > 1 and n not in ("pos_embed", "cls_token")], "weight_decay": 0.1},
+        {"params": [p for n, p in model.named_parameters()
+                    if p.ndim == 1 or n in ("pos_embed", "cls_token")], "weight_decay": 0.0}],
+        lr=1e-2, betas=(0.9, 0.99), eps=EPS)
+    losses = []
+    for [(images, labels)] in batches(GLOBAL_BATCH):
+        loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    ours, progress, _, yielded = trained(clip_norm=0.5)
+    assert_close(ours, model, atol=1e-6)
+    assert progress.loss_sum == pytest.approx(sum(losses), rel=1e-6)
+    assert progress.step == STEPS and yielded == []
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 4, 6])
+def test_accumulation_equals_the_whole_batch_drop_path_included(micro_batch):
+    whole, progress, *_ = trained(drop_path=0.5)
+    parts, other, *_ = trained(micro_batch, drop_path=0.5)
+    assert_close(parts, whole, atol=1e-5)
+    assert other.loss_sum == pytest.approx(progress.loss_sum, rel=1e-5)
+    without, *_ = trained()
+    assert not torch.allclose(whole.head.weight, without.head.weight, atol=1e-3)
+
+
+def test_the_learning_rate_is_set_at_every_step():
+    frozen, *_ = trained(lr_at=lambda step: 0.0)
+    assert_close(frozen, small_model(), atol=0)
+    seen = []
+    trained(lr_at=lambda step: seen.append(step) or 1e-3, progress=Progress(step=40))
+    assert seen == [40, 41, 42, 43, 44]
+
+
+class SkippingScaler(torch.amp.GradScaler):
+    """A GradScaler whose gradients overflow at one step."""
+
+    def __init__(self, bad_step: int) -> None:
+        super().__init__("cpu", init_scale=8.0)
+        self.calls, self.bad_step = 0, bad_step
+
+    def step(self, optimizer):
+        if self.calls == self.bad_step:
+            optimizer.param_groups[0]["params"][0].grad[..., 0] = float("inf")
+        self.calls += 1
+        return super().step(optimizer)
+
+
+def test_a_skipped_step_changes_neither_weights_nor_average_and_is_counted():
+    all_steps = list(batches(GLOBAL_BATCH))
+    model, progress, ema, _ = trained(scaler=SkippingScaler(bad_step=STEPS - 1), ema_decay=0.5)
+    assert (progress.skipped_steps, progress.step, ema.updates) == (1, STEPS, STEPS - 1)
+    shorter, other, average, _ = trained(scaler=SkippingScaler(bad_step=-1), ema_decay=0.5,
+                                         steps=all_steps[:-1], count=STEPS - 1)
+    assert (other.skipped_steps, other.step) == (0, STEPS - 1)
+    assert_close(model, shorter, atol=0)
+    assert_close(ema.model, average.model, atol=0)
+
+
+def test_gradients_that_overflow_are_skipped_under_clipping_too():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
+    model, progress, *_ = trained(scaler=scaler, clip_norm=1.0)
+    assert progress.skipped_steps > 0
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("amp, atol", [("bf16", 0.05), ("fp16", 0.01)])
+def test_mixed_precision_stays_near_full_precision(amp, atol):
+    full, progress, *_ = trained()
+    scaler = torch.amp.GradScaler("cpu", enabled=amp == "fp16", init_scale=64.0)
+    mixed, other, *_ = trained(amp=amp, scaler=scaler)
+    assert other.loss_sum / STEPS == pytest.approx(progress.loss_sum / STEPS, abs=atol)
+    assert other.loss_sum != progress.loss_sum and other.skipped_steps == 0
+
+
+def test_a_non_finite_loss_stops_and_names_the_step():
+    with pytest.raises(Diverged, match="loss of step 2 is nan"):
+        trained(steps=batches(GLOBAL_BATCH, bad_step=2))
+
+
+def test_a_stop_request_ends_between_two_steps():
+    model, progress, _, yielded = trained(stop=Request(at=3))
+    assert yielded == [15] and progress.step == 3
+    straight, *_ = trained(count=3)
+    assert_close(model, straight, atol=0)
+
+
+def test_a_request_during_the_last_step_is_not_lost():
+    _, progress, _, yielded = trained(stop=Request(at=STEPS))
+    assert yielded == [15] and progress.step == STEPS
+
+
+def test_checkpoints_are_asked_for_when_due_with_complete_sums():
+    sums = []
+    progress = Progress()
+
+    def due(step: int) -> bool:
+        return step % 2 == 0
+    model = small_model()
+    for number in train_epoch(
+            model=model, forward=model, steps=batches(GLOBAL_BATCH), count=STEPS,
+            prepare=lambda batch: batch, progress=progress, lr_at=lambda step: 1e-2,
+            keep_at=lambda step: None, positions=lambda micro: slice(None),
+            optimizer=adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
+            scaler=torch.amp.GradScaler("cpu", enabled=False), ema=None, amp="off", clip_norm=0.0,
+            label_smoothing=0.1, processes=ALONE, stop=Request(), save_due=due,
+            data_errors=(KeyError,), bar=ProgressBar("x", STEPS, shown=False)):
+        sums.append((number, progress.step, progress.loss_sum))
+    assert [(number, step) for number, step, _ in sums] == [(0, 2), (0, 4)]
+    assert 0 < sums[0][2] < sums[1][2] < progress.loss_sum
+
+
+def test_broken_data_is_raised_after_the_steps_before_it_are_counted():
+    def broken():
+        yield from itertools.islice(batches(GLOBAL_BATCH), 2)
+        raise KeyError("picture 7")
+    progress = Progress()
+    with pytest.raises(KeyError, match="picture 7"):
+        trained(steps=broken(), progress=progress)
+    assert progress.step == 2 and progress.loss_sum > 0
+
+
+def test_evaluation_counts_every_image_once_whatever_the_batches():
+    model = small_model()
+    generator = torch.Generator().manual_seed(2)
+    images, labels = torch.randn(31, 3, 8, 8, generator=generator), torch.arange(31) % 7
+    logits = model(images).detach()
+    top5 = (logits.topk(5).indices == labels[:, None]).any(1).double().mean().item()
+    for size in (31, 7, 4):
+        result = evaluate(model, zip(images.split(size), labels.split(size)),
+                          prepare=lambda batch: batch, amp="off", processes=ALONE,
+                          data_errors=(KeyError,), bar=ProgressBar("x", 1, shown=False))
+        assert result.images == 31
+        assert result.top1 == pytest.approx(100 * (logits.argmax(1) == labels).double().mean()
+                                            .item())
+        assert result.top5 == pytest.approx(100 * top5)
+        assert result.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
+
+
+def test_of_fewer_than_five_classes_all_are_in_the_top_five():
+    model = vitinit.build_model("vit_tiny", num_classes=3, image_size=8, patch_size=4,
+                                embed_dim=12, depth=1, num_heads=3)
+    result = evaluate(model, [(torch.randn(5, 3, 8, 8), torch.arange(5) % 3)],
+                      prepare=lambda batch: batch, amp="off", processes=ALONE,
+                      data_errors=(KeyError,), bar=ProgressBar("x", 1, shown=False))
+    assert result.top5 == 100.0

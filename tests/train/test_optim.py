@@ -1,0 +1,86 @@
+"""Parameter groups against published counts, and the learning rate against its check values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vitinit
+from vitinit.train.optim import adamw, learning_rate, parameter_groups, scaled_lr
+
+DEIT = dict(peak=1e-3, epochs=300, warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5)
+SMALL_DATA = dict(peak=2e-3, epochs=300, warmup_epochs=50, warmup_lr=1e-6, min_lr=1e-6)
+
+
+@pytest.mark.parametrize("name, decayed, exempt", [
+    ("vit_tiny", 5_647_872, 69_544), ("vit_small", 21_912_576, 138_088),
+    ("vit_base", 86_292_480, 275_176)])
+def test_decayed_and_exempt_counts_are_deits(name, decayed, exempt):
+    model = vitinit.build_model(name, num_classes=1000, image_size=224)
+    groups = parameter_groups(model, weight_decay=0.05)
+    assert [sum(p.numel() for p in group["params"]) for group in groups] == [decayed, exempt]
+    assert [len(group["params"]) for group in groups] == [50, 102]
+    assert [group["weight_decay"] for group in groups] == [0.05, 0.0]
+    exempt_ids = {id(p) for p in groups[1]["params"]}
+    assert {id(model.pos_embed), id(model.cls_token), id(model.head.bias)} <= exempt_ids
+
+
+def test_frozen_parameters_are_in_no_group():
+    model = vitinit.build_model("vit_tiny", num_classes=10, image_size=32, depth=1)
+    model.head.weight.requires_grad_(False)
+    ids = {id(p) for group in parameter_groups(model, 0.1) for p in group["params"]}
+    assert id(model.head.weight) not in ids and id(model.head.bias) in ids
+
+
+def test_one_step_is_adamws_formula_and_exempt_parameters_do_not_decay():
+    """Loshchilov and Hutter, arXiv 1711.05101, algorithm 2, with t = 1."""
+    layer = torch.nn.Linear(3, 5).double()
+    weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
+    optimizer = adamw(layer, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-3)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    layer(torch.ones(2, 3).double()).square().sum().backward()
+    gradient, bias_gradient = layer.weight.grad.clone(), layer.bias.grad.clone()
+    optimizer.step()
+    # At t = 1 the bias-corrected moments are the gradient and its square.
+    update = 0.01 * gradient / (gradient.abs() + 1e-3)
+    torch.testing.assert_close(layer.weight, weight * (1 - 0.01 * 0.1) - update)
+    update = 0.01 * bias_gradient / (bias_gradient.abs() + 1e-3)
+    torch.testing.assert_close(layer.bias, bias - update)
+
+
+@pytest.mark.parametrize("epoch, expected", [
+    (0, 1e-6), (1, 2.008e-4), (4, 8.002e-4), (5, 9.993216e-4), (10, 9.972883e-4), (150, 5.05e-4),
+    (299, 1.002714e-5), (300, 1e-5), (309, 1e-5)])
+def test_epoch_stepping_gives_deits_check_values(epoch, expected):
+    for step in (epoch * 1251, epoch * 1251 + 1250):  # first and last step of the epoch
+        value = learning_rate(step, steps_per_epoch=1251, step_on="epoch", **DEIT)
+        assert value == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("epoch, expected", [(49, 1.96002e-3), (50, 1.866092e-3)])
+def test_small_data_check_values(epoch, expected):
+    value = learning_rate(epoch * 97, steps_per_epoch=97, step_on="epoch", **SMALL_DATA)
+    assert value == pytest.approx(expected, rel=1e-6)
+
+
+def test_update_stepping_agrees_at_epoch_boundaries_and_moves_between():
+    how = dict(steps_per_epoch=10, **DEIT)
+    for epoch in (0, 3, 5, 77, 300, 305):
+        assert learning_rate(epoch * 10, step_on="update", **how) == pytest.approx(
+            learning_rate(epoch * 10, step_on="epoch", **how))
+    rates = [learning_rate(step, step_on="update", **how) for step in range(3000)]
+    assert all(a < b for a, b in zip(rates[:49], rates[1:50]))           # warm-up
+    assert all(a > b for a, b in zip(rates[50:-1], rates[51:]))          # cosine
+    assert learning_rate(25, step_on="update", **how) == pytest.approx(1e-6 + 2.5 / 5 * 9.99e-4)
+
+
+def test_no_warm_up_starts_at_the_peak():
+    how = DEIT | dict(warmup_epochs=0)
+    assert learning_rate(0, steps_per_epoch=7, step_on="update", **how) == pytest.approx(1e-3)
+
+
+def test_linear_scaling_is_by_512():
+    assert scaled_lr(5e-4, "linear", 1024) == pytest.approx(1e-3)
+    assert scaled_lr(5e-4, "linear", 128) == pytest.approx(1.25e-4)
+    assert scaled_lr(5e-4, "none", 1024) == 5e-4
