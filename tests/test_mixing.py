@@ -7,7 +7,7 @@ import torch
 
 import vitinit
 from vitinit.filters import convolution_matrix, impulse_kernel
-from vitinit.mixing import mixing_matrices, target_mass
+from vitinit.mixing import mean_kernel, mixing_matrices, target_mass
 
 GRID = (3, 5)
 
@@ -82,3 +82,13 @@ def test_the_mass_is_counted_over_patch_tokens_alone():
 def test_one_offset_a_head_is_needed():
     with pytest.raises(ValueError, match="2 heads but 1 offsets"):
         target_mass(torch.ones(2, 15, 15), [(0, 0)], GRID)
+
+
+def test_the_mean_kernel_of_a_convolution_matrix_is_its_kernel():
+    kernel = torch.rand(3, 3, generator=torch.Generator().manual_seed(0)) + 0.1
+    kernel = kernel / kernel.sum()
+    matrix = convolution_matrix(kernel, (7, 5), circular=True)            # rows sum to one
+    with_class_token = torch.nn.functional.pad(matrix, (1, 0, 1, 0), value=0.3)
+    found = mean_kernel(with_class_token[None], (7, 5), radius=1)
+    assert found.shape == (1, 3, 3)
+    torch.testing.assert_close(found[0], kernel)

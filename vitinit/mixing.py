@@ -72,3 +72,21 @@ def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int
         rows = (targets >= 0).nonzero()[:, 0]
         masses.append(patches[..., head, rows, targets[rows]].mean())
     return torch.stack(masses)
+
+
+def mean_kernel(weights: Tensor, grid: tuple[int, int], radius: int) -> Tensor:
+    """Mean attention by offset, (..., 2·radius + 1, 2·radius + 1): the kernel that a head is nearest
+    to being. Entry [radius + down, radius + right] averages over the tokens that have a token there.
+
+    weights: (..., N, N), prefix tokens first and left out, as in `target_mass`.
+    """
+    cells = grid[0] * grid[1]
+    patches = weights[..., -cells:, -cells:]
+    patches = patches / patches.sum(dim=-1, keepdim=True)
+    kernel = []
+    for down in range(-radius, radius + 1):
+        for right in range(-radius, radius + 1):
+            targets = shift_targets((down, right), grid)
+            rows = (targets >= 0).nonzero()[:, 0]
+            kernel.append(patches[..., rows, targets[rows]].mean(dim=-1))
+    return torch.stack(kernel, dim=-1).unflatten(-1, (2 * radius + 1, 2 * radius + 1))

@@ -1,0 +1,70 @@
+"""The README's commands: train and eval for real, all others as far as their arguments go."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vitinit.recipe import find_recipe
+
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+
+
+def commands() -> list[list[str]]:
+    """Every line of a bash block as words, continued lines joined."""
+    blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if shlex.split(line, comments=True)]
+
+
+def started(program: str) -> list[list[str]]:
+    """The arguments of every README line that starts `program`."""
+    return [words[words.index(program) + 1:] for words in commands() if program in words]
+
+
+def run(words: list[str], cwd: Path) -> subprocess.CompletedProcess:
+    """A README command from another folder than the repository's, with this Python's torchrun."""
+    repository = Path(__file__).resolve().parent.parent
+    beside = Path(sys.executable).parent
+    words = [str(repository / word) if word in ("train.py", "eval.py") else word for word in words]
+    words[0] = {"torchrun": str(beside / "torchrun"), "python": sys.executable}[words[0]]
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def test_the_quickstart_trains_and_its_run_evaluates(tmp_path):
+    train = next(words for words in commands() if "quickstart" in words)
+    result = run([*train, "--set", "schedule.epochs=1"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    last = json.loads((tmp_path / "runs/quickstart-impulse-s0/metrics.jsonl").read_text())
+    evaluate = next(words for words in commands() if "eval.py" in words and
+                    "runs/quickstart-impulse-s0" in words)
+    result = run(evaluate, tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["model"]["top1"] == last["val_top1"] and found["model"]["images"] == 1000
+    assert found["ema"]["top1"] == last["ema_top1"]
+
+
+@pytest.mark.parametrize("program", ["train", "eval"])
+def test_every_command_names_arguments_and_recipes_that_exist(program, repository, request):
+    parse = request.getfixturevalue(f"{program}_program").parse_arguments
+    found = started(f"{program}.py")
+    assert found
+    for arguments in found:
+        args = parse(arguments)
+        if args.recipe:
+            find_recipe(args.recipe, repository / "recipes")
+
+
+def test_the_file_tree_names_every_file(repository):
+    tree = README[README.index("## Where things are"):]
+    files = [path for pattern in ("*.py", "vitinit/**/*.py") for path in repository.glob(pattern)]
+    for path in files:
+        if path.name != "__init__.py":
+            assert path.name in tree, path
