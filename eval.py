@@ -80,28 +80,34 @@ def run(args: argparse.Namespace, processes: Processes) -> None:
     prepare = ToDevice(device, mean=data.mean, std=data.std,
                        channels_last=recipe.engine.channels_last)
     torch.set_float32_matmul_precision("high" if recipe.engine.tf32 else "highest")
+    names = [name for name in ("model", "ema") if name == "model" or state.get(name)]
+    models = processes.together(lambda: [loaded(recipe, state, path, name) for name in names],
+                                USER_ERRORS)
+    models = [model.to(device) for model in models]
+    if recipe.engine.compile:
+        models = [torch.compile(model) for model in models]
+    with ProgressBar("validate", len(batches), shown=processes.is_main) as bar:
+        results = evaluate(models, batches, prepare=prepare, amp=recipe.engine.amp,
+                           processes=processes, data_errors=(DataError,), bar=bar)
+    if processes.is_main:
+        for name, result in zip(names, results):
+            print(f"{name:5}  top-1 {result.top1:.3f} %  top-5 {result.top5:.3f} %  "
+                  f"loss {result.loss:.4f}  over {result.images:,} images")
+        print(json.dumps({"checkpoint": str(path), "recipe": recipe.name,
+                          "data": data.root or data.name}
+                         | {name: dataclasses.asdict(result)
+                            for name, result in zip(names, results)}), flush=True)
+
+
+def loaded(recipe: Recipe, state: dict, path: Path, name: str) -> torch.nn.Module:
+    """The recipe's model with the checkpoint's weights under "model" or "ema"."""
     try:
-        model = build_model(recipe.model.name, num_classes=data.num_classes,
-                            image_size=data.image_size, **recipe.model.options)
+        model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
+                            image_size=recipe.data.image_size, **recipe.model.options)
     except ValueError as error:
         raise RecipeError(f"recipe {recipe.name}: {error}") from None
-
-    results = {"checkpoint": str(path), "recipe": recipe.name, "data": data.root or data.name}
-    for name in ("model", "ema"):
-        if name == "ema" and not state.get("ema"):
-            continue
-        load_model(model, model_state(state, path, name), path)
-        model.to(device)
-        forward = torch.compile(model) if recipe.engine.compile else model
-        with ProgressBar(name, len(batches), shown=processes.is_main) as bar:
-            result = evaluate(forward, batches, prepare=prepare, amp=recipe.engine.amp,
-                              processes=processes, data_errors=(DataError,), bar=bar)
-        results[name] = dataclasses.asdict(result)
-        if processes.is_main:
-            print(f"{name:5}  top-1 {result.top1:.3f} %  top-5 {result.top5:.3f} %  "
-                  f"loss {result.loss:.4f}  over {result.images:,} images", flush=True)
-    if processes.is_main:
-        print(json.dumps(results), flush=True)
+    load_model(model, model_state(state, path, name), path)
+    return model
 
 
 def main(arguments: list[str] | None = None) -> int:

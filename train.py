@@ -192,12 +192,12 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
     # Engine: what wraps the model, and what it is told. ----------------------------------------
     torch.set_float32_matmul_precision("high" if recipe.engine.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = recipe.engine.tf32
-    forward, bare, averaged = model, model, ema.model if ema else None
+    forward = model
     if processes.world_size > 1:
         forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    measured = [model, ema.model] if ema else [model]
     if recipe.engine.compile:
-        forward, bare = torch.compile(forward), torch.compile(bare)
-        averaged = torch.compile(averaged) if ema else None
+        forward, measured = torch.compile(forward), [torch.compile(one) for one in measured]
 
     def keep_at(step: int) -> torch.Tensor | None:
         if not any(model.drop_path_rates):
@@ -214,15 +214,13 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
             "skipped_steps": progress.skipped_steps, "seconds": progress.seconds}
         if (epoch + 1) % recipe.eval.every_epochs and epoch + 1 < epochs:
             return row
-        evaluation = partial(evaluate, prepare=prepare, amp=recipe.engine.amp,
-                             processes=processes, data_errors=(DataError,))
-        with ProgressBar("validate", len(val_batches) * (2 if ema else 1),
-                         shown=processes.is_main) as bar:
-            result = evaluation(bare, val_batches, bar=bar)
-            row |= {"val_loss": result.loss, "val_top1": result.top1, "val_top5": result.top5}
-            if ema:
-                result = evaluation(averaged, val_batches, bar=bar)
-                row |= {"ema_top1": result.top1, "ema_top5": result.top5}
+        with ProgressBar("validate", len(val_batches), shown=processes.is_main) as bar:
+            results = evaluate(measured, val_batches, prepare=prepare, amp=recipe.engine.amp,
+                               processes=processes, data_errors=(DataError,), bar=bar)
+        row |= {"val_loss": results[0].loss, "val_top1": results[0].top1,
+                "val_top5": results[0].top5}
+        if ema:
+            row |= {"ema_top1": results[1].top1, "ema_top5": results[1].top5}
         return row
 
     parameters = sum(p.numel() for p in model.parameters())

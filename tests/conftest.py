@@ -70,7 +70,8 @@ def small_run(picture_tree: Path) -> Callable[..., list[str]]:
     sets = {
         "data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
         "eval.batch_size": "4", "optim.global_batch": "12", "optim.max_batch_per_process": "4",
-        "optim.eps": "1e-4", "optim.clip_norm": "1.0", "optim.label_smoothing": "0.1",
+        "optim.base_lr": "1e-3", "optim.eps": "1e-4", "optim.clip_norm": "1.0",
+        "optim.label_smoothing": "0.1", "ema.decay": "0.99", "ema.warmup": "true",
         "model.options.embed_dim": "12", "model.options.depth": "2", "model.options.num_heads": "3",
         "model.options.drop_path": "0.3", "schedule.epochs": "3", "augment.crop_scale": "[0.3, 1.0]",
         "augment.crop_ratio": "[0.75, 1.25]", "augment.crop_padding": "0",

@@ -14,9 +14,9 @@ from .models import MODELS
 from .recipe import (Override, Recipe, RecipeError, load_recipe, nearest, parse_override,
                      resolve_options, with_options)
 from .train.checkpoint import CheckpointError
-from .train.distributed import environment_rank
+from .train.distributed import LaunchError, environment_rank
 
-USER_ERRORS = (RecipeError, DataError, CheckpointError)     # one line each, for people to mend
+USER_ERRORS = (RecipeError, DataError, CheckpointError, LaunchError)    # one line each, to mend
 
 
 class Parser(argparse.ArgumentParser):

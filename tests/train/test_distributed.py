@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vitinit.train import distributed
-from vitinit.train.distributed import Processes, StopRequest
+from vitinit.train.distributed import LaunchError, Processes, StopRequest
 
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -80,3 +80,11 @@ def test_start_reads_the_launchers_environment(monkeypatch):
     assert (processes.rank, processes.local_rank, processes.world_size) == (0, 0, 1)
     monkeypatch.setenv("RANK", "5")
     assert distributed.environment_rank() == 5
+
+
+def test_more_processes_than_gpus_is_one_line(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(LaunchError, match="process 2 of this machine has no GPU: 2 are visible"):
+        distributed.start()

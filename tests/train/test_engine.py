@@ -211,17 +211,28 @@ def test_broken_data_is_raised_after_the_steps_before_it_are_counted():
     assert progress.step == 2 and progress.loss_sum > 0
 
 
+def test_broken_data_is_raised_by_evaluation():
+    def broken():
+        yield torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.long)
+        raise KeyError("picture 7")
+    with pytest.raises(KeyError, match="picture 7"):
+        evaluate([small_model()], broken(), prepare=lambda batch: batch, amp="off",
+                 processes=ALONE, data_errors=(KeyError,), bar=ProgressBar("x", 1, shown=False))
+
+
 def test_evaluation_counts_every_image_once_whatever_the_batches():
     model = small_model()
+    model.head.bias.data += torch.arange(7) / 7      # not the same as the model beside it
     generator = torch.Generator().manual_seed(2)
     images, labels = torch.randn(31, 3, 8, 8, generator=generator), torch.arange(31) % 7
     logits = model(images).detach()
     top5 = (logits.topk(5).indices == labels[:, None]).any(1).double().mean().item()
     for size in (31, 7, 4):
-        result = evaluate(model, zip(images.split(size), labels.split(size)),
-                          prepare=lambda batch: batch, amp="off", processes=ALONE,
-                          data_errors=(KeyError,), bar=ProgressBar("x", 1, shown=False))
-        assert result.images == 31
+        other, result = evaluate([small_model(), model],
+                                 zip(images.split(size), labels.split(size)),
+                                 prepare=lambda batch: batch, amp="off", processes=ALONE,
+                                 data_errors=(KeyError,), bar=ProgressBar("x", 1, shown=False))
+        assert result.images == 31 and other.loss != result.loss
         assert result.top1 == pytest.approx(100 * (logits.argmax(1) == labels).double().mean()
                                             .item())
         assert result.top5 == pytest.approx(100 * top5)
@@ -231,7 +242,7 @@ def test_evaluation_counts_every_image_once_whatever_the_batches():
 def test_of_fewer_than_five_classes_all_are_in_the_top_five():
     model = vitinit.build_model("vit_tiny", num_classes=3, image_size=8, patch_size=4,
                                 embed_dim=12, depth=1, num_heads=3)
-    result = evaluate(model, [(torch.randn(5, 3, 8, 8), torch.arange(5) % 3)],
-                      prepare=lambda batch: batch, amp="off", processes=ALONE,
-                      data_errors=(KeyError,), bar=ProgressBar("x", 1, shown=False))
+    result, = evaluate([model], [(torch.randn(5, 3, 8, 8), torch.arange(5) % 3)],
+                       prepare=lambda batch: batch, amp="off", processes=ALONE,
+                       data_errors=(KeyError,), bar=ProgressBar("x", 1, shown=False))
     assert result.top5 == 100.0

@@ -51,8 +51,8 @@ def test_without_a_terminal_there_are_plain_lines_now_and_then(capsys, monkeypat
         for _ in range(6):
             bar.advance("loss 2.000")
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split(" ")[2] for line in printed] == ["3/7", "5/7"]
-    assert printed[0] == "epoch 1/2: 3/7 loss 2.000, 80 s left"
+    assert [line.split(" ")[2] for line in printed] == ["3/7,", "5/7,"]
+    assert printed[0] == "epoch 1/2: 3/7, loss 2.000, 80 s left"
 
 
 def test_other_processes_print_nothing(capsys, monkeypatch):

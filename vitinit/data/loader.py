@@ -63,7 +63,8 @@ class EvalViews(Dataset):
 def train_loader(views: TrainViews, sampler: TrainSampler, *, workers: int,
                  pin_memory: bool) -> DataLoader:
     """Micro-batches in the sampler's order; `sampler.start` before each iteration."""
-    return _loader(views, workers, pin_memory, batch_sampler=sampler)
+    return _loader(views, workers, pin_memory, batch_sampler=sampler,
+                   persistent_workers=workers > 0)
 
 
 def steps(loader: DataLoader, accumulation: int) -> Iterator[list[Batch]]:
@@ -98,8 +99,7 @@ class ToDevice:
 
 def _loader(views: Dataset, workers: int, pin_memory: bool, **batching) -> DataLoader:
     return DataLoader(views, num_workers=workers, pin_memory=pin_memory, collate_fn=_stack,
-                      persistent_workers=workers > 0, worker_init_fn=_leave_signals_to_parent,
-                      **batching)
+                      worker_init_fn=_leave_signals_to_parent, **batching)
 
 
 def _stack(samples: list[tuple[Tensor, int]]) -> Batch:

@@ -17,6 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+class LaunchError(ValueError):
+    """What is wrong with how the processes were started, in one line."""
+
+
 @dataclass(frozen=True)
 class Processes:
     """This process among the others."""
@@ -74,10 +78,17 @@ def environment_rank() -> int:
 
 
 def start() -> Processes:
-    """Join the other processes, if there are any, and choose the device: CUDA if present."""
+    """Join the other processes, if there are any, and choose the device: CUDA if present.
+
+    Raises LaunchError if there are more processes than GPUs.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     cuda = torch.cuda.is_available()
+    if cuda and local_rank >= torch.cuda.device_count():
+        raise LaunchError(f"process {local_rank} of this machine has no GPU: "
+                          f"{torch.cuda.device_count()} are visible; start at most so many with "
+                          "--nproc_per_node")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

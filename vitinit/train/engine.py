@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +40,7 @@ class Losses:
     def __init__(self, progress: Progress, processes: Processes) -> None:
         self.progress, self.processes = progress, processes
         self.pending: list[Tensor] = []
-        self.last = float("nan")
+        self.note = ""                               # for the progress bar, until the first look
 
     def settle(self) -> None:
         """Average over the processes, add to the epoch; Diverged on all of them together."""
@@ -49,7 +49,7 @@ class Losses:
             self.pending = []
             losses = mean.tolist()
             self.progress.add_losses(losses)
-            self.last = losses[-1]
+            self.note = f"loss {losses[-1]:.3f}"
 
 
 def train_epoch(*, model: nn.Module, forward: Callable[..., Tensor], steps: Iterator[list],
@@ -125,7 +125,7 @@ def train_epoch(*, model: nn.Module, forward: Callable[..., Tensor], steps: Iter
         due = save_due(step + 1)
         if due or (step + 1) % SETTLE_EVERY == 0:
             settle()
-        bar.advance(f"loss {losses.last:.3f}")
+        bar.advance(losses.note)
         if due:
             require_finite_weights(model, progress.step)
             yield 0
@@ -175,31 +175,39 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(forward: nn.Module, batches: Iterable, *, prepare: Callable[..., Prepared], amp: str,
-             processes: Processes, data_errors: tuple[type[Exception], ...],
-             bar: ProgressBar) -> Evaluation:
-    """Exact loss and accuracy: each process counts its own images once, then the counts are summed.
+def evaluate(models: Sequence[nn.Module], batches: Iterable, *, prepare: Callable[..., Prepared],
+             amp: str, processes: Processes, data_errors: tuple[type[Exception], ...],
+             bar: ProgressBar) -> list[Evaluation]:
+    """Exact loss and accuracy of each model, in one pass over the pictures.
 
-    Processes may have different numbers of batches, so `forward` must not communicate. One of
-    `data_errors` on any process is raised on all of them.
+    Each process counts its own images once, then the counts are summed. Processes may have
+    different numbers of batches, so `models` must not communicate. One of `data_errors` on any
+    process is raised on all of them.
     """
-    forward.eval()
-    totals = torch.zeros(3, dtype=torch.float64, device=processes.device)
+    totals = torch.zeros(len(models), 3, dtype=torch.float64, device=processes.device)
     seen, problem = 0, None
+    for model in models:
+        model.eval()
     try:
         for batch in batches:
             images, labels = prepare(batch)
-            with autocast(processes.device, amp):
-                logits = forward(images)                                 # (B, K)
-            logits = logits.float()
-            ranked = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-            totals += torch.stack([F.cross_entropy(logits, labels, reduction="sum"),
-                                   ranked[:, 0].sum(), ranked.sum()]).double()
+            for row, model in zip(totals, models):
+                with autocast(processes.device, amp):
+                    logits = model(images)                               # (B, K)
+                row += _loss_and_hits(logits.float(), labels)
             seen += len(labels)
             bar.advance()
     except data_errors as error:
         problem = error
     processes.together(lambda: _raise(problem), data_errors)
-    totals = torch.cat([totals, totals.new_tensor([seen])])
-    loss, top1, top5, images = processes.sum(totals).tolist()
-    return Evaluation(loss / images, 100.0 * top1 / images, 100.0 * top5 / images, int(images))
+    processes.sum(totals)
+    images = int(processes.sum(torch.tensor(seen)))
+    return [Evaluation(loss / images, 100.0 * top1 / images, 100.0 * top5 / images, images)
+            for loss, top1, top5 in totals.tolist()]
+
+
+def _loss_and_hits(logits: Tensor, labels: Tensor) -> Tensor:
+    """(3,) float64: the summed loss, labels that rank first, labels among the first five."""
+    ranked = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+    return torch.stack([F.cross_entropy(logits, labels, reduction="sum"), ranked[:, 0].sum(),
+                        ranked.sum()]).double()

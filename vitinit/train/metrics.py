@@ -94,7 +94,8 @@ class ProgressBar:
         now = time.monotonic()
         if self.shown and now - self.last_line >= PLAIN_LINE_SECONDS and self.done < self.total:
             left = (now - self.started) / (self.done - self.initial) * (self.total - self.done)
-            print(f"{self.what}: {self.done}/{self.total} {note}, {left:.0f} s left", flush=True)
+            print(", ".join(filter(None, [f"{self.what}: {self.done}/{self.total}", note,
+                                          f"{left:.0f} s left"])), flush=True)
             self.last_line = now
 
     def __enter__(self) -> ProgressBar:

@@ -1,0 +1,377 @@
+"""command_line.py, and the doors of train.py: its flags, what they change, one line per error."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader
+
+from vitinit.command_line import USER_ERRORS, Parser, complain, overrides, resolve_recipe
+from vitinit.data.images import DataError
+from vitinit.init import INITS
+from vitinit.models import MODELS
+from vitinit.recipe import (Init, Model, RecipeError, dump_recipe, load_recipe, parse_override,
+                            resolve_options)
+from vitinit.train.checkpoint import CheckpointError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+FLAGS = ["--recipe", "--init", "--data-dir", "--out-dir", "--seed", "--resume", "--dry-run",
+         "--set"]
+MISSPELT = ["--recipe", "quickstart", "--set", "schedule.epoch=3"]
+COMPLAINT = ("train.py: --set schedule.epoch=3: [schedule] has no key 'epoch'; "
+             "did you mean 'epochs'?")
+
+
+def saved(folder: Path, *, model: str = "vit_tiny", init: str = "default", root: str = "",
+          model_options: dict | None = None, init_options: dict | None = None) -> Path:
+    """A recipe file like quickstart's with these values."""
+    recipe = load_recipe(REPOSITORY / "recipes" / "quickstart.toml")
+    recipe = dataclasses.replace(
+        recipe, model=Model(model, model_options or {}), init=Init(init, init_options or {}),
+        data=dataclasses.replace(recipe.data, root=root))
+    path = folder / "trial.toml"
+    path.write_text(dump_recipe(recipe), encoding="utf-8")
+    return path
+
+
+def refusal(path: Path, sets: list[str], **flags) -> str:
+    """The one line with which the recipe at `path` refuses this command line."""
+    with pytest.raises(RecipeError) as caught:
+        resolve_recipe(path, overrides(sets=sets, **flags))
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+def fresh(train_program, *arguments: object):
+    """What train.py makes of a command line that starts a new run, and what it says."""
+    said = []
+    args = train_program.parse_arguments([str(argument) for argument in arguments])
+    return train_program.fresh_recipe(args, said.append), said
+
+
+def cannot_read(batch: list) -> None:
+    raise DataError("pictures/a: b.png: cannot be read: Input/output error")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For a program of its own: one thread, and no trace of a launcher around these tests."""
+    kept = {key: value for key, value in os.environ.items()
+            if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    return kept | {"OMP_NUM_THREADS": "1"} | more
+
+
+# ---------------------------------------------------------------------------------------------
+# Flags
+# ---------------------------------------------------------------------------------------------
+
+
+def test_train_py_takes_these_flags_and_no_others(train_program, monkeypatch):
+    parsers = []
+    monkeypatch.setattr(Parser, "parse_args", lambda self, arguments: parsers.append(self))
+    train_program.parse_arguments([])
+    actions = parsers[0]._actions
+    assert [flag for action in actions for flag in action.option_strings] == [
+        "-h", "--help", *FLAGS]
+    assert all(action.option_strings for action in actions)      # nothing goes by its position
+
+
+def test_the_flags_arrive_under_their_names(train_program):
+    args = train_program.parse_arguments([
+        "--recipe", "a", "--init", "b", "--data-dir", "c", "--out-dir", "d", "--seed", "5",
+        "--resume", "auto", "--dry-run", "--set", "run.seed=1", "--set", "run.seed=2"])
+    assert vars(args) == dict(recipe="a", init="b", data_dir="c", out_dir=Path("d"), seed=5,
+                              resume="auto", dry_run=True, set=["run.seed=1", "run.seed=2"])
+
+
+def test_without_flags_nothing_is_set(train_program):
+    assert vars(train_program.parse_arguments([])) == dict(
+        recipe=None, init=None, data_dir=None, out_dir=None, seed=None, resume=None, dry_run=False,
+        set=[])
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_no_flag_may_be_abbreviated(train_program, flag):
+    for length in range(len("--x"), len(flag)):
+        with pytest.raises(RecipeError, match="unrecognized arguments: " + flag[:length]):
+            train_program.parse_arguments([flag[:length], "5"])
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--epochs", "5"], "--epochs"), (["quickstart"], "quickstart"), (["--seed", "x"], "--seed"),
+    (["--seed", "1.5"], "--seed"), (["--set"], "--set"), (["--recipe"], "--recipe"),
+    (["--dry-run=yes"], "--dry-run")])
+def test_a_wrong_flag_is_one_line_that_names_it_and_ends_with_2(train_program, monkeypatch, capsys,
+                                                               arguments, words):
+    monkeypatch.delenv("RANK", raising=False)
+    assert train_program.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith("train.py: ") and words in printed.err
+
+
+# ---------------------------------------------------------------------------------------------
+# From flags to a recipe
+# ---------------------------------------------------------------------------------------------
+
+
+def test_flags_apply_before_set():
+    changes = overrides(init="impulse", seed=5, data_dir="a folder",
+                        sets=["run.seed=7", "init.name=mimetic"])
+    assert changes == [("data.root", "a folder", "--data-dir a folder"),
+                       ("init.name", "impulse", "--init impulse"),
+                       ("run.seed", 5, "--seed 5"),
+                       ("run.seed", 7, "--set run.seed=7"),
+                       ("init.name", "mimetic", "--set init.name=mimetic")]
+
+
+def test_flags_that_are_not_given_change_nothing():
+    assert overrides(sets=[]) == []
+    assert overrides(init=None, seed=None, data_dir=None, sets=[]) == []
+
+
+def test_a_seed_of_0_and_an_empty_folder_are_given():
+    assert [change[:2] for change in overrides(seed=0, data_dir="", sets=[])] == [
+        ("data.root", ""), ("run.seed", 0)]
+
+
+def test_set_wins_over_the_short_flags(tmp_path):
+    recipe = resolve_recipe(saved(tmp_path), overrides(
+        init="impulse", seed=5, data_dir="a",
+        sets=["run.seed=7", "init.name=mimetic", "data.root=b"]))
+    assert (recipe.run.seed, recipe.init.name, recipe.data.root) == (7, "mimetic", "b")
+
+
+def test_the_recipe_holds_all_options_those_of_the_file_and_of_set_included(tmp_path):
+    path = saved(tmp_path, model_options={"patch_size": 8}, init="impulse",
+                 init_options={"rank": 3})
+    recipe = resolve_recipe(path, [parse_override("init.options.qk_norm=2"),
+                                   parse_override("model.options.pool=mean")])
+    model, sizes = MODELS["vit_tiny"]
+    assert recipe.model.options == resolve_options(
+        model, {"patch_size": 8, "pool": "mean"}, where="x", fixed=sizes,
+        given=("num_classes", "image_size"))
+    assert recipe.init.options == resolve_options(
+        INITS["impulse"], {"rank": 3, "qk_norm": 2.0}, where="x", given=("generator",))
+    assert type(recipe.init.options["qk_norm"]) is float
+    assert {"kernel_size", "noise_std", "base"} < set(recipe.init.options)
+
+
+def test_resolved_options_resolve_to_themselves(tmp_path):
+    recipe = resolve_recipe(saved(tmp_path, init="impulse"), [])
+    (tmp_path / "trial.toml").write_text(dump_recipe(recipe), encoding="utf-8")
+    assert resolve_recipe(tmp_path / "trial.toml", []) == recipe
+
+
+@pytest.mark.parametrize("file, flags, sets, source, words", [
+    (dict(init="impuls"), {}, [], "", "init.name is 'impuls'; did you mean 'impulse'?"),
+    (dict(model="vit_tinny"), {}, [], "", "model.name is 'vit_tinny'; did you mean 'vit_tiny'?"),
+    (dict(init="xyz"), {}, [], "", f"init.name is 'xyz'; valid: {', '.join(sorted(INITS))}"),
+    ({}, dict(init="impuls"), [], "--init impuls: ", "did you mean 'impulse'?"),
+    ({}, {}, ["init.name=impuls"], "--set init.name=impuls: ", "did you mean 'impulse'?"),
+    ({}, {}, ["model.name=xyz"], "--set model.name=xyz: ", "valid: " + ", ".join(sorted(MODELS))),
+    ({}, dict(seed=-1), [], "--seed -1: ", "run.seed is -1, expected an integer ≥ 0 and < 2^63"),
+    (dict(init="impulse", init_options={"rnk": 3}), {}, [], "", "'rnk'; did you mean 'rank'?"),
+    (dict(model_options={"depht": 3}), {}, [], "", "'depht'; did you mean 'depth'?"),
+    (dict(init="impulse"), {}, ["init.options.rnk=3"], "--set init.options.rnk=3: ",
+     "'rnk'; did you mean 'rank'?"),
+    ({}, {}, ["model.options.depht=3"], "--set model.options.depht=3: ",
+     "'depht'; did you mean 'depth'?"),
+    (dict(init="impulse"), {}, ["init.options.rank=x"], "--set init.options.rank=x: ",
+     "rank is 'x', expected an integer"),
+    ({}, {}, ["model.options.depth=2.5"], "--set model.options.depth=2.5: ",
+     "depth is 2.5, expected an integer"),
+    # Where several places speak of one table, the one that is wrong is named.
+    ({}, dict(init="impulse"), ["init.name=mimetc"], "--set init.name=mimetc: ",
+     "did you mean 'mimetic'?"),
+    (dict(init="impulse"), {}, ["init.options.rank=3", "init.options.rnk=3"],
+     "--set init.options.rnk=3: ", "'rnk'; did you mean 'rank'?"),
+    (dict(init="impulse"), {}, ["init.options.rank=3", "init.options.qk_norm=x"],
+     "--set init.options.qk_norm=x: ", "qk_norm is 'x', expected a number"),
+    (dict(init="impulse"), {}, ["init.options.rank=x", "init.options.rank=y"],
+     "--set init.options.rank=y: ", "rank is 'y', expected an integer"),
+    (dict(init="impulse"), {}, ["init.options={rnk=3}"], "--set init.options={rnk=3}: ",
+     "'rnk'; did you mean 'rank'?"),
+    (dict(init="impulse", init_options={"rnk": 3}), {}, ["init.options.rank=3"], "",
+     "'rnk'; did you mean 'rank'?"),
+])
+def test_an_error_names_whoever_wrote_the_wrong_value(tmp_path, file, flags, sets, source, words):
+    path = saved(tmp_path, **file)
+    message = refusal(path, sets, **flags)
+    assert message.startswith(source or f"{path}: ") and message.endswith(words)
+
+
+# ---------------------------------------------------------------------------------------------
+# A new run's recipe
+# ---------------------------------------------------------------------------------------------
+
+
+def test_without_init_the_options_of_the_file_hold(train_program, tmp_path):
+    path = saved(tmp_path, init="impulse", init_options={"rank": 3})
+    recipe, said = fresh(train_program, "--recipe", path)
+    assert recipe == resolve_recipe(path, [])
+    assert recipe.init.name == "impulse" and recipe.init.options["rank"] == 3
+    assert said == []
+
+
+@pytest.mark.parametrize("name", ["mimetic", "impulse"])
+def test_init_empties_the_options_of_the_file_and_says_so(train_program, tmp_path, name):
+    path = saved(tmp_path, init="impulse", init_options={"rank": 3, "base": "torch"})
+    recipe, said = fresh(train_program, "--recipe", path, "--init", name)
+    assert recipe.init.name == name
+    assert recipe.init.options == resolve_options(INITS[name], {}, where="x",
+                                                  given=("generator",))
+    assert len(said) == 1
+    for words in (f"--init {name}", "[init.options]", "rank = 3", 'base = "torch"'):
+        assert words in said[0]
+
+
+def test_init_says_nothing_where_there_is_nothing_to_empty(train_program, tmp_path):
+    recipe, said = fresh(train_program, "--recipe", saved(tmp_path), "--init", "mimetic")
+    assert recipe.init.name == "mimetic" and said == []
+
+
+def test_options_set_beside_init_are_those_of_the_new_init(train_program, tmp_path):
+    path = saved(tmp_path, init="mimetic", init_options={"qk_beta": 0.5, "base": "torch"})
+    recipe, _ = fresh(train_program, "--recipe", path, "--set", "init.options.rank=3",
+                      "--init", "impulse")
+    assert recipe.init.options["rank"] == 3 and recipe.init.options["base"] == "default"
+    assert "qk_beta" not in recipe.init.options
+
+
+def test_init_and_data_dir_complete_a_recipe_together(train_program, tmp_path):
+    path = saved(tmp_path)
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace('name = "shapes"', 'name = "image_folder"'), encoding="utf-8")
+    recipe, _ = fresh(train_program, "--recipe", path, "--init", "mimetic", "--data-dir", "pictures")
+    assert (recipe.data.root, recipe.init.name) == ("pictures", "mimetic")
+
+
+def test_every_short_flag_reaches_its_key(train_program):
+    recipe, _ = fresh(train_program, "--recipe", "quickstart", "--seed", 5, "--data-dir", "a",
+                      "--init", "impulse", "--set", "schedule.epochs=3")
+    assert (recipe.name, recipe.run.seed, recipe.data.root) == ("quickstart", 5, "a")
+    assert (recipe.init.name, recipe.schedule.epochs) == ("impulse", 3)
+
+
+@pytest.mark.parametrize("arguments, words", [
+    ([], "--recipe is missing; for example --recipe quickstart"),
+    (["--recipe", "quikstart"], "did you mean 'quickstart'?")])
+def test_a_new_run_needs_a_recipe(train_program, arguments, words):
+    with pytest.raises(RecipeError) as caught:
+        fresh(train_program, *arguments)
+    assert str(caught.value).endswith(words) and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("option, value", [
+    ("patch_size", "0"), ("patch_size", "-4"), ("embed_dim", "-12"), ("depth", "-1"),
+    ("num_heads", "0"), ("num_heads", "-1"), ("mlp_ratio", "-1.0"), ("drop_path", "1.0")])
+def test_a_size_that_no_model_can_have_is_one_line_that_names_it(
+        train_program, small_run, tmp_path, monkeypatch, capsys, option, value):
+    monkeypatch.delenv("RANK", raising=False)
+    arguments = small_run(tmp_path / "run", f"--set=model.options.{option}={value}", "--dry-run",
+                          init="default")
+    assert train_program.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert option in error and value.removesuffix(".0") in error and error.count("\n") == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# One line on standard error
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [None, "0"])
+@pytest.mark.parametrize("kind", USER_ERRORS)
+def test_the_main_process_complains_in_one_line(monkeypatch, capsys, rank, kind):
+    if rank is None:
+        monkeypatch.delenv("RANK", raising=False)
+    else:
+        monkeypatch.setenv("RANK", rank)
+    complain("eval.py", kind("x.toml: run.seed is 'a', expected an integer"))
+    assert capsys.readouterr() == ("", "eval.py: x.toml: run.seed is 'a', expected an integer\n")
+
+
+@pytest.mark.parametrize("rank", ["1", "7"])
+def test_the_other_processes_keep_silent(monkeypatch, capsys, rank):
+    monkeypatch.setenv("RANK", rank)
+    complain("train.py", RecipeError("anything"))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_people_mend_errors_of_recipes_data_and_checkpoints():
+    assert set(USER_ERRORS) == {RecipeError, DataError, CheckpointError}
+
+
+@pytest.mark.parametrize("kind", USER_ERRORS)
+def test_of_a_traceback_only_the_last_line_is_printed(monkeypatch, capsys, kind):
+    monkeypatch.delenv("RANK", raising=False)
+    complain("train.py", kind(
+        f"Caught {kind.__name__} in DataLoader worker process 0.\n"
+        "Original Traceback (most recent call last):\n"
+        '  File "images.py", line 47, in decode_image\n'
+        f"{kind.__module__}.{kind.__qualname__}: a/b.png: cannot be read\n"))
+    assert capsys.readouterr().err == "train.py: a/b.png: cannot be read\n"
+
+
+def test_a_real_worker_has_its_error_printed_as_one_line(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    batches = DataLoader([1, 2], num_workers=1, collate_fn=cannot_read,
+                         multiprocessing_context="fork")
+    with pytest.raises(DataError, match="Traceback") as caught:
+        next(iter(batches))
+    complain("train.py", caught.value)
+    assert capsys.readouterr().err == (
+        "train.py: pictures/a: b.png: cannot be read: Input/output error\n")
+
+
+# ---------------------------------------------------------------------------------------------
+# The program itself
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_misspelt_key_ends_the_program_with_2_and_one_line(repository, tmp_path):
+    result = subprocess.run([sys.executable, str(repository / "train.py"), *MISSPELT], cwd=tmp_path,
+                            env=environment(), capture_output=True, text=True, timeout=240)
+    assert result.returncode == 2
+    assert result.stderr == COMPLAINT + "\n" and result.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_under_torchrun_the_line_is_printed_once_and_workers_exit_with_2(repository, tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         str(repository / "train.py"), *MISSPELT], cwd=tmp_path, env=environment(),
+        capture_output=True, text=True, timeout=240)
+    printed = result.stdout + result.stderr
+    assert result.returncode != 0
+    assert printed.count(COMPLAINT) == printed.count("train.py: ") == 1
+    assert 'train.py", line' not in printed          # torchrun's report has a traceback of its own
+    assert re.search(r"Root Cause.*exitcode\s*: 2 \(pid", printed, re.DOTALL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_process_exits_with_2_and_the_first_alone_prints_the_line(repository, tmp_path):
+    """What torchrun starts, without its haste to end the others once one has failed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    workers = [subprocess.Popen(
+        [sys.executable, str(repository / "train.py"), *MISSPELT], cwd=tmp_path,
+        env=environment(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                        MASTER_PORT=str(port)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True) for rank in ("0", "1")]
+    try:
+        printed = [worker.communicate(timeout=240)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert printed == [COMPLAINT + "\n", ""]
+    assert [worker.returncode for worker in workers] == [2, 2]
