@@ -250,7 +250,8 @@ def test_init_and_data_dir_complete_a_recipe_together(train_program, tmp_path):
     path = saved(tmp_path)
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace('name = "shapes"', 'name = "image_folder"'), encoding="utf-8")
-    recipe, _ = fresh(train_program, "--recipe", path, "--init", "mimetic", "--data-dir", "pictures")
+    recipe, _ = fresh(train_program, "--recipe", path, "--init", "mimetic",
+                      "--data-dir", "pictures")
     assert (recipe.data.root, recipe.init.name) == ("pictures", "mimetic")
 
 

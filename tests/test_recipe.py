@@ -100,7 +100,8 @@ KEYS = {
                   ['"shapes"', '"image_folder"', '"cifar10"', '"cifar100"'], ['"Shapes"', '""']),
     "data.root": ("a string", ['"a = b"'], []),
     "data.num_classes": ("an integer ≥ 2", ["2"], ["1", "-2"]),
-    "data.image_size": ("a list of 2 integers ≥ 1", ["[1, 61]"], ["[61, 0]", "[0, 61]", "0", "-61"]),
+    "data.image_size": ("a list of 2 integers ≥ 1", ["[1, 61]"],
+                        ["[61, 0]", "[0, 61]", "0", "-61"]),
     "data.mean": ("a list of 3 numbers ≥ 0 and ≤ 1", ["[0.0, 0.5, 1.0]"],
                   ["[0.5, 0.5, 1.1]", "[-0.1, 0.5, 0.5]"]),
     "data.std": ("a list of 3 numbers > 0", ["[1e-9, 0.5, 9.0]"], ["[0.5, 0.0, 0.5]"]),
@@ -591,6 +592,12 @@ def test_set_replaces_values_in_the_order_given(tmp_path):
     assert recipe.data == untouched.data and untouched.schedule.epochs == 13
 
 
+def test_of_several_sets_of_one_key_the_last_is_named(tmp_path):
+    sets = [parse_override("schedule.epochs=5"), parse_override("schedule.epochs=0")]
+    message = refusal(load_recipe, saved(tmp_path), sets)
+    assert message.startswith("--set schedule.epochs=0: schedule.epochs is 0, ")
+
+
 @pytest.mark.parametrize("texts, model, init", [
     (["model.options.depth=2", "init.options.qk_norm=3.5"],
      {"patch_size": 1, "pool": "mean", "depth": 2}, {"rank": 11, "qk_norm": 3.5}),
@@ -653,8 +660,8 @@ def test_a_newline_after_set_stays_within_the_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("text", [
-    'say "cheese"', "back\\slash", "\\n", 'both\\"', "ümläut ☃ 図 😀", "two\nlines", "a\ttab", "'", "#",
-    '"""', " padded ", "a\r\nb", "a\rb", "bell\a", "escape\x1b[0m", "nul\0", "delete\x7f",
+    'say "cheese"', "back\\slash", "\\n", 'both\\"', "ümläut ☃ 図 😀", "two\nlines", "a\ttab", "'",
+    "#", '"""', " padded ", "a\r\nb", "a\rb", "bell\a", "escape\x1b[0m", "nul\0", "delete\x7f",
 ], ids=ascii)
 def test_an_awkward_folder_writes_back_to_an_equal_recipe(tmp_path, text):
     recipe = load_recipe(saved(tmp_path), [Override("data.root", text, "--data-dir")])

@@ -308,6 +308,18 @@ def test_two_processes_equal_one(train_program, small_run, repository, tmp_path)
     assert evaluated["ema"]["top1"] == pytest.approx(metrics(two)[-1]["ema_top1"])
 
 
+def test_a_broken_picture_in_a_worker_ends_the_program_at_once(small_run, repository, picture_tree,
+                                                               tmp_path):
+    """Workers outlive a SIGTERM for a minute; none may be left to be waited for."""
+    (picture_tree / "train" / "green" / "05.png").write_bytes(b"torn")
+    arguments = small_run(tmp_path / "run", data__workers="2")
+    result = subprocess.run([sys.executable, str(repository / "train.py"), *arguments],
+                            capture_output=True, text=True, timeout=55)
+    assert result.returncode == 2
+    assert result.stderr.startswith("train.py: ") and "05.png: not a readable" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_real_signal_leaves_a_checkpoint_and_says_how_to_go_on(small_run, repository, tmp_path,
                                                                  number):

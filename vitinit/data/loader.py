@@ -18,6 +18,9 @@ from .images import crop_and_flip, resize_and_centre_crop
 from .sampler import TrainSampler
 
 
+GRACE_SECONDS = 60          # that a worker outlives a SIGTERM
+
+
 class Batch(NamedTuple):
     """What the loader yields."""
 
@@ -112,7 +115,15 @@ def _stack(samples: list[tuple[Tensor, int]]) -> Batch:
 
 
 def _leave_signals_to_parent(worker: int) -> None:
-    """Ctrl-C and SIGTERM reach all processes; only the training process may act on them."""
-    torch.set_num_threads(1)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """Ctrl-C and SIGTERM often reach all processes of a run; the training process decides.
+
+    So a worker goes on after the first SIGTERM, to let its parent finish a step and a checkpoint.
+    It obeys a second one, which is how multiprocessing ends workers that were left over, and ends
+    by itself when GRACE_SECONDS have passed.
+    """
+    def go_on_once(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.alarm(GRACE_SECONDS)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, go_on_once)

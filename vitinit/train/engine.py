@@ -88,11 +88,13 @@ def train_epoch(*, model: nn.Module, forward: Callable[..., Tensor], steps: Iter
     for step in range(first, first + count):
         # Every process has its whole share of the step before any of them begins, so that broken
         # data or a signal on one of them finds all of them between two steps.
+        micro_batches, problem, request = [], None, stop.number
         try:
-            micro_batches, problem = next(steps), None
+            if not request:                          # else workers may be ending, too
+                micro_batches = next(steps)
         except data_errors as error:
-            micro_batches, problem = [], error
-        verdict = processes.maximum(BROKEN_DATA if problem else stop.number)
+            problem = error
+        verdict = processes.maximum(BROKEN_DATA if problem else request)
         if verdict:
             settle()
             require_finite_weights(model, progress.step)
