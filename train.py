@@ -35,13 +35,11 @@ from vitinit.train.checkpoint import load_model
 from vitinit.train.distributed import Processes, StopRequest
 from vitinit.train.ema import Ema
 from vitinit.train.engine import evaluate, train_epoch
-from vitinit.train.metrics import Diverged, Progress, ProgressBar
+from vitinit.train.metrics import METRICS, Diverged, Progress, ProgressBar, epoch_line
 from vitinit.train.optim import adamw, learning_rate, scaled_lr
 from vitinit.train.run_folder import RunFolder, describe_device, peak_memory
 
 REPOSITORY = Path(__file__).resolve().parent
-METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
-           "ema_top1", "ema_top5", "skipped_steps", "seconds")     # of a line of metrics.jsonl
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -297,23 +295,20 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
             raise
 
         progress.finish_epoch()
-        say("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                      for key, value in row.items() if value is not None))
+        say(epoch_line(row, epochs))
 
         # Metrics first: a run that dies before last.pt is written cuts the line back on resume.
         if processes.is_main:
             folder.metrics.append(row)
-        value, by = row[recipe.checkpoint.best_by], recipe.checkpoint.best_by
-        if value is not None and (progress.best is None or (
-                value < progress.best if by == "val_loss" else value > progress.best)):
-            progress.best = value
+        best_by = recipe.checkpoint.best_by
+        if progress.improves(row[best_by], best_by):
             write(folder.best)
         if epoch + 1 in recipe.checkpoint.keep_epochs:
             write(folder.kept(epoch + 1))
         if (epoch + 1) % recipe.checkpoint.every_epochs == 0 or epoch + 1 == epochs:
             write(folder.last, to_resume=True)
 
-    say(f"done    {epochs} epochs, best {recipe.checkpoint.best_by} {progress.best:.4g}, peak memory "
+    say(f"done    {epochs} epochs, best {recipe.checkpoint.best_by} {progress.best:.2f}, peak memory "
         f"{peak_memory(device)}; everything is in {folder.path}")
     return 0
 

@@ -328,7 +328,7 @@ def test_a_real_signal_leaves_a_checkpoint_and_says_how_to_go_on(small_run, repo
     process = subprocess.Popen([sys.executable, str(repository / "train.py"), *arguments],
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stdout:                      # reading waits; no sleeping
-        if line.startswith("epoch 2 "):
+        if line.startswith("epoch      2/"):
             process.send_signal(number)
             break
     rest, error = process.communicate(timeout=60)

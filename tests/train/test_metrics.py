@@ -7,7 +7,8 @@ import json
 import pytest
 
 from vitinit.train import metrics
-from vitinit.train.metrics import MetricsFile, Diverged, Progress, ProgressBar
+from vitinit.train.metrics import (METRICS, Diverged, MetricsFile, Progress, ProgressBar,
+                                   epoch_line)
 
 
 def test_losses_add_up_in_order_whatever_their_grouping():
@@ -60,3 +61,21 @@ def test_other_processes_print_nothing(capsys, monkeypatch):
     with ProgressBar("epoch 1/2", 7, shown=False) as bar:
         bar.advance("loss 2.000")
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("by, values, better", [
+    ("val_top1", [None, 3.0, 2.0, 3.0, 4.0], [False, True, False, False, True]),
+    ("val_loss", [3.0, 4.0, None, 2.0], [True, False, False, True])])
+def test_the_best_metric_is_the_highest_accuracy_or_the_lowest_loss(by, values, better):
+    progress = Progress()
+    assert [progress.improves(value, by) for value in values] == better
+
+
+def test_the_epochs_line_shows_what_was_measured():
+    row = dict.fromkeys(METRICS) | {"epoch": 3, "lr": 1e-3, "train_loss": 2.0,
+                                    "images_per_second": 512.4, "skipped_steps": 0}
+    assert epoch_line(row, 10) == "epoch  3/10  lr 1.00e-03  train loss 2.000  512 images/s"
+    row |= {"val_loss": 1.5, "val_top1": 50.0, "val_top5": 90.0, "ema_top1": 51.25,
+            "skipped_steps": 2}
+    assert ("val loss 1.500  top-1 50.00 %  top-5 90.00 %  EMA top-1 51.25 %  2 steps skipped"
+            in epoch_line(row, 10))

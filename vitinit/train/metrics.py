@@ -18,6 +18,11 @@ from .checkpoint import write_text_atomically
 PLAIN_LINE_SECONDS = 30.0       # between two progress lines where there is no terminal
 
 
+# The keys of a line of metrics.jsonl, in order.
+METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
+           "ema_top1", "ema_top5", "skipped_steps", "seconds")
+
+
 class Diverged(RuntimeError):
     """The loss or a weight became infinite or NaN; the message names the step."""
 
@@ -43,12 +48,34 @@ class Progress:
             self.epoch_steps += 1
             self.step += 1
 
+    def improves(self, value: float | None, by: str) -> bool:
+        """Whether `value` of the metric `by` is the best so far, which it then becomes."""
+        if value is None:
+            return False
+        better = self.best is None or (value < self.best if by == "val_loss" else value > self.best)
+        if better:
+            self.best = value
+        return better
+
     def finish_epoch(self) -> None:
         self.epochs += 1
         self.epoch_steps, self.loss_sum, self.seconds = 0, 0.0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
+    """A line of metrics for people, without what was not measured."""
+    parts = [f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}", f"lr {row['lr']:.2e}",
+             f"train loss {row['train_loss']:.3f}"]
+    for key, text in (("val_loss", "val loss {:.3f}"), ("val_top1", "top-1 {:.2f} %"),
+                      ("val_top5", "top-5 {:.2f} %"), ("ema_top1", "EMA top-1 {:.2f} %")):
+        if row[key] is not None:
+            parts.append(text.format(row[key]))
+    if row["skipped_steps"]:
+        parts.append(f"{row['skipped_steps']} steps skipped")
+    return "  ".join([*parts, f"{row['images_per_second']:.0f} images/s"])
 
 
 class MetricsFile:
