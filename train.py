@@ -29,7 +29,7 @@ from vitinit.keys import Stream, keyed_generator
 from vitinit.models import build_model
 from vitinit.models.layers import draw_keep
 from vitinit.recipe import (Override, Recipe, RecipeError, differences, dump_recipe, find_recipe,
-                            from_dict, load_recipe, to_toml)
+                            from_dict, load_recipe)
 from vitinit.train import distributed
 from vitinit.train.checkpoint import load_model
 from vitinit.train.distributed import Processes, StopRequest
@@ -38,6 +38,7 @@ from vitinit.train.engine import evaluate, train_epoch
 from vitinit.train.metrics import METRICS, Diverged, Progress, ProgressBar, epoch_line
 from vitinit.train.optim import adamw, learning_rate, scaled_lr
 from vitinit.train.run_folder import RunFolder, describe_device, peak_memory
+from vitinit.values import to_toml
 
 REPOSITORY = Path(__file__).resolve().parent
 
@@ -88,7 +89,8 @@ def fresh_recipe(args: argparse.Namespace, say: Callable[[str], None]) -> Recipe
     path = find_recipe(args.recipe, REPOSITORY / "recipes")
     changes = overrides(init=args.init, seed=args.seed, data_dir=args.data_dir, sets=args.set)
     if args.init is not None:
-        set_aside = load_recipe(path).init.options
+        kept = [change for change in changes if not change.key.startswith("init.options")]
+        set_aside = load_recipe(path, kept).init.options
         changes.insert(0, Override("init.options", {}, f"--init {args.init}"))
         if set_aside:
             say(f"--init {args.init} empties the recipe's [init.options]: {to_toml(set_aside)}")

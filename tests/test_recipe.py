@@ -18,7 +18,16 @@ from vitinit.init import INITS
 from vitinit.models import MODELS
 from vitinit.recipe import (SECTIONS, Override, Recipe, RecipeError, differences, dump_recipe,
                             find_recipe, from_dict, load_recipe, parse_override, resolve_options,
-                            to_toml, with_options)
+                            with_options)
+
+
+def resolve(function: Callable, options: dict[str, Any], *, where: str,
+            fixed: dict[str, Any] | None = None, given: tuple[str, ...] = ()) -> dict[str, Any]:
+    """`resolve_options` for tables that all come from one file."""
+    file, _, title = where.rpartition(": ")
+    return resolve_options(function, options, title=title, source=lambda name: file,
+                           fixed=fixed or {}, given=given)
+from vitinit.values import to_toml
 
 SHIPPED = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.toml"))
 
@@ -685,9 +694,14 @@ def test_a_value_in_toml_reads_back_as_itself(value):
 def test_a_plain_recipe_reads_back_as_an_equal_one(tmp_path):
     recipe = load_recipe(saved(tmp_path))
     plain = recipe.as_dict()
-    before = copy.deepcopy(plain)
     assert json.loads(json.dumps(plain)) == plain
     assert from_dict(plain, "a checkpoint") == recipe
+
+
+def test_reading_a_plain_recipe_leaves_it_as_it_was():
+    plain = tomllib.loads(edited("init.options", None))
+    before = copy.deepcopy(plain)
+    assert from_dict(plain, "a checkpoint").init.options == {}
     assert plain == before
 
 
@@ -705,19 +719,19 @@ def test_a_plain_recipe_is_checked_under_the_name_of_its_source(tmp_path):
 
 def test_options_are_defaults_then_fixed_values_then_what_is_written():
     where = dict(where="x.toml: [init.options]", given=("generator",))
-    assert resolve_options(planting, {}, **where) == {
+    assert resolve(planting, {}, **where) == {
         "height": 5.0, "kind": "oak", "spacing": 7, "watered": True}
     fixed = {"width": 3, "height": 2.5}
-    assert resolve_options(planting, {}, fixed=fixed, **where) == {
+    assert resolve(planting, {}, fixed=fixed, **where) == {
         "width": 3, "height": 2.5, "kind": "oak", "spacing": 7, "watered": True}
-    assert resolve_options(planting, {"height": 1.5, "kind": "elm"}, fixed=fixed, **where) == {
+    assert resolve(planting, {"height": 1.5, "kind": "elm"}, fixed=fixed, **where) == {
         "width": 3, "height": 1.5, "kind": "elm", "spacing": 7, "watered": True}
     assert fixed == {"width": 3, "height": 2.5}
 
 
 def test_options_of_a_class_are_those_of_its_constructor():
     model, fixed = MODELS["vit_tiny"]
-    options = resolve_options(model, {"drop_path": 1}, where="x", fixed=fixed,
+    options = resolve(model, {"drop_path": 1}, where="x", fixed=fixed,
                               given=("num_classes", "image_size"))
     assert options["embed_dim"] == 192 and options["pool"] == "class"
     assert options["drop_path"] == 1.0 and type(options["drop_path"]) is float
@@ -727,7 +741,7 @@ def test_options_of_a_class_are_those_of_its_constructor():
     ("height", 3, 3.0), ("spacing", 3, 3), ("spacing", [3, 5], (3, 5)), ("kind", "elm", "elm"),
     ("watered", False, False), ("width", 11, 11)])
 def test_an_option_is_converted_to_its_type(name, value, expected):
-    found = resolve_options(planting, {name: value}, where="x")[name]
+    found = resolve(planting, {name: value}, where="x")[name]
     assert found == expected and type(found) is type(expected)
 
 
@@ -740,7 +754,7 @@ def test_an_option_is_converted_to_its_type(name, value, expected):
     ("spacing", 3.5, "an integer or a list of 2 integers"),
     ("spacing", True, "an integer or a list of 2 integers")])
 def test_an_option_of_the_wrong_type_is_named(name, value, expected):
-    message = refusal(resolve_options, planting, {name: value}, where="x.toml: [init.options]")
+    message = refusal(resolve, planting, {name: value}, where="x.toml: [init.options]")
     assert message.startswith("x.toml: [init.options] ")
     assert f"{name} is " in message and expected in message
 
@@ -751,14 +765,14 @@ def test_an_option_of_the_wrong_type_is_named(name, value, expected):
     ("generator", "valid: height, kind, spacing, watered, width"),
     ("garden", "valid: height, kind, spacing, watered, width")])
 def test_an_unknown_option_gets_the_nearest_or_the_whole_list(name, hint):
-    message = refusal(resolve_options, planting, {name: 3}, where="x.toml: [init.options]",
+    message = refusal(resolve, planting, {name: 3}, where="x.toml: [init.options]",
                       given=("generator",))
     assert message.startswith("x.toml: [init.options] ") and f"'{name}'" in message
     assert message.endswith(hint)
 
 
 def test_an_option_where_there_are_none_is_not_answered_with_an_empty_list():
-    message = refusal(resolve_options, INITS["default"], {"rank": 3}, where="[init.options]",
+    message = refusal(resolve, INITS["default"], {"rank": 3}, where="[init.options]",
                       given=("generator",))
     assert "'rank'" in message and not message.rstrip().endswith("valid:")
 

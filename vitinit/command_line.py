@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 from .data.images import DataError
 from .init import INITS
 from .models import MODELS
-from .recipe import (Override, Recipe, RecipeError, load_recipe, nearest, parse_override,
-                     resolve_options, with_options)
+from .recipe import (Override, Recipe, RecipeError, load_recipe, parse_override, resolve_options,
+                     with_options)
 from .train.checkpoint import CheckpointError
 from .train.distributed import LaunchError, environment_rank
+from .values import nearest
 
 USER_ERRORS = (RecipeError, DataError, CheckpointError, LaunchError)    # one line each, to mend
 
@@ -48,21 +49,22 @@ def resolve_recipe(path: Path, changes: list[Override]) -> Recipe:
     recipe = load_recipe(path, changes)
 
     def source(key: str) -> str:
-        return next((change.text for change in changes if change.key.startswith(key)), str(path))
+        """Where the value of `key`, or the table that holds it, was written last."""
+        return next((change.text for change in reversed(changes)
+                     if f"{key}.".startswith(f"{change.key}.")), str(path))
 
-    def options(table: Mapping[str, Any], section: str, name: str, **how: Any) -> dict[str, Any]:
-        if name not in table:
-            raise RecipeError(f"{source(f'{section}.name')}: {section}.name is '{name}'"
-                              f"{nearest(name, table)}")
-        function, fixed = table[name] if section == "model" else (table[name], {})
-        return resolve_options(function, getattr(recipe, section).options, fixed=fixed,
-                               where=f"{source(f'{section}.options.')}: [{section}.options] of "
-                               f"{name}", **how)
+    def options(table: Mapping[str, Any], section: str, given: tuple[str, ...]) -> dict[str, Any]:
+        chosen = getattr(recipe, section)
+        if chosen.name not in table:
+            raise RecipeError(f"{source(f'{section}.name')}: {section}.name is '{chosen.name}'"
+                              f"{nearest(chosen.name, table)}")
+        function, fixed = table[chosen.name] if section == "model" else (table[chosen.name], {})
+        return resolve_options(function, chosen.options, fixed=fixed, given=given,
+                               title=f"[{section}.options] of {chosen.name}",
+                               source=lambda name: source(f"{section}.options.{name}"))
 
-    return with_options(recipe,
-                        model=options(MODELS, "model", recipe.model.name,
-                                      given=("num_classes", "image_size")),
-                        init=options(INITS, "init", recipe.init.name, given=("generator",)))
+    return with_options(recipe, model=options(MODELS, "model", ("num_classes", "image_size")),
+                        init=options(INITS, "init", ("generator",)))
 
 
 def complain(program: str, error: Exception) -> None:

@@ -16,20 +16,23 @@ Standard library only.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
-import math
 import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from .values import convert, describe, nearest, number, plain, shown, to_toml, within
 
 
 class RecipeError(ValueError):
     """What is wrong with a recipe or an override, in one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("\\n".join(message.splitlines()))   # a newline in what was quoted
 
 
 class Override(NamedTuple):
@@ -43,15 +46,6 @@ class Override(NamedTuple):
 # ---------------------------------------------------------------------------------------------
 # Sections. A field without a default is a key that every recipe must state.
 # ---------------------------------------------------------------------------------------------
-
-
-def number(*, minimum: float | None = None, above: float | None = None,
-           maximum: float | None = None, below: float | None = None) -> Any:
-    """A numeric key with bounds: `minimum` and `maximum` inclusive, `above` and `below` exclusive.
-
-    On a list every element is held to the bounds.
-    """
-    return field(metadata={"minimum": minimum, "above": above, "maximum": maximum, "below": below})
 
 
 @dataclass(frozen=True)
@@ -166,98 +160,13 @@ class Recipe:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain nested containers; `from_dict` reads them back."""
-        return {name: ({key: _plain(value) for key, value in vars(section).items()}
+        return {name: ({key: plain(value) for key, value in vars(section).items()}
                        if dataclasses.is_dataclass(section) else section)
                 for name, section in vars(self).items()}
 
 
 SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items() if name != "name"}
 FREE_TABLES = ("model.options", "init.options")
-
-
-# ---------------------------------------------------------------------------------------------
-# Values: what a key accepts, said in words, and a TOML value as that kind
-# ---------------------------------------------------------------------------------------------
-
-
-def nearest(word: str, valid: Iterable[str]) -> str:
-    """A hint for a mistyped word: '; did you mean X?', or the whole list where nothing is near."""
-    valid = list(valid)
-    close = difflib.get_close_matches(str(word), valid, n=1)
-    return f"; did you mean '{close[0]}'?" if close else f"; valid: {', '.join(sorted(valid))}"
-
-
-def _describe(kind: Any, bounds: Mapping[str, float | None] = types.MappingProxyType({})) -> str:
-    """What a key accepts, in words: 'an integer ≥ 1'."""
-    arguments = typing.get_args(kind)
-    if typing.get_origin(kind) is Literal:
-        words = "one of " + ", ".join(f'"{choice}"' for choice in arguments)
-    elif typing.get_origin(kind) in (typing.Union, types.UnionType):
-        words = " or ".join(_describe(option) for option in arguments)
-    elif typing.get_origin(kind) is tuple:
-        count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
-        words = f"a list of {count}{'integers' if arguments[0] is int else 'numbers'}"
-    else:
-        words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"
-                 }.get(kind, "a table")
-    signs = {"minimum": "≥", "above": ">", "maximum": "≤", "below": "<"}
-    limits = [f"{sign} {_number(bounds[name])}" for name, sign in signs.items()
-              if bounds.get(name) is not None]
-    return " ".join([words, " and ".join(limits)]).strip()
-
-
-def _number(value: float) -> str:
-    return "2^63" if value == 2**63 else f"{value:g}"
-
-
-def _convert(value: Any, kind: Any) -> Any:
-    """A TOML value as `kind`; raises TypeError if it is something else."""
-    arguments = typing.get_args(kind)
-    origin = typing.get_origin(kind)
-    if origin is Literal:
-        if value in arguments and not isinstance(value, bool):
-            return value
-    elif origin in (typing.Union, types.UnionType):
-        for option in arguments:
-            try:
-                return _convert(value, option)
-            except TypeError:
-                continue
-    elif origin is tuple:
-        if kind == tuple[int, int] and type(value) is int:
-            value = (value, value)                  # image_size = 224 means 224 × 224
-        if isinstance(value, (list, tuple)):
-            if arguments[-1] is Ellipsis:
-                return tuple(_convert(item, arguments[0]) for item in value)
-            if len(value) == len(arguments):
-                return tuple(map(_convert, value, arguments))
-    elif kind is float:
-        if type(value) in (int, float) and math.isfinite(value):
-            return float(value)
-    elif origin is Mapping or kind is dict:
-        if isinstance(value, Mapping):
-            return dict(value)
-    elif type(value) is kind:
-        return value
-    raise TypeError(_describe(kind))
-
-
-def _within(value: Any, bounds: Mapping[str, float | None]) -> bool:
-    if isinstance(value, tuple):
-        return all(_within(item, bounds) for item in value)
-    return ((bounds.get("minimum") is None or value >= bounds["minimum"])
-            and (bounds.get("above") is None or value > bounds["above"])
-            and (bounds.get("maximum") is None or value <= bounds["maximum"])
-            and (bounds.get("below") is None or value < bounds["below"]))
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as lists and mappings as dicts, all the way down: what TOML and weights_only hold."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
 
 
 def parse_override(text: str) -> Override:
@@ -268,9 +177,12 @@ def parse_override(text: str) -> Override:
         raise RecipeError(f"--set {text}: expected section.key=value, for example "
                           "--set schedule.epochs=10")
     try:
-        value = tomllib.loads(f"value = {written}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = written
+        table = tomllib.loads(f"value = {written}")
+    except ValueError:
+        return Override(key, written, f"--set {text}")
+    if len(table) > 1:
+        raise RecipeError(f"--set {text}: expected one value, and one --set for each key")
+    value = table["value"]
     return Override(key, value, f"--set {text}")
 
 
@@ -296,7 +208,7 @@ def load_recipe(path: Path, overrides: Sequence[Override] = ()) -> Recipe:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:                      # TOML's, Unicode's, integers' too long
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     return _build(table, Path(path).stem, str(path), overrides)
 
@@ -310,29 +222,28 @@ def from_dict(table: Mapping[str, Any], source: str) -> Recipe:
 def with_options(recipe: Recipe, *, model: Mapping[str, Any], init: Mapping[str, Any]) -> Recipe:
     """The recipe with both free tables written out in full, as a run folder records it."""
     return dataclasses.replace(recipe,
-                               model=dataclasses.replace(recipe.model, options=dict(model)),
-                               init=dataclasses.replace(recipe.init, options=dict(init)))
+                               model=Model(recipe.model.name, types.MappingProxyType(dict(model))),
+                               init=Init(recipe.init.name, types.MappingProxyType(dict(init))))
 
 
 def _build(table: Mapping[str, Any], name: str, source: str,
            overrides: Sequence[Override]) -> Recipe:
-    table = _plain(table)
-    for title in ("model", "init"):                 # an options table that is empty may be left out
-        if isinstance(table.get(title), dict):
-            table[title].setdefault("options", {})
-    written = _apply(table, overrides)
-
-    sections = {}
+    table = plain(table)
     for title, body in table.items():
-        if title not in SECTIONS or not isinstance(body, dict):
+        if title not in SECTIONS:
             what = "section" if isinstance(body, dict) else "key outside of a section:"
-            raise RecipeError(f"{written.get(title, source)}: unknown {what} '{title}'"
-                              f"{nearest(title, SECTIONS)}")
-    for title, section in SECTIONS.items():
+            raise RecipeError(f"{source}: unknown {what} '{title}'{nearest(title, SECTIONS)}")
+        if not isinstance(body, dict):
+            raise RecipeError(f"{source}: '{title}' is {shown(body)}, expected a section [{title}]")
+    for title in SECTIONS:
         if title not in table:
             raise RecipeError(f"{source}: section [{title}] is missing")
-        sections[title] = _section(section, title, table[title], source, written)
-    recipe = Recipe(name=name, **sections)
+    for title in ("model", "init"):                 # an options table that is empty may be left out
+        table[title].setdefault("options", {})
+
+    written = _apply(table, overrides)
+    recipe = Recipe(name=name, **{title: _section(section, title, table[title], source, written)
+                                  for title, section in SECTIONS.items()})
     for key, problem in _contradictions(recipe):
         raise RecipeError(f"{written.get(key, source)}: {key} {problem}")
     return recipe
@@ -343,14 +254,20 @@ def _apply(table: dict[str, Any], overrides: Sequence[Override]) -> dict[str, st
     written: dict[str, str] = {}
     for key, value, text in overrides:
         *parents, last = key.split(".")
-        place = table
-        for depth, parent in enumerate(parents):
-            if parent not in place or not isinstance(place[parent], dict):
-                valid = list(SECTIONS) if depth == 0 else list(place)
-                raise RecipeError(f"{text}: there is no '{parent}'{nearest(parent, valid)}")
-            place = place[parent]
+        if parents[0] not in SECTIONS:
+            raise RecipeError(f"{text}: there is no section '{parents[0]}'"
+                              f"{nearest(parents[0], SECTIONS)}")
+        if len(parents) == 2 and parents[0] in ("model", "init") and parents[1] != "options":
+            raise RecipeError(f"{text}: [{parents[0]}] has no table '{parents[1]}'"
+                              f"{nearest(parents[1], ['options'])}")
         if ".".join(parents) not in (*SECTIONS, *FREE_TABLES):
             raise RecipeError(f"{text}: '{key}' is nested too deeply; expected section.key=value")
+        place = table
+        for parent in parents:
+            place = place[parent]
+            if not isinstance(place, dict):
+                raise RecipeError(f"{text}: {'.'.join(parents)} is {shown(place)}, expected a "
+                                  "table")
         place[last] = value
         written[key] = text
     return written
@@ -366,19 +283,19 @@ def _section(section: type, title: str, body: dict[str, Any], source: str,
                               f"'{key}'{nearest(key, fields)}")
     values = {}
     for key, item in fields.items():
-        expected = _describe(kinds[key], item.metadata)
+        expected = describe(kinds[key], item.metadata)
         if key not in body:
             raise RecipeError(f"{source}: [{title}] lacks the key '{key}' ({expected})")
         try:
-            values[key] = _convert(body[key], kinds[key])
-            fits = not item.metadata or _within(values[key], item.metadata)
+            values[key] = convert(body[key], kinds[key])
+            fits = not item.metadata or within(values[key], item.metadata)
         except TypeError:
             fits = False
         if not fits:
             choices = [c for c in typing.get_args(kinds[key]) if isinstance(c, str)]
             hint = nearest(body[key], choices) if choices and isinstance(body[key], str) else ""
             raise RecipeError(f"{written.get(f'{title}.{key}', source)}: {title}.{key} is "
-                              f"{body[key]!r}, expected {expected}"
+                              f"{shown(body[key])}, expected {expected}"
                               f"{hint if 'did you mean' in hint else ''}")
     return section(**values)
 
@@ -410,12 +327,13 @@ def _contradictions(recipe: Recipe) -> Iterable[tuple[str, str]]:
 # ---------------------------------------------------------------------------------------------
 
 
-def resolve_options(function: Callable, options: Mapping[str, Any], *, where: str, fixed: Mapping[
-                    str, Any] = types.MappingProxyType({}), given: Iterable[str] = ()) -> dict:
+def resolve_options(function: Callable, options: Mapping[str, Any], *, title: str,
+                    source: Callable[[str], str], fixed: Mapping[str, Any],
+                    given: Iterable[str]) -> dict[str, Any]:
     """All keyword options of `function`: its defaults, then `fixed`, then `options`, type-checked.
 
     function: a function or class whose keyword-only parameters are the options.
-    where: how an error names the table, e.g. 'recipes/x.toml: [init.options]'.
+    title: how errors call the table. source: option → where its value was written.
     given: keyword parameters that the caller passes itself; they are no options.
     """
     kinds = typing.get_type_hints(function.__init__ if isinstance(function, type) else function)
@@ -425,12 +343,12 @@ def resolve_options(function: Callable, options: Mapping[str, Any], *, where: st
                 if parameter.default is not parameter.empty} | dict(fixed)
     for name, value in options.items():
         if name not in known:
-            raise RecipeError(f"{where} has no key '{name}'{nearest(name, known)}")
+            raise RecipeError(f"{source(name)}: {title} has no key '{name}'{nearest(name, known)}")
         try:
-            resolved[name] = _convert(value, kinds[name])
+            resolved[name] = convert(value, kinds[name])
         except TypeError:
-            raise RecipeError(f"{where} {name} is {value!r}, expected "
-                              f"{_describe(kinds[name])}") from None
+            raise RecipeError(f"{source(name)}: {title} {name} is {shown(value)}, expected "
+                              f"{describe(kinds[name])}") from None
     return resolved
 
 
@@ -446,23 +364,9 @@ def differences(ours: Recipe, overrides: Sequence[Override]) -> list[str]:
             valid = place if isinstance(place, dict) else SECTIONS
             raise RecipeError(f"{text}: there is no '{part}'{nearest(part, valid)}") from None
         same_size = key == "data.image_size" and place == [value, value]
-        if _plain(value) != place and not same_size:
+        if plain(value) != place and not same_size:
             found.append(f"{text} differs from the run's {key} = {to_toml(place)}")
     return found
-
-
-def to_toml(value: Any) -> str:
-    """One value in TOML's notation."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{escaped}"'
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(to_toml, value)) + "]"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {to_toml(item)}" for key, item in value.items()) + "}"
-    return repr(value)
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -21,6 +21,13 @@ def to_pair(value: int | Sequence[int]) -> tuple[int, int]:
     return int(height), int(width)
 
 
+def require_positive(**sizes: float | Sequence[int]) -> None:
+    """Raise ValueError naming the first size that is not more than zero."""
+    for name, value in sizes.items():
+        if min(value if isinstance(value, Sequence) else [value]) <= 0:
+            raise ValueError(f"{name} is {value}, expected more than 0")
+
+
 class PatchEmbed(nn.Module):
     """Cut the image into patches and project each linearly: (B, 3, H, W) → (B, N, C).
 

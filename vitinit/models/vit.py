@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention
-from .layers import (Mlp, PatchEmbed, add_branch, drop_path_rates, sincos_position_code, to_pair)
+from .layers import (Mlp, PatchEmbed, add_branch, drop_path_rates, require_positive,
+                     sincos_position_code, to_pair)
 
 NORM_EPS = 1e-6         # of every LayerNorm in ViT and DeiT (PyTorch's own default is 1e-5)
 
@@ -55,6 +56,9 @@ class VisionTransformer(nn.Module):
                  pool: Literal["class", "mean"] = "class",
                  pos_embed: Literal["learned", "sincos"] = "learned") -> None:
         super().__init__()
+        require_positive(num_classes=num_classes, image_size=image_size, patch_size=patch_size,
+                         embed_dim=embed_dim, depth=depth, num_heads=num_heads,
+                         mlp_ratio=mlp_ratio)
         if not 0.0 <= drop_path < 1.0:
             raise ValueError(f"drop_path is {drop_path}, expected 0 ≤ drop_path < 1")
         if pool not in ("class", "mean") or pos_embed not in ("learned", "sincos"):

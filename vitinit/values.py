@@ -1,0 +1,132 @@
+"""Typed values: what a key of a recipe accepts, in words, and TOML values as that kind.
+
+Standard library only; recipe.py is its only user but for `nearest` and `to_toml`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import field
+from typing import Any, Literal
+
+
+def number(*, minimum: float | None = None, above: float | None = None,
+           maximum: float | None = None, below: float | None = None) -> Any:
+    """A numeric key with bounds: `minimum` and `maximum` inclusive, `above` and `below` exclusive.
+
+    On a list every element is held to the bounds.
+    """
+    return field(metadata={"minimum": minimum, "above": above, "maximum": maximum, "below": below})
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """A hint for a mistyped word: '; did you mean X?', or the whole list where nothing is near."""
+    valid = list(valid)
+    close = difflib.get_close_matches(str(word), valid, n=1)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return f"; valid: {', '.join(sorted(valid))}" if valid else "; it takes none"
+
+
+def shown(value: Any) -> str:
+    """A value in an error message: as Python writes it, cut short if it is long."""
+    try:
+        text = repr(value)
+    except ValueError:                               # an integer of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def describe(kind: Any, bounds: Mapping[str, float | None] = types.MappingProxyType({})) -> str:
+    """What a key accepts, in words: 'an integer ≥ 1'."""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        words = "one of " + ", ".join(f'"{choice}"' for choice in arguments)
+    elif typing.get_origin(kind) in (typing.Union, types.UnionType):
+        words = " or ".join(describe(option) for option in arguments)
+    elif typing.get_origin(kind) is tuple:
+        count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
+        words = f"a list of {count}{'integers' if arguments[0] is int else 'numbers'}"
+    else:
+        words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"
+                 }.get(kind, "a table")
+    signs = {"minimum": "≥", "above": ">", "maximum": "≤", "below": "<"}
+    limits = [f"{sign} {_number(bounds[name])}" for name, sign in signs.items()
+              if bounds.get(name) is not None]
+    return " ".join([words, " and ".join(limits)]).strip()
+
+
+def _number(value: float) -> str:
+    return "2^63" if value == 2**63 else f"{value:g}"
+
+
+def convert(value: Any, kind: Any) -> Any:
+    """A TOML value as `kind`; raises TypeError if it is something else."""
+    arguments = typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        if value in arguments and not isinstance(value, bool):
+            return value
+    elif origin in (typing.Union, types.UnionType):
+        for option in arguments:
+            try:
+                return convert(value, option)
+            except TypeError:
+                continue
+    elif origin is tuple:
+        if kind == tuple[int, int] and type(value) is int:
+            value = (value, value)                  # image_size = 224 means 224 × 224
+        if isinstance(value, (list, tuple)):
+            if arguments[-1] is Ellipsis:
+                return tuple(convert(item, arguments[0]) for item in value)
+            if len(value) == len(arguments):
+                return tuple(map(convert, value, arguments))
+    elif kind is float:
+        try:
+            if type(value) in (int, float) and math.isfinite(value):
+                return float(value)
+        except OverflowError:                        # an integer beyond what a float can hold
+            pass
+    elif origin is Mapping or kind is dict:
+        if isinstance(value, Mapping):
+            return types.MappingProxyType(dict(value))
+    elif type(value) is kind:
+        return value
+    raise TypeError(describe(kind))
+
+
+def within(value: Any, bounds: Mapping[str, float | None]) -> bool:
+    if isinstance(value, tuple):
+        return all(within(item, bounds) for item in value)
+    return ((bounds.get("minimum") is None or value >= bounds["minimum"])
+            and (bounds.get("above") is None or value > bounds["above"])
+            and (bounds.get("maximum") is None or value <= bounds["maximum"])
+            and (bounds.get("below") is None or value < bounds["below"]))
+
+
+def plain(value: Any) -> Any:
+    """Tuples as lists and mappings as dicts, all the way down: what TOML and weights_only hold."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def to_toml(value: Any) -> str:
+    """One value in TOML's notation."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for one character that TOML wants escaped, too.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(to_toml, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {to_toml(item)}" for key, item in value.items()) + "}"
+    return repr(value)
