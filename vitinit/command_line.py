@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -71,12 +70,9 @@ def complain(program: str, error: Exception) -> None:
     """One line on standard error, by the main process alone.
 
     A loader's worker wraps its error in a traceback, of which the last line is the error itself.
-    The error is used up: its frames let go of what they hold, loaders and their workers above all,
-    which would otherwise be waited for at exit.
     """
     if environment_rank() == 0:
         line = str(error).strip().splitlines()[-1]
         for kind in USER_ERRORS:
             line = line.removeprefix(f"{kind.__module__}.{kind.__qualname__}: ")
         print(f"{program}: {line}", file=sys.stderr, flush=True)
-    traceback.clear_frames(error.__traceback__)

@@ -58,7 +58,8 @@ class ImageFolder:
     def __init__(self, folder: Path) -> None:
         self.classes = class_folders(folder)
         samples = make_dataset(str(folder), {name: i for i, name in enumerate(self.classes)},
-                               extensions=EXTENSIONS, allow_empty=True)
+                               is_valid_file=lambda path: is_picture(path, folder),
+                               allow_empty=True)
         # One array of bytes, not a million Python strings: workers share it without copying.
         self.paths = np.array([os.fsencode(path) for path, _ in samples], dtype=np.bytes_)
         self.labels = np.array([label for _, label in samples], dtype=np.int64)
@@ -72,6 +73,12 @@ class ImageFolder:
 
     def picture(self, index: int) -> Tensor:
         return decode_image(os.fsdecode(self.paths[index]))
+
+
+def is_picture(path: str, root: Path) -> bool:
+    """By its ending; hidden files and folders (.ipynb_checkpoints, macOS' ._x.jpg) do not count."""
+    parts = Path(path).relative_to(root).parts
+    return path.lower().endswith(EXTENSIONS) and not any(part.startswith(".") for part in parts)
 
 
 def class_folders(folder: Path) -> list[str]:

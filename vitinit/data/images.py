@@ -9,9 +9,10 @@ from __future__ import annotations
 import io
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode
 from torchvision.io import decode_image as decode_common_formats
@@ -33,38 +34,42 @@ class Box(NamedTuple):
 def decode_image(path: str) -> Tensor:
     """The picture in a file as RGB, (3, H, W) uint8.
 
-    JPEG, PNG, GIF (first frame) and WebP by torchvision, whatever their name says; BMP, TIFF, PPM
-    and all else by Pillow. Transparency is dropped and EXIF rotation ignored, as Pillow's
-    convert("RGB") does. 16-bit PNG is divided by 257. Raises DataError naming the file if it is
-    missing, truncated or no picture.
+    JPEG, PNG and still WebP by torchvision, whatever their name says; all else by Pillow (of an
+    animation the first frame). Transparency is dropped as Pillow's convert("RGB") drops it, and the
+    EXIF rotation of JPEGs is ignored. 16-bit grey is divided by 257. Raises DataError naming the
+    file if it is missing, empty, truncated or no picture.
     """
     try:
         with open(path, "rb") as file:
             content = file.read()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    if content.startswith(b"GIF8"):                  # torchvision decodes every frame of them
+        return _decode_with_pillow(path, content)
     try:
         encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         picture = decode_common_formats(encoded, mode=ImageReadMode.RGB)
-    except (RuntimeError, ValueError) as error:      # ValueError: an empty file has no buffer
-        return _decode_with_pillow(path, content, str(error))
-    if picture.ndim == 4:                            # an animated GIF: (frames, 3, H, W)
-        picture = picture[0]
+    except (RuntimeError, ValueError):               # ValueError: an empty file has no buffer
+        return _decode_with_pillow(path, content)
     if picture.dtype == torch.uint16:
         picture = (picture.to(torch.int32) // 257).to(torch.uint8)
     return picture
 
 
-def _decode_with_pillow(path: str, content: bytes, first_error: str) -> Tensor:
-    """For what torchvision does not read. A truncated file is an error here, too."""
+def _decode_with_pillow(path: str, content: bytes) -> Tensor:
+    """For what torchvision does not read or not as wanted. A truncated file is an error, too."""
     try:
         with Image.open(io.BytesIO(content)) as picture:
-            rgb = picture.convert("RGB")
+            if picture.mode == "I" or picture.mode.startswith("I;16"):
+                # 16-bit grey, which convert("RGB") would clip to white.
+                grey = np.minimum(np.asarray(picture) // 257, 255).astype(np.uint8)
+                picture = Image.fromarray(grey)
+            return from_pillow(picture.convert("RGB"))
+    except UnidentifiedImageError:
+        reason = "of no known format" if content else "empty"
     except Exception as error:                       # Pillow's plug-ins raise many kinds
-        reason = str(error) if "truncated" in str(error) else first_error.split(", ")[-1]
-        raise DataError(f"{path}: not a readable picture, {len(content)} bytes "
-                        f"({reason.strip() or type(error).__name__})") from None
-    return from_pillow(rgb)
+        reason = str(error) or type(error).__name__
+    raise DataError(f"{path}: not a readable picture, {len(content)} bytes ({reason})")
 
 
 def from_pillow(picture: Image.Image) -> Tensor:
@@ -81,14 +86,16 @@ def resize(picture: Tensor, size: tuple[int, int], interpolation: str) -> Tensor
 
 
 def crop(picture: Tensor, box: Box) -> Tensor:
-    """The pixels in `box`; black where it reaches beyond the picture."""
+    """The pixels in `box`, (3, box.height, box.width); black where it reaches beyond the picture."""
     top, left, height, width = box
-    below = top + height - picture.shape[1]
-    right = left + width - picture.shape[2]
-    inside = picture[:, max(top, 0):top + height, max(left, 0):left + width]
-    if top >= 0 and left >= 0 and below <= 0 and right <= 0:
+    # The part of the box that lies on the picture; empty if the box lies beside it.
+    y0, y1 = (min(max(y, 0), picture.shape[1]) for y in (top, top + height))
+    x0, x1 = (min(max(x, 0), picture.shape[2]) for x in (left, left + width))
+    inside = picture[:, y0:y1, x0:x1]
+    if inside.shape[1:] == (height, width):
         return inside
-    return F.pad(inside, (max(-left, 0), max(right, 0), max(-top, 0), max(below, 0)))
+    above, before = min(max(-top, 0), height), min(max(-left, 0), width)
+    return F.pad(inside, (before, width - before - (x1 - x0), above, height - above - (y1 - y0)))
 
 
 def crop_and_flip(picture: Tensor, box: Box, flip: bool, size: tuple[int, int],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import multiprocessing
 import signal
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -101,6 +103,9 @@ class ToDevice:
 
 
 def _loader(views: Dataset, workers: int, pin_memory: bool, **batching) -> DataLoader:
+    if workers:
+        atexit.unregister(_end_workers)              # once is enough
+        atexit.register(_end_workers)
     return DataLoader(views, num_workers=workers, pin_memory=pin_memory, collate_fn=_stack,
                       worker_init_fn=_leave_signals_to_parent, **batching)
 
@@ -117,13 +122,18 @@ def _stack(samples: list[tuple[Tensor, int]]) -> Batch:
 def _leave_signals_to_parent(worker: int) -> None:
     """Ctrl-C and SIGTERM often reach all processes of a run; the training process decides.
 
-    So a worker goes on after the first SIGTERM, to let its parent finish a step and a checkpoint.
-    It obeys a second one, which is how multiprocessing ends workers that were left over, and ends
-    by itself when GRACE_SECONDS have passed.
+    So a worker outlives a SIGTERM for a while, to let its parent finish a step and a checkpoint.
     """
-    def go_on_once(number: int, frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.alarm(GRACE_SECONDS)
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, go_on_once)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE_SECONDS))
+
+
+def _end_workers() -> None:
+    """At exit, end the workers of loaders that were left open.
+
+    multiprocessing would send them a SIGTERM, which they outlive, and wait.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)    # torch's handler takes it for a crash
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()

@@ -1,0 +1,137 @@
+"""The embedded data set: every picture a pure function of (split, index)."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from vitinit.data import shapes
+from vitinit.keys import Stream, keyed_generator
+
+SMALL = {"train": 1009, "val": 307}
+FAR = 1.5                            # units: no figure reaches so far from its centre
+
+
+def lens(radius: float, other: float, distance: float) -> float:
+    """The area that two discs share whose centres are `distance` apart."""
+    def segment(mine: float, yours: float) -> float:
+        angle = np.arccos((distance**2 + mine**2 - yours**2) / (2 * distance * mine))
+        return mine**2 * (angle - np.sin(angle) * np.cos(angle))
+    return segment(radius, other) + segment(other, radius)
+
+
+@pytest.fixture(scope="module")
+def splits():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "SPLITS", SMALL)
+        return {split: shapes.make_split(split) for split in SMALL}
+
+
+def alone(split_number: int, index: int) -> tuple[np.ndarray, int]:
+    """One picture drawn by itself."""
+    return shapes.draw_picture(keyed_generator(shapes.SEED, Stream.SHAPES, split_number, index))
+
+
+def mask(name: str, angle: float = 0.0, points: int = 301) -> np.ndarray:
+    """The figure on a square grid from -FAR to FAR, turned by `angle`."""
+    axis = (np.arange(points) + 0.5) / points * 2 * FAR - FAR
+    u, v = np.meshgrid(axis, axis)
+    return shapes.FIGURES[name](u * np.cos(angle) + v * np.sin(angle),
+                                v * np.cos(angle) - u * np.sin(angle))
+
+
+@pytest.mark.parametrize("split, number", [("train", 0), ("val", 1)])
+@pytest.mark.parametrize("index", [0, 1, 59, 293])
+def test_a_picture_alone_equals_the_picture_in_its_split(splits, split, number, index):
+    pictures, labels = splits[split]
+    picture, label = alone(number, index)
+    assert np.array_equal(pictures[index].numpy(), picture)
+    assert labels[index] == label
+
+
+def test_splits_have_their_sizes_and_types(splits):
+    for split, count in SMALL.items():
+        pictures, labels = splits[split]
+        assert pictures.shape == (count, 3, 32, 32) and pictures.dtype == torch.uint8
+        assert labels.shape == (count,) and labels.dtype == np.int64
+
+
+def test_the_real_splits_hold_5000_and_1000_pictures_of_ten_classes():
+    assert shapes.SPLITS == {"train": 5_000, "val": 1_000}
+    assert len(shapes.CLASSES) == 10 and shapes.CLASSES == list(shapes.FIGURES)
+
+
+def test_all_ten_classes_come_about_equally_often(splits):
+    for split, count in SMALL.items():
+        counts = np.bincount(splits[split][1], minlength=10)
+        assert len(counts) == 10
+        assert abs(counts - count / 10).max() < 4 * (count * 0.1 * 0.9)**0.5
+
+
+def test_no_picture_occurs_twice_in_or_across_the_splits(splits):
+    pictures = [picture.tobytes() for split in SMALL for picture in splits[split][0].numpy()]
+    assert len(set(pictures)) == sum(SMALL.values())
+
+
+def test_clutter_drawn_in_its_window_equals_clutter_drawn_on_the_whole_canvas(monkeypatch):
+    fast = [alone(0, index)[0] for index in range(53)]
+    monkeypatch.setattr(shapes, "_window", lambda centre, radius: (slice(None), slice(None)))
+    slow = [alone(0, index)[0] for index in range(53)]
+    assert np.array_equal(fast, slow)
+
+
+def test_the_label_names_the_figure_that_is_drawn(monkeypatch):
+    drawn = []
+
+    def recorded(name, figure):
+        return lambda u, v: (drawn.append(name), figure(u, v))[1]
+
+    monkeypatch.setattr(shapes, "FIGURES", {name: recorded(name, figure)
+                                            for name, figure in shapes.FIGURES.items()})
+    labels = [alone(1, index)[1] for index in range(101)]
+    assert drawn == [shapes.CLASSES[label] for label in labels]
+
+
+def test_a_figure_is_lighter_than_its_ground_and_of_the_promised_size(monkeypatch):
+    # White on black without noise: what is left is the figure's area, 7 to 12 pixels a unit. Its
+    # centre is at least 0.8 radii from the edge, which cuts off less than a quarter.
+    monkeypatch.setattr(shapes, "GROUND_RANGE", (0.0, 0.0))
+    monkeypatch.setattr(shapes, "CLUTTER_RANGE", (0.0, 0.0))
+    monkeypatch.setattr(shapes, "FIGURE_RANGE", (1.0, 1.0))
+    monkeypatch.setattr(shapes, "NOISE_STD", 0.0)
+    areas = {name: mask(name).mean() * (2 * FAR)**2 for name in shapes.CLASSES}
+    radii = []
+    for index in range(211):
+        picture, label = alone(0, index)
+        radii.append((picture[0].sum() / 255 / areas[shapes.CLASSES[label]])**0.5)
+    assert 7.0 * 0.75**0.5 < min(radii) < 7.5 and 11.0 < max(radii) < 12.1
+
+
+@pytest.mark.parametrize("name", shapes.CLASSES)
+def test_a_figure_has_an_area_that_can_be_seen(name):
+    inside = mask(name)
+    assert not inside[[0, -1]].any() and not inside[:, [0, -1]].any()    # all of it is on the grid
+    assert 0.3 < inside.mean() * (2 * FAR)**2 < 4.0
+
+
+@pytest.mark.parametrize("name, area", [
+    ("disc", np.pi * 0.85**2), ("ring", np.pi * (0.9**2 - 0.5**2)), ("square", 1.5**2),
+    ("frame", 1.6**2 - 0.84**2), ("triangle", 3 * 3**0.5 * 0.5**2),
+    ("cross", 2 * 1.9 * 0.56 - 0.56**2), ("bars", 2 * 0.52 * 1.8),
+    ("half_disc", np.pi / 2),
+    ("crescent", np.pi - lens(1.0, 0.75, 0.45)),
+    # A pentagon of apothem a = 0.38 and five points on its sides, 72° at their feet.
+    ("star", 5 * 0.38**2 * np.tan(np.pi / 5) * (1 + np.tan(np.pi / 5) * np.tan(2 * np.pi / 5)))])
+def test_a_figures_area_is_that_of_its_name(name, area):
+    assert mask(name, points=1201).mean() * (2 * FAR)**2 == pytest.approx(area, rel=0.005)
+
+
+@pytest.mark.parametrize("one, two", list(itertools.combinations(shapes.CLASSES, 2)))
+def test_two_figures_differ_at_every_angle(one, two):
+    fixed = mask(one, points=101)
+    for angle in np.linspace(0, 2 * np.pi, 36, endpoint=False):
+        turned = mask(two, angle, points=101)
+        assert (fixed & turned).sum() < 0.85 * (fixed | turned).sum()
