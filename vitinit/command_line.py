@@ -28,7 +28,9 @@ class Parser(argparse.ArgumentParser):
                          **options)
 
     def error(self, message: str) -> NoReturn:
-        raise RecipeError(message)
+        hint = ("; any key of a recipe goes by --set section.key=value"
+                if "unrecognized" in message else "")
+        raise RecipeError(message + hint)
 
 
 def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str | None = None,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import tomllib
 import types
 import typing
@@ -25,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .values import convert, describe, nearest, number, plain, shown, to_toml, within
+from .values import (PAIR, convert, describe, nearest, nearest_choice, number, plain, shown, to_toml,
+                     within)
 
 
 class RecipeError(ValueError):
@@ -58,7 +60,7 @@ class Data:
     name: Literal["shapes", "image_folder", "cifar10", "cifar100"]
     root: str                                       # folder of the data set; "" for `shapes`
     num_classes: int = number(minimum=2)
-    image_size: tuple[int, int] = number(minimum=1)  # (height, width) that the model sees
+    image_size: PAIR = number(minimum=1)            # (height, width) that the model sees
     mean: tuple[float, float, float] = number(minimum=0.0, maximum=1.0)  # per channel, of [0, 1]
     std: tuple[float, float, float] = number(above=0.0)
     workers: int = number(minimum=0)                # loader processes, per training process
@@ -194,7 +196,7 @@ def parse_override(text: str) -> Override:
 def find_recipe(name: str, folder: Path) -> Path:
     """A recipe by name (looked up in `folder`) or by path (anything that ends in .toml)."""
     path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
-    if not path.is_file():
+    if not os.path.isfile(path):                     # never raises, however odd the name
         if name.endswith(".toml"):
             raise RecipeError(f"--recipe {name}: no such file")
         shipped = [recipe.stem for recipe in folder.glob("*.toml")]
@@ -208,7 +210,7 @@ def load_recipe(path: Path, overrides: Sequence[Override] = ()) -> Recipe:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:                      # TOML's, Unicode's, integers' too long
+    except (ValueError, RecursionError) as error:    # TOML's, Unicode's, too long or too deep
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     return _build(table, Path(path).stem, str(path), overrides)
 
@@ -244,8 +246,9 @@ def _build(table: Mapping[str, Any], name: str, source: str,
     written = _apply(table, overrides)
     recipe = Recipe(name=name, **{title: _section(section, title, table[title], source, written)
                                   for title, section in SECTIONS.items()})
-    for key, problem in _contradictions(recipe):
-        raise RecipeError(f"{written.get(key, source)}: {key} {problem}")
+    for keys, problem in _contradictions(recipe):
+        place = next((written[key] for key in keys if key in written), source)
+        raise RecipeError(f"{place}: {keys[0]} {problem}")
     return recipe
 
 
@@ -292,34 +295,35 @@ def _section(section: type, title: str, body: dict[str, Any], source: str,
         except TypeError:
             fits = False
         if not fits:
-            choices = [c for c in typing.get_args(kinds[key]) if isinstance(c, str)]
-            hint = nearest(body[key], choices) if choices and isinstance(body[key], str) else ""
             raise RecipeError(f"{written.get(f'{title}.{key}', source)}: {title}.{key} is "
                               f"{shown(body[key])}, expected {expected}"
-                              f"{hint if 'did you mean' in hint else ''}")
+                              f"{nearest_choice(body[key], kinds[key])}")
     return section(**values)
 
 
-def _contradictions(recipe: Recipe) -> Iterable[tuple[str, str]]:
-    """(key, what is wrong with it) for values that are fine alone and impossible together."""
+def _contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
+    """(keys, what is wrong with the first) for values that are fine alone, impossible together."""
     total = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
     for key in ("crop_scale", "crop_ratio"):
         low, high = getattr(recipe.augment, key)
         if low > high:
-            yield f"augment.{key}", f"is [{low:g}, {high:g}], expected the smaller value first"
+            yield (f"augment.{key}",), f"is [{low:g}, {high:g}], expected the smaller value first"
     if recipe.data.root == "" and recipe.data.name != "shapes":
-        yield "data.root", f'is empty, but data.name = "{recipe.data.name}" needs a folder'
+        yield (("data.root", "data.name"), f'is empty, but data.name = "{recipe.data.name}" needs '
+               "a folder; give it by --data-dir")
     if recipe.schedule.warmup_epochs > recipe.schedule.epochs:
-        yield ("schedule.warmup_epochs", f"is {recipe.schedule.warmup_epochs}, more than "
-               f"schedule.epochs = {recipe.schedule.epochs}")
+        yield (("schedule.warmup_epochs", "schedule.epochs"),
+               f"is {recipe.schedule.warmup_epochs}, more than schedule.epochs = "
+               f"{recipe.schedule.epochs}")
     if recipe.ema.decay == 0.0 and recipe.ema.warmup:
-        yield "ema.warmup", "is true, but ema.decay = 0 keeps no moving average"
+        yield ("ema.warmup", "ema.decay"), "is true, but ema.decay = 0 keeps no moving average"
     if recipe.ema.decay == 0.0 and recipe.checkpoint.best_by == "ema_top1":
-        yield "checkpoint.best_by", 'is "ema_top1", but ema.decay = 0 keeps no moving average'
+        yield (("checkpoint.best_by", "ema.decay"),
+               'is "ema_top1", but ema.decay = 0 keeps no moving average')
     for epoch in recipe.checkpoint.keep_epochs:
         if epoch > total:
-            yield ("checkpoint.keep_epochs", f"holds {epoch}, but the run ends after "
-                   f"{total} epochs")
+            yield (("checkpoint.keep_epochs", "schedule.epochs", "schedule.cooldown_epochs"),
+                   f"holds {epoch}, but the run ends after {total} epochs")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -348,7 +352,8 @@ def resolve_options(function: Callable, options: Mapping[str, Any], *, title: st
             resolved[name] = convert(value, kinds[name])
         except TypeError:
             raise RecipeError(f"{source(name)}: {title} {name} is {shown(value)}, expected "
-                              f"{describe(kinds[name])}") from None
+                              f"{describe(kinds[name])}{nearest_choice(value, kinds[name])}"
+                              ) from None
     return resolved
 
 

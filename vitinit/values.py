@@ -15,6 +15,9 @@ from dataclasses import field
 from typing import Any, Literal
 
 
+PAIR = tuple[int, int]          # (height, width); one integer stands for both
+
+
 def number(*, minimum: float | None = None, above: float | None = None,
            maximum: float | None = None, below: float | None = None) -> Any:
     """A numeric key with bounds: `minimum` and `maximum` inclusive, `above` and `below` exclusive.
@@ -28,15 +31,24 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     """A hint for a mistyped word: '; did you mean X?', or the whole list where nothing is near."""
     valid = list(valid)
     close = difflib.get_close_matches(str(word), valid, n=1)
-    if close:
+    if close and close[0] != word:
         return f"; did you mean '{close[0]}'?"
     return f"; valid: {', '.join(sorted(valid))}" if valid else "; it takes none"
 
 
+def nearest_choice(value: Any, kind: Any) -> str:
+    """The hint of `nearest` where `kind` is a choice of words and one of them is near, else ''."""
+    choices = [choice for choice in typing.get_args(kind) if isinstance(choice, str)]
+    if typing.get_origin(kind) is not Literal or not isinstance(value, str):
+        return ""
+    close = difflib.get_close_matches(value, choices, n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
 def shown(value: Any) -> str:
-    """A value in an error message: as Python writes it, cut short if it is long."""
+    """A value in an error message, cut short if it is long."""
     try:
-        text = repr(value)
+        text = {True: "true", False: "false"}[value] if type(value) is bool else repr(value)
     except ValueError:                               # an integer of more than 4,300 digits
         return "a number of thousands of digits"
     return text if len(text) <= 80 else text[:77] + "..."
@@ -52,6 +64,8 @@ def describe(kind: Any, bounds: Mapping[str, float | None] = types.MappingProxyT
     elif typing.get_origin(kind) is tuple:
         count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
         words = f"a list of {count}{'integers' if arguments[0] is int else 'numbers'}"
+        if kind == PAIR:
+            words = f"an integer or {words}"
     else:
         words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"
                  }.get(kind, "a table")
@@ -79,7 +93,7 @@ def convert(value: Any, kind: Any) -> Any:
             except TypeError:
                 continue
     elif origin is tuple:
-        if kind == tuple[int, int] and type(value) is int:
+        if kind == PAIR and type(value) is int:
             value = (value, value)                  # image_size = 224 means 224 × 224
         if isinstance(value, (list, tuple)):
             if arguments[-1] is Ellipsis:

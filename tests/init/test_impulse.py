@@ -156,7 +156,8 @@ def test_a_learned_code_that_cannot_tell_tokens_apart_is_refused():
 
 
 @pytest.mark.parametrize("options, message", [
-    (dict(kernel_size=0), "kernel_size is 0"), (dict(base="zeros"), "base is 'zeros'"),
+    (dict(kernel_size=0), "kernel_size is 0"),
+    (dict(kernel_size=17), "kernel_size is 17, but beyond 15 its outer offsets have no target"), (dict(base="zeros"), "base is 'zeros'"),
     (dict(offsets="spiral"), "offsets is 'spiral'"), (dict(value_init="x"), "value_init is 'x'"),
     (dict(rank=-1), "rank is -1"), (dict(qk_norm=0.0), "qk_norm 0.0")])
 def test_impossible_options_are_errors(options, message):

@@ -7,6 +7,7 @@ V and proj. Nothing is frozen; training may turn it into anything else.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal
 
 import torch
@@ -71,6 +72,9 @@ def impulse(model: nn.Module, *, generator: torch.Generator,
     if rank < 0 or qk_norm <= 0 or impulse_scale <= 0:
         raise ValueError(f"rank is {rank}, qk_norm {qk_norm} and impulse_scale {impulse_scale}; "
                          "expected rank ≥ 0 and the others > 0")
+    if kernel_size > 2 * min(model.grid) - 1:
+        raise ValueError(f"kernel_size is {kernel_size}, but beyond {2 * min(model.grid) - 1} its "
+                         f"outer offsets have no target on the {model.grid[0]}×{model.grid[1]} grid")
     cells = ordered_offsets(kernel_size)             # also checks kernel_size, before any draw
     draw_base(model, base, generator)
 
@@ -83,11 +87,14 @@ def impulse(model: nn.Module, *, generator: torch.Generator,
     basis = code_basis(code, min(rank or head_dim, head_dim, found))
 
     # The impulse maps repeat from block to block; only their noise is drawn anew.
-    impulses = {cell: impulse_scale * convolution_matrix(
-        impulse_kernel(cell, kernel_size).to(code.dtype), model.grid) for cell in cells}
+    @cache
+    def impulse_map(cell: Offset) -> Tensor:
+        kernel = impulse_kernel(cell, kernel_size).to(code.dtype)
+        return impulse_scale * convolution_matrix(kernel, model.grid)    # (N, N)
+
     for block in model.blocks:
         heads = head_offsets(block.attn.num_heads, cells, offsets, generator)
-        maps = torch.stack([impulses[cell] for cell in heads])           # (h, N, N)
+        maps = torch.stack([impulse_map(cell) for cell in heads])        # (h, N, N)
         noise = torch.empty_like(maps)
         nn.init.trunc_normal_(noise, std=noise_std, generator=generator)
         maps = torch.where(maps == 0, noise_scale * noise, maps)
