@@ -225,8 +225,9 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
 
     parameters = sum(p.numel() for p in model.parameters())
     say(f"recipe  {recipe.name}, seed {recipe.run.seed}\n"
-        f"data    {data.name} {data.root}: {len(train_set):,} to train on, {len(val_set):,} to "
-        f"validate, {data.num_classes} classes, {data.image_size[0]}×{data.image_size[1]}\n"
+        f"data    {data.name}{data.root and ' ' + data.root}: {len(train_set):,} to train on, "
+        f"{len(val_set):,} to validate, {data.num_classes} classes, "
+        f"{data.image_size[0]}×{data.image_size[1]}\n"
         f"model   {recipe.model.name}: {parameters:,} parameters, {to_toml(recipe.model.options)}\n"
         f"init    {recipe.init.name}: {to_toml(recipe.init.options)}\n"
         f"batch   {optim.global_batch} = {processes.world_size} process(es) × {plan.accumulation} "

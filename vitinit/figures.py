@@ -65,7 +65,7 @@ def draw_kernels(out: Path, *, inits: list[str], embed_dim: int, num_heads: int,
         weights = mixing_matrices(model, pictures, blocks=[block])[block]  # (B, h, N, N)
         kernels = mean_kernel(weights, model.grid, RADIUS).mean(0)        # (h, 2r + 1, 2r + 1)
         for head, axis in enumerate(row):
-            image = axis.imshow(kernels[head], vmin=0, vmax=1, cmap="cividis",
+            image = axis.imshow(kernels[head].numpy(), vmin=0, vmax=1, cmap="cividis",
                                 extent=(-RADIUS - .5, RADIUS + .5, RADIUS + .5, -RADIUS - .5))
             axis.set(xticks=[-RADIUS, 0, RADIUS], yticks=[-RADIUS, 0, RADIUS])
             axis.tick_params(labelsize=7)

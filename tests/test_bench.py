@@ -1,0 +1,74 @@
+"""Measurements run and count what they say; how fast anything is, is not asserted."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+import torch
+
+import vitinit
+from vitinit import bench
+from vitinit.filters import ordered_offsets
+from vitinit.init.impulse import normalised_code
+from vitinit.mixing import target_mass
+from vitinit.models.attention import attention_weights
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """The decode bench sets one thread, as a loader's worker does."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def run(monkeypatch, capsys, *arguments: object) -> str:
+    monkeypatch.setattr(sys, "argv", ["bench", *map(str, arguments)])
+    bench.main()
+    return capsys.readouterr().out
+
+
+def test_forward_flops_are_those_of_the_matrix_products():
+    model = vitinit.build_model("vit_tiny", num_classes=7, image_size=20, patch_size=4,
+                                embed_dim=30, depth=2, num_heads=3, pool="mean")
+    tokens, width, batch = 25, 30, 3
+    block = (2 * tokens * width * 3 * width         # qkv
+             + 2 * 2 * tokens * tokens * width      # Q Kᵀ and A V
+             + 2 * tokens * width * width           # proj
+             + 2 * 2 * tokens * width * 4 * width)  # MLP
+    expected = batch * (2 * tokens * 48 * width + 2 * block + 2 * width * 7)
+    assert bench.forward_flops(model, torch.zeros(batch, 3, 20, 20)) == expected
+
+
+def test_decoding_is_compared_with_pillow(monkeypatch, capsys, picture_tree):
+    printed = run(monkeypatch, capsys, "decode", "--data-dir", picture_tree, "--image-size", 8)
+    assert "72 pictures" in printed                 # 3 × (17 + 7)
+    assert re.search(r"ours is \d+\.\d\d × Pillow's and \d+ % of decoding alone", printed)
+
+
+def test_a_folder_without_pictures_is_one_line(monkeypatch, capsys, tmp_path):
+    with pytest.raises(SystemExit, match="no pictures in"):
+        run(monkeypatch, capsys, "decode", "--data-dir", tmp_path)
+
+
+def test_a_step_is_measured(monkeypatch, capsys):
+    printed = run(monkeypatch, capsys, "step", "--model", "vit_tiny", "--batch", 2, "--image-size",
+                  32, "--amp", "off")
+    assert re.search(r"\d images/s, .* ms a step, peak memory \d", printed)
+
+
+def test_inits_are_measured_against_the_transcription(monkeypatch, capsys):
+    printed = run(monkeypatch, capsys, "init", "--model", "vit_tiny")
+    assert "the same transcribed (D×D SVDs), once" in printed and "times as long" in printed
+
+
+def test_what_the_init_bench_measures_works():
+    """The timed call is a real initialisation: its heads look at their offsets."""
+    model = vitinit.build_model("vit_tiny", num_classes=7, image_size=32, patch_size=4, depth=1)
+    vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(0),
+                         value_init="base")
+    code, attention = normalised_code(model), model.blocks[0].attn
+    weights = attention_weights(code @ attention.q_weight.mT, code @ attention.k_weight.mT)
+    assert target_mass(weights, ordered_offsets(3)[:3], model.grid).min() > 0.9
