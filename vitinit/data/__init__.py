@@ -1,0 +1,1 @@
+"""File bytes → uint8 pictures → keyed draws → batches on the device."""

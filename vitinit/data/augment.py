@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 
-def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """(B, 3, H, W) uint8 → float32: (value / 255 - mean) / std by channel."""
-    mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (mean, std))
+def normalise(images: Tensor, mean: Sequence[float] | Tensor,
+              std: Sequence[float] | Tensor) -> Tensor:
+    """(B, 3, H, W) uint8 → float32: (value / 255 - mean) / std by channel.
+
+    mean, std: three numbers, or tensors that are on the images' device already.
+    """
+    mean, std = (torch.as_tensor(values, device=images.device).view(3, 1, 1)
+                 for values in (mean, std))
     return (images.float() / 255.0 - mean) / std

@@ -93,7 +93,8 @@ class ToDevice:
 
     def __init__(self, device: torch.device, *, mean: Sequence[float], std: Sequence[float],
                  channels_last: bool) -> None:
-        self.device, self.mean, self.std = device, mean, std
+        self.device = device
+        self.mean, self.std = (torch.tensor(values, device=device) for values in (mean, std))
         self.format = torch.channels_last if channels_last else torch.contiguous_format
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:

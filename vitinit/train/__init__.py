@@ -1,0 +1,1 @@
+"""The engine and what it keeps: optimiser, moving average, checkpoints, metrics, processes."""
