@@ -75,7 +75,8 @@ def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
             parts.append(text.format(row[key]))
     if row["skipped_steps"]:
         parts.append(f"{row['skipped_steps']} steps skipped")
-    return "  ".join([*parts, f"{row['images_per_second']:.0f} images/s"])
+    rate = row["images_per_second"]
+    return "  ".join([*parts, f"{rate:.0f} images/s" if rate >= 100 else f"{rate:.2f} images/s"])
 
 
 class MetricsFile:
