@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def test_alone_everything_is_ones_own():
 
 
 def worker(rank: int, port_file: str, results: str) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    """One of two processes; this file is its program."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank,
                                          world_size=2)
     processes = Processes(rank, rank, 2, torch.device("cpu"))
@@ -47,14 +48,9 @@ def worker(rank: int, port_file: str, results: str) -> None:
 
 
 def test_two_processes_agree_on_sums_signals_and_errors(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    members = [context.Process(target=worker, args=(rank, str(tmp_path / "meet"),
-                                                    str(tmp_path / "result"))) for rank in (0, 1)]
-    for member in members:
-        member.start()
-    for member in members:
-        member.join(120)
-        assert member.exitcode == 0
+    members = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path / "meet"),
+                                 str(tmp_path / "result")]) for rank in (0, 1)]
+    assert [member.wait(120) for member in members] == [0, 0]
     found = [(tmp_path / f"result{rank}").read_text().split("\n") for rank in (0, 1)]
     assert found[0] == ["3.0", "15", "folder of 0", "folder of 1", "0", "written"]
     assert found[1] == ["3.0", "15", "folder of 0", "folder of 1", "1"]
@@ -88,3 +84,7 @@ def test_more_processes_than_gpus_is_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(LaunchError, match="process 2 of this machine has no GPU: 2 are visible"):
         distributed.start()
+
+
+if __name__ == "__main__":
+    worker(int(sys.argv[1]), *sys.argv[2:])
