@@ -33,7 +33,9 @@ def run(words: list[str], cwd: Path) -> subprocess.CompletedProcess:
     repository = Path(__file__).resolve().parent.parent
     beside = Path(sys.executable).parent
     words = [str(repository / word) if word in ("train.py", "eval.py") else word for word in words]
-    words[0] = {"torchrun": str(beside / "torchrun"), "python": sys.executable}[words[0]]
+    # --standalone: torchrun's usual port may be taken by another run on this machine.
+    words[:1] = {"torchrun": [str(beside / "torchrun"), "--standalone"],
+                 "python": [sys.executable]}[words[0]]
     return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300)
 
 

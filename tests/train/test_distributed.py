@@ -88,3 +88,4 @@ def test_more_processes_than_gpus_is_one_line(monkeypatch):
 
 if __name__ == "__main__":
     worker(int(sys.argv[1]), *sys.argv[2:])
+    distributed.leave_program(0)
