@@ -10,7 +10,6 @@ which never writes A down. Tests hold the two equal, forward and backward.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -20,20 +21,22 @@ class CheckpointError(ValueError):
 
 def save_atomically(state: Mapping[str, Any], path: Path) -> None:
     """Write `state` to `path`; whatever happens meanwhile, `path` is the old file or the new one."""
-    temporary = path.with_name(path.name + ".partial")
-    with open(temporary, "wb") as file:
+    with _replacement(path) as file:
         torch.save(dict(state), file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync_folder(path.parent)
 
 
 def write_text_atomically(text: str, path: Path) -> None:
     """The same for a small text file."""
+    with _replacement(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+@contextmanager
+def _replacement(path: Path) -> Iterator[BinaryIO]:
+    """A temporary file that becomes `path` once it is written and on disk."""
     temporary = path.with_name(path.name + ".partial")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(temporary, "wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

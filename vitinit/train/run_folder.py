@@ -33,9 +33,6 @@ class RunFolder:
         self.recipe, self.info = path / "recipe.toml", path / "run.json"
         self.metrics = MetricsFile(path / "metrics.jsonl")
 
-    def holds_run(self) -> bool:
-        return any(file.exists() for file in (self.last, self.recipe, self.metrics.path))
-
     def create(self, recipe_toml: str) -> None:
         """Make the folder of a new run; raises CheckpointError if it holds one already.
 
