@@ -1,13 +1,23 @@
-"""All random draws of the training stream, keyed by (seed, epoch, index).
+"""All random draws of a sample of the training stream, keyed by (seed, epoch, index, repeat).
 
 A sample's draws depend on nothing but its key: not on the worker, the process, the position in the
-batch or how often the run was resumed.
+batch or how often the run was resumed. Each kind of draw has a stream of its own, so that switching
+one augmentation off leaves the draws of all others as they were.
+
+    CropAndFlip   applied where the picture is decoded      → View
+    RandAugment   applied to whole batches on the device    ┐
+    Erasing       likewise, after normalisation             ┘ → Draws
+
+The defaults of the three are DeiT's for ImageNet (arXiv 2012.12877, table 9, and its code).
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -15,20 +25,16 @@ from ..keys import Stream, keyed_generator
 from .images import Box
 
 CROP_ATTEMPTS = 10              # as in torchvision and timm, before the centre is taken
+ERASE_ATTEMPTS = 10             # likewise, before the picture is left as it is
+MAX_MAGNITUDE = 10.0            # where RandAugment's operations reach their full extent
 
 
 class SampleKey(NamedTuple):
-    """One view of one image: which epoch, which image."""
+    """One view of one image: which epoch, which image, which of its views in that epoch."""
 
     epoch: int
     index: int
-
-
-class View(NamedTuple):
-    """What was drawn for one sample."""
-
-    box: Box
-    flip: bool
+    repeat: int = 0
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
@@ -36,13 +42,43 @@ def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
     return keyed_generator(seed, Stream.ORDER, epoch).permutation(count)
 
 
-def draw_view(key: SampleKey, height: int, width: int, *, seed: int,
-              scale: tuple[float, float], ratio: tuple[float, float], padding: int,
-              flip: float) -> View:
-    """The crop and flip of one sample whose picture is height × width pixels."""
-    rng = keyed_generator(seed, Stream.CROP_AND_FLIP, key.epoch, key.index)
-    box = draw_crop(rng, height, width, scale=scale, ratio=ratio, padding=padding)
-    return View(box, bool(rng.random() < flip))
+# ---------------------------------------------------------------------------------------------
+# Crop and flip
+# ---------------------------------------------------------------------------------------------
+
+
+class View(NamedTuple):
+    """The part of a picture that becomes one sample, and how."""
+
+    box: Box
+    flip: bool
+    interpolation: Literal["bilinear", "bicubic"]
+
+
+@dataclass(frozen=True)
+class CropAndFlip:
+    """A random resized crop, then a horizontal flip.
+
+    scale: range of the crop's share of the picture's area; ratio: range of its width over height.
+    padding: pixels round the picture that a crop may reach into. flip: probability.
+    interpolation: of the resize; "random" draws one of the two for every sample, as timm does.
+    """
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    padding: int = 0
+    flip: float = 0.5
+    interpolation: Literal["bilinear", "bicubic", "random"] = "bicubic"
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> View:
+        """For a picture of height × width pixels."""
+        box = draw_crop(rng, height, width, scale=self.scale, ratio=self.ratio,
+                        padding=self.padding)
+        flip = bool(rng.random() < self.flip)
+        interpolation = self.interpolation
+        if interpolation == "random":
+            interpolation = "bicubic" if rng.random() < 0.5 else "bilinear"
+        return View(box, flip, interpolation)
 
 
 def draw_crop(rng: np.random.Generator, height: int, width: int, *, scale: tuple[float, float],
@@ -54,7 +90,7 @@ def draw_crop(rng: np.random.Generator, height: int, width: int, *, scale: tuple
     centre of the picture, at the nearest ratio allowed. scale = ratio = (1, 1) on a square picture
     is a random shift by up to `padding` pixels.
     """
-    log_ratio = np.log(ratio)
+    log_ratio = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(CROP_ATTEMPTS):
         area = height * width * rng.uniform(*scale)
         aspect = math.exp(rng.uniform(*log_ratio))
@@ -68,3 +104,182 @@ def draw_crop(rng: np.random.Generator, height: int, width: int, *, scale: tuple
     box_height = min(height, round(width / aspect))
     box_width = min(width, round(height * aspect))
     return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
+
+
+# ---------------------------------------------------------------------------------------------
+# RandAugment
+# ---------------------------------------------------------------------------------------------
+
+
+class Operation(IntEnum):
+    """RandAugment's operations, by the names that its papers and recipes use. Values never change.
+
+    The argument that `augment.py` takes with each is in brackets.
+    """
+
+    NONE = 0
+    AutoContrast = 1
+    Equalize = 2
+    Invert = 3
+    Rotate = 4          # (degrees, counter-clockwise)
+    Posterize = 5       # (bits that are kept)
+    Solarize = 6        # (level from which on pixels are inverted)
+    SolarizeAdd = 7     # (what is added to pixels below 128)
+    Color = 8           # (factor; 1 changes nothing, in this and the next three)
+    Contrast = 9
+    Brightness = 10
+    Sharpness = 11
+    ShearX = 12         # (columns a row)
+    ShearY = 13         # (rows a column)
+    TranslateX = 14     # (share of the width)
+    TranslateY = 15     # (share of the height)
+
+
+ALL_OPERATIONS = tuple(operation.name for operation in Operation if operation)
+
+
+@dataclass(frozen=True)
+class RandAugment:
+    """RandAugment (Cubuk et al., arXiv 1909.13719) as timm's `rand-m9-mstd0.5-inc1` means it.
+
+    For each of `layers`, one of `operations` is drawn, with replacement, and applied with
+    `probability`. Its magnitude is normal around `magnitude` with standard deviation
+    `magnitude_std`, clipped to [0, 10]; signs are ±, one half each. "inc1": every operation grows
+    with its magnitude. fill: the colour (0 to 255) that comes in from outside. interpolation: of
+    the geometric operations; "random" draws one of the two for every application.
+
+    What an operation's argument is at magnitude 10; it is proportional to the magnitude:
+    rotate_degrees, shear_factor and translate_share (of the side): ± that much.
+    enhance_factor: Color, Contrast, Brightness and Sharpness at factor 1 ± that, at least .1.
+    posterize_bits: so many bits kept at magnitude 0, none at 10. solarize_levels: the threshold is
+    256 minus that. solarize_add_levels: that much is added, at most 128.
+    """
+
+    layers: int = 2
+    probability: float = 0.5
+    magnitude: float = 9.0
+    magnitude_std: float = 0.5
+    fill: tuple[int, int, int] = (124, 116, 104)
+    interpolation: Literal["bilinear", "bicubic", "random"] = "bicubic"
+    operations: Sequence[str] = ALL_OPERATIONS
+    rotate_degrees: float = 30.0
+    shear_factor: float = 0.3
+    translate_share: float = 0.45
+    enhance_factor: float = 0.9
+    posterize_bits: int = 4
+    solarize_levels: int = 256
+    solarize_add_levels: int = 110
+
+    def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What happens to one sample: codes, arguments, bicubic, each of length `layers`.
+
+        Every number is drawn whether it is used or not, so that no draw shifts another.
+        """
+        chosen = rng.integers(len(self.operations), size=self.layers)
+        applied = rng.random(self.layers) < self.probability
+        magnitudes = rng.normal(self.magnitude, self.magnitude_std, self.layers)
+        signs = np.where(rng.random(self.layers) < 0.5, -1.0, 1.0)
+        share_bicubic = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}[self.interpolation]
+        bicubic = rng.random(self.layers) < share_bicubic
+        codes = [Operation[self.operations[i]] if use else Operation.NONE
+                 for i, use in zip(chosen, applied)]
+        arguments = [self.argument(code, min(max(magnitude, 0.0), MAX_MAGNITUDE), sign)
+                     for code, magnitude, sign in zip(codes, magnitudes.tolist(), signs.tolist())]
+        return np.array(codes, dtype=np.int64), np.array(arguments), bicubic
+
+    def argument(self, operation: Operation, magnitude: float, sign: float) -> float:
+        """An operation's argument at a magnitude in [0, 10]; sign: -1 or 1, where it has one."""
+        share = magnitude / MAX_MAGNITUDE
+        match operation:
+            case Operation.Rotate:
+                return sign * share * self.rotate_degrees
+            case Operation.ShearX | Operation.ShearY:
+                return sign * share * self.shear_factor
+            case Operation.TranslateX | Operation.TranslateY:
+                return sign * share * self.translate_share
+            case Operation.Color | Operation.Contrast | Operation.Brightness | Operation.Sharpness:
+                return max(0.1, 1.0 + sign * share * self.enhance_factor)
+            case Operation.Posterize:
+                return self.posterize_bits - int(share * self.posterize_bits)
+            case Operation.Solarize:
+                return 256 - min(256, int(share * self.solarize_levels))
+            case Operation.SolarizeAdd:
+                return min(128, int(share * self.solarize_add_levels))
+        return 0.0
+
+
+# ---------------------------------------------------------------------------------------------
+# Erasing
+# ---------------------------------------------------------------------------------------------
+
+
+NOTHING = Box(0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Erasing:
+    """Random erasing (Zhong et al., arXiv 1708.04896) as in timm: one box a picture.
+
+    area: range of the box's share of the picture; ratio: range of its height over width, drawn
+    log-uniformly. fill: "pixel" N(0, 1) for every value, "rand" N(0, 1) for every channel,
+    "const" 0, all of them after normalisation.
+    """
+
+    probability: float = 0.25
+    area: tuple[float, float] = (0.02, 1 / 3)
+    ratio: tuple[float, float] = (0.3, 1 / 0.3)
+    fill: Literal["pixel", "rand", "const"] = "pixel"
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[Box, int]:
+        """The box, NOTHING where nothing is erased, and the key of the noise in it (63 bits)."""
+        if rng.random() >= self.probability:
+            return NOTHING, 0
+        noise_key = int(rng.integers(2**63))
+        log_ratio = math.log(self.ratio[0]), math.log(self.ratio[1])
+        for _ in range(ERASE_ATTEMPTS):
+            area = height * width * rng.uniform(*self.area)
+            aspect = math.exp(rng.uniform(*log_ratio))
+            box_height, box_width = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if 0 < box_height < height and 0 < box_width < width:
+                top = int(rng.integers(height - box_height, endpoint=True))
+                left = int(rng.integers(width - box_width, endpoint=True))
+                return Box(top, left, box_height, box_width), noise_key
+        return NOTHING, noise_key
+
+
+# ---------------------------------------------------------------------------------------------
+# One sample
+# ---------------------------------------------------------------------------------------------
+
+
+class Draws(NamedTuple):
+    """What happens to samples on the device. Without the leading B: to one sample.
+
+    numpy arrays, so that they travel between processes by value and can be read on the host.
+    """
+
+    operations: np.ndarray      # (B, L) int64: RandAugment's codes in order, 0 for none
+    arguments: np.ndarray       # (B, L) float64
+    bicubic: np.ndarray         # (B, L) bool: how a geometric operation interpolates
+    erase_boxes: np.ndarray     # (B, 4) int64: top, left, height, width; height 0: nothing
+    noise_keys: np.ndarray      # (B,) int64
+
+
+def draw_view(key: SampleKey, height: int, width: int, *, seed: int, crop: CropAndFlip) -> View:
+    """The crop and flip of one sample whose picture is height × width pixels."""
+    return crop.draw(keyed_generator(seed, Stream.CROP_AND_FLIP, *key), height, width)
+
+
+def draw_for_device(key: SampleKey, height: int, width: int, *, seed: int,
+                    rand_augment: RandAugment, erasing: Erasing) -> Draws:
+    """All other draws of one sample, whose view is height × width pixels."""
+    operations = rand_augment.draw(keyed_generator(seed, Stream.RAND_AUGMENT, *key))
+    box, noise_key = NOTHING, 0
+    if erasing.probability > 0.0:
+        box, noise_key = erasing.draw(keyed_generator(seed, Stream.ERASE, *key), height, width)
+    return Draws(*operations, np.array(box), np.array(noise_key))
+
+
+def stack_draws(samples: Sequence[Draws]) -> Draws:
+    """Those of a batch, with a leading B."""
+    return Draws(*map(np.stack, zip(*samples)))

@@ -12,8 +12,9 @@ from .draw import SampleKey, epoch_order
 class BatchPlan:
     """How one global batch is shared out.
 
-    Process r takes the images [r·b, (r + 1)·b) of the global batch, b = global_batch / processes,
-    in `accumulation` micro-batches of `micro_batch` images one after another.
+    Of W processes, process r takes the images r, r + W, r + 2W, … of the global batch, in
+    `accumulation` micro-batches of `micro_batch` images one after another. So, as in DeiT, repeated
+    views of an image, which stand side by side, go to different processes.
     """
 
     global_batch: int
@@ -30,8 +31,8 @@ class BatchPlan:
 
     def positions(self, rank: int, micro_step: int) -> slice:
         """Which images of the global batch this process takes in this micro-step."""
-        start = rank * self.per_process + micro_step * self.micro_batch
-        return slice(start, start + self.micro_batch)
+        taken = self.world_size * self.micro_batch   # by all processes in one micro-step
+        return slice(micro_step * taken + rank, (micro_step + 1) * taken, self.world_size)
 
 
 def plan_batches(global_batch: int, max_batch_per_process: int, world_size: int) -> BatchPlan:
@@ -53,16 +54,25 @@ def plan_batches(global_batch: int, max_batch_per_process: int, world_size: int)
 class TrainSampler:
     """Lists of sample keys, one a micro-batch of this process, for one epoch at a time.
 
-    An epoch is a fresh order of all images, cut into len // global_batch steps; the remainder is
-    left out (drop_last), different images every epoch. `start` says where to begin.
+    An epoch is a fresh order of all `count` images, in which each stands `repeats` times in a row,
+    in that many views: repeated augmentation (Hoffer et al., arXiv 1901.09335), as DeiT has it. The
+    epoch is the first count // global_batch steps of that, so it has the length that it has without
+    repeats and sees about count / repeats different images, different ones every epoch. Without
+    repeats it leaves out less than one batch (drop_last). A set smaller than a batch makes epochs of
+    one step, as long as its repeats fill it.
+
+    `start` says where to begin. A step's images depend neither on the number of processes nor on
+    where the run was resumed. Raises ValueError if a single batch cannot be filled.
     """
 
-    def __init__(self, count: int, plan: BatchPlan, *, rank: int, seed: int) -> None:
-        if count < plan.global_batch:
-            raise ValueError(f"the training set has {count} images, fewer than "
+    def __init__(self, count: int, plan: BatchPlan, *, rank: int, seed: int, repeats: int) -> None:
+        if count * repeats < plan.global_batch:
+            views = f" in {repeats} views each" if repeats > 1 else ""
+            raise ValueError(f"the training set has {count} images{views}, fewer than "
                              f"optim.global_batch = {plan.global_batch}")
         self.count, self.plan, self.rank, self.seed = count, plan, rank, seed
-        self.steps_per_epoch = count // plan.global_batch
+        self.repeats = repeats
+        self.steps_per_epoch = max(1, count // plan.global_batch)
         self.start(epoch=0, step=0)
 
     def start(self, *, epoch: int, step: int) -> None:
@@ -75,7 +85,8 @@ class TrainSampler:
     def __iter__(self) -> Iterator[list[SampleKey]]:
         order = epoch_order(self.seed, self.epoch, self.count)
         for step in range(self.first_step, self.steps_per_epoch):
-            batch = order[step * self.plan.global_batch:(step + 1) * self.plan.global_batch]
+            batch = range(step * self.plan.global_batch, (step + 1) * self.plan.global_batch)
             for micro_step in range(self.plan.accumulation):
-                yield [SampleKey(self.epoch, int(index))
-                       for index in batch[self.plan.positions(self.rank, micro_step)]]
+                yield [SampleKey(self.epoch, int(order[place // self.repeats]),
+                                 place % self.repeats)
+                       for place in batch[self.plan.positions(self.rank, micro_step)]]
