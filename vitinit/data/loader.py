@@ -6,16 +6,16 @@ import atexit
 import itertools
 import multiprocessing
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from .augment import normalise
 from .datasets import Source
-from .draw import SampleKey, draw_view
+from .draw import (CropAndFlip, Draws, Erasing, RandAugment, SampleKey, draw_for_device, draw_view,
+                   stack_draws)
 from .images import crop_and_flip, resize_and_centre_crop
 from .sampler import TrainSampler
 
@@ -24,26 +24,35 @@ GRACE_SECONDS = 60          # that a worker outlives a SIGTERM
 
 
 class Batch(NamedTuple):
-    """What the loader yields."""
+    """What evaluation loads."""
 
     images: Tensor          # (B, 3, H, W) uint8
     labels: Tensor          # (B,) int64
 
 
+class TrainBatch(NamedTuple):
+    """What training loads: cropped and flipped, with everything that is still to be done."""
+
+    images: Tensor          # (B, 3, H, W) uint8
+    labels: Tensor          # (B,) int64
+    draws: Draws            # B of them, on the host
+
+
 class TrainViews(Dataset):
     """Training views by sample key."""
 
-    def __init__(self, source: Source, *, seed: int, size: tuple[int, int],
-                 scale: tuple[float, float], ratio: tuple[float, float], padding: int, flip: float,
-                 interpolation: str) -> None:
-        self.source, self.size, self.interpolation = source, size, interpolation
-        self.draws = dict(seed=seed, scale=scale, ratio=ratio, padding=padding, flip=flip)
+    def __init__(self, source: Source, *, seed: int, size: tuple[int, int], crop: CropAndFlip,
+                 rand_augment: RandAugment, erasing: Erasing) -> None:
+        self.source, self.seed, self.size = source, seed, size
+        self.crop, self.rand_augment, self.erasing = crop, rand_augment, erasing
 
-    def __getitem__(self, key: SampleKey) -> tuple[Tensor, int]:
+    def __getitem__(self, key: SampleKey) -> tuple[Tensor, int, Draws]:
         picture = self.source.picture(key.index)
-        box, flip = draw_view(key, *picture.shape[1:], **self.draws)
-        view = crop_and_flip(picture, box, flip, self.size, self.interpolation)
-        return view, int(self.source.labels[key.index])
+        view = draw_view(key, *picture.shape[1:], seed=self.seed, crop=self.crop)
+        draws = draw_for_device(key, *self.size, seed=self.seed, rand_augment=self.rand_augment,
+                                erasing=self.erasing)
+        image = crop_and_flip(picture, view.box, view.flip, self.size, view.interpolation)
+        return image, int(self.source.labels[key.index]), draws
 
 
 class EvalViews(Dataset):
@@ -68,11 +77,11 @@ class EvalViews(Dataset):
 def train_loader(views: TrainViews, sampler: TrainSampler, *, workers: int,
                  pin_memory: bool) -> DataLoader:
     """Micro-batches in the sampler's order; `sampler.start` before each iteration."""
-    return _loader(views, workers, pin_memory, batch_sampler=sampler,
+    return _loader(views, _stack_for_training, workers, pin_memory, batch_sampler=sampler,
                    persistent_workers=workers > 0)
 
 
-def steps(loader: DataLoader, accumulation: int) -> Iterator[list[Batch]]:
+def steps(loader: DataLoader, accumulation: int) -> Iterator[list[TrainBatch]]:
     """The micro-batches of one step at a time."""
     batches = iter(loader)
     for first in batches:
@@ -82,42 +91,33 @@ def steps(loader: DataLoader, accumulation: int) -> Iterator[list[Batch]]:
 def eval_loader(views: EvalViews, *, batch_size: int, workers: int,
                 pin_memory: bool) -> DataLoader:
     """All views in order; the last batch may be smaller."""
-    return _loader(views, workers, pin_memory, batch_size=batch_size)
+    return _loader(views, _stack, workers, pin_memory, batch_size=batch_size)
 
 
-class ToDevice:
-    """The last door before the model: a batch to the device, normalised.
-
-    Calling it gives images (B, 3, H, W) float32, channels-last in memory if so wanted, and labels.
-    """
-
-    def __init__(self, device: torch.device, *, mean: Sequence[float], std: Sequence[float],
-                 channels_last: bool) -> None:
-        self.device = device
-        self.mean, self.std = (torch.tensor(values, device=device) for values in (mean, std))
-        self.format = torch.channels_last if channels_last else torch.contiguous_format
-
-    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        images = batch.images.to(self.device, non_blocking=True)
-        images = normalise(images, self.mean, self.std).contiguous(memory_format=self.format)
-        return images, batch.labels.to(self.device, non_blocking=True)
-
-
-def _loader(views: Dataset, workers: int, pin_memory: bool, **batching) -> DataLoader:
+def _loader(views: Dataset, stack: Callable, workers: int, pin_memory: bool,
+            **batching) -> DataLoader:
     if workers:
         atexit.unregister(_end_workers)              # once is enough
         atexit.register(_end_workers)
-    return DataLoader(views, num_workers=workers, pin_memory=pin_memory, collate_fn=_stack,
+    return DataLoader(views, num_workers=workers, pin_memory=pin_memory, collate_fn=stack,
                       worker_init_fn=_leave_signals_to_parent, **batching)
 
 
 def _stack(samples: list[tuple[Tensor, int]]) -> Batch:
     images, labels = zip(*samples)
+    return Batch(_stack_images(images), torch.tensor(labels))
+
+
+def _stack_for_training(samples: list[tuple[Tensor, int, Draws]]) -> TrainBatch:
+    images, labels, draws = zip(*samples)
+    return TrainBatch(_stack_images(images), torch.tensor(labels), stack_draws(draws))
+
+
+def _stack_images(images: Sequence[Tensor]) -> Tensor:
     batch = torch.empty(len(images), *images[0].shape, dtype=torch.uint8)
     if torch.utils.data.get_worker_info() is not None:
         batch.share_memory_()       # written once, where the training process reads it
-    torch.stack(images, out=batch)
-    return Batch(batch, torch.tensor(labels))
+    return torch.stack(images, out=batch)
 
 
 def _leave_signals_to_parent(worker: int) -> None:
