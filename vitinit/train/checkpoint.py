@@ -86,7 +86,7 @@ def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> di
 
     name: "model" or "ema". A checkpoint without that key counts as a bare state dict.
     """
-    tensors = state.get(name, state)
+    tensors = state.get(name, state) or {}          # the average of a run without one is None
     if name == "ema" and "model" in tensors:
         tensors = tensors["model"]
     if not tensors or not all(isinstance(value, Tensor) for value in tensors.values()):
@@ -108,13 +108,14 @@ def load_model(model: torch.nn.Module, tensors: Mapping[str, Tensor], path: Path
     surplus = sorted(tensors.keys() - own.keys())
     shapes = [f"{name} {tuple(tensors[name].shape)} where the model has {tuple(own[name].shape)}"
               for name in own if name in tensors and tensors[name].shape != own[name].shape]
-    problems = [f"{title}: {_some(names)}" for title, names in
+    problems = [f"{title}: {shortened(names)}" for title, names in
                 (("missing", missing), ("surplus", surplus), ("other shape", shapes)) if names]
     if problems:
         raise CheckpointError(f"{path}: does not fit the model; {'; '.join(problems)}")
     model.load_state_dict(dict(tensors))
 
 
-def _some(names: list[str], limit: int = 5) -> str:
+def shortened(names: list[str], limit: int = 5) -> str:
+    """Names in one line, the first few of many."""
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + rest

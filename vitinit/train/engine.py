@@ -25,7 +25,7 @@ SETTLE_EVERY = 10               # steps between two looks at the losses, which w
 BROKEN_DATA = 1_000             # agreed on like a signal's number, and larger than any
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-Prepared = tuple[Tensor, Tensor]                     # images (B, 3, H, W) float, labels (B,)
+Prepared = tuple[Tensor, Tensor]     # images (B, 3, H, W) float; targets (B, K) or labels (B,)
 
 
 def autocast(device: torch.device, amp: str) -> torch.autocast:
@@ -57,9 +57,8 @@ def train_epoch(*, model: nn.Module, forward: Callable[..., Tensor], steps: Iter
                 lr_at: Callable[[int], float], keep_at: Callable[[int], Tensor | None],
                 positions: Callable[[int], slice], optimizer: torch.optim.Optimizer,
                 scaler: torch.amp.GradScaler, ema: Ema | None, amp: str, clip_norm: float,
-                label_smoothing: float, processes: Processes, stop: StopRequest,
-                save_due: Callable[[int], bool], data_errors: tuple[type[Exception], ...],
-                bar: ProgressBar) -> Iterator[int]:
+                processes: Processes, stop: StopRequest, save_due: Callable[[int], bool],
+                data_errors: tuple[type[Exception], ...], bar: ProgressBar) -> Iterator[int]:
     """Train on `count` global batches; yields where the caller should write a checkpoint.
 
     It yields 0 for a checkpoint that `save_due` asked for, and a signal's number where the
@@ -67,7 +66,8 @@ def train_epoch(*, model: nn.Module, forward: Callable[..., Tensor], steps: Iter
 
     model: the bare model, whose parameters are clipped and averaged; forward: the same, compiled
         or wrapped for several processes; called as forward(images, keep).
-    steps: lists of micro-batches; prepare turns one into images on the device and labels.
+    steps: lists of micro-batches; prepare(batch, step, micro_step) turns one into images and
+        targets on the device. The loss is the mean over images of −Σ target · log softmax(logits).
     lr_at: step → learning rate. keep_at: step → stochastic-depth factors (branches, global batch),
         or None; positions: micro-step → which columns of them are this process'.
     Raises Diverged on all processes together, and one of data_errors likewise.
@@ -108,13 +108,14 @@ def train_epoch(*, model: nn.Module, forward: Callable[..., Tensor], steps: Iter
         keep = keep_at(step)                                             # (branches, global batch)
         step_loss = torch.zeros((), device=device)
         for micro_step, batch in enumerate(micro_batches):
-            images, labels = prepare(batch)
-            kept = () if keep is None else (keep[:, positions(micro_step)].to(device),)
+            images, targets = prepare(batch, step, micro_step)
+            kept = () if keep is None else (
+                keep[:, positions(micro_step)].to(device, non_blocking=True),)
             last = micro_step == len(micro_batches) - 1
             with contextlib.nullcontext() if last else synchronise_later():
                 with autocast(device, amp):
                     logits = forward(images, *kept)                      # (B, K)
-                loss = F.cross_entropy(logits.float(), labels, label_smoothing=label_smoothing)
+                loss = F.cross_entropy(logits.float(), targets)
                 scaler.scale(loss / len(micro_batches)).backward()
             step_loss += loss.detach() / len(micro_batches)
         if _update(model, optimizer, scaler, clip_norm):
