@@ -18,10 +18,12 @@ from pathlib import Path
 
 import torch
 
-from vitinit.command_line import USER_ERRORS, Parser, complain, overrides, resolve_recipe
+from vitinit.command_line import (USER_ERRORS, Parser, complain, moved, overrides,
+                                  resolve_recipe)
 from vitinit.data.datasets import download, open_split
 from vitinit.data.images import DataError
-from vitinit.data.loader import EvalViews, ToDevice, eval_loader
+from vitinit.data.loader import EvalViews, eval_loader
+from vitinit.data.to_device import ToDevice
 from vitinit.models import build_model
 from vitinit.recipe import Recipe, RecipeError, find_recipe, from_dict
 from vitinit.train import distributed
@@ -56,11 +58,7 @@ def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict, Recipe]:
     if args.set:
         raise RecipeError(f"--set {args.set[0]}: {path} brings its own recipe; --set goes with "
                           "--recipe")
-    recipe = from_dict(state["recipe"], str(path))
-    if args.data_dir is not None:
-        recipe = dataclasses.replace(recipe,
-                                     data=dataclasses.replace(recipe.data, root=args.data_dir))
-    return path, state, recipe
+    return path, state, moved(from_dict(state["recipe"], str(path)), args.data_dir)
 
 
 def run(args: argparse.Namespace, processes: Processes) -> None:

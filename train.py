@@ -9,8 +9,6 @@ Read it from top to bottom:
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,25 +16,28 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from vitinit.command_line import USER_ERRORS, Parser, complain, overrides, resolve_recipe
+from vitinit.command_line import USER_ERRORS, Parser, choose_run, complain
 from vitinit.data.datasets import download, open_split
+from vitinit.data.draw import CropAndFlip, Erasing, RandAugment
 from vitinit.data.images import DataError
-from vitinit.data.loader import EvalViews, ToDevice, TrainViews, eval_loader, steps, train_loader
+from vitinit.data.loader import EvalViews, TrainViews, eval_loader, steps, train_loader
+from vitinit.data.mix import Mixing
 from vitinit.data.sampler import TrainSampler, plan_batches
+from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.init import INITS, init_weights
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models import build_model
 from vitinit.models.layers import draw_keep
-from vitinit.recipe import (Override, Recipe, RecipeError, differences, dump_recipe, find_recipe,
-                            from_dict, load_recipe)
+from vitinit.recipe import RecipeError, dump_recipe
 from vitinit.train import distributed
-from vitinit.train.checkpoint import load_model
+from vitinit.train.checkpoint import load, load_model, model_state
 from vitinit.train.distributed import Processes, StopRequest
 from vitinit.train.ema import Ema
 from vitinit.train.engine import evaluate, train_epoch
 from vitinit.train.metrics import METRICS, Diverged, Progress, ProgressBar, epoch_line
 from vitinit.train.optim import adamw, learning_rate, scaled_lr
-from vitinit.train.run_folder import RunFolder, describe_device, peak_memory
+from vitinit.train.run_folder import describe_device, peak_memory
+from vitinit.train.transfer import Transfer, start_from
 from vitinit.values import to_toml
 
 REPOSITORY = Path(__file__).resolve().parent
@@ -45,7 +46,7 @@ REPOSITORY = Path(__file__).resolve().parent
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="train.py", description=__doc__)
     parser.add_argument("--recipe", help="name in recipes/, or path of a .toml file")
-    parser.add_argument("--init", help=f"init.name, its options emptied: {', '.join(INITS)}")
+    parser.add_argument("--init", help=f"init.name: {', '.join(INITS)}")
     parser.add_argument("--data-dir", help="data.root: folder of the data set")
     parser.add_argument("--out-dir", type=Path,
                         help="folder of this run; default runs/<recipe>-<init>-s<seed>")
@@ -60,63 +61,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 # ---------------------------------------------------------------------------------------------
-# Recipe: a new one, or that of the run to continue
-# ---------------------------------------------------------------------------------------------
-
-
-def choose_run(args: argparse.Namespace, processes: Processes,
-               say: Callable[[str], None]) -> tuple[RunFolder, dict[str, Any] | None, Recipe]:
-    """The run's folder, its last checkpoint if it is to be continued, and its recipe."""
-    if args.resume in (None, "auto"):
-        recipe = processes.together(lambda: fresh_recipe(args, say), USER_ERRORS)
-        folder = RunFolder(args.out_dir or Path("runs") /
-                           f"{recipe.name}-{recipe.init.name}-s{recipe.run.seed}")
-        # What the main process sees on its disk decides for all.
-        holds_run = processes.maximum(int(processes.is_main and folder.last.exists()))
-        if args.resume is None or not holds_run:
-            return folder, None, recipe
-    else:
-        folder = RunFolder(Path(args.resume))
-    state, recipe = processes.together(lambda: resumed_run(args, folder), USER_ERRORS)
-    return folder, state, recipe
-
-
-def fresh_recipe(args: argparse.Namespace, say: Callable[[str], None]) -> Recipe:
-    """The file, then the command line, every option resolved."""
-    if args.recipe is None:
-        raise RecipeError("--recipe is missing; for example --recipe quickstart")
-    path = find_recipe(args.recipe, REPOSITORY / "recipes")
-    changes = overrides(init=args.init, seed=args.seed, data_dir=args.data_dir, sets=args.set)
-    if args.init is not None:
-        kept = [change for change in changes if not change.key.startswith("init.options")]
-        set_aside = load_recipe(path, kept).init.options
-        changes.insert(0, Override("init.options", {}, f"--init {args.init}"))
-        if set_aside:
-            say(f"--init {args.init} empties the recipe's [init.options]: {to_toml(set_aside)}")
-    return resolve_recipe(path, changes)
-
-
-def resumed_run(args: argparse.Namespace, folder: RunFolder) -> tuple[dict[str, Any], Recipe]:
-    """A run's last checkpoint and its own recipe; a command line that differs is an error."""
-    if args.dry_run:
-        raise RecipeError("--dry-run and --resume exclude each other; --dry-run shows a new run")
-    if args.out_dir is not None and args.out_dir.resolve() != folder.path.resolve():
-        raise RecipeError(f"--out-dir {args.out_dir} differs from --resume {folder.path}; a run "
-                          "goes on in its own folder")
-    state = folder.load_last()
-    recipe = from_dict(state["recipe"], str(folder.last))
-    wrong = differences(recipe, overrides(init=args.init, seed=args.seed, sets=args.set))
-    if args.recipe is not None and Path(args.recipe).stem != recipe.name:
-        wrong.insert(0, f"--recipe {args.recipe} differs from the run's recipe {recipe.name}")
-    if wrong:
-        raise RecipeError(f"--resume {folder.path}: {'; '.join(wrong)}; a run goes on as it began")
-    if args.data_dir is not None:                    # the same pictures may have moved
-        recipe = dataclasses.replace(recipe,
-                                     data=dataclasses.replace(recipe.data, root=args.data_dir))
-    return state, recipe
-
-
-# ---------------------------------------------------------------------------------------------
 # The run
 # ---------------------------------------------------------------------------------------------
 
@@ -127,7 +71,7 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
     say = partial(print, flush=True) if processes.is_main else lambda *_: None
 
     # Recipe: a new one, or that of the run to continue. ----------------------------------------
-    folder, state, recipe = choose_run(args, processes, say)
+    folder, state, recipe = choose_run(args, processes, REPOSITORY / "recipes", say)
 
     # Data: sources, then batches of this process. ----------------------------------------------
     data, device = recipe.data, processes.device
@@ -135,28 +79,41 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
         together(lambda: download(data.name, data.root) if processes.local_rank == 0 else None)
     train_set, val_set = together(lambda: [
         open_split(data.name, data.root, split, data.num_classes) for split in ("train", "val")])
+    optim, augment, mixing = recipe.optim, recipe.augment, Mixing(**vars(recipe.mix))
     try:
-        plan = plan_batches(recipe.optim.global_batch, recipe.optim.max_batch_per_process,
-                            processes.world_size)
-        sampler = TrainSampler(len(train_set), plan, rank=processes.rank, seed=recipe.run.seed)
+        plan = plan_batches(optim.global_batch, optim.max_batch_per_process, processes.world_size)
+        sampler = TrainSampler(len(train_set), plan, rank=processes.rank, seed=recipe.run.seed,
+                               repeats=augment.repeats)
     except ValueError as error:
         raise RecipeError(str(error)) from None
+    if plan.micro_batch == 1 and mixing.mixes:
+        raise RecipeError("[mix] finds no partners in micro-batches of one image; raise "
+                          "optim.max_batch_per_process or set mix.probability=0")
+    crop = CropAndFlip(scale=augment.crop_scale, ratio=augment.crop_ratio,
+                       padding=augment.crop_padding, flip=augment.flip,
+                       interpolation=augment.interpolation)
+    erasing = Erasing(probability=augment.erase_probability, area=augment.erase_area,
+                      ratio=augment.erase_ratio, fill=augment.erase_fill)
+    rand_augment = RandAugment(**vars(recipe.rand_augment))
     loading = dict(workers=data.workers, pin_memory=device.type == "cuda")
     train_batches = train_loader(
-        TrainViews(train_set, seed=recipe.run.seed, size=data.image_size,
-                   scale=recipe.augment.crop_scale, ratio=recipe.augment.crop_ratio,
-                   padding=recipe.augment.crop_padding, flip=recipe.augment.flip,
-                   interpolation=recipe.augment.interpolation), sampler, **loading)
+        TrainViews(train_set, seed=recipe.run.seed, size=data.image_size, crop=crop,
+                   rand_augment=rand_augment, erasing=erasing), sampler, **loading)
     val_batches = eval_loader(
         EvalViews(val_set, rank=processes.rank, world_size=processes.world_size,
                   size=data.image_size, crop_pct=recipe.eval.crop_pct,
                   interpolation=recipe.eval.interpolation),
         batch_size=recipe.eval.batch_size, **loading)
-    prepare = ToDevice(device, mean=data.mean, std=data.std,
-                       channels_last=recipe.engine.channels_last)
+    looks = dict(mean=data.mean, std=data.std, channels_last=recipe.engine.channels_last)
+    prepare_to_measure = ToDevice(device, **looks)
+    prepare_to_train = TrainToDevice(
+        device, **looks, fill=rand_augment.fill, erase_fill=erasing.fill,
+        erase_after_mix=augment.erase_after_mix, mixing=mixing, num_classes=data.num_classes,
+        seed=recipe.run.seed, rank=processes.rank)
 
     # Model and init. The init draws on the CPU from its own generator, so that its weights are the
     # same on every machine. -------------------------------------------------------------------
+    transfer = None
     try:
         model = build_model(recipe.model.name, num_classes=data.num_classes,
                             image_size=data.image_size, **recipe.model.options)
@@ -167,10 +124,13 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
             load_model(model, state["model"], folder.last)
     except ValueError as error:
         raise RecipeError(f"recipe {recipe.name}: {error}") from None
+    if recipe.init.checkpoint and state is None:
+        transfer = together(lambda: fine_tune(model, Path(recipe.init.checkpoint),
+                                              recipe.init.checkpoint_weights))
     model.to(device)
 
     # Optimiser: AdamW, its learning rate, loss scaling, moving average. ------------------------
-    optim, schedule = recipe.optim, recipe.schedule
+    schedule = recipe.schedule
     optimizer = adamw(model, weight_decay=optim.weight_decay, betas=optim.betas, eps=optim.eps)
     peak_lr = scaled_lr(optim.base_lr, optim.lr_scaling, optim.global_batch)
     steps_per_epoch = sampler.steps_per_epoch
@@ -187,6 +147,7 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
         progress = Progress(**state["progress"])
         if ema is not None:
             ema.load_state_dict(state["ema"])
+    resumed, state = state is not None, None         # its tensors need no second place in memory
 
     # Engine: what wraps the model, and what it is told. ----------------------------------------
     torch.set_float32_matmul_precision("high" if recipe.engine.tf32 else "highest")
@@ -214,7 +175,7 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
         if (epoch + 1) % recipe.eval.every_epochs and epoch + 1 < epochs:
             return row
         with ProgressBar("validate", len(val_batches), shown=processes.is_main) as bar:
-            results = evaluate(measured, val_batches, prepare=prepare, amp=recipe.engine.amp,
+            results = evaluate(measured, val_batches, prepare=prepare_to_measure, amp=recipe.engine.amp,
                                processes=processes, data_errors=(DataError,), bar=bar)
         row |= {"val_loss": results[0].loss, "val_top1": results[0].top1,
                 "val_top5": results[0].top5}
@@ -227,15 +188,19 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
         f"data    {data.name}{data.root and ' ' + data.root}: {len(train_set):,} to train on, "
         f"{len(val_set):,} to validate, {data.num_classes} classes, "
         f"{data.image_size[0]}×{data.image_size[1]}\n"
+        f"augment {augment.repeats} view(s) of an image, RandAugment {rand_augment.layers} × magnitude "
+        f"{rand_augment.magnitude:g}, erasing {erasing.probability:g}, mixup {mixing.mixup_alpha:g}, "
+        f"cutmix {mixing.cutmix_alpha:g}, label smoothing {mixing.label_smoothing:g}\n"
         f"model   {recipe.model.name}: {parameters:,} parameters, {to_toml(recipe.model.options)}\n"
         f"init    {recipe.init.name}: {to_toml(recipe.init.options)}\n"
+        + (f"start   {recipe.init.checkpoint}: {transfer}\n" if transfer else "") +
         f"batch   {optim.global_batch} = {processes.world_size} process(es) × {plan.accumulation} "
         f"micro-batch(es) × {plan.micro_batch} images, on {describe_device(device)}\n"
         f"steps   {steps_per_epoch:,} an epoch × {epochs} epochs = {steps_per_epoch * epochs:,}\n"
         f"lr      peak {peak_lr:g}; first step {lr_at(0):g}, last step "
         f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}")
     if args.dry_run:
-        images, _ = prepare(next(iter(val_batches)))
+        images, _ = prepare_to_measure(next(iter(val_batches)))
         with torch.no_grad():
             say(f"dry run: images {tuple(images.shape)} → logits "
                 f"{tuple(model.eval()(images[:plan.micro_batch]).shape)}; nothing was written")
@@ -245,17 +210,17 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
     def checkpoint() -> dict[str, Any]:
         return {"model": model.state_dict(), "ema": ema.state_dict() if ema else None,
                 "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-                "step": progress.step, "progress": progress.state_dict(),
+                "grid": model.grid, "step": progress.step, "progress": progress.state_dict(),
                 "recipe": recipe.as_dict()}
 
     def write(path: Path, *, to_resume: bool = False) -> None:
         if processes.is_main:
             kept = checkpoint()
             folder.save(kept if to_resume else {key: kept[key] for key in (
-                "model", "ema", "step", "progress", "recipe")}, path)
+                "model", "ema", "grid", "step", "progress", "recipe")}, path)
 
     def set_up_folder() -> None:
-        if state is None:
+        if not resumed:
             folder.create(dump_recipe(recipe))
             if 0 in recipe.checkpoint.keep_epochs:
                 write(folder.kept(0))
@@ -264,7 +229,7 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
         folder.record_start(REPOSITORY, processes=processes.world_size,
                             device=describe_device(device))
     processes.main_only(set_up_folder, USER_ERRORS)
-    say(f"run     {folder.path}" + (f", resumed at step {progress.step:,}" if state else ""))
+    say(f"run     {folder.path}" + (f", resumed at step {progress.step:,}" if resumed else ""))
 
     # Epochs. -----------------------------------------------------------------------------------
     stop = StopRequest()
@@ -276,13 +241,13 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
             with ProgressBar(f"epoch {epoch + 1}/{epochs}", steps_per_epoch,
                              initial=progress.epoch_steps, shown=processes.is_main) as bar:
                 for signal_number in train_epoch(
-                        model=model, forward=forward, count=remaining, prepare=prepare,
+                        model=model, forward=forward, count=remaining, prepare=prepare_to_train,
                         steps=steps(train_batches, plan.accumulation), progress=progress,
                         lr_at=lr_at, keep_at=keep_at,
                         positions=partial(plan.positions, processes.rank),
                         optimizer=optimizer, scaler=scaler, ema=ema, amp=recipe.engine.amp,
-                        clip_norm=optim.clip_norm, label_smoothing=optim.label_smoothing,
-                        processes=processes, stop=stop, data_errors=(DataError,), bar=bar,
+                        clip_norm=optim.clip_norm, processes=processes, stop=stop,
+                        data_errors=(DataError,), bar=bar,
                         save_due=lambda step: every_steps > 0 and step % every_steps == 0):
                     write(folder.last, to_resume=True)
                     if signal_number:
@@ -313,6 +278,13 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
     say(f"done    {epochs} epochs, best {recipe.checkpoint.best_by} {progress.best:.2f}, peak memory "
         f"{peak_memory(device)}; everything is in {folder.path}")
     return 0
+
+
+def fine_tune(model: torch.nn.Module, path: Path, weights: str) -> Transfer:
+    """Another run's weights into the initialised model; a run's folder means its last.pt."""
+    path = path / "last.pt" if path.is_dir() else path
+    state = load(path)
+    return start_from(model, model_state(state, path, weights), path, state.get("grid"))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,21 +1,24 @@
-"""What train.py and eval.py share at their doors: arguments in, one-line errors out."""
+"""The doors of train.py and eval.py: arguments in, a recipe and one-line errors out."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .data.images import DataError
 from .init import INITS
 from .models import MODELS
-from .recipe import (Override, Recipe, RecipeError, load_recipe, parse_override, resolve_options,
-                     with_options)
+from .recipe import (Override, Recipe, RecipeError, differences, find_recipe, from_dict, load_recipe,
+                     parse_override, resolve_options, with_options)
 from .train.checkpoint import CheckpointError
-from .train.distributed import LaunchError, environment_rank
-from .values import nearest
+from .train.distributed import LaunchError, Processes, environment_rank
+from .train.run_folder import RunFolder
+from .values import nearest, to_toml
 
 USER_ERRORS = (RecipeError, DataError, CheckpointError, LaunchError)    # one line each, to mend
 
@@ -66,6 +69,79 @@ def resolve_recipe(path: Path, changes: list[Override]) -> Recipe:
 
     return with_options(recipe, model=options(MODELS, "model", ("num_classes", "image_size")),
                         init=options(INITS, "init", ("generator",)))
+
+
+# ---------------------------------------------------------------------------------------------
+# train.py: a new run, or one to continue
+# ---------------------------------------------------------------------------------------------
+
+
+def choose_run(args: argparse.Namespace, processes: Processes, recipes: Path,
+               say: Callable[[str], None]) -> tuple[RunFolder, dict[str, Any] | None, Recipe]:
+    """The run's folder, its last checkpoint if it is to be continued, and its recipe."""
+    if args.resume in (None, "auto"):
+        recipe = processes.together(lambda: fresh_recipe(args, recipes, say), USER_ERRORS)
+        folder = RunFolder(args.out_dir or Path("runs") /
+                           f"{recipe.name}-{recipe.init.name}-s{recipe.run.seed}")
+        # What the main process sees on its disk decides for all.
+        holds_run = processes.maximum(int(processes.is_main and folder.last.exists()))
+        if args.resume is None or not holds_run:
+            return folder, None, recipe
+    else:
+        folder = RunFolder(Path(args.resume))
+    state, recipe = processes.together(lambda: resumed_run(args, folder), USER_ERRORS)
+    return folder, state, recipe
+
+
+def fresh_recipe(args: argparse.Namespace, recipes: Path, say: Callable[[str], None]) -> Recipe:
+    """The file, then the command line, every option resolved.
+
+    --init NAME keeps those of the recipe's options that NAME has, too, such as `base`.
+    """
+    if args.recipe is None:
+        raise RecipeError("--recipe is missing; for example --recipe quickstart")
+    path = find_recipe(args.recipe, recipes)
+    changes = overrides(init=args.init, seed=args.seed, data_dir=args.data_dir, sets=args.set)
+    if args.init in INITS:
+        from_file = [change for change in changes if not change.key.startswith("init.options")]
+        options = load_recipe(path, from_file).init.options
+        known = inspect.signature(INITS[args.init]).parameters
+        set_aside = {name: value for name, value in options.items() if name not in known}
+        if set_aside:
+            kept = {name: value for name, value in options.items() if name in known}
+            changes.insert(0, Override("init.options", kept, f"--init {args.init}"))
+            say(f"--init {args.init} has none of these options of the recipe, which are set aside: "
+                f"{to_toml(set_aside)}")
+    return resolve_recipe(path, changes)
+
+
+def resumed_run(args: argparse.Namespace, folder: RunFolder) -> tuple[dict[str, Any], Recipe]:
+    """A run's last checkpoint and its own recipe; a command line that differs is an error."""
+    if args.dry_run:
+        raise RecipeError("--dry-run and --resume exclude each other; --dry-run shows a new run")
+    if args.out_dir is not None and args.out_dir.resolve() != folder.path.resolve():
+        raise RecipeError(f"--out-dir {args.out_dir} differs from --resume {folder.path}; a run "
+                          "goes on in its own folder")
+    state = folder.load_last()
+    recipe = from_dict(state["recipe"], str(folder.last))
+    wrong = differences(recipe, overrides(init=args.init, seed=args.seed, sets=args.set))
+    if args.recipe is not None and Path(args.recipe).stem != recipe.name:
+        wrong.insert(0, f"--recipe {args.recipe} differs from the run's recipe {recipe.name}")
+    if wrong:
+        raise RecipeError(f"--resume {folder.path}: {'; '.join(wrong)}; a run goes on as it began")
+    return state, moved(recipe, args.data_dir)
+
+
+def moved(recipe: Recipe, data_dir: str | None) -> Recipe:
+    """The recipe for the same pictures in another place, if one was given."""
+    if data_dir is None:
+        return recipe
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, root=data_dir))
+
+
+# ---------------------------------------------------------------------------------------------
+# Errors
+# ---------------------------------------------------------------------------------------------
 
 
 def complain(program: str, error: Exception) -> None:

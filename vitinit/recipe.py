@@ -22,12 +22,11 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from .values import (PAIR, convert, describe, nearest, nearest_choice, number, plain, shown, to_toml,
-                     within)
+from .sections import SECTIONS, Init, Model, Recipe, contradictions
+from .values import convert, describe, nearest, nearest_choice, plain, shown, to_toml, within
 
 
 class RecipeError(ValueError):
@@ -45,129 +44,6 @@ class Override(NamedTuple):
     text: str                   # what the user wrote, for errors to name
 
 
-# ---------------------------------------------------------------------------------------------
-# Sections. A field without a default is a key that every recipe must state.
-# ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Run:
-    seed: int = number(minimum=0, below=2**63)      # keys every random draw of the run
-
-
-@dataclass(frozen=True)
-class Data:
-    name: Literal["shapes", "image_folder", "cifar10", "cifar100"]
-    root: str                                       # folder of the data set; "" for `shapes`
-    num_classes: int = number(minimum=2)
-    image_size: PAIR = number(minimum=1)            # (height, width) that the model sees
-    mean: tuple[float, float, float] = number(minimum=0.0, maximum=1.0)  # per channel, of [0, 1]
-    std: tuple[float, float, float] = number(above=0.0)
-    workers: int = number(minimum=0)                # loader processes, per training process
-
-
-@dataclass(frozen=True)
-class Augment:
-    """One random crop, resized to the image size, then a flip.
-
-    Pad-and-shift is the special case crop_scale = crop_ratio = [1, 1] with crop_padding > 0.
-    """
-
-    crop_scale: tuple[float, float] = number(above=0.0, maximum=1.0)  # share of the image's area
-    crop_ratio: tuple[float, float] = number(above=0.0)               # width over height
-    crop_padding: int = number(minimum=0)           # black pixels on each side before the crop
-    flip: float = number(minimum=0.0, maximum=1.0)  # probability of a horizontal flip
-    interpolation: Literal["bilinear", "bicubic"]
-
-
-@dataclass(frozen=True)
-class Eval:
-    crop_pct: float = number(above=0.0, maximum=1.0)  # resize to image_size / crop_pct, then crop
-    interpolation: Literal["bilinear", "bicubic"]
-    batch_size: int = number(minimum=1)             # images a process and forward pass
-    every_epochs: int = number(minimum=1)           # the last epoch is always evaluated
-
-
-@dataclass(frozen=True)
-class Model:
-    name: str
-    options: Mapping[str, Any]                      # keyword sizes of that model
-
-
-@dataclass(frozen=True)
-class Init:
-    name: str
-    options: Mapping[str, Any]                      # departures from that init's defaults
-
-
-@dataclass(frozen=True)
-class Optim:
-    global_batch: int = number(minimum=1)           # images a step, over all processes
-    max_batch_per_process: int = number(minimum=1)  # images a forward pass; the rest accumulates
-    base_lr: float = number(above=0.0)
-    lr_scaling: Literal["linear", "none"]           # linear: base_lr · global_batch / 512
-    weight_decay: float = number(minimum=0.0)
-    betas: tuple[float, float] = number(minimum=0.0, below=1.0)
-    eps: float = number(above=0.0)
-    clip_norm: float = number(minimum=0.0)          # global gradient norm; 0: no clipping
-    label_smoothing: float = number(minimum=0.0, below=1.0)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    epochs: int = number(minimum=1)                 # length of warm-up and cosine together
-    cooldown_epochs: int = number(minimum=0)        # further epochs at min_lr
-    warmup_epochs: int = number(minimum=0)
-    warmup_lr: float = number(minimum=0.0)          # where the warm-up starts, absolute
-    min_lr: float = number(minimum=0.0)             # where the cosine ends, absolute
-    step_on: Literal["epoch", "update"]             # when the learning rate changes
-
-
-@dataclass(frozen=True)
-class Ema:
-    decay: float = number(minimum=0.0, below=1.0)   # 0: no moving average is kept
-    warmup: bool                                    # decay min(decay, 1 - (1 + update)^(-2/3))
-
-
-@dataclass(frozen=True)
-class Engine:
-    amp: Literal["off", "bf16", "fp16"]             # autocast; fp16 adds a GradScaler
-    compile: bool                                   # torch.compile
-    channels_last: bool                             # memory format of the input batch
-    tf32: bool                                      # TensorFloat-32 matrix products on CUDA
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    every_epochs: int = number(minimum=1)           # last.pt; the last epoch always writes it
-    every_steps: int = number(minimum=0)            # last.pt also every so many steps; 0: never
-    keep_epochs: tuple[int, ...] = number(minimum=0)  # epochs kept for good; 0: the initial model
-    best_by: Literal["val_top1", "val_loss", "ema_top1"]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    name: str                                       # the file's stem, not a key
-    run: Run
-    data: Data
-    augment: Augment
-    eval: Eval
-    model: Model
-    init: Init
-    optim: Optim
-    schedule: Schedule
-    ema: Ema
-    engine: Engine
-    checkpoint: Checkpoint
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain nested containers; `from_dict` reads them back."""
-        return {name: ({key: plain(value) for key, value in vars(section).items()}
-                       if dataclasses.is_dataclass(section) else section)
-                for name, section in vars(self).items()}
-
-
-SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items() if name != "name"}
 FREE_TABLES = ("model.options", "init.options")
 
 
@@ -223,9 +99,10 @@ def from_dict(table: Mapping[str, Any], source: str) -> Recipe:
 
 def with_options(recipe: Recipe, *, model: Mapping[str, Any], init: Mapping[str, Any]) -> Recipe:
     """The recipe with both free tables written out in full, as a run folder records it."""
-    return dataclasses.replace(recipe,
-                               model=Model(recipe.model.name, types.MappingProxyType(dict(model))),
-                               init=Init(recipe.init.name, types.MappingProxyType(dict(init))))
+    def with_table(section: Model | Init, options: Mapping[str, Any]) -> Model | Init:
+        return dataclasses.replace(section, options=types.MappingProxyType(dict(options)))
+    return dataclasses.replace(recipe, model=with_table(recipe.model, model),
+                               init=with_table(recipe.init, init))
 
 
 def _build(table: Mapping[str, Any], name: str, source: str,
@@ -246,7 +123,7 @@ def _build(table: Mapping[str, Any], name: str, source: str,
     written = _apply(table, overrides)
     recipe = Recipe(name=name, **{title: _section(section, title, table[title], source, written)
                                   for title, section in SECTIONS.items()})
-    for keys, problem in _contradictions(recipe):
+    for keys, problem in contradictions(recipe):
         place = next((written[key] for key in keys if key in written), source)
         raise RecipeError(f"{place}: {keys[0]} {problem}")
     return recipe
@@ -299,31 +176,6 @@ def _section(section: type, title: str, body: dict[str, Any], source: str,
                               f"{shown(body[key])}, expected {expected}"
                               f"{nearest_choice(body[key], kinds[key])}")
     return section(**values)
-
-
-def _contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
-    """(keys, what is wrong with the first) for values that are fine alone, impossible together."""
-    total = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
-    for key in ("crop_scale", "crop_ratio"):
-        low, high = getattr(recipe.augment, key)
-        if low > high:
-            yield (f"augment.{key}",), f"is [{low:g}, {high:g}], expected the smaller value first"
-    if recipe.data.root == "" and recipe.data.name != "shapes":
-        yield (("data.root", "data.name"), f'is empty, but data.name = "{recipe.data.name}" needs '
-               "a folder; give it by --data-dir")
-    if recipe.schedule.warmup_epochs > recipe.schedule.epochs:
-        yield (("schedule.warmup_epochs", "schedule.epochs"),
-               f"is {recipe.schedule.warmup_epochs}, more than schedule.epochs = "
-               f"{recipe.schedule.epochs}")
-    if recipe.ema.decay == 0.0 and recipe.ema.warmup:
-        yield ("ema.warmup", "ema.decay"), "is true, but ema.decay = 0 keeps no moving average"
-    if recipe.ema.decay == 0.0 and recipe.checkpoint.best_by == "ema_top1":
-        yield (("checkpoint.best_by", "ema.decay"),
-               'is "ema_top1", but ema.decay = 0 keeps no moving average')
-    for epoch in recipe.checkpoint.keep_epochs:
-        if epoch > total:
-            yield (("checkpoint.keep_epochs", "schedule.epochs", "schedule.cooldown_epochs"),
-                   f"holds {epoch}, but the run ends after {total} epochs")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -38,6 +38,9 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 def nearest_choice(value: Any, kind: Any) -> str:
     """The hint of `nearest` where `kind` is a choice of words and one of them is near, else ''."""
+    if typing.get_origin(kind) is tuple and isinstance(value, list):
+        kind = typing.get_args(kind)[0]              # a list of choices: the first that is none
+        value = next((item for item in value if item not in typing.get_args(kind)), None)
     choices = [choice for choice in typing.get_args(kind) if isinstance(choice, str)]
     if typing.get_origin(kind) is not Literal or not isinstance(value, str):
         return ""
@@ -61,6 +64,8 @@ def describe(kind: Any, bounds: Mapping[str, float | None] = types.MappingProxyT
         words = "one of " + ", ".join(f'"{choice}"' for choice in arguments)
     elif typing.get_origin(kind) in (typing.Union, types.UnionType):
         words = " or ".join(describe(option) for option in arguments)
+    elif typing.get_origin(kind) is tuple and typing.get_origin(arguments[0]) is Literal:
+        words = "a list of words out of " + describe(arguments[0]).removeprefix("one of ")
     elif typing.get_origin(kind) is tuple:
         count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
         words = f"a list of {count}{'integers' if arguments[0] is int else 'numbers'}"

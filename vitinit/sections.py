@@ -1,0 +1,208 @@
+"""What a recipe holds: one frozen dataclass a section, one typed and bounded field a key.
+
+A field has no default: every recipe states every key. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .values import PAIR, number, plain
+
+
+RandAugmentOperation = Literal["AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize",
+                               "SolarizeAdd", "Color", "Contrast", "Brightness", "Sharpness",
+                               "ShearX", "ShearY", "TranslateX", "TranslateY"]
+
+
+@dataclass(frozen=True)
+class Run:
+    seed: int = number(minimum=0, below=2**63)      # keys every random draw of the run
+
+
+@dataclass(frozen=True)
+class Data:
+    name: Literal["shapes", "image_folder", "cifar10", "cifar100"]
+    root: str                                       # folder of the data set; "" for `shapes`
+    num_classes: int = number(minimum=2)
+    image_size: PAIR = number(minimum=1)            # (height, width) that the model sees
+    mean: tuple[float, float, float] = number(minimum=0.0, maximum=1.0)  # per channel, of [0, 1]
+    std: tuple[float, float, float] = number(above=0.0)
+    workers: int = number(minimum=0)                # loader processes, per training process
+
+
+@dataclass(frozen=True)
+class Augment:
+    """One random crop, resized to the image size, then a flip; after normalisation, erasing.
+
+    Pad-and-shift is the special case crop_scale = crop_ratio = [1, 1] with crop_padding > 0.
+    """
+
+    repeats: int = number(minimum=1)                # views of an image side by side in an epoch
+    crop_scale: tuple[float, float] = number(above=0.0, maximum=1.0)  # share of the image's area
+    crop_ratio: tuple[float, float] = number(above=0.0)               # width over height
+    crop_padding: int = number(minimum=0)           # black pixels on each side before the crop
+    flip: float = number(minimum=0.0, maximum=1.0)  # probability of a horizontal flip
+    interpolation: Literal["bilinear", "bicubic", "random"]           # random: by sample
+    erase_probability: float = number(minimum=0.0, maximum=1.0)
+    erase_area: tuple[float, float] = number(above=0.0, maximum=1.0)  # share of the image's area
+    erase_ratio: tuple[float, float] = number(above=0.0)              # height over width
+    erase_fill: Literal["pixel", "rand", "const"]   # noise by value, noise by channel, zeros
+    erase_after_mix: bool                           # else before, as in DeiT
+
+
+@dataclass(frozen=True)
+class RandAugment:
+    """RandAugment; timm's string rand-m9-mstd0.5-inc1 spelt out. layers = 0: none."""
+
+    layers: int = number(minimum=0)                 # operations drawn for an image
+    probability: float = number(minimum=0.0, maximum=1.0)  # that a drawn one is applied
+    magnitude: float = number(minimum=0.0, maximum=10.0)   # mean of what is drawn, out of 10
+    magnitude_std: float = number(minimum=0.0)
+    fill: tuple[int, int, int] = number(minimum=0, maximum=255)  # colour from outside the image
+    interpolation: Literal["bilinear", "bicubic", "random"]     # random: by application
+    operations: tuple[RandAugmentOperation, ...]    # what is drawn from, with replacement
+    rotate_degrees: float = number(minimum=0.0)     # from here on: an operation's extent at
+    shear_factor: float = number(minimum=0.0)       # magnitude 10
+    translate_share: float = number(minimum=0.0)    # of the image's side
+    enhance_factor: float = number(minimum=0.0)     # colour, contrast, brightness, sharpness
+    posterize_bits: int = number(minimum=0, maximum=8)
+    solarize_levels: int = number(minimum=0, maximum=256)
+    solarize_add_levels: int = number(minimum=0, maximum=255)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Mixup and cutmix of whole micro-batches, and the targets."""
+
+    mixup_alpha: float = number(minimum=0.0)        # of Beta(α, α); 0: no mixup
+    cutmix_alpha: float = number(minimum=0.0)       # likewise
+    probability: float = number(minimum=0.0, maximum=1.0)         # that a batch is mixed
+    switch_probability: float = number(minimum=0.0, maximum=1.0)  # cutmix where both are on
+    label_smoothing: float = number(minimum=0.0, below=1.0)
+
+
+@dataclass(frozen=True)
+class Eval:
+    crop_pct: float = number(above=0.0, maximum=1.0)  # resize to image_size / crop_pct, then crop
+    interpolation: Literal["bilinear", "bicubic"]
+    batch_size: int = number(minimum=1)             # images a process and forward pass
+    every_epochs: int = number(minimum=1)           # the last epoch is always evaluated
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    options: Mapping[str, Any]                      # keyword sizes of that model
+
+
+@dataclass(frozen=True)
+class Init:
+    name: str
+    checkpoint: str                                 # weights to start from; "": none
+    checkpoint_weights: Literal["model", "ema"]     # which of those in it
+    options: Mapping[str, Any]                      # departures from that init's defaults
+
+
+@dataclass(frozen=True)
+class Optim:
+    global_batch: int = number(minimum=1)           # images a step, over all processes
+    max_batch_per_process: int = number(minimum=1)  # images a forward pass; the rest accumulates
+    base_lr: float = number(above=0.0)
+    lr_scaling: Literal["linear", "none"]           # linear: base_lr · global_batch / 512
+    weight_decay: float = number(minimum=0.0)
+    betas: tuple[float, float] = number(minimum=0.0, below=1.0)
+    eps: float = number(above=0.0)
+    clip_norm: float = number(minimum=0.0)          # global gradient norm; 0: no clipping
+
+
+@dataclass(frozen=True)
+class Schedule:
+    epochs: int = number(minimum=1)                 # length of warm-up and cosine together
+    cooldown_epochs: int = number(minimum=0)        # further epochs at min_lr
+    warmup_epochs: int = number(minimum=0)
+    warmup_lr: float = number(minimum=0.0)          # where the warm-up starts, absolute
+    min_lr: float = number(minimum=0.0)             # where the cosine ends, absolute
+    step_on: Literal["epoch", "update"]             # when the learning rate changes
+
+
+@dataclass(frozen=True)
+class Ema:
+    decay: float = number(minimum=0.0, below=1.0)   # 0: no moving average is kept
+    warmup: bool                                    # decay min(decay, 1 - (1 + update)^(-2/3))
+
+
+@dataclass(frozen=True)
+class Engine:
+    amp: Literal["off", "bf16", "fp16"]             # autocast; fp16 adds a GradScaler
+    compile: bool                                   # torch.compile
+    channels_last: bool                             # memory format of the input batch
+    tf32: bool                                      # TensorFloat-32 matrix products on CUDA
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    every_epochs: int = number(minimum=1)           # last.pt; the last epoch always writes it
+    every_steps: int = number(minimum=0)            # last.pt also every so many steps; 0: never
+    keep_epochs: tuple[int, ...] = number(minimum=0)  # epochs kept for good; 0: the initial model
+    best_by: Literal["val_top1", "val_loss", "ema_top1"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    name: str                                       # the file's stem, not a key
+    run: Run
+    data: Data
+    augment: Augment
+    rand_augment: RandAugment
+    mix: Mix
+    eval: Eval
+    model: Model
+    init: Init
+    optim: Optim
+    schedule: Schedule
+    ema: Ema
+    engine: Engine
+    checkpoint: Checkpoint
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain nested containers; `from_dict` reads them back."""
+        return {name: ({key: plain(value) for key, value in vars(section).items()}
+                       if dataclasses.is_dataclass(section) else section)
+                for name, section in vars(self).items()}
+
+
+SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items() if name != "name"}
+
+
+def contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
+    """(keys, what is wrong with the first) for values that are fine alone, impossible together."""
+    total = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
+    for key in ("crop_scale", "crop_ratio", "erase_area", "erase_ratio"):
+        low, high = getattr(recipe.augment, key)
+        if low > high:
+            yield (f"augment.{key}",), f"is [{low:g}, {high:g}], expected the smaller value first"
+    if recipe.rand_augment.layers and not recipe.rand_augment.operations:
+        yield (("rand_augment.operations", "rand_augment.layers"),
+               f"is empty, but rand_augment.layers = {recipe.rand_augment.layers}; 0 layers switch "
+               "RandAugment off")
+    if recipe.data.root == "" and recipe.data.name != "shapes":
+        yield (("data.root", "data.name"), f'is empty, but data.name = "{recipe.data.name}" needs '
+               "a folder; give it by --data-dir")
+    if recipe.schedule.warmup_epochs > recipe.schedule.epochs:
+        yield (("schedule.warmup_epochs", "schedule.epochs"),
+               f"is {recipe.schedule.warmup_epochs}, more than schedule.epochs = "
+               f"{recipe.schedule.epochs}")
+    if recipe.ema.decay == 0.0 and recipe.ema.warmup:
+        yield ("ema.warmup", "ema.decay"), "is true, but ema.decay = 0 keeps no moving average"
+    if recipe.ema.decay == 0.0 and recipe.checkpoint.best_by == "ema_top1":
+        yield (("checkpoint.best_by", "ema.decay"),
+               'is "ema_top1", but ema.decay = 0 keeps no moving average')
+    for epoch in recipe.checkpoint.keep_epochs:
+        if epoch > total:
+            yield (("checkpoint.keep_epochs", "schedule.epochs", "schedule.cooldown_epochs"),
+                   f"holds {epoch}, but the run ends after {total} epochs")
