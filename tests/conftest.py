@@ -46,7 +46,7 @@ def eval_program() -> ModuleType:
 
 @pytest.fixture
 def picture_tree(tmp_path: Path) -> Path:
-    """train/ and val/ with three classes of 17 and 7 noisy PNGs, 10×14 pixels, told apart by hue."""
+    """train/ and val/: three classes of 17 and 7 noisy PNGs of 10×14 pixels that differ in hue."""
     rng = np.random.default_rng(0)
     root = tmp_path / "pictures"
     for split, count in (("train", 17), ("val", 7)):
@@ -64,17 +64,23 @@ def picture_tree(tmp_path: Path) -> Path:
 def small_run(picture_tree: Path) -> Callable[..., list[str]]:
     """Arguments of train.py for a run of seconds on `picture_tree`: 4 steps an epoch, 3 epochs.
 
-    Everything that could go wrong on resume is on: accumulation, EMA with warm-up, clipping,
-    stochastic depth. eps is large for the reason given in train/test_engine.py.
+    Everything that could go wrong on resume is on: every augmentation, two views of an image,
+    accumulation, EMA with warm-up, clipping, stochastic depth. Who mixes whom depends on the number
+    of processes; mix__probability="0" switches that off. eps is large for the reason given in
+    train/test_engine.py.
     """
     sets = {
         "data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
         "eval.batch_size": "4", "optim.global_batch": "12", "optim.max_batch_per_process": "4",
         "optim.base_lr": "1e-3", "optim.eps": "1e-4", "optim.clip_norm": "1.0",
-        "optim.label_smoothing": "0.1", "ema.decay": "0.99", "ema.warmup": "true",
+        "ema.decay": "0.99", "ema.warmup": "true", "schedule.epochs": "3",
         "model.options.embed_dim": "12", "model.options.depth": "2", "model.options.num_heads": "3",
-        "model.options.drop_path": "0.3", "schedule.epochs": "3", "augment.crop_scale": "[0.3, 1.0]",
+        "model.options.drop_path": "0.3",
+        "augment.repeats": "2", "augment.crop_scale": "[0.3, 1.0]",
         "augment.crop_ratio": "[0.75, 1.25]", "augment.crop_padding": "0",
+        "augment.interpolation": "random", "augment.erase_probability": "0.5",
+        "rand_augment.layers": "2", "rand_augment.interpolation": "random",
+        "mix.mixup_alpha": "0.8", "mix.cutmix_alpha": "1.0", "mix.label_smoothing": "0.1",
     }
 
     def arguments(out_dir: Path, *more: str, init: str = "mimetic", **changes: str) -> list[str]:

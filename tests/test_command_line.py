@@ -13,13 +13,17 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from vitinit.command_line import USER_ERRORS, Parser, complain, overrides, resolve_recipe
+from vitinit.command_line import (USER_ERRORS, Parser, complain, fresh_recipe, moved, overrides,
+                                  resolve_recipe)
+from vitinit.data.draw import CropAndFlip, Erasing, RandAugment
 from vitinit.data.images import DataError
+from vitinit.data.mix import Mixing
 from vitinit.init import INITS
 from vitinit.models import MODELS
-from vitinit.recipe import (Init, Model, RecipeError, dump_recipe, load_recipe, parse_override,
-                            resolve_options)
+from vitinit.recipe import RecipeError, dump_recipe, load_recipe, parse_override, resolve_options
+from vitinit.sections import Init, Model
 from vitinit.train.checkpoint import CheckpointError
+from vitinit.values import to_toml
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FLAGS = ["--recipe", "--init", "--data-dir", "--out-dir", "--seed", "--resume", "--dry-run",
@@ -34,7 +38,8 @@ def saved(folder: Path, *, model: str = "vit_tiny", init: str = "default", root:
     """A recipe file like quickstart's with these values."""
     recipe = load_recipe(REPOSITORY / "recipes" / "quickstart.toml")
     recipe = dataclasses.replace(
-        recipe, model=Model(model, model_options or {}), init=Init(init, init_options or {}),
+        recipe, model=Model(model, model_options or {}),
+        init=Init(init, "", "model", init_options or {}),
         data=dataclasses.replace(recipe.data, root=root))
     path = folder / "trial.toml"
     path.write_text(dump_recipe(recipe), encoding="utf-8")
@@ -54,7 +59,7 @@ def fresh(train_program, *arguments: object):
     """What train.py makes of a command line that starts a new run, and what it says."""
     said = []
     args = train_program.parse_arguments([str(argument) for argument in arguments])
-    return train_program.fresh_recipe(args, said.append), said
+    return fresh_recipe(args, REPOSITORY / "recipes", said.append), said
 
 
 def cannot_read(batch: list) -> None:
@@ -222,29 +227,69 @@ def test_without_init_the_options_of_the_file_hold(train_program, tmp_path):
     assert said == []
 
 
-@pytest.mark.parametrize("name", ["mimetic", "impulse"])
-def test_init_empties_the_options_of_the_file_and_says_so(train_program, tmp_path, name):
-    path = saved(tmp_path, init="impulse", init_options={"rank": 3, "base": "torch"})
+@pytest.mark.parametrize("name, file, kept, said_of", [
+    ("impulse", {"rank": 3, "base": "torch"}, {"rank": 3, "base": "torch"}, None),
+    ("mimetic", {"base": "torch", "value_beta": 0.25}, {"base": "torch", "value_beta": 0.25}, None),
+    ("mimetic", {"rank": 3, "base": "torch"}, {"base": "torch"}, "{rank = 3}"),
+    ("mimetic", {"rank": 3, "qk_norm": 2.5}, {}, "{rank = 3, qk_norm = 2.5}"),
+    ("torch", {"rank": 3, "base": "torch"}, {}, '{rank = 3, base = "torch"}'),
+    ("torch", {}, {}, None),
+])
+def test_init_keeps_the_options_that_it_has_and_names_those_that_it_sets_aside(
+        train_program, tmp_path, name, file, kept, said_of):
+    path = saved(tmp_path, init="impulse", init_options=file)
     recipe, said = fresh(train_program, "--recipe", path, "--init", name)
     assert recipe.init.name == name
-    assert recipe.init.options == resolve_options(INITS[name], {}, title="x", source=str,
+    assert recipe.init.options == resolve_options(INITS[name], kept, title="x", source=str,
                                                   fixed={}, given=("generator",))
-    assert len(said) == 1
-    for words in (f"--init {name}", "[init.options]", "rank = 3", 'base = "torch"'):
-        assert words in said[0]
+    if said_of is None:
+        assert said == []
+    else:
+        line, = said
+        assert line.startswith(f"--init {name} ") and line.endswith(f": {said_of}")
+        assert "\n" not in line
 
 
-def test_init_says_nothing_where_there_is_nothing_to_empty(train_program, tmp_path):
-    recipe, said = fresh(train_program, "--recipe", saved(tmp_path), "--init", "mimetic")
-    assert recipe.init.name == "mimetic" and said == []
+def test_init_changes_no_other_key_of_init(train_program, tmp_path):
+    recipe, _ = fresh(train_program, "--recipe", saved(tmp_path, init="impulse"),
+                      "--set", "init.checkpoint=runs/a", "--set", "init.checkpoint_weights=ema",
+                      "--init", "mimetic")
+    assert (recipe.init.checkpoint, recipe.init.checkpoint_weights) == ("runs/a", "ema")
 
 
 def test_options_set_beside_init_are_those_of_the_new_init(train_program, tmp_path):
     path = saved(tmp_path, init="mimetic", init_options={"qk_beta": 0.5, "base": "torch"})
     recipe, _ = fresh(train_program, "--recipe", path, "--set", "init.options.rank=3",
-                      "--init", "impulse")
-    assert recipe.init.options["rank"] == 3 and recipe.init.options["base"] == "default"
+                      "--init", "impulse", "--set", "init.options.value_beta=0.25")
+    assert recipe.init.options["rank"] == 3 and recipe.init.options["base"] == "torch"
+    assert recipe.init.options["value_beta"] == 0.25
     assert "qk_beta" not in recipe.init.options
+
+
+def test_options_set_beside_init_win_over_those_that_it_keeps(train_program, tmp_path):
+    path = saved(tmp_path, init="impulse", init_options={"rank": 3, "base": "torch"})
+    for written in ("init.options.base=default", 'init.options={base = "default"}'):
+        recipe, _ = fresh(train_program, "--recipe", path, "--init", "mimetic", "--set", written)
+        assert recipe.init.options["base"] == "default"
+
+
+def test_an_option_that_was_set_is_refused_not_set_aside(train_program, tmp_path):
+    path, said = saved(tmp_path, init="impulse", init_options={"qk_norm": 2.5}), []
+    args = train_program.parse_arguments(["--recipe", str(path), "--init", "mimetic",
+                                          "--set", "init.options.rank=5"])
+    with pytest.raises(RecipeError) as caught:
+        fresh_recipe(args, REPOSITORY / "recipes", said.append)
+    assert str(caught.value).startswith("--set init.options.rank=5: ")
+    assert "'rank'" in str(caught.value)
+    line, = said
+    assert line.endswith(": {qk_norm = 2.5}")
+
+
+def test_an_unknown_init_is_named_and_sets_nothing_aside(train_program, tmp_path):
+    path = saved(tmp_path, init="impulse", init_options={"rank": 3})
+    with pytest.raises(RecipeError) as caught:
+        fresh(train_program, "--recipe", path, "--init", "mimetc")
+    assert str(caught.value) == "--init mimetc: init.name is 'mimetc'; did you mean 'mimetic'?"
 
 
 def test_init_and_data_dir_complete_a_recipe_together(train_program, tmp_path):
@@ -283,6 +328,79 @@ def test_a_size_that_no_model_can_have_is_one_line_that_names_it(
     assert train_program.main(arguments) == 2
     error = capsys.readouterr().err
     assert option in error and value.removesuffix(".0") in error and error.count("\n") == 1
+
+
+def test_every_key_of_the_augmentation_reaches_what_draws_or_applies_it(
+        train_program, small_run, tmp_path, monkeypatch):
+    """No two values of one type are equal, and none is a default."""
+    given = {}
+    for name in ("TrainViews", "TrainSampler", "TrainToDevice"):
+        def recorded(*arguments, real=getattr(train_program, name), **options):
+            given.update(options)
+            return real(*arguments, **options)
+        monkeypatch.setattr(train_program, name, recorded)
+    written = {
+        "augment": dict(repeats=3, crop_scale=(0.37, 0.97), crop_ratio=(0.71, 1.31), crop_padding=2,
+                        flip=0.11, interpolation="bilinear", erase_probability=0.13,
+                        erase_area=(0.17, 0.19), erase_ratio=(0.23, 0.29), erase_fill="const",
+                        erase_after_mix=True),
+        "rand_augment": dict(layers=1, probability=0.41, magnitude=0.43, magnitude_std=0.47,
+                             fill=(101, 103, 107), interpolation="random",
+                             operations=("Invert", "Rotate"), rotate_degrees=0.53,
+                             shear_factor=0.59, translate_share=0.61, enhance_factor=0.67,
+                             posterize_bits=5, solarize_levels=109, solarize_add_levels=113),
+        "mix": dict(mixup_alpha=0.73, cutmix_alpha=0.79, probability=0.83, switch_probability=0.89,
+                    label_smoothing=0.07)}
+    sets = {f"{title}.{key}": to_toml(value) for title, body in written.items()
+            for key, value in body.items()}
+    assert train_program.main(small_run(tmp_path / "run", "--dry-run", **sets)) == 0
+
+    assert given["repeats"] == 3
+    assert given["crop"] == CropAndFlip(scale=(0.37, 0.97), ratio=(0.71, 1.31), padding=2,
+                                        flip=0.11, interpolation="bilinear")
+    assert given["erasing"] == Erasing(probability=0.13, area=(0.17, 0.19), ratio=(0.23, 0.29),
+                                       fill="const")
+    assert given["rand_augment"] == RandAugment(**written["rand_augment"])
+    assert given["mixing"] == Mixing(**written["mix"])
+    assert (given["fill"], given["erase_fill"], given["erase_after_mix"]) == (
+        (101, 103, 107), "const", True)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(optim__max_batch_per_process="1"),
+    dict(optim__global_batch="13"),                  # of at most 4: 13 micro-batches of one image
+    dict(optim__max_batch_per_process="1", mix__mixup_alpha="0.0"),
+    dict(optim__max_batch_per_process="1", mix__cutmix_alpha="0.0")])
+def test_mixing_micro_batches_of_one_image_is_refused_in_one_line(
+        train_program, small_run, tmp_path, monkeypatch, capsys, changes):
+    monkeypatch.delenv("RANK", raising=False)
+    arguments = small_run(tmp_path / "run", "--dry-run", **changes)
+    assert train_program.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("train.py: [mix] finds no partners") and error.count("\n") == 1
+    for off in ({"mix__probability": "0"}, {"mix__mixup_alpha": "0", "mix__cutmix_alpha": "0"}):
+        arguments = small_run(tmp_path / "run", "--dry-run", **changes | off)
+        assert train_program.main(arguments) == 0
+
+
+@pytest.mark.parametrize("repeats, batch, views", [
+    ("1", "53", "51 images, fewer"), ("2", "103", "51 images in 2 views each, fewer")])
+def test_a_set_that_cannot_fill_a_batch_is_refused_in_one_line(
+        train_program, small_run, tmp_path, monkeypatch, capsys, repeats, batch, views):
+    monkeypatch.delenv("RANK", raising=False)
+    arguments = small_run(tmp_path / "run", "--dry-run", augment__repeats=repeats,
+                          optim__global_batch=batch, mix__probability="0")
+    assert train_program.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert f"{views} than optim.global_batch = {batch}" in error and error.count("\n") == 1
+
+
+def test_a_run_that_moved_has_its_pictures_elsewhere_and_all_else_as_it_was(tmp_path):
+    recipe = load_recipe(saved(tmp_path, root="here"))
+    assert moved(recipe, None) == recipe
+    there, expected = moved(recipe, "there").as_dict(), recipe.as_dict()
+    expected["data"]["root"] = "there"
+    assert there == expected
 
 
 # ---------------------------------------------------------------------------------------------

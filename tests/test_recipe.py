@@ -7,26 +7,22 @@ import dataclasses
 import inspect
 import json
 import tomllib
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from vitinit import sections
 from vitinit.command_line import resolve_recipe
+from vitinit.data import draw
+from vitinit.data.mix import Mixing
 from vitinit.init import INITS
 from vitinit.models import MODELS
 from vitinit.recipe import (SECTIONS, Override, Recipe, RecipeError, differences, dump_recipe,
                             find_recipe, from_dict, load_recipe, parse_override, resolve_options,
                             with_options)
-
-
-def resolve(function: Callable, options: dict[str, Any], *, where: str,
-            fixed: dict[str, Any] | None = None, given: tuple[str, ...] = ()) -> dict[str, Any]:
-    """`resolve_options` for tables that all come from one file."""
-    file, _, title = where.rpartition(": ")
-    return resolve_options(function, options, title=title, source=lambda name: file,
-                           fixed=fixed or {}, given=given)
 from vitinit.values import to_toml
 
 SHIPPED = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.toml"))
@@ -45,11 +41,40 @@ std = [0.19, 0.23, 0.29]
 workers = 2
 
 [augment]
+repeats = 3
 crop_scale = [0.31, 1.0]
 crop_ratio = [0.75, 1.25]
 crop_padding = 5
 flip = 0.5
 interpolation = "bicubic"
+erase_probability = 0.37
+erase_area = [0.02, 0.41]
+erase_ratio = [0.43, 2.5]
+erase_fill = "rand"
+erase_after_mix = true
+
+[rand_augment]
+layers = 2
+probability = 0.47
+magnitude = 7.0
+magnitude_std = 0.53
+fill = [101, 103, 107]
+interpolation = "random"
+operations = ["ShearX", "Invert", "Rotate"]
+rotate_degrees = 31.0
+shear_factor = 0.59
+translate_share = 0.61
+enhance_factor = 0.67
+posterize_bits = 3
+solarize_levels = 251
+solarize_add_levels = 109
+
+[mix]
+mixup_alpha = 0.71
+cutmix_alpha = 0.73
+probability = 0.79
+switch_probability = 0.83
+label_smoothing = 0.1
 
 [eval]
 crop_pct = 0.875
@@ -63,6 +88,8 @@ options = {patch_size = 1, pool = "mean"}
 
 [init]
 name = "impulse"
+checkpoint = "runs/a"
+checkpoint_weights = "ema"
 options = {rank = 11}
 
 [optim]
@@ -74,7 +101,6 @@ weight_decay = 0.05
 betas = [0.9, 0.999]
 eps = 1e-8
 clip_norm = 1.5
-label_smoothing = 0.1
 
 [schedule]
 epochs = 13
@@ -101,6 +127,8 @@ keep_epochs = [2, 5]
 best_by = "val_top1"
 """
 
+OPERATIONS = ", ".join(f'"{name}"' for name in draw.ALL_OPERATIONS)
+
 # key: (what it expects, values that it accepts up to its bounds, values beyond them)
 KEYS = {
     "run.seed": ("an integer ≥ 0 and < 2^63", ["0", "9223372036854775807"],
@@ -115,13 +143,44 @@ KEYS = {
                   ["[0.5, 0.5, 1.1]", "[-0.1, 0.5, 0.5]"]),
     "data.std": ("a list of 3 numbers > 0", ["[1e-9, 0.5, 9.0]"], ["[0.5, 0.0, 0.5]"]),
     "data.workers": ("an integer ≥ 0", ["0"], ["-1"]),
+    "augment.repeats": ("an integer ≥ 1", ["1"], ["0"]),
     "augment.crop_scale": ("a list of 2 numbers > 0 and ≤ 1", ["[1e-9, 1.0]"],
                            ["[0.0, 1.0]", "[0.5, 1.1]"]),
     "augment.crop_ratio": ("a list of 2 numbers > 0", ["[1e-9, 9.0]"], ["[0.0, 1.0]"]),
     "augment.crop_padding": ("an integer ≥ 0", ["0"], ["-1"]),
     "augment.flip": ("a number ≥ 0 and ≤ 1", ["0.0", "1.0"], ["-0.1", "1.1"]),
-    "augment.interpolation": ('one of "bilinear", "bicubic"', ['"bilinear"', '"bicubic"'],
-                              ['"nearest"']),
+    "augment.interpolation": ('one of "bilinear", "bicubic", "random"',
+                              ['"bilinear"', '"bicubic"', '"random"'], ['"nearest"']),
+    "augment.erase_probability": ("a number ≥ 0 and ≤ 1", ["0.0", "1.0"], ["-0.1", "1.1"]),
+    "augment.erase_area": ("a list of 2 numbers > 0 and ≤ 1", ["[1e-9, 1.0]"],
+                           ["[0.0, 1.0]", "[0.5, 1.1]"]),
+    "augment.erase_ratio": ("a list of 2 numbers > 0", ["[1e-9, 9.0]"], ["[0.0, 1.0]"]),
+    "augment.erase_fill": ('one of "pixel", "rand", "const"', ['"pixel"', '"rand"', '"const"'],
+                           ['"Pixel"', '""']),
+    "augment.erase_after_mix": ("true or false", ["true", "false"], []),
+    "rand_augment.layers": ("an integer ≥ 0", ["0", "17"], ["-1"]),
+    "rand_augment.probability": ("a number ≥ 0 and ≤ 1", ["0.0", "1.0"], ["-0.1", "1.1"]),
+    "rand_augment.magnitude": ("a number ≥ 0 and ≤ 10", ["0.0", "10.0"], ["-0.1", "10.1"]),
+    "rand_augment.magnitude_std": ("a number ≥ 0", ["0.0", "1e9"], ["-0.1"]),
+    "rand_augment.fill": ("a list of 3 integers ≥ 0 and ≤ 255", ["[0, 127, 255]"],
+                          ["[-1, 127, 255]", "[0, 127, 256]"]),
+    "rand_augment.interpolation": ('one of "bilinear", "bicubic", "random"',
+                                   ['"bilinear"', '"bicubic"', '"random"'], ['"nearest"']),
+    "rand_augment.operations": (f"a list of words out of {OPERATIONS}",
+                                [f"[{OPERATIONS}]", '["Invert", "Color", "Invert"]'],
+                                ['["Invert", "invert"]', '[""]', '["NONE"]']),
+    "rand_augment.rotate_degrees": ("a number ≥ 0", ["0.0", "360.0"], ["-0.1"]),
+    "rand_augment.shear_factor": ("a number ≥ 0", ["0.0", "9.0"], ["-0.1"]),
+    "rand_augment.translate_share": ("a number ≥ 0", ["0.0", "9.0"], ["-0.1"]),
+    "rand_augment.enhance_factor": ("a number ≥ 0", ["0.0", "9.0"], ["-0.1"]),
+    "rand_augment.posterize_bits": ("an integer ≥ 0 and ≤ 8", ["0", "8"], ["-1", "9"]),
+    "rand_augment.solarize_levels": ("an integer ≥ 0 and ≤ 256", ["0", "256"], ["-1", "257"]),
+    "rand_augment.solarize_add_levels": ("an integer ≥ 0 and ≤ 255", ["0", "255"], ["-1", "256"]),
+    "mix.mixup_alpha": ("a number ≥ 0", ["0.0", "9.0"], ["-0.1"]),
+    "mix.cutmix_alpha": ("a number ≥ 0", ["0.0", "9.0"], ["-0.1"]),
+    "mix.probability": ("a number ≥ 0 and ≤ 1", ["0.0", "1.0"], ["-0.1", "1.1"]),
+    "mix.switch_probability": ("a number ≥ 0 and ≤ 1", ["0.0", "1.0"], ["-0.1", "1.1"]),
+    "mix.label_smoothing": ("a number ≥ 0 and < 1", ["0.0", "0.9999999"], ["-0.1", "1.0"]),
     "eval.crop_pct": ("a number > 0 and ≤ 1", ["1e-9", "1.0"], ["0.0", "1.1"]),
     "eval.interpolation": ('one of "bilinear", "bicubic"', ['"bilinear"', '"bicubic"'],
                            ['"nearest"']),
@@ -130,6 +189,8 @@ KEYS = {
     "model.name": ("a string", ['"anything"'], []),
     "model.options": ("a table", ["{}", "{depth = 2}"], []),
     "init.name": ("a string", ['"anything"'], []),
+    "init.checkpoint": ("a string", ['""', '"runs/a b"'], []),
+    "init.checkpoint_weights": ('one of "model", "ema"', ['"model"', '"ema"'], ['"last"', '""']),
     "init.options": ("a table", ["{}", "{rank = 2}"], []),
     "optim.global_batch": ("an integer ≥ 1", ["1"], ["0"]),
     "optim.max_batch_per_process": ("an integer ≥ 1", ["1"], ["0"]),
@@ -140,7 +201,6 @@ KEYS = {
                     ["[0.9, 1.0]", "[-0.1, 0.9]"]),
     "optim.eps": ("a number > 0", ["1e-30"], ["0.0"]),
     "optim.clip_norm": ("a number ≥ 0", ["0.0"], ["-1.0"]),
-    "optim.label_smoothing": ("a number ≥ 0 and < 1", ["0.0", "0.9999999"], ["-0.1", "1.0"]),
     "schedule.epochs": ("an integer ≥ 1", ["1"], ["0"]),
     "schedule.cooldown_epochs": ("an integer ≥ 0", ["0"], ["-1"]),
     "schedule.warmup_epochs": ("an integer ≥ 0", ["0"], ["-1"]),
@@ -173,9 +233,21 @@ WRONG_TYPES = {
                             "[0.5, true]", "[0.5, nan]", "[0.5, inf]", "[[0.5], 0.6]", "{}"],
     "a list of 3 numbers": ["0.5", '"abc"', "[0.5, 0.6]", "[0.5, 0.6, 0.7, 0.8]",
                             '[0.5, 0.6, "0.7"]', "[0.5, 0.6, true]", "[nan, 0.5, 0.6]", "{}"],
+    "a list of 3 integers": ["3", '"abc"', "[3, 5]", "[3, 5, 7, 11]", "[3, 5, 7.0]",
+                             '[3, 5, "7"]', "[3, 5, true]", "[3, 5, nan]", "{}"],
+    "a list of words": ["3", '"Invert"', "[3]", "[true]", '["Invert", 3]', '[["Invert"]]',
+                        '["Invert", {}]', "{}"],
     "a list of integers": ["3", '"3"', "[3.0]", "[true]", '["3"]', "[[3]]", "{}"],
     "a table": ["3", '"a"', "[]", "true"],
 }
+
+
+def resolve(function: Callable, options: dict[str, Any], *, where: str,
+            fixed: dict[str, Any] | None = None, given: tuple[str, ...] = ()) -> dict[str, Any]:
+    """`resolve_options` for tables that all come from one file."""
+    file, _, title = where.rpartition(": ")
+    return resolve_options(function, options, title=title, source=lambda name: file,
+                           fixed=fixed or {}, given=given)
 
 
 def edited(key: str, written: str | None, text: str = RECIPE) -> str:
@@ -279,6 +351,18 @@ def test_all_shipped_recipes_state_the_same_keys_in_the_same_order():
 def test_the_sections_hold_exactly_these_keys():
     assert [f"{title}.{item.name}" for title, section in SECTIONS.items()
             for item in dataclasses.fields(section)] == list(KEYS)
+
+
+def test_randaugment_takes_the_operations_that_can_be_drawn():
+    assert typing.get_args(sections.RandAugmentOperation) == draw.ALL_OPERATIONS
+
+
+@pytest.mark.parametrize("section, drawn", [(sections.RandAugment, draw.RandAugment),
+                                            (sections.Mix, Mixing)])
+def test_a_section_that_becomes_a_draw_has_its_fields(section, drawn):
+    """In order, too: train.py hands over `**vars(section)`."""
+    ours, theirs = ([item.name for item in dataclasses.fields(kind)] for kind in (section, drawn))
+    assert ours == theirs
 
 
 def test_a_recipe_reads_every_value_as_it_stands_in_the_file(tmp_path):
@@ -460,6 +544,12 @@ def test_a_value_beyond_its_bounds_is_named_with_them(tmp_path, key, written):
     ("engine.amp", '"bf6"', "; did you mean 'bf16'?"),
     ("data.name", '"imagefolder"', "; did you mean 'image_folder'?"),
     ("engine.amp", '"quick"', '"fp16"'),
+    ("augment.erase_fill", '"pixels"', "; did you mean 'pixel'?"),
+    ("rand_augment.operations", '["Invert", "Posterise", "Color"]', "; did you mean 'Posterize'?"),
+    ("rand_augment.operations", '["Shear_X", "Posterise"]', "; did you mean 'ShearX'?"),
+    ("rand_augment.operations", '["Invert", "Cutout"]', "; 'Cutout' is none of them"),
+    ("rand_augment.operations", '[3, "Posterise"]', OPERATIONS),
+    ("rand_augment.operations", '"Rotat"', OPERATIONS),
 ])
 def test_a_choice_gets_a_hint_only_where_one_is_near(tmp_path, key, written, hint):
     path = saved(tmp_path, edited(key, written))
@@ -478,6 +568,9 @@ def test_a_number_too_large_for_its_type_is_refused(tmp_path, key, digits):
 @pytest.mark.parametrize("changes, key, words", [
     ({"augment.crop_scale": "[0.5, 0.25]"}, "augment.crop_scale", "[0.5, 0.25]"),
     ({"augment.crop_ratio": "[1.5, 0.5]"}, "augment.crop_ratio", "[1.5, 0.5]"),
+    ({"augment.erase_area": "[0.3, 0.25]"}, "augment.erase_area", "[0.3, 0.25]"),
+    ({"augment.erase_ratio": "[3.5, 0.5]"}, "augment.erase_ratio", "[3.5, 0.5]"),
+    ({"rand_augment.operations": "[]"}, "rand_augment.operations", "rand_augment.layers = 2"),
     ({"data.root": '""'}, "data.root", 'data.name = "image_folder"'),
     ({"data.root": '""', "data.name": '"cifar10"'}, "data.root", 'data.name = "cifar10"'),
     ({"schedule.warmup_epochs": "14"}, "schedule.warmup_epochs", "schedule.epochs = 13"),
@@ -499,8 +592,24 @@ def test_values_that_contradict_each_other_are_refused(tmp_path, changes, key, w
     assert message.startswith(f"--set {key}={changes[key]}: {key} ") and words in message
 
 
+@pytest.mark.parametrize("file, written, key", [
+    ({"rand_augment.operations": "[]", "rand_augment.layers": "0"}, "rand_augment.layers=3",
+     "rand_augment.operations"),
+    ({"data.root": '""', "data.name": '"shapes"'}, "data.name=cifar10", "data.root"),
+    ({"schedule.cooldown_epochs": "7", "checkpoint.keep_epochs": "[19]"},
+     "schedule.cooldown_epochs=5", "checkpoint.keep_epochs"),
+])
+def test_a_contradiction_is_blamed_on_whichever_of_its_keys_was_set(tmp_path, file, written, key):
+    text = RECIPE
+    for name, value in file.items():
+        text = edited(name, value, text)
+    assert set_refusal(saved(tmp_path, text), written).startswith(f"--set {written}: {key} ")
+
+
 @pytest.mark.parametrize("changes", [
     {"augment.crop_scale": "[0.5, 0.5]", "augment.crop_ratio": "[1.5, 1.5]"},
+    {"augment.erase_area": "[0.5, 0.5]", "augment.erase_ratio": "[1.5, 1.5]"},
+    {"rand_augment.operations": "[]", "rand_augment.layers": "0"},
     {"data.root": '""', "data.name": '"shapes"'},
     {"schedule.warmup_epochs": "13"},
     {"ema.decay": "0.0", "ema.warmup": "false"},
@@ -580,6 +689,7 @@ def test_a_path_to_no_recipe_is_refused(tmp_path):
     ('data.root="a=b"', "data.root", "a=b"),
     ("data.root=[a", "data.root", "[a"),
     ("data.root=", "data.root", ""),
+    ('rand_augment.operations=["Invert"]', "rand_augment.operations", ["Invert"]),
 ])
 def test_set_takes_toml_and_bare_words(text, key, value):
     override = parse_override(text)
@@ -630,6 +740,9 @@ def test_set_reaches_an_options_table_that_the_file_leaves_out(tmp_path):
     ("run.=3", "[run] has no key ''; valid: seed"),
     ("run.seed=x", "run.seed is 'x', expected an integer ≥ 0 and < 2^63"),
     ("engine.amp=fp6", "did you mean 'fp16'?"),
+    ('rand_augment.operations=["Rotat"]', "did you mean 'Rotate'?"),
+    ("optim.label_smoothing=0.1", "[optim] has no key 'label_smoothing'; valid: base_lr, betas, "
+     "clip_norm, eps, global_batch, lr_scaling, max_batch_per_process, weight_decay"),
     ("scedule.epochs=3", "'scedule'; did you mean 'schedule'?"),
     ("xyz.epochs=3", f"'xyz'; valid: {', '.join(sorted(SECTIONS))}"),
     ("name.x=3", f"'name'; valid: {', '.join(sorted(SECTIONS))}"),
@@ -732,7 +845,7 @@ def test_options_are_defaults_then_fixed_values_then_what_is_written():
 def test_options_of_a_class_are_those_of_its_constructor():
     model, fixed = MODELS["vit_tiny"]
     options = resolve(model, {"drop_path": 1}, where="x", fixed=fixed,
-                              given=("num_classes", "image_size"))
+                      given=("num_classes", "image_size"))
     assert options["embed_dim"] == 192 and options["pool"] == "class"
     assert options["drop_path"] == 1.0 and type(options["drop_path"]) is float
 
@@ -785,6 +898,7 @@ def test_an_option_where_there_are_none_is_not_answered_with_an_empty_list():
 @pytest.mark.parametrize("text", [
     "schedule.epochs=13", "optim.base_lr=0.001", "ema.decay=0.990", "data.image_size=[37, 41]",
     "optim.betas=[0.9, 0.999]", "data.root=pictures", "engine.compile=false",
+    'rand_augment.operations=["ShearX", "Invert", "Rotate"]', "augment.erase_area=[0.02, 0.41]",
     "init.options.rank=11", "init.options={rank=11}", "model.options.pool=mean"])
 def test_an_override_that_changes_nothing_is_no_difference(tmp_path, text):
     assert differences(load_recipe(saved(tmp_path)), [parse_override(text)]) == []

@@ -201,6 +201,46 @@ def test_resuming_what_is_not_there_is_one_line(train_program, tmp_path, capsys,
     assert message in error and error.count("\n") == 1
 
 
+def test_a_run_starts_from_another_runs_weights(train_program, small_run, tmp_path, capsys):
+    """At another resolution, from the average; a resumed run does not read them again."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert train_program.main(small_run(first)) == 0
+    capsys.readouterr()
+    how = dict(init__checkpoint=str(first), init__checkpoint_weights="ema", data__image_size="12",
+               checkpoint__keep_epochs="[0]")
+    train_program.StopRequest = StopBefore(5)
+    assert train_program.main(small_run(second, **how)) == 128 + signal.SIGTERM
+    assert "tensors loaded; pos_embed 2×2 → 3×3 resized" in capsys.readouterr().out
+    before, after = checkpoint(first)["ema"]["model"], checkpoint(second, "epoch_0000.pt")["model"]
+    assert after["pos_embed"].shape == (1, 9, 12)
+    for name, value in before.items():
+        assert name == "pos_embed" or torch.equal(after[name], value)
+    (first / "last.pt").unlink()
+    train_program.StopRequest = StopBefore(10**6)
+    assert train_program.main(["--resume", str(second)]) == 0
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(init__checkpoint="nowhere.pt"), "nowhere.pt: no such checkpoint"),
+    (dict(init__checkpoint_weights="EMA"), 'one of "model", "ema"'),
+    (dict(optim__max_batch_per_process="1"), "[mix] finds no partners in micro-batches of one"),
+])
+def test_what_cannot_be_started_is_one_line(train_program, small_run, tmp_path, capsys, changes,
+                                            message):
+    assert train_program.main(small_run(tmp_path / "run", **changes)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_repeated_views_let_a_tiny_set_fill_a_batch(train_program, small_run, tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert train_program.main(small_run(folder, optim__global_batch="60", augment__repeats="3",
+                                        schedule__epochs="2")) == 0
+    assert "steps   1 an epoch × 2 epochs = 2" in capsys.readouterr().out
+    assert checkpoint(folder)["step"] == 2
+
+
 def test_a_dry_run_shows_everything_and_writes_nothing(train_program, small_run, tmp_path, capsys,
                                                        monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -258,7 +298,8 @@ def test_a_diverging_run_ends_and_leaves_the_last_good_checkpoint(
 
 
 def test_a_global_batch_that_cannot_be_is_one_line(train_program, small_run, tmp_path, capsys):
-    assert train_program.main(small_run(tmp_path / "run", optim__global_batch="52")) == 2
+    assert train_program.main(small_run(tmp_path / "run", optim__global_batch="52",
+                                        augment__repeats="1")) == 2
     error = capsys.readouterr().err
     assert "51 images, fewer than optim.global_batch = 52" in error and error.count("\n") == 1
 
@@ -283,10 +324,14 @@ def test_what_does_not_fit_together_is_one_line(train_program, small_run, tmp_pa
 
 
 def test_two_processes_equal_one(train_program, small_run, repository, tmp_path):
-    """The same global batches, stochastic depth included: weights within 1e-5 a step."""
+    """The same global batches, stochastic depth included: weights within 1e-5 a step.
+
+    Without mixing, whose partners stay within a micro-batch.
+    """
     one, two = tmp_path / "one", tmp_path / "two"
-    assert train_program.main(small_run(one)) == 0
-    result = subprocess.run([*TORCHRUN, str(repository / "train.py"), *small_run(two)],
+    assert train_program.main(small_run(one, mix__probability="0")) == 0
+    result = subprocess.run([*TORCHRUN, str(repository / "train.py"),
+                             *small_run(two, mix__probability="0")],
                             capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     assert "12 = 2 process(es) × 2 micro-batch(es) × 3 images" in result.stdout
@@ -306,6 +351,24 @@ def test_two_processes_equal_one(train_program, small_run, repository, tmp_path)
     assert evaluated["model"]["images"] == 21
     assert evaluated["model"]["top1"] == pytest.approx(metrics(two)[-1]["val_top1"])
     assert evaluated["ema"]["top1"] == pytest.approx(metrics(two)[-1]["ema_top1"])
+
+
+def test_the_first_fifty_losses_of_two_processes_equal_one_processs(train_program, small_run,
+                                                                    repository, tmp_path):
+    """Each epoch is one step here, so that the metrics hold the loss of every step."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    changes = dict(mix__probability="0", optim__global_batch="34", optim__max_batch_per_process="17",
+                   schedule__epochs="50", schedule__warmup_epochs="5", eval__every_epochs="50",
+                   checkpoint__every_epochs="50")
+    assert train_program.main(small_run(one, **changes)) == 0
+    result = subprocess.run([*TORCHRUN, str(repository / "train.py"), *small_run(two, **changes)],
+                            capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert "34 = 2 process(es) × 1 micro-batch(es) × 17 images" in result.stdout
+    losses = [[row["train_loss"] for row in metrics(folder)] for folder in (one, two)]
+    assert len(losses[0]) == 50
+    for step, (ours, theirs) in enumerate(zip(*losses)):
+        assert theirs == pytest.approx(ours, abs=1e-5 * (step + 1)), step
 
 
 def test_a_broken_picture_in_a_worker_ends_the_program_at_once(small_run, repository, picture_tree,

@@ -109,7 +109,7 @@ def fresh_recipe(args: argparse.Namespace, recipes: Path, say: Callable[[str], N
         set_aside = {name: value for name, value in options.items() if name not in known}
         if set_aside:
             kept = {name: value for name, value in options.items() if name in known}
-            changes.insert(0, Override("init.options", kept, f"--init {args.init}"))
+            changes.insert(0, Override("init.options", kept, str(path)))     # the file wrote them
             say(f"--init {args.init} has none of these options of the recipe, which are set aside: "
                 f"{to_toml(set_aside)}")
     return resolve_recipe(path, changes)

@@ -37,15 +37,20 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 
 def nearest_choice(value: Any, kind: Any) -> str:
-    """The hint of `nearest` where `kind` is a choice of words and one of them is near, else ''."""
+    """The hint of `nearest` where `kind` is a choice of words, or a list of them, and one is near.
+
+    Of a list, the first word that is no choice is looked at, and named.
+    """
+    named = ""
     if typing.get_origin(kind) is tuple and isinstance(value, list):
-        kind = typing.get_args(kind)[0]              # a list of choices: the first that is none
+        kind = typing.get_args(kind)[0]
         value = next((item for item in value if item not in typing.get_args(kind)), None)
+        named = f"; {shown(value)} is none of them"
     choices = [choice for choice in typing.get_args(kind) if isinstance(choice, str)]
     if typing.get_origin(kind) is not Literal or not isinstance(value, str):
         return ""
     close = difflib.get_close_matches(value, choices, n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    return named + (f"; did you mean '{close[0]}'?" if close else "")
 
 
 def shown(value: Any) -> str:

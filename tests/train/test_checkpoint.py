@@ -91,3 +91,19 @@ def test_a_misfit_names_both_sides_and_changes_nothing(tmp_path):
 def test_a_checkpoint_without_a_model_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="no model in it"):
         model_state({"step": 3}, tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("state", [{"model": {"w": torch.ones(2)}, "ema": None},
+                                   {"model": {"w": torch.ones(2)}, "ema": {}}])
+def test_the_average_of_a_run_without_one_is_an_error(tmp_path, state):
+    with pytest.raises(CheckpointError, match=r"a\.pt: no model in it; .* key 'ema'") as error:
+        model_state(state, tmp_path / "a.pt", "ema")
+    assert "\n" not in str(error.value)
+
+
+def test_the_average_is_not_the_model(tmp_path):
+    state = {"model": {"w": torch.ones(2)},
+             "ema": {"model": {"module.w": torch.zeros(2)}, "updates": 3}}
+    for name, value in (("model", 1.0), ("ema", 0.0)):
+        tensors = model_state(state, tmp_path / "a.pt", name)
+        assert list(tensors) == ["w"] and (tensors["w"] == value).all()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import vitinit
+from vitinit.data.mix import smooth_one_hot
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models.layers import draw_keep
 from vitinit.train.distributed import Processes
@@ -19,9 +21,9 @@ from vitinit.train.optim import adamw
 
 CPU = torch.device("cpu")
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=CPU)
-GLOBAL_BATCH, STEPS = 12, 5
-# A key's bias has a zero gradient (softmax ignores what is added to a whole row), which is a rounding
-# error in practice. With AdamW's usual eps of 1e-8 that error would be scaled up to a full step.
+GLOBAL_BATCH, STEPS, CLASSES = 12, 5, 7
+# A key's bias has a zero gradient (softmax ignores what is added to a whole row), which is a
+# rounding error in practice. AdamW's usual eps of 1e-8 would scale that error up to a full step.
 EPS = 1e-4
 
 
@@ -38,7 +40,7 @@ class Request:
 
 
 def small_model(drop_path: float = 0.0) -> torch.nn.Module:
-    model = vitinit.build_model("vit_tiny", num_classes=7, image_size=8, patch_size=4,
+    model = vitinit.build_model("vit_tiny", num_classes=CLASSES, image_size=8, patch_size=4,
                                 embed_dim=12, depth=2, num_heads=3, drop_path=drop_path)
     vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
     return model
@@ -51,13 +53,32 @@ def batches(micro_batch: int, bad_step: int | None = None):
         images = torch.randn(GLOBAL_BATCH, 3, 8, 8, generator=generator)
         if step == bad_step:
             images[3] = float("nan")
-        labels = torch.randint(7, (GLOBAL_BATCH,), generator=generator)
+        labels = torch.randint(CLASSES, (GLOBAL_BATCH,), generator=generator)
         yield list(zip(images.split(micro_batch), labels.split(micro_batch)))
+
+
+def soft_batches(micro_batch: int):
+    """The same with a random distribution over the classes for each image, not a label."""
+    generator = torch.Generator().manual_seed(2)
+    for parts in batches(micro_batch):
+        yield [(images, torch.randn(len(images), CLASSES, generator=generator)
+                .softmax(dim=1)) for images, _ in parts]
+
+
+def soft(batch, step: int, micro_step: int, *, smoothing: float = 0.1):
+    """A batch with labels, prepared."""
+    images, labels = batch
+    return images, smooth_one_hot(labels, CLASSES, smoothing)
+
+
+def as_it_is(batch, *_):
+    """A batch that is prepared already."""
+    return batch
 
 
 def trained(micro_batch: int = GLOBAL_BATCH, *, drop_path: float = 0.0, amp: str = "off",
             clip_norm: float = 0.0, scaler=None, ema_decay: float = 0.0, steps=None,
-            lr_at=lambda step: 1e-2, stop=None, count: int = STEPS, progress=None):
+            lr_at=lambda step: 1e-2, stop=None, count: int = STEPS, progress=None, prepare=soft):
     """Train; returns (model, progress, ema, what was yielded)."""
     model, progress = small_model(drop_path), progress or Progress()
     ema = Ema(model, decay=ema_decay, warmup=False) if ema_decay else None
@@ -69,12 +90,13 @@ def trained(micro_batch: int = GLOBAL_BATCH, *, drop_path: float = 0.0, amp: str
                          keyed_generator(0, Stream.DROP_PATH, step))
     yielded = list(train_epoch(
         model=model, forward=model, steps=iter(steps or batches(micro_batch)), count=count,
-        prepare=lambda batch: batch, progress=progress, lr_at=lr_at, keep_at=keep_at,
+        prepare=prepare, progress=progress, lr_at=lr_at, keep_at=keep_at,
         positions=lambda micro: slice(micro * micro_batch, (micro + 1) * micro_batch),
         optimizer=adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
         scaler=scaler or torch.amp.GradScaler("cpu", enabled=False), ema=ema, amp=amp,
-        clip_norm=clip_norm, label_smoothing=0.1, processes=ALONE, stop=stop or Request(),
-        save_due=lambda step: False, data_errors=(KeyError,), bar=ProgressBar("x", STEPS, shown=False)))
+        clip_norm=clip_norm, processes=ALONE, stop=stop or Request(),
+        save_due=lambda step: False, data_errors=(KeyError,),
+        bar=ProgressBar("x", STEPS, shown=False)))
     return model, progress, ema, yielded
 
 
@@ -83,7 +105,9 @@ def assert_close(first: torch.nn.Module, second: torch.nn.Module, atol: float) -
         torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=lambda m: f"{name}: {m}")
 
 
-def test_it_is_the_loop_that_one_would_write_by_hand():
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_it_is_the_loop_that_one_would_write_by_hand(smoothing):
+    """With hard targets, whose loss is the plain cross entropy of the labels, and smoothed ones."""
     model = small_model()
     optimizer = torch.optim.AdamW([
         {"params": [p for n, p in model.named_parameters()
@@ -93,16 +117,62 @@ def test_it_is_the_loop_that_one_would_write_by_hand():
         lr=1e-2, betas=(0.9, 0.99), eps=EPS)
     losses = []
     for [(images, labels)] in batches(GLOBAL_BATCH):
-        loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
+        loss = F.cross_entropy(model(images), labels, label_smoothing=smoothing)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         losses.append(loss.item())
-    ours, progress, _, yielded = trained(clip_norm=0.5)
+    ours, progress, _, yielded = trained(clip_norm=0.5, prepare=partial(soft, smoothing=smoothing))
     assert_close(ours, model, atol=1e-6)
     assert progress.loss_sum == pytest.approx(sum(losses), rel=1e-6)
     assert progress.step == STEPS and yielded == []
+
+
+@pytest.mark.parametrize("micro_batch", [GLOBAL_BATCH, 4])
+def test_the_loss_is_the_mean_of_minus_target_times_log_softmax(micro_batch):
+    """And so is its gradient: a step of plain SGD equals one in float64, the formula as written."""
+    by_hand, losses = small_model().double(), []
+    for parts in soft_batches(micro_batch):
+        images, targets = (torch.cat(side).double() for side in zip(*parts))
+        logits = by_hand(images)
+        log_softmax = logits - logits.exp().sum(dim=1, keepdim=True).log()
+        losses.append(-(targets * log_softmax).sum() / GLOBAL_BATCH)
+
+    # At a rate of 0 the weights stay, and every step's loss is that of the first weights.
+    frozen, progress, *_ = trained(micro_batch, steps=soft_batches(micro_batch), prepare=as_it_is,
+                                   lr_at=lambda step: 0.0)
+    assert_close(frozen, small_model(), atol=0)
+    assert progress.loss_sum == pytest.approx(sum(losses).item(), rel=1e-6)
+
+    losses[0].backward()
+    with torch.no_grad():
+        for parameter in by_hand.parameters():
+            parameter -= 0.3 * parameter.grad
+    model = small_model()
+    list(train_epoch(
+        model=model, forward=model, steps=soft_batches(micro_batch), count=1, prepare=as_it_is,
+        progress=Progress(), lr_at=lambda step: 0.3, keep_at=lambda step: None,
+        positions=lambda micro: slice(None), optimizer=torch.optim.SGD(model.parameters()),
+        scaler=torch.amp.GradScaler("cpu", enabled=False), ema=None, amp="off", clip_norm=0.0,
+        processes=ALONE, stop=Request(), save_due=lambda step: False, data_errors=(KeyError,),
+        bar=ProgressBar("x", 1, shown=False)))
+    assert_close(model, by_hand.float(), atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [0, 40])
+def test_each_micro_batch_is_prepared_under_its_own_step_and_micro_step(first):
+    """Counted from the start of the run, so that a resumed one goes on with the same draws."""
+    prepared, all_steps = [], list(batches(4))
+
+    def prepare(batch, step: int, micro_step: int):
+        prepared.append((batch[0], step, micro_step))
+        return soft(batch, step, micro_step)
+    trained(4, steps=all_steps, prepare=prepare, progress=Progress(step=first))
+    assert [place for _, *place in prepared] == [
+        [step, micro_step] for step in range(first, first + STEPS) for micro_step in range(3)]
+    for images, step, micro_step in prepared:
+        assert images is all_steps[step - first][micro_step][0]
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 4, 6])
@@ -190,12 +260,12 @@ def test_checkpoints_are_asked_for_when_due_with_complete_sums():
     model = small_model()
     for number in train_epoch(
             model=model, forward=model, steps=batches(GLOBAL_BATCH), count=STEPS,
-            prepare=lambda batch: batch, progress=progress, lr_at=lambda step: 1e-2,
+            prepare=soft, progress=progress, lr_at=lambda step: 1e-2,
             keep_at=lambda step: None, positions=lambda micro: slice(None),
             optimizer=adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
             scaler=torch.amp.GradScaler("cpu", enabled=False), ema=None, amp="off", clip_norm=0.0,
-            label_smoothing=0.1, processes=ALONE, stop=Request(), save_due=due,
-            data_errors=(KeyError,), bar=ProgressBar("x", STEPS, shown=False)):
+            processes=ALONE, stop=Request(), save_due=due, data_errors=(KeyError,),
+            bar=ProgressBar("x", STEPS, shown=False)):
         sums.append((number, progress.step, progress.loss_sum))
     assert [(number, step) for number, step, _ in sums] == [(0, 2), (0, 4)]
     assert 0 < sums[0][2] < sums[1][2] < progress.loss_sum
@@ -216,7 +286,7 @@ def test_broken_data_is_raised_by_evaluation():
         yield torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.long)
         raise KeyError("picture 7")
     with pytest.raises(KeyError, match="picture 7"):
-        evaluate([small_model()], broken(), prepare=lambda batch: batch, amp="off",
+        evaluate([small_model()], broken(), prepare=as_it_is, amp="off",
                  processes=ALONE, data_errors=(KeyError,), bar=ProgressBar("x", 1, shown=False))
 
 
@@ -230,7 +300,7 @@ def test_evaluation_counts_every_image_once_whatever_the_batches():
     for size in (31, 7, 4):
         other, result = evaluate([small_model(), model],
                                  zip(images.split(size), labels.split(size)),
-                                 prepare=lambda batch: batch, amp="off", processes=ALONE,
+                                 prepare=as_it_is, amp="off", processes=ALONE,
                                  data_errors=(KeyError,), bar=ProgressBar("x", 1, shown=False))
         assert result.images == 31 and other.loss != result.loss
         assert result.top1 == pytest.approx(100 * (logits.argmax(1) == labels).double().mean()
@@ -243,6 +313,6 @@ def test_of_fewer_than_five_classes_all_are_in_the_top_five():
     model = vitinit.build_model("vit_tiny", num_classes=3, image_size=8, patch_size=4,
                                 embed_dim=12, depth=1, num_heads=3)
     result, = evaluate([model], [(torch.randn(5, 3, 8, 8), torch.arange(5) % 3)],
-                       prepare=lambda batch: batch, amp="off", processes=ALONE,
+                       prepare=as_it_is, amp="off", processes=ALONE,
                        data_errors=(KeyError,), bar=ProgressBar("x", 1, shown=False))
     assert result.top5 == 100.0

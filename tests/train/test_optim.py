@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 import vitinit
+from vitinit.recipe import load_recipe
 from vitinit.train.optim import adamw, learning_rate, parameter_groups, scaled_lr
 
 DEIT = dict(peak=1e-3, epochs=300, warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5)
@@ -62,6 +65,22 @@ def test_epoch_stepping_gives_deits_check_values(epoch, expected):
 def test_small_data_check_values(epoch, expected):
     value = learning_rate(epoch * 97, steps_per_epoch=97, step_on="epoch", **SMALL_DATA)
     assert value == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_trace_of_deit_base_is_the_published_schedule(repository):
+    """From the recipe's own values: every one of 300 epochs, transcribed from DeiT's formulas."""
+    recipe = load_recipe(repository / "recipes" / "deit_base.toml")
+    schedule, steps = recipe.schedule, 1_281_167 // recipe.optim.global_batch
+    peak = scaled_lr(recipe.optim.base_lr, recipe.optim.lr_scaling, recipe.optim.global_batch)
+    assert (schedule.epochs, schedule.cooldown_epochs, steps) == (300, 0, 1251)
+    for epoch in range(300):
+        expected = (1e-6 + epoch * (1e-3 - 1e-6) / 5 if epoch < 5 else
+                    1e-5 + 0.5 * (1e-3 - 1e-5) * (1 + math.cos(math.pi * epoch / 300)))
+        for step in (epoch * steps, (epoch + 1) * steps - 1):
+            assert learning_rate(step, steps_per_epoch=steps, peak=peak, epochs=schedule.epochs,
+                                 warmup_epochs=schedule.warmup_epochs, min_lr=schedule.min_lr,
+                                 warmup_lr=schedule.warmup_lr, step_on=schedule.step_on
+                                 ) == pytest.approx(expected, rel=1e-12)
 
 
 def test_update_stepping_agrees_at_epoch_boundaries_and_moves_between():

@@ -84,14 +84,17 @@ def load(path: Path) -> dict[str, Any]:
 def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> dict[str, Tensor]:
     """The model's tensors in a checkpoint, names cleaned of wrappers' prefixes.
 
-    name: "model" or "ema". A checkpoint without that key counts as a bare state dict.
+    name: "model", or "ema", which DeiT and timm call "model_ema". A checkpoint with none of these
+    keys counts as a bare state dict, a model's. Raises CheckpointError if it has no such part.
     """
-    tensors = state.get(name, state) or {}          # the average of a run without one is None
-    if name == "ema" and "model" in tensors:
-        tensors = tensors["model"]
+    if name == "ema":
+        tensors = state.get("ema", state.get("model_ema")) or {}         # None: a run without one
+        tensors = tensors.get("model", tensors)
+    else:
+        tensors = state.get("model", state)
     if not tensors or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise CheckpointError(f"{path}: no model in it; expected a state dict, or one under the "
-                              f"key '{name}'")
+        raise CheckpointError(f"{path}: no model in it; expected a state dict under the key "
+                              f"'{name}'" + (", or a bare one" if name == "model" else ""))
     return {_without_prefixes(key): value for key, value in tensors.items()}
 
 

@@ -20,7 +20,7 @@ PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # tokens that stand
 class Transfer:
     """What became of a checkpoint's tensors and of the model's."""
 
-    loaded: list[str]           # copied as they are
+    loaded: list[str]           # copied, as their shapes agree
     resized: list[str]          # "pos_embed 14×14 → 24×24"
     dropped: list[str]          # in the checkpoint, not used
     kept: list[str]             # in the model, as its init drew them
@@ -84,15 +84,15 @@ def _fitted_code(own: Tensor, code: Tensor, tensors: Mapping[str, Tensor], model
     before = sum(tensors[name].shape[1] for name in PREFIX_TOKENS if name in tensors)
     count = code.shape[1] - before
     if grid is None:
-        side = round(count ** 0.5)
+        side = round(max(count, 0) ** 0.5)
         grid = (side, side)
-    if grid[0] * grid[1] != count:
-        if code.shape == own.shape:                  # no square, but it fits as it is
+    ours = model.num_prefix_tokens
+    if count < 1 or grid[0] * grid[1] != count:
+        if code.shape == own.shape and before == ours:   # no square, but it fits as it is
             return code, ""
         raise CheckpointError(f"{path}: pos_embed has codes for {count} patches, which is no "
                               f"{grid[0]}×{grid[1]} grid; it cannot be resized")
     prefix, patches = code[:, :before], code[:, before:]
-    ours = model.num_prefix_tokens
     prefix = torch.cat([prefix[:, :ours], own[:, prefix.shape[1]:ours].to(prefix)], dim=1)
     change = ""
     if grid != model.grid:
