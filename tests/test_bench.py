@@ -18,7 +18,7 @@ from vitinit.models.attention import attention_weights
 
 @pytest.fixture(autouse=True)
 def threads():
-    """The decode bench sets one thread, as a loader's worker does."""
+    """The loader bench sets one thread, as a loader's worker does."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -42,21 +42,42 @@ def test_forward_flops_are_those_of_the_matrix_products():
     assert bench.forward_flops(model, torch.zeros(batch, 3, 20, 20)) == expected
 
 
-def test_decoding_is_compared_with_pillow(monkeypatch, capsys, picture_tree):
-    printed = run(monkeypatch, capsys, "decode", "--data-dir", picture_tree, "--image-size", 8)
-    assert "72 pictures" in printed                 # 3 × (17 + 7)
-    assert re.search(r"ours is \d+\.\d\d × Pillow's and \d+ % of decoding alone", printed)
+def test_the_loader_is_measured_beside_torchvisions_pipeline(monkeypatch, capsys, picture_tree):
+    printed = run(monkeypatch, capsys, "loader", "--data-dir", picture_tree, "--image-size", 8)
+    assert "72 pictures to 8 px" in printed         # 3 × (17 + 7)
+    assert re.search(r"workers' part.* % of decoding alone, \d+\.\d\d × torchvision's", printed)
+    assert re.search(r"µs an image between processes", printed)
+    assert re.search(r"torchvision's whole pipeline on Pillow +\d+$", printed.strip())
+
+
+def test_keys_of_the_bench_go_round_the_pictures_in_new_views():
+    keys = [key for some in bench.batches_of_keys(7, 5, 3) for key in some]
+    assert len(keys) == len(set(keys)) == 15
+    assert [(key.index, key.repeat) for key in keys[6:9]] == [(6, 0), (0, 1), (1, 1)]
 
 
 def test_a_folder_without_pictures_is_one_line(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit, match="no pictures in"):
-        run(monkeypatch, capsys, "decode", "--data-dir", tmp_path)
+        run(monkeypatch, capsys, "loader", "--data-dir", tmp_path)
+
+
+def test_the_devices_part_is_measured(monkeypatch, capsys):
+    printed = run(monkeypatch, capsys, "augment", "--batch", 3, "--image-size", 16)
+    for part in ("RandAugment", "normalise", "erase", "mixup", "all, as in training"):
+        assert re.search(rf"^{part} +\d+\.\d\d$", printed, flags=re.MULTILINE)
 
 
 def test_a_step_is_measured(monkeypatch, capsys):
     printed = run(monkeypatch, capsys, "step", "--model", "vit_tiny", "--batch", 2, "--image-size",
                   32, "--amp", "off")
     assert re.search(r"\d images/s, .* ms a step, peak memory \d", printed)
+
+
+def test_a_step_fed_from_files_is_compared_with_the_synthetic_one(monkeypatch, capsys,
+                                                                  picture_tree):
+    printed = run(monkeypatch, capsys, "step", "--model", "vit_tiny", "--batch", 2, "--image-size",
+                  32, "--amp", "off", "--data-dir", picture_tree, "--workers", 1)
+    assert re.search(r"from 72 files with 1 workers: .* [+-]\d+\.\d % of the synthetic", printed)
 
 
 def test_inits_are_measured_against_the_transcription(monkeypatch, capsys):

@@ -67,3 +67,33 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(SystemExit, match=r"needs matplotlib: pip install 'vitinit\[figures\]'"):
         run(monkeypatch, "kernels", "--out", tmp_path / "x.png")
+
+
+def test_operations_show_the_photograph_and_what_each_makes_of_it(monkeypatch, tmp_path):
+    """A picture of one colour: what a tile's centre looks like is the operation's formula."""
+    picture, out = tmp_path / "plain.png", tmp_path / "operations.png"
+    Image.new("RGB", (37, 31), (200, 100, 40)).save(picture)
+    run(monkeypatch, "operations", picture, "--out", out)
+    sheet = np.asarray(Image.open(out).convert("RGB")).astype(int)
+    assert sheet.shape[0] > sheet.shape[1] > 500
+    colours = {tuple(colour) for colour in sheet.reshape(-1, 3).tolist()}
+    assert {(200, 100, 40),                          # the original
+            (55, 155, 215),                          # inverted; solarised above 26, too
+            (128, 0, 0),                             # posterised to one bit
+            (200, 199, 139),                         # 99 added below 128
+            (255, 181, 72),                          # 1.81 times as bright
+            (124, 116, 104)} <= colours              # what comes in from outside
+
+
+def test_batches_are_shown_in_shares_and_repeat_by_seed(monkeypatch, tmp_path, picture_tree):
+    files = [tmp_path / f"{name}.png" for name in ("a", "b", "c")]
+    for out, seed in zip(files, (0, 0, 1)):
+        run(monkeypatch, "batch", "--data-dir", picture_tree, "--seed", seed, "--out", out)
+    one, two, three = (np.asarray(Image.open(path)) for path in files)
+    assert np.array_equal(one, two) and not np.array_equal(one, three)
+    assert one.shape[1] > 2 * one.shape[0]
+
+
+def test_a_folder_without_pictures_is_one_line(monkeypatch, tmp_path):
+    with pytest.raises(SystemExit, match="no pictures in it"):
+        run(monkeypatch, "batch", "--data-dir", tmp_path, "--out", tmp_path / "a.png")

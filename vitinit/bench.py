@@ -1,16 +1,21 @@
 """Measurements: each against what a user would pick instead, as a ratio in the same run.
 
     python -m vitinit.bench init
-    python -m vitinit.bench decode --data-dir /data/imagenet
+    python -m vitinit.bench loader --data-dir /data/imagenet/train
+    python -m vitinit.bench augment
     python -m vitinit.bench step --model vit_base --batch 64 --amp bf16 --compile
+    python -m vitinit.bench step --model vit_base --batch 64 --amp bf16 --compile \\
+        --data-dir /data/imagenet/train --workers 16
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +24,16 @@ import torch.nn.functional as F
 from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from torchvision.transforms import InterpolationMode, RandomResizedCrop
+from torchvision import transforms
+from torchvision.transforms import InterpolationMode
 
-from .data.datasets import EXTENSIONS
-from .data.draw import SampleKey, draw_view
-from .data.images import crop_and_flip, decode_image
+from .data.augment import IMAGENET_MEAN, IMAGENET_STD, rand_augment
+from .data.datasets import LoosePictures
+from .data.draw import (CropAndFlip, Erasing, RandAugment, SampleKey, draw_for_device, stack_draws)
+from .data.images import DataError
+from .data.loader import TrainBatch, TrainViews, train_loader
+from .data.mix import Mix, Mixing, mix_images
+from .data.to_device import TrainToDevice
 from .filters import convolution_matrix, impulse_kernel, ordered_offsets
 from .init import init_weights
 from .init.impulse import normalised_code
@@ -86,37 +96,116 @@ def bench_init(name: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# decode
+# loader and augment
 # ---------------------------------------------------------------------------------------------
 
 
-def bench_decode(folder: Path, size: int) -> None:
-    """Images a second on one core: decoding, and decoding with a random resized crop."""
+def deit_views(source: LoosePictures, size: int) -> TrainViews:
+    """DeiT's augmentation, the workers' part; repeats count on where the pictures are used up."""
+    return TrainViews(source, seed=0, size=(size, size), crop=CropAndFlip(),
+                      rand_augment=RandAugment(), erasing=Erasing())
+
+
+def deit_device_part(device: torch.device, num_classes: int = 1000) -> TrainToDevice:
+    return TrainToDevice(device, mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=True,
+                         fill=RandAugment().fill, erase_fill="pixel", erase_after_mix=False,
+                         mixing=Mixing(), num_classes=num_classes, seed=0, rank=0)
+
+
+def torchvisions_pipeline(size: int) -> transforms.Compose:
+    """What a user would write instead, on Pillow; its RandAugment is milder than DeiT's."""
+    return transforms.Compose([
+        transforms.RandomResizedCrop(size, interpolation=InterpolationMode.BICUBIC),
+        transforms.RandomHorizontalFlip(), transforms.RandAugment(2, 9), transforms.ToTensor(),
+        transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+        transforms.RandomErasing(0.25, value="random")])
+
+
+def batches_of_keys(count: int, batch: int, batches: int) -> list[list[SampleKey]]:
+    """Keys that go through `count` pictures again and again."""
+    return [[SampleKey(0, place % count, place // count)
+             for place in range(number * batch, (number + 1) * batch)] for number in range(batches)]
+
+
+def bench_loader(folder: Path, size: int, batch: int = 50) -> None:
+    """Images a second and core: what workers do, what is left to the device, and torchvision's."""
     torch.set_num_threads(1)
-    paths = sorted(str(path) for path in folder.rglob("*")
-                   if path.suffix.lower() in EXTENSIONS)[:400]
-    if not paths:
-        raise SystemExit(f"vitinit.bench: no pictures in {folder}")
-    pillow_crop = RandomResizedCrop(size, interpolation=InterpolationMode.BICUBIC)
+    source = LoosePictures(folder, 400)
+    views, prepare = deit_views(source, size), deit_device_part(torch.device("cpu"))
+    pipeline = torchvisions_pipeline(size)
+    keys = batches_of_keys(len(source), batch, max(1, len(source) // batch))
+    count = batch * len(keys)
+    indices = [key.index for some in keys for key in some]
 
-    def ours(index: int, path: str) -> None:
-        picture = decode_image(path)
-        view = draw_view(SampleKey(0, index), *picture.shape[1:], seed=0, scale=(0.08, 1.0),
-                         ratio=(3 / 4, 4 / 3), padding=0, flip=0.5)
-        crop_and_flip(picture, view.box, view.flip, (size, size), "bicubic")
+    def rate(action: Callable[[], object]) -> float:
+        return count / best_seconds(action)
 
-    def pillows(index: int, path: str) -> None:
-        np.asarray(pillow_crop(Image.open(path).convert("RGB")))
+    def loaded(workers: int) -> Iterator[TrainBatch]:
+        return iter(train_loader(views, keys, workers=workers, pin_memory=False))
 
-    rates = {}
-    for label, work in (("decode alone", lambda index, path: decode_image(path)),
-                        ("decode, crop, flip", ours), ("Pillow: decode, crop", pillows)):
-        rates[label] = len(paths) / best_seconds(
-            lambda: [work(index, path) for index, path in enumerate(paths)])
-        print(f"{label:22} {rates[label]:7.0f} images/s/core")
-    print(f"ours is {rates['decode, crop, flip'] / rates['Pillow: decode, crop']:.2f} × Pillow's "
-          f"and {100 * rates['decode, crop, flip'] / rates['decode alone']:.0f} % of decoding alone "
-          f"({len(paths)} pictures)")
+    def theirs() -> None:
+        for index in indices:
+            pipeline(Image.open(source.paths[index]).convert("RGB"))
+
+    def ready_worker() -> Iterator[TrainBatch]:
+        """One worker that has started, but not worked ahead: the first batch was its warm-up."""
+        batches = iter(train_loader(views, keys[:1] + keys, workers=1, pin_memory=False))
+        next(batches)
+        return batches
+
+    decode = rate(lambda: [source.picture(index) for index in indices])
+    worker = rate(lambda: [None for _ in loaded(0)])
+    waiting = []
+    for _ in range(3):
+        batches = ready_worker()
+        began = time.perf_counter()
+        deque(batches, maxlen=0)
+        waiting.append(time.perf_counter() - began)
+    through = count / min(waiting)
+    whole = rate(lambda: [prepare(some, 0, number) for number, some in enumerate(loaded(0))])
+    pillow = rate(theirs)
+    print(f"{len(source)} pictures to {size} px in batches of {batch}, images/s/core, best of three\n"
+          f"decode alone                               {decode:6.0f}\n"
+          f"workers' part: + draws, crop, flip, stack  {worker:6.0f}   "
+          f"{100 * worker / decode:.0f} % of decoding alone, {worker / pillow:.2f} × torchvision's\n"
+          f"the same out of another process            {through:6.0f}   "
+          f"{1e6 / through - 1e6 / worker:+.0f} µs an image between processes\n"
+          f"whole: + RandAugment, normalise, erase, mix, here on the same core\n"
+          f"                                           {whole:6.0f}   {whole / pillow:.2f} × "
+          f"torchvision's\n"
+          f"torchvision's whole pipeline on Pillow     {pillow:6.0f}")
+
+
+def bench_augment(batch: int, size: int) -> None:
+    """Milliseconds of the device's part of DeiT's augmentation, noise images."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    prepare = deit_device_part(device)
+    rng = np.random.default_rng(0)
+    images = torch.from_numpy(rng.integers(0, 256, (batch, 3, size, size), dtype=np.uint8))
+    draws = stack_draws([draw_for_device(SampleKey(0, index), size, size, seed=0,
+                                         rand_augment=RandAugment(), erasing=Erasing())
+                         for index in range(batch)])
+    loaded = TrainBatch(images.to(device), torch.arange(batch, device=device) % 1000, draws)
+    floats = prepare.normalised(loaded.images)
+
+    def milliseconds(action: Callable[[], object]) -> float:
+        def waited() -> None:
+            action()
+            wait()
+        waited()
+        return 1e3 * best_seconds(waited)
+
+    parts = {
+        "RandAugment": lambda: rand_augment(loaded.images, draws, prepare.fill),
+        "normalise": lambda: prepare.normalised(loaded.images),
+        "erase": lambda: prepare.erased(floats, loaded),
+        "mixup": lambda: mix_images(floats, Mix(0.3, None)),
+        "all, as in training": lambda: prepare(loaded, 0, 0),
+    }
+    print(f"{batch}×3×{size}×{size} on {describe_device(device)}, ms, best of three")
+    for name, action in parts.items():
+        print(f"{name:20} {milliseconds(action):8.2f}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -133,8 +222,9 @@ def forward_flops(model: torch.nn.Module, images: torch.Tensor) -> float:
 
 
 def bench_step(name: str, *, batch: int, image_size: int, amp: str, compiled: bool,
-               warmup: int = 10, steps: int = 40) -> None:
-    """Forward, backward and AdamW on synthetic pictures, beside the matrix rate of the device."""
+               folder: Path | None, workers: int, warmup: int = 10, steps: int = 40) -> None:
+    """Forward, backward and AdamW on synthetic pictures, beside the matrix rate of the device; then
+    on pictures from files with DeiT's whole augmentation, if there are any."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         warmup, steps = 1, 3
@@ -145,26 +235,28 @@ def bench_step(name: str, *, batch: int, image_size: int, amp: str, compiled: bo
     model.to(device)
     optimizer = adamw(model, weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8)
     images = torch.randn(batch, 3, image_size, image_size, device=device)
-    labels = torch.arange(batch, device=device) % 1000
+    targets = torch.eye(1000, device=device)[torch.arange(batch, device=device) % 1000]
     flops = 3.0 * forward_flops(model, images)       # backward costs twice the forward
     forward = torch.compile(model) if compiled else model
 
-    def step() -> None:
+    def step(images: torch.Tensor, targets: torch.Tensor) -> None:
         with autocast(device, amp):
-            loss = F.cross_entropy(forward(images).float(), labels)
+            loss = F.cross_entropy(forward(images).float(), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    for _ in range(warmup):
-        step()
-    wait()
-    began = time.perf_counter()
-    for _ in range(steps):
-        step()
-    wait()
-    seconds = (time.perf_counter() - began) / steps
+    def seconds_a_step(batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> float:
+        for _ in range(warmup):
+            step(*next(batches))
+        wait()
+        began = time.perf_counter()
+        for _ in range(steps):
+            step(*next(batches))
+        wait()
+        return (time.perf_counter() - began) / steps
 
+    seconds = seconds_a_step(itertools.repeat((images, targets)))
     side = 8192 if device.type == "cuda" else 2048
     matrix = torch.randn(side, side, device=device, dtype=AMP_DTYPES[amp])
 
@@ -180,6 +272,14 @@ def bench_step(name: str, *, batch: int, image_size: int, amp: str, compiled: bo
           f"{peak_memory(device)}\n"
           f"{flops / seconds / 1e12:.2f} TFLOP/s, {100 * flops / seconds / matrix_rate:.0f} % of "
           f"this device's measured {matrix_rate / 1e12:.2f} TFLOP/s in a {side}³ {amp} product")
+    if folder is not None:
+        source, prepare = LoosePictures(folder, 100_000), deit_device_part(device)
+        loader = train_loader(deit_views(source, image_size),
+                              batches_of_keys(len(source), batch, warmup + steps),
+                              workers=workers, pin_memory=device.type == "cuda")
+        fed = seconds_a_step(prepare(some, number, 0) for number, some in enumerate(loader))
+        print(f"from {len(source)} files with {workers} workers: {batch / fed:.1f} images/s, "
+              f"{100 * (fed / seconds - 1):+.1f} % of the synthetic step")
 
 
 def main() -> None:
@@ -187,25 +287,35 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     benches = parser.add_subparsers(dest="bench", required=True)
     init = benches.add_parser("init", help="seconds of each init")
-    decode = benches.add_parser("decode", help="images a second and core, against Pillow")
-    decode.add_argument("--data-dir", type=Path, required=True)
-    decode.add_argument("--image-size", type=int, default=224)
+    loader = benches.add_parser("loader", help="images a second and core, against torchvision")
+    loader.add_argument("--data-dir", type=Path, required=True)
+    augment = benches.add_parser("augment", help="milliseconds of the device's part")
+    augment.add_argument("--batch", type=int, default=256)
+    for bench in (loader, augment):
+        bench.add_argument("--image-size", type=int, default=224)
     step = benches.add_parser("step", help="images a second of a training step")
     step.add_argument("--batch", type=int, default=64)
     step.add_argument("--image-size", type=int, default=224)
     step.add_argument("--amp", choices=list(AMP_DTYPES), default="bf16")
     step.add_argument("--compile", action="store_true")
+    step.add_argument("--data-dir", type=Path, help="also feed it from the pictures in this folder")
+    step.add_argument("--workers", type=int, default=os.cpu_count())
     for bench in (init, step):
         bench.add_argument("--model", choices=list(MODELS), default="vit_base")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {os.cpu_count()} cores")
-    if args.bench == "init":
-        bench_init(args.model)
-    elif args.bench == "decode":
-        bench_decode(args.data_dir, args.image_size)
-    else:
-        bench_step(args.model, batch=args.batch, image_size=args.image_size, amp=args.amp,
-                   compiled=args.compile)
+    try:
+        if args.bench == "init":
+            bench_init(args.model)
+        elif args.bench == "loader":
+            bench_loader(args.data_dir, args.image_size)
+        elif args.bench == "augment":
+            bench_augment(args.batch, args.image_size)
+        else:
+            bench_step(args.model, batch=args.batch, image_size=args.image_size, amp=args.amp,
+                       compiled=args.compile, folder=args.data_dir, workers=args.workers)
+    except DataError as error:
+        raise SystemExit(f"vitinit.bench: {error}") from None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Pictures: what an init makes of attention, and how runs went.
+"""Pictures: what an init makes of attention, how runs went, what augmentation does to images.
 
     python -m vitinit.figures kernels --out kernels.png
     python -m vitinit.figures curves RUN [RUN …] --out curves.png
+    python -m vitinit.figures operations photograph.jpg --out operations.png
+    python -m vitinit.figures batch --data-dir photographs --out batch.png
 
 Needs the extra `figures` (matplotlib). Colours are those of Okabe and Ito and of cividis, which
 colour-blind readers tell apart.
@@ -15,11 +17,18 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .data import shapes
-from .data.augment import normalise
+from .data.augment import (IMAGENET_MEAN, IMAGENET_STD, erase, normal_quantiles, normalise,
+                           rand_augment)
+from .data.datasets import LoosePictures
+from .data.draw import CropAndFlip, Draws, Erasing, Operation, RandAugment, SampleKey
+from .data.images import decode_image, resize_and_centre_crop
+from .data.loader import TrainViews, train_loader
+from .data.mix import Mixing, mix_images
 from .init import INITS, init_weights
 from .keys import Stream, keyed_generator
 from .mixing import mean_kernel, mixing_matrices
@@ -107,6 +116,58 @@ def draw_curves(out: Path, runs: list[Path]) -> None:
     figure.savefig(out, dpi=130)
 
 
+def draw_operations(out: Path, picture: Path, *, magnitude: float) -> None:
+    """One photograph under each of RandAugment's operations at one magnitude, sign +, bicubic."""
+    plt = pyplot()
+    image = resize_and_centre_crop(decode_image(str(picture)), (224, 224), 0.875, "bicubic")
+    settings, operations = RandAugment(), list(Operation)                # the first is NONE
+    arguments = [settings.argument(operation, magnitude, 1.0) for operation in operations]
+    column = (len(operations), 1)
+    draws = Draws(np.array(operations).reshape(column), np.array(arguments).reshape(column),
+                  np.full(column, True), erase_boxes=np.zeros((len(operations), 4), np.int64),
+                  noise_keys=np.zeros(len(operations), np.int64))
+    images = rand_augment(image.expand(len(operations), -1, -1, -1), draws, settings.fill)
+    figure, axes = plt.subplots(4, 4, figsize=(9.0, 9.7), layout="constrained")
+    for axis, tile, operation, argument in zip(axes.flat, images, operations, arguments):
+        axis.imshow(tile.permute(1, 2, 0).numpy())
+        axis.set_title(f"{operation.name} {argument:.3g}" if argument else
+                       operation.name if operation else "original", fontsize=9)
+        axis.set_axis_off()
+    figure.suptitle(f"RandAugment's operations at magnitude {magnitude:g}", fontsize=11)
+    figure.savefig(out, dpi=72)
+
+
+def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
+    """Two batches of six as a model sees them: DeiT's whole augmentation, by mixup and by cutmix."""
+    plt = pyplot()
+    source, size, count = LoosePictures(folder, 12), (224, 224), 6
+    settings = RandAugment()
+    views = TrainViews(source, seed=seed, size=size, crop=CropAndFlip(), rand_augment=settings,
+                       erasing=Erasing())
+    keys = [[SampleKey(0, (row * count + place) % len(source)) for place in range(count)]
+            for row in range(2)]
+    figure, axes = plt.subplots(2, count, figsize=(2.05 * count, 4.9), layout="constrained")
+    kinds = {"mixup": Mixing(cutmix_alpha=0.0), "cutmix": Mixing(mixup_alpha=0.0)}
+    batches = train_loader(views, keys, workers=0, pin_memory=False)
+    for step, (row, batch, (kind, mixing)) in enumerate(zip(axes, batches, kinds.items())):
+        mix = mixing.draw(keyed_generator(seed, Stream.MIX, step, 0, 0), *size)
+        images = rand_augment(batch.images, batch.draws, settings.fill)
+        images = erase(normalise(images, IMAGENET_MEAN, IMAGENET_STD), batch.draws, "pixel",
+                       normal_quantiles())
+        # Back to what eyes see; noise of erased boxes is cut off at black and white.
+        mixed = mix_images(images, mix) * torch.tensor(IMAGENET_STD).view(3, 1, 1)
+        mixed = (mixed + torch.tensor(IMAGENET_MEAN).view(3, 1, 1)).clamp(0, 1)
+        for place, (axis, tile) in enumerate(zip(row, mixed)):
+            axis.imshow(tile.permute(1, 2, 0).numpy())
+            axis.set_title(f"{mix.share:.2f} × {place + 1} + {1 - mix.share:.2f} × {count - place}",
+                           fontsize=9)
+            axis.set(xticks=[], yticks=[])
+        row[0].set_ylabel(kind, fontsize=10)
+    figure.suptitle("Two augmented batches: each image with its partner, targets in these shares",
+                    fontsize=11)
+    figure.savefig(out, dpi=72)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m vitinit.figures", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -120,15 +181,25 @@ def main() -> None:
     kernels.add_argument("--block", type=int, default=0)
     curves = figures.add_parser("curves", help="validation top-1 of runs by epoch")
     curves.add_argument("runs", nargs="+", type=Path)
-    for figure in (kernels, curves):
+    operations = figures.add_parser("operations", help="a photograph under each of RandAugment's")
+    operations.add_argument("picture", type=Path)
+    operations.add_argument("--magnitude", type=float, default=9.0)
+    batch = figures.add_parser("batch", help="batches after the whole augmentation")
+    batch.add_argument("--data-dir", type=Path, required=True, help="a folder with pictures in it")
+    batch.add_argument("--seed", type=int, default=0)
+    for figure in (kernels, curves, operations, batch):
         figure.add_argument("--out", type=Path, required=True, help="PNG file to write")
     args = parser.parse_args()
     try:
         if args.figure == "kernels":
             draw_kernels(args.out, inits=args.inits, embed_dim=args.embed_dim, block=args.block,
                          num_heads=args.num_heads, patch_size=args.patch_size)
-        else:
+        elif args.figure == "curves":
             draw_curves(args.out, args.runs)
+        elif args.figure == "operations":
+            draw_operations(args.out, args.picture, magnitude=args.magnitude)
+        else:
+            draw_batch(args.out, args.data_dir, seed=args.seed)
     except ValueError as error:
         sys.exit(f"vitinit.figures: {error}")
     print(f"wrote {args.out}")

@@ -15,7 +15,7 @@ import torchvision
 from PIL import Image
 
 from vitinit.data import datasets, shapes
-from vitinit.data.datasets import ImageFolder, download, open_split
+from vitinit.data.datasets import ImageFolder, LoosePictures, download, open_split
 from vitinit.data.images import DataError
 
 CIFAR_FILES = {          # name: (folder, training files, meta file, key of names, key of labels)
@@ -71,6 +71,16 @@ def test_hidden_folders_and_other_files_are_left_out(tmp_path):
     (tmp_path / "bee" / "notes.txt").write_text("bee")
     source = ImageFolder(tmp_path)
     assert source.classes == ["ant", "bee"] and len(source) == 2
+
+
+def test_loose_pictures_are_the_first_of_any_folders_and_have_one_class(tmp_path):
+    write_tree(tmp_path, "b/2.png", "a/x/1.png", "3.png", ".hidden/4.png")
+    (tmp_path / "notes.txt").write_text("no picture")
+    source = LoosePictures(tmp_path, 100)
+    assert [Path(path).name for path in source.paths] == ["3.png", "1.png", "2.png"]
+    assert source.labels.tolist() == [0, 0, 0] and source.picture(0).shape[0] == 3
+    assert len(LoosePictures(tmp_path, 2)) == 2
+    assert "no pictures in it" in refusal(LoosePictures, tmp_path / "none", 3)
 
 
 @pytest.mark.parametrize("folder", ["val", "test"])

@@ -15,19 +15,23 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.transforms import v2
+from torch import Tensor
 
 from vitinit.data.datasets import ImageFolder, PicturesInMemory
-from vitinit.data.draw import SampleKey, draw_view
+from vitinit.data.draw import (CropAndFlip, Draws, Erasing, RandAugment, SampleKey, draw_for_device,
+                               draw_view, stack_draws)
 from vitinit.data.images import DataError, crop_and_flip, resize_and_centre_crop
-from vitinit.data.loader import (GRACE_SECONDS, Batch, EvalViews, ToDevice, TrainViews, eval_loader,
-                                 steps, train_loader)
+from vitinit.data.loader import (GRACE_SECONDS, Batch, EvalViews, TrainBatch, TrainViews,
+                                 eval_loader, steps, train_loader)
 from vitinit.data.loader import _leave_signals_to_parent as leave_signals_to_parent
+from vitinit.data.mix import Mixing
 from vitinit.data.sampler import TrainSampler, plan_batches
+from vitinit.data.to_device import TrainToDevice
 
-SIZE = (11, 13)
-DRAWS = dict(seed=5, scale=(0.2, 1.0), ratio=(3 / 4, 4 / 3), padding=2, flip=0.5)
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SIZE, SEED = (11, 13), 5
+CROP = CropAndFlip(scale=(0.2, 1.0), padding=2, interpolation="random")
+RAND_AUGMENT = RandAugment(probability=0.7, interpolation="random")
+ERASING = Erasing(probability=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -49,39 +53,89 @@ def numbered(count: int) -> PicturesInMemory:
     return PicturesInMemory(torch.from_numpy(pictures), np.arange(count), [""] * count)
 
 
-def loader_of(source, *, workers: int, step: int = 0, epoch: int = 3, max_batch: int = 2):
-    """Epochs of three steps of six images; by default three micro-batches of two a step."""
-    views = TrainViews(source, size=SIZE, interpolation="bilinear", **DRAWS)
-    sampler = TrainSampler(len(source), plan_batches(6, max_batch, 1), rank=0, seed=5)
+def views_of(source, *, seed: int = SEED) -> TrainViews:
+    return TrainViews(source, seed=seed, size=SIZE, crop=CROP, rand_augment=RAND_AUGMENT,
+                      erasing=ERASING)
+
+
+def sampler_of(source, *, step: int = 0, epoch: int = 3, max_batch: int = 2, rank: int = 0,
+               world_size: int = 1, repeats: int = 2) -> TrainSampler:
+    """Epochs of three steps of six views; by default three micro-batches of two a step."""
+    sampler = TrainSampler(len(source), plan_batches(6, max_batch, world_size), rank=rank,
+                           seed=SEED, repeats=repeats)
     sampler.start(epoch=epoch, step=step)
-    return train_loader(views, sampler, workers=workers, pin_memory=False)
+    return sampler
 
 
-def copies(loader) -> list[Batch]:
-    return [Batch(images.clone(), labels.clone()) for images, labels in loader]
+def loader_of(source, *, workers: int = 0, **options: int):
+    return train_loader(views_of(source), sampler_of(source, **options), workers=workers,
+                        pin_memory=False)
 
 
-def equal(ours: list[Batch], theirs: list[Batch]) -> bool:
+def copies(loader) -> list:
+    return [batch._replace(images=batch.images.clone(), labels=batch.labels.clone())
+            for batch in loader]
+
+
+def parts(batch: Batch | TrainBatch) -> list[np.ndarray]:
+    draws = batch.draws if isinstance(batch, TrainBatch) else ()
+    return [np.asarray(part) for part in (batch.images, batch.labels, *draws)]
+
+
+def equal(ours: list, theirs: list) -> bool:
     return len(ours) == len(theirs) and all(
-        torch.equal(one, other) for pair in zip(ours, theirs) for one, other in zip(*pair))
+        np.array_equal(one, other) for pair in zip(ours, theirs)
+        for one, other in zip(*map(parts, pair), strict=True))
+
+
+def joined(batches: list[TrainBatch]) -> TrainBatch:
+    images, labels, draws = zip(*batches)
+    return TrainBatch(torch.cat(images), torch.cat(labels),
+                      Draws(*map(np.concatenate, zip(*draws))))
+
+
+def augmented(batches) -> tuple[Tensor, Tensor]:
+    """What the model would see of these batches without mixing: images and targets."""
+    prepare = TrainToDevice(torch.device("cpu"), mean=(0.5, 0.4, 0.3), std=(0.3, 0.2, 0.1),
+                            channels_last=False, fill=RAND_AUGMENT.fill, erase_fill=ERASING.fill,
+                            erase_after_mix=False, mixing=Mixing(probability=0.0), num_classes=3,
+                            seed=SEED, rank=0)
+    images, targets = zip(*(prepare(batch, 0, 0) for batch in batches))
+    return torch.cat(images), torch.cat(targets)
 
 
 def test_a_batch_holds_the_views_that_its_keys_name(folder):
-    sampler = TrainSampler(23, plan_batches(6, 2, 1), rank=0, seed=5)
-    sampler.start(epoch=3, step=0)
     expected = []
-    for keys in sampler:
-        views = []
+    for keys in sampler_of(folder):
+        images, labels, draws = [], [], []
         for key in keys:
             picture = folder.picture(key.index)
-            box, flip = draw_view(key, *picture.shape[1:], **DRAWS)
-            views.append(crop_and_flip(picture, box, flip, SIZE, "bilinear"))
-        expected.append(Batch(torch.stack(views), torch.tensor([folder.labels[key.index]
-                                                                for key in keys])))
-    batches = copies(loader_of(folder, workers=0))
+            view = draw_view(key, *picture.shape[1:], seed=SEED, crop=CROP)
+            images.append(crop_and_flip(picture, view.box, view.flip, SIZE, view.interpolation))
+            labels.append(folder.labels[key.index])
+            draws.append(draw_for_device(key, *SIZE, seed=SEED, rand_augment=RAND_AUGMENT,
+                                         erasing=ERASING))
+        expected.append(TrainBatch(torch.stack(images), torch.tensor(labels), stack_draws(draws)))
+    batches = copies(loader_of(folder))
     assert equal(batches, expected)
     assert batches[0].images.shape == (2, 3, *SIZE) and batches[0].images.dtype == torch.uint8
     assert batches[0].labels.dtype == torch.int64
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_draws_arrive_as_arrays_with_one_row_a_sample(folder, workers):
+    layout = Draws(operations=((2, 2), np.int64), arguments=((2, 2), np.float64),
+                   bicubic=((2, 2), np.bool_), erase_boxes=((2, 4), np.int64),
+                   noise_keys=((2,), np.int64))
+    for keys, batch in zip(sampler_of(folder), loader_of(folder, workers=workers), strict=True):
+        assert type(batch) is TrainBatch and type(batch.draws) is Draws
+        assert all(type(part) is np.ndarray for part in batch.draws)
+        assert Draws(*((part.shape, part.dtype) for part in batch.draws)) == layout
+        for row, key in enumerate(keys):
+            alone = draw_for_device(key, *SIZE, seed=SEED, rand_augment=RAND_AUGMENT,
+                                    erasing=ERASING)
+            for part, expected in zip(batch.draws, alone):
+                assert np.array_equal(part[row], expected)
 
 
 def test_batches_are_the_same_for_any_number_of_workers(folder):
@@ -91,17 +145,27 @@ def test_batches_are_the_same_for_any_number_of_workers(folder):
     assert equal(copies(loader_of(folder, workers=3)), without)
 
 
-def test_other_epochs_give_other_views_of_one_image(folder):
-    views = TrainViews(folder, size=SIZE, interpolation="bilinear", **DRAWS)
-    (one, label), (other, same_label) = views[SampleKey(0, 7)], views[SampleKey(1, 7)]
-    assert not torch.equal(one, other) and label == same_label
-    assert torch.equal(one, views[SampleKey(0, 7)][0])
+def test_other_epochs_and_repeats_give_other_views_of_one_image(folder):
+    views = views_of(folder)
+    one, label, draws = views[SampleKey(0, 7, 0)]
+    for key in (SampleKey(1, 7, 0), SampleKey(0, 7, 1)):
+        other, same_label, other_draws = views[key]
+        assert not torch.equal(one, other) and label == same_label
+        assert not np.array_equal(draws.arguments, other_draws.arguments)
+    assert torch.equal(one, views[SampleKey(0, 7, 0)][0])
+
+
+def test_another_seed_gives_other_views_and_draws(folder):
+    image, _, draws = views_of(folder)[SampleKey(0, 7)]
+    other, _, other_draws = views_of(folder, seed=SEED + 1)[SampleKey(0, 7)]
+    assert not torch.equal(image, other)
+    assert not np.array_equal(draws.arguments, other_draws.arguments)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_resuming_at_a_step_gives_the_tail_of_the_epoch(folder, step):
-    whole = copies(loader_of(folder, workers=0))
-    assert equal(copies(loader_of(folder, workers=0, step=step)), whole[3 * step:])
+    whole = copies(loader_of(folder))
+    assert equal(copies(loader_of(folder, step=step)), whole[3 * step:])
 
 
 def test_one_loader_with_workers_goes_through_epochs_as_fresh_ones_do(folder):
@@ -109,23 +173,80 @@ def test_one_loader_with_workers_goes_through_epochs_as_fresh_ones_do(folder):
     first = copies(loader)
     loader.batch_sampler.start(epoch=1, step=1)
     second = copies(loader)
-    assert equal(first, copies(loader_of(folder, workers=0, epoch=0)))
-    assert equal(second, copies(loader_of(folder, workers=0, epoch=1, step=1)))
+    assert equal(first, copies(loader_of(folder, epoch=0)))
+    assert equal(second, copies(loader_of(folder, epoch=1, step=1)))
 
 
 def test_an_epochs_micro_batches_make_up_its_larger_batches(folder):
-    small = [list(micro) for micro in steps(loader_of(folder, workers=0), accumulation=3)]
-    large = list(loader_of(folder, workers=0, max_batch=6))
+    small = [list(micro) for micro in steps(loader_of(folder), accumulation=3)]
+    large = list(loader_of(folder, max_batch=6))
     assert [len(micro_batches) for micro_batches in small] == [3, 3, 3]
-    together = [Batch(torch.cat([batch.images for batch in micro_batches]),
-                      torch.cat([batch.labels for batch in micro_batches]))
-                for micro_batches in small]
-    assert equal(together, large)
+    assert equal(list(map(joined, small)), large)
 
 
 def test_steps_without_accumulation_hold_one_batch_each(folder):
-    loader = loader_of(folder, workers=0, max_batch=6)
+    loader = loader_of(folder, max_batch=6)
     assert equal([only for only, in steps(loader, accumulation=1)], copies(loader))
+
+
+# ---------------------------------------------------------------------------------------------
+# What the model sees before mixing, to the bit
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def epoch(folder) -> tuple[Tensor, Tensor]:
+    """Three steps by one process without workers, in micro-batches of two."""
+    batches = copies(loader_of(folder))
+    draws = joined(batches).draws
+    assert (draws.operations > 0).sum() > 13 and (draws.erase_boxes[:, 2] > 0).sum() > 3
+    return augmented(batches)
+
+
+def test_an_epoch_is_augmented_and_no_two_of_its_views_are_the_same(folder, epoch):
+    """So that equal epochs below mean something."""
+    images, targets = epoch
+    plain, _ = augmented(batch._replace(draws=Draws(*map(np.zeros_like, batch.draws)))
+                         for batch in loader_of(folder))
+    assert images.shape == (18, 3, *SIZE) and targets.shape == (18, 3)
+    assert sum(not torch.equal(one, other) for one, other in zip(images, plain)) > 13
+    assert len(images.flatten(1).unique(dim=0)) == 18
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_an_epoch_is_the_same_for_any_number_of_workers(folder, epoch, workers):
+    images, targets = augmented(copies(loader_of(folder, workers=workers)))
+    assert torch.equal(images, epoch[0]) and torch.equal(targets, epoch[1])
+
+
+@pytest.mark.parametrize("world_size, max_batch", [(1, 1), (1, 3), (1, 6), (2, 1), (2, 3), (3, 2)])
+def test_an_epoch_is_the_same_for_any_number_of_processes_and_micro_batches(folder, epoch,
+                                                                            world_size, max_batch):
+    shares = [augmented(loader_of(folder, rank=rank, world_size=world_size, max_batch=max_batch))
+              for rank in range(world_size)]
+    for ours, whole in zip(zip(*shares), epoch):             # the images, then the targets
+        assert torch.equal(torch.stack(ours, dim=1).flatten(0, 1), whole)    # taking turns
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_that_is_resumed_is_the_same_from_there(folder, epoch, step, workers):
+    images, targets = augmented(copies(loader_of(folder, step=step, workers=workers)))
+    assert torch.equal(images, epoch[0][6 * step:]) and torch.equal(targets, epoch[1][6 * step:])
+
+
+def test_every_view_of_an_epoch_can_be_made_again_alone(folder, epoch):
+    keys = [key for keys in sampler_of(folder) for key in keys]
+    for key, image, target in zip(keys, *epoch, strict=True):
+        view, label, draws = views_of(folder)[key]
+        images, targets = augmented([TrainBatch(view[None], torch.tensor([label]),
+                                                stack_draws([draws]))])
+        assert torch.equal(images[0], image) and torch.equal(targets[0], target)
+
+
+# ---------------------------------------------------------------------------------------------
+# Evaluation
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5, 29])        # 29: more processes than images
@@ -155,19 +276,9 @@ def test_evaluation_batches_keep_the_order_of_the_source(folder):
     assert [len(batch.labels) for batch in batches] == [5, 5, 1]
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_to_device_normalises_as_torchvision_does(channels_last):
-    source = numbered(7)
-    batch = Batch(source.pictures, torch.from_numpy(source.labels))
-    prepare = ToDevice(torch.device("cpu"), mean=MEAN, std=STD, channels_last=channels_last)
-    images, labels = prepare(batch)
-    scaled = v2.functional.to_dtype(batch.images, torch.float32, scale=True)
-    expected = v2.functional.normalize(scaled, list(MEAN), list(STD))
-    assert images.dtype == torch.float32
-    torch.testing.assert_close(images, expected, rtol=0, atol=1e-6)
-    assert torch.equal(labels, batch.labels)
-    assert images.is_contiguous(memory_format=torch.channels_last) == channels_last
-    assert images.is_contiguous() != channels_last
+# ---------------------------------------------------------------------------------------------
+# Broken files, signals and exits
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -180,7 +291,7 @@ def test_a_broken_file_ends_the_epoch_with_its_name(tmp_path, workers):
     broken.write_bytes(broken.read_bytes()[:41])
     last_line = re.escape(f"{broken}: not a readable picture") + r"[^\n]*\n?\Z"
     with pytest.raises(DataError, match=last_line) as error:
-        copies(loader_of(ImageFolder(tmp_path), workers=workers))
+        copies(loader_of(ImageFolder(tmp_path), workers=workers, repeats=1))
     traceback.clear_frames(error.tb)             # they hold the loader, and the loader its worker
 
 
@@ -188,13 +299,13 @@ def test_an_epoch_goes_on_after_ctrl_c_and_one_sigterm_to_its_worker(folder):
     others = multiprocessing.active_children()
     loader = loader_of(folder, workers=1)
     batches = []
-    for images, labels in loader:
-        batches.append(Batch(images.clone(), labels.clone()))
+    for batch in loader:
+        batches.append(batch)
         if len(batches) == 2:
             worker, = set(multiprocessing.active_children()) - set(others)
             os.kill(worker.pid, signal.SIGINT)
             os.kill(worker.pid, signal.SIGTERM)
-    assert equal(batches, copies(loader_of(folder, workers=0)))
+    assert equal(batches, copies(loader_of(folder)))
 
 
 def test_a_worker_outlives_signals_for_a_while():
@@ -215,23 +326,26 @@ def test_a_worker_outlives_signals_for_a_while():
     assert worker.exitcode == 0
 
 
-@pytest.mark.parametrize("how", ["pass", "sys.exit(3)", "raise SystemExit(5)"])
-def test_a_program_that_leaves_a_loader_open_ends_at_once(folder, how):
+def test_programs_that_leave_a_loader_open_end_at_once(folder):
     """multiprocessing would wait for workers that outlive its SIGTERM."""
     root = Path(os.fsdecode(folder.paths[0])).parents[1]
     program = f"""
+import os
 import sys
 from vitinit.data.datasets import ImageFolder
 from vitinit.data.loader import EvalViews, eval_loader
 from pathlib import Path
 views = EvalViews(ImageFolder(Path({str(root)!r})), rank=0, world_size=1, size=(7, 7),
                   crop_pct=1.0, interpolation="bilinear")
-batches = iter(eval_loader(views, batch_size=2, workers=1, pin_memory=False))
-next(batches)
-{how}
+for ending in ("pass", "sys.exit(3)", "raise SystemExit(5)"):
+    if os.fork() == 0:               # each child is a program of its own, without the long imports
+        batches = iter(eval_loader(views, batch_size=2, workers=1, pin_memory=False))
+        next(batches)
+        exec(ending)
+        break
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True,
                             text=True, timeout=GRACE_SECONDS - 10)
-    assert result.returncode == {"p": 0, "s": 3, "r": 5}[how[0]]
-    assert result.stderr == ""
-
+    assert result.stdout.split() == ["0", "3", "5"]
+    assert result.returncode == 0 and result.stderr == ""

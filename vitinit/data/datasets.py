@@ -75,6 +75,26 @@ class ImageFolder:
         return decode_image(os.fsdecode(self.paths[index]))
 
 
+class LoosePictures:
+    """Every picture under `folder`, at most `count` of them, all of one nameless class.
+
+    For measurements and figures. Raises DataError if there is none.
+    """
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.paths = sorted(str(path) for path in Path(folder).rglob("*")
+                            if is_picture(str(path), folder))[:count]
+        if not self.paths:
+            raise DataError(f"{folder}: no pictures in it")
+        self.classes, self.labels = [""], np.zeros(len(self.paths), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def picture(self, index: int) -> Tensor:
+        return decode_image(self.paths[index])
+
+
 def is_picture(path: str, root: Path) -> bool:
     """By its ending; hidden files and folders (.ipynb_checkpoints, macOS' ._x.jpg) do not count."""
     parts = Path(path).relative_to(root).parts

@@ -185,7 +185,7 @@ class RandAugment:
                  for i, use in zip(chosen, applied)]
         arguments = [self.argument(code, min(max(magnitude, 0.0), MAX_MAGNITUDE), sign)
                      for code, magnitude, sign in zip(codes, magnitudes.tolist(), signs.tolist())]
-        return np.array(codes, dtype=np.int64), np.array(arguments), bicubic
+        return np.array(codes, np.int64), np.array(arguments, np.float64), bicubic
 
     def argument(self, operation: Operation, magnitude: float, sign: float) -> float:
         """An operation's argument at a magnitude in [0, 10]; sign: -1 or 1, where it has one."""

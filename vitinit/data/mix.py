@@ -1,7 +1,7 @@
 """Mixup and cutmix: every image of a micro-batch with its partner, and the targets likewise.
 
 The partner of image i is image B − 1 − i (the batch flipped), as in timm and DeiT; of an odd batch
-the middle one is its own partner and stays as it is. One draw serves a micro-batch.
+the middle one is its own partner, which changes nothing. One draw serves a micro-batch.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def mix_images(images: Tensor, mix: Mix) -> Tensor:
         return mixed
     if mix.share == 1.0:
         return images
-    mixed = images * mix.share + images.flip(0) * (1.0 - mix.share)
+    mixed = (images * mix.share).add_(images.flip(0) * (1.0 - mix.share))
     return mixed if images.is_floating_point() else mixed.round().to(images.dtype)
 
 

@@ -1,0 +1,304 @@
+"""Mixup and cutmix against timm's lines in plain Python, and the distributions they promise."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitinit.data.images import Box
+from vitinit.data.mix import (UNMIXED, Mix, Mixing, draw_box, mix_images, mix_targets,
+                              smooth_one_hot)
+
+KS_LIMIT = 1.95          # of the Kolmogorov-Smirnov distance, times √n: one in a thousand
+MIXUP_ONLY, CUTMIX_ONLY = Mixing(cutmix_alpha=0.0), Mixing(mixup_alpha=0.0)
+SIZES = [(224, 224), (31, 37), (47, 11), (1, 1), (2, 3), (1, 101)]
+MIXES = [UNMIXED, Mix(0.3137, None), Mix(0.5, None), Mix(0.0, None),
+         Mix(1.0 - 20 / 143, Box(3, 5, 4, 5)), Mix(0.0, Box(0, 0, 11, 13)),
+         Mix(1.0, Box(7, 2, 0, 3))]
+COUNTS = [1, 2, 5, 6]
+
+
+def draws(mixing: Mixing, count: int, height: int = 224, width: int = 224) -> list[Mix]:
+    rng = np.random.default_rng(7)
+    return [mixing.draw(rng, height, width) for _ in range(count)]
+
+
+def shares(mixing: Mixing, count: int) -> np.ndarray:
+    return np.array([mix.share for mix in draws(mixing, count)])
+
+
+def within(rate: float, expected: float, count: int) -> bool:
+    """Four standard errors of a share of `count` draws."""
+    return abs(rate - expected) <= 4 * math.sqrt(expected * (1 - expected) / count)
+
+
+def timms_box(rng: np.random.Generator, height: int, width: int, lam: float
+              ) -> tuple[int, int, int, int]:
+    """rand_bbox: rows from yl to below yh, columns from xl to below xh."""
+    ratio = np.sqrt(1 - lam)
+    cut_h, cut_w = int(height * ratio), int(width * ratio)
+    cy = rng.integers(0, height)
+    cx = rng.integers(0, width)
+    yl = np.clip(cy - cut_h // 2, 0, height)
+    yh = np.clip(cy + cut_h // 2, 0, height)
+    xl = np.clip(cx - cut_w // 2, 0, width)
+    xh = np.clip(cx + cut_w // 2, 0, width)
+    return yl, yh, xl, xh
+
+
+def timms_mix(rng: np.random.Generator, height: int, width: int, *, mixup_alpha: float = 0.8,
+              cutmix_alpha: float = 1.0, probability: float = 1.0, switch_probability: float = 0.5
+              ) -> Mix:
+    """_params_per_batch and cutmix_bbox_and_lam, where both kinds are on."""
+    if rng.random() >= probability:
+        return UNMIXED
+    if rng.random() < switch_probability:
+        lam = rng.beta(cutmix_alpha, cutmix_alpha)
+        yl, yh, xl, xh = timms_box(rng, height, width, lam)
+        return Mix(1.0 - (yh - yl) * (xh - xl) / float(height * width),
+                   Box(yl, xl, yh - yl, xh - xl))
+    return Mix(rng.beta(mixup_alpha, mixup_alpha), None)
+
+
+def pictures(count: int, dtype: torch.dtype) -> Tensor:
+    """(count, 3, 11, 13): all levels as bytes, N(0, 1) as floats."""
+    rng, shape = np.random.default_rng(count), (count, 3, 11, 13)
+    values = rng.integers(0, 256, shape) if dtype == torch.uint8 else rng.normal(size=shape)
+    return torch.from_numpy(values).to(dtype)
+
+
+def mixed_one_by_one(images: np.ndarray, mix: Mix) -> np.ndarray:
+    """mix_images as a loop over images in numpy, as timm's collate function does it."""
+    mixed = []
+    for image, partner in zip(images, images[::-1]):
+        image = image.copy()
+        if mix.box is not None:
+            for row in range(mix.box.top, mix.box.top + mix.box.height):
+                for column in range(mix.box.left, mix.box.left + mix.box.width):
+                    image[:, row, column] = partner[:, row, column]
+        else:
+            blend = (image.astype(np.float32) * mix.share
+                     + partner.astype(np.float32) * (1.0 - mix.share))
+            image = blend if image.dtype == np.float32 else np.rint(blend).astype(np.uint8)
+        mixed.append(image)
+    return np.stack(mixed)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is drawn
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("height, width", SIZES)
+def test_a_box_equals_timms_for_the_same_random_numbers(height, width):
+    ours, theirs = (np.random.default_rng(11) for _ in range(2))
+    for lam in [0.0, 1.0, *np.random.default_rng(3).random(211)]:
+        top, left, box_height, box_width = draw_box(ours, lam, height, width)
+        assert ((top, top + box_height, left, left + box_width)
+                == timms_box(theirs, height, width, lam))
+
+
+@pytest.mark.parametrize("options", [{}, {"probability": 0.7, "switch_probability": 0.3},
+                                     {"mixup_alpha": 0.2, "cutmix_alpha": 0.5}])
+@pytest.mark.parametrize("height, width", SIZES)
+def test_a_mix_equals_timms_for_the_same_random_numbers(height, width, options):
+    ours, theirs = (np.random.default_rng(13) for _ in range(2))
+    mixing = Mixing(**options)
+    kinds = set()
+    for _ in range(101):
+        mix = mixing.draw(ours, height, width)
+        assert mix == timms_mix(theirs, height, width, **options)
+        kinds.add("none" if mix == UNMIXED else "mixup" if mix.box is None else "cutmix")
+    assert {"mixup", "cutmix"} <= kinds and ("none" in kinds) == ("probability" in options)
+
+
+@pytest.mark.parametrize("height, width", SIZES)
+def test_a_box_lies_in_the_image_and_its_area_is_the_partners_share(height, width):
+    for share, (top, left, box_height, box_width) in draws(CUTMIX_ONLY, 503, height, width):
+        assert top >= 0 and left >= 0 and box_height >= 0 and box_width >= 0
+        assert top + box_height <= height and left + box_width <= width
+        assert share == 1.0 - box_height * box_width / (height * width)
+
+
+def test_the_mean_share_of_cutmix_is_that_of_boxes_cut_off_at_the_border():
+    # λ ~ U(0, 1). Side and centre are independent, so are rows and columns given the side.
+    side = np.sqrt(1.0 - (np.arange(2003) + 0.5) / 2003)
+    half = (224 * side).astype(int)[:, None] // 2
+    centre = np.arange(224)
+    length = (np.minimum(centre + half, 224) - np.maximum(centre - half, 0)).mean(1)
+    expected = 1.0 - ((length / 224)**2).mean()
+    assert round(expected, 2) == 0.68
+    drawn = shares(CUTMIX_ONLY, 5003)
+    assert abs(drawn.mean() - expected) < 4 * drawn.std() / len(drawn)**0.5
+
+
+@pytest.mark.parametrize("alpha", [0.8, 0.2, 3.0])
+def test_the_share_of_mixup_is_beta_distributed(alpha):
+    drawn = np.sort(shares(Mixing(mixup_alpha=alpha, cutmix_alpha=0.0), 5003))
+    steps = (np.arange(len(drawn)) + 0.5) / len(drawn)
+    distance = abs(scipy.stats.beta.cdf(drawn, alpha, alpha) - steps).max()
+    assert distance * len(drawn)**0.5 < KS_LIMIT
+    variance = 1 / (4 * (2 * alpha + 1))
+    assert abs(drawn.mean() - 0.5) < 4 * (variance / len(drawn))**0.5
+    assert abs(drawn.var() / variance - 1) < 0.1
+
+
+def test_deits_mixing_is_the_default():
+    assert Mixing() == Mixing(mixup_alpha=0.8, cutmix_alpha=1.0, probability=1.0,
+                              switch_probability=0.5, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("switch_probability", [0.0, 0.3, 0.5, 1.0])
+def test_cutmix_comes_with_the_probability_of_the_switch(switch_probability):
+    drawn = draws(Mixing(switch_probability=switch_probability), 3001)
+    assert within(np.mean([mix.box is not None for mix in drawn]), switch_probability, len(drawn))
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("alphas", [(0.8, 1.0), (0.8, 0.0), (0.0, 1.0)])
+def test_a_batch_is_mixed_with_the_probability_asked_for(probability, alphas):
+    drawn = draws(Mixing(*alphas, probability=probability), 3001)
+    assert within(np.mean([mix != UNMIXED for mix in drawn]), probability, len(drawn))
+
+
+@pytest.mark.parametrize("switch_probability", [0.0, 0.5, 1.0])
+def test_an_alpha_of_zero_switches_that_kind_off(switch_probability):
+    mixup, cutmix, none = (Mixing(*alphas, switch_probability=switch_probability)
+                           for alphas in ((0.8, 0.0), (0.0, 1.0), (0.0, 0.0)))
+    assert all(mix.box is None and mix != UNMIXED for mix in draws(mixup, 101))
+    assert all(mix.box is not None for mix in draws(cutmix, 101))
+    assert draws(none, 101) == [UNMIXED] * 101
+
+
+@pytest.mark.parametrize("alphas, probability, mixes", [
+    ((0.8, 1.0), 1.0, True), ((0.8, 0.0), 0.1, True), ((0.0, 1.0), 0.1, True),
+    ((0.0, 0.0), 1.0, False), ((0.8, 1.0), 0.0, False)])
+def test_mixing_is_said_to_mix_if_and_only_if_it_ever_does(alphas, probability, mixes):
+    mixing = Mixing(*alphas, probability=probability)
+    assert mixing.mixes == mixes == any(mix != UNMIXED for mix in draws(mixing, 211))
+
+
+# ---------------------------------------------------------------------------------------------
+# Images
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("mix", MIXES)
+def test_mixed_images_equal_a_loop_over_them(mix, dtype, count):
+    images = pictures(count, dtype)
+    before = images.clone()
+    mixed = mix_images(images, mix)
+    assert mixed.dtype == dtype
+    np.testing.assert_array_equal(mixed.numpy(), mixed_one_by_one(images.numpy(), mix))
+    assert torch.equal(images, before)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25, 0.7, 0.1, 1 / 3, 0.998])
+def test_bytes_are_rounded_to_the_nearest_as_rint_does(share):
+    """Every pair of levels. At ½ and ¼ there are ties, which go to the even level."""
+    levels = np.arange(256, dtype=np.uint8)
+    one, two = np.meshgrid(levels, levels)
+    mixed = mix_images(torch.from_numpy(np.stack([one, two]))[:, None], Mix(share, None))
+    exact = one.astype(np.float32) * share + two.astype(np.float32) * (1.0 - share)
+    np.testing.assert_array_equal(mixed[0, 0].numpy(), np.rint(exact).astype(np.uint8))
+    assert abs(mixed[0, 0].numpy() - (share * one + (1 - share) * two)).max() < 0.5 + 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_cutmix_pastes_exactly_the_partners_box(dtype):
+    images = pictures(5, dtype)
+    mixed = mix_images(images, Mix(0.9, Box(3, 5, 4, 6)))
+    inside = torch.zeros(11, 13, dtype=torch.bool)
+    inside[3:7, 5:11] = True
+    assert torch.equal(mixed[..., inside], images.flip(0)[..., inside])
+    assert torch.equal(mixed[..., ~inside], images[..., ~inside])
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("mix", MIXES)
+def test_the_middle_of_an_odd_batch_stays_as_it_is(mix, count):
+    middle = count // 2
+    exact, floats = pictures(count, torch.uint8), pictures(count, torch.float32)
+    assert torch.equal(mix_images(exact, mix)[middle], exact[middle])
+    torch.testing.assert_close(mix_images(floats, mix)[middle], floats[middle], rtol=1e-6, atol=0)
+    targets = smooth_one_hot(torch.arange(count), 7, 0.1)
+    torch.testing.assert_close(mix_targets(targets, mix)[middle], targets[middle], rtol=0,
+                               atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------
+# Targets
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("classes, on, off", [(1000, 0.9001, 0.0001), (10, 0.91, 0.01)])
+def test_smoothing_by_a_tenth_gives_deits_values(classes, on, off):
+    labels = torch.tensor([0, 7, classes - 1, 7])
+    targets = smooth_one_hot(labels, classes, 0.1)
+    expected = torch.full((4, classes), off, dtype=torch.float64)
+    expected[range(4), labels] = on
+    assert targets.dtype == torch.float32
+    torch.testing.assert_close(targets.double(), expected, rtol=0, atol=1e-7)
+
+
+def test_without_smoothing_targets_are_one_hot():
+    targets = smooth_one_hot(torch.tensor([2, 0, 4]), 5, 0.0)
+    assert targets.dtype == torch.float32
+    assert targets.tolist() == [[0, 0, 1, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.3, 1.0])
+def test_the_loss_equals_pytorchs_with_label_smoothing(smoothing):
+    generator = torch.Generator().manual_seed(5)
+    logits = 3 * torch.randn(23, 17, generator=generator, dtype=torch.float64)
+    labels = torch.randint(17, (23,), generator=generator)
+    expected = F.cross_entropy(logits, labels, label_smoothing=smoothing)
+    targets = smooth_one_hot(labels, 17, smoothing).double()
+    ours = -(targets * logits.log_softmax(1)).sum(1).mean()
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("count", COUNTS)
+def test_mixed_targets_are_a_distribution_and_equal_float64_arithmetic(mix, count):
+    labels = torch.from_numpy(np.random.default_rng(count).integers(0, 11, count))
+    targets = mix_targets(smooth_one_hot(labels, 11, 0.1), mix)
+    expected = np.full((count, 11), 0.1 / 11)
+    for i in range(count):
+        expected[i, labels[i]] += 0.9 * mix.share
+        expected[i, labels[count - 1 - i]] += 0.9 * (1 - mix.share)
+    assert targets.dtype == torch.float32
+    np.testing.assert_allclose(targets.numpy(), expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(targets.double().sum(1), 1.0, rtol=0, atol=1e-6)
+
+
+def test_a_thousand_mixed_targets_sum_to_one():
+    labels = torch.arange(0, 1000, 7)
+    targets = mix_targets(smooth_one_hot(labels, 1000, 0.1), Mix(0.3137, None))
+    np.testing.assert_allclose(targets.double().sum(1), 1.0, rtol=0, atol=1e-6)
+
+
+def test_the_loss_of_mixed_targets_is_the_mix_of_both_losses():
+    generator = torch.Generator().manual_seed(6)
+    logits = 3 * torch.randn(23, 17, generator=generator, dtype=torch.float64)
+    labels = torch.randint(17, (23,), generator=generator)
+    own, partners = (F.cross_entropy(logits, wanted, label_smoothing=0.1)
+                     for wanted in (labels, labels.flip(0)))
+    targets = mix_targets(smooth_one_hot(labels, 17, 0.1), Mix(0.3, None)).double()
+    torch.testing.assert_close(F.cross_entropy(logits, targets), 0.3 * own + 0.7 * partners,
+                               rtol=1e-6, atol=0)
+
+
+def test_mixing_targets_leaves_them_alone():
+    targets = smooth_one_hot(torch.tensor([2, 0, 4]), 5, 0.1)
+    before = targets.clone()
+    mix_targets(targets, Mix(0.3, None))
+    assert torch.equal(targets, before)

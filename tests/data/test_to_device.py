@@ -1,0 +1,226 @@
+"""What the model gets: the order of the pipeline, keyed mixing, targets and layout."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+
+from vitinit.data.augment import erase, normal_quantiles, normalise, rand_augment
+from vitinit.data.draw import (Draws, Erasing, RandAugment, SampleKey, draw_for_device,
+                               stack_draws)
+from vitinit.data.loader import Batch, TrainBatch
+from vitinit.data.mix import UNMIXED, Mix, Mixing, mix_images
+from vitinit.data.to_device import ToDevice, TrainToDevice
+from vitinit.keys import Stream, keyed_generator
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SIZE, FILL, CLASSES = (11, 13), (17, 131, 251), 19
+SEED, STEP, RANK, MICRO_STEP = 23, 5, 2, 3
+MIXUP, CUTMIX, NO_MIXING = Mixing(cutmix_alpha=0), Mixing(mixup_alpha=0), Mixing(probability=0)
+CPU = torch.device("cpu")
+
+
+def batch_of(count: int = 7) -> TrainBatch:
+    """Noise, of which most is to be augmented and erased; every label is another one."""
+    pixels = np.random.default_rng(1).integers(0, 256, (count, 3, *SIZE), dtype=np.uint8)
+    draws = [draw_for_device(SampleKey(0, index), *SIZE, seed=SEED, erasing=Erasing(0.8),
+                             rand_augment=RandAugment(probability=0.7)) for index in range(count)]
+    return TrainBatch(torch.from_numpy(pixels), torch.arange(count) * 2, stack_draws(draws))
+
+
+def without_draws(batch: TrainBatch) -> TrainBatch:
+    return batch._replace(draws=Draws(*map(np.zeros_like, batch.draws)))
+
+
+def door_of(**changes) -> TrainToDevice:
+    options = dict(mean=MEAN, std=STD, channels_last=False, fill=FILL, erase_fill="pixel",
+                   erase_after_mix=False, mixing=Mixing(), num_classes=CLASSES, seed=SEED,
+                   rank=RANK)
+    return TrainToDevice(CPU, **options | changes)
+
+
+def prepare(batch: TrainBatch, **changes) -> tuple[Tensor, Tensor]:
+    return door_of(**changes)(batch, STEP, MICRO_STEP)
+
+
+def mix_of(mixing: Mixing) -> Mix:
+    return mixing.draw(keyed_generator(SEED, Stream.MIX, STEP, RANK, MICRO_STEP), *SIZE)
+
+
+def in_deits_order(batch: TrainBatch, mix: Mix, fill: str) -> Tensor:
+    augmented = rand_augment(batch.images, batch.draws, FILL)
+    erased = erase(normalise(augmented, MEAN, STD), batch.draws, fill, normal_quantiles())
+    return mix_images(erased, mix)
+
+
+def in_timms_order(batch: TrainBatch, mix: Mix, fill: str) -> Tensor:
+    mixed = mix_images(rand_augment(batch.images, batch.draws, FILL), mix)
+    assert mixed.dtype == torch.uint8
+    return erase(normalise(mixed, MEAN, STD), batch.draws, fill, normal_quantiles())
+
+
+def erased_pixels(images: Tensor, batch: TrainBatch) -> list[Tensor]:
+    """What is in every erased box."""
+    boxes = batch.draws.erase_boxes.tolist()
+    return [image[:, top:top + height, left:left + width]
+            for image, (top, left, height, width) in zip(images, boxes, strict=True) if height]
+
+
+# ---------------------------------------------------------------------------------------------
+# For evaluation
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_to_device_normalises_as_torchvision_does(channels_last):
+    images, labels, _ = batch_of()
+    before = images.clone()
+    ours, same_labels = ToDevice(CPU, mean=MEAN, std=STD, channels_last=channels_last)(
+        Batch(images, labels))
+    scaled = v2.functional.to_dtype(images, torch.float32, scale=True)
+    expected = v2.functional.normalize(scaled, list(MEAN), list(STD))
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+    assert torch.equal(same_labels, labels) and torch.equal(images, before)
+    assert ours.is_contiguous(memory_format=torch.channels_last) == channels_last
+    assert ours.is_contiguous() != channels_last
+
+
+@pytest.mark.parametrize("erase_after_mix", [False, True])
+def test_training_with_nothing_to_do_sees_what_evaluation_sees(erase_after_mix):
+    batch = without_draws(batch_of())
+    images, _ = prepare(batch, mixing=NO_MIXING, erase_after_mix=erase_after_mix)
+    expected, _ = ToDevice(CPU, mean=MEAN, std=STD, channels_last=False)(
+        Batch(batch.images, batch.labels))
+    assert torch.equal(images, expected)
+
+
+# ---------------------------------------------------------------------------------------------
+# The order for training, to the bit
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("fill", ["pixel", "rand", "const"])
+@pytest.mark.parametrize("mixing", [MIXUP, CUTMIX, Mixing(), NO_MIXING])
+def test_both_orders_are_those_of_the_functions_by_hand(mixing, fill, count):
+    batch, mix = batch_of(count), mix_of(mixing)
+    ours, _ = prepare(batch, mixing=mixing, erase_fill=fill)
+    assert ours.dtype == torch.float32 and ours.shape == (count, 3, *SIZE)
+    assert torch.equal(ours, in_deits_order(batch, mix, fill))
+    ours, _ = prepare(batch, mixing=mixing, erase_fill=fill, erase_after_mix=True)
+    assert ours.dtype == torch.float32
+    assert torch.equal(ours, in_timms_order(batch, mix, fill))
+
+
+@pytest.mark.parametrize("fill", ["pixel", "rand", "const"])
+@pytest.mark.parametrize("mixing", [MIXUP, CUTMIX])
+def test_the_orders_differ(mixing, fill):
+    one, other = (prepare(batch_of(), mixing=mixing, erase_fill=fill, erase_after_mix=after)[0]
+                  for after in (False, True))
+    assert not torch.equal(one, other)
+
+
+def test_without_mixing_the_orders_agree():
+    batch = batch_of()
+    one, other = (prepare(batch, mixing=NO_MIXING, erase_after_mix=after)[0]
+                  for after in (False, True))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("mixing", [MIXUP, CUTMIX])
+def test_what_is_erased_after_mixing_is_zero_and_what_is_erased_before_is_mixed(mixing):
+    batch = batch_of()
+    deits, timms = (erased_pixels(prepare(batch, mixing=mixing, erase_fill="const",
+                                          erase_after_mix=after)[0], batch)
+                    for after in (False, True))
+    assert len(timms) > 2 and all(len(box.flatten()) for box in timms)
+    assert all((box == 0).all() for box in timms)
+    assert any((box != 0).any() for box in deits)
+
+
+def test_images_are_mixed_as_bytes_only_before_erasing():
+    batch = without_draws(batch_of())
+    for erase_after_mix in (False, True):
+        images, _ = prepare(batch, mixing=MIXUP, erase_after_mix=erase_after_mix)
+        mean, std = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1)
+                     for values in (MEAN, STD))
+        levels = 255 * (images * std + mean)
+        whole = (levels - levels.round()).abs() < 1e-4
+        assert whole.all() if erase_after_mix else whole[:3].float().mean() < 0.1
+
+
+# ---------------------------------------------------------------------------------------------
+# Mixing by key
+# ---------------------------------------------------------------------------------------------
+
+
+def test_every_seed_step_process_and_micro_step_has_a_mix_of_its_own():
+    batch, images_seen, targets_seen = without_draws(batch_of(2)), set(), set()
+    for seed, rank in itertools.product(range(3), repeat=2):
+        door = door_of(mixing=MIXUP, seed=seed, rank=rank)
+        for step, micro_step in itertools.product(range(3), repeat=2):
+            images, targets = door(batch, step, micro_step)
+            images_seen.add(images.numpy().tobytes())
+            targets_seen.add(targets.numpy().tobytes())
+    assert len(images_seen) == len(targets_seen) == 3**4
+
+
+def test_the_same_key_gives_the_same_mix_whatever_came_before():
+    batch, door, other = batch_of(), door_of(), door_of(rank=RANK + 1)
+    images, targets = door(batch, STEP, MICRO_STEP)
+    for step in range(3):
+        door(batch, step, MICRO_STEP)
+        other(batch, STEP, step)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    same_images, same_targets = door(batch, STEP, MICRO_STEP)
+    assert torch.equal(images, same_images) and torch.equal(targets, same_targets)
+
+
+# ---------------------------------------------------------------------------------------------
+# Targets, layout, and what is left alone
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("alphas", [(0.8, 0.0), (0.0, 1.0), (0.0, 0.0)])
+@pytest.mark.parametrize("erase_after_mix", [False, True])
+def test_targets_share_the_labels_of_both_partners(alphas, smoothing, count, erase_after_mix):
+    mixing = Mixing(*alphas, label_smoothing=smoothing)
+    share = mix_of(mixing).share
+    assert (share == 1.0) == (mix_of(mixing) == UNMIXED) == (not any(alphas))
+    batch = batch_of(count)
+    _, targets = prepare(batch, mixing=mixing, erase_after_mix=erase_after_mix)
+    expected = np.full((count, CLASSES), smoothing / CLASSES)
+    for row, (own, partners) in enumerate(zip(batch.labels, batch.labels.flip(0))):
+        expected[row, own] += (1 - smoothing) * share
+        expected[row, partners] += (1 - smoothing) * (1 - share)
+    assert targets.dtype == torch.float32 and targets.shape == (count, CLASSES)
+    np.testing.assert_allclose(targets.numpy(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("erase_after_mix", [False, True])
+@pytest.mark.parametrize("mixing", [MIXUP, CUTMIX, NO_MIXING])
+def test_the_layout_is_the_one_asked_for_and_changes_no_bit(mixing, erase_after_mix):
+    rows, pixels = (prepare(batch_of(), mixing=mixing, erase_after_mix=erase_after_mix,
+                            channels_last=channels_last)[0] for channels_last in (False, True))
+    assert rows.is_contiguous() and not pixels.is_contiguous()
+    assert pixels.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(rows, pixels)
+
+
+@pytest.mark.parametrize("erase_after_mix", [False, True])
+@pytest.mark.parametrize("mixing", [MIXUP, CUTMIX, NO_MIXING])
+@pytest.mark.parametrize("change", [lambda batch: batch, without_draws])
+def test_the_batch_is_left_alone(change, mixing, erase_after_mix):
+    batch, before = change(batch_of()), change(batch_of())
+    prepare(batch, mixing=mixing, erase_after_mix=erase_after_mix)
+    assert torch.equal(batch.images, before.images) and torch.equal(batch.labels, before.labels)
+    assert all(map(np.array_equal, batch.draws, before.draws))
