@@ -140,8 +140,8 @@ def bench_loader(folder: Path, size: int, batch: int = 50) -> None:
     def rate(action: Callable[[], object]) -> float:
         return count / best_seconds(action)
 
-    def loaded(workers: int) -> Iterator[TrainBatch]:
-        return iter(train_loader(views, keys, workers=workers, pin_memory=False))
+    def loaded() -> Iterator[TrainBatch]:
+        return iter(train_loader(views, keys, workers=0, pin_memory=False))
 
     def theirs() -> None:
         for index in indices:
@@ -154,15 +154,10 @@ def bench_loader(folder: Path, size: int, batch: int = 50) -> None:
         return batches
 
     decode = rate(lambda: [source.picture(index) for index in indices])
-    worker = rate(lambda: [None for _ in loaded(0)])
-    waiting = []
-    for _ in range(3):
-        batches = ready_worker()
-        began = time.perf_counter()
-        deque(batches, maxlen=0)
-        waiting.append(time.perf_counter() - began)
-    through = count / min(waiting)
-    whole = rate(lambda: [prepare(some, 0, number) for number, some in enumerate(loaded(0))])
+    worker = rate(lambda: deque(loaded(), maxlen=0))
+    workers = iter([ready_worker() for _ in range(3)])
+    through = rate(lambda: deque(next(workers), maxlen=0))
+    whole = rate(lambda: [prepare(some, 0, number) for number, some in enumerate(loaded())])
     pillow = rate(theirs)
     print(f"{len(source)} pictures to {size} px in batches of {batch}, images/s/core, best of three\n"
           f"decode alone                               {decode:6.0f}\n"
