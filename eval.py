@@ -25,6 +25,7 @@ from vitinit.data.images import DataError
 from vitinit.data.loader import EvalViews, eval_loader
 from vitinit.data.to_device import ToDevice
 from vitinit.models import build_model
+from vitinit.models.convert import native_names
 from vitinit.recipe import Recipe, RecipeError, find_recipe, from_dict
 from vitinit.train import distributed
 from vitinit.train.checkpoint import load, load_model, model_state
@@ -103,7 +104,7 @@ def loaded(recipe: Recipe, state: dict, path: Path, name: str) -> torch.nn.Modul
                             image_size=recipe.data.image_size, **recipe.model.options)
     except ValueError as error:
         raise RecipeError(f"recipe {recipe.name}: {error}") from None
-    load_model(model, model_state(state, path, name), path)
+    load_model(model, native_names(model_state(state, path, name)), path)
     return model
 
 

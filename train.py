@@ -27,6 +27,7 @@ from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.init import INITS, init_weights
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models import build_model
+from vitinit.models.convert import native_names
 from vitinit.models.layers import draw_keep
 from vitinit.recipe import RecipeError, dump_recipe
 from vitinit.train import distributed
@@ -284,7 +285,8 @@ def fine_tune(model: torch.nn.Module, path: Path, weights: str) -> Transfer:
     """Another run's weights into the initialised model; a run's folder means its last.pt."""
     path = path / "last.pt" if path.is_dir() else path
     state = load(path)
-    return start_from(model, model_state(state, path, weights), path, state.get("grid"))
+    tensors = native_names(model_state(state, path, weights))
+    return start_from(model, tensors, path, state.get("grid"))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .data.images import DataError
-from .init import INITS
+from .init import INITS, init_function
 from .models import MODELS
 from .recipe import (Override, Recipe, RecipeError, differences, find_recipe, from_dict, load_recipe,
                      parse_override, resolve_options, with_options)
@@ -57,18 +57,25 @@ def resolve_recipe(path: Path, changes: list[Override]) -> Recipe:
         return next((change.text for change in reversed(changes)
                      if f"{key}.".startswith(f"{change.key}.")), str(path))
 
-    def options(table: Mapping[str, Any], section: str, given: tuple[str, ...]) -> dict[str, Any]:
+    def resolved(section: str, function: Callable, fixed: Mapping[str, Any],
+                 given: tuple[str, ...]) -> dict[str, Any]:
         chosen = getattr(recipe, section)
-        if chosen.name not in table:
-            raise RecipeError(f"{source(f'{section}.name')}: {section}.name is '{chosen.name}'"
-                              f"{nearest(chosen.name, table)}")
-        function, fixed = table[chosen.name] if section == "model" else (table[chosen.name], {})
         return resolve_options(function, chosen.options, fixed=fixed, given=given,
                                title=f"[{section}.options] of {chosen.name}",
                                source=lambda name: source(f"{section}.options.{name}"))
 
-    return with_options(recipe, model=options(MODELS, "model", ("num_classes", "image_size")),
-                        init=options(INITS, "init", ("generator",)))
+    for section, table in (("model", MODELS), ("init", INITS)):
+        name = getattr(recipe, section).name
+        if name not in table:
+            raise RecipeError(f"{source(f'{section}.name')}: {section}.name is '{name}'"
+                              f"{nearest(name, table)}")
+    family, sizes = MODELS[recipe.model.name]
+    try:
+        init = init_function(recipe.init.name, family)
+    except ValueError as error:
+        raise RecipeError(f"{source('init.name')}: {error}") from None
+    return with_options(recipe, model=resolved("model", family, sizes, ("num_classes", "image_size")),
+                        init=resolved("init", init, {}, ("generator",)))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -104,8 +111,10 @@ def fresh_recipe(args: argparse.Namespace, recipes: Path, say: Callable[[str], N
     changes = overrides(init=args.init, seed=args.seed, data_dir=args.data_dir, sets=args.set)
     if args.init in INITS:
         from_file = [change for change in changes if not change.key.startswith("init.options")]
-        options = load_recipe(path, from_file).init.options
-        known = inspect.signature(INITS[args.init]).parameters
+        recipe = load_recipe(path, from_file)
+        options, (family, _) = recipe.init.options, MODELS.get(recipe.model.name, (None, {}))
+        function = INITS[args.init].get(family)      # None is complained of below
+        known = inspect.signature(function).parameters if function else options
         set_aside = {name: value for name, value in options.items() if name not in known}
         if set_aside:
             kept = {name: value for name, value in options.items() if name in known}

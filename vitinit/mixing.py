@@ -1,48 +1,60 @@
 """What spatial mixing does a model apply right now?
 
-Every model here alternates channel mixing with spatial mixing X ← M X. For attention M is the
-softmax matrix of a head, which depends on the input; `mixing_matrices` reads it off a real forward
-pass, and `target_mass` says how much of it lies on the token that an impulse filter would pick.
+Every model here alternates channel mixing with spatial mixing X ← M X, and M can be read off:
+
+| family             | M of a block                                                   | one for each    |
+|--------------------|----------------------------------------------------------------|-----------------|
+| VisionTransformer  | softmax(Q Kᵀ / √d)                                             | image, head     |
+| SwinTransformer    | the same in windows, with bias and mask, 0 between windows     | image, head     |
+| MlpMixer           | the Jacobian of the token MLP at its input                     | image, channel  |
+| ConvMixer          | the matrix of the depthwise kernel, without its bias           | channel         |
+
+`mixing_matrices` reads them off a real forward pass, and `target_mass` says how much of an attention
+matrix lies on the token that an impulse filter would pick. Mixing is meant without the skip
+connection round it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
-from .filters import Offset, shift_targets
-from .models.vit import VisionTransformer
+from .filters import Offset, convolution_matrix, shift_targets
+from .models import ConvMixer, MlpMixer, SwinTransformer, VisionTransformer
+from .models.swin import SwinBlock
 
 
 @torch.no_grad()
 def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] | None = None,
                     heads: Sequence[int] | None = None) -> dict[int, Tensor]:
-    """The attention matrices that the model applies to `images`, by block.
+    """The matrices with which the model mixes the tokens of `images`, by block.
 
-    images: (B, 3, H, W), normalised as for the model. blocks, heads: indices, default all.
-    Returns {block: (B, len(heads), N, N)}, N counting the class token where there is one.
-    Raises ValueError for a model without attention or a block that it lacks.
+    images: (B, 3, H, W), normalised as for the model. blocks, heads: indices, default all; of a
+        Mixer or ConvMixer "heads" are channels, all of which together are gigabytes in large models.
+    Returns {block: (B, len(heads), N, N)}, N counting the class token where there is one. A Swin's
+    blocks are counted through its stages, whose grids `block_grids` gives.
+    Raises ValueError for another model or a block that it lacks.
     """
-    if not isinstance(model, VisionTransformer):
-        raise ValueError(f"mixing matrices of a {type(model).__name__} are not defined here; "
-                         "expected a VisionTransformer")
-    wanted = range(len(model.blocks)) if blocks is None else list(blocks)
+    readers = mixers(model)
+    wanted = range(len(readers)) if blocks is None else list(blocks)
     for block in wanted:
-        if not 0 <= block < len(model.blocks):
+        if not 0 <= block < len(readers):
             raise ValueError(f"block {block} is asked for, but the model has blocks 0…"
-                             f"{len(model.blocks) - 1}")
+                             f"{len(readers) - 1}")
+    chosen = slice(None) if heads is None else list(heads)
     found: dict[int, Tensor] = {}
 
-    def reader(block: int):
-        def read(attention, arguments):
-            weights = attention.mixing_weights(*arguments)               # (B, h, N, N)
-            found[block] = weights if heads is None else weights[:, list(heads)]
-        return read
+    def record(block: int, read: Callable):
+        def hook(module, arguments):
+            found[block] = read(chosen, *arguments)
+        return hook
 
-    # The hook sees the very input that the attention of this block gets.
-    hooks = [model.blocks[block].attn.register_forward_pre_hook(reader(block)) for block in wanted]
+    # The hook sees the very input that the spatial mixer of this block gets.
+    hooks = [readers[block][0].register_forward_pre_hook(record(block, readers[block][1]))
+             for block in wanted]
     training = model.training
     try:
         model.eval()
@@ -52,6 +64,73 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] |
         for hook in hooks:
             hook.remove()
     return found
+
+
+def block_grids(model: nn.Module) -> list[tuple[int, int]]:
+    """The grid of tokens that each block mixes, without class tokens."""
+    if isinstance(model, SwinTransformer):
+        return [block.grid for stage in model.layers for block in stage.blocks]
+    return [model.grid] * len(model.blocks)
+
+
+Reader = Callable[..., Tensor]       # (which heads, the mixer's input …) → (B, heads, N, N)
+
+
+def mixers(model: nn.Module) -> list[tuple[nn.Module, Reader]]:
+    """Every block's spatial mixer and how to read its matrices off its input."""
+    if isinstance(model, VisionTransformer):
+        return [(block.attn, _attention_reader(block.attn)) for block in model.blocks]
+    if isinstance(model, SwinTransformer):
+        return [(block.attn, _window_reader(block))
+                for stage in model.layers for block in stage.blocks]
+    if isinstance(model, MlpMixer):
+        return [(block.mlp_tokens, _token_mlp_reader(block.mlp_tokens)) for block in model.blocks]
+    if isinstance(model, ConvMixer):
+        return [(model.depthwise(block), _depthwise_reader(model.depthwise(block), model.grid))
+                for block in model.blocks]
+    raise ValueError(f"spatial mixing of a {type(model).__name__} is not defined here")
+
+
+def _attention_reader(attention: nn.Module) -> Reader:
+    def read(heads, x: Tensor) -> Tensor:
+        return attention.mixing_weights(x)[:, heads]
+    return read
+
+
+def _window_reader(block: SwinBlock) -> Reader:
+    """The windows' matrices put where their tokens stand on the unshifted map."""
+    height, width = block.window
+
+    def read(heads, x: Tensor, mask: Tensor | None) -> Tensor:
+        weights = block.attn.mixing_weights(x, mask)[:, heads]           # (B·M, h, w², w²)
+        # The tokens of each window, by their place on the map: (M, w²).
+        tokens = torch.arange(block.grid[0] * block.grid[1], device=x.device).view(block.grid)
+        tokens = tokens.roll([-shift for shift in block.shift], dims=(0, 1))
+        tokens = rearrange(tokens, "(a h) (b w) -> (a b) (h w)", h=height, w=width)
+        weights = rearrange(weights, "(n m) h q k -> n h m q k", m=len(tokens))
+        matrices = weights.new_zeros(*weights.shape[:2], tokens.numel(), tokens.numel())
+        matrices[:, :, tokens[:, :, None], tokens[:, None]] = weights
+        return matrices
+    return read
+
+
+def _token_mlp_reader(mlp: nn.Module) -> Reader:
+    """J = fc2 · diag(GELU′(fc1 x + b)) · fc1, for every channel's own x."""
+    def read(channels, x: Tensor) -> Tensor:
+        hidden = mlp.fc1(x[:, channels])                                 # (B, c, hidden)
+        with torch.enable_grad():
+            hidden = hidden.detach().requires_grad_(True)
+            slopes, = torch.autograd.grad(mlp.act(hidden).sum(), hidden)
+        return torch.einsum("nh, bch, hm -> bcnm", mlp.fc2.weight, slopes, mlp.fc1.weight)
+    return read
+
+
+def _depthwise_reader(convolution: nn.Conv2d, grid: tuple[int, int]) -> Reader:
+    def read(channels, x: Tensor) -> Tensor:
+        matrices = torch.stack([convolution_matrix(kernel, grid)
+                                for kernel in convolution.weight[channels, 0]])
+        return matrices.expand(len(x), -1, -1, -1)   # alike for all images
+    return read
 
 
 def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int]) -> Tensor:

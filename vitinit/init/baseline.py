@@ -7,24 +7,52 @@ import math
 import torch
 from torch import Tensor, nn
 
-EMBED_STD = 0.02        # of position codes and class tokens, in ViT, DeiT and timm
+from ..models import ConvMixer, MlpMixer
+
+EMBED_STD = 0.02            # of position codes and class tokens, in ViT, DeiT and timm
+CUT_NORMAL_STD = 0.87962566103423978    # of a standard normal cut at ± 2
+EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "relative_position_bias_table"}
 
 
 @torch.no_grad()
 def default(model: nn.Module, *, generator: torch.Generator) -> None:
-    """What the model's own paper uses; here ViT as DeiT (arXiv 2012.12877) draws it.
+    """What the model's own paper uses.
 
-    | tensor                      | value                                                     |
-    |-----------------------------|-----------------------------------------------------------|
-    | Linear weights              | normal, std .02                                           |
-    | Linear biases               | 0                                                         |
-    | pos_embed, cls_token        | normal, std .02                                           |
-    | patch_embed.proj            | PyTorch's own: U(±1/√fan_in), weight and bias             |
-    | LayerNorm                   | weight 1, bias 0                                          |
+    ViT as DeiT (arXiv 2012.12877) draws it, and Swin (arXiv 2103.14030):
 
-    DeiT writes trunc_normal_(std=.02), whose cut at an absolute ±2 is 100 standard deviations out:
-    in effect a normal distribution, and drawn as one here.
+    | tensor                                      | value                                       |
+    |---------------------------------------------|---------------------------------------------|
+    | Linear weights                              | normal, std .02                             |
+    | Linear biases                               | 0                                           |
+    | pos_embed, cls_token, dist_token,           | normal, std .02                             |
+    |   relative_position_bias_table              |                                             |
+    | patch_embed.proj                            | PyTorch's own: U(±1/√fan_in), weight, bias  |
+    | LayerNorm                                   | weight 1, bias 0                            |
+
+    Both write trunc_normal_(std=.02), whose cut at an absolute ±2 is 100 standard deviations out: in
+    effect a normal distribution, and drawn as one here.
+
+    MLP-Mixer as its authors' code (arXiv 2105.01601) and timm have it:
+
+    | tensor                                      | value                                       |
+    |---------------------------------------------|---------------------------------------------|
+    | MLP weights                                 | Xavier uniform                              |
+    | MLP biases                                  | normal, std 1e-6                            |
+    | stem.proj                                   | weight LeCun normal, cut at 2 std; bias 0   |
+    | head                                        | 0                                           |
+    | LayerNorm                                   | weight 1, bias 0                            |
+
+    ConvMixer (arXiv 2201.09792) has PyTorch's own init, as `torch`.
     """
+    if isinstance(model, ConvMixer):
+        torch_default(model, generator=generator)
+    elif isinstance(model, MlpMixer):
+        _mixer_default(model, generator)
+    else:
+        _vit_default(model, generator)
+
+
+def _vit_default(model: nn.Module, generator: torch.Generator) -> None:
     for module in _modules_with_parameters(model):
         if isinstance(module, nn.Linear):
             module.weight.normal_(std=0.02, generator=generator)
@@ -39,26 +67,44 @@ def default(model: nn.Module, *, generator: torch.Generator) -> None:
                 parameter.normal_(std=EMBED_STD, generator=generator)
 
 
+def _mixer_default(model: MlpMixer, generator: torch.Generator) -> None:
+    for module in _modules_with_parameters(model):
+        if module is model.head:
+            module.weight.zero_()
+            module.bias.zero_()
+        elif isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight, generator=generator)
+            module.bias.normal_(std=1e-6, generator=generator)
+        elif isinstance(module, nn.Conv2d):
+            # A normal cut at ± 2 std has .8796 of its std left; the wanted one is 1/√fan_in.
+            std = (1.0 / module.weight[0].numel()) ** 0.5 / CUT_NORMAL_STD
+            nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std,
+                                  generator=generator)
+            module.bias.zero_()
+        else:
+            module.reset_parameters()                # LayerNorm
+
+
 @torch.no_grad()
 def torch_default(model: nn.Module, *, generator: torch.Generator) -> None:
     """PyTorch's own layer inits: the baseline of the released code of arXiv 2505.19985, which
     builds timm's ViT with weight_init="skip".
 
-    | tensor                      | value                                                     |
-    |-----------------------------|-----------------------------------------------------------|
-    | Linear, Conv2d              | U(±1/√fan_in), weight and bias                            |
-    | pos_embed                   | normal, std .02                                           |
-    | cls_token                   | 0                                                         |
-    | LayerNorm                   | weight 1, bias 0                                          |
+    | tensor                                      | value                                       |
+    |---------------------------------------------|---------------------------------------------|
+    | Linear, Conv2d                              | U(±1/√fan_in), weight and bias              |
+    | pos_embed, relative_position_bias_table     | normal, std .02                             |
+    | cls_token, dist_token                       | 0                                           |
+    | LayerNorm, BatchNorm                        | weight 1, bias 0, running mean 0, variance 1 |
     """
     for module in _modules_with_parameters(model):
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             _uniform_by_fan_in(module, generator)
-        elif isinstance(module, nn.LayerNorm):
+        elif isinstance(module, (nn.LayerNorm, nn.BatchNorm2d)):
             module.reset_parameters()
         else:
             for name, parameter in _embeddings(module).items():
-                if name == "cls_token":
+                if name in ("cls_token", "dist_token"):
                     parameter.zero_()
                 else:
                     parameter.normal_(std=EMBED_STD, generator=generator)
@@ -80,9 +126,9 @@ def _modules_with_parameters(model: nn.Module) -> list[nn.Module]:
 
 
 def _embeddings(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters that stand alone in a model; no parameter may escape unnoticed."""
+    """The parameters that stand alone in a module; no parameter may escape unnoticed."""
     own = dict(module.named_parameters(recurse=False))
-    unknown = own.keys() - {"pos_embed", "cls_token"}
+    unknown = own.keys() - EMBEDDINGS
     if unknown:
         raise ValueError(f"no rule for {', '.join(sorted(unknown))} of {type(module).__name__}")
     return own

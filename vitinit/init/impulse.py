@@ -17,11 +17,11 @@ from ..filters import Offset, convolution_matrix, impulse_kernel, ordered_offset
 from ..models.vit import VisionTransformer
 from .baseline import draw_base
 from .factorize import code_basis, numerical_rank, query_key_factors
-from .mimetic import require_vit, write_values
+from .mimetic import write_values
 
 
 @torch.no_grad()
-def impulse(model: nn.Module, *, generator: torch.Generator,
+def impulse(model: VisionTransformer, *, generator: torch.Generator,
             base: Literal["default", "torch"] = "default",
             kernel_size: int = 3,
             offsets: Literal["ordered", "random"] = "ordered",
@@ -62,7 +62,6 @@ def impulse(model: nn.Module, *, generator: torch.Generator,
     released. Raises ValueError for a model without a learned position code, and for a code that
     cannot tell the tokens apart.
     """
-    require_vit(model, "impulse")
     if not model.learns_positions:
         _refuse(model.pos_embed[0, model.num_prefix_tokens:],
                 "the model's fixed 2-D sin-cos position code")

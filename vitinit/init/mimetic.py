@@ -8,16 +8,16 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..models import SwinTransformer, VisionTransformer
 from ..models.attention import Attention
-from ..models.vit import VisionTransformer
 from .baseline import draw_base
 from .factorize import balanced_factors
 
 
 @torch.no_grad()
-def mimetic(model: nn.Module, *, generator: torch.Generator,
+def mimetic(model: VisionTransformer | SwinTransformer, *, generator: torch.Generator,
             base: Literal["default", "torch"] = "default",
             qk_alpha: float = 0.7, qk_beta: float = 0.7,
             value_alpha: float = 0.4, value_beta: float = 0.4) -> None:
@@ -35,10 +35,8 @@ def mimetic(model: nn.Module, *, generator: torch.Generator,
     (the mimetic paper adds sin-cos codes). That code stores V and proj untransposed for its mimetic
     baseline, so its tokens meet √S Vᵀ U √S instead; here the product is the paper's.
     """
-    require_vit(model, "mimetic")
     draw_base(model, base, generator)
-    for block in model.blocks:
-        attention: Attention = block.attn
+    for attention in attentions(model):
         dim = attention.proj.in_features
         for head in range(attention.num_heads):
             product = noisy_identity(dim, qk_alpha, qk_beta, attention.q_weight, generator)
@@ -46,6 +44,11 @@ def mimetic(model: nn.Module, *, generator: torch.Generator,
             attention.q_weight[head] = query.mT
             attention.k_weight[head] = key.mT
         write_values(attention, alpha=value_alpha, beta=value_beta, generator=generator)
+
+
+def attentions(model: VisionTransformer | SwinTransformer) -> list[Attention]:
+    """The attention of every block, from the first to the last."""
+    return [module for module in model.modules() if isinstance(module, Attention)]
 
 
 def write_values(attention: Attention, *, alpha: float, beta: float,
@@ -70,10 +73,3 @@ def noisy_identity(dim: int, alpha: float, beta: float, like: Tensor,
     matrix = torch.empty(dim, dim, dtype=like.dtype).uniform_(-bound, bound, generator=generator)
     matrix.diagonal().add_(beta)
     return matrix
-
-
-def require_vit(model: nn.Module, name: str) -> None:
-    """Raise ValueError, before anything is drawn, unless the init `name` can serve this model."""
-    if not isinstance(model, VisionTransformer):
-        raise ValueError(f"init '{name}' is defined for a VisionTransformer, "
-                         f"not for a {type(model).__name__}")

@@ -7,15 +7,45 @@ from typing import Any
 
 from torch import nn
 
+from .conv_mixer import ConvMixer
+from .mlp_mixer import MlpMixer
+from .swin import SwinTransformer
 from .vit import VisionTransformer
 
-__all__ = ["MODELS", "VisionTransformer", "build_model"]
+__all__ = ["MODELS", "ConvMixer", "MlpMixer", "SwinTransformer", "VisionTransformer", "build_model"]
 
-# Sizes: ViT-B from arXiv 2010.11929, table 1; ViT-S and ViT-T from DeiT, arXiv 2012.12877, table 1.
+VIT_TINY = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
+VIT_SMALL = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
+VIT_BASE = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
+
 MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
-    "vit_tiny": (VisionTransformer, dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)),
-    "vit_small": (VisionTransformer, dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)),
-    "vit_base": (VisionTransformer, dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)),
+    # arXiv 2010.11929, table 1 (B); DeiT, arXiv 2012.12877, table 1 (T, S) and §4 (distilled)
+    "vit_tiny": (VisionTransformer, VIT_TINY),
+    "vit_small": (VisionTransformer, VIT_SMALL),
+    "vit_base": (VisionTransformer, VIT_BASE),
+    "vit_tiny_distilled": (VisionTransformer, VIT_TINY | dict(distilled=True)),
+    "vit_small_distilled": (VisionTransformer, VIT_SMALL | dict(distilled=True)),
+    "vit_base_distilled": (VisionTransformer, VIT_BASE | dict(distilled=True)),
+    # arXiv 2103.14030, §3.3
+    "swin_tiny": (SwinTransformer, dict(patch_size=4, embed_dim=96, depths=(2, 2, 6, 2),
+                                        num_heads=(3, 6, 12, 24))),
+    "swin_small": (SwinTransformer, dict(patch_size=4, embed_dim=96, depths=(2, 2, 18, 2),
+                                         num_heads=(3, 6, 12, 24))),
+    "swin_base": (SwinTransformer, dict(patch_size=4, embed_dim=128, depths=(2, 2, 18, 2),
+                                        num_heads=(4, 8, 16, 32))),
+    # arXiv 2105.01601, table 1
+    "mixer_s32": (MlpMixer, dict(patch_size=32, embed_dim=512, depth=8)),
+    "mixer_s16": (MlpMixer, dict(patch_size=16, embed_dim=512, depth=8)),
+    "mixer_b32": (MlpMixer, dict(patch_size=32, embed_dim=768, depth=12)),
+    "mixer_b16": (MlpMixer, dict(patch_size=16, embed_dim=768, depth=12)),
+    "mixer_l16": (MlpMixer, dict(patch_size=16, embed_dim=1024, depth=24)),
+    # arXiv 2201.09792, table 1 (width, depth), and small ones for 32-pixel images (arXiv 2401.12511)
+    "convmixer_1536_20": (ConvMixer, dict(patch_size=7, embed_dim=1536, depth=20, kernel_size=9)),
+    "convmixer_1024_20": (ConvMixer, dict(patch_size=14, embed_dim=1024, depth=20, kernel_size=9)),
+    "convmixer_768_32": (ConvMixer, dict(patch_size=7, embed_dim=768, depth=32, kernel_size=7,
+                                         activation="relu")),
+    "convmixer_512_8": (ConvMixer, dict(patch_size=2, embed_dim=512, depth=8, kernel_size=5)),
+    "convmixer_256_8": (ConvMixer, dict(patch_size=2, embed_dim=256, depth=8, kernel_size=5)),
 }
 
 

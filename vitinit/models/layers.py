@@ -28,6 +28,15 @@ def require_positive(**sizes: float | Sequence[int]) -> None:
             raise ValueError(f"{name} is {value}, expected more than 0")
 
 
+def patch_grid(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
+    """Patches down and across; raises ValueError if they do not tile the image."""
+    if any(size % patch for size, patch in zip(image_size, patch_size)):
+        raise ValueError(f"patches of {patch_size[0]}×{patch_size[1]} pixels do not tile an image of "
+                         f"{image_size[0]}×{image_size[1]}; image_size must be a multiple of "
+                         "patch_size on both sides")
+    return image_size[0] // patch_size[0], image_size[1] // patch_size[1]
+
+
 class PatchEmbed(nn.Module):
     """Cut the image into patches and project each linearly: (B, 3, H, W) → (B, N, C).
 
@@ -38,12 +47,8 @@ class PatchEmbed(nn.Module):
     def __init__(self, *, image_size: tuple[int, int], patch_size: tuple[int, int],
                  embed_dim: int) -> None:
         super().__init__()
-        if any(size % patch for size, patch in zip(image_size, patch_size)):
-            raise ValueError(f"patches of {patch_size[0]}×{patch_size[1]} pixels do not tile an "
-                             f"image of {image_size[0]}×{image_size[1]}; image_size must be a "
-                             f"multiple of patch_size on both sides")
         self.image_size = image_size
-        self.grid = (image_size[0] // patch_size[0], image_size[1] // patch_size[1])
+        self.grid = patch_grid(image_size, patch_size)
         self.proj = nn.Conv2d(3, embed_dim, kernel_size=patch_size, stride=patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -88,10 +93,10 @@ def draw_keep(rates: Sequence[float], batch: int, rng: np.random.Generator) -> T
 
 
 def add_branch(x: Tensor, branch: Tensor, keep: Tensor | None) -> Tensor:
-    """x + keep · branch; x, branch (B, N, C), keep (B,) or None for 1."""
+    """x + keep · branch; x, branch (B, …), keep (B,) or None for 1."""
     if keep is None:
         return x + branch
-    return x + branch * keep.to(branch.dtype)[:, None, None]
+    return x + branch * keep.to(branch.dtype).view(-1, *[1] * (branch.ndim - 1))
 
 
 def sincos_position_code(grid: tuple[int, int], dim: int, temperature: float = 1e4) -> Tensor:

@@ -44,6 +44,8 @@ class VisionTransformer(nn.Module):
     image_size, patch_size: one integer or (height, width); the patches must tile the image.
     pool: "class" reads the class token, "mean" has none and averages the patch tokens.
     pos_embed: "learned", or "sincos", which is fixed (a buffer, zeros for the class token).
+    distilled: DeiT's distillation token and its head beside the class token's; the logits are the
+        mean of both heads' (arXiv 2012.12877, §4). There is no teacher here.
     drop_path: stochastic-depth rate of the last block, rising linearly from 0 in the first; used by
         `forward` only through the `keep` table that the caller draws (`layers.draw_keep`).
 
@@ -54,7 +56,8 @@ class VisionTransformer(nn.Module):
                  patch_size: int | tuple[int, int], embed_dim: int, depth: int, num_heads: int,
                  mlp_ratio: float = 4.0, qkv_bias: bool = True, drop_path: float = 0.0,
                  pool: Literal["class", "mean"] = "class",
-                 pos_embed: Literal["learned", "sincos"] = "learned") -> None:
+                 pos_embed: Literal["learned", "sincos"] = "learned",
+                 distilled: bool = False) -> None:
         super().__init__()
         require_positive(num_classes=num_classes, image_size=image_size, patch_size=patch_size,
                          embed_dim=embed_dim, depth=depth, num_heads=num_heads,
@@ -64,15 +67,20 @@ class VisionTransformer(nn.Module):
         if pool not in ("class", "mean") or pos_embed not in ("learned", "sincos"):
             raise ValueError(f'pool is {pool!r} and pos_embed is {pos_embed!r}; expected "class" or '
                              '"mean", and "learned" or "sincos"')
+        if distilled and pool != "class":
+            raise ValueError(f'a distillation token stands beside a class token; pool is "{pool}", '
+                             'expected "class"')
         self.num_classes = num_classes
         self.drop_path_rates = drop_path_rates(drop_path, depth)
-        self.num_prefix_tokens = 1 if pool == "class" else 0
+        self.num_prefix_tokens = (pool == "class") + distilled
 
         self.patch_embed = PatchEmbed(image_size=to_pair(image_size),
                                       patch_size=to_pair(patch_size), embed_dim=embed_dim)
         self.grid = self.patch_embed.grid
         if self.num_prefix_tokens:
             self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        if distilled:
+            self.dist_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         num_tokens = self.num_prefix_tokens + self.grid[0] * self.grid[1]
         code = torch.zeros(1, num_tokens, embed_dim)
         if pos_embed == "learned":
@@ -85,29 +93,35 @@ class VisionTransformer(nn.Module):
             for _ in range(depth))
         self.norm = nn.LayerNorm(embed_dim, eps=NORM_EPS)
         self.head = nn.Linear(embed_dim, num_classes)
+        if distilled:
+            self.head_dist = nn.Linear(embed_dim, num_classes)
 
     @property
     def learns_positions(self) -> bool:
         return isinstance(self.pos_embed, nn.Parameter)
 
     def embed(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) → (B, N, C): patches, the class token before them, the position code."""
+        """(B, 3, H, W) → (B, N, C): patches, class and distillation token before them, the code."""
         x = self.patch_embed(images)
-        if self.num_prefix_tokens:
-            x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)
+        before = [getattr(self, name) for name in ("cls_token", "dist_token")[:self.num_prefix_tokens]]
+        x = torch.cat([*(token.expand(len(x), -1, -1) for token in before), x], dim=1)
         return x + self.pos_embed
 
-    def pooled(self, x: Tensor) -> Tensor:
-        """(B, N, C) → (B, C)"""
+    def classify(self, x: Tensor) -> Tensor:
+        """(B, N, C) → (B, num_classes): the head on the class token, or on the tokens' mean."""
         x = self.norm(x)
-        return x[:, 0] if self.num_prefix_tokens else x.mean(dim=1)
+        if self.num_prefix_tokens == 0:
+            return self.head(x.mean(dim=1))
+        if self.num_prefix_tokens == 1:
+            return self.head(x[:, 0])
+        return (self.head(x[:, 0]) + self.head_dist(x[:, 1])) / 2
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
         """images: (B, 3, H, W), normalised. keep: (2·depth, B) from `draw_keep`, or None."""
         x = self.embed(images)
         for block, kept in zip(self.blocks, self._keep_of_blocks(keep)):
             x = block(x, kept)                                           # (B, N, C)
-        return self.head(self.pooled(x))
+        return self.classify(x)
 
     def _keep_of_blocks(self, keep: Tensor | None) -> Iterator[Tensor | None]:
         return iter([None] * len(self.blocks) if keep is None else keep.unflatten(0, (-1, 2)))

@@ -1,0 +1,49 @@
+"""Impulse initialisation of a ConvMixer: its depthwise kernels are impulses."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from ..filters import impulse_kernel, ordered_offsets
+from ..models.conv_mixer import ConvMixer
+from .baseline import draw_base
+from .impulse import head_offsets
+
+
+@torch.no_grad()
+def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
+                       base: Literal["default", "torch"] = "default",
+                       kernel_size: int = 0,
+                       offsets: Literal["ordered", "random"] = "ordered",
+                       gain: float = 1.0) -> None:
+    """Every channel's filter picks one neighbour (arXiv 2401.12511, §3).
+
+    | tensor (every block)       | value                                                        |
+    |----------------------------|--------------------------------------------------------------|
+    | blocks.i.0.fn.0.weight     | gain at the channel's offset, 0 elsewhere                    |
+    | blocks.i.0.fn.0.bias       | 0                                                            |
+    | everything else            | as `base` drew it                                            |
+
+    kernel_size: the offsets are those of such a kernel, in the middle of the model's own; 0: all of
+        the model's.
+    offsets: "ordered" takes them in turn over the channels, alike in every block; "random", as in
+        the paper, draws one a channel.
+    gain: the paper's code has √⅓, which is the standard deviation that a uniform draw would have.
+    """
+    if offsets not in ("ordered", "random"):
+        raise ValueError(f'offsets is {offsets!r}, expected "ordered" or "random"')
+    size = model.kernel_size
+    if not 0 <= kernel_size <= size:
+        raise ValueError(f"kernel_size is {kernel_size}, expected at most the model's {size}, or 0 "
+                         "for that")
+    cells = ordered_offsets(kernel_size or size)
+    draw_base(model, base, generator)
+
+    for block in model.blocks:
+        depthwise = model.depthwise(block)
+        for channel, offset in enumerate(head_offsets(len(depthwise.weight), cells, offsets,
+                                                      generator)):
+            depthwise.weight[channel, 0] = gain * impulse_kernel(offset, size)
+        depthwise.bias.zero_()

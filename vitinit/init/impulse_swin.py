@@ -1,0 +1,67 @@
+"""Impulse initialisation of a Swin Transformer: it lies in the relative position bias alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+
+from ..filters import ordered_offsets
+from ..models.swin import SwinTransformer
+from .baseline import draw_base
+from .impulse import head_offsets
+from .mimetic import write_values
+
+
+@torch.no_grad()
+def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
+                 base: Literal["default", "torch"] = "default",
+                 kernel_size: int = 3,
+                 offsets: Literal["ordered", "random"] = "ordered",
+                 target_mass: float = 0.9,
+                 value_init: Literal["mimetic", "base"] = "base",
+                 value_alpha: float = 0.4,
+                 value_beta: float = 0.4) -> None:
+    """Every head looks at one neighbour in its window (arXiv 2505.19985, §5; no code was released).
+
+    | tensor (every block)                    | value                                            |
+    |-----------------------------------------|--------------------------------------------------|
+    | attn.relative_position_bias_table       | β where query − key is minus the head's offset,  |
+    |                                         |   0 elsewhere                                    |
+    | attn.qkv.weight, V rows; attn.proj      | as `base` drew them, or value_init "mimetic"     |
+    | everything else                         | as `base` drew it                                |
+
+    β = ln(m (n − 1) / (1 − m)) gives the target the mass m = target_mass among the n tokens of a
+    window: e^β / (e^β + n − 1) = m. The logits Q Kᵀ of the base, near 0 at first, come on top. Where
+    the shift masks part of a window the mass is higher. A token whose target lies outside of its
+    window, or is masked, spreads its attention evenly over the tokens that it sees.
+
+    kernel_size, offsets: as for ViT; a kernel that reaches beyond a window is an error.
+    value_init: "base" as the paper's text has it; mimetic V·proj as its code has for ViT.
+    """
+    if not 0.0 < target_mass < 1.0:
+        raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
+    if offsets not in ("ordered", "random") or value_init not in ("mimetic", "base"):
+        raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected '
+                         '"ordered" or "random", and "mimetic" or "base"')
+    blocks = [block for stage in model.layers for block in stage.blocks]
+    narrowest = min(min(block.window) for block in blocks)
+    if kernel_size // 2 >= narrowest:
+        raise ValueError(f"kernel_size is {kernel_size}, but its outer offsets leave a window "
+                         f"{narrowest} tokens wide from every place in it")
+    cells = ordered_offsets(kernel_size)             # also checks kernel_size, before any draw
+    draw_base(model, base, generator)
+
+    for block in blocks:
+        attention = block.attn
+        height, width = attention.window
+        tokens = height * width
+        table = attention.relative_position_bias_table.zero_()
+        for head, (down, right) in enumerate(head_offsets(attention.num_heads, cells, offsets,
+                                                          generator)):
+            # The table's rows count query − key, and the key is wanted at query + offset.
+            row = (height - 1 - down) * (2 * width - 1) + width - 1 - right
+            table[row, head] = math.log(target_mass * (tokens - 1) / (1.0 - target_mass))
+        if value_init == "mimetic":
+            write_values(attention, alpha=value_alpha, beta=value_beta, generator=generator)

@@ -1,0 +1,76 @@
+"""ConvMixer (Trockman and Kolter, arXiv 2201.09792): a depthwise convolution mixes space, a pointwise
+one mixes channels.
+
+    image → patches → activation, norm → blocks → mean → head
+
+Names in the state dict, parameter counts and outputs are timm's. Maps are (B, C, H, W).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+from .layers import patch_grid, require_positive, to_pair
+
+ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
+
+
+class Residual(nn.Module):
+    """x + fn(x); `fn` is timm's and the paper's name."""
+
+    def __init__(self, fn: nn.Module) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fn(x)
+
+
+def conv_mixer_block(dim: int, kernel_size: int, activation: type[nn.Module]) -> nn.Sequential:
+    """Depthwise convolution with a residual, then pointwise, each with activation and norm (§2)."""
+    spatial = nn.Sequential(nn.Conv2d(dim, dim, kernel_size, groups=dim, padding="same"),
+                            activation(), nn.BatchNorm2d(dim))
+    return nn.Sequential(Residual(spatial), nn.Conv2d(dim, dim, kernel_size=1), activation(),
+                         nn.BatchNorm2d(dim))
+
+
+class ConvMixer(nn.Module):
+    """ConvMixer for images (B, 3, H, W) → logits (B, num_classes).
+
+    image_size, patch_size: one integer or (height, width); the patches must tile the image. No weight
+    depends on image_size, so other images work, too. There is no stochastic depth.
+    """
+
+    num_prefix_tokens = 0
+    learns_positions = False
+    drop_path_rates: tuple[float, ...] = ()
+
+    def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
+                 patch_size: int | tuple[int, int], embed_dim: int, depth: int, kernel_size: int,
+                 activation: Literal["gelu", "relu"] = "gelu") -> None:
+        super().__init__()
+        require_positive(num_classes=num_classes, image_size=image_size, patch_size=patch_size,
+                         embed_dim=embed_dim, depth=depth, kernel_size=kernel_size)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}, expected one of "
+                             f"{', '.join(ACTIVATIONS)}")
+        act, patch = ACTIVATIONS[activation], to_pair(patch_size)
+        self.num_classes, self.kernel_size = num_classes, kernel_size
+        self.grid = patch_grid(to_pair(image_size), patch)
+        self.stem = nn.Sequential(nn.Conv2d(3, embed_dim, kernel_size=patch, stride=patch), act(),
+                                  nn.BatchNorm2d(embed_dim))
+        self.blocks = nn.Sequential(*(conv_mixer_block(embed_dim, kernel_size, act)
+                                      for _ in range(depth)))
+        self.head = nn.Linear(embed_dim, num_classes)
+
+    @staticmethod
+    def depthwise(block: nn.Sequential) -> nn.Conv2d:
+        """The convolution of a block that mixes space: weight (C, 1, k, k)."""
+        return block[0].fn[0]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images: (B, 3, H, W), normalised."""
+        x = self.blocks(self.stem(images))                               # (B, C, H, W)
+        return self.head(x.mean(dim=(2, 3)))

@@ -1,0 +1,239 @@
+"""Swin Transformer (Liu et al., arXiv 2103.14030): attention in windows that shift from block to block.
+
+    image → patches → stages of blocks, a merge of 2×2 tokens before all but the first → norm → mean
+    → head
+
+Within a stage tokens stay on a map (B, H, W, C). Names in the state dict, parameter counts and
+outputs are timm's. Shape legend: see attention.py; w is a window's side, M the windows of a map.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import product
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from .attention import Attention
+from .layers import Mlp, PatchEmbed, add_branch, drop_path_rates, require_positive, to_pair
+
+MASKED = -100.0                 # added to the logits of pairs that the shift brought together
+
+
+class WindowAttention(Attention):
+    """Attention among the tokens of one window, with a learned bias for each relative position.
+
+    relative_position_bias_table: ((2·w_h − 1)·(2·w_w − 1), h). Row (down + w_h − 1)·(2·w_w − 1) +
+    right + w_w − 1 is added to the logit of a query that stands (down, right) of its key (§3.2).
+    """
+
+    def __init__(self, dim: int, *, num_heads: int, window: tuple[int, int],
+                 qkv_bias: bool) -> None:
+        super().__init__(dim, num_heads=num_heads, qkv_bias=qkv_bias)
+        height, width = window
+        self.window = window
+        self.relative_position_bias_table = nn.Parameter(
+            torch.zeros((2 * height - 1) * (2 * width - 1), num_heads))
+        places = torch.cartesian_prod(torch.arange(height), torch.arange(width))  # (w², 2)
+        down, right = (places[:, None] - places).unbind(-1)              # query − key, (w², w²)
+        index = (down + height - 1) * (2 * width - 1) + right + width - 1
+        self.register_buffer("relative_position_index", index, persistent=False)
+
+    def relative_bias(self) -> Tensor:
+        """(h, w², w²)"""
+        return rearrange(self.relative_position_bias_table[self.relative_position_index],
+                         "query key h -> h query key")
+
+    def with_mask(self, count: int, mask: Tensor | None) -> Tensor:
+        """What is added to the logits of `count` windows: (1 or count, h, w², w²).
+
+        mask: (M, w², w²), 0 or MASKED, for the windows of one map in order, or None.
+        """
+        bias = self.relative_bias()[None]
+        if mask is None:
+            return bias
+        return (bias + mask[:, None]).repeat(count // len(mask), 1, 1, 1)
+
+    def mixing_weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().mixing_weights(x, self.with_mask(len(x), mask))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x: (B·M, w², C), the windows of an image one after another."""
+        return super().forward(x, self.with_mask(len(x), mask))
+
+
+def shift_mask(grid: tuple[int, int], window: tuple[int, int],
+               shift: tuple[int, int]) -> Tensor | None:
+    """(M, w², w²): MASKED between tokens that only the cyclic shift made neighbours, else 0 (§3.2).
+
+    None without a shift.
+    """
+    if not any(shift):
+        return None
+    regions = torch.zeros(grid)
+    parts = [[slice(0, -w), slice(-w, -s), slice(-s, None)] if s else [slice(None)]
+             for w, s in zip(window, shift)]
+    for number, (rows, columns) in enumerate(product(*parts)):
+        regions[rows, columns] = number
+    regions = rearrange(regions, "(a h) (b w) -> (a b) (h w)", h=window[0], w=window[1])
+    return MASKED * (regions[:, :, None] != regions[:, None]).float()
+
+
+class SwinBlock(nn.Module):
+    """Pre-norm block on a map (B, H, W, C): attention in windows of the shifted map, then the MLP.
+
+    window: at most the grid; where it is the whole grid, nothing shifts along that side.
+    """
+
+    def __init__(self, dim: int, *, grid: tuple[int, int], num_heads: int, window: tuple[int, int],
+                 shifted: bool, mlp_ratio: float, qkv_bias: bool) -> None:
+        super().__init__()
+        self.grid, self.window = grid, window
+        self.shift = tuple(w // 2 if shifted and w < side else 0 for w, side in zip(window, grid))
+        self.norm1 = nn.LayerNorm(dim)
+        self.attn = WindowAttention(dim, num_heads=num_heads, window=window, qkv_bias=qkv_bias)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.register_buffer("mask", shift_mask(grid, window, self.shift), persistent=False)
+
+    def mix_windows(self, x: Tensor) -> Tensor:
+        """The attention branch on a normalised map: (B, H, W, C) → the same."""
+        down, right = self.shift
+        height, width = self.window
+        if any(self.shift):
+            x = x.roll((-down, -right), dims=(1, 2))
+        windows = rearrange(x, "n (a h) (b w) c -> (n a b) (h w) c", h=height, w=width)
+        windows = self.attn(windows, self.mask)                          # (B·M, w², C)
+        x = rearrange(windows, "(n a b) (h w) c -> n (a h) (b w) c", h=height, w=width,
+                      a=self.grid[0] // height, b=self.grid[1] // width)
+        return x.roll((down, right), dims=(1, 2)) if any(self.shift) else x
+
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        """x: (B, H, W, C); keep: (2, B) stochastic-depth factors of the two branches, or None."""
+        keep_attention, keep_mlp = (None, None) if keep is None else keep
+        x = add_branch(x, self.mix_windows(self.norm1(x)), keep_attention)
+        return add_branch(x, self.mlp(self.norm2(x)), keep_mlp)
+
+
+class PatchMerging(nn.Module):
+    """2×2 neighbours become one token of twice the width: (B, H, W, C) → (B, H/2, W/2, 2·C)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * dim)
+        self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Channels of the upper left, lower left, upper right, lower right token, in that order.
+        x = rearrange(x, "n (h down) (w right) c -> n h w (right down c)", down=2, right=2)
+        return self.reduction(self.norm(x))
+
+
+class SwinStage(nn.Module):
+    """A merge, unless it is the first stage, and blocks of which every second one is shifted."""
+
+    def __init__(self, dim: int, *, grid: tuple[int, int], depth: int, merge: bool, num_heads: int,
+                 window: tuple[int, int], mlp_ratio: float, qkv_bias: bool) -> None:
+        super().__init__()
+        self.downsample = PatchMerging(dim // 2) if merge else nn.Identity()
+        self.blocks = nn.ModuleList(
+            SwinBlock(dim, grid=grid, num_heads=num_heads, window=window, shifted=index % 2 == 1,
+                      mlp_ratio=mlp_ratio, qkv_bias=qkv_bias) for index in range(depth))
+
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        """keep: (depth, 2, B), or None."""
+        x = self.downsample(x)                                           # (B, H, W, C)
+        for index, block in enumerate(self.blocks):
+            x = block(x, None if keep is None else keep[index])
+        return x
+
+
+class SwinPatchEmbed(PatchEmbed):
+    """Patches on a map, normalised: (B, 3, H, W) → (B, H/p, W/p, C)."""
+
+    def __init__(self, *, image_size: tuple[int, int], patch_size: tuple[int, int],
+                 embed_dim: int) -> None:
+        super().__init__(image_size=image_size, patch_size=patch_size, embed_dim=embed_dim)
+        self.norm = nn.LayerNorm(embed_dim)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.norm(rearrange(super().forward(images), "n (h w) c -> n h w c",
+                                   h=self.grid[0]))
+
+
+class SwinTransformer(nn.Module):
+    """Swin for images (B, 3, H, W) → logits (B, num_classes).
+
+    image_size, patch_size, window_size: one integer or (height, width). In each stage the window is
+    at most the stage's grid, and must tile it; all stages but the last need an even grid. Raises
+    ValueError naming the stage otherwise.
+    embed_dim: of the first stage; each merge doubles it. depths, num_heads: one entry a stage.
+    drop_path: stochastic-depth rate of the last block, rising linearly from 0 in the first.
+    """
+
+    num_prefix_tokens = 0
+    learns_positions = False        # none to learn: the relative bias is the only position code
+
+    def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
+                 patch_size: int | tuple[int, int], embed_dim: int, depths: tuple[int, ...],
+                 num_heads: tuple[int, ...], window_size: int | tuple[int, int] = 7,
+                 mlp_ratio: float = 4.0, qkv_bias: bool = True, drop_path: float = 0.0) -> None:
+        super().__init__()
+        require_positive(num_classes=num_classes, image_size=image_size, patch_size=patch_size,
+                         embed_dim=embed_dim, depths=depths, num_heads=num_heads,
+                         window_size=window_size, mlp_ratio=mlp_ratio)
+        if not 0.0 <= drop_path < 1.0:
+            raise ValueError(f"drop_path is {drop_path}, expected 0 ≤ drop_path < 1")
+        if len(depths) != len(num_heads):
+            raise ValueError(f"depths has {len(depths)} stages and num_heads {len(num_heads)}; "
+                             "expected as many")
+        self.num_classes = num_classes
+        self.drop_path_rates = drop_path_rates(drop_path, sum(depths))
+        self.depths = tuple(depths)
+        self.patch_embed = SwinPatchEmbed(image_size=to_pair(image_size),
+                                          patch_size=to_pair(patch_size), embed_dim=embed_dim)
+        self.grid = self.patch_embed.grid
+        self.layers = nn.ModuleList()
+        for stage, grid in enumerate(stage_grids(self.grid, len(depths))):
+            self.layers.append(SwinStage(
+                embed_dim * 2**stage, grid=grid, depth=depths[stage], merge=stage > 0,
+                num_heads=num_heads[stage], window=window_on(grid, to_pair(window_size), stage),
+                mlp_ratio=mlp_ratio, qkv_bias=qkv_bias))
+        width = embed_dim * 2**(len(depths) - 1)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Sequential(OrderedDict(fc=nn.Linear(width, num_classes)))   # as timm names it
+
+    def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
+        """images: (B, 3, H, W), normalised. keep: (2·blocks, B) from `draw_keep`, or None."""
+        x = self.patch_embed(images)                                     # (B, H, W, C)
+        kept = [None] * len(self.depths) if keep is None else keep.unflatten(0, (-1, 2)).split(
+            list(self.depths))
+        for stage, keep_of_stage in zip(self.layers, kept):
+            x = stage(x, keep_of_stage)
+        return self.head(self.norm(x).mean(dim=(1, 2)))
+
+
+def stage_grids(grid: tuple[int, int], stages: int) -> list[tuple[int, int]]:
+    """The grid of each stage, halved by each merge; raises ValueError where one is odd."""
+    grids = [grid]
+    for stage in range(1, stages):
+        height, width = grids[-1]
+        if height % 2 or width % 2:
+            raise ValueError(f"stage {stage} has a grid of {height}×{width} tokens, which does not "
+                             f"merge into 2×2; image_size must be a multiple of patch_size · "
+                             f"{2**(stages - 1)}")
+        grids.append((height // 2, width // 2))
+    return grids
+
+
+def window_on(grid: tuple[int, int], window: Sequence[int], stage: int) -> tuple[int, int]:
+    """The window on a stage's grid, at most the grid; raises ValueError if it does not tile it."""
+    height, width = (min(w, side) for w, side in zip(window, grid))
+    if grid[0] % height or grid[1] % width:
+        raise ValueError(f"stage {stage + 1} has a grid of {grid[0]}×{grid[1]} tokens, which windows "
+                         f"of {height}×{width} do not tile; choose window_size or image_size so "
+                         "that they do")
+    return height, width
