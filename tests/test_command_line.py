@@ -18,8 +18,8 @@ from vitinit.command_line import (USER_ERRORS, Parser, complain, fresh_recipe, m
 from vitinit.data.draw import CropAndFlip, Erasing, RandAugment
 from vitinit.data.images import DataError
 from vitinit.data.mix import Mixing
-from vitinit.init import INITS
-from vitinit.models import MODELS
+from vitinit.init import INITS, init_function
+from vitinit.models import MODELS, VisionTransformer
 from vitinit.recipe import RecipeError, dump_recipe, load_recipe, parse_override, resolve_options
 from vitinit.sections import Init, Model
 from vitinit.train.checkpoint import CheckpointError
@@ -164,8 +164,8 @@ def test_the_recipe_holds_all_options_those_of_the_file_and_of_set_included(tmp_
         model, {"patch_size": 8, "pool": "mean"}, title="x", source=str, fixed=sizes,
         given=("num_classes", "image_size"))
     assert recipe.init.options == resolve_options(
-        INITS["impulse"], {"rank": 3, "qk_norm": 2.0}, title="x", source=str, fixed={},
-        given=("generator",))
+        init_function("impulse", model), {"rank": 3, "qk_norm": 2.0}, title="x", source=str,
+        fixed={}, given=("generator",))
     assert type(recipe.init.options["qk_norm"]) is float
     assert {"kernel_size", "noise_std", "base"} < set(recipe.init.options)
 
@@ -240,8 +240,9 @@ def test_init_keeps_the_options_that_it_has_and_names_those_that_it_sets_aside(
     path = saved(tmp_path, init="impulse", init_options=file)
     recipe, said = fresh(train_program, "--recipe", path, "--init", name)
     assert recipe.init.name == name
-    assert recipe.init.options == resolve_options(INITS[name], kept, title="x", source=str,
-                                                  fixed={}, given=("generator",))
+    assert recipe.init.options == resolve_options(
+        init_function(name, VisionTransformer), kept, title="x", source=str, fixed={},
+        given=("generator",))
     if said_of is None:
         assert said == []
     else:
@@ -290,6 +291,57 @@ def test_an_unknown_init_is_named_and_sets_nothing_aside(train_program, tmp_path
     with pytest.raises(RecipeError) as caught:
         fresh(train_program, "--recipe", path, "--init", "mimetc")
     assert str(caught.value) == "--init mimetc: init.name is 'mimetc'; did you mean 'mimetic'?"
+
+
+@pytest.mark.parametrize("model, family", [("mixer_s16", "MlpMixer"),
+                                           ("convmixer_256_8", "ConvMixer")])
+def test_an_init_that_the_family_lacks_is_one_line_with_those_that_it_has(train_program, tmp_path,
+                                                                          model, family):
+    path = saved(tmp_path, model=model, init="impulse", init_options={"gain": 0.5})
+    words = f"init 'mimetic' is not defined for a {family}; it has: default, torch, impulse"
+    with pytest.raises(RecipeError) as caught:
+        fresh(train_program, "--recipe", path, "--init", "mimetic")
+    assert str(caught.value).startswith(f"--init mimetic: {words}")
+    assert "\n" not in str(caught.value)
+    assert refusal(path, ["init.name=mimetic"]).startswith(f"--set init.name=mimetic: {words}")
+    path = saved(tmp_path, model=model, init="mimetic")
+    assert refusal(path, []).startswith(f"{path}: {words}")
+
+
+@pytest.mark.parametrize("model, own", [
+    ("swin_tiny", {"target_mass": 0.75}), ("mixer_s16", {"linear_bias": 8.0}),
+    ("convmixer_256_8", {"gain": 0.5}), ("vit_tiny", {"qk_norm": 2.0})])
+def test_the_options_of_impulse_are_those_of_the_models_family(tmp_path, model, own):
+    path = saved(tmp_path, model=model, init="impulse", init_options=own)
+    function = init_function("impulse", MODELS[model][0])
+    assert resolve_recipe(path, []).init.options == resolve_options(
+        function, own, title="x", source=str, fixed={}, given=("generator",))
+    name, = own
+    for other in {"swin_tiny", "mixer_s16", "vit_tiny"} - {model}:
+        path = saved(tmp_path, model=other, init="impulse", init_options=own)
+        if name != "gain" or other != "mixer_s16":   # a Mixer has a gain, too
+            message = refusal(path, [])
+            assert message.startswith(f"{path}: [init.options] of impulse has no key '{name}'; ")
+
+
+@pytest.mark.parametrize("option, hint", [
+    ("target_mas", "did you mean 'target_mass'?"), ("qk_alpha", "did you mean 'value_alpha'?"),
+    ("rank", "valid: base, kernel_size, offsets, target_mass, value_alpha, value_beta, value_init"),
+])
+def test_a_swin_refuses_the_options_of_a_vits_impulse_with_the_nearest_of_its_own(tmp_path, option,
+                                                                                  hint):
+    path = saved(tmp_path, model="swin_tiny", init="impulse")
+    message = refusal(path, [f"init.options.{option}=3"])
+    assert message.startswith(f"--set init.options.{option}=3: ") and message.endswith(hint)
+
+
+def test_init_with_another_model_sets_aside_what_its_family_lacks(train_program, tmp_path):
+    path = saved(tmp_path, init="impulse", init_options={"rank": 3, "kernel_size": 5})
+    recipe, said = fresh(train_program, "--recipe", path, "--init", "impulse",
+                         "--set", "model.name=swin_tiny")
+    assert recipe.init.options["kernel_size"] == 5 and "rank" not in recipe.init.options
+    line, = said
+    assert line.startswith("--init impulse ") and line.endswith(": {rank = 3}")
 
 
 def test_init_and_data_dir_complete_a_recipe_together(train_program, tmp_path):

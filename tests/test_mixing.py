@@ -1,28 +1,65 @@
-"""Mixing matrices read off a forward pass, and the target mass."""
+"""Mixing matrices read off a forward pass, family by family, and the target mass."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import vitinit
 from vitinit.filters import convolution_matrix, impulse_kernel
-from vitinit.mixing import mean_kernel, mixing_matrices, target_mass
+from vitinit.mixing import block_grids, mean_kernel, mixing_matrices, target_mass
 
 GRID = (3, 5)
+FAMILIES = {        # name in the table, sizes for images of 12×20 pixels
+    "vit": ("vit_tiny", dict(patch_size=4, embed_dim=22, depth=3, num_heads=2)),
+    "swin": ("swin_tiny", dict(patch_size=1, embed_dim=22, depths=(2, 3), num_heads=(2, 11),
+                               window_size=(3, 5))),
+    "mixer": ("mixer_s16", dict(patch_size=4, embed_dim=23, depth=3)),
+    "conv_mixer": ("convmixer_256_8", dict(patch_size=4, embed_dim=11, depth=3, kernel_size=4)),
+}
+BLOCKS = {"vit": 3, "swin": 5, "mixer": 3, "conv_mixer": 3}
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+
+
+def built(family: str, **sizes) -> nn.Module:
+    """In float64, for evaluation, and with relative position biases that matter: of std 1."""
+    name, own = FAMILIES[family]
+    model = vitinit.build_model(name, num_classes=7, image_size=(12, 20), **own | sizes)
+    vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias_table"):
+                parameter.mul_(50.0)
+    return model.double().eval()
 
 
 @pytest.fixture
-def model() -> torch.nn.Module:
-    model = vitinit.build_model("vit_tiny", num_classes=7, image_size=(12, 20), patch_size=4,
-                                embed_dim=22, depth=3, num_heads=2).double()
-    vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
-    return model
+def model() -> nn.Module:
+    return built("vit")
 
 
-def drawn_images() -> torch.Tensor:
+def drawn_images(height: int = 12, width: int = 20) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(5, 3, 12, 20, generator=generator, dtype=torch.float64)
+    return torch.randn(5, 3, height, width, generator=generator, dtype=torch.float64)
+
+
+def inputs_of(modules: list[nn.Module], model: nn.Module) -> list[torch.Tensor]:
+    """What each of the modules gets while the model looks at the images."""
+    inputs = []
+    hooks = [module.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+             for module in modules]
+    with torch.no_grad():
+        model(drawn_images())
+    for hook in hooks:
+        hook.remove()
+    return inputs
+
+
+# ---------------------------------------------------------------------------------------------
+# Each family's matrices
+# ---------------------------------------------------------------------------------------------
 
 
 def test_they_are_the_matrices_that_the_blocks_apply(model):
@@ -37,24 +74,151 @@ def test_they_are_the_matrices_that_the_blocks_apply(model):
         x = block(x)
 
 
-def test_chosen_blocks_and_heads_are_parts_of_all(model):
+@torch.no_grad()
+def test_a_swins_matrices_are_what_its_blocks_apply_to_the_values_of_the_whole_map():
+    """Windows, shifts and masks included: proj(M v) is the attention branch."""
+    model = built("swin")
+    found, x = mixing_matrices(model, drawn_images()), model.patch_embed(drawn_images())
+    shapes, index = [], 0
+    for stage in model.layers:
+        x = stage.downsample(x)
+        for block in stage.blocks:
+            normalised = block.norm1(x)                                  # (B, H, W, C)
+            tokens, dim = normalised.flatten(1, 2), normalised.shape[-1]
+            values = tokens @ block.attn.qkv.weight[2 * dim:].T + block.attn.qkv.bias[2 * dim:]
+            values = values.unflatten(-1, (block.attn.num_heads, -1)).transpose(1, 2)
+            mixed = (found[index] @ values).transpose(1, 2).flatten(2)   # (B, N, C)
+            torch.testing.assert_close(block.attn.proj(mixed),
+                                       block.mix_windows(normalised).flatten(1, 2))
+            shapes.append(tuple(found[index].shape[1:]))
+            x, index = block(x), index + 1
+    assert shapes == [(2, 240, 240)] * 2 + [(11, 60, 60)] * 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_swin_that_looks_at_positions_alone_moves_one_hot_tokens_as_its_matrix_says(shifted):
+    """Q = K = 0, V = proj = I: token j in, column j of the head's matrix out, in its channels."""
+    model = built("swin", depths=(2,), num_heads=(2,))
+    block = model.layers[0].blocks[shifted]
+    assert block.shift == ((1, 2) if shifted else (0, 0))
+    block.attn.qkv.weight.zero_()
+    block.attn.qkv.weight[44:] = torch.eye(22)
+    block.attn.proj.weight.copy_(torch.eye(22))
+    block.attn.qkv.bias.zero_()
+    block.attn.proj.bias.zero_()
+    found = mixing_matrices(model, drawn_images(), blocks=[int(shifted)])[int(shifted)]
+    one_hot = torch.eye(240, dtype=torch.float64).view(240, 12, 20, 1).expand(-1, -1, -1, 22)
+    columns = block.mix_windows(one_hot).flatten(1, 2)                   # (token in, token out, C)
+    for head in range(2):
+        for image in range(5):
+            torch.testing.assert_close(found[image, head], columns[..., 11 * head].T)
+    assert not torch.equal(found[0, 0], found[0, 1])
+
+
+@torch.no_grad()
+def test_the_rows_of_attention_sum_to_one_and_leave_windows_alone():
+    found = mixing_matrices(built("swin"), drawn_images())
+    for matrices in found.values():
+        torch.testing.assert_close(matrices.sum(-1), torch.ones_like(matrices[..., 0]))
+    assert (found[0] != 0).sum(-1).unique().tolist() == [15]             # a window of 3×5
+
+
+def test_a_mixers_matrices_are_the_jacobian_of_its_token_mixing():
+    """∂ output (token n, channel c) / ∂ input (token m, channel c); other channels do not count."""
+    model = built("mixer")
+    found = mixing_matrices(model, drawn_images())
+    for index, x in enumerate(inputs_of([block.norm1 for block in model.blocks], model)):
+        block = model.blocks[index]
+        x = block.norm1(x).detach()[:1]                                  # (1, N, C), one image
+        jacobian = torch.autograd.functional.jacobian(block.token_mixing, x)[0, :, :, 0]
+        for channel in range(23):
+            torch.testing.assert_close(found[index][0, channel], jacobian[:, channel, :, channel])
+            jacobian[:, channel, :, channel] = 0.0
+        assert (jacobian == 0).all()
+    assert found[2].shape == (5, 23, 15, 15)
+    assert not torch.equal(found[2][0], found[2][1])                     # it depends on the image
+
+
+def test_a_conv_mixers_matrices_are_its_depthwise_layer_on_one_hot_images_without_its_bias():
+    model = built("conv_mixer")
+    one_hot = torch.eye(15, dtype=torch.float64).view(15, 1, *GRID).expand(-1, 11, -1, -1)
+    for index, matrices in mixing_matrices(model, drawn_images()).items():
+        weight = model.depthwise(model.blocks[index]).weight.detach()    # (C, 1, 4, 4)
+        columns = F.conv2d(F.pad(one_hot, (1, 2, 1, 2)), weight, groups=11).flatten(2)
+        expected = columns.permute(1, 2, 0)                              # (C, token out, token in)
+        torch.testing.assert_close(matrices, expected.expand(5, -1, -1, -1))
+
+
+@pytest.mark.parametrize("family, expected", [
+    ("vit", [GRID] * 3), ("swin", [(12, 20)] * 2 + [(6, 10)] * 3), ("mixer", [GRID] * 3),
+    ("conv_mixer", [GRID] * 3)])
+def test_each_block_has_a_grid_with_a_cell_for_each_patch_token(family, expected):
+    model = built(family)
+    assert block_grids(model) == expected
+    for (height, width), matrices in zip(expected, mixing_matrices(model, drawn_images()).values()):
+        assert matrices.shape[-1] == height * width + model.num_prefix_tokens
+
+
+# ---------------------------------------------------------------------------------------------
+# Which, of what, and in which state
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chosen_blocks_and_heads_are_parts_of_all(family):
+    model = built(family)
     everything = mixing_matrices(model, drawn_images())
-    some = mixing_matrices(model, drawn_images(), blocks=[2], heads=[1])
-    assert list(some) == [2]
-    assert torch.equal(some[2], everything[2][:, [1]])
+    assert list(everything) == list(range(BLOCKS[family]))
+    some = mixing_matrices(model, drawn_images(), blocks=[2, 0], heads=[1, 0, 1])
+    assert sorted(some) == [0, 2]
+    for block, matrices in some.items():
+        torch.testing.assert_close(matrices, everything[block][:, [1, 0, 1]])
+    assert not torch.equal(some[2][:, 0], some[2][:, 1])
 
 
-def test_reading_leaves_the_model_as_it_was(model):
-    model.train()
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reading_leaves_the_model_as_it_was(family, training):
+    """Mode, running statistics, gradients, hooks; and what it reads is the model in evaluation."""
+    model = built(family).train(training)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    mixing_matrices(model, drawn_images())
-    assert model.training and not model.blocks[0].attn._forward_pre_hooks
+    found = mixing_matrices(model, drawn_images())
+    assert all(module.training is training for module in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    again = mixing_matrices(model.eval(), drawn_images())
+    assert all(torch.equal(found[block], again[block]) for block in found)
+    assert not any(matrices.requires_grad for matrices in found.values())
 
 
-def test_a_block_that_is_not_there_is_an_error(model):
-    with pytest.raises(ValueError, match="block 3 is asked for, but the model has blocks 0…2"):
-        mixing_matrices(model, drawn_images(), blocks=[3])
+@pytest.mark.parametrize("family", ["vit", "swin", "mixer"])
+def test_a_forward_pass_that_fails_leaves_no_hooks_and_the_mode_behind(family):
+    model = built(family).train()
+    with pytest.raises(ValueError, match="built for images of 12×20 pixels"):
+        mixing_matrices(model, drawn_images(20, 12))
+    assert model.training
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("family, last", [("vit", 2), ("swin", 4), ("mixer", 2), ("conv_mixer", 2)])
+@pytest.mark.parametrize("beyond", [-1, 1])
+def test_a_block_that_is_not_there_is_an_error(family, last, beyond):
+    block = -1 if beyond < 0 else last + beyond
+    message = f"block {block} is asked for, but the model has blocks 0…{last}"
+    with pytest.raises(ValueError, match=message):
+        mixing_matrices(built(family), drawn_images(), blocks=[block])
+
+
+def test_a_model_of_another_kind_is_an_error():
+    with pytest.raises(ValueError, match="spatial mixing of a Linear is not defined here"):
+        mixing_matrices(nn.Linear(3, 5), drawn_images())
+
+
+# ---------------------------------------------------------------------------------------------
+# What the matrices are near to
+# ---------------------------------------------------------------------------------------------
 
 
 def test_the_mass_of_a_perfect_shift_is_one_and_of_uniform_attention_one_over_n():

@@ -18,8 +18,8 @@ from vitinit import sections
 from vitinit.command_line import resolve_recipe
 from vitinit.data import draw
 from vitinit.data.mix import Mixing
-from vitinit.init import INITS
-from vitinit.models import MODELS
+from vitinit.init import init_function
+from vitinit.models import MODELS, VisionTransformer
 from vitinit.recipe import (SECTIONS, Override, Recipe, RecipeError, differences, dump_recipe,
                             find_recipe, from_dict, load_recipe, parse_override, resolve_options,
                             with_options)
@@ -310,8 +310,9 @@ def test_every_shipped_recipe_names_a_model_an_init_and_all_their_options(path):
     recipe = resolve_recipe(path, [])
     assert recipe.name == path.stem
     model, _ = MODELS[recipe.model.name]
+    init = init_function(recipe.init.name, model)
     for function, options, given in ((model, recipe.model.options, {"num_classes", "image_size"}),
-                                     (INITS[recipe.init.name], recipe.init.options, {"generator"})):
+                                     (init, recipe.init.options, {"generator"})):
         parameters = inspect.signature(function).parameters.values()
         keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
         assert set(options) == keywords - given
@@ -885,8 +886,8 @@ def test_an_unknown_option_gets_the_nearest_or_the_whole_list(name, hint):
 
 
 def test_an_option_where_there_are_none_is_not_answered_with_an_empty_list():
-    message = refusal(resolve, INITS["default"], {"rank": 3}, where="[init.options]",
-                      given=("generator",))
+    default = init_function("default", VisionTransformer)
+    message = refusal(resolve, default, {"rank": 3}, where="[init.options]", given=("generator",))
     assert "'rank'" in message and not message.rstrip().endswith("valid:")
 
 

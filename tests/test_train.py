@@ -399,3 +399,48 @@ def test_a_real_signal_leaves_a_checkpoint_and_says_how_to_go_on(small_run, repo
     assert f"stopped by signal {int(number)}" in rest and f"--resume {folder}" in rest
     assert "Traceback" not in error
     assert checkpoint(folder)["step"] >= 8
+
+
+# ---------------------------------------------------------------------------------------------
+# Other families
+# ---------------------------------------------------------------------------------------------
+
+
+FAMILIES = {
+    "swin_tiny": dict(patch_size="2", embed_dim="12", depths="[2, 1]", num_heads="[3, 3]",
+                      window_size="2", drop_path="0.3"),
+    "mixer_s16": dict(patch_size="4", embed_dim="12", depth="2", drop_path="0.3"),
+    "convmixer_256_8": dict(patch_size="2", embed_dim="12", depth="2", kernel_size="3"),
+}
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_every_family_trains_resumes_and_evaluates(train_program, eval_program, tmp_path,
+                                                   picture_tree, capsys, model):
+    """All augmentation on; BatchNorm's statistics travel, too."""
+    recipe = {"swin_tiny": "cifar10_swin_tiny", "mixer_s16": "cifar10_mixer",
+              "convmixer_256_8": "cifar10_convmixer"}[model]
+    sets = {"data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
+            "data.workers": "0", "optim.global_batch": "12", "optim.max_batch_per_process": "4",
+            "schedule.epochs": "2", "schedule.warmup_epochs": "1", "engine.compile": "false",
+            "engine.amp": "off", "mix.mixup_alpha": "0.8", "augment.erase_probability": "0.5",
+            "ema.decay": "0.9"}
+    sets |= {f"model.options.{key}": value for key, value in FAMILIES[model].items()}
+
+    def arguments(folder: Path) -> list[str]:
+        return ["--recipe", recipe, "--init", "impulse", "--data-dir", str(picture_tree),
+                "--out-dir", str(folder),
+                *(word for key, value in sets.items() for word in ("--set", f"{key}={value}"))]
+
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert train_program.main(arguments(straight)) == 0
+    train_program.StopRequest = StopBefore(2)
+    assert train_program.main(arguments(stopped)) == 128 + signal.SIGTERM
+    train_program.StopRequest = StopBefore(10**6)
+    assert train_program.main(["--resume", str(stopped)]) == 0
+    assert_same_run(straight, stopped)
+    capsys.readouterr()
+    assert eval_program.main([str(straight)]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["model"]["top1"] == pytest.approx(metrics(straight)[-1]["val_top1"])
+    assert found["ema"]["top1"] == pytest.approx(metrics(straight)[-1]["ema_top1"])

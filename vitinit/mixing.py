@@ -7,6 +7,7 @@ Every model here alternates channel mixing with spatial mixing X ← M X, and M 
 | VisionTransformer  | softmax(Q Kᵀ / √d)                                             | image, head     |
 | SwinTransformer    | the same in windows, with bias and mask, 0 between windows     | image, head     |
 | MlpMixer           | the Jacobian of the token MLP at its input                     | image, channel  |
+| SimpleViT          | softmax(σ Q Kᵀ)                                                | image, head     |
 | ConvMixer          | the matrix of the depthwise kernel, without its bias           | channel         |
 
 `mixing_matrices` reads them off a real forward pass, and `target_mass` says how much of an attention
@@ -23,8 +24,11 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .filters import Offset, convolution_matrix, shift_targets
-from .models import ConvMixer, MlpMixer, SwinTransformer, VisionTransformer
+from .models import ConvMixer, MlpMixer, SimpleViT, SwinTransformer, VisionTransformer
 from .models.swin import SwinBlock
+
+
+TINY = torch.finfo(torch.float32).tiny
 
 
 @torch.no_grad()
@@ -78,7 +82,7 @@ Reader = Callable[..., Tensor]       # (which heads, the mixer's input …) → 
 
 def mixers(model: nn.Module) -> list[tuple[nn.Module, Reader]]:
     """Every block's spatial mixer and how to read its matrices off its input."""
-    if isinstance(model, VisionTransformer):
+    if isinstance(model, (VisionTransformer, SimpleViT)):
         return [(block.attn, _attention_reader(block.attn)) for block in model.blocks]
     if isinstance(model, SwinTransformer):
         return [(block.attn, _window_reader(block))
@@ -92,8 +96,9 @@ def mixers(model: nn.Module) -> list[tuple[nn.Module, Reader]]:
 
 
 def _attention_reader(attention: nn.Module) -> Reader:
-    def read(heads, x: Tensor) -> Tensor:
-        return attention.mixing_weights(x)[:, heads]
+    def read(heads, x: Tensor, *code: Tensor) -> Tensor:
+        weights = attention.mixing_weights(x, *code)[:, heads]
+        return weights.expand(len(x), -1, -1, -1)    # a SimpleViT's may be alike for all images
     return read
 
 
@@ -128,7 +133,7 @@ def _token_mlp_reader(mlp: nn.Module) -> Reader:
 def _depthwise_reader(convolution: nn.Conv2d, grid: tuple[int, int]) -> Reader:
     def read(channels, x: Tensor) -> Tensor:
         matrices = torch.stack([convolution_matrix(kernel, grid)
-                                for kernel in convolution.weight[channels, 0]])
+                                for kernel in convolution.kernels()[channels, 0]])
         return matrices.expand(len(x), -1, -1, -1)   # alike for all images
     return read
 
@@ -144,7 +149,8 @@ def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int
     if weights.shape[-3] != len(offsets):
         raise ValueError(f"{weights.shape[-3]} heads but {len(offsets)} offsets")
     patches = weights[..., -cells:, -cells:]
-    patches = patches / patches.sum(dim=-1, keepdim=True)                # (..., h, cells, cells)
+    # A row that is all on prefix tokens has no mass anywhere else.
+    patches = patches / patches.sum(dim=-1, keepdim=True).clamp(min=TINY)    # (..., h, cells, cells)
     masses = []
     for head, offset in enumerate(offsets):
         targets = shift_targets(offset, grid).to(weights.device)
@@ -161,7 +167,7 @@ def mean_kernel(weights: Tensor, grid: tuple[int, int], radius: int) -> Tensor:
     """
     cells = grid[0] * grid[1]
     patches = weights[..., -cells:, -cells:]
-    patches = patches / patches.sum(dim=-1, keepdim=True)
+    patches = patches / patches.sum(dim=-1, keepdim=True).clamp(min=TINY)
     kernel = []
     for down in range(-radius, radius + 1):
         for right in range(-radius, radius + 1):

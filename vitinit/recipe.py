@@ -98,9 +98,12 @@ def from_dict(table: Mapping[str, Any], source: str) -> Recipe:
 
 
 def with_options(recipe: Recipe, *, model: Mapping[str, Any], init: Mapping[str, Any]) -> Recipe:
-    """The recipe with both free tables written out in full, as a run folder records it."""
+    """The recipe with both free tables written out in full, as a run folder records it.
+
+    Lists stay lists, as TOML has them, so that what is written reads back equal.
+    """
     def with_table(section: Model | Init, options: Mapping[str, Any]) -> Model | Init:
-        return dataclasses.replace(section, options=types.MappingProxyType(dict(options)))
+        return dataclasses.replace(section, options=types.MappingProxyType(plain(options)))
     return dataclasses.replace(recipe, model=with_table(recipe.model, model),
                                init=with_table(recipe.init, init))
 

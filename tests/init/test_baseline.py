@@ -2,35 +2,151 @@
 
 from __future__ import annotations
 
+import math
+import re
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
 
 import vitinit
 from vitinit.init import INITS
+from vitinit.init.baseline import CUT_NORMAL_STD
+from vitinit.models import VisionTransformer
 
 SIZES = dict(num_classes=101, image_size=(28, 44), patch_size=4, embed_dim=66, depth=2, num_heads=3)
+IMAGES = dict(num_classes=101, image_size=(24, 40))
+FAMILIES = {        # one small model of each: the table's name and its sizes
+    "vit": ("vit_tiny", SIZES),
+    "distilled": ("vit_tiny_distilled", SIZES),
+    "swin": ("swin_tiny", IMAGES | dict(patch_size=2, embed_dim=34, depths=(2, 2), num_heads=(2, 4),
+                                        window_size=(3, 5))),
+    "mixer": ("mixer_s16", IMAGES | dict(patch_size=4, embed_dim=331, depth=2)),
+    "conv_mixer": ("convmixer_256_8", IMAGES | dict(patch_size=4, embed_dim=67, depth=2,
+                                                    kernel_size=5)),
+}
+VIT_INITS = [name for name, families in INITS.items() if VisionTransformer in families]
+QUICK = {"impulse_gd": dict(steps=7)}               # options of inits that search for a while
+EMBEDDINGS = ("pos_embed", "cls_token", "dist_token", "relative_position_bias_table")
 
 
-def drawn_by(name: str, seed: int = 0, **options) -> dict[str, torch.Tensor]:
-    model = vitinit.build_model("vit_tiny", **SIZES)
-    vitinit.init_weights(model, name, generator=torch.Generator().manual_seed(seed), **options)
+def drawn_by(name: str, seed: int = 0, family: str = "vit", **options) -> dict[str, torch.Tensor]:
+    model_name, sizes = FAMILIES[family]
+    model = vitinit.build_model(model_name, **sizes)
+    for key, value in model.state_dict().items():    # what constructors drew must not survive
+        value.fill_(7 if key.endswith("num_batches_tracked") else math.nan)
+    vitinit.init_weights(model, name, generator=torch.Generator().manual_seed(seed),
+                         **QUICK.get(name, {}) | options)
     return {key: value.detach().clone() for key, value in model.state_dict().items()}
 
 
-def test_default_is_normal_with_zero_biases():
-    for name, value in drawn_by("default").items():
-        if "norm" in name:
-            assert (value == (1.0 if name.endswith("weight") else 0.0)).all(), name
+def fan_in(state: dict[str, torch.Tensor], name: str) -> int:
+    """Inputs of one output of the layer that owns this weight or bias."""
+    return state[name.rpartition(".")[0] + ".weight"][0].numel()
+
+
+def has_std(value: torch.Tensor, std: float) -> bool:
+    """A spread about zero that differs from `std` by less than four standard errors."""
+    return abs(value.square().mean().item() ** 0.5 / std - 1) < 4 / (2 * value.numel()) ** 0.5
+
+
+def is_normal(value: torch.Tensor, std: float) -> bool:
+    """That spread, and tails beyond √3 std, where a uniform distribution ends."""
+    return has_std(value, std) and (value.numel() < 60 or value.abs().max().item() > 1.8 * std)
+
+
+def is_uniform(value: torch.Tensor, bound: float) -> bool:
+    return has_std(value, bound / 3**0.5) and value.abs().max().item() <= bound
+
+
+def of_a_norm(name: str) -> bool:
+    """Weights, biases and statistics of LayerNorms and BatchNorms, by the names of models/."""
+    return re.search(r"(norm[12]?|^stem\.2|\.fn\.2|^blocks\.\d+\.3)\.\w+$", name) is not None
+
+
+def leaves_normed_values_alone(name: str, value: torch.Tensor) -> bool:
+    return bool((value == (1.0 if name.endswith(("weight", "running_var")) else 0.0)).all())
+
+
+@pytest.mark.parametrize("family", ["vit", "distilled", "swin"])
+def test_default_is_normal_with_zero_biases(family):
+    state = drawn_by("default", family=family)
+    for name, value in state.items():
+        if of_a_norm(name):
+            assert leaves_normed_values_alone(name, value), name
         elif name.startswith("patch_embed"):
-            bound = (3 * 4 * 4) ** -0.5
-            assert value.abs().max() <= bound, name
-            assert value.std().item() == pytest.approx(bound / 3**0.5, rel=0.2), name
+            assert is_uniform(value, fan_in(state, name) ** -0.5), name
         elif name.endswith("bias"):
             assert (value == 0).all(), name
         else:
-            assert value.std().item() == pytest.approx(0.02, rel=0.25), name
-            assert value.abs().max() > 0.04 or value.numel() < 100, name    # tails: not uniform
+            assert name.endswith(("weight", *EMBEDDINGS))
+            assert is_normal(value, 0.02), name
+
+
+def test_default_of_a_mixer_is_its_authors():
+    state = drawn_by("default", family="mixer")
+    for name, value in state.items():
+        if of_a_norm(name):
+            assert leaves_normed_values_alone(name, value), name
+        elif name.startswith("head") or name == "stem.proj.bias":
+            assert (value == 0).all(), name
+        elif name == "stem.proj.weight":
+            std = (3 * 4 * 4) ** -0.5                # after the cut, at 2 of the normal's own std
+            assert has_std(value, std), name
+            assert 1.99 * std < value.abs().max() * CUT_NORMAL_STD <= 2 * std, name
+        elif name.endswith("weight"):                # Glorot and Bengio 2010, equation 16
+            assert is_uniform(value, (6 / sum(value.shape)) ** 0.5), name
+        else:
+            assert is_normal(value, 1e-6), name
+
+
+def test_the_spread_of_a_cut_normal_is_the_formula():
+    """1 - 2·a·density(a) / mass within ± a, at a = 2."""
+    density = math.exp(-2) / (2 * math.pi) ** 0.5
+    mass = math.erf(2 / 2**0.5)
+    assert CUT_NORMAL_STD == pytest.approx((1 - 4 * density / mass) ** 0.5, rel=1e-12)
+
+
+def test_default_of_a_conv_mixer_is_pytorchs():
+    default, pytorchs = (drawn_by(name, family="conv_mixer") for name in ("default", "torch"))
+    assert all(torch.equal(default[name], pytorchs[name]) for name in default)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch_is_uniform_by_fan_in(family):
+    state = drawn_by("torch", family=family)
+    for name, value in state.items():
+        if of_a_norm(name):
+            assert leaves_normed_values_alone(name, value), name
+        elif name in ("cls_token", "dist_token"):
+            assert (value == 0).all(), name
+        elif name.endswith(EMBEDDINGS):
+            assert is_normal(value, 0.02), name
+        else:
+            assert is_uniform(value, fan_in(state, name) ** -0.5), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["default", "torch"])
+def test_a_baseline_draws_everything_from_its_generator_alone(name, family):
+    """`drawn_by` has filled the model with NaN before."""
+    states = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(len(states))
+        states.append(drawn_by(name, seed, family))
+    first, again, other = states
+    assert all(value.isfinite().all() for value in first.values())
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    same = {key for key in first if torch.equal(first[key], other[key])}
+    assert same == {key for key, value in first.items() if (value == value.flatten()[0]).all()}
+
+
+@pytest.mark.parametrize("name", ["default", "torch"])
+def test_batch_statistics_start_anew(name):
+    state = drawn_by(name, family="conv_mixer")
+    counts = [value for key, value in state.items() if key.endswith("num_batches_tracked")]
+    assert len(counts) == 5 and not any(counts)
 
 
 def test_torch_is_what_pytorchs_layers_draw():
@@ -52,7 +168,7 @@ def test_torch_is_what_pytorchs_layers_draw():
     assert (state["norm.weight"] == 1).all() and (state["norm.bias"] == 0).all()
 
 
-@pytest.mark.parametrize("name", INITS)
+@pytest.mark.parametrize("name", VIT_INITS)
 def test_what_constructors_and_the_global_generator_drew_never_matters(name):
     states = []
     for seed in (0, 1):
@@ -61,17 +177,21 @@ def test_what_constructors_and_the_global_generator_drew_never_matters(name):
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
-@pytest.mark.parametrize("name", INITS)
-def test_the_global_generator_is_left_alone(name):
-    model = vitinit.build_model("vit_tiny", **SIZES)
+@pytest.mark.parametrize("name, family", [
+    *((name, "vit") for name in VIT_INITS),
+    *product(("default", "torch"), [family for family in FAMILIES if family != "vit"])])
+def test_the_global_generator_is_left_alone(name, family):
+    model_name, sizes = FAMILIES[family]
+    model = vitinit.build_model(model_name, **sizes)
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    vitinit.init_weights(model, name, generator=torch.Generator().manual_seed(1))
+    vitinit.init_weights(model, name, generator=torch.Generator().manual_seed(1),
+                         **QUICK.get(name, {}))
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize("name", INITS)
+@pytest.mark.parametrize("name", VIT_INITS)
 def test_another_seed_gives_other_weights(name):
     first, second = drawn_by(name), drawn_by(name, seed=1)
     for key in ("pos_embed", "head.weight", "blocks.1.attn.qkv.weight"):
@@ -101,13 +221,30 @@ def test_an_unknown_init_lists_the_near_ones():
         vitinit.init_weights(model, "mimetik", generator=torch.Generator())
 
 
+def test_a_base_that_does_not_exist_is_an_error():
+    model = vitinit.build_model("vit_tiny", **SIZES)
+    with pytest.raises(ValueError, match="base is 'zeros', expected one of default, torch"):
+        vitinit.init_weights(model, "mimetic", generator=torch.Generator(), base="zeros")
+
+
 @pytest.mark.parametrize("name", ["mimetic", "impulse"])
 def test_models_without_attention_are_refused_before_anything_is_drawn(name):
     layer = nn.Linear(3, 5)
     before = layer.weight.detach().clone()
-    with pytest.raises(ValueError, match=f"init '{name}' is defined for a VisionTransformer"):
+    with pytest.raises(ValueError, match=f"init '{name}' is not defined for a Linear"):
         vitinit.init_weights(layer, name, generator=torch.Generator())
     assert torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize("family, kind", [("mixer", "MlpMixer"), ("conv_mixer", "ConvMixer")])
+def test_an_init_that_a_family_has_not_lists_those_that_it_has(family, kind):
+    model_name, sizes = FAMILIES[family]
+    model = vitinit.build_model(model_name, **sizes)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=f"init 'mimetic' is not defined for a {kind}; it has: "
+                                         "default, torch, impulse"):
+        vitinit.init_weights(model, "mimetic", generator=torch.Generator())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def test_a_parameter_that_no_rule_covers_is_an_error():

@@ -87,3 +87,36 @@ def test_balanced_factors_of_a_singular_matrix_are_finite_and_exact():
     torch.testing.assert_close(left @ right.T, matrix, rtol=0, atol=1e-8)
     left, right = balanced_factors(torch.zeros(7, 7), 7)
     assert (left == 0).all() and right.isfinite().all()
+
+
+def test_factors_wider_than_the_basis_are_padded_with_zeros():
+    """As many columns as the head has channels, whatever the code's rank."""
+    code, maps = layer_normalised(drawn(TOKENS, DIM)), drawn(3, TOKENS, TOKENS, seed=1)
+    for factor in query_key_factors(maps, code_basis(code, 7), 11, norm=2.0):
+        assert factor.shape == (3, DIM, 11)
+        assert (factor[..., 7:] == 0).all() and (factor[..., :7] != 0).any(-2).all()
+
+
+def test_a_batch_of_maps_is_factorised_one_by_one():
+    code, maps = layer_normalised(drawn(TOKENS, DIM)), drawn(3, TOKENS, TOKENS, seed=1)
+    basis = code_basis(code, 11)
+    query, key = query_key_factors(maps, basis, 5, norm=2.0)
+    for head in range(3):
+        alone, other = query_key_factors(maps[head], basis, 5, norm=2.0)
+        torch.testing.assert_close(query[head] @ key[head].T, alone @ other.T, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("rank", [3, 23])
+def test_no_other_factors_of_that_rank_come_nearer(rank):
+    """Eckart and Young: the error is what the dropped singular values amount to."""
+    matrix = drawn(23, 23)
+    left, right = balanced_factors(matrix, rank)
+    error = (left @ right.T - matrix).norm()
+    dropped = torch.linalg.svdvals(matrix)[rank:].norm()
+    torch.testing.assert_close(error, dropped, rtol=0, atol=1e-10)
+
+
+def test_single_precision_is_enough_for_a_well_conditioned_map():
+    matrix = 0.4 * drawn(23, 23) / 23**0.5 - 0.4 * torch.eye(23, dtype=torch.float64)
+    left, right = balanced_factors(matrix.float(), 23)
+    torch.testing.assert_close((left @ right.T).double(), matrix, rtol=0, atol=1e-5)

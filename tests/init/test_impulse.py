@@ -9,7 +9,7 @@ from torch.nn.functional import layer_norm
 import vitinit
 from vitinit.filters import convolution_matrix, impulse_kernel, ordered_offsets
 from vitinit.init.impulse import normalised_code
-from vitinit.mixing import target_mass
+from vitinit.mixing import mixing_matrices, target_mass
 from vitinit.models.attention import attention_weights
 
 
@@ -111,6 +111,17 @@ def test_random_offsets_differ_between_blocks_and_follow_the_generator():
     assert torch.equal(again.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight)
 
 
+@pytest.mark.parametrize("value_init", ["mimetic", "base"])
+def test_real_images_leave_the_first_blocks_map_where_their_patches_are_faint(value_init):
+    """The same through a forward pass; loud patches cover the position code."""
+    model = initialised(built(image_size=32, patch_size=4, embed_dim=96, depth=2, pool="mean"),
+                        value_init=value_init)
+    images = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    mass = [target_mass(mixing_matrices(model, loudness * images, blocks=[0])[0],
+                        ordered_offsets(3)[:3], model.grid).mean() for loudness in (0.1, 1.0, 10.0)]
+    assert mass[0] > 0.99 > mass[1] > mass[2]
+
+
 def test_a_small_grid_limits_the_rank_and_leaves_the_rest_zero():
     model = initialised(built(image_size=12, patch_size=4, embed_dim=66, num_heads=2, depth=1))
     query = model.blocks[0].attn.q_weight[1]         # (33, 66), of rank 9: the grid has 9 tokens
@@ -157,7 +168,8 @@ def test_a_learned_code_that_cannot_tell_tokens_apart_is_refused():
 
 @pytest.mark.parametrize("options, message", [
     (dict(kernel_size=0), "kernel_size is 0"),
-    (dict(kernel_size=17), "kernel_size is 17, but beyond 15 its outer offsets have no target"), (dict(base="zeros"), "base is 'zeros'"),
+    (dict(kernel_size=17), "kernel_size is 17, but beyond 15 its outer offsets have no target"),
+    (dict(base="zeros"), "base is 'zeros'"),
     (dict(offsets="spiral"), "offsets is 'spiral'"), (dict(value_init="x"), "value_init is 'x'"),
     (dict(rank=-1), "rank is -1"), (dict(qk_norm=0.0), "qk_norm 0.0")])
 def test_impossible_options_are_errors(options, message):

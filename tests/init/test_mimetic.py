@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vitinit
-from vitinit.init.mimetic import noisy_identity
+from vitinit.init.mimetic import attentions, noisy_identity
 
 DIM, HEADS = 51, 3
 
@@ -60,3 +60,59 @@ def test_query_key_products_are_the_best_low_rank_part_of_the_noisy_identity():
 def test_the_first_heads_values_carry_the_most(block):
     energy = block.attn.v_weight.square().sum((1, 2))
     assert energy[0] > energy[1] > energy[2]
+
+
+# ---------------------------------------------------------------------------------------------
+# Swin: the same in every block of every stage, each with its own width
+# ---------------------------------------------------------------------------------------------
+
+
+def swin(name: str = "mimetic", seed: int = 0, **options) -> torch.nn.Module:
+    """Stages of 33 and 66 channels; heads of 11 channels in the first, 6 in the second."""
+    model = vitinit.build_model("swin_tiny", num_classes=7, image_size=(24, 40), patch_size=2,
+                                embed_dim=33, depths=(2, 2), num_heads=(3, 11),
+                                window_size=(3, 5)).double()
+    vitinit.init_weights(model, name, generator=torch.Generator().manual_seed(seed), **options)
+    return model
+
+
+def test_a_swins_attentions_come_from_the_first_block_to_the_last():
+    model = swin()
+    blocks = [block for stage in model.layers for block in stage.blocks]
+    assert [id(attention) for attention in attentions(model)] == [id(b.attn) for b in blocks]
+
+
+def test_all_products_of_a_swin_are_those_of_the_matrices_that_were_drawn():
+    """Per head the rank-d part of αZ + βI, by a direct SVD; then αZ − βI in full."""
+    options = dict(qk_alpha=0.6, qk_beta=0.5, value_alpha=0.3, value_beta=0.2)
+    model, generator = swin(seed=3, **options), torch.Generator().manual_seed(3)
+    vitinit.init_weights(swin(), "default", generator=generator)         # the base's draws
+    for attention in attentions(model):
+        dim, width = attention.proj.in_features, attention.head_dim
+        query, key, value = attention.qkv.weight.detach().chunk(3)       # each (C, C)
+        for head in range(attention.num_heads):
+            u, s, vh = torch.linalg.svd(noisy_identity(dim, 0.6, 0.5, query, generator))
+            rows = slice(head * width, (head + 1) * width)
+            torch.testing.assert_close(query[rows].T @ key[rows], (u[:, :width] * s[:width])
+                                       @ vh[:width], rtol=0, atol=1e-8)
+        expected = noisy_identity(dim, 0.3, -0.2, query, generator)
+        torch.testing.assert_close((attention.proj.weight.detach() @ value).T, expected,
+                                   rtol=0, atol=1e-8)
+
+
+def test_a_swins_values_are_minus_beta_on_the_diagonal_with_noise_of_the_stated_size():
+    for attention in attentions(swin()):
+        dim = attention.proj.in_features
+        product = (attention.proj.weight @ attention.qkv.weight[2 * dim:]).T.detach()
+        assert product.diagonal().mean().item() == pytest.approx(-0.4, abs=0.04)
+        off_diagonal = product[~torch.eye(dim, dtype=torch.bool)]
+        assert off_diagonal.std().item() == pytest.approx(0.4 / dim**0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("base", ["default", "torch"])
+def test_a_swins_attention_weights_are_all_that_is_written(base):
+    """Biases, relative position biases and everything else keep the base's draw, to the bit."""
+    reference = swin(base).state_dict()
+    for key, value in swin(base=base).state_dict().items():
+        written = key.endswith(("attn.qkv.weight", "attn.proj.weight"))
+        assert torch.equal(value, reference[key]) != written, key

@@ -30,7 +30,8 @@ def written_out(attention: Attention, x: torch.Tensor, bias: torch.Tensor | None
     return attention.proj(rearrange(weights @ values, "b h n d -> b n (h d)"))
 
 
-@pytest.mark.parametrize("bias_shape", [None, (N, N), (HEADS, N, N), (B, 1, N, N)])
+@pytest.mark.parametrize("bias_shape", [None, (N, N), (HEADS, N, N), (1, HEADS, N, N),
+                                        (B, 1, N, N)])
 def test_the_fused_path_equals_the_pure_one_forward_and_backward(bias_shape):
     attention = redraw(Attention(DIM, num_heads=HEADS))
     results = []
@@ -68,6 +69,14 @@ def test_the_named_views_are_the_layout_that_forward_uses():
     output = sum(weights[:, head] @ values[:, head] @ attention.proj_weight[:, head].T
                  for head in range(HEADS)) + attention.proj.bias
     torch.testing.assert_close(attention(x), output)
+
+
+def test_a_keys_bias_changes_nothing():
+    """It adds the same to all logits of a query, so its gradient is zero; q's and v's are not."""
+    attention = redraw(Attention(DIM, num_heads=HEADS))
+    (attention(drawn(B, N, DIM, seed=1)) * drawn(B, N, DIM, seed=3)).sum().backward()
+    q, k, v = attention.qkv.bias.grad.chunk(3)
+    assert k.abs().max() < 1e-12 and q.abs().min() > 1e-6 and v.abs().min() > 1e-6
 
 
 def test_writing_into_a_view_writes_the_parameter():

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from vitinit.keys import Stream, keyed_generator
-from vitinit.models.layers import (PatchEmbed, add_branch, draw_keep, drop_path_rates,
-                                   sincos_position_code)
+from vitinit.models.layers import (PatchEmbed, add_branch, draw_keep, drop_path_rates, patch_grid,
+                                   require_positive, sincos_position_code)
 
 
 def test_patch_embedding_is_a_linear_map_of_each_patch():
@@ -27,6 +27,22 @@ def test_patch_embedding_is_a_linear_map_of_each_patch():
 def test_patches_that_do_not_tile_the_image_are_an_error():
     with pytest.raises(ValueError, match="4×4 pixels do not tile an image of 32×30"):
         PatchEmbed(image_size=(32, 30), patch_size=(4, 4), embed_dim=8)
+
+
+def test_the_grid_counts_patches_down_and_across():
+    assert patch_grid((6, 35), (2, 5)) == (3, 7)
+    with pytest.raises(ValueError, match="2×5 pixels do not tile an image of 6×34; image_size"):
+        patch_grid((6, 34), (2, 5))
+    with pytest.raises(ValueError, match="2×5 pixels do not tile an image of 7×35"):
+        patch_grid((7, 35), (2, 5))
+
+
+def test_sizes_must_be_positive_one_by_one():
+    require_positive(depth=1, depths=(2, 3), ratio=0.5)
+    with pytest.raises(ValueError, match=r"depths is \(2, 0, 3\), expected more than 0"):
+        require_positive(depth=1, depths=(2, 0, 3))
+    with pytest.raises(ValueError, match="ratio is -0.5, expected more than 0"):
+        require_positive(ratio=-0.5)
 
 
 def test_images_of_another_size_are_an_error():
@@ -54,11 +70,18 @@ def test_keep_factors_depend_on_their_key_alone():
     assert torch.equal(draws[0], draws[2]) and not torch.equal(draws[0], draws[1])
 
 
-def test_a_dropped_branch_leaves_its_image_as_it_was():
-    x, branch = torch.ones(3, 2, 5), torch.full((3, 2, 5), 10.0)
+@pytest.mark.parametrize("shape", [(2, 5), (5, 2, 7), (3, 3, 3)])     # tokens, a map, all equal
+def test_a_dropped_branch_leaves_its_image_as_it_was(shape):
+    x, branch = torch.ones(3, *shape), torch.full((3, *shape), 10.0)
     y = add_branch(x, branch, torch.tensor([0.0, 1.0, 2.0]))
-    assert y[:, 0, 0].tolist() == [1.0, 11.0, 21.0]
+    for image, value in zip(y, (1.0, 11.0, 21.0)):
+        assert torch.equal(image, torch.full(shape, value))
     assert torch.equal(add_branch(x, branch, None), x + branch)
+
+
+def test_keep_factors_do_not_change_a_branchs_precision():
+    x = torch.ones(3, 2, 5, dtype=torch.bfloat16)
+    assert add_branch(x, x, torch.tensor([0.0, 1.0, 1.25])).dtype == torch.bfloat16
 
 
 def test_sincos_codes_are_the_formula():

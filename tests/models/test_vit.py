@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torchvision.models import VisionTransformer as TorchvisionViT
 
 import vitinit
 from vitinit.models import MODELS
+from vitinit.models.convert import native_names
 
 SMALL = dict(patch_size=4, embed_dim=15, depth=2, num_heads=3)
 
@@ -22,27 +26,12 @@ def redraw(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def from_torchvision(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """torchvision's names as ours."""
-    names = {"class_token": "cls_token", "conv_proj": "patch_embed.proj",
-             "encoder.pos_embedding": "pos_embed", "encoder.layers.encoder_layer_": "blocks.",
-             "self_attention.in_proj_": "attn.qkv.", "self_attention.out_proj": "attn.proj",
-             "ln_1": "norm1", "ln_2": "norm2", "mlp.0": "mlp.fc1", "mlp.3": "mlp.fc2",
-             "encoder.ln": "norm", "heads.head": "head"}
-    converted = {}
-    for name, value in state.items():
-        for theirs, ours in names.items():
-            name = name.replace(theirs, ours)
-        converted[name] = value
-    return converted
-
-
 def test_outputs_and_gradients_equal_torchvisions():
     theirs = redraw(TorchvisionViT(image_size=20, patch_size=4, num_layers=3, num_heads=3,
                                    hidden_dim=21, mlp_dim=84, num_classes=11)).eval()
     ours = vitinit.build_model("vit_tiny", num_classes=11, image_size=20, patch_size=4,
                                embed_dim=21, depth=3, num_heads=3).double()
-    ours.load_state_dict(from_torchvision(theirs.state_dict()))
+    ours.load_state_dict(native_names(theirs.state_dict()))
     images = torch.randn(2, 3, 20, 20, generator=torch.Generator().manual_seed(1),
                          dtype=torch.float64)
     logits = ours(images)
@@ -50,7 +39,7 @@ def test_outputs_and_gradients_equal_torchvisions():
     torch.testing.assert_close(logits, theirs(images), rtol=0, atol=1e-9)
     logits.square().sum().backward()
     theirs(images).square().sum().backward()
-    gradients = from_torchvision({name: p.grad for name, p in theirs.named_parameters()})
+    gradients = native_names({name: p.grad for name, p in theirs.named_parameters()})
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-9)
 
@@ -63,7 +52,7 @@ def test_vit_base_equals_torchvisions_vit_b_16():
         values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.data.copy_(values / (parameter[0].numel() if parameter.ndim > 1 else 4) ** 0.5)
     ours = vitinit.build_model("vit_base", num_classes=1000, image_size=224).double()
-    ours.load_state_dict(from_torchvision(theirs.state_dict()))
+    ours.load_state_dict(native_names(theirs.state_dict()))
     images = torch.randn(1, 3, 224, 224, generator=generator, dtype=torch.float64)
     with torch.no_grad():
         logits = ours(images)
@@ -71,26 +60,37 @@ def test_vit_base_equals_torchvisions_vit_b_16():
         torch.testing.assert_close(logits, theirs(images), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("name, parameters", [
-    ("vit_tiny", 5_717_416), ("vit_small", 22_050_664), ("vit_base", 86_567_656)])
-def test_sizes_are_the_published_ones(name, parameters):
-    model = vitinit.build_model(name, num_classes=1000, image_size=224)
+@pytest.mark.parametrize("name, parameters, keys, width", [
+    ("vit_tiny", 5_717_416, 152, 192), ("vit_small", 22_050_664, 152, 384),
+    ("vit_base", 86_567_656, 152, 768), ("vit_tiny_distilled", 5_910_800, 155, 192),
+    ("vit_small_distilled", 22_436_432, 155, 384), ("vit_base_distilled", 87_338_192, 155, 768)])
+def test_sizes_and_names_are_the_published_ones(name, parameters, keys, width):
+    with torch.device("meta"):
+        model = vitinit.build_model(name, num_classes=1000, image_size=224)
     assert sum(p.numel() for p in model.parameters()) == parameters
-    state = model.state_dict()
-    assert len(state) == 152
-    width = state["cls_token"].shape[-1]
-    assert state["cls_token"].shape == (1, 1, width)
-    assert state["pos_embed"].shape == (1, 197, width)
+    state, distilled = model.state_dict(), name.endswith("distilled")
+    tokens = ["cls_token", "dist_token"] if distilled else ["cls_token"]
+    layers = ["patch_embed.proj", "norm", "head"] + ["head_dist"] * distilled + [
+        f"blocks.{index}.{layer}" for index in range(12) for layer in
+        ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
+    assert len(state) == keys
+    assert state.keys() == {"pos_embed", *tokens} | {
+        f"{layer}.{part}" for layer in layers for part in ("weight", "bias")}
+    for token in tokens:
+        assert state[token].shape == (1, 1, width)
+    assert state["pos_embed"].shape == (1, 198 if distilled else 197, width)
     assert state["patch_embed.proj.weight"].shape == (width, 3, 16, 16)
     assert state["blocks.11.attn.qkv.weight"].shape == (3 * width, width)
     assert state["blocks.0.mlp.fc1.bias"].shape == (4 * width,)
-    assert {name.split(".")[0] for name in state} == {"cls_token", "pos_embed", "patch_embed",
-                                                      "blocks", "norm", "head"}
 
 
-def test_fewer_classes_take_away_only_rows_of_the_head():
-    model = vitinit.build_model("vit_tiny", num_classes=37, image_size=224)
-    assert sum(p.numel() for p in model.parameters()) == 5_717_416 - (1000 - 37) * (192 + 1)
+@pytest.mark.parametrize("name, parameters, heads", [
+    ("vit_tiny", 5_717_416, 1), ("vit_tiny_distilled", 5_910_800, 2)])
+def test_fewer_classes_take_away_only_rows_of_the_heads(name, parameters, heads):
+    with torch.device("meta"):
+        model = vitinit.build_model(name, num_classes=37, image_size=224)
+    fewer = heads * (1000 - 37) * (192 + 1)
+    assert sum(p.numel() for p in model.parameters()) == parameters - fewer
 
 
 @pytest.mark.parametrize("pool", ["class", "mean"])
@@ -111,7 +111,68 @@ def test_rectangular_images_and_both_poolings(pool, pos_embed):
     torch.testing.assert_close(model(images), model.head(pooled))
     model(images).square().sum().backward()
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+        assert parameter.grad is not None and parameter.grad.abs().max() > 1e-6, name
+
+
+def distilled_written_out(state: dict[str, torch.Tensor], images: torch.Tensor, *, depth: int,
+                          heads: int) -> torch.Tensor:
+    """Both heads' logits of a distilled ViT, from the state dict alone: (2, B, classes)."""
+    def linear(x, name):
+        return F.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def norm(x, name):
+        return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"], 1e-6)
+
+    kernel = state["patch_embed.proj.weight"]
+    patches = F.conv2d(images, kernel, state["patch_embed.proj.bias"], stride=kernel.shape[2:])
+    prefix = torch.cat([state["cls_token"], state["dist_token"]], dim=1)
+    x = torch.cat([prefix.repeat(len(images), 1, 1), patches.flatten(2).mT], dim=1)
+    x = x + state["pos_embed"]
+    for block in (f"blocks.{index}" for index in range(depth)):
+        parts = linear(norm(x, f"{block}.norm1"), f"{block}.attn.qkv").chunk(3, dim=-1)
+        mixed = []
+        for q, k, v in zip(*(part.chunk(heads, dim=-1) for part in parts)):
+            logits = torch.einsum("bqd,bkd->bqk", q, k) / q.shape[-1] ** 0.5
+            mixed.append(torch.einsum("bqk,bkd->bqd", logits.softmax(dim=-1), v))
+        x = x + linear(torch.cat(mixed, dim=-1), f"{block}.attn.proj")
+        x = x + linear(F.gelu(linear(norm(x, f"{block}.norm2"), f"{block}.mlp.fc1")),
+                       f"{block}.mlp.fc2")
+    x = norm(x, "norm")
+    return torch.stack([linear(x[:, 0], "head"), linear(x[:, 1], "head_dist")])
+
+
+def test_a_distilled_vit_is_the_mean_of_two_heads_on_two_tokens():
+    model = redraw(vitinit.build_model("vit_tiny_distilled", num_classes=13, image_size=(12, 20),
+                                       **SMALL))
+    assert model.num_prefix_tokens == 2 and model.pos_embed.shape == (1, 17, 15)
+    images = torch.randn(7, 3, 12, 20, generator=torch.Generator().manual_seed(1)).double()
+    first, second = distilled_written_out(model.state_dict(), images, depth=2, heads=3)
+    assert (first - second).std() > 0.1              # else either head would do
+    logits = model(images)
+    torch.testing.assert_close(logits, (first + second) / 2, rtol=0, atol=1e-12)
+    logits.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.abs().max() > 1e-6, name
+
+
+def test_sincos_codes_leave_both_tokens_before_the_patches_without_one():
+    sizes = SMALL | dict(num_classes=13, image_size=(12, 20), embed_dim=12, pos_embed="sincos")
+    code = vitinit.build_model("vit_tiny_distilled", **sizes).pos_embed
+    plain = vitinit.build_model("vit_tiny", **sizes).pos_embed
+    assert (code[:, :2] == 0).all() and torch.equal(code[:, 2:], plain[:, 1:])
+
+
+def test_bfloat16_is_near_float32():
+    model = redraw(vitinit.build_model("vit_tiny_distilled", num_classes=13, image_size=(12, 20),
+                                       **SMALL)).float()
+    images = torch.randn(7, 3, 12, 20, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = model(images)
+    assert low.dtype == torch.bfloat16
+    full = model(images)
+    assert 0 < (low - full).norm() / full.norm() < 0.03
+    low.square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_without_positions_patches_could_be_shuffled():
@@ -135,13 +196,13 @@ def test_keep_drops_branches_per_image_and_block():
     keep[:, 1] = 0                                   # image 1 passes no branch at all
     logits = model(images, keep)
     torch.testing.assert_close(logits[[0, 2]], model(images)[[0, 2]])
-    torch.testing.assert_close(logits[1], model.head(model.pooled(model.embed(images)))[1])
+    torch.testing.assert_close(logits[1], model.classify(model.embed(images))[1])
     keep = ones.clone()
     keep[3, 2] = 0                                   # the MLP of the second block, of image 2
     x = model.blocks[0](model.embed(images))
     second = model.blocks[1]
     x = x + second.attn(second.norm1(x))
-    torch.testing.assert_close(model(images, keep)[2], model.head(model.pooled(x))[2])
+    torch.testing.assert_close(model(images, keep)[2], model.classify(x)[2])
 
 
 def test_qkv_bias_can_be_left_out():
@@ -156,12 +217,20 @@ def test_an_unknown_name_lists_the_near_ones():
 
 @pytest.mark.parametrize("sizes, message", [
     (dict(drop_path=1.0), "drop_path is 1.0"), (dict(pool="max"), "pool is 'max'"),
-    (dict(patch_size=5), "do not tile"), (dict(num_heads=7), "does not divide into num_heads 7")])
+    (dict(patch_size=5), "do not tile"), (dict(num_heads=7), "does not divide into num_heads 7"),
+    (dict(distilled=True, pool="mean"), 'beside a class token; pool is "mean", expected "class"')])
 def test_impossible_sizes_are_errors(sizes, message):
     with pytest.raises(ValueError, match=message):
         vitinit.build_model("vit_tiny", num_classes=10, image_size=32, **sizes)
 
 
 def test_every_model_of_the_table_is_built_by_its_name():
-    for name, (kind, _) in MODELS.items():
-        assert type(vitinit.build_model(name, num_classes=2, image_size=32, depth=1)) is kind
+    for name, (kind, sizes) in MODELS.items():
+        with torch.device("meta"):                   # shapes and no values
+            model = vitinit.build_model(name, num_classes=2, image_size=224)
+        assert type(model) is kind and model.num_classes == 2
+        assert list(model.parameters())[-1].shape == (2,), name
+        # A rate for each of two branches a block, where `forward` lets branches be dropped at all.
+        blocks = sum(sizes["depths"]) if "depths" in sizes else sizes["depth"]
+        drops = "keep" in inspect.signature(kind.forward).parameters
+        assert len(model.drop_path_rates) == 2 * blocks * drops, name

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models import ConvMixer, MlpMixer, SwinTransformer, VisionTransformer
+from ..models import ConvMixer, MlpMixer, SimpleViT, SwinTransformer, VisionTransformer
 from .baseline import default, torch_default
+from .filters_conv_mixer import filters_conv_mixer
 from .impulse import impulse
 from .impulse_conv_mixer import impulse_conv_mixer
+from .impulse_gd import impulse_gd
 from .impulse_mixer import impulse_mixer
 from .impulse_swin import impulse_swin
 from .mimetic import mimetic
@@ -27,12 +29,14 @@ __all__ = ["INITS", "init_function", "init_weights"]
 
 INITS: dict[str, dict[type[nn.Module], Callable[..., None]]] = {
     "default": {VisionTransformer: default, SwinTransformer: default, MlpMixer: default,
-                ConvMixer: default},
+                ConvMixer: default, SimpleViT: default},
     "torch": {VisionTransformer: torch_default, SwinTransformer: torch_default,
-              MlpMixer: torch_default, ConvMixer: torch_default},
+              MlpMixer: torch_default, ConvMixer: torch_default, SimpleViT: torch_default},
     "mimetic": {VisionTransformer: mimetic, SwinTransformer: mimetic},
     "impulse": {VisionTransformer: impulse, SwinTransformer: impulse_swin,
                 MlpMixer: impulse_mixer, ConvMixer: impulse_conv_mixer},
+    "filters": {ConvMixer: filters_conv_mixer},
+    "impulse_gd": {VisionTransformer: impulse_gd, SimpleViT: impulse_gd},
 }
 
 
@@ -47,7 +51,7 @@ def init_function(name: str, family: type[nn.Module]) -> Callable[..., None]:
     if family not in INITS[name]:
         others = [other for other, families in INITS.items() if family in families]
         raise ValueError(f"init '{name}' is not defined for a {family.__name__}; it has: "
-                         f"{', '.join(others)}")
+                         f"{', '.join(others) or 'none'}")
     return INITS[name][family]
 
 

@@ -7,11 +7,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..models import ConvMixer, MlpMixer
+from ..models import ConvMixer, MlpMixer, SimpleViT
 
 EMBED_STD = 0.02            # of position codes and class tokens, in ViT, DeiT and timm
 CUT_NORMAL_STD = 0.87962566103423978    # of a standard normal cut at ± 2
-EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "relative_position_bias_table"}
+EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "relative_position_bias_table",
+              "query", "key"}
 
 
 @torch.no_grad()
@@ -42,9 +43,9 @@ def default(model: nn.Module, *, generator: torch.Generator) -> None:
     | head                                        | 0                                           |
     | LayerNorm                                   | weight 1, bias 0                            |
 
-    ConvMixer (arXiv 2201.09792) has PyTorch's own init, as `torch`.
+    ConvMixer (arXiv 2201.09792) and SimpleViT (arXiv 2401.12511) have PyTorch's own init: `torch`.
     """
-    if isinstance(model, ConvMixer):
+    if isinstance(model, (ConvMixer, SimpleViT)):
         torch_default(model, generator=generator)
     elif isinstance(model, MlpMixer):
         _mixer_default(model, generator)
@@ -95,6 +96,7 @@ def torch_default(model: nn.Module, *, generator: torch.Generator) -> None:
     | Linear, Conv2d                              | U(±1/√fan_in), weight and bias              |
     | pos_embed, relative_position_bias_table     | normal, std .02                             |
     | cls_token, dist_token                       | 0                                           |
+    | query, key of a SimpleViT, if free          | U(±1/√N)                                    |
     | LayerNorm, BatchNorm                        | weight 1, bias 0, running mean 0, variance 1 |
     """
     for module in _modules_with_parameters(model):
@@ -106,6 +108,9 @@ def torch_default(model: nn.Module, *, generator: torch.Generator) -> None:
             for name, parameter in _embeddings(module).items():
                 if name in ("cls_token", "dist_token"):
                     parameter.zero_()
+                elif name in ("query", "key"):
+                    bound = parameter.shape[1] ** -0.5
+                    parameter.uniform_(-bound, bound, generator=generator)
                 else:
                     parameter.normal_(std=EMBED_STD, generator=generator)
 

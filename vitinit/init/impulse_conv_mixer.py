@@ -18,20 +18,25 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
                        kernel_size: int = 0,
                        offsets: Literal["ordered", "random"] = "ordered",
                        gain: float = 1.0) -> None:
-    """Every channel's filter picks one neighbour (arXiv 2401.12511, §3).
+    """Every filter picks one neighbour (arXiv 2401.12511, §3).
 
     | tensor (every block)       | value                                                        |
     |----------------------------|--------------------------------------------------------------|
-    | blocks.i.0.fn.0.weight     | gain at the channel's offset, 0 elsewhere                    |
+    | blocks.i.0.fn.0.weight     | gain at the filter's offset, 0 elsewhere                     |
     | blocks.i.0.fn.0.bias       | 0                                                            |
     | everything else            | as `base` drew it                                            |
 
     kernel_size: the offsets are those of such a kernel, in the middle of the model's own; 0: all of
         the model's.
-    offsets: "ordered" takes them in turn over the channels, alike in every block; "random", as in
-        the paper, draws one a channel.
-    gain: the paper's code has √⅓, which is the standard deviation that a uniform draw would have.
+    offsets: "ordered" takes them in turn over the filters, alike in every block; "random", as in
+        the paper, draws one a filter.
+    gain: the paper's code has √⅓: the norm of a filter that PyTorch draws.
+
+    Raises ValueError for a model whose filters are a softmax, which is an impulse only at infinity.
     """
+    if model.depthwise(model.blocks[0]).softmax:
+        raise ValueError("init 'impulse' writes filters, and the model's are a softmax of weights; "
+                         "set softmax_filters = false")
     if offsets not in ("ordered", "random"):
         raise ValueError(f'offsets is {offsets!r}, expected "ordered" or "random"')
     size = model.kernel_size
@@ -43,7 +48,7 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
 
     for block in model.blocks:
         depthwise = model.depthwise(block)
-        for channel, offset in enumerate(head_offsets(len(depthwise.weight), cells, offsets,
-                                                      generator)):
-            depthwise.weight[channel, 0] = gain * impulse_kernel(offset, size)
+        for number, offset in enumerate(head_offsets(len(depthwise.weight), cells, offsets,
+                                                     generator)):
+            depthwise.weight[number, 0] = gain * impulse_kernel(offset, size)
         depthwise.bias.zero_()

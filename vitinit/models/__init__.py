@@ -9,10 +9,12 @@ from torch import nn
 
 from .conv_mixer import ConvMixer
 from .mlp_mixer import MlpMixer
+from .simple_vit import SimpleViT
 from .swin import SwinTransformer
 from .vit import VisionTransformer
 
-__all__ = ["MODELS", "ConvMixer", "MlpMixer", "SwinTransformer", "VisionTransformer", "build_model"]
+__all__ = ["MODELS", "ConvMixer", "MlpMixer", "SimpleViT", "SwinTransformer", "VisionTransformer",
+           "build_model"]
 
 VIT_TINY = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
 VIT_SMALL = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
@@ -46,6 +48,8 @@ MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
                                          activation="relu")),
     "convmixer_512_8": (ConvMixer, dict(patch_size=2, embed_dim=512, depth=8, kernel_size=5)),
     "convmixer_256_8": (ConvMixer, dict(patch_size=2, embed_dim=256, depth=8, kernel_size=5)),
+    # arXiv 2401.12511, §5
+    "simple_vit": (SimpleViT, dict(patch_size=2, embed_dim=512, depth=6, num_heads=8)),
 }
 
 

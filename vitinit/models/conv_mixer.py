@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from .layers import patch_grid, require_positive, to_pair
@@ -28,10 +29,36 @@ class Residual(nn.Module):
         return x + self.fn(x)
 
 
-def conv_mixer_block(dim: int, kernel_size: int, activation: type[nn.Module]) -> nn.Sequential:
+class DepthwiseConv(nn.Conv2d):
+    """A filter a channel, padding "same"; or few filters, which the channels share in turn.
+
+    weight: (F, 1, k, k), F = num_filters, or C for 0; channel c uses filter c mod F. bias: (C,).
+    softmax: the filter in use is the softmax of its weight over the k² cells (arXiv 2401.12511, §5).
+    """
+
+    def __init__(self, dim: int, kernel_size: int, *, num_filters: int, softmax: bool) -> None:
+        super().__init__(dim, dim, kernel_size, groups=dim, padding="same")
+        self.softmax = softmax
+        if num_filters:
+            self.weight = nn.Parameter(self.weight.detach()[:num_filters].clone())
+
+    def kernels(self) -> Tensor:
+        """The filter of every channel: (C, 1, k, k)."""
+        kernels = self.weight
+        if self.softmax:
+            kernels = kernels.flatten(1).softmax(1).view_as(kernels)
+        if len(kernels) == self.out_channels:
+            return kernels
+        return kernels[torch.arange(self.out_channels, device=kernels.device) % len(kernels)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(x, self.kernels(), self.bias)
+
+
+def conv_mixer_block(depthwise: DepthwiseConv, activation: type[nn.Module]) -> nn.Sequential:
     """Depthwise convolution with a residual, then pointwise, each with activation and norm (§2)."""
-    spatial = nn.Sequential(nn.Conv2d(dim, dim, kernel_size, groups=dim, padding="same"),
-                            activation(), nn.BatchNorm2d(dim))
+    dim = depthwise.out_channels
+    spatial = nn.Sequential(depthwise, activation(), nn.BatchNorm2d(dim))
     return nn.Sequential(Residual(spatial), nn.Conv2d(dim, dim, kernel_size=1), activation(),
                          nn.BatchNorm2d(dim))
 
@@ -41,6 +68,9 @@ class ConvMixer(nn.Module):
 
     image_size, patch_size: one integer or (height, width); the patches must tile the image. No weight
     depends on image_size, so other images work, too. There is no stochastic depth.
+    num_filters: distinct depthwise filters of a block, shared by the channels in turn; 0: one each.
+    softmax_filters: see DepthwiseConv. train_filters: False freezes depthwise weights and biases:
+        they leave the optimiser, and with it weight decay (arXiv 2401.12511).
     """
 
     num_prefix_tokens = 0
@@ -49,25 +79,32 @@ class ConvMixer(nn.Module):
 
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
                  patch_size: int | tuple[int, int], embed_dim: int, depth: int, kernel_size: int,
-                 activation: Literal["gelu", "relu"] = "gelu") -> None:
+                 activation: Literal["gelu", "relu"] = "gelu", num_filters: int = 0,
+                 softmax_filters: bool = False, train_filters: bool = True) -> None:
         super().__init__()
         require_positive(num_classes=num_classes, image_size=image_size, patch_size=patch_size,
                          embed_dim=embed_dim, depth=depth, kernel_size=kernel_size)
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}, expected one of "
                              f"{', '.join(ACTIVATIONS)}")
+        if not 0 <= num_filters <= embed_dim:
+            raise ValueError(f"num_filters is {num_filters}, expected 0 ≤ num_filters ≤ embed_dim = "
+                             f"{embed_dim}")
         act, patch = ACTIVATIONS[activation], to_pair(patch_size)
         self.num_classes, self.kernel_size = num_classes, kernel_size
         self.grid = patch_grid(to_pair(image_size), patch)
         self.stem = nn.Sequential(nn.Conv2d(3, embed_dim, kernel_size=patch, stride=patch), act(),
                                   nn.BatchNorm2d(embed_dim))
-        self.blocks = nn.Sequential(*(conv_mixer_block(embed_dim, kernel_size, act)
-                                      for _ in range(depth)))
+        self.blocks = nn.Sequential(*(
+            conv_mixer_block(DepthwiseConv(embed_dim, kernel_size, num_filters=num_filters,
+                                           softmax=softmax_filters), act) for _ in range(depth)))
+        for block in self.blocks:
+            self.depthwise(block).requires_grad_(train_filters)
         self.head = nn.Linear(embed_dim, num_classes)
 
     @staticmethod
-    def depthwise(block: nn.Sequential) -> nn.Conv2d:
-        """The convolution of a block that mixes space: weight (C, 1, k, k)."""
+    def depthwise(block: nn.Sequential) -> DepthwiseConv:
+        """The convolution of a block that mixes space."""
         return block[0].fn[0]
 
     def forward(self, images: Tensor) -> Tensor:

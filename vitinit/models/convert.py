@@ -4,7 +4,7 @@ DeiT's and timm's ViT, DeiT, Swin, Mixer and ConvMixer checkpoints need nothing.
 recognised by a name that only it has:
 
     torchvision ViT     class_token
-    torchvision Swin    features.0.0.weight
+    torchvision Swin    features.1.0.attn.relative_position_bias_table
     Microsoft's Swin    layers.0.downsample.norm.weight
     ConvMixer's own     3.0.fn.0.weight, from a flat nn.Sequential
 
@@ -59,7 +59,7 @@ def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors under our names; a state dict of unknown layout comes back as it is."""
     if "class_token" in tensors:
         rules = TORCHVISION_VIT
-    elif "features.0.0.weight" in tensors:
+    elif "features.1.0.attn.relative_position_bias_table" in tensors:
         rules = TORCHVISION_SWIN
     elif "layers.0.downsample.norm.weight" in tensors:
         rules = MICROSOFT_SWIN

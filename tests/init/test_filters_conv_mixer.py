@@ -1,0 +1,97 @@
+"""Kinds of depthwise filters: their shape, their energy, and that nothing else is touched."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import vitinit
+from vitinit.filters import gaussian_kernel
+from vitinit.init.filters_conv_mixer import placed_gaussian
+
+
+def conv_mixer(width: int = 1009, kernel_size: int = 5, **options) -> torch.nn.Module:
+    return vitinit.build_model("convmixer_256_8", num_classes=3, image_size=6, embed_dim=width,
+                               depth=1, kernel_size=kernel_size, **options)
+
+
+def filters(model: torch.nn.Module, seed: int = 0, **options) -> torch.Tensor:
+    """(F, k, k) of the first block."""
+    vitinit.init_weights(model, "filters", generator=torch.Generator().manual_seed(seed), **options)
+    return model.depthwise(model.blocks[0]).weight.detach()[:, 0]
+
+
+@pytest.mark.parametrize("kind", ["random", "box", "gaussian"])
+@pytest.mark.parametrize("kernel_size", [3, 8])
+def test_every_kind_has_the_energy_of_pytorchs_draw(kind, kernel_size):
+    """Mean Σ w² = ⅓; for 1,009 uniform filters of 9 cells its standard error is .003."""
+    energies = filters(conv_mixer(kernel_size=kernel_size), kind=kind).square().sum((1, 2))
+    assert energies.mean().item() == pytest.approx(1 / 3, abs=0.012 if kind == "random" else 1e-5)
+    if kind == "box":
+        assert torch.allclose(energies, torch.tensor(1 / 3))
+
+
+@pytest.mark.parametrize("cells", [1, 2, 7, 25])
+def test_a_box_is_so_many_equal_cells_anywhere(cells):
+    kernels = filters(conv_mixer(), kind="box", cells=cells)
+    assert ((kernels > 0).sum((1, 2)) == cells).all()
+    assert torch.allclose(kernels[kernels > 0], torch.tensor(math.sqrt(1 / (3 * cells))))
+    used = (kernels > 0).float().mean(0)
+    share = cells / 25
+    assert abs(used - share).max() < 4.5 * math.sqrt(share * (1 - share) / 1009) + 1e-6
+
+
+def test_a_box_of_all_cells_is_a_multiple_of_the_mean():
+    """So all filters of a block are one: what corollary 3 of arXiv 2401.12511 is about."""
+    kernels = filters(conv_mixer(17), kind="box", cells=25)
+    assert torch.linalg.matrix_rank(kernels.flatten(1)) == 1
+
+
+def test_a_gaussian_stands_on_a_cell_and_has_the_wanted_width():
+    kernels = filters(conv_mixer(), kind="gaussian", sigma=1.3)
+    peaks = kernels.flatten(1).argmax(1)
+    assert set(peaks.tolist()) == set(range(25))
+    central = kernels[peaks == 12][0]                # around the middle cell: filters.py's Gaussian
+    torch.testing.assert_close(central / central.sum(), gaussian_kernel(5, 1.3))
+
+
+def test_a_placed_gaussian_is_its_formula():
+    for seed in range(7):
+        kernel = placed_gaussian(5, 0.7, generator=torch.Generator().manual_seed(seed))
+        row, column = divmod(int(kernel.argmax()), 5)
+        for y in range(5):
+            for x in range(5):
+                square = (y - row)**2 + (x - column)**2
+                expected = math.exp(-square / (2 * 0.49))
+                assert kernel[y, x].item() == pytest.approx(expected, abs=1e-7)
+
+
+def test_random_filters_are_uniform_within_one_over_k():
+    kernels = filters(conv_mixer(), kind="random")
+    assert kernels.abs().max() <= 0.2 and kernels.abs().max() > 0.199
+    assert kernels.var().item() == pytest.approx(0.04 / 3, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", ["random", "box", "gaussian"])
+def test_only_the_depthwise_weights_differ_from_the_base(kind):
+    model, base = conv_mixer(17), conv_mixer(17)
+    filters(model, kind=kind)
+    vitinit.init_weights(base, "default", generator=torch.Generator().manual_seed(0))
+    for name, value in base.state_dict().items():
+        same = torch.equal(value, model.state_dict()[name])
+        assert same != (name == "blocks.0.0.fn.0.weight"), name
+
+
+def test_shared_filters_are_drawn_once_each():
+    assert filters(conv_mixer(17, num_filters=3), kind="box").shape == (3, 5, 5)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(kind="boxes"), "kind is 'boxes'"), (dict(cells=0), "cells is 0"),
+    (dict(cells=26), "expected 1 ≤ cells ≤ 25"), (dict(sigma=0.0), "sigma 0.0")])
+def test_what_cannot_be_is_refused_in_one_line(options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        filters(conv_mixer(17), **options)
+    assert "\n" not in str(error.value)

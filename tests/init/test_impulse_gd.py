@@ -1,0 +1,415 @@
+"""Impulse initialisation by gradient descent: its steps written out, and where its heads look."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm
+
+import vitinit
+from vitinit.filters import Offset, convolution_matrix, impulse_kernel, ordered_offsets
+from vitinit.init.impulse import head_offsets
+from vitinit.init.impulse_gd import draw_pseudo_input, solve
+from vitinit.mixing import mixing_matrices, target_mass
+from vitinit.models.layers import sincos_position_code
+
+GRID = (5, 7)
+OFF_CENTRE = [(-1, 0), (0, 1), (1, 1)]
+FAST = dict(steps=150, step_size=0.01, renorm_every=0)      # sharp maps, in a fraction of a second
+SHORT = dict(steps=2)                                       # where only the bookkeeping matters
+
+
+def vit(**options) -> torch.nn.Module:
+    return vitinit.build_model("vit_tiny", num_classes=11, **dict(
+        image_size=(10, 21), patch_size=(2, 3), embed_dim=44, depth=2, num_heads=2) | options)
+
+
+def simple_vit(**options) -> torch.nn.Module:
+    if options.get("reads", "content") != "content":
+        options |= dict(input_code=False)
+    return vitinit.build_model("simple_vit", num_classes=11, **dict(
+        image_size=(10, 21), patch_size=(2, 3), embed_dim=44, depth=2, num_heads=2,
+        head_dim=17) | options)
+
+
+FAMILIES = {
+    "learned code": vit, "learned code, class mean": lambda: vit(pool="mean"),
+    "two tokens": lambda: vit(distilled=True),
+    "sincos code": lambda: vit(pos_embed="sincos", pool="mean"),
+    "content": simple_vit, "mixed": lambda: simple_vit(reads="mixed"),
+    "position": lambda: simple_vit(reads="position", logit_scale=0.1),
+    "free": lambda: simple_vit(reads="free", logit_scale=1.0),
+    "frozen": lambda: simple_vit(reads="free", train_qk=False, logit_scale=1.0),
+}
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def initialised(model, seed: int = 0, **options):
+    vitinit.init_weights(model, "impulse_gd", generator=seeded(seed), **SHORT | options)
+    return model
+
+
+def query_and_key(block) -> tuple[Tensor, Tensor]:
+    """(h, C or N, d) each."""
+    attention = block.attn
+    if getattr(attention, "reads", "") == "free":
+        return attention.query.detach(), attention.key.detach()
+    return attention.q_weight.mT.detach(), attention.k_weight.mT.detach()
+
+
+def impulse_maps(offsets: list[Offset], grid: tuple[int, int] = GRID) -> Tensor:
+    return torch.stack([convolution_matrix(impulse_kernel(cell, 3), grid) for cell in offsets])
+
+
+# The solver alone ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def float64():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def solved_by_hand(maps: Tensor, tokens: Tensor, *, rank: int, logit_scale: float, steps: int,
+                   step_size: float, renorm_every: int) -> list[list[Tensor]]:
+    """Head by head, with the gradient of the mean squared error and Adam's update written out."""
+    heads, count, _ = maps.shape
+    bound, generator = 1 / (rank * heads) ** 0.5, seeded(3)
+    drawn = [torch.empty(heads, tokens.shape[1], rank).uniform_(-bound, bound, generator=generator)
+             for _ in range(2)]
+    norm = drawn[0].square().sum(1).sqrt().mean()
+    solutions = []
+    for head in range(heads):
+        factors = [drawn[0][head].clone(), drawn[1][head].clone()]
+        first, second = ([torch.zeros_like(drawn[0][head])] * 2 for _ in range(2))
+        for step in range(steps):
+            if renorm_every and step % renorm_every == 0:
+                query, key = factors
+                query = torch.stack([norm * c / c.square().sum().sqrt() for c in query.T], dim=1)
+                key = torch.stack([norm * c / c.square().sum().sqrt() for c in key], dim=0)
+                factors = [query, key]
+            left, right = (tokens @ factor for factor in factors)
+            exponentials = (logit_scale * left @ right.T).exp()
+            found = exponentials / exponentials.sum(1, keepdim=True)
+            slope = 2 * (found - maps[head]) / (heads * count * count)
+            slope = found * (slope - (found * slope).sum(1, keepdim=True))
+            gradients = [logit_scale * tokens.T @ slope @ right,
+                         logit_scale * tokens.T @ slope.T @ left]
+            for index, gradient in enumerate(gradients):
+                first[index] = 0.9 * first[index] + 0.1 * gradient
+                second[index] = 0.999 * second[index] + 0.001 * gradient ** 2
+                mean = first[index] / (1 - 0.9 ** (step + 1))
+                square = second[index] / (1 - 0.999 ** (step + 1))
+                factors[index] = factors[index] - step_size * mean / (square.sqrt() + 1e-8)
+        solutions.append(factors)
+    return solutions
+
+
+@pytest.mark.parametrize("renorm_every", [0, 1, 7])
+@pytest.mark.parametrize("free", [False, True])
+def test_solutions_equal_steps_written_out(float64, free, renorm_every):
+    maps = impulse_maps(OFF_CENTRE).double()
+    tokens = None if free else torch.randn(35, 11, generator=seeded(1))
+    options = dict(rank=13, logit_scale=0.83, steps=23, step_size=0.02, renorm_every=renorm_every)
+    query, key = solve(maps, tokens, generator=seeded(3), **options)
+    assert query.shape == key.shape == (3, 35 if free else 11, 13)
+    expected = solved_by_hand(maps, torch.eye(35) if free else tokens, **options)
+    for head, (left, right) in enumerate(expected):
+        torch.testing.assert_close(query[head], left, rtol=0, atol=1e-9)
+        torch.testing.assert_close(key[head], right, rtol=0, atol=1e-9)
+
+
+def sincos_tokens(grid: tuple[int, int] = GRID) -> Tensor:
+    return layer_norm(sincos_position_code(grid, 44), (44,), eps=1e-6)
+
+
+def solved_maps(steps: int, *, step_size: float, renorm_every: int, grid=GRID) -> Tensor:
+    tokens = sincos_tokens(grid)
+    query, key = solve(impulse_maps(OFF_CENTRE, grid), tokens, rank=17, logit_scale=17 ** -0.5,
+                       steps=steps, step_size=step_size, renorm_every=renorm_every,
+                       generator=seeded())
+    return ((tokens @ query) @ (tokens @ key).mT * 17 ** -0.5).softmax(-1)
+
+
+def mean_squared_error(maps: Tensor, grid=GRID) -> float:
+    return (maps - impulse_maps(OFF_CENTRE, grid)).square().mean().item()
+
+
+def test_it_succeeds_on_the_sincos_codes_that_the_closed_form_refuses():
+    with pytest.raises(ValueError, match="numerical rank is"):
+        vitinit.init_weights(vit(pos_embed="sincos"), "impulse", generator=seeded())
+    maps = solved_maps(400, step_size=0.01, renorm_every=0)
+    assert target_mass(maps, OFF_CENTRE, GRID).min() > 0.9
+    untrained = solved_maps(1, step_size=1e-9, renorm_every=0)
+    assert target_mass(untrained, OFF_CENTRE, GRID).max() < 0.1
+
+
+def test_without_renormalisation_the_error_falls_from_checkpoint_to_checkpoint():
+    errors = [mean_squared_error(solved_maps(steps, step_size=0.001, renorm_every=0))
+              for steps in (1, 30, 100, 300, 900)]
+    for earlier, later in zip(errors, errors[1:]):
+        assert later < 0.99 * earlier
+    assert errors[-1] < 0.1 * errors[0]
+
+
+def test_with_renormalisation_the_error_reaches_a_plateau_above_the_errors_without():
+    grid = (3, 5)
+    errors = {(steps, every): mean_squared_error(
+        solved_maps(steps, step_size=0.001, renorm_every=every, grid=grid), grid)
+        for steps, every in [(100, 100), (1000, 100), (3000, 100), (300, 0)]}
+    assert errors[3000, 100] == pytest.approx(errors[1000, 100], rel=0.05)
+    assert errors[1000, 100] < 0.75 * errors[100, 100]
+    assert errors[300, 0] < 0.7 * errors[3000, 100]
+
+
+def test_renormalisation_brings_columns_back_to_the_first_mean_norm():
+    """Of Q along C, of Kᵀ along d. One Adam step follows the last renormalisation, of 1e-9."""
+    options = dict(rank=13, logit_scale=0.3, generator=seeded(5))
+    query, key = solve(impulse_maps(OFF_CENTRE), sincos_tokens(), steps=1, step_size=1e-9,
+                       renorm_every=100, **options)
+    bound = (13 * 3) ** -0.5
+    drawn = torch.empty(3, 44, 13).uniform_(-bound, bound, generator=seeded(5)).norm(dim=1)
+    assert drawn.std() > 0.02 * drawn.mean()         # there was something to bring back
+    for norms in (query.norm(dim=1), key.norm(dim=2)):
+        torch.testing.assert_close(norms, torch.full_like(norms, drawn.mean().item()), rtol=1e-5,
+                                   atol=0)
+
+
+def test_renormalisation_happens_every_so_many_steps():
+    spreads = []
+    for steps in (21, 22):                           # 22: the last step follows the one at 21
+        query, _ = solve(impulse_maps(OFF_CENTRE), sincos_tokens(), rank=13, logit_scale=0.3,
+                         steps=steps, step_size=0.003, renorm_every=7, generator=seeded(5))
+        norms = query.norm(dim=1)
+        spreads.append((norms.std() / norms.mean()).item())
+    assert spreads[1] < 0.5 * spreads[0]
+
+
+# A whole model ---------------------------------------------------------------------------------
+
+
+@each_family
+@pytest.mark.parametrize("base", ["default", "torch"])
+@pytest.mark.parametrize("share_blocks", [True, False])
+def test_everything_but_queries_and_keys_stays_as_the_base_drew_it(family, base, share_blocks):
+    model = FAMILIES[family]()
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    initialised(model, 3, base=base, share_blocks=share_blocks)
+    reference = FAMILIES[family]()
+    vitinit.init_weights(reference, base, generator=seeded(3))
+    expected, written = reference.state_dict(), 0
+    for name, value in model.state_dict().items():
+        assert value.isfinite().all(), name
+        if name.endswith("attn.qkv.weight"):
+            assert torch.equal(value[88:], expected[name][88:]), name    # V
+            assert ((value != expected[name]).all(1) == (torch.arange(132) < 88)).all(), name
+            written += 2
+        elif name.endswith(("attn.qk.weight", "attn.query", "attn.key")):
+            assert (value != expected[name]).all(), name
+            written += 2 if name.endswith("qk.weight") else 1
+        else:
+            assert torch.equal(value, expected[name]), name
+    assert written == 4
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
+
+
+@each_family
+def test_blocks_share_one_solution_or_have_their_own(family):
+    for share_blocks in (True, False):
+        first, second = map(query_and_key, initialised(FAMILIES[family](),
+                                                       share_blocks=share_blocks).blocks)
+        for one, other in zip(first, second):
+            assert torch.equal(one, other) == share_blocks
+            assert (one == other).all() or (one != other).any(-1).all()
+
+
+@each_family
+def test_the_generator_alone_decides(family):
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    model = initialised(FAMILIES[family](), 3, pseudo_input="code+uniform")
+    torch.set_rng_state(state)
+    again = FAMILIES[family]()
+    after_building = torch.get_rng_state()
+    with torch.no_grad():
+        initialised(again, 3, pseudo_input="code+uniform")
+    assert torch.equal(torch.get_rng_state(), after_building)
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    other = initialised(FAMILIES[family](), 4, pseudo_input="code+uniform")
+    assert not torch.equal(query_and_key(other.blocks[0])[0], query_and_key(model.blocks[0])[0])
+    for parameter in model.parameters():
+        assert parameter.is_leaf and parameter.grad is None
+
+
+@each_family
+def test_queries_and_keys_are_the_solvers_on_the_models_own_scale_and_code(family):
+    """From the same draws; the solver itself is held to its own transcription above."""
+    model, reference = initialised(FAMILIES[family](), 3), FAMILIES[family]()
+    generator = seeded(3)
+    vitinit.init_weights(reference, "default", generator=generator)
+    offsets = head_offsets(2, ordered_offsets(3), "random", generator)
+    code = reference.pos_embed.detach()
+    rank = 22 if family.endswith(("code", "mean", "tokens")) else 17
+    if rank == 22:
+        code = layer_norm(code[0, code.shape[1] - 35:], (44,), eps=1e-6)
+    scale = {"position": 0.1, "free": 1.0, "frozen": 1.0}.get(family, rank ** -0.5)
+    expected = solve(impulse_maps(offsets), None if scale == 1.0 else code, rank=rank,
+                     logit_scale=scale, steps=2, step_size=1e-4, renorm_every=100,
+                     generator=generator)
+    for block in model.blocks:
+        for found, wanted in zip(query_and_key(block), expected):
+            assert torch.equal(found, wanted)
+
+
+def on_the_code_alone(model) -> list[Tensor]:
+    """The maps of all blocks, (h, N, N) each, when patches and branches add nothing to the code."""
+    if isinstance(model, vitinit.models.VisionTransformer):
+        model.patch_embed.proj.bias.data.zero_()
+        for block in model.blocks:
+            for layer in (block.attn.proj, block.mlp.fc2):
+                layer.weight.data.zero_()
+                layer.bias.data.zero_()
+    return [maps[0] for maps in mixing_matrices(model, torch.zeros(1, 3, 10, 21)).values()]
+
+
+LOOKING = {
+    "learned code": vit, "two tokens": FAMILIES["two tokens"],
+    "sincos code": lambda: vit(pos_embed="sincos", pool="mean"),
+    "mixed": lambda: simple_vit(reads="mixed", alpha=0.0),
+    "position": lambda: simple_vit(reads="position", logit_scale=0.83),
+    "free": lambda: simple_vit(reads="free", logit_scale=0.83),
+}
+
+
+@pytest.mark.parametrize("family", LOOKING)
+def test_the_heads_of_every_block_look_at_their_offsets(family):
+    model = initialised(LOOKING[family](), offsets="ordered", **FAST)
+    for maps in on_the_code_alone(model):
+        mass = target_mass(maps, ordered_offsets(3)[:2], GRID)
+        assert mass.min() > 25 / 35                  # 25 times the uniform map's
+
+
+@pytest.mark.parametrize("family, factor", [("learned code", 10), ("sincos code", 5),
+                                            ("position", 5), ("free", 1.5)])
+def test_renormalised_heads_look_at_their_offsets_too(family, factor):
+    """They are blurred, free ones most; a larger step than the papers', that fewer of them do."""
+    model = initialised(LOOKING[family](), offsets="ordered", steps=300, step_size=0.001)
+    mass = target_mass(on_the_code_alone(model)[0], ordered_offsets(3)[:2], GRID)
+    assert mass.min() > factor / 35
+
+
+@pytest.mark.parametrize("kernel_size", [3, 5])
+def test_random_offsets_are_drawn_for_every_solution(kernel_size):
+    cells, found = ordered_offsets(kernel_size), []
+    model = initialised(vit(num_heads=4, depth=3), 1, kernel_size=kernel_size, share_blocks=False,
+                        **FAST)
+    for maps in on_the_code_alone(model):
+        masses = torch.stack([target_mass(maps, [cell] * 4, GRID) for cell in cells])    # (f², h)
+        assert masses.max(0).values.min() > 10 / 35  # every head has one clear offset
+        assert (masses > 5 / 35).sum(0).max() == 1
+        found.append(masses.argmax(0).tolist())
+    assert len(set(map(tuple, found))) == 3
+    generator = seeded(1)
+    vitinit.init_weights(vit(num_heads=4, depth=3), "default", generator=generator)
+    first = head_offsets(4, cells, "random", generator)
+    assert [cells[index] for index in found[0]] == first
+    if kernel_size == 5:
+        assert max(max(map(abs, cells[index])) for row in found for index in row) == 2
+
+
+# What Q and K are solved on --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind, spread", [("uniform", 9 / 5), ("normal", 3.0)])
+@pytest.mark.parametrize("family", ["two tokens", "sincos code", "position"])
+def test_pseudo_inputs_are_the_code_noise_of_unit_variance_or_both(family, kind, spread):
+    model = FAMILIES[family]()
+    vitinit.init_weights(model, "default", generator=seeded())
+    code = draw_pseudo_input(model, "code", seeded(1)).detach()
+    noise = draw_pseudo_input(model, kind, seeded(1)).detach()
+    both = draw_pseudo_input(model, f"code+{kind}", seeded(1)).detach()
+    assert code.shape == noise.shape == both.shape == (35, 44)
+    torch.testing.assert_close(both, code + noise, rtol=0, atol=1e-6)
+    assert noise.mean().abs() < 0.1                  # of 1540 entries
+    assert noise.var().item() == pytest.approx(1.0, abs=0.15)
+    assert noise.pow(4).mean().item() == pytest.approx(spread, rel=0.3)
+    if kind == "uniform":
+        assert 1.7 < noise.abs().max() <= 3 ** 0.5
+    if family == "position":
+        assert torch.equal(code, model.pos_embed)    # as it is
+    else:
+        patches = model.pos_embed.detach()[0, -35:]
+        torch.testing.assert_close(code.mean(1), torch.zeros(35), rtol=0, atol=1e-6)
+        torch.testing.assert_close(code.var(1, correction=0), torch.ones(35), rtol=0, atol=0.01)
+        torch.testing.assert_close(code * patches.std(1, correction=0, keepdim=True)
+                                   + patches.mean(1, keepdim=True), patches, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("kind", ["code", "uniform", "normal", "code+uniform", "code+normal"])
+def test_maps_are_sharp_on_the_pseudo_input_that_was_drawn(monkeypatch, kind):
+    drawn, module = [], sys.modules["vitinit.init.impulse_gd"]
+
+    def recorded(*arguments):
+        assert arguments[1] == kind
+        drawn.append(draw_pseudo_input(*arguments))
+        return drawn[-1]
+    monkeypatch.setattr(module, "draw_pseudo_input", recorded)
+    model = initialised(vit(pos_embed="sincos", pool="mean"), offsets="ordered", pseudo_input=kind,
+                        share_blocks=False, **FAST)
+    assert len(drawn) == 2 and torch.equal(*drawn) == (kind == "code")
+    for block, tokens in zip(model.blocks, drawn):
+        query, key = query_and_key(block)
+        maps = ((tokens @ query) @ (tokens @ key).mT / 22 ** 0.5).softmax(-1)
+        assert target_mass(maps, ordered_offsets(3)[:2], GRID).min() > 25 / 35
+    if "code" not in kind:                           # noise says nothing of the code
+        on_code = target_mass(on_the_code_alone(model)[0], ordered_offsets(3)[:2], GRID)
+        assert on_code.max() < 5 / 35
+
+
+# Errors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(steps=0), "steps is 0"), (dict(step_size=0.0), "step_size 0.0"),
+    (dict(renorm_every=-1), "renorm_every -1"), (dict(offsets="spiral"), "offsets is 'spiral'"),
+    (dict(kernel_size=0), "kernel_size is 0"), (dict(base="zeros"), "base is 'zeros'"),
+    (dict(kernel_size=11), "kernel_size is 11, but beyond 9 its outer offsets have no target"),
+    (dict(pseudo_input="noise"), "pseudo_input is 'noise', expected one of code, uniform")])
+@pytest.mark.parametrize("family", ["learned code", "position"])
+def test_impossible_options_are_errors_of_one_line(family, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        initialised(FAMILIES[family](), **options)
+    assert "\n" not in str(error.value)
+
+
+def test_other_families_are_refused():
+    model = vitinit.build_model("convmixer_256_8", num_classes=3, image_size=6, embed_dim=5,
+                                depth=1)
+    with pytest.raises(ValueError, match="'impulse_gd' is not defined for a ConvMixer"):
+        initialised(model)
+
+
+def test_a_class_token_beside_a_fixed_code_is_refused_before_anything_is_drawn():
+    model = vit(pos_embed="sincos")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match='set pool = "mean"'):
+        vitinit.init_weights(model, "impulse_gd", generator=seeded())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_models_in_double_precision_are_solved_in_it():
+    model = vit(pos_embed="sincos", pool="mean").double()
+    vitinit.init_weights(model, "impulse_gd", generator=seeded(), steps=3)
+    assert model.blocks[0].attn.q_weight.dtype == torch.float64

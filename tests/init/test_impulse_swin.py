@@ -1,0 +1,241 @@
+"""Impulse initialisation of Swin: a β in the relative position bias, through the real attention."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vitinit
+from vitinit.filters import ordered_offsets
+from vitinit.init.mimetic import noisy_identity
+from vitinit.mixing import mixing_matrices
+
+# Stages of 12×20 and 6×10 tokens in windows of 3×5; the second block of each is shifted by (1, 2).
+SIZES = dict(image_size=(24, 40), patch_size=2, embed_dim=22, depths=(2, 2), num_heads=(2, 11),
+             window_size=(3, 5))
+
+
+def built(**sizes) -> nn.Module:
+    return vitinit.build_model("swin_tiny", num_classes=7, **SIZES | sizes).double()
+
+
+def initialised(model: nn.Module | None = None, name: str = "impulse", seed: int = 0,
+                **options) -> nn.Module:
+    model = built() if model is None else model
+    vitinit.init_weights(model, name, generator=torch.Generator().manual_seed(seed), **options)
+    return model
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    return [block for stage in model.layers for block in stage.blocks]
+
+
+@torch.no_grad()
+def blind(model: nn.Module) -> nn.Module:
+    """Zero Q and K: what is left of the logits is the bias and the shift's mask."""
+    for block in blocks_of(model):
+        dim = block.attn.proj.in_features
+        block.attn.qkv.weight[:2 * dim] = 0.0
+        block.attn.qkv.bias[:2 * dim] = 0.0
+    return model
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# ---------------------------------------------------------------------------------------------
+# What the attention does
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [(7, 7), (3, 5), (5, 3), (2, 2)])
+@pytest.mark.parametrize("mass", [0.05, 0.5, 0.9, 0.999])
+def test_the_target_has_exactly_the_mass_and_the_others_share_the_rest(mass, window):
+    height, width = window
+    model = blind(initialised(built(image_size=(2 * height, 2 * width), depths=(1,),
+                                    num_heads=(11,), window_size=window), target_mass=mass))
+    attention = model.layers[0].blocks[0].attn
+    tokens = height * width
+    weights = attention.mixing_weights(drawn(1, tokens, 22)).detach()[0]             # (h, n, n)
+    for head in range(11):
+        down, right = ordered_offsets(3)[head % 9]
+        for query in range(tokens):
+            row, column = query // width + down, query % width + right
+            if 0 <= row < height and 0 <= column < width:
+                expected = torch.full((tokens,), (1.0 - mass) / (tokens - 1)).double()
+                expected[row * width + column] = mass
+            else:
+                expected = torch.full((tokens,), 1.0 / tokens).double()
+            torch.testing.assert_close(weights[head, query], expected, rtol=0, atol=1e-7)
+
+
+def slow_map(block: nn.Module, offset: tuple[int, int], mass: float) -> Tensor:
+    """(N, N): the softmax over what each token sees on the unshifted map, token by token.
+
+    Row r sees row s if ⌊(r − shift) / w⌋ is the same for both: the rows that wrap round have −1.
+    """
+    (height, width), tokens = block.grid, block.window[0] * block.window[1]
+    strength = mass * (tokens - 1) / (1.0 - mass)                        # e^β
+
+    def window_of(token: int) -> tuple[int, int]:
+        place = token // width, token % width
+        return tuple((x - s) // w for x, s, w in zip(place, block.shift, block.window))
+
+    matrix = torch.zeros(height * width, height * width, dtype=torch.float64)
+    for query in range(height * width):
+        for key in range(height * width):
+            if window_of(key) == window_of(query):
+                away = key // width - query // width, key % width - query % width
+                matrix[query, key] = strength if away == offset else 1.0
+    return matrix / matrix.sum(1, keepdim=True)
+
+
+def test_shifted_and_masked_windows_look_at_the_neighbour_on_the_unshifted_map():
+    """Exactly the β-softmax over the visible tokens; with fewer of them, more than the mass."""
+    model = blind(initialised(target_mass=0.8))
+    found = mixing_matrices(model, drawn(1, 3, 24, 40))
+    for index, block in enumerate(blocks_of(model)):
+        assert block.shift == ((1, 2) if index % 2 else (0, 0))
+        for head in range(block.attn.num_heads):
+            offset = ordered_offsets(3)[head % 9]
+            expected = slow_map(block, offset, 0.8)
+            torch.testing.assert_close(found[index][0, head], expected, rtol=0, atol=1e-7)
+            mass = expected.max(1).values
+            mass = mass[mass > 0.75]                 # of the rows that have a target in sight
+            assert mass.min().item() == pytest.approx(0.8)
+            assert (mass.max() > 0.9) == (index % 2 == 1)
+
+
+def test_the_bases_own_logits_come_on_top_and_matter_little():
+    model = initialised()
+    found = mixing_matrices(model, drawn(2, 3, 24, 40))
+    for index, block in enumerate(blocks_of(model)):
+        expected = slow_map(block, (0, 0), 0.9)
+        error = (found[index][:, 0] - expected).abs().max()
+        assert 1e-6 < error < 0.02
+
+
+# ---------------------------------------------------------------------------------------------
+# What is written
+# ---------------------------------------------------------------------------------------------
+
+
+def test_heads_beyond_the_ninth_begin_again():
+    for block in blocks_of(initialised()):
+        table = block.attn.relative_position_bias_table
+        assert (table != 0).sum(0).tolist() == [1] * block.attn.num_heads    # one β a head
+        for head in range(9, block.attn.num_heads):
+            assert torch.equal(table[:, head], table[:, head - 9])
+        assert len(set(table[:, :9].argmax(0).tolist())) == min(9, block.attn.num_heads)
+
+
+@pytest.mark.parametrize("base", ["default", "torch"])
+def test_the_tables_are_all_that_is_written(base):
+    reference = initialised(name=base).state_dict()
+    for key, value in initialised(base=base).state_dict().items():
+        written = key.endswith("relative_position_bias_table")
+        assert torch.equal(value, reference[key]) != written, key
+
+
+@pytest.mark.parametrize("base", ["default", "torch"])
+def test_mimetic_values_are_v_and_proj_and_no_more(base):
+    reference = initialised(base=base).state_dict()
+    for key, value in initialised(base=base, value_init="mimetic").state_dict().items():
+        written = key.endswith(("attn.qkv.weight", "attn.proj.weight"))
+        assert torch.equal(value, reference[key]) != written, key
+        if key.endswith("attn.qkv.weight"):
+            dim = value.shape[1]
+            assert torch.equal(value[:2 * dim], reference[key][:2 * dim]), key       # Q and K
+
+
+def test_mimetic_values_multiply_to_the_noisy_identity_that_was_drawn():
+    """x @ V.T @ proj.T = x @ (αZ − βI), Z drawn block after block, after the base."""
+    model = initialised(seed=3, value_init="mimetic", value_alpha=0.3, value_beta=0.7)
+    generator = torch.Generator().manual_seed(3)
+    vitinit.init_weights(built(), "default", generator=generator)
+    for block in blocks_of(model):
+        attention = block.attn
+        dim = attention.proj.in_features
+        expected = noisy_identity(dim, 0.3, -0.7, attention.proj.weight, generator)
+        product = attention.proj.weight @ attention.qkv.weight[2 * dim:]
+        torch.testing.assert_close(product.T.detach(), expected, rtol=0, atol=1e-8)
+
+
+def test_beta_is_the_logarithm_of_the_odds_times_the_other_tokens():
+    for block in blocks_of(initialised(target_mass=0.7)):
+        table = block.attn.relative_position_bias_table
+        beta = math.log(0.7 / 0.3) + math.log(14)    # windows of 15 tokens
+        torch.testing.assert_close(table.amax(0).detach(), torch.full_like(table[0], beta))
+
+
+def test_windows_are_cut_to_the_grid_and_so_is_their_beta():
+    """A window of 7×11 covers all of a 6×10 grid: nothing shifts, and β counts 60 tokens."""
+    model = blind(initialised(built(image_size=(12, 20), depths=(2,), num_heads=(11,),
+                                    window_size=(7, 11)), target_mass=0.6))
+    for index, matrices in mixing_matrices(model, drawn(1, 3, 12, 20)).items():
+        block = model.layers[0].blocks[index]
+        assert block.shift == (0, 0)
+        for head, offset in enumerate(ordered_offsets(3)[:3]):
+            torch.testing.assert_close(matrices[0, head], slow_map(block, offset, 0.6),
+                                       rtol=0, atol=1e-7)
+
+
+# ---------------------------------------------------------------------------------------------
+# Options
+# ---------------------------------------------------------------------------------------------
+
+
+def test_the_largest_kernel_that_fits_the_window_reaches_its_corners():
+    """5×5 in windows of 3×5: every offset is within reach of some token."""
+    model = blind(initialised(built(num_heads=(2, 44), embed_dim=22), kernel_size=5))
+    found = mixing_matrices(model, drawn(1, 3, 24, 40), blocks=[2])[2]
+    block = blocks_of(model)[2]
+    for head in (0, 5, 12, 24, 25):
+        offset = ordered_offsets(5)[head % 25]
+        torch.testing.assert_close(found[0, head], slow_map(block, offset, 0.9),
+                                   rtol=0, atol=1e-7)
+        assert found[0, head].max() > 0.89
+
+
+def test_random_offsets_differ_between_blocks_and_follow_the_generator():
+    tables = [[block.attn.relative_position_bias_table for block in
+               blocks_of(initialised(offsets="random", seed=seed))] for seed in (0, 0, 1)]
+    assert all(torch.equal(one, two) for one, two in zip(tables[0], tables[1]))
+    assert not torch.equal(tables[0][2], tables[0][3])
+    assert not torch.equal(tables[0][2], tables[2][2])
+    for table in tables[0]:                          # each head still has one of the nine
+        ordered = blocks_of(initialised())[2].attn.relative_position_bias_table[:, :9]
+        allowed = set(ordered.argmax(0).tolist())
+        assert set(table.argmax(0).tolist()) <= allowed
+        assert ((table != 0).sum(0) == 1).all()
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(target_mass=0.0), "target_mass is 0.0, expected 0 < target_mass < 1"),
+    (dict(target_mass=1.0), "target_mass is 1.0"), (dict(target_mass=-0.5), "target_mass is -0.5"),
+    (dict(target_mass=math.nan), "target_mass is nan"),
+    (dict(kernel_size=0), "kernel_size is 0"),
+    (dict(kernel_size=6), "kernel_size is 6, .* a window 3 tokens wide"),
+    (dict(kernel_size=7), "kernel_size is 7, .* a window 3 tokens wide"),
+    (dict(offsets="spiral"), "offsets is 'spiral'"), (dict(value_init="x"), "value_init is 'x'"),
+    (dict(base="zeros"), "base is 'zeros'")])
+def test_impossible_options_are_refused_before_anything_is_drawn(options, message):
+    model, generator = built(), torch.Generator().manual_seed(0)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state = generator.get_state()
+    with pytest.raises(ValueError, match=message):
+        vitinit.init_weights(model, "impulse", generator=generator, **options)
+    assert torch.equal(generator.get_state(), state)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_the_smallest_window_of_all_stages_counts():
+    """The last stage's grid is 2×2, where no kernel of 5 fits, though the others would take it."""
+    model = built(image_size=16, depths=(1, 1, 1), num_heads=(2, 2, 2), window_size=4)
+    initialised(model, kernel_size=3)
+    with pytest.raises(ValueError, match="a window 2 tokens wide"):
+        initialised(model, kernel_size=5)

@@ -1,0 +1,167 @@
+"""Other people's checkpoints under our names: all names, the same tensors, the same outputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torchvision.models import SwinTransformer as TorchvisionSwin
+from torchvision.models import VisionTransformer as TorchvisionViT
+from torchvision.models import swin_t, vit_b_16
+
+import vitinit
+from vitinit.models.convert import native_names
+
+SMALL = {
+    "vit_tiny": dict(image_size=(12, 20), patch_size=4, embed_dim=15, depth=2, num_heads=3),
+    "vit_tiny_distilled": dict(image_size=8, patch_size=4, embed_dim=15, depth=2, num_heads=3),
+    "swin_tiny": dict(image_size=(24, 48), patch_size=2, embed_dim=6, depths=(2, 2, 3),
+                      num_heads=(3, 2, 2), window_size=3),
+    "mixer_s16": dict(image_size=(12, 20), patch_size=4, embed_dim=14, depth=2),
+    "convmixer_256_8": dict(image_size=(12, 20), patch_size=4, embed_dim=13, depth=3,
+                            kernel_size=3),
+}
+
+
+def redraw(model: nn.Module) -> nn.Module:
+    """New values for every parameter and running statistic."""
+    generator = torch.Generator().manual_seed(0)
+    model.double().eval()
+    for name, value in model.state_dict().items():
+        if value.is_floating_point():
+            values = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            values = values * 0.3 + (value.ndim == 1) * 0.5
+            value.copy_(values.abs() if name.endswith("running_var") else values)
+    return model
+
+
+def small(name: str) -> nn.Module:
+    return redraw(vitinit.build_model(name, num_classes=11, **SMALL[name]))
+
+
+def same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(ours[name] is theirs[name] for name in ours)
+
+
+def outputs_agree(ours: nn.Module, theirs: nn.Module, height: int, width: int) -> None:
+    images = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(1),
+                         dtype=torch.float64)
+    with torch.no_grad():
+        logits = ours(images)
+        assert logits.std() > 0.01                   # not a comparison of zeros
+        torch.testing.assert_close(logits, theirs(images), rtol=1e-12, atol=1e-12)
+
+
+# torchvision ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("theirs, ours", [(vit_b_16, "vit_base"), (swin_t, "swin_tiny")])
+def test_every_name_of_torchvisions_models_finds_its_place(theirs, ours):
+    with torch.device("meta"):
+        theirs, ours = theirs(), vitinit.build_model(ours, num_classes=1000, image_size=224)
+    converted = {name: value.shape for name, value in native_names(theirs.state_dict()).items()}
+    assert converted == {name: value.shape for name, value in ours.state_dict().items()}
+
+
+def test_torchvisions_vit_gives_the_same_outputs_here():
+    theirs = redraw(TorchvisionViT(image_size=20, patch_size=4, num_layers=2, num_heads=3,
+                                   hidden_dim=15, mlp_dim=60, num_classes=11))
+    ours = vitinit.build_model("vit_tiny", num_classes=11,
+                               **SMALL["vit_tiny"] | dict(image_size=20))
+    ours.double().load_state_dict(native_names(theirs.state_dict()))
+    outputs_agree(ours, theirs, 20, 20)
+
+
+def test_torchvisions_vit_of_old_checkpoints_has_other_names_in_its_mlp():
+    state = TorchvisionViT(image_size=8, patch_size=4, num_layers=2, num_heads=3, hidden_dim=15,
+                           mlp_dim=60).state_dict()
+    old = {name.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): value
+           for name, value in state.items()}
+    assert old.keys() != state.keys()
+    assert same_tensors(native_names(old), native_names(state))
+
+
+def test_torchvisions_swin_gives_the_same_outputs_here():
+    theirs = redraw(TorchvisionSwin(patch_size=[2, 2], embed_dim=6, depths=[2, 2, 3],
+                                    num_heads=[3, 2, 2], window_size=[3, 3], num_classes=11))
+    ours = vitinit.build_model("swin_tiny", num_classes=11, **SMALL["swin_tiny"])
+    ours.double().load_state_dict(native_names(theirs.state_dict()))
+    outputs_agree(ours, theirs, 24, 48)
+
+
+# The authors' own -------------------------------------------------------------------------------
+
+
+def test_microsofts_swin_merges_a_stage_earlier_and_carries_buffers():
+    model = small("swin_tiny")
+    ours, theirs = dict(model.state_dict()), {}
+    for name, value in ours.items():
+        for stage in (1, 2):
+            name = name.replace(f"layers.{stage}.downsample", f"layers.{stage - 1}.downsample")
+        theirs[name.replace("head.fc.", "head.")] = value
+    for name, buffer in model.named_buffers():       # the masks and the indices of every block
+        theirs[name.replace(".mask", ".attn_mask")] = buffer
+    for name in ("head.weight", "layers.1.downsample.reduction.weight",
+                 "layers.0.blocks.1.attn_mask", "layers.2.blocks.2.attn.relative_position_index"):
+        assert name in theirs
+    assert same_tensors(native_names(theirs), ours)
+
+
+class AddedTo(nn.Module):
+    """x + fn(x), as the authors of ConvMixer write it."""
+
+    def __init__(self, fn: nn.Module) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fn(x) + x
+
+
+def authors_conv_mixer(dim: int, depth: int, kernel_size: int, patch_size: int, classes: int):
+    """The model of arXiv 2201.09792, figure 3."""
+    return nn.Sequential(
+        nn.Conv2d(3, dim, kernel_size=patch_size, stride=patch_size), nn.GELU(),
+        nn.BatchNorm2d(dim),
+        *[nn.Sequential(
+            AddedTo(nn.Sequential(
+                nn.Conv2d(dim, dim, kernel_size, groups=dim, padding="same"), nn.GELU(),
+                nn.BatchNorm2d(dim))),
+            nn.Conv2d(dim, dim, kernel_size=1), nn.GELU(), nn.BatchNorm2d(dim))
+          for _ in range(depth)],
+        nn.AdaptiveAvgPool2d((1, 1)), nn.Flatten(), nn.Linear(dim, classes))
+
+
+@pytest.mark.parametrize("depth", [1, 3, 11])        # 11: names of two digits
+def test_the_authors_conv_mixer_gives_the_same_outputs_here(depth):
+    theirs = redraw(authors_conv_mixer(13, depth, kernel_size=3, patch_size=4, classes=11))
+    ours = vitinit.build_model("convmixer_256_8", num_classes=11,
+                               **SMALL["convmixer_256_8"] | dict(depth=depth)).double().eval()
+    ours.load_state_dict(native_names(theirs.state_dict()))
+    outputs_agree(ours, theirs, 12, 20)
+
+
+# What needs nothing -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_our_own_names_stay_and_so_does_the_callers_dict(name):
+    state = dict(small(name).state_dict())
+    before = dict(state)
+    converted = native_names(state)
+    assert same_tensors(converted, state) and converted is not state
+    assert list(converted) == list(before)
+
+
+def test_a_layout_that_nobody_knows_comes_back_as_it_is():
+    state = {name: torch.zeros(3) for name in ("0.weight", "features.0.weight", "head.weight",
+                                               "attn_mask", "layers.0.downsample.weight")}
+    assert same_tensors(native_names(state), state)
+
+
+def test_converting_leaves_the_given_dict_alone():
+    state = TorchvisionViT(image_size=8, patch_size=4, num_layers=1, num_heads=3, hidden_dim=15,
+                           mlp_dim=60).state_dict()
+    names = list(state)
+    native_names(state)
+    assert list(state) == names

@@ -1,0 +1,297 @@
+"""SimpleViT against a transcription from its state dict, and what its readings have in common."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import vitinit
+from vitinit.mixing import mixing_matrices
+from vitinit.models import SimpleViT
+from vitinit.models.layers import sincos_position_code
+from vitinit.train.optim import adamw, parameter_groups
+
+SIZES = dict(num_classes=7, image_size=(6, 15), patch_size=(2, 3), embed_dim=20, depth=2,
+             mlp_ratio=1.15)                         # a grid of 3×5, 23 hidden channels
+PLAIN = dict(num_heads=5)                            # head_dim 4
+READINGS = [dict(reads="content", alpha=0.3, input_code=True),
+            dict(reads="content", input_code=False),
+            dict(reads="mixed", alpha=0.3, input_code=False),
+            dict(reads="position", input_code=False), dict(reads="free", input_code=False)]
+HEADS = [PLAIN, dict(num_heads=3, head_dim=7), dict(num_heads=3, head_dim=7, logit_scale=0.83),
+         dict(num_heads=5, values=False, logit_scale=0.83)]
+
+each_reading = pytest.mark.parametrize("reading", READINGS, ids=[
+    "content and code", "content", "mixed", "position", "free"])
+
+
+def redrawn(**options) -> SimpleViT:
+    """Large values for Q and K, so that no map is near uniform; none at all is left as it was."""
+    model = SimpleViT(**SIZES | options).double()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        scale = 0.9 if name.endswith((".qk.weight", ".query", ".key")) else 0.3
+        parameter.data.copy_(values * scale + (parameter.ndim == 1) * 0.5)
+    return model
+
+
+def drawn_images(count: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 3, 6, 15, generator=generator, dtype=torch.float64)
+
+
+def written_out(state: dict[str, Tensor], image: Tensor, *, num_heads: int, reads: str,
+                input_code: bool, alpha: float = 0.5, values: bool = True, head_dim: int = 0,
+                logit_scale: float = 0.0) -> tuple[Tensor, list[Tensor]]:
+    """The logits of one image, (classes,), and the maps of each block, (h, N, N)."""
+    def norm(x, name):
+        centred = x - x.mean(-1, keepdim=True)
+        scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return scaled * state[f"{name}.weight"] + state[f"{name}.bias"]
+
+    def linear(x, name):
+        return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+
+    patches = [[image[channel, 2 * row + down, 3 * column + right]
+                for down in range(2) for right in range(3) for channel in range(3)]
+               for row in range(3) for column in range(5)]
+    x = torch.stack([torch.stack(patch) for patch in patches])           # (N, pixels)
+    x = norm(linear(norm(x, "patch_embed.norm1"), "patch_embed.proj"), "patch_embed.norm2")
+    code = state["pos_embed"]
+    if input_code:
+        x = alpha * x + (1 - alpha) * code
+    size, maps = head_dim or 20 // num_heads, []
+    scale = logit_scale or 1 / size ** 0.5
+    for block in ("blocks.0", "blocks.1"):
+        y = norm(x, f"{block}.norm1")
+        z = {"content": y, "mixed": alpha * y + (1 - alpha) * code}.get(reads, code)
+        mixed, softmaxes = [], []
+        for head in range(num_heads):
+            part = slice(head * size, (head + 1) * size)
+            if reads == "free":
+                q, k = state[f"{block}.attn.query"][head], state[f"{block}.attn.key"][head]
+            else:
+                weight = state[f"{block}.attn.qk.weight"]
+                q, k = z @ weight[: len(weight) // 2][part].T, z @ weight[len(weight) // 2:][part].T
+            v = y @ state[f"{block}.attn.value.weight"][part].T if values else y[:, part]
+            exponentials = (scale * q @ k.T).exp()
+            softmaxes.append(exponentials / exponentials.sum(1, keepdim=True))
+            mixed.append(softmaxes[-1] @ v)
+        x = x + torch.cat(mixed, dim=1) @ state[f"{block}.attn.proj.weight"].T
+        hidden = F.gelu(linear(norm(x, f"{block}.norm2"), f"{block}.mlp.fc1"))
+        x = x + linear(hidden, f"{block}.mlp.fc2")
+        maps.append(torch.stack(softmaxes))
+    return linear(norm(x, "norm").mean(0), "head"), maps
+
+
+@each_reading
+@pytest.mark.parametrize("heads", HEADS)
+def test_logits_and_gradients_equal_a_transcription(reading, heads):
+    options = reading | heads
+    model, images = redrawn(**options), drawn_images()
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    logits = model(images)
+    expected = torch.stack([written_out(state, image, **options)[0] for image in images])
+    assert (logits[0] - logits[1]).abs().max() > 0.01 and logits.shape == (2, 7)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-11)
+    parameters = dict(model.named_parameters())
+    ours = torch.autograd.grad(logits.square().sum(), parameters.values())
+    theirs = torch.autograd.grad(expected.square().sum(), parameters.values())
+    for name, gradient, reference in zip(parameters, ours, theirs, strict=True):
+        assert gradient.abs().max() > 1e-4, name
+        torch.testing.assert_close(gradient, reference, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@each_reading
+@pytest.mark.parametrize("heads", HEADS)
+def test_mixing_matrices_equal_the_transcriptions_softmax(reading, heads):
+    options = reading | heads
+    model, images = redrawn(**options), drawn_images()
+    found = mixing_matrices(model, images)
+    references = [written_out(model.state_dict(), image, **options)[1] for image in images]
+    assert list(found) == [0, 1]
+    for block, maps in found.items():
+        expected = torch.stack([reference[block] for reference in references])
+        torch.testing.assert_close(maps, expected, rtol=0, atol=1e-11)
+        torch.testing.assert_close(maps.sum(-1), torch.ones_like(maps[..., 0]), rtol=0, atol=1e-12)
+        assert maps.max() > 2 / 15                   # not uniform
+    some = mixing_matrices(model, images, blocks=[1], heads=[2, 0])
+    assert torch.equal(some[1], found[1][:, [2, 0]])
+
+
+def test_the_code_is_the_sincos_code_of_the_grid_and_is_not_learned():
+    model = SimpleViT(**SIZES | PLAIN)
+    assert model.grid == (3, 5) and torch.equal(model.pos_embed, sincos_position_code((3, 5), 20))
+    assert "pos_embed" not in dict(model.named_parameters()) and not model.learns_positions
+
+
+# Which images a map depends on -----------------------------------------------------------------
+
+
+@each_reading
+def test_maps_depend_on_the_image_only_where_the_content_is_read(reading):
+    model = redrawn(**reading | PLAIN)
+    for maps in mixing_matrices(model, drawn_images()).values():
+        alike = torch.equal(maps[0], maps[1])
+        assert alike == (reading["reads"] in ("position", "free"))
+        assert (maps[0] - maps[1]).abs().max() > 0.01 or alike
+
+
+def same_weights(model: SimpleViT, **options) -> SimpleViT:
+    other = SimpleViT(**SIZES | PLAIN | options).double()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def test_model_i_goes_from_model_ii_to_plain_attention_without_a_code():
+    images = drawn_images()
+    model = redrawn(reads="mixed", alpha=0.0, input_code=False, **PLAIN)
+    halfway = same_weights(model, reads="mixed", alpha=0.5, input_code=False)(images)
+    position = same_weights(model, reads="position", input_code=False)(images)
+    plain = same_weights(model, reads="content", input_code=False)(images)
+    torch.testing.assert_close(model(images), position, rtol=0, atol=1e-12)
+    mixed = same_weights(model, reads="mixed", alpha=1.0, input_code=False)
+    torch.testing.assert_close(mixed(images), plain, rtol=0, atol=1e-12)
+    for one, other in [(halfway, position), (halfway, plain), (position, plain)]:
+        assert (one - other).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("reading", [dict(reads="content", input_code=False), READINGS[3]])
+def test_a_code_makes_the_order_of_patches_matter(reading):
+    images, model = drawn_images(), redrawn(**reading | PLAIN)
+    swapped = torch.cat([images[..., 3:6], images[..., :3], images[..., 6:]], dim=-1)
+    change = (model(images) - model(swapped)).abs().max()
+    assert change < 1e-12 if reading["reads"] == "content" else change > 1e-4
+
+
+def test_head_dim_and_logit_scale_of_zero_are_the_usual_ones():
+    model = redrawn(**PLAIN)
+    named = same_weights(model, head_dim=4, logit_scale=0.5)
+    assert torch.equal(named(drawn_images()), model(drawn_images()))
+    other = same_weights(model, logit_scale=0.1)
+    assert (other(drawn_images()) - model(drawn_images())).abs().max() > 1e-3
+
+
+# Frozen queries and keys -----------------------------------------------------------------------
+
+
+@each_reading
+@pytest.mark.parametrize("train_qk", [True, False])
+def test_frozen_queries_and_keys_leave_the_optimiser_and_nothing_else_does(reading, train_qk):
+    model = redrawn(train_qk=train_qk, **reading | PLAIN)
+    leaves = ("query", "key") if reading["reads"] == "free" else ("qk.weight",)
+    frozen = {f"blocks.{block}.attn.{leaf}" for block in range(2) for leaf in leaves}
+    if train_qk:
+        frozen = set()
+    grouped = [p for group in parameter_groups(model, 0.3) for p in group["params"]]
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert sorted(names[id(p)] for p in grouped) == sorted(set(names.values()) - frozen)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = adamw(model, weight_decay=0.3, betas=(0.9, 0.999), eps=1e-8)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(drawn_images(3)), torch.tensor([0, 5, 2])).backward()
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) == (name in frozen | {"pos_embed"}), name
+
+
+def test_weight_decay_takes_free_queries_and_keys():
+    model = SimpleViT(reads="free", input_code=False, **SIZES | PLAIN)
+    decayed = {id(p) for p in parameter_groups(model, 0.3)[0]["params"]}
+    assert {id(block.attn.query) for block in model.blocks} <= decayed
+    assert {id(block.attn.key) for block in model.blocks} <= decayed
+
+
+# Building --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(reads="mixed"), 'reads = "mixed" brings the position code.*input_code = false'),
+    (dict(reads="position"), 'reads = "position" brings the position code'),
+    (dict(reads="free"), 'reads = "free" brings the position code'),
+    (dict(reads="image"), "reads is 'image'"), (dict(alpha=-0.1), "alpha is -0.1"),
+    (dict(alpha=1.1), "alpha is 1.1"), (dict(logit_scale=-1.0), "logit_scale -1.0"),
+    (dict(head_dim=-4), "head_dim -4"),
+    (dict(head_dim=7, values=False), "= 35 must be embed_dim = 20"),
+    (dict(num_heads=3), "embed_dim 20 does not divide into num_heads 3"),
+    (dict(patch_size=(2, 4)), "patches of 2×4 pixels do not tile an image of 6×15"),
+    (dict(embed_dim=18, num_heads=3), "that 4 divides, not 18"), (dict(depth=0), "depth is 0"),
+    (dict(mlp_ratio=0.0), "mlp_ratio is 0.0")])
+def test_contradictions_are_errors_of_one_line(options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        SimpleViT(**SIZES | PLAIN | options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("reads, values", [("content", True), ("mixed", False),
+                                           ("position", True), ("free", True), ("free", False)])
+def test_names_and_shapes_of_the_models_of_the_table(reads, values):
+    with torch.device("meta"):
+        model = vitinit.build_model("simple_vit", num_classes=37, image_size=32, reads=reads,
+                                    values=values, input_code=reads == "content")
+    state = model.state_dict()
+    free = reads == "free"
+    attention = {"query": (8, 256, 64), "key": (8, 256, 64)} if free else {"qk.weight": (1024, 512)}
+    attention |= {"proj.weight": (512, 512)} | ({"value.weight": (512, 512)} if values else {})
+    norm = {"weight": (512,), "bias": (512,)}
+    linear = {"weight": (512, 512), "bias": (512,)}
+    layers = {"patch_embed.norm1": {"weight": (12,), "bias": (12,)},
+              "patch_embed.proj": {"weight": (512, 12), "bias": (512,)},
+              "patch_embed.norm2": norm, "norm": norm,
+              "head": {"weight": (37, 512), "bias": (37,)}}
+    for block in (f"blocks.{index}" for index in range(6)):
+        layers |= {f"{block}.norm1": norm, f"{block}.attn": attention, f"{block}.norm2": norm,
+                   f"{block}.mlp.fc1": linear, f"{block}.mlp.fc2": linear}
+    expected = {f"{layer}.{part}": shape for layer, parts in layers.items()
+                for part, shape in parts.items()} | {"pos_embed": (256, 512)}
+    assert {name: tuple(value.shape) for name, value in state.items()} == expected
+
+
+# Baselines -------------------------------------------------------------------------------------
+
+
+def baseline(model: SimpleViT, name: str, seed: int = 0) -> SimpleViT:
+    vitinit.init_weights(model, name, generator=torch.Generator().manual_seed(seed))
+    return model
+
+
+@each_reading
+@pytest.mark.parametrize("values", [True, False])
+def test_nothing_that_a_constructor_drew_survives_a_baseline(reading, values):
+    models = [SimpleViT(values=values, **SIZES | PLAIN | reading) for _ in range(3)]
+    code = models[0].pos_embed.clone()
+    for model in models:
+        for parameter in model.parameters():
+            parameter.data.fill_(torch.nan)
+    first, again, other = (baseline(model, name, seed).state_dict() for model, name, seed in
+                           zip(models, ("default", "torch", "torch"), (3, 3, 4)))
+    for name, value in first.items():
+        assert value.isfinite().all(), name
+        assert torch.equal(value, again[name]), name
+        constant = name == "pos_embed" or "norm" in name
+        assert torch.equal(value, other[name]) == constant, name
+    assert torch.equal(first["pos_embed"], code)
+
+
+def test_a_baseline_draws_uniformly_by_fan_in_and_free_ones_by_the_tokens():
+    model = baseline(SimpleViT(reads="free", input_code=False, **SIZES | PLAIN), "default")
+    fan_in = {"proj.weight": 20, "value.weight": 20, "query": 15, "key": 15, "fc1.weight": 20,
+              "fc2.weight": 23, "head.weight": 20}
+    checked = 0
+    for name, value in model.state_dict().items():
+        ending = next((end for end in fan_in if name.endswith(end)), None)
+        if "norm" in name:
+            assert (value == (1.0 if name.endswith("weight") else 0.0)).all(), name
+        elif ending:
+            bound = (18 if name.startswith("patch_embed") else fan_in[ending]) ** -0.5
+            assert 0.95 * bound < value.abs().max() <= bound, name
+            assert value.std().item() == pytest.approx(bound / 3 ** 0.5, rel=0.15), name
+            assert value.mean().abs() < 0.2 * bound, name
+            checked += 1
+    assert checked == 2 * 6 + 2

@@ -1,0 +1,68 @@
+"""The other filters that arXiv 2401.12511 compares with impulses in a ConvMixer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..filters import random_kernel
+from ..models.conv_mixer import ConvMixer
+from .baseline import draw_base
+
+ENERGY = 1 / 3          # Σ w² of a filter that PyTorch draws, on average: k² cells of variance 1/3k²
+
+
+@torch.no_grad()
+def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
+                       base: Literal["default", "torch"] = "default",
+                       kind: Literal["random", "box", "gaussian"] = "random",
+                       cells: int = 2,
+                       sigma: float = 1.0) -> None:
+    """Depthwise filters of one kind, at the scale of the paper's code: Σ w² = ⅓ each.
+
+    | tensor (every block)       | value                                                        |
+    |----------------------------|--------------------------------------------------------------|
+    | blocks.i.0.fn.0.weight     | see kind                                                     |
+    | everything else            | as `base` drew it                                            |
+
+    kind: "random": uniform on ±1/k, what PyTorch draws. "box": `cells` cells drawn without
+        replacement hold the same value, the others 0; with all k² of them every filter is the mean.
+        "gaussian": exp(−‖δ − c‖² / 2σ²) around a cell c drawn at random; all of a block have one
+        factor in common, so that only their mean energy is ⅓. (The code's σ is our σ².)
+    cells: of "box". sigma: of "gaussian", in cells.
+
+    With `train_filters = false` in the model they stay what they are. Impulses are init `impulse`,
+    softmax filters the model's `softmax_filters`. Raises ValueError for values out of range.
+    """
+    size = model.kernel_size
+    if kind not in ("random", "box", "gaussian"):
+        raise ValueError(f'kind is {kind!r}, expected "random", "box" or "gaussian"')
+    if not 1 <= cells <= size**2 or sigma <= 0:
+        raise ValueError(f"cells is {cells} and sigma {sigma}; expected 1 ≤ cells ≤ {size**2}, the "
+                         "cells of the model's kernel, and sigma > 0")
+    draw_base(model, base, generator)
+    draw = {"random": lambda: random_kernel(size, generator=generator),
+            "box": lambda: scattered_box(size, cells, generator=generator),
+            "gaussian": lambda: placed_gaussian(size, sigma, generator=generator)}[kind]
+    for block in model.blocks:
+        weight = model.depthwise(block).weight                           # (F, 1, k, k)
+        kernels = torch.stack([draw() for _ in range(len(weight))])
+        if kind == "gaussian":
+            kernels *= (ENERGY / kernels.square().sum((1, 2)).mean()) ** 0.5
+        weight.copy_(kernels[:, None])
+
+
+def scattered_box(size: int, cells: int, *, generator: torch.Generator) -> Tensor:
+    """(size, size): `cells` cells at random share the energy ⅓."""
+    kernel = torch.zeros(size**2)
+    kernel[torch.randperm(size**2, generator=generator)[:cells]] = (ENERGY / cells) ** 0.5
+    return kernel.view(size, size)
+
+
+def placed_gaussian(size: int, sigma: float, *, generator: torch.Generator) -> Tensor:
+    """(size, size): a Gaussian of height 1 around a random cell."""
+    centre = torch.randint(size, (2,), generator=generator)
+    axes = (torch.arange(size) - centre[:, None]).square()               # (2, size)
+    return (-(axes[0][:, None] + axes[1]) / (2.0 * sigma**2)).exp()

@@ -1,0 +1,175 @@
+"""SimpleViT as arXiv 2401.12511 takes it apart: what queries and keys read is a choice of its own.
+
+    image → patches → blocks → norm → mean → head
+
+Layers, norms and missing biases are those of that paper's code, which follows Beyer et al., "Better
+plain ViT baselines for ImageNet-1k", arXiv 2205.01580. Shape legend: see attention.py; P is the
+position code (N, C).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from .attention import attention_weights
+from .layers import Mlp, patch_grid, require_positive, sincos_position_code, to_pair
+
+Reading = Literal["content", "mixed", "position", "free"]
+
+
+class SimplePatchEmbed(nn.Module):
+    """Patches as vectors, normalised, projected, normalised: (B, 3, H, W) → (B, N, C)."""
+
+    def __init__(self, *, patch_size: tuple[int, int], embed_dim: int) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        pixels = 3 * patch_size[0] * patch_size[1]
+        self.norm1 = nn.LayerNorm(pixels)
+        self.proj = nn.Linear(pixels, embed_dim)
+        self.norm2 = nn.LayerNorm(embed_dim)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = rearrange(images, "b c (h p) (w q) -> b (h w) (p q c)", p=self.patch_size[0],
+                            q=self.patch_size[1])
+        return self.norm2(self.proj(self.norm1(patches)))
+
+
+class SimpleAttention(nn.Module):
+    """Attention whose queries and keys read Z, while its values read X: (B, N, C) → (B, N, C).
+
+    Z is X ("content"), alpha · X + (1 − alpha) · P ("mixed", the paper's Model I), P ("position",
+    Model II), or nothing at all ("free", Model III): then Q and K are matrices (h, N, d) themselves.
+    Without values each head mixes its slice of X's channels. There are no biases.
+    """
+
+    def __init__(self, dim: int, *, tokens: int, num_heads: int, head_dim: int, reads: Reading,
+                 alpha: float, values: bool, logit_scale: float) -> None:
+        super().__init__()
+        inner = num_heads * head_dim
+        if not values and inner != dim:
+            raise ValueError(f"without values, num_heads · head_dim = {inner} must be embed_dim = "
+                             f"{dim}")
+        self.num_heads, self.head_dim, self.reads, self.alpha = num_heads, head_dim, reads, alpha
+        self.logit_scale = logit_scale or head_dim ** -0.5
+        if reads == "free":
+            self.query = nn.Parameter(torch.zeros(num_heads, tokens, head_dim))
+            self.key = nn.Parameter(torch.zeros(num_heads, tokens, head_dim))
+        else:
+            self.qk = nn.Linear(dim, 2 * inner, bias=False)
+        self.value = nn.Linear(dim, inner, bias=False) if values else nn.Identity()
+        self.proj = nn.Linear(inner, dim, bias=False)
+
+    # Views into the packed weights; writing into one writes the parameter. --------------------
+
+    @property
+    def q_weight(self) -> Tensor:
+        """(h, d, C), unless Q is free"""
+        return self.qk.weight.unflatten(0, (2, self.num_heads, self.head_dim))[0]
+
+    @property
+    def k_weight(self) -> Tensor:
+        """(h, d, C), unless K is free"""
+        return self.qk.weight.unflatten(0, (2, self.num_heads, self.head_dim))[1]
+
+    def mixing_weights(self, x: Tensor, code: Tensor) -> Tensor:
+        """The matrices that `forward` applies: (B, h, N, N), for "position" and "free" (1, h, N, N).
+
+        x: (B, N, C), normalised; code: P, (N, C).
+        """
+        if self.reads == "free":
+            query, key = self.query[None], self.key[None]
+        else:
+            z = {"content": lambda: x, "position": lambda: code[None],
+                 "mixed": lambda: self.alpha * x + (1.0 - self.alpha) * code}[self.reads]()
+            query, key = rearrange(self.qk(z), "b n (two h d) -> two b h n d", two=2,
+                                   h=self.num_heads)
+        # attention_weights divides by √d; here the scale is a choice.
+        return attention_weights(query * (self.logit_scale * self.head_dim ** 0.5), key)
+
+    def forward(self, x: Tensor, code: Tensor) -> Tensor:
+        values = rearrange(self.value(x), "b n (h d) -> b h n d", h=self.num_heads)
+        mixed = self.mixing_weights(x, code) @ values                    # (B, h, N, d)
+        return self.proj(rearrange(mixed, "b h n d -> b n (h d)"))
+
+
+class SimpleBlock(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x))."""
+
+    def __init__(self, dim: int, attention: SimpleAttention, *, mlp_ratio: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attn = attention
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+
+    def forward(self, x: Tensor, code: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x), code)
+        return x + self.mlp(self.norm2(x))
+
+
+class SimpleViT(nn.Module):
+    """SimpleViT for images (B, 3, H, W) → logits (B, num_classes).
+
+    reads, alpha: what queries and keys read in every block, see SimpleAttention. "content" is the
+        plain SimpleViT.
+    input_code: the tokens enter as alpha · X + (1 − alpha) · P, as in the paper's code; only for
+        "content", since else P would come in twice.
+    values: whether attention projects its values. train_qk: False freezes Q and K: they leave the
+        optimiser, and with it weight decay. (The paper's code freezes free ones alone.)
+    logit_scale: of Q Kᵀ; 0: head_dim^-½. The paper's code: 1 for "free", .1 for the others.
+    head_dim: 0: embed_dim / num_heads.
+
+    P is the fixed 2-D sin-cos code (MoCo v3's frequencies; the paper's code spaces them a little
+    wider). Weights are what PyTorch's layers draw; call `vitinit.init_weights` before training.
+    """
+
+    num_prefix_tokens = 0
+    learns_positions = False
+    drop_path_rates: tuple[float, ...] = ()
+
+    def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
+                 patch_size: int | tuple[int, int], embed_dim: int, depth: int, num_heads: int,
+                 head_dim: int = 0, mlp_ratio: float = 1.0, reads: Reading = "content",
+                 alpha: float = 0.5, input_code: bool = True, values: bool = True,
+                 train_qk: bool = True, logit_scale: float = 0.0) -> None:
+        super().__init__()
+        require_positive(num_classes=num_classes, image_size=image_size, patch_size=patch_size,
+                         embed_dim=embed_dim, depth=depth, num_heads=num_heads,
+                         mlp_ratio=mlp_ratio)
+        if reads not in ("content", "mixed", "position", "free"):
+            raise ValueError(f'reads is {reads!r}, expected "content", "mixed", "position" or "free"')
+        if not 0.0 <= alpha <= 1.0 or logit_scale < 0.0 or head_dim < 0:
+            raise ValueError(f"alpha is {alpha}, logit_scale {logit_scale} and head_dim {head_dim}; "
+                             "expected 0 ≤ alpha ≤ 1 and the others ≥ 0")
+        if input_code and reads != "content":
+            raise ValueError(f'reads = "{reads}" brings the position code into attention; expected '
+                             "input_code = false")
+        if not head_dim and embed_dim % num_heads:
+            raise ValueError(f"embed_dim {embed_dim} does not divide into num_heads {num_heads}")
+        self.num_classes, self.alpha, self.input_code = num_classes, alpha, input_code
+        patch = to_pair(patch_size)
+        self.grid = patch_grid(to_pair(image_size), patch)
+        self.patch_embed = SimplePatchEmbed(patch_size=patch, embed_dim=embed_dim)
+        self.register_buffer("pos_embed", sincos_position_code(self.grid, embed_dim))    # (N, C)
+        self.blocks = nn.ModuleList(SimpleBlock(embed_dim, SimpleAttention(
+            embed_dim, tokens=self.grid[0] * self.grid[1], num_heads=num_heads,
+            head_dim=head_dim or embed_dim // num_heads, reads=reads, alpha=alpha, values=values,
+            logit_scale=logit_scale), mlp_ratio=mlp_ratio) for _ in range(depth))
+        self.norm = nn.LayerNorm(embed_dim)
+        self.head = nn.Linear(embed_dim, num_classes)
+        for name, parameter in self.named_parameters():
+            if not train_qk and name.endswith((".query", ".key", ".qk.weight")):
+                parameter.requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images: (B, 3, H, W), normalised."""
+        x = self.patch_embed(images)                                     # (B, N, C)
+        if self.input_code:
+            x = self.alpha * x + (1.0 - self.alpha) * self.pos_embed
+        for block in self.blocks:
+            x = block(x, self.pos_embed)
+        return self.head(self.norm(x).mean(dim=1))
