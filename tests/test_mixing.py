@@ -14,12 +14,13 @@ from vitinit.mixing import block_grids, mean_kernel, mixing_matrices, target_mas
 GRID = (3, 5)
 FAMILIES = {        # name in the table, sizes for images of 12×20 pixels
     "vit": ("vit_tiny", dict(patch_size=4, embed_dim=22, depth=3, num_heads=2)),
+    "simple_vit": ("simple_vit", dict(patch_size=4, embed_dim=28, depth=3, num_heads=2)),
     "swin": ("swin_tiny", dict(patch_size=1, embed_dim=22, depths=(2, 3), num_heads=(2, 11),
                                window_size=(3, 5))),
     "mixer": ("mixer_s16", dict(patch_size=4, embed_dim=23, depth=3)),
     "conv_mixer": ("convmixer_256_8", dict(patch_size=4, embed_dim=11, depth=3, kernel_size=4)),
 }
-BLOCKS = {"vit": 3, "swin": 5, "mixer": 3, "conv_mixer": 3}
+BLOCKS = {"vit": 3, "simple_vit": 3, "swin": 5, "mixer": 3, "conv_mixer": 3}
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
 
@@ -151,8 +152,8 @@ def test_a_conv_mixers_matrices_are_its_depthwise_layer_on_one_hot_images_withou
 
 
 @pytest.mark.parametrize("family, expected", [
-    ("vit", [GRID] * 3), ("swin", [(12, 20)] * 2 + [(6, 10)] * 3), ("mixer", [GRID] * 3),
-    ("conv_mixer", [GRID] * 3)])
+    ("vit", [GRID] * 3), ("simple_vit", [GRID] * 3), ("swin", [(12, 20)] * 2 + [(6, 10)] * 3),
+    ("mixer", [GRID] * 3), ("conv_mixer", [GRID] * 3)])
 def test_each_block_has_a_grid_with_a_cell_for_each_patch_token(family, expected):
     model = built(family)
     assert block_grids(model) == expected
@@ -243,6 +244,13 @@ def test_the_mass_is_counted_over_patch_tokens_alone():
     assert mass.item() == pytest.approx(torch.stack(expected).mean().item(), rel=1e-5)
 
 
+def test_rows_that_are_all_on_the_class_token_have_no_mass_elsewhere():
+    weights = torch.zeros(1, 16, 16)
+    weights[:, :, 0] = 1.0
+    assert target_mass(weights, [(0, 1)], GRID).tolist() == [0.0]
+    assert (mean_kernel(weights, GRID, radius=1) == 0).all()
+
+
 def test_one_offset_a_head_is_needed():
     with pytest.raises(ValueError, match="2 heads but 1 offsets"):
         target_mass(torch.ones(2, 15, 15), [(0, 0)], GRID)
@@ -256,3 +264,20 @@ def test_the_mean_kernel_of_a_convolution_matrix_is_its_kernel():
     found = mean_kernel(with_class_token[None], (7, 5), radius=1)
     assert found.shape == (1, 3, 3)
     torch.testing.assert_close(found[0], kernel)
+
+
+def test_a_conv_mixers_matrix_has_the_size_of_the_map_it_mixes():
+    """Its weights know no image size, so other images than it was built for are mixed, too."""
+    model = vitinit.build_model("convmixer_256_8", num_classes=3, image_size=8, patch_size=2,
+                                embed_dim=5, depth=1, kernel_size=3)
+    matrices = mixing_matrices(model, torch.randn(1, 3, 6, 10))[0]
+    assert matrices.shape == (1, 5, 15, 15)
+
+
+def test_every_modules_mode_is_as_before():
+    model = vitinit.build_model("convmixer_256_8", num_classes=3, image_size=8, patch_size=2,
+                                embed_dim=5, depth=1, kernel_size=3).train()
+    model.stem.eval()
+    before = [module.training for module in model.modules()]
+    mixing_matrices(model, torch.randn(1, 3, 8, 8))
+    assert [module.training for module in model.modules()] == before

@@ -59,12 +59,13 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] |
     # The hook sees the very input that the spatial mixer of this block gets.
     hooks = [readers[block][0].register_forward_pre_hook(record(block, readers[block][1]))
              for block in wanted]
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
         model(images)
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training
         for hook in hooks:
             hook.remove()
     return found
@@ -90,7 +91,7 @@ def mixers(model: nn.Module) -> list[tuple[nn.Module, Reader]]:
     if isinstance(model, MlpMixer):
         return [(block.mlp_tokens, _token_mlp_reader(block.mlp_tokens)) for block in model.blocks]
     if isinstance(model, ConvMixer):
-        return [(model.depthwise(block), _depthwise_reader(model.depthwise(block), model.grid))
+        return [(model.depthwise(block), _depthwise_reader(model.depthwise(block)))
                 for block in model.blocks]
     raise ValueError(f"spatial mixing of a {type(model).__name__} is not defined here")
 
@@ -130,9 +131,9 @@ def _token_mlp_reader(mlp: nn.Module) -> Reader:
     return read
 
 
-def _depthwise_reader(convolution: nn.Conv2d, grid: tuple[int, int]) -> Reader:
+def _depthwise_reader(convolution: nn.Conv2d) -> Reader:
     def read(channels, x: Tensor) -> Tensor:
-        matrices = torch.stack([convolution_matrix(kernel, grid)
+        matrices = torch.stack([convolution_matrix(kernel, x.shape[-2:])
                                 for kernel in convolution.kernels()[channels, 0]])
         return matrices.expand(len(x), -1, -1, -1)   # alike for all images
     return read

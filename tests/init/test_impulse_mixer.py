@@ -75,7 +75,7 @@ def test_with_fewer_hidden_units_the_map_goes_through_gelus_straight_branch(hidd
 
 
 @pytest.mark.parametrize("bias, stated, measured", [(4.0, 1.5e-2, 1.5145e-2),
-                                                    (8.0, 1e-5, 6.277e-6)])
+                                                    (8.0, 6e-6, 6.277e-6)])
 def test_the_narrow_error_on_standard_normal_tokens_is_the_integral(nodes, bias, stated, measured):
     """√E[((x + b)(Φ(x + b) − 1))²], as GELU(x + b) − b − x = (x + b)(Φ(x + b) − 1).
 
@@ -89,7 +89,7 @@ def test_the_narrow_error_on_standard_normal_tokens_is_the_integral(nodes, bias,
     rms = (weights[:, None] * error.square()).sum(0).sqrt()
     torch.testing.assert_close(rms, integral.expand(10), rtol=1e-6, atol=0)
     assert integral.item() == pytest.approx(measured, rel=1e-3)
-    assert integral < 1.02 * stated                  # what the docstring promises
+    assert integral.item() == pytest.approx(stated, rel=0.05)            # as the docstring has it
 
 
 @pytest.mark.parametrize("hidden, kind", [(2 * TOKENS, "wide"), (2 * TOKENS - 1, "narrow"),

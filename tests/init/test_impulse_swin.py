@@ -239,3 +239,10 @@ def test_the_smallest_window_of_all_stages_counts():
     initialised(model, kernel_size=3)
     with pytest.raises(ValueError, match="a window 2 tokens wide"):
         initialised(model, kernel_size=5)
+
+
+def test_a_token_alone_in_its_window_has_no_bias():
+    model = built(image_size=4, depths=(1, 1), num_heads=(2, 2), window_size=2)
+    initialised(model, kernel_size=1)
+    last = model.layers[-1].blocks[0].attn
+    assert last.window == (1, 1) and not last.relative_position_bias_table.any()

@@ -62,6 +62,7 @@ def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
                                                           generator)):
             # The table's rows count query − key, and the key is wanted at query + offset.
             row = (height - 1 - down) * (2 * width - 1) + width - 1 - right
-            table[row, head] = math.log(target_mass * (tokens - 1) / (1.0 - target_mass))
+            if tokens > 1:                           # alone in its window, a token sees itself
+                table[row, head] = math.log(target_mass * (tokens - 1) / (1.0 - target_mass))
         if value_init == "mimetic":
             write_values(attention, alpha=value_alpha, beta=value_beta, generator=generator)
