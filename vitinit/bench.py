@@ -37,7 +37,7 @@ from .data.to_device import TrainToDevice
 from .filters import convolution_matrix, impulse_kernel, ordered_offsets
 from .init import init_weights
 from .init.impulse import normalised_code
-from .models import MODELS, build_model
+from .models import MODELS, VisionTransformer, build_model
 from .train.engine import AMP_DTYPES, autocast
 from .train.optim import adamw
 from .train.run_folder import describe_device, peak_memory
@@ -226,7 +226,7 @@ def bench_step(name: str, *, batch: int, image_size: int, amp: str, compiled: bo
     torch.set_float32_matmul_precision("high")
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     model = build_model(name, num_classes=1000, image_size=image_size)
-    init_weights(model, "impulse", generator=torch.Generator().manual_seed(0))
+    init_weights(model, "default", generator=torch.Generator().manual_seed(0))
     model.to(device)
     optimizer = adamw(model, weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8)
     images = torch.randn(batch, 3, image_size, image_size, device=device)
@@ -295,8 +295,9 @@ def main() -> None:
     step.add_argument("--compile", action="store_true")
     step.add_argument("--data-dir", type=Path, help="also feed it from the pictures in this folder")
     step.add_argument("--workers", type=int, default=os.cpu_count())
-    for bench in (init, step):
-        bench.add_argument("--model", choices=list(MODELS), default="vit_base")
+    vits = [name for name, (family, _) in MODELS.items() if family is VisionTransformer]
+    for bench, models in ((init, vits), (step, list(MODELS))):
+        bench.add_argument("--model", choices=models, default="vit_base")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {os.cpu_count()} cores")
     try:
