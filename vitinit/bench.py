@@ -147,16 +147,17 @@ def bench_loader(folder: Path, size: int, batch: int = 50) -> None:
         for index in indices:
             pipeline(Image.open(source.paths[index]).convert("RGB"))
 
-    def ready_worker() -> Iterator[TrainBatch]:
-        """One worker that has started, but not worked ahead: the first batch was its warm-up."""
+    def seconds_through_a_worker() -> float:
+        """From the arrival of a first batch, its warm-up, so that it has not worked ahead."""
         batches = iter(train_loader(views, keys[:1] + keys, workers=1, pin_memory=False))
         next(batches)
-        return batches
+        began = time.perf_counter()
+        deque(batches, maxlen=0)
+        return time.perf_counter() - began
 
     decode = rate(lambda: [source.picture(index) for index in indices])
     worker = rate(lambda: deque(loaded(), maxlen=0))
-    workers = iter([ready_worker() for _ in range(3)])
-    through = rate(lambda: deque(next(workers), maxlen=0))
+    through = count / min(seconds_through_a_worker() for _ in range(3))
     whole = rate(lambda: [prepare(some, 0, number) for number, some in enumerate(loaded())])
     pillow = rate(theirs)
     print(f"{len(source)} pictures to {size} px in batches of {batch}, images/s/core, best of three\n"
