@@ -32,6 +32,7 @@ from vitinit.train.checkpoint import load, load_model, model_state
 from vitinit.train.distributed import Processes
 from vitinit.train.engine import evaluate
 from vitinit.train.metrics import ProgressBar
+from vitinit.train.run_folder import checkpoint_file
 
 REPOSITORY = Path(__file__).resolve().parent
 
@@ -48,7 +49,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict, Recipe]:
     """The file, what is in it, and the recipe that says how to evaluate it."""
-    path = args.checkpoint / "last.pt" if args.checkpoint.is_dir() else args.checkpoint
+    path = checkpoint_file(args.checkpoint)
     state = load(path)
     if args.recipe is not None:
         changes = overrides(data_dir=args.data_dir, sets=args.set)

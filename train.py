@@ -37,7 +37,7 @@ from vitinit.train.ema import Ema
 from vitinit.train.engine import evaluate, train_epoch
 from vitinit.train.metrics import METRICS, Diverged, Progress, ProgressBar, epoch_line
 from vitinit.train.optim import adamw, learning_rate, scaled_lr
-from vitinit.train.run_folder import describe_device, peak_memory
+from vitinit.train.run_folder import checkpoint_file, describe_device, peak_memory
 from vitinit.train.transfer import Transfer, start_from
 from vitinit.values import to_toml
 
@@ -283,7 +283,7 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
 
 def fine_tune(model: torch.nn.Module, path: Path, weights: str) -> Transfer:
     """Another run's weights into the initialised model; a run's folder means its last.pt."""
-    path = path / "last.pt" if path.is_dir() else path
+    path = checkpoint_file(path)
     state = load(path)
     tensors = native_names(model_state(state, path, weights))
     return start_from(model, tensors, path, state.get("grid"))

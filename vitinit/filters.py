@@ -42,6 +42,15 @@ def ordered_offsets(kernel_size: int) -> list[Offset]:
     return sorted(offsets, key=lambda offset: offset[0] ** 2 + offset[1] ** 2)   # sorted is stable
 
 
+def offsets_on_grid(kernel_size: int, grid: tuple[int, int]) -> list[Offset]:
+    """`ordered_offsets`, each of which has a target somewhere on the grid; else ValueError."""
+    largest = 2 * min(grid) - 1
+    if kernel_size > largest:
+        raise ValueError(f"kernel_size is {kernel_size}, but beyond {largest} its outer offsets have "
+                         f"no target on the {grid[0]}×{grid[1]} grid")
+    return ordered_offsets(kernel_size)
+
+
 # ---------------------------------------------------------------------------------------------
 # Kernels, each (kernel_size, kernel_size)
 # ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..filters import Offset, convolution_matrix, impulse_kernel, ordered_offsets
+from ..filters import Offset, convolution_matrix, impulse_kernel, offsets_on_grid
 from ..models.vit import VisionTransformer
 from .baseline import draw_base
 from .factorize import code_basis, numerical_rank, query_key_factors
@@ -71,10 +71,7 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     if rank < 0 or qk_norm <= 0 or impulse_scale <= 0:
         raise ValueError(f"rank is {rank}, qk_norm {qk_norm} and impulse_scale {impulse_scale}; "
                          "expected rank ≥ 0 and the others > 0")
-    if kernel_size > 2 * min(model.grid) - 1:
-        raise ValueError(f"kernel_size is {kernel_size}, but beyond {2 * min(model.grid) - 1} its "
-                         f"outer offsets have no target on the {model.grid[0]}×{model.grid[1]} grid")
-    cells = ordered_offsets(kernel_size)             # also checks kernel_size, before any draw
+    cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size, before any draw
     draw_base(model, base, generator)
 
     model.pos_embed.mul_(pos_embed_scale)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..filters import convolution_matrix, impulse_kernel, ordered_offsets
+from ..filters import convolution_matrix, impulse_kernel, offsets_on_grid
 from ..models import SimpleViT, VisionTransformer
 from .baseline import draw_base
 from .impulse import head_offsets
@@ -70,10 +70,7 @@ def impulse_gd(model: VisionTransformer | SimpleViT, *, generator: torch.Generat
     if steps < 1 or step_size <= 0 or renorm_every < 0:
         raise ValueError(f"steps is {steps}, step_size {step_size} and renorm_every {renorm_every}; "
                          "expected steps ≥ 1, step_size > 0 and renorm_every ≥ 0")
-    if kernel_size > 2 * min(model.grid) - 1:
-        raise ValueError(f"kernel_size is {kernel_size}, but beyond {2 * min(model.grid) - 1} its "
-                         f"outer offsets have no target on the {model.grid[0]}×{model.grid[1]} grid")
-    cells = ordered_offsets(kernel_size)             # also checks kernel_size, before any draw
+    cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size, before any draw
     draw_base(model, base, generator)
 
     solution = None

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from ..filters import convolution_matrix, impulse_kernel, ordered_offsets
+from ..filters import convolution_matrix, impulse_kernel, offsets_on_grid
 from ..models.layers import Mlp
 from ..models.mlp_mixer import MlpMixer
 from .baseline import draw_base
@@ -46,10 +46,7 @@ def impulse_mixer(model: MlpMixer, *, generator: torch.Generator,
     if hidden < tokens:
         raise ValueError(f"init 'impulse' needs as many hidden units in the token MLP as tokens, "
                          f"{tokens}, and it has {hidden}; raise tokens_ratio or patch_size")
-    if kernel_size > 2 * min(model.grid) - 1:
-        raise ValueError(f"kernel_size is {kernel_size}, but beyond {2 * min(model.grid) - 1} its "
-                         f"outer offsets have no target on the {model.grid[0]}×{model.grid[1]} grid")
-    cells = ordered_offsets(kernel_size)             # also checks kernel_size, before any draw
+    cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size, before any draw
     draw_base(model, base, generator)
 
     for block, offset in zip(model.blocks, head_offsets(len(model.blocks), cells, offsets,

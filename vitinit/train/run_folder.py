@@ -78,6 +78,11 @@ class RunFolder:
         return state
 
 
+def checkpoint_file(path: Path) -> Path:
+    """A checkpoint, or the last one of a run by its folder."""
+    return RunFolder(path).last if path.is_dir() else path
+
+
 def git_commit(repository: Path) -> str:
     """The commit of the code, with "+changes" if files differ from it; "unknown" outside of git."""
     def git(*arguments: str) -> str:
