@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from .filters import Offset, convolution_matrix, shift_targets
 from .models import ConvMixer, MlpMixer, SimpleViT, SwinTransformer, VisionTransformer
+from .models.conv_mixer import DenseMixing, DepthwiseConv
 from .models.swin import SwinBlock
 
 
@@ -131,10 +132,13 @@ def _token_mlp_reader(mlp: nn.Module) -> Reader:
     return read
 
 
-def _depthwise_reader(convolution: nn.Conv2d) -> Reader:
+def _depthwise_reader(mixing: DepthwiseConv | DenseMixing) -> Reader:
     def read(channels, x: Tensor) -> Tensor:
-        matrices = torch.stack([convolution_matrix(kernel, x.shape[-2:])
-                                for kernel in convolution.kernels()[channels, 0]])
+        if isinstance(mixing, DenseMixing):
+            matrices = mixing.matrices()[channels]
+        else:
+            matrices = torch.stack([convolution_matrix(kernel, x.shape[-2:])
+                                    for kernel in mixing.kernels()[channels, 0]])
         return matrices.expand(len(x), -1, -1, -1)   # alike for all images
     return read
 

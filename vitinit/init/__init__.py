@@ -22,8 +22,9 @@ from .impulse import impulse
 from .impulse_conv_mixer import impulse_conv_mixer
 from .impulse_gd import impulse_gd
 from .impulse_mixer import impulse_mixer
+from .impulse_simple_vit import impulse_simple_vit
 from .impulse_swin import impulse_swin
-from .mimetic import mimetic
+from .mimetic import mimetic, mimetic_simple_vit
 
 __all__ = ["INITS", "init_function", "init_weights"]
 
@@ -32,9 +33,11 @@ INITS: dict[str, dict[type[nn.Module], Callable[..., None]]] = {
                 ConvMixer: default, SimpleViT: default},
     "torch": {VisionTransformer: torch_default, SwinTransformer: torch_default,
               MlpMixer: torch_default, ConvMixer: torch_default, SimpleViT: torch_default},
-    "mimetic": {VisionTransformer: mimetic, SwinTransformer: mimetic},
+    "mimetic": {VisionTransformer: mimetic, SwinTransformer: mimetic,
+                SimpleViT: mimetic_simple_vit},
     "impulse": {VisionTransformer: impulse, SwinTransformer: impulse_swin,
-                MlpMixer: impulse_mixer, ConvMixer: impulse_conv_mixer},
+                MlpMixer: impulse_mixer, ConvMixer: impulse_conv_mixer,
+                SimpleViT: impulse_simple_vit},
     "filters": {ConvMixer: filters_conv_mixer},
     "impulse_gd": {VisionTransformer: impulse_gd, SimpleViT: impulse_gd},
 }

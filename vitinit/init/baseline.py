@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models import ConvMixer, MlpMixer, SimpleViT
+from ..models.conv_mixer import DenseMixing
 
 EMBED_STD = 0.02            # of position codes and class tokens, in ViT, DeiT and timm
 CUT_NORMAL_STD = 0.87962566103423978    # of a standard normal cut at ± 2
@@ -93,14 +94,15 @@ def torch_default(model: nn.Module, *, generator: torch.Generator) -> None:
 
     | tensor                                      | value                                       |
     |---------------------------------------------|---------------------------------------------|
-    | Linear, Conv2d                              | U(±1/√fan_in), weight and bias              |
+    | Linear, Conv2d, dense filters of a          | U(±1/√fan_in), weight and bias              |
+    |   ConvMixer                                 |                                             |
     | pos_embed, relative_position_bias_table     | normal, std .02                             |
     | cls_token, dist_token                       | 0                                           |
     | query, key of a SimpleViT, if free          | U(±1/√N)                                    |
     | LayerNorm, BatchNorm                        | weight 1, bias 0, running mean 0, variance 1 |
     """
     for module in _modules_with_parameters(model):
-        if isinstance(module, (nn.Linear, nn.Conv2d)):
+        if isinstance(module, (nn.Linear, nn.Conv2d, DenseMixing)):
             _uniform_by_fan_in(module, generator)
         elif isinstance(module, (nn.LayerNorm, nn.BatchNorm2d)):
             module.reset_parameters()
@@ -139,9 +141,11 @@ def _embeddings(module: nn.Module) -> dict[str, Tensor]:
     return own
 
 
-def _uniform_by_fan_in(layer: nn.Linear | nn.Conv2d, generator: torch.Generator) -> None:
+def _uniform_by_fan_in(layer: nn.Linear | nn.Conv2d | DenseMixing,
+                       generator: torch.Generator) -> None:
     """U(±1/√fan_in) for weight and bias, which is what PyTorch's reset_parameters amounts to."""
-    bound = 1.0 / math.sqrt(layer.weight[0].numel())
+    fan_in = layer.weight.shape[2] if isinstance(layer, DenseMixing) else layer.weight[0].numel()
+    bound = 1.0 / math.sqrt(fan_in)
     layer.weight.uniform_(-bound, bound, generator=generator)
     if layer.bias is not None:
         layer.bias.uniform_(-bound, bound, generator=generator)

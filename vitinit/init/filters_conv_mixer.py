@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..filters import random_kernel
-from ..models.conv_mixer import ConvMixer
+from ..filters import convolution_matrix, random_kernel
+from ..models.conv_mixer import ConvMixer, DenseMixing, DepthwiseConv
 from .baseline import draw_base
 
 ENERGY = 1 / 3          # Σ w² of a filter that PyTorch draws, on average: k² cells of variance 1/3k²
@@ -17,7 +17,7 @@ ENERGY = 1 / 3          # Σ w² of a filter that PyTorch draws, on average: k²
 @torch.no_grad()
 def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
                        base: Literal["default", "torch"] = "default",
-                       kind: Literal["random", "box", "gaussian"] = "random",
+                       kind: Literal["random", "box", "gaussian", "permutation"] = "random",
                        cells: int = 2,
                        sigma: float = 1.0) -> None:
     """Depthwise filters of one kind, at the scale of the paper's code: Σ w² = ⅓ each.
@@ -31,27 +31,47 @@ def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
         replacement hold the same value, the others 0; with all k² of them every filter is the mean.
         "gaussian": exp(−‖δ − c‖² / 2σ²) around a cell c drawn at random; all of a block have one
         factor in common, so that only their mean energy is ⅓. (The code's σ is our σ².)
+        "permutation": √⅓ times a random permutation of the places, which no kernel can be, so that
+        the model must have `dense_filters`. There the other kinds are their convolution matrices.
     cells: of "box". sigma: of "gaussian", in cells.
 
     With `train_filters = false` in the model they stay what they are. Impulses are init `impulse`,
     softmax filters the model's `softmax_filters`. Raises ValueError for values out of range.
     """
     size = model.kernel_size
-    if kind not in ("random", "box", "gaussian"):
-        raise ValueError(f'kind is {kind!r}, expected "random", "box" or "gaussian"')
+    if kind not in ("random", "box", "gaussian", "permutation"):
+        raise ValueError(f'kind is {kind!r}, expected "random", "box", "gaussian" or "permutation"')
     if not 1 <= cells <= size**2 or sigma <= 0:
         raise ValueError(f"cells is {cells} and sigma {sigma}; expected 1 ≤ cells ≤ {size**2}, the "
                          "cells of the model's kernel, and sigma > 0")
+    if kind == "permutation" and not isinstance(model.depthwise(model.blocks[0]), DenseMixing):
+        raise ValueError('kind is "permutation", which is no convolution; set dense_filters = true')
     draw_base(model, base, generator)
     draw = {"random": lambda: random_kernel(size, generator=generator),
             "box": lambda: scattered_box(size, cells, generator=generator),
-            "gaussian": lambda: placed_gaussian(size, sigma, generator=generator)}[kind]
+            "gaussian": lambda: placed_gaussian(size, sigma, generator=generator)}
     for block in model.blocks:
-        weight = model.depthwise(block).weight                           # (F, 1, k, k)
-        kernels = torch.stack([draw() for _ in range(len(weight))])
+        mixing = model.depthwise(block)
+        filters = range(len(mixing.weight))
+        if kind == "permutation":
+            places = mixing.weight.shape[1]
+            for number in filters:
+                order = torch.randperm(places, generator=generator)
+                mixing.weight[number] = ENERGY ** 0.5 * torch.eye(places)[order]
+            continue
+        kernels = torch.stack([draw[kind]() for _ in filters])           # (F, k, k)
         if kind == "gaussian":
             kernels *= (ENERGY / kernels.square().sum((1, 2)).mean()) ** 0.5
-        weight.copy_(kernels[:, None])
+        write_kernels(mixing, kernels, model.grid)
+
+
+def write_kernels(mixing: DepthwiseConv | DenseMixing, kernels: Tensor,
+                  grid: tuple[int, int]) -> None:
+    """kernels, (F, k, k), as the filters of a block; in dense ones, as their matrices on `grid`."""
+    if isinstance(mixing, DenseMixing):
+        mixing.weight.copy_(torch.stack([convolution_matrix(kernel, grid) for kernel in kernels]))
+    else:
+        mixing.weight.copy_(kernels[:, None])
 
 
 def scattered_box(size: int, cells: int, *, generator: torch.Generator) -> Tensor:

@@ -7,8 +7,9 @@ from typing import Literal
 import torch
 
 from ..filters import impulse_kernel, ordered_offsets
-from ..models.conv_mixer import ConvMixer
+from ..models.conv_mixer import ConvMixer, DepthwiseConv
 from .baseline import draw_base
+from .filters_conv_mixer import write_kernels
 from .impulse import head_offsets
 
 
@@ -22,7 +23,8 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
 
     | tensor (every block)       | value                                                        |
     |----------------------------|--------------------------------------------------------------|
-    | blocks.i.0.fn.0.weight     | gain at the filter's offset, 0 elsewhere                     |
+    | blocks.i.0.fn.0.weight     | gain at the filter's offset, 0 elsewhere; in dense filters   |
+    |                            |   the matrix of that kernel                                  |
     | blocks.i.0.fn.0.bias       | 0                                                            |
     | everything else            | as `base` drew it                                            |
 
@@ -34,7 +36,8 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
 
     Raises ValueError for a model whose filters are a softmax, which is an impulse only at infinity.
     """
-    if model.depthwise(model.blocks[0]).softmax:
+    first = model.depthwise(model.blocks[0])
+    if isinstance(first, DepthwiseConv) and first.softmax:
         raise ValueError("init 'impulse' writes filters, and the model's are a softmax of weights; "
                          "set softmax_filters = false")
     if offsets not in ("ordered", "random"):
@@ -47,8 +50,8 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
     draw_base(model, base, generator)
 
     for block in model.blocks:
-        depthwise = model.depthwise(block)
-        for number, offset in enumerate(head_offsets(len(depthwise.weight), cells, offsets,
-                                                     generator)):
-            depthwise.weight[number, 0] = gain * impulse_kernel(offset, size)
-        depthwise.bias.zero_()
+        mixing = model.depthwise(block)
+        chosen = head_offsets(len(mixing.weight), cells, offsets, generator)
+        kernels = torch.stack([gain * impulse_kernel(offset, size) for offset in chosen])
+        write_kernels(mixing, kernels, model.grid)
+        mixing.bias.zero_()

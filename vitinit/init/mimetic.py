@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..models import SwinTransformer, VisionTransformer
+from ..models import SimpleViT, SwinTransformer, VisionTransformer
 from ..models.attention import Attention
 from .baseline import draw_base
 from .factorize import balanced_factors
@@ -44,6 +45,34 @@ def mimetic(model: VisionTransformer | SwinTransformer, *, generator: torch.Gene
             attention.q_weight[head] = query.mT
             attention.k_weight[head] = key.mT
         write_values(attention, alpha=value_alpha, beta=value_beta, generator=generator)
+
+
+@torch.no_grad()
+def mimetic_simple_vit(model: SimpleViT, *, generator: torch.Generator,
+                       base: Literal["default", "torch"] = "default",
+                       qk_alpha: float = 0.7, qk_beta: float = 0.7) -> None:
+    """Q Kᵀ ≈ αZ + βI in every head, as the code of arXiv 2401.12511 has it beside its impulses.
+
+    | tensor (every block)            | value                                                    |
+    |---------------------------------|----------------------------------------------------------|
+    | attn.qk.weight                  | rank-d factors of qk_alpha · Z + qk_beta · I, (C, C)      |
+    | attn.query, attn.key, if free   | the same of matrices (N, N): their product is the logits  |
+    | everything else                 | as `base` drew it: V and proj, too                       |
+    """
+    draw_base(model, base, generator)
+    for attention in (block.attn for block in model.blocks):
+        free = attention.reads == "free"
+        like = attention.query if free else attention.qk.weight
+        size = like.shape[1]                         # N tokens, or C channels
+        for head in range(attention.num_heads):
+            product = noisy_identity(size, qk_alpha, qk_beta, like, generator)
+            unused = (0, max(attention.head_dim - size, 0))
+            query, key = (F.pad(factor, unused) for factor in
+                          balanced_factors(product, min(attention.head_dim, size)))
+            if free:
+                attention.query[head], attention.key[head] = query, key  # (N, d) each
+            else:
+                attention.q_weight[head], attention.k_weight[head] = query.mT, key.mT
 
 
 def attentions(model: VisionTransformer | SwinTransformer) -> list[Attention]:

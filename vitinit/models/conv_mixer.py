@@ -55,10 +55,34 @@ class DepthwiseConv(nn.Conv2d):
         return self._conv_forward(x, self.kernels(), self.bias)
 
 
-def conv_mixer_block(depthwise: DepthwiseConv, activation: type[nn.Module]) -> nn.Sequential:
-    """Depthwise convolution with a residual, then pointwise, each with activation and norm (§2)."""
-    dim = depthwise.out_channels
-    spatial = nn.Sequential(depthwise, activation(), nn.BatchNorm2d(dim))
+class DenseMixing(nn.Module):
+    """The same with a free N×N matrix in the place of a filter: y = M x, M any mixing of N places.
+
+    weight: (F, N, N); channel c uses matrix c mod F. bias: (C,). A kernel's matrix makes it that
+    convolution, a permutation matrix what no convolution is (arXiv 2401.12511, §5).
+    """
+
+    def __init__(self, dim: int, places: int, *, num_filters: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_filters or dim, places, places))
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    def matrices(self) -> Tensor:
+        """The mixing matrix of every channel: (C, N, N)."""
+        dim = len(self.bias)
+        if len(self.weight) == dim:
+            return self.weight
+        return self.weight[torch.arange(dim, device=self.weight.device) % len(self.weight)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.einsum("cnm, bcm -> bcn", self.matrices(), x.flatten(2))
+        return (mixed + self.bias[:, None]).unflatten(2, x.shape[2:])
+
+
+def conv_mixer_block(mixing: DepthwiseConv | DenseMixing, activation: type[nn.Module],
+                     dim: int) -> nn.Sequential:
+    """Spatial mixing with a residual, then pointwise, each with activation and norm (§2)."""
+    spatial = nn.Sequential(mixing, activation(), nn.BatchNorm2d(dim))
     return nn.Sequential(Residual(spatial), nn.Conv2d(dim, dim, kernel_size=1), activation(),
                          nn.BatchNorm2d(dim))
 
@@ -69,8 +93,10 @@ class ConvMixer(nn.Module):
     image_size, patch_size: one integer or (height, width); the patches must tile the image. No weight
     depends on image_size, so other images work, too. There is no stochastic depth.
     num_filters: distinct depthwise filters of a block, shared by the channels in turn; 0: one each.
-    softmax_filters: see DepthwiseConv. train_filters: False freezes depthwise weights and biases:
-        they leave the optimiser, and with it weight decay (arXiv 2401.12511).
+    softmax_filters: see DepthwiseConv. dense_filters: see DenseMixing; then images of another size do
+        not fit.
+    train_filters: False freezes depthwise weights and biases: they leave the optimiser, and with it
+        weight decay (arXiv 2401.12511).
     """
 
     num_prefix_tokens = 0
@@ -80,7 +106,8 @@ class ConvMixer(nn.Module):
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
                  patch_size: int | tuple[int, int], embed_dim: int, depth: int, kernel_size: int,
                  activation: Literal["gelu", "relu"] = "gelu", num_filters: int = 0,
-                 softmax_filters: bool = False, train_filters: bool = True) -> None:
+                 softmax_filters: bool = False, dense_filters: bool = False,
+                 train_filters: bool = True) -> None:
         super().__init__()
         require_positive(num_classes=num_classes, image_size=image_size, patch_size=patch_size,
                          embed_dim=embed_dim, depth=depth, kernel_size=kernel_size)
@@ -90,21 +117,28 @@ class ConvMixer(nn.Module):
         if not 0 <= num_filters <= embed_dim:
             raise ValueError(f"num_filters is {num_filters}, expected 0 ≤ num_filters ≤ embed_dim = "
                              f"{embed_dim}")
+        if softmax_filters and dense_filters:
+            raise ValueError("softmax_filters and dense_filters are both true; expected at most one")
         act, patch = ACTIVATIONS[activation], to_pair(patch_size)
         self.num_classes, self.kernel_size = num_classes, kernel_size
         self.grid = patch_grid(to_pair(image_size), patch)
         self.stem = nn.Sequential(nn.Conv2d(3, embed_dim, kernel_size=patch, stride=patch), act(),
                                   nn.BatchNorm2d(embed_dim))
-        self.blocks = nn.Sequential(*(
-            conv_mixer_block(DepthwiseConv(embed_dim, kernel_size, num_filters=num_filters,
-                                           softmax=softmax_filters), act) for _ in range(depth)))
+
+        def mixing() -> DepthwiseConv | DenseMixing:
+            if dense_filters:
+                return DenseMixing(embed_dim, self.grid[0] * self.grid[1], num_filters=num_filters)
+            return DepthwiseConv(embed_dim, kernel_size, num_filters=num_filters,
+                                 softmax=softmax_filters)
+        self.blocks = nn.Sequential(*(conv_mixer_block(mixing(), act, embed_dim)
+                                      for _ in range(depth)))
         for block in self.blocks:
             self.depthwise(block).requires_grad_(train_filters)
         self.head = nn.Linear(embed_dim, num_classes)
 
     @staticmethod
-    def depthwise(block: nn.Sequential) -> DepthwiseConv:
-        """The convolution of a block that mixes space."""
+    def depthwise(block: nn.Sequential) -> DepthwiseConv | DenseMixing:
+        """The part of a block that mixes space, channel by channel."""
         return block[0].fn[0]
 
     def forward(self, images: Tensor) -> Tensor:

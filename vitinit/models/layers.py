@@ -99,15 +99,20 @@ def add_branch(x: Tensor, branch: Tensor, keep: Tensor | None) -> Tensor:
     return x + branch * keep.to(branch.dtype).view(-1, *[1] * (branch.ndim - 1))
 
 
+def sincos_frequencies(dim: int, temperature: float = 1e4) -> Tensor:
+    """(dim / 4,) radians a token, geometric from 1 down to nearly 1 / temperature; float64."""
+    return temperature ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
+
+
 def sincos_position_code(grid: tuple[int, int], dim: int, temperature: float = 1e4) -> Tensor:
     """Fixed 2-D sin-cos position codes (MoCo v3, arXiv 2104.02057, §4): (grid cells, dim).
 
-    A quarter of the channels each: sin and cos of the column, sin and cos of the row, at geometric
-    frequencies from 1 to nearly 1 / temperature. Raises ValueError unless 4 divides dim.
+    A quarter of the channels each: sin and cos of the column, sin and cos of the row, at
+    `sincos_frequencies`. Raises ValueError unless 4 divides dim.
     """
     if dim % 4:
         raise ValueError(f"2-D sin-cos position codes need an embed_dim that 4 divides, not {dim}")
-    frequencies = temperature ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
+    frequencies = sincos_frequencies(dim, temperature)
     rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
     column_angles = columns.flatten()[:, None] * frequencies             # (N, dim/4)
     row_angles = rows.flatten()[:, None] * frequencies
