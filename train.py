@@ -25,13 +25,14 @@ from vitinit.data.mix import Mixing
 from vitinit.data.sampler import TrainSampler, plan_batches
 from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.init import INITS, init_weights
+from vitinit.init.weight_selection import select_weights
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models import build_model
 from vitinit.models.convert import native_names
 from vitinit.models.layers import draw_keep
 from vitinit.recipe import RecipeError, dump_recipe
 from vitinit.train import distributed
-from vitinit.train.checkpoint import load, load_model, model_state
+from vitinit.train.checkpoint import CheckpointError, load, load_model, model_state
 from vitinit.train.distributed import Processes, StopRequest
 from vitinit.train.ema import Ema
 from vitinit.train.engine import evaluate, train_epoch
@@ -127,7 +128,8 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
         raise RecipeError(f"recipe {recipe.name}: {error}") from None
     if recipe.init.checkpoint and state is None:
         transfer = together(lambda: fine_tune(model, Path(recipe.init.checkpoint),
-                                              recipe.init.checkpoint_weights))
+                                              recipe.init.checkpoint_weights,
+                                              recipe.init.checkpoint_fit))
     model.to(device)
 
     # Optimiser: AdamW, its learning rate, loss scaling, moving average. ------------------------
@@ -135,8 +137,8 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
     optimizer = adamw(model, weight_decay=optim.weight_decay, betas=optim.betas, eps=optim.eps)
     peak_lr = scaled_lr(optim.base_lr, optim.lr_scaling, optim.global_batch)
     steps_per_epoch = sampler.steps_per_epoch
-    lr_at = partial(learning_rate, steps_per_epoch=steps_per_epoch, peak=peak_lr,
-                    epochs=schedule.epochs, warmup_epochs=schedule.warmup_epochs,
+    lr_at = partial(learning_rate, shape=schedule.shape, steps_per_epoch=steps_per_epoch,
+                    peak=peak_lr, epochs=schedule.epochs, warmup_epochs=schedule.warmup_epochs,
                     warmup_lr=schedule.warmup_lr, min_lr=schedule.min_lr, step_on=schedule.step_on)
     epochs = schedule.epochs + schedule.cooldown_epochs
     scaler = torch.amp.GradScaler(device.type, enabled=recipe.engine.amp == "fp16")
@@ -176,6 +178,7 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
         if (epoch + 1) % recipe.eval.every_epochs and epoch + 1 < epochs:
             return row
         with ProgressBar("validate", len(val_batches), shown=processes.is_main) as bar:
+            processes.share_buffers(measured)
             results = evaluate(measured, val_batches, prepare=prepare_to_measure, amp=recipe.engine.amp,
                                processes=processes, data_errors=(DataError,), bar=bar)
         row |= {"val_loss": results[0].loss, "val_top1": results[0].top1,
@@ -194,7 +197,8 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
         f"cutmix {mixing.cutmix_alpha:g}, label smoothing {mixing.label_smoothing:g}\n"
         f"model   {recipe.model.name}: {parameters:,} parameters, {to_toml(recipe.model.options)}\n"
         f"init    {recipe.init.name}: {to_toml(recipe.init.options)}\n"
-        + (f"start   {recipe.init.checkpoint}: {transfer}\n" if transfer else "") +
+        + (f"start   {recipe.init.checkpoint}, {recipe.init.checkpoint_fit}: {transfer}\n"
+           if transfer else "") +
         f"batch   {optim.global_batch} = {processes.world_size} process(es) × {plan.accumulation} "
         f"micro-batch(es) × {plan.micro_batch} images, on {describe_device(device)}\n"
         f"steps   {steps_per_epoch:,} an epoch × {epochs} epochs = {steps_per_epoch * epochs:,}\n"
@@ -281,11 +285,16 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
     return 0
 
 
-def fine_tune(model: torch.nn.Module, path: Path, weights: str) -> Transfer:
+def fine_tune(model: torch.nn.Module, path: Path, weights: str, fit: str) -> Transfer:
     """Another run's weights into the initialised model; a run's folder means its last.pt."""
     path = checkpoint_file(path)
     state = load(path)
     tensors = native_names(model_state(state, path, weights))
+    if fit == "select":
+        try:
+            tensors = select_weights(model, tensors)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from None
     return start_from(model, tensors, path, state.get("grid"))
 
 

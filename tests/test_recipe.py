@@ -90,6 +90,7 @@ options = {patch_size = 1, pool = "mean"}
 name = "impulse"
 checkpoint = "runs/a"
 checkpoint_weights = "ema"
+checkpoint_fit = "select"
 options = {rank = 11}
 
 [optim]
@@ -103,6 +104,7 @@ eps = 1e-8
 clip_norm = 1.5
 
 [schedule]
+shape = "cosine"
 epochs = 13
 cooldown_epochs = 4
 warmup_epochs = 1
@@ -191,6 +193,7 @@ KEYS = {
     "init.name": ("a string", ['"anything"'], []),
     "init.checkpoint": ("a string", ['""', '"runs/a b"'], []),
     "init.checkpoint_weights": ('one of "model", "ema"', ['"model"', '"ema"'], ['"last"', '""']),
+    "init.checkpoint_fit": ('one of "exact", "select"', ['"exact"', '"select"'], ['"fit"', '""']),
     "init.options": ("a table", ["{}", "{rank = 2}"], []),
     "optim.global_batch": ("an integer ≥ 1", ["1"], ["0"]),
     "optim.max_batch_per_process": ("an integer ≥ 1", ["1"], ["0"]),
@@ -201,6 +204,7 @@ KEYS = {
                     ["[0.9, 1.0]", "[-0.1, 0.9]"]),
     "optim.eps": ("a number > 0", ["1e-30"], ["0.0"]),
     "optim.clip_norm": ("a number ≥ 0", ["0.0"], ["-1.0"]),
+    "schedule.shape": ('one of "cosine", "one_cycle"', ['"cosine"'], ['"linear"', '""']),
     "schedule.epochs": ("an integer ≥ 1", ["1"], ["0"]),
     "schedule.cooldown_epochs": ("an integer ≥ 0", ["0"], ["-1"]),
     "schedule.warmup_epochs": ("an integer ≥ 0", ["0"], ["-1"]),

@@ -105,6 +105,7 @@ class Init:
     name: str
     checkpoint: str                                 # weights to start from; "": none
     checkpoint_weights: Literal["model", "ema"]     # which of those in it
+    checkpoint_fit: Literal["exact", "select"]      # select: a larger model's, thinned out evenly
     options: Mapping[str, Any]                      # departures from that init's defaults
 
 
@@ -122,11 +123,12 @@ class Optim:
 
 @dataclass(frozen=True)
 class Schedule:
-    epochs: int = number(minimum=1)                 # length of warm-up and cosine together
+    shape: Literal["cosine", "one_cycle"]           # one_cycle rises for ⅖ of the epochs by itself
+    epochs: int = number(minimum=1)                 # length of warm-up and decay together
     cooldown_epochs: int = number(minimum=0)        # further epochs at min_lr
     warmup_epochs: int = number(minimum=0)
-    warmup_lr: float = number(minimum=0.0)          # where the warm-up starts, absolute
-    min_lr: float = number(minimum=0.0)             # where the cosine ends, absolute
+    warmup_lr: float = number(minimum=0.0)          # where the rise starts, absolute
+    min_lr: float = number(minimum=0.0)             # where the decay ends, absolute
     step_on: Literal["epoch", "update"]             # when the learning rate changes
 
 
@@ -197,6 +199,10 @@ def contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
         yield (("schedule.warmup_epochs", "schedule.epochs"),
                f"is {recipe.schedule.warmup_epochs}, more than schedule.epochs = "
                f"{recipe.schedule.epochs}")
+    if recipe.schedule.shape == "one_cycle" and recipe.schedule.warmup_epochs:
+        yield (("schedule.warmup_epochs", "schedule.shape"),
+               f'is {recipe.schedule.warmup_epochs}, but schedule.shape = "one_cycle" has a warm-up of '
+               "its own; expected 0")
     if recipe.ema.decay == 0.0 and recipe.ema.warmup:
         yield ("ema.warmup", "ema.decay"), "is true, but ema.decay = 0 keeps no moving average"
     if recipe.ema.decay == 0.0 and recipe.checkpoint.best_by == "ema_top1":

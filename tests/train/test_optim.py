@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,8 +12,9 @@ import vitinit
 from vitinit.recipe import load_recipe
 from vitinit.train.optim import adamw, learning_rate, parameter_groups, scaled_lr
 
-DEIT = dict(peak=1e-3, epochs=300, warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5)
-SMALL_DATA = dict(peak=2e-3, epochs=300, warmup_epochs=50, warmup_lr=1e-6, min_lr=1e-6)
+DEIT = dict(shape="cosine", peak=1e-3, epochs=300, warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5)
+SMALL_DATA = dict(shape="cosine", peak=2e-3, epochs=300, warmup_epochs=50, warmup_lr=1e-6,
+                  min_lr=1e-6)
 
 
 @pytest.mark.parametrize("name, decayed, exempt", [
@@ -77,8 +79,8 @@ def test_the_trace_of_deit_base_is_the_published_schedule(repository):
         expected = (1e-6 + epoch * (1e-3 - 1e-6) / 5 if epoch < 5 else
                     1e-5 + 0.5 * (1e-3 - 1e-5) * (1 + math.cos(math.pi * epoch / 300)))
         for step in (epoch * steps, (epoch + 1) * steps - 1):
-            assert learning_rate(step, steps_per_epoch=steps, peak=peak, epochs=schedule.epochs,
-                                 warmup_epochs=schedule.warmup_epochs, min_lr=schedule.min_lr,
+            assert learning_rate(step, shape=schedule.shape, steps_per_epoch=steps, peak=peak,
+                                 epochs=schedule.epochs, warmup_epochs=schedule.warmup_epochs, min_lr=schedule.min_lr,
                                  warmup_lr=schedule.warmup_lr, step_on=schedule.step_on
                                  ) == pytest.approx(expected, rel=1e-12)
 
@@ -97,6 +99,29 @@ def test_update_stepping_agrees_at_epoch_boundaries_and_moves_between():
 def test_no_warm_up_starts_at_the_peak():
     how = DEIT | dict(warmup_epochs=0)
     assert learning_rate(0, steps_per_epoch=7, step_on="update", **how) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("step_on", ["epoch", "update"])
+def test_one_cycle_is_conv_mixers_interpolation(step_on):
+    """arXiv 2201.09792's code: numpy.interp over 0, ⅖, ⅘ and all of the epochs."""
+    epochs, steps, peak = 35, 11, 0.013
+    for step in range(epochs * steps):
+        time = step // steps if step_on == "epoch" else step / steps
+        expected = np.interp(time, [0, epochs * 2 / 5, epochs * 4 / 5, epochs],
+                             [0, peak, peak / 20, 0])
+        assert learning_rate(step, shape="one_cycle", steps_per_epoch=steps, peak=peak, epochs=epochs,
+                             warmup_epochs=0, warmup_lr=0.0, min_lr=0.0, step_on=step_on
+                             ) == pytest.approx(expected, rel=1e-12, abs=1e-18)
+
+
+def test_one_cycle_starts_and_ends_where_it_is_told_to():
+    how = dict(shape="one_cycle", steps_per_epoch=3, peak=1.0, epochs=5, warmup_epochs=0,
+               warmup_lr=0.1, min_lr=0.01, step_on="update")
+    assert learning_rate(0, **how) == pytest.approx(0.1)
+    assert learning_rate(6, **how) == pytest.approx(1.0)                 # ⅖ of 15 steps
+    assert learning_rate(12, **how) == pytest.approx(0.05)               # ⅘
+    assert learning_rate(14, **how) == pytest.approx(0.01 + 0.04 / 3)
+    assert learning_rate(15, **how) == learning_rate(99, **how) == 0.01  # the cool-down
 
 
 def test_linear_scaling_is_by_512():

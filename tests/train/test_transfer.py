@@ -289,7 +289,7 @@ def test_a_runs_folder_means_its_last_checkpoint_with_its_grid(train_program, tm
     start_from(expected, source.state_dict(), PATH, (3, 5))
     for path in (tmp_path, tmp_path / "last.pt"):
         model = vit(0, grid=(5, 3))
-        report = train_program.fine_tune(model, path, weights)
+        report = train_program.fine_tune(model, path, weights, "exact")
         assert_equal(model, expected.state_dict())
         assert report.resized == ["pos_embed 3×5 → 5×3"]
 
@@ -299,6 +299,6 @@ def test_the_average_of_a_run_without_one_is_refused(train_program, tmp_path):
     before = snapshot(model)
     save_atomically({"model": vit(1).state_dict(), "ema": None, "grid": (5, 5)}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=r"a\.pt: .*'ema'") as caught:
-        train_program.fine_tune(model, tmp_path / "a.pt", "ema")
+        train_program.fine_tune(model, tmp_path / "a.pt", "ema", "exact")
     assert "\n" not in str(caught.value)
     assert_equal(model, before)

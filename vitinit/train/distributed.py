@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -48,6 +48,17 @@ class Processes:
         box = torch.tensor(value)
         dist.all_reduce(box, op=dist.ReduceOp.MAX)
         return int(box)
+
+    def share_buffers(self, models: Sequence[torch.nn.Module]) -> None:
+        """Give every process the main one's buffers: BatchNorm's running statistics.
+
+        Each process has seen other images since the last step began, but all must measure the model
+        that is saved.
+        """
+        if self.world_size > 1:
+            for model in models:
+                for buffer in model.buffers():
+                    dist.broadcast(buffer, src=0)
 
     def together(self, action: Callable[[], Any], errors: tuple[type[Exception], ...]) -> Any:
         """Run `action` on every process; if one of `errors` is raised on any, raise it on all.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -43,22 +44,36 @@ def scaled_lr(base_lr: float, lr_scaling: Literal["linear", "none"], global_batc
     return base_lr * global_batch / LINEAR_SCALING_BATCH if lr_scaling == "linear" else base_lr
 
 
-def learning_rate(step: int, *, steps_per_epoch: int, peak: float, epochs: int, warmup_epochs: int,
-                  warmup_lr: float, min_lr: float, step_on: Literal["epoch", "update"]) -> float:
+def learning_rate(step: int, *, shape: Literal["cosine", "one_cycle"], steps_per_epoch: int,
+                  peak: float, epochs: int, warmup_epochs: int, warmup_lr: float, min_lr: float,
+                  step_on: Literal["epoch", "update"]) -> float:
     """The learning rate of `step`, counted from 0.
 
-    With t the time in epochs, whole ones if step_on is "epoch":
+    With t the time in epochs, whole ones if step_on is "epoch", and T = epochs; "cosine":
 
         t < warmup_epochs:  linear from warmup_lr, reaching `peak` at warmup_epochs
-        t < epochs:         min_lr + ½ (peak − min_lr) (1 + cos(π t / epochs))
+        t < T:              min_lr + ½ (peak − min_lr) (1 + cos(π t / T))
         after that:         min_lr (the cool-down)
 
     The cosine counts from epoch 0, so the rate dips a little when the warm-up ends, as in timm and
     DeiT. Unlike DeiT's loop, which sets an epoch's rate after it, nothing lags.
+
+    "one_cycle", as ConvMixer trains (arXiv 2201.09792, its code), has a warm-up of its own: straight
+    lines from warmup_lr at 0 to `peak` at ⅖ T, peak / 20 at ⅘ T and min_lr at T.
     """
     time = step // steps_per_epoch if step_on == "epoch" else step / steps_per_epoch
+    if time >= epochs:
+        return min_lr
+    if shape == "one_cycle":
+        return _on_lines(time / epochs, [(0.0, warmup_lr), (0.4, peak), (0.8, peak / 20), (1.0, min_lr)])
     if time < warmup_epochs:
         return warmup_lr + (peak - warmup_lr) * time / warmup_epochs
-    if time < epochs:
-        return min_lr + 0.5 * (peak - min_lr) * (1.0 + math.cos(math.pi * time / epochs))
-    return min_lr
+    return min_lr + 0.5 * (peak - min_lr) * (1.0 + math.cos(math.pi * time / epochs))
+
+
+def _on_lines(x: float, corners: list[tuple[float, float]]) -> float:
+    """The value at x of the straight lines through (x, value) corners; x before the last of them."""
+    for (start, low), (end, high) in pairwise(corners):
+        if x < end:
+            return low + (high - low) * (x - start) / (end - start)
+    raise ValueError(f"x is {x}, expected less than {corners[-1][0]}")
