@@ -35,10 +35,14 @@ seed = 3
 name = "image_folder"
 root = "pictures"
 num_classes = 7
+subset = 1.0
+images_per_class = 0
+subset_seed = 5
 image_size = [37, 41]
 mean = [0.11, 0.13, 0.17]
 std = [0.19, 0.23, 0.29]
 workers = 2
+on_device_gib = 0.5
 
 [augment]
 repeats = 3
@@ -131,20 +135,27 @@ best_by = "val_top1"
 
 OPERATIONS = ", ".join(f'"{name}"' for name in draw.ALL_OPERATIONS)
 
+DATA_SETS = ['"shapes"', '"image_folder"', '"imagenet"', '"cifar10"', '"cifar100"', '"stl10"', '"svhn"',
+             '"food101"', '"flowers102"', '"pets"', '"tiny_imagenet"']
+
 # key: (what it expects, values that it accepts up to its bounds, values beyond them)
 KEYS = {
     "run.seed": ("an integer ≥ 0 and < 2^63", ["0", "9223372036854775807"],
                  ["-1", "9223372036854775808"]),
-    "data.name": ('one of "shapes", "image_folder", "cifar10", "cifar100"',
-                  ['"shapes"', '"image_folder"', '"cifar10"', '"cifar100"'], ['"Shapes"', '""']),
+    "data.name": (f"one of {', '.join(DATA_SETS)}", DATA_SETS, ['"Shapes"', '""']),
     "data.root": ("a string", ['"a = b"'], []),
     "data.num_classes": ("an integer ≥ 2", ["2"], ["1", "-2"]),
+    "data.subset": ("a number > 0 and ≤ 1", ["1e-9", "1.0"], ["0.0", "1.1"]),
+    "data.images_per_class": ("an integer ≥ 0", ["0", "3"], ["-1"]),
+    "data.subset_seed": ("an integer ≥ 0 and < 2^63", ["0", "9223372036854775807"],
+                         ["-1", "9223372036854775808"]),
     "data.image_size": ("a list of 2 integers ≥ 1", ["[1, 61]"],
                         ["[61, 0]", "[0, 61]", "0", "-61"]),
     "data.mean": ("a list of 3 numbers ≥ 0 and ≤ 1", ["[0.0, 0.5, 1.0]"],
                   ["[0.5, 0.5, 1.1]", "[-0.1, 0.5, 0.5]"]),
     "data.std": ("a list of 3 numbers > 0", ["[1e-9, 0.5, 9.0]"], ["[0.5, 0.0, 0.5]"]),
     "data.workers": ("an integer ≥ 0", ["0"], ["-1"]),
+    "data.on_device_gib": ("a number ≥ 0", ["0.0", "9.0"], ["-0.1"]),
     "augment.repeats": ("an integer ≥ 1", ["1"], ["0"]),
     "augment.crop_scale": ("a list of 2 numbers > 0 and ≤ 1", ["[1e-9, 1.0]"],
                            ["[0.0, 1.0]", "[0.5, 1.1]"]),
@@ -578,6 +589,10 @@ def test_a_number_too_large_for_its_type_is_refused(tmp_path, key, digits):
     ({"rand_augment.operations": "[]"}, "rand_augment.operations", "rand_augment.layers = 2"),
     ({"data.root": '""'}, "data.root", 'data.name = "image_folder"'),
     ({"data.root": '""', "data.name": '"cifar10"'}, "data.root", 'data.name = "cifar10"'),
+    ({"data.subset": "0.5", "data.images_per_class": "3"}, "data.images_per_class",
+     "data.subset = 0.5"),
+    ({"schedule.shape": '"one_cycle"', "schedule.warmup_epochs": "1"},
+     "schedule.warmup_epochs", 'schedule.shape = "one_cycle"'),
     ({"schedule.warmup_epochs": "14"}, "schedule.warmup_epochs", "schedule.epochs = 13"),
     ({"ema.decay": "0.0", "ema.warmup": "true"}, "ema.warmup", "ema.decay = 0"),
     ({"ema.decay": "0.0", "checkpoint.best_by": '"ema_top1"'}, "checkpoint.best_by",
@@ -616,7 +631,10 @@ def test_a_contradiction_is_blamed_on_whichever_of_its_keys_was_set(tmp_path, fi
     {"augment.erase_area": "[0.5, 0.5]", "augment.erase_ratio": "[1.5, 1.5]"},
     {"rand_augment.operations": "[]", "rand_augment.layers": "0"},
     {"data.root": '""', "data.name": '"shapes"'},
+    {"data.subset": "1.0", "data.images_per_class": "3"},
+    {"data.subset": "0.5", "data.images_per_class": "0"},
     {"schedule.warmup_epochs": "13"},
+    {"schedule.shape": '"one_cycle"', "schedule.warmup_epochs": "0"},
     {"ema.decay": "0.0", "ema.warmup": "false"},
     {"ema.warmup": "true", "checkpoint.best_by": '"ema_top1"'},
     {"checkpoint.keep_epochs": "[0, 17]"},

@@ -26,13 +26,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Data:
-    name: Literal["shapes", "image_folder", "cifar10", "cifar100"]
+    name: Literal["shapes", "image_folder", "imagenet", "cifar10", "cifar100", "stl10", "svhn",
+                  "food101", "flowers102", "pets", "tiny_imagenet"]
     root: str                                       # folder of the data set; "" for `shapes`
     num_classes: int = number(minimum=2)
+    subset: float = number(above=0.0, maximum=1.0)  # share of each class that is trained on
+    images_per_class: int = number(minimum=0)       # the same as a number; 0: no such limit
+    subset_seed: int = number(minimum=0, below=2**63)  # keys which images those are
     image_size: PAIR = number(minimum=1)            # (height, width) that the model sees
     mean: tuple[float, float, float] = number(minimum=0.0, maximum=1.0)  # per channel, of [0, 1]
     std: tuple[float, float, float] = number(above=0.0)
     workers: int = number(minimum=0)                # loader processes, per training process
+    on_device_gib: float = number(minimum=0.0)      # small sets live on the device up to this size
 
 
 @dataclass(frozen=True)
@@ -192,6 +197,10 @@ def contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
         yield (("rand_augment.operations", "rand_augment.layers"),
                f"is empty, but rand_augment.layers = {recipe.rand_augment.layers}; 0 layers switch "
                "RandAugment off")
+    if recipe.data.subset < 1.0 and recipe.data.images_per_class:
+        yield (("data.images_per_class", "data.subset"),
+               f"is {recipe.data.images_per_class}, but data.subset = {recipe.data.subset:g} already "
+               "says which share of a class is trained on; expected 0, or data.subset = 1.0")
     if recipe.data.root == "" and recipe.data.name != "shapes":
         yield (("data.root", "data.name"), f'is empty, but data.name = "{recipe.data.name}" needs '
                "a folder; give it by --data-dir")
