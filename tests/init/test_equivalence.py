@@ -94,6 +94,10 @@ CASES = {
     "convmixer, inside a larger kernel": Case(
         "convmixer_256_8", (20, 28), dict(patch_size=4, embed_dim=23, depth=2, kernel_size=5),
         dict(kernel_size=3), [[OFFSETS[channel % 9] for channel in range(23)]] * 2, 1e-10, True),
+    "convmixer, dense": Case(
+        "convmixer_256_8", (20, 28), dict(patch_size=4, embed_dim=23, depth=2, kernel_size=3,
+                                          dense_filters=True), {},
+        [[OFFSETS[channel % 9] for channel in range(23)]] * 2, 1e-10, True),
     # target_mass .9, give or take the logits Q Kᵀ of the base. Windows 3×5, every second shifted.
     "swin": Case(
         "swin_tiny", (24, 40), dict(patch_size=2, embed_dim=22, depths=(2, 2), num_heads=(2, 11),
@@ -105,7 +109,19 @@ CASES = {
         "vit_tiny", (20, 28), dict(patch_size=4, embed_dim=341, depth=2, num_heads=11,
                                    pool="mean"), {},
         [[OFFSETS[head % 9] for head in range(11)]] * 2, 0.02, False),
+    # target_mass .9, whatever the patches are, where nothing but positions is looked at.
+    **{f"simple vit, {reads}": Case(
+        "simple_vit", (20, 28), dict(patch_size=4, embed_dim=132, depth=2, num_heads=11,
+                                     reads=reads, input_code=False), {},
+        [[OFFSETS[head % 9] for head in range(11)]] * 2, 0.1, False)
+       for reads in ("position", "free")},
+    # A patch in fifty parts: with one in ten the worst row has no more than .11 on its target.
+    "simple vit, mixed": Case(
+        "simple_vit", (20, 28), dict(patch_size=4, embed_dim=132, depth=2, num_heads=11,
+                                     reads="mixed", alpha=0.02, input_code=False), {},
+        [[OFFSETS[head % 9] for head in range(11)]] * 2, 0.2, False),
 }
+SIMPLE_VITS = [name for name in CASES if name.startswith("simple vit")]
 
 
 def initialised(case: Case, **options: Any) -> torch.nn.Module:
@@ -151,7 +167,7 @@ def test_an_impulse_model_mixes_real_input_as_conv2d_with_these_kernels_does(cas
             assert (matrices[:, off_grid].abs() <= 1e-10).all()
 
 
-@pytest.mark.parametrize("name", ["swin", "vit"])
+@pytest.mark.parametrize("name", ["swin", "vit", *SIMPLE_VITS])
 def test_attention_sums_to_one_where_zero_padding_gives_nothing(name):
     """The difference that no init can take away: a softmax has to look somewhere."""
     case = CASES[name]
@@ -219,6 +235,26 @@ def test_a_vits_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(blo
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("values", [True, False])
+@pytest.mark.parametrize("name", SIMPLE_VITS)
+def test_a_simple_vits_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(name, values):
+    """On any z, as its queries hardly see it."""
+    case = CASES[name]
+    model = initialised(case._replace(sizes=case.sizes | dict(values=values)))
+    kernels = head_kernels(case, 0, 132)
+    z = torch.randn(2, 35, 132, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    expected = convolved(as_map(z, model.grid), kernels)
+    on_grid = convolved(torch.ones_like(expected), kernels) == 1
+    span = (z.amax(1) - z.amin(1))[:, :, None, None]                     # (B, C, 1, 1)
+    for attention in (block.attn for block in model.blocks):
+        attention.proj.weight.copy_(torch.eye(132))
+        if values:
+            attention.value.weight.copy_(torch.eye(132))
+        error = (as_map(attention(z, model.pos_embed), model.grid) - expected).abs()
+        assert (error / span)[on_grid].max() <= case.distance
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("block", range(4))
 def test_a_swins_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(block):
     case = CASES["swin"]
@@ -255,7 +291,8 @@ def test_a_mixers_token_mlp_is_one_conv2d_for_all_channels(name, bias, tolerance
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["convmixer", "convmixer, inside a larger kernel"])
+@pytest.mark.parametrize("name", ["convmixer", "convmixer, inside a larger kernel",
+                                  "convmixer, dense"])
 def test_a_convmixers_depthwise_layer_is_that_conv2d_exactly(name):
     case = CASES[name]
     model = initialised(case)

@@ -1,4 +1,7 @@
-"""Kinds of depthwise filters: their shape, their energy, and that nothing else is touched."""
+"""Kinds of depthwise filters: their shape, their energy, and that nothing else is touched.
+
+Dense filters are matrices, of kernels or permutations.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ import pytest
 import torch
 
 import vitinit
-from vitinit.filters import gaussian_kernel
-from vitinit.init.filters_conv_mixer import placed_gaussian
+from vitinit.filters import gaussian_kernel, random_kernel
+from vitinit.init.filters_conv_mixer import placed_gaussian, scattered_box
 
 
 def conv_mixer(width: int = 1009, kernel_size: int = 5, **options) -> torch.nn.Module:
@@ -90,8 +93,110 @@ def test_shared_filters_are_drawn_once_each():
 
 @pytest.mark.parametrize("options, message", [
     (dict(kind="boxes"), "kind is 'boxes'"), (dict(cells=0), "cells is 0"),
-    (dict(cells=26), "expected 1 ≤ cells ≤ 25"), (dict(sigma=0.0), "sigma 0.0")])
-def test_what_cannot_be_is_refused_in_one_line(options, message):
+    (dict(cells=26), "expected 1 ≤ cells ≤ 25"), (dict(sigma=0.0), "sigma 0.0"),
+    (dict(kind="permutation"), "which is no convolution; set dense_filters = true")])
+def test_what_cannot_be_is_refused_in_one_line_before_anything_is_drawn(options, message):
+    model, generator = conv_mixer(17), torch.Generator().manual_seed(0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = generator.get_state()
     with pytest.raises(ValueError, match=message) as error:
-        filters(conv_mixer(17), **options)
+        vitinit.init_weights(model, "filters", generator=generator, **options)
     assert "\n" not in str(error.value)
+    assert torch.equal(generator.get_state(), state)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+# Dense filters ---------------------------------------------------------------------------------
+
+PLACES = 35
+
+
+def small(kernel_size: int = 3, **options) -> torch.nn.Module:
+    """A grid of 5×7, 11 channels."""
+    return vitinit.build_model("convmixer_256_8", num_classes=3, image_size=(10, 21),
+                               patch_size=(2, 3), embed_dim=11, depth=2, kernel_size=kernel_size,
+                               **options).double().eval()
+
+
+def dense(seed: int = 0, name: str = "filters", num_filters: int = 0, kernel_size: int = 3,
+          **options) -> torch.nn.Module:
+    model = small(kernel_size, dense_filters=True, num_filters=num_filters)
+    vitinit.init_weights(model, name, generator=torch.Generator().manual_seed(seed), **options)
+    return model
+
+
+def matrices(model: torch.nn.Module) -> list[torch.Tensor]:
+    """(F, N, N) of every block."""
+    return [model.depthwise(block).weight.detach() for block in model.blocks]
+
+
+def drawn_kernels(kind: str, size: int, count: int, generator: torch.Generator) -> torch.Tensor:
+    """(count, size, size), for the defaults of `cells` and `sigma`."""
+    draw = {"random": lambda: random_kernel(size, generator=generator),
+            "box": lambda: scattered_box(size, 2, generator=generator),
+            "gaussian": lambda: placed_gaussian(size, 1.0, generator=generator)}[kind]
+    kernels = torch.stack([draw() for _ in range(count)])
+    if kind == "gaussian":
+        kernels = kernels / (3 * kernels.square().sum() / count).sqrt()
+    return kernels
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["random", "box", "gaussian"])
+@pytest.mark.parametrize("num_filters", [0, 3])
+@pytest.mark.parametrize("kernel_size", [3, 4])
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+def test_a_dense_model_equals_the_convolutional_one_with_the_kernels_drawn(kind, num_filters,
+                                                                           kernel_size):
+    model = dense(3, kind=kind, num_filters=num_filters, kernel_size=kernel_size)
+    generator = torch.Generator().manual_seed(3)
+    vitinit.init_weights(dense(num_filters=num_filters), "default", generator=generator)
+    state = dict(model.state_dict())
+    for block in range(2):
+        kernels = drawn_kernels(kind, kernel_size, num_filters or 11, generator)
+        state[f"blocks.{block}.0.fn.0.weight"] = kernels[:, None]
+    convolutional = small(kernel_size, num_filters=num_filters)
+    convolutional.load_state_dict(state)
+    images = torch.randn(2, 3, 10, 21, generator=torch.Generator().manual_seed(1)).double()
+    logits = model(images)
+    assert logits.std() > 0.01                       # not a comparison of zeros
+    torch.testing.assert_close(logits, convolutional(images), rtol=0, atol=1e-6)
+    x = torch.randn(2, 11, 5, 7, generator=torch.Generator().manual_seed(2)).double()
+    for ours, theirs in zip(model.blocks, convolutional.blocks):
+        torch.testing.assert_close(model.depthwise(ours)(x), model.depthwise(theirs)(x),
+                                   rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_filters, count", [(0, 11), (3, 3)])
+def test_permutations_have_one_entry_of_root_a_third_in_every_row_and_column(num_filters, count):
+    for weight in matrices(dense(kind="permutation", num_filters=num_filters)):
+        assert weight.shape == (count, PLACES, PLACES)
+        entries = weight != 0
+        assert (entries.sum(1) == 1).all() and (entries.sum(2) == 1).all()
+        torch.testing.assert_close(weight[entries], torch.full((count * PLACES,), 3**-0.5).double(),
+                                   rtol=1e-6, atol=0)
+
+
+def test_permutations_differ_from_filter_to_filter_and_block_to_block():
+    first, second = matrices(dense(kind="permutation"))
+    orders = {tuple(matrix.argmax(1).tolist()) for matrix in torch.cat([first, second])}
+    assert len(orders) == 22
+    # And they move places anywhere: in 22 · 35 draws all displacements but the rarest occur.
+    moves = {(target // 7 - place // 7, target % 7 - place % 7)
+             for order in orders for place, target in enumerate(order)}
+    assert len(moves) > 0.85 * 9 * 13
+
+
+def test_the_generator_alone_decides_on_permutations():
+    first, again, other = (matrices(dense(seed, kind="permutation"))[1] for seed in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("base", ["default", "torch"])
+@pytest.mark.parametrize("kind", ["random", "box", "gaussian", "permutation"])
+def test_only_the_dense_weights_differ_from_the_base(kind, base):
+    """The biases, too, are the base's."""
+    reference = dense(name=base).state_dict()
+    for name, value in dense(kind=kind, base=base).state_dict().items():
+        written = name.endswith("0.fn.0.weight")
+        assert torch.equal(value, reference[name]) != written, name

@@ -7,6 +7,7 @@ import torch
 
 import vitinit
 from vitinit.init.mimetic import attentions, noisy_identity
+from vitinit.models import SimpleViT
 
 DIM, HEADS = 51, 3
 
@@ -115,4 +116,74 @@ def test_a_swins_attention_weights_are_all_that_is_written(base):
     reference = swin(base).state_dict()
     for key, value in swin(base=base).state_dict().items():
         written = key.endswith(("attn.qkv.weight", "attn.proj.weight"))
+        assert torch.equal(value, reference[key]) != written, key
+
+
+# ---------------------------------------------------------------------------------------------
+# SimpleViT: Q and K alone; free ones over tokens
+# ---------------------------------------------------------------------------------------------
+
+
+def simple_vit(reads: str, head_dim: int, name: str = "mimetic",
+               generator: torch.Generator | None = None, **options) -> SimpleViT:
+    """28 channels, 15 tokens."""
+    model = vitinit.build_model("simple_vit", num_classes=7, image_size=(6, 15), patch_size=(2, 3),
+                                embed_dim=28, depth=2, num_heads=3, head_dim=head_dim, reads=reads,
+                                input_code=reads == "content").double()
+    vitinit.init_weights(model, name, generator=generator or torch.Generator().manual_seed(3),
+                         **options)
+    return model
+
+
+def queries_and_keys(block: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """(h, C or N, d) each."""
+    attention = block.attn
+    if attention.reads == "free":
+        return attention.query.detach(), attention.key.detach()
+    return attention.q_weight.mT.detach(), attention.k_weight.mT.detach()
+
+
+each_reading = pytest.mark.parametrize("reads", ["content", "mixed", "position", "free"])
+
+
+@each_reading
+@pytest.mark.parametrize("head_dim", [1, 11, 31])    # 31: more than there are channels or tokens
+def test_a_simple_vits_products_are_the_best_low_rank_parts_of_the_matrices_drawn(reads, head_dim):
+    model = simple_vit(reads, head_dim, qk_alpha=0.6, qk_beta=0.5)
+    generator = torch.Generator().manual_seed(3)
+    simple_vit(reads, head_dim, "default", generator)                    # the base's draws
+    size = 15 if reads == "free" else 28
+    for query, key in map(queries_and_keys, model.blocks):
+        assert query.shape == key.shape == (3, size, head_dim)
+        for head in range(3):
+            drawn = noisy_identity(size, 0.6, 0.5, torch.empty(0).double(), generator)
+            u, s, vh = torch.linalg.svd(drawn)
+            expected = (u[:, :head_dim] * s[:head_dim]) @ vh[:head_dim]
+            torch.testing.assert_close(query[head] @ key[head].T, expected, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("reads, size", [("position", 28), ("free", 15)])
+def test_a_simple_vits_heads_have_zeros_beyond_the_rank_of_the_matrix(reads, size):
+    for factors in map(queries_and_keys, simple_vit(reads, 31).blocks):
+        for factor in factors:
+            assert (factor[..., size:] == 0).all()
+            assert (factor[..., :size] != 0).all()
+
+
+def test_a_simple_vits_defaults_are_point_seven():
+    """Of full rank the product is the matrix itself: β on the diagonal, noise α²/C."""
+    query, key = queries_and_keys(simple_vit("position", 28).blocks[0])
+    products = query @ key.mT                                            # (3, C, C)
+    diagonal = torch.eye(28, dtype=torch.bool)
+    assert products[:, diagonal].mean().item() == pytest.approx(0.7, abs=0.06)
+    assert products[:, ~diagonal].std().item() == pytest.approx(0.7 / 28**0.5, rel=0.05)
+
+
+@each_reading
+@pytest.mark.parametrize("base", ["default", "torch"])
+def test_a_simple_vits_queries_and_keys_are_all_that_is_written(reads, base):
+    """V, proj and everything else keep the base's draw, to the bit."""
+    reference = simple_vit(reads, 11, base).state_dict()
+    for key, value in simple_vit(reads, 11, base=base).state_dict().items():
+        written = key.endswith(("attn.qk.weight", "attn.query", "attn.key"))
         assert torch.equal(value, reference[key]) != written, key

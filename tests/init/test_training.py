@@ -17,11 +17,16 @@ from vitinit.models import MODELS
 FAMILIES = {        # name in the table of models, sizes for images of 32×32 pixels
     "vit": ("vit_tiny", dict(patch_size=8, embed_dim=36, depth=2, num_heads=3)),
     "simple_vit": ("simple_vit", dict(patch_size=8, embed_dim=36, depth=2, num_heads=3)),
+    **{f"simple_vit, {reads}": ("simple_vit", dict(
+        patch_size=8, embed_dim=36, depth=2, num_heads=3, reads=reads, input_code=False))
+       for reads in ("mixed", "position", "free")},
     "swin": ("swin_tiny", dict(patch_size=4, embed_dim=18, depths=(2, 2), num_heads=(2, 3),
                                window_size=4)),
     "mixer, wide": ("mixer_s16", dict(patch_size=8, embed_dim=74, depth=2)),
     "mixer, narrow": ("mixer_s16", dict(patch_size=8, embed_dim=38, depth=2)),
     "conv_mixer": ("convmixer_256_8", dict(patch_size=4, embed_dim=22, depth=2, kernel_size=3)),
+    "conv_mixer, dense": ("convmixer_256_8", dict(patch_size=4, embed_dim=22, depth=2,
+                                                  kernel_size=3, dense_filters=True)),
 }
 OPTIONS = {"impulse_gd": dict(steps=3)}              # it optimises, for a thousand steps by default
 PAIRS = [(family, name) for family, (model_name, _) in FAMILIES.items()
@@ -86,6 +91,8 @@ def test_an_init_by_its_name_is_the_function_of_the_models_family(family, name):
     ("xyz", "swin_tiny", f"there is no init 'xyz'; near: {', '.join(sorted(INITS))}$"),
     ("mimetic", "mixer_s16", "not defined for a MlpMixer; it has: default, torch, impulse"),
     ("mimetic", "convmixer_256_8", "not defined for a ConvMixer; it has: default, torch, impulse"),
+    ("filters", "simple_vit", "not defined for a SimpleViT; it has: default, torch, mimetic, "
+                              "impulse, impulse_gd$"),
 ])
 def test_an_init_that_is_not_there_names_those_that_are(name, model_name, message):
     with pytest.raises(ValueError, match=message):

@@ -31,6 +31,17 @@ def redraw(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def dense_written_out(state: dict[str, torch.Tensor], x: torch.Tensor, name: str) -> torch.Tensor:
+    """Channel by channel, image by image: M x + b, with the matrices taken in turn."""
+    matrices, bias = state[f"{name}.weight"], state[f"{name}.bias"]
+    result = torch.empty_like(x)
+    for image in range(len(x)):
+        for channel in range(x.shape[1]):
+            mixed = matrices[channel % len(matrices)] @ x[image, channel].flatten() + bias[channel]
+            result[image, channel] = mixed.view(x.shape[2:])
+    return result
+
+
 def written_out(state: dict[str, torch.Tensor], images: torch.Tensor, depth: int, activation,
                 training: bool = False) -> torch.Tensor:
     """The logits from the state dict alone; the running statistics in it stay as they are."""
@@ -47,10 +58,14 @@ def written_out(state: dict[str, torch.Tensor], images: torch.Tensor, depth: int
     x = conv(images, "stem.0", stride=state["stem.0.weight"].shape[2:])
     x = norm(activation(x), "stem.2")
     for block in (f"blocks.{index}" for index in range(depth)):
-        dim, _, size, _ = state[f"{block}.0.fn.0.weight"].shape
-        before, after = (size - 1) // 2, size // 2   # an even kernel has one more pixel after it
-        padded = F.pad(x, (before, after, before, after))
-        x = x + norm(activation(conv(padded, f"{block}.0.fn.0", groups=dim)), f"{block}.0.fn.2")
+        spatial = f"{block}.0.fn.0"
+        if state[f"{spatial}.weight"].ndim == 3:
+            mixed = dense_written_out(state, x, spatial)
+        else:
+            dim, _, size, _ = state[f"{spatial}.weight"].shape
+            before, after = (size - 1) // 2, size // 2   # an even one has one more pixel after it
+            mixed = conv(F.pad(x, (before, after, before, after)), spatial, groups=dim)
+        x = x + norm(activation(mixed), f"{block}.0.fn.2")
         x = norm(activation(conv(x, f"{block}.1")), f"{block}.3")
     return F.linear(x.mean(dim=(2, 3)), state["head.weight"], state["head.bias"])
 
@@ -129,8 +144,36 @@ def test_shared_filters_are_those_of_a_plain_model_that_repeats_them(num_filters
                                rtol=0, atol=1e-12)
 
 
-def test_frozen_filters_are_the_depthwise_weights_and_biases():
-    model = vitinit.build_model("convmixer_256_8", train_filters=False, **SMALL)
+@pytest.mark.parametrize("num_filters", [0, 1, 3, 7])
+@pytest.mark.parametrize("training", [False, True])
+def test_dense_filters_are_matrix_products_with_the_places_of_each_channel(num_filters, training):
+    model = redraw(vitinit.build_model("convmixer_256_8", dense_filters=True,
+                                       num_filters=num_filters, **SMALL)).train(training)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for block in range(2):
+        assert state[f"blocks.{block}.0.fn.0.weight"].shape == (num_filters or 7, 77, 77)
+        assert state[f"blocks.{block}.0.fn.0.bias"].shape == (7,)
+    logits = model(images := drawn(3, 3, 14, 33))
+    assert logits.std() > 0.01                       # not a comparison of zeros
+    torch.testing.assert_close(logits, written_out(state, images, 2, F.gelu, training),
+                               rtol=0, atol=1e-11)
+
+
+def test_dense_filters_change_no_other_name_or_shape():
+    with torch.device("meta"):
+        plain, dense = (vitinit.build_model("convmixer_256_8", dense_filters=dense, **SMALL)
+                        for dense in (False, True))
+    expected = {name: value.shape for name, value in plain.state_dict().items()}
+    found = {name: value.shape for name, value in dense.state_dict().items()}
+    assert found.keys() == expected.keys()
+    assert {name for name in found if found[name] != expected[name]} == {
+        f"blocks.{block}.0.fn.0.weight" for block in range(2)}
+
+
+@pytest.mark.parametrize("dense_filters", [False, True])
+def test_frozen_filters_are_the_depthwise_weights_and_biases(dense_filters):
+    model = vitinit.build_model("convmixer_256_8", train_filters=False,
+                                dense_filters=dense_filters, **SMALL)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen == {f"blocks.{block}.0.fn.0.{part}" for block in range(2)
                       for part in ("weight", "bias")}
@@ -168,8 +211,11 @@ def test_fewer_classes_take_away_only_rows_of_the_head():
     assert sum(p.numel() for p in model.parameters()) == 21_110_248 - (1000 - 37) * (768 + 1)
 
 
-def test_gradients_reach_every_parameter():
-    model = redraw(vitinit.build_model("convmixer_256_8", **SMALL)).train()
+@pytest.mark.parametrize("options", [dict(), dict(dense_filters=True),
+                                     dict(dense_filters=True, num_filters=3)],
+                         ids=["kernels", "dense", "shared dense"])
+def test_gradients_reach_every_parameter(options):
+    model = redraw(vitinit.build_model("convmixer_256_8", **SMALL | options)).train()
     model(drawn(3, 3, 14, 33)).square().sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad.abs().max() > 1e-6, name
@@ -194,7 +240,9 @@ def test_bfloat16_is_near_float32(assert_bfloat16_is_near, training):
     (dict(activation="tanh"), "activation is 'tanh', expected one of gelu, relu"),
     (dict(kernel_size=0), "kernel_size is 0, expected more than 0"),
     (dict(num_filters=8), "num_filters is 8, expected 0 ≤ num_filters ≤ embed_dim = 7"),
-    (dict(num_filters=-1), "num_filters is -1, expected 0 ≤ num_filters ≤ embed_dim = 7")])
+    (dict(num_filters=-1), "num_filters is -1, expected 0 ≤ num_filters ≤ embed_dim = 7"),
+    (dict(softmax_filters=True, dense_filters=True),
+     "softmax_filters and dense_filters are both true; expected at most one")])
 def test_impossible_sizes_are_errors(sizes, message):
     with pytest.raises(ValueError, match=message):
         vitinit.build_model("convmixer_256_8", **SMALL | sizes)

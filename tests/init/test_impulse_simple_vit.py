@@ -1,0 +1,340 @@
+"""Impulse initialisation of a SimpleViT: its logits written out, and where its heads look."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+import vitinit
+from vitinit.filters import Offset, ordered_offsets
+from vitinit.init.impulse_simple_vit import blind_to_mean, sharpest_axis
+from vitinit.models import SimpleViT
+from vitinit.models.layers import sincos_frequencies
+
+DIM = 76                                             # 19 frequencies, of which heads take ≤ 4
+READINGS = {
+    "position": dict(reads="position"), "mixed": dict(reads="mixed", alpha=0.3),
+    "mixed, all code": dict(reads="mixed", alpha=0.0),
+    "mixed, little code": dict(reads="mixed", alpha=0.97), "free": dict(reads="free"),
+}
+each_reading = pytest.mark.parametrize("reading", READINGS)
+EVERY_READING = READINGS | {"content": dict(reads="content", alpha=0.3)}
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def built(reading: str, grid: tuple[int, int] = (5, 7), **sizes) -> SimpleViT:
+    sizes = dict(embed_dim=DIM, depth=2, num_heads=11, head_dim=17) | EVERY_READING[reading] | sizes
+    return vitinit.build_model("simple_vit", num_classes=3, image_size=(2 * grid[0], 3 * grid[1]),
+                               patch_size=(2, 3), **dict(input_code=reading == "content")
+                               | sizes).double()
+
+
+def initialised(model: SimpleViT, seed: int = 0, **options) -> SimpleViT:
+    vitinit.init_weights(model, "impulse", generator=seeded(seed), **options)
+    return model
+
+
+def seen(model: SimpleViT, block: int) -> Tensor:
+    """(N, C): what enters this block's attention where patches add nothing."""
+    code = model.pos_embed
+    if model.blocks[block].attn.reads == "content":
+        return model.blocks[block].norm1((1 - model.alpha) * code)
+    return torch.zeros_like(code)
+
+
+@torch.no_grad()
+def maps_of_the_code(model: SimpleViT, block: int) -> Tensor:
+    """(h, N, N)"""
+    return model.blocks[block].attn.mixing_weights(seen(model, block)[None], model.pos_embed)[0]
+
+
+@torch.no_grad()
+def logits_of_the_code(model: SimpleViT, block: int, shift: float = 0.0) -> Tensor:
+    """(h, N, N), before the softmax; `shift` is added to every channel that Q and K see."""
+    attention = model.blocks[block].attn
+    if attention.reads == "free":
+        return attention.logit_scale * attention.query @ attention.key.mT
+    z = {"content": seen(model, block), "position": model.pos_embed,
+         "mixed": (1 - attention.alpha) * model.pos_embed}[attention.reads] + shift
+    query, key = z @ attention.q_weight.mT, z @ attention.k_weight.mT    # (h, N, d)
+    return attention.logit_scale * query @ key.mT
+
+
+def target(token: int, offset: Offset, grid: tuple[int, int]) -> int | None:
+    row, column = token // grid[1] + offset[0], token % grid[1] + offset[1]
+    inside = 0 <= row < grid[0] and 0 <= column < grid[1]
+    return row * grid[1] + column if inside else None
+
+
+def masses(maps: Tensor, offsets: list[Offset], grid: tuple[int, int]) -> list[float]:
+    """What each row of each head has on its target, where there is one."""
+    found = [(row, target(token, offset, grid)) for rows, offset in zip(maps.tolist(), offsets)
+             for token, row in enumerate(rows)]
+    return [row[column] for row, column in found if column is not None]
+
+
+def in_order(kernel_size: int, count: int) -> list[Offset]:
+    cells = ordered_offsets(kernel_size)
+    return [cells[head % len(cells)] for head in range(count)]
+
+
+# Where the heads look --------------------------------------------------------------------------
+
+
+@each_reading
+@pytest.mark.parametrize("grid, kernel_size", [
+    ((5, 7), 3), ((5, 7), 5), ((11, 3), 5), ((2, 13), 3), ((1, 7), 1), ((1, 1), 1)])
+@pytest.mark.parametrize("target_mass", [0.2, 0.999])     # and .9 below
+def test_every_row_with_a_target_gives_it_the_wanted_mass(reading, grid, kernel_size, target_mass):
+    model = initialised(built(reading, grid, num_heads=29), kernel_size=kernel_size,
+                        target_mass=target_mass)
+    for block in range(2):                           # alike in every block
+        found = masses(maps_of_the_code(model, block), in_order(kernel_size, 29), grid)
+        assert len(found) >= 29 * grid[0] * grid[1] / 4
+        assert min(found) >= target_mass - 1e-6      # the code is rounded to float32
+
+
+@each_reading
+@pytest.mark.parametrize("logit_scale", [0.0, 0.1, 2.3])
+@pytest.mark.parametrize("kernel_size", [3, 5])
+def test_offsets_are_drawn_after_the_base_and_anew_in_every_block(reading, logit_scale,
+                                                                  kernel_size):
+    options = dict(num_heads=23, logit_scale=logit_scale)
+    model = initialised(built(reading, **options), 3, kernel_size=kernel_size, offsets="random")
+    generator, cells = seeded(3), ordered_offsets(kernel_size)
+    vitinit.init_weights(built(reading, **options), "default", generator=generator)
+    drawn = [[cells[index] for index in torch.randint(len(cells), (23,), generator=generator)]
+             for _ in range(2)]
+    assert drawn[0] != drawn[1]
+    for block, offsets in enumerate(drawn):
+        assert min(masses(maps_of_the_code(model, block), offsets, (5, 7))) >= 0.9 - 1e-6
+
+
+@pytest.mark.parametrize("target_mass", [0.5, 0.9])
+@each_reading
+def test_the_mass_is_no_larger_than_it_has_to_be(reading, target_mass):
+    """The worst row, which sees most displacements that count, misses more than half as much."""
+    model = initialised(built(reading), target_mass=target_mass)
+    worst = min(masses(maps_of_the_code(model, 0), in_order(3, 11), (5, 7)))
+    assert worst < 0.5 * (1 + target_mass)
+
+
+@pytest.mark.parametrize("reading", ["position", "mixed"])
+def test_a_query_whose_target_is_off_the_grid_looks_at_the_border_near_it(reading):
+    model, count = initialised(built(reading, grid := (5, 7), num_heads=9)), 0
+    for rows, offset in zip(maps_of_the_code(model, 0).tolist(), in_order(3, 9)):
+        for token, row in enumerate(rows):
+            if target(token, offset, grid) is None:
+                down = min(max(token // 7 + offset[0], 0), 4)
+                right = min(max(token % 7 + offset[1], 0), 6)
+                assert row.index(max(row)) == 7 * down + right
+                count += 1
+    assert count == 2 * 5 + 2 * 7 + 4 * 11           # left, right; up, down; four corners
+
+
+def test_content_reaches_the_mass_on_average_and_nearly_in_the_worst_row():
+    """LayerNorm scales each key by its own length: that blurs, for no row more than .02 of .9."""
+    model = initialised(built("content", (16, 16), embed_dim=512, num_heads=9, head_dim=64,
+                              depth=1, alpha=0.5))
+    found = masses(maps_of_the_code(model, 0), in_order(3, 9), (16, 16))
+    assert sum(found) / len(found) >= 0.93
+    assert min(found) >= 0.88
+
+
+# Queries and keys, in float64 ------------------------------------------------------------------
+
+
+def mass_on_an_axis(logit: float, frequencies: tuple[float, ...], size: int) -> float:
+    """Of the target among all displacements from it, up to size − 1 either way."""
+    shape = [sum(math.cos(frequency * away) for frequency in frequencies) / len(frequencies)
+             for away in range(1 - size, size)]
+    return 1 / sum(math.exp(logit * (value - 1)) for value in shape)
+
+
+@cache
+def logit_needed(frequencies: tuple[float, ...], size: int, mass: float) -> float:
+    low, high = 0.0, 1e3
+    if mass_on_an_axis(high, frequencies, size) < mass:
+        return math.inf
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = ((low, middle) if mass_on_an_axis(middle, frequencies, size) >= mass
+                     else (middle, high))
+    return high
+
+
+@cache
+def cosines(frequencies: tuple[float, ...], size: int, shift: int, mass: float) -> Tensor:
+    """(size, size): Σ w cos(ω (n + δ − m)) with the prefix of frequencies that needs the least."""
+    prefixes = [frequencies[:count] for count in range(1, len(frequencies) + 1)]
+    logit, prefix = min((logit_needed(prefix, size, mass), prefix) for prefix in prefixes)
+    return torch.tensor([[sum(logit / len(prefix) * math.cos(frequency * (n + shift - m))
+                              for frequency in prefix) for m in range(size)]
+                         for n in range(size)], dtype=torch.float64)
+
+
+def written_out(offset: Offset, grid: tuple[int, int], free: bool, mass: float) -> Tensor:
+    """(N, N): logits of rows plus those of columns, for heads of 17 channels: 4 pairs an axis."""
+    rows, columns = (cosines(
+        tuple(count * math.pi / size for count in range(1, size))[:4] if free else
+        tuple(10_000 ** (-index / 19) for index in range(4)), size, shift, math.sqrt(mass))
+        for size, shift in zip(grid, offset))
+    cells = [(row, column) for row in range(grid[0]) for column in range(grid[1])]
+    return torch.stack([torch.stack([rows[n[0], m[0]] + columns[n[1], m[1]] for m in cells])
+                        for n in cells])
+
+
+@each_reading
+@pytest.mark.parametrize("logit_scale", [0.0, 0.1])
+@pytest.mark.parametrize("grid", [(5, 7), (11, 3)])
+def test_logits_are_the_cosines_of_displacements_from_the_target(reading, logit_scale, grid):
+    model = initialised(built(reading, grid, logit_scale=logit_scale), target_mass=0.8)
+    for block in range(2):
+        found = logits_of_the_code(model, block)
+        for head, offset in enumerate(in_order(3, 11)):
+            expected = written_out(offset, grid, reading == "free", 0.8)
+            torch.testing.assert_close(found[head], expected, rtol=0, atol=2e-6 * expected.max())
+
+
+def test_contents_logits_are_these_cosines_times_the_scales_that_layer_norm_gives():
+    """s² / (sₙ sₘ), s the largest spread of a row of the code: at least 1, so that rows sharpen.
+
+    The slowest sine, at most .003 on 3 rows, takes up the mean: hence the tolerance.
+    """
+    model = initialised(built("content", (3, 11)), target_mass=0.8)
+    spread = model.pos_embed.std(dim=1, correction=0)
+    scales = spread.max() ** 2 / (spread[:, None] * spread)
+    assert scales.min() >= 1 and scales.max() > 1.1
+    for head, offset in enumerate(in_order(3, 11)):
+        expected = scales * written_out(offset, (3, 11), False, 0.8)
+        found = logits_of_the_code(model, 1)[head]
+        torch.testing.assert_close(found, expected, rtol=0, atol=5e-3 * expected.max())
+
+
+def test_contents_logits_do_not_see_the_mean_of_the_channels():
+    model = initialised(built("content"))
+    for block in model.blocks:
+        sums = block.attn.qk.weight.sum(dim=1)
+        torch.testing.assert_close(sums, torch.zeros_like(sums), rtol=0, atol=1e-12)
+    logits = logits_of_the_code(model, 0)
+    torch.testing.assert_close(logits_of_the_code(model, 0, shift=3.7), logits, rtol=0, atol=1e-9)
+
+
+def test_blindness_to_the_mean_changes_the_rows_slowest_sine_alone():
+    """A quarter each: sines and cosines of columns, sines of rows (slowest last), cosines."""
+    weight = torch.randn(7, 44, generator=seeded(), dtype=torch.float64)
+    before = weight.clone()
+    blind = blind_to_mean(weight)
+    assert torch.equal(weight, before)
+    torch.testing.assert_close(blind.sum(1), torch.zeros(7).double(), rtol=0, atol=1e-12)
+    assert (blind != weight).any(0).nonzero().flatten().tolist() == [32]
+
+
+# The frequencies of an axis --------------------------------------------------------------------
+
+SPECTRA = {         # the best prefix is neither the first frequency alone nor, in some, all
+    "few places": (sincos_frequencies(44)[:7], 3), "code": (sincos_frequencies(76)[:5], 11),
+    "wide code": (sincos_frequencies(508)[:23], 17),
+    "many places": (sincos_frequencies(76)[:7], 47),     # one frequency cannot tell them apart
+    "free": (torch.arange(1, 13).double() * math.pi / 13, 13),
+}
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("mass", [0.3, 0.95])
+def test_an_axis_has_the_smallest_logit_that_reaches_the_mass_with_any_prefix(spectrum, mass):
+    frequencies, size = SPECTRA[spectrum]
+    axis = sharpest_axis(frequencies, size, mass)
+    count = len(axis.frequencies)
+    assert torch.equal(axis.frequencies, frequencies[:count])
+    chosen = tuple(axis.frequencies.tolist())
+    assert mass_on_an_axis(axis.logit * (1 + 1e-9), chosen, size) >= mass
+    assert mass_on_an_axis(axis.logit * (1 - 1e-9), chosen, size) < mass
+    needed = [logit_needed(tuple(frequencies[:end].tolist()), size, mass)
+              for end in range(1, len(frequencies) + 1)]
+    assert needed.index(min(needed)) == count - 1
+    assert axis.logit == pytest.approx(min(needed), rel=1e-9)
+
+
+def test_the_cases_of_the_test_above_differ_in_how_many_frequencies_are_best():
+    counts = {name: len(sharpest_axis(*spectrum, 0.95).frequencies)
+              for name, spectrum in SPECTRA.items()}
+    assert len(set(counts.values())) >= 3
+    assert any(1 < counts[name] < len(SPECTRA[name][0]) for name in counts)
+
+
+# The whole model -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reading", EVERY_READING)
+@pytest.mark.parametrize("base", ["default", "torch"])
+def test_everything_but_queries_and_keys_is_as_the_base_drew_it(reading, base):
+    model, reference = built(reading), built(reading)
+    for parameter in model.parameters():
+        parameter.data.fill_(math.nan)               # what constructors drew must not survive
+    initialised(model, 3, base=base)
+    vitinit.init_weights(reference, base, generator=seeded(3))
+    for name, value in model.state_dict().items():
+        written = name.endswith(("attn.qk.weight", "attn.query", "attn.key"))
+        assert value.isfinite().all(), name
+        assert torch.equal(value, reference.state_dict()[name]) != written, name
+
+
+@pytest.mark.parametrize("reading", EVERY_READING)
+def test_the_generator_alone_decides(reading):
+    models = []
+    for seed in (3, 3, 5):
+        torch.manual_seed(len(models))
+        model, state = built(reading), torch.get_rng_state()
+        models.append(initialised(model, seed, offsets="random").state_dict())
+        assert torch.equal(torch.get_rng_state(), state)
+    first, again, other = models
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    for part in ("query", "key") if reading == "free" else ("qk.weight",):
+        same = torch.equal(first[f"blocks.0.attn.{part}"], other[f"blocks.0.attn.{part}"])
+        assert same == (part == "key")               # the keys know no offset
+
+
+def test_frozen_queries_and_keys_stay_frozen():
+    model = initialised(built("free", train_qk=False))
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {f"blocks.{block}.attn.{part}" for block in range(2)
+                      for part in ("query", "key")}
+
+
+# Errors ----------------------------------------------------------------------------------------
+
+NO_CODE = "this model's queries do not see; set input_code = true, alpha < 1, or another reads"
+
+
+@pytest.mark.parametrize("reading, sizes, options, message", [
+    ("content", dict(input_code=False), {}, NO_CODE), ("content", dict(alpha=1.0), {}, NO_CODE),
+    ("mixed", dict(alpha=1.0), {}, NO_CODE),
+    ("position", dict(head_dim=3), {}, "head_dim is 3, and init 'impulse' needs 4 or more"),
+    ("free", dict(head_dim=3), {}, "head_dim is 3, and init 'impulse' needs 4 or more"),
+    ("position", {}, dict(target_mass=0.0), "target_mass is 0.0, expected 0 < target_mass < 1"),
+    ("free", {}, dict(target_mass=1.0), "target_mass is 1.0, expected 0 < target_mass < 1"),
+    ("mixed", {}, dict(target_mass=math.nan), "target_mass is nan"),
+    ("position", {}, dict(offsets="spiral"), "offsets is 'spiral', expected \"ordered\" or"),
+    ("free", {}, dict(kernel_size=11), "kernel_size is 11, but beyond 9 its outer offsets have no"),
+    ("content", {}, dict(kernel_size=0), "kernel_size is 0, expected at least 1"),
+    ("mixed", {}, dict(base="zeros"), "base is 'zeros', expected one of default, torch"),
+    ("position", dict(grid=(5, 47), head_dim=7), {},
+     "cannot tell 47 places in a row apart by 1 frequencies to a mass of 0.949 each"),
+])
+def test_what_cannot_be_is_refused_in_one_line_before_anything_is_drawn(reading, sizes, options,
+                                                                        message):
+    model, generator = built(reading, **sizes), seeded()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message) as error:
+        vitinit.init_weights(model, "impulse", generator=generator, **options)
+    assert "\n" not in str(error.value)
+    assert torch.equal(generator.get_state(), seeded().get_state())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
