@@ -17,11 +17,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from vitinit.command_line import USER_ERRORS, Parser, choose_run, complain
-from vitinit.data.datasets import download, open_split
+from vitinit.data.datasets import Source, download, open_split
 from vitinit.data.draw import CropAndFlip, Erasing, RandAugment
 from vitinit.data.images import DataError
 from vitinit.data.loader import EvalViews, TrainViews, eval_loader, steps, train_loader
 from vitinit.data.mix import Mixing
+from vitinit.data.resident import (DrawnViews, Resident, ResidentEvalLoader, ResidentTrainLoader,
+                                   only_moves_pixels, resident_source)
 from vitinit.data.sampler import TrainSampler, plan_batches
 from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.init import INITS, init_weights
@@ -97,15 +99,30 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
     erasing = Erasing(probability=augment.erase_probability, area=augment.erase_area,
                       ratio=augment.erase_ratio, fill=augment.erase_fill)
     rand_augment = RandAugment(**vars(recipe.rand_augment))
+    seeded = dict(seed=recipe.run.seed, size=data.image_size, crop=crop, rand_augment=rand_augment,
+                  erasing=erasing)
+    measuring = dict(rank=processes.rank, world_size=processes.world_size)
     loading = dict(workers=data.workers, pin_memory=device.type == "cuda")
-    train_batches = train_loader(
-        TrainViews(train_set, seed=recipe.run.seed, size=data.image_size, crop=crop,
-                   rand_augment=rand_augment, erasing=erasing), sampler, **loading)
-    val_batches = eval_loader(
-        EvalViews(val_set, rank=processes.rank, world_size=processes.world_size,
-                  size=data.image_size, crop_pct=recipe.eval.crop_pct,
-                  interpolation=recipe.eval.interpolation),
-        batch_size=recipe.eval.batch_size, **loading)
+
+    # Small pictures of one size live on the device, if nothing resizes them; else workers decode.
+    def on_device(source: Source, possible: bool, bar: ProgressBar) -> Resident | None:
+        budget = data.on_device_gib if possible and not args.dry_run else 0.0
+        return together(lambda: resident_source(source, device, data.image_size, budget, bar.advance))
+    with ProgressBar("decode", len(train_set) + len(val_set), shown=processes.is_main) as bar:
+        resident_train = on_device(train_set, only_moves_pixels(crop, data.image_size), bar)
+        resident_val = on_device(val_set, recipe.eval.crop_pct == 1.0, bar)
+    if resident_train:
+        train_batches = ResidentTrainLoader(resident_train, DrawnViews(**seeded), sampler,
+                                            workers=data.workers)
+    else:
+        train_batches = train_loader(TrainViews(train_set, **seeded), sampler, **loading)
+    if resident_val:
+        val_batches = ResidentEvalLoader(resident_val, batch_size=recipe.eval.batch_size, **measuring)
+    else:
+        val_batches = eval_loader(
+            EvalViews(val_set, size=data.image_size, crop_pct=recipe.eval.crop_pct,
+                      interpolation=recipe.eval.interpolation, **measuring),
+            batch_size=recipe.eval.batch_size, **loading)
     looks = dict(mean=data.mean, std=data.std, channels_last=recipe.engine.channels_last)
     prepare_to_measure = ToDevice(device, **looks)
     prepare_to_train = TrainToDevice(
@@ -191,7 +208,7 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
     say(f"recipe  {recipe.name}, seed {recipe.run.seed}\n"
         f"data    {data.name}{data.root and ' ' + data.root}: {len(train_set):,} to train on, "
         f"{len(val_set):,} to validate, {data.num_classes} classes, "
-        f"{data.image_size[0]}×{data.image_size[1]}\n"
+        f"{data.image_size[0]}×{data.image_size[1]}{', all on the device' * bool(resident_train)}\n"
         f"augment {augment.repeats} view(s) of an image, RandAugment {rand_augment.layers} × magnitude "
         f"{rand_augment.magnitude:g}, erasing {erasing.probability:g}, mixup {mixing.mixup_alpha:g}, "
         f"cutmix {mixing.cutmix_alpha:g}, label smoothing {mixing.label_smoothing:g}\n"

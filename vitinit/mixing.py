@@ -135,7 +135,7 @@ def _token_mlp_reader(mlp: nn.Module) -> Reader:
 def _depthwise_reader(mixing: DepthwiseConv | DenseMixing) -> Reader:
     def read(channels, x: Tensor) -> Tensor:
         if isinstance(mixing, DenseMixing):
-            matrices = mixing.matrices()[channels]
+            matrices = mixing.matrices()[channels].clone()   # not the parameter, which will change
         else:
             matrices = torch.stack([convolution_matrix(kernel, x.shape[-2:])
                                     for kernel in mixing.kernels()[channels, 0]])

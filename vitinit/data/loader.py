@@ -6,7 +6,7 @@ import atexit
 import itertools
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,11 +77,11 @@ class EvalViews(Dataset):
 def train_loader(views: TrainViews, sampler: TrainSampler, *, workers: int,
                  pin_memory: bool) -> DataLoader:
     """Micro-batches in the sampler's order; `sampler.start` before each iteration."""
-    return _loader(views, _stack_for_training, workers, pin_memory, batch_sampler=sampler,
-                   persistent_workers=workers > 0)
+    return batch_loader(views, _stack_for_training, workers, pin_memory, batch_sampler=sampler,
+                        persistent_workers=workers > 0)
 
 
-def steps(loader: DataLoader, accumulation: int) -> Iterator[list[TrainBatch]]:
+def steps(loader: Iterable[TrainBatch], accumulation: int) -> Iterator[list[TrainBatch]]:
     """The micro-batches of one step at a time."""
     batches = iter(loader)
     for first in batches:
@@ -91,11 +91,12 @@ def steps(loader: DataLoader, accumulation: int) -> Iterator[list[TrainBatch]]:
 def eval_loader(views: EvalViews, *, batch_size: int, workers: int,
                 pin_memory: bool) -> DataLoader:
     """All views in order; the last batch may be smaller."""
-    return _loader(views, _stack, workers, pin_memory, batch_size=batch_size)
+    return batch_loader(views, _stack, workers, pin_memory, batch_size=batch_size)
 
 
-def _loader(views: Dataset, stack: Callable, workers: int, pin_memory: bool,
-            **batching) -> DataLoader:
+def batch_loader(views: Dataset, stack: Callable, workers: int, pin_memory: bool,
+                 **batching) -> DataLoader:
+    """torch's DataLoader, whose workers leave signals to the training process and end with it."""
     if workers:
         atexit.unregister(_end_workers)              # once is enough
         atexit.register(_end_workers)

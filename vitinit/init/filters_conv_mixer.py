@@ -44,7 +44,11 @@ def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
     if not 1 <= cells <= size**2 or sigma <= 0:
         raise ValueError(f"cells is {cells} and sigma {sigma}; expected 1 ≤ cells ≤ {size**2}, the "
                          "cells of the model's kernel, and sigma > 0")
-    if kind == "permutation" and not isinstance(model.depthwise(model.blocks[0]), DenseMixing):
+    first = model.depthwise(model.blocks[0])
+    if kind != "random" and getattr(first, "softmax", False):
+        raise ValueError(f'kind is "{kind}", and a softmax would make something else of such filters; '
+                         "set softmax_filters = false")
+    if kind == "permutation" and not isinstance(first, DenseMixing):
         raise ValueError('kind is "permutation", which is no convolution; set dense_filters = true')
     draw_base(model, base, generator)
     draw = {"random": lambda: random_kernel(size, generator=generator),

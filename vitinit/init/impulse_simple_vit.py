@@ -66,12 +66,18 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator,
     target_mass: what the target gets at least, wherever it is on the grid; √target_mass on each axis.
         Of the head_dim // 4 highest frequencies of the code (lowest of the free ones) an axis uses
         the first so many that need the smallest logits. A query whose target is off the grid looks
-        at the border near it.
+        at the border near it if reads is "position"; with free ones it spreads over its axis.
 
     arXiv 2401.12511 reaches such maps by gradient descent, which is init `impulse_gd`; this closed
-    form is ours. "On the code alone" means P for reads = "position", (1 − alpha) P for "mixed",
-    LayerNorm(P) for "content"; patches come on top. Raises ValueError for a model whose queries see
-    no code, or one that cannot reach target_mass.
+    form is ours. "On the code alone" means P for reads = "position", where it is the whole truth,
+    and (1 − alpha) P for "mixed", LayerNorm(P) for "content" (there .89 at worst for .9). In the last
+    two patches come on top, and drown the code unless alpha is small: at .1 next to nothing is left.
+    So do the papers' solutions, which see the code alone, too.
+
+    On 16×16 tokens, width 512, 8 heads of 64: ≥ .90 at every place in .03 s. Gradient descent as in
+    the paper's code (kernel 5, σ = .1, renorm_every = 100): .21 after 1,000 steps (13 s), .22 after
+    10,000. Raises ValueError for a model whose queries see no code, or one that cannot reach
+    target_mass.
     """
     if not 0.0 < target_mass < 1.0:
         raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
@@ -141,9 +147,9 @@ def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
             low, high = (low, middle) if reached(middle) else (middle, high)
         found.append(Axis(frequencies[:count], high))
     if not found:
-        raise ValueError(f"init 'impulse' cannot tell {size} places in a row apart by {len(frequencies)} "
-                         f"frequencies to a mass of {mass:.3f} each; raise head_dim or lower "
-                         "target_mass")
+        raise ValueError(f"init 'impulse' cannot tell {size} places in a row apart by so few as "
+                         f"{len(frequencies)} frequencies to a mass of {mass:g}; raise head_dim or "
+                         "lower target_mass")
     return min(found, key=lambda axis: axis.logit)
 
 

@@ -64,8 +64,10 @@ class DenseMixing(nn.Module):
 
     def __init__(self, dim: int, places: int, *, num_filters: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_filters or dim, places, places))
-        self.bias = nn.Parameter(torch.zeros(dim))
+        bound = places ** -0.5                       # as PyTorch's layers draw
+        self.weight = nn.Parameter(torch.empty(num_filters or dim, places, places)
+                                   .uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(dim).uniform_(-bound, bound))
 
     def matrices(self) -> Tensor:
         """The mixing matrix of every channel: (C, N, N)."""
@@ -75,6 +77,10 @@ class DenseMixing(nn.Module):
         return self.weight[torch.arange(dim, device=self.weight.device) % len(self.weight)]
 
     def forward(self, x: Tensor) -> Tensor:
+        places = self.weight.shape[2]
+        if x.shape[2] * x.shape[3] != places:
+            raise ValueError(f"dense filters mix {places} places, and the map has {x.shape[2]}×"
+                             f"{x.shape[3]}; they fit images of one size alone")
         mixed = torch.einsum("cnm, bcm -> bcn", self.matrices(), x.flatten(2))
         return (mixed + self.bias[:, None]).unflatten(2, x.shape[2:])
 
