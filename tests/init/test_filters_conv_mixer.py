@@ -12,7 +12,7 @@ import torch
 
 import vitinit
 from vitinit.filters import gaussian_kernel, random_kernel
-from vitinit.init.filters_conv_mixer import placed_gaussian, scattered_box
+from vitinit.init.filters_conv_mixer import filters_conv_mixer, placed_gaussian, scattered_box
 
 
 def conv_mixer(width: int = 1009, kernel_size: int = 5, **options) -> torch.nn.Module:
@@ -200,3 +200,16 @@ def test_only_the_dense_weights_differ_from_the_base(kind, base):
     for name, value in dense(kind=kind, base=base).state_dict().items():
         written = name.endswith("0.fn.0.weight")
         assert torch.equal(value, reference[name]) != written, name
+
+
+@pytest.mark.parametrize("kind", ["box", "gaussian", "permutation"])
+def test_a_softmax_takes_no_filters_but_random_ones(kind):
+    model = vitinit.build_model("convmixer_256_8", num_classes=3, image_size=8, patch_size=2,
+                                embed_dim=5, depth=1, kernel_size=3, softmax_filters=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+    with pytest.raises(ValueError, match=f'kind is "{kind}", and a softmax') as caught:
+        filters_conv_mixer(model, generator=generator, kind=kind)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    filters_conv_mixer(model, generator=generator, kind="random")

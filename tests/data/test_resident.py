@@ -1,0 +1,184 @@
+"""Sets that live on the device give the bits of the way through workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitinit.data.datasets import ImageFolder, PicturesInMemory
+from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleKey, draw_view
+from vitinit.data.images import Box, DataError, crop_and_flip
+from vitinit.data.loader import EvalViews, TrainViews, eval_loader, train_loader
+from vitinit.data.resident import (GIB, DrawnViews, Resident, ResidentEvalLoader,
+                                   ResidentTrainLoader, only_moves_pixels, resident_source)
+from vitinit.data.sampler import TrainSampler, plan_batches
+
+CPU = torch.device("cpu")
+SIDE, COUNT, SEED = 7, 23, 5
+SHIFT = CropAndFlip(scale=(1.0, 1.0), ratio=(1.0, 1.0), padding=3)
+SEEDED = dict(seed=SEED, size=(SIDE, SIDE), crop=SHIFT,
+              rand_augment=RandAugment(probability=0.7, interpolation="random"),
+              erasing=Erasing(probability=0.5))
+
+
+def noise(count: int, height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number, pixels in enumerate(noise(COUNT, SIDE, SIDE)):
+        path = tmp_path / f"class_{number % 3}" / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(path)
+    return tmp_path
+
+
+def in_memory(height: int = SIDE, width: int = SIDE, count: int = COUNT) -> PicturesInMemory:
+    pictures = torch.from_numpy(noise(count, height, width)).permute(0, 3, 1, 2)
+    return PicturesInMemory(pictures, np.arange(count) * 7 % 5, [""] * 5)
+
+
+def sampler(*, rank: int = 0, world_size: int = 1, step: int = 0) -> TrainSampler:
+    made = TrainSampler(COUNT, plan_batches(6, 3, world_size), rank=rank, seed=SEED, repeats=2)
+    made.start(epoch=3, step=step)
+    return made
+
+
+def parts(batch) -> list[np.ndarray]:
+    return [np.asarray(batch.images), np.asarray(batch.labels), *batch.draws]
+
+
+# ---------------------------------------------------------------------------------------------
+# One view
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("height, width", [(7, 7), (5, 11)])
+@pytest.mark.parametrize("flip", [False, True])
+def test_a_cut_is_the_crop_of_the_picture_wherever_the_window_lies(height, width, flip):
+    pictures = torch.from_numpy(noise(3, height, width)).permute(0, 3, 1, 2).contiguous()
+    resident = Resident(pictures, torch.arange(3))
+    corners = [(top, left) for top in range(-height - 1, height + 2) for left in (-13, -2, 0, 3, 12)]
+    indices = torch.arange(len(corners)) % 3
+    views = resident.cut(indices, torch.tensor([(*corner, int(flip)) for corner in corners]))
+    assert views.dtype == torch.uint8 and views.is_contiguous()
+    for view, index, (top, left) in zip(views, indices, corners):
+        expected = crop_and_flip(pictures[index], Box(top, left, height, width), flip,
+                                 (height, width), "bicubic")
+        assert torch.equal(view, expected)
+
+
+@pytest.mark.parametrize("crop, size, expected", [
+    (SHIFT, (7, 7), True), (SHIFT, (7, 11), False),
+    (CropAndFlip(scale=(0.5, 1.0), ratio=(1.0, 1.0)), (7, 7), False),
+    (CropAndFlip(scale=(1.0, 1.0), ratio=(1.0, 1.9), padding=3), (7, 7), False),
+    (CropAndFlip(scale=(1.0, 1.0), ratio=(1.0, 1.0), padding=0, flip=0.0), (7, 7), True),
+])
+def test_pixels_only_move_where_every_drawn_box_has_the_pictures_size(crop, size, expected):
+    assert only_moves_pixels(crop, size) is expected
+    boxes = [draw_view(SampleKey(0, index), *size, seed=0, crop=crop).box for index in range(60)]
+    assert all((box.height, box.width) == size for box in boxes) is expected
+
+
+# ---------------------------------------------------------------------------------------------
+# Which sets
+# ---------------------------------------------------------------------------------------------
+
+
+def test_files_are_decoded_in_order_with_a_call_for_each(folder):
+    source, calls = ImageFolder(folder), []
+    resident = resident_source(source, CPU, (SIDE, SIDE), 1.0, lambda: calls.append(1))
+    assert len(calls) == COUNT
+    for index in range(COUNT):
+        assert torch.equal(resident.pictures[index], source.picture(index))
+    assert resident.labels.tolist() == source.labels.tolist()
+
+
+def test_the_budget_is_the_bytes_of_the_pictures():
+    exactly = COUNT * 3 * SIDE * SIDE / GIB
+    for source in (in_memory(),):
+        assert resident_source(source, CPU, (SIDE, SIDE), exactly) is not None
+        assert resident_source(source, CPU, (SIDE, SIDE), exactly * 0.999) is None
+        assert resident_source(source, CPU, (SIDE, SIDE), 0.0) is None
+
+
+def test_pictures_of_another_size_stay_with_the_workers(folder):
+    assert resident_source(in_memory(height=8), CPU, (SIDE, SIDE), 1.0) is None
+    assert resident_source(ImageFolder(folder), CPU, (SIDE, SIDE + 1), 1.0) is None
+    odd = folder / "class_2" / "odd.png"             # the last one
+    Image.fromarray(noise(1, SIDE, SIDE + 1)[0]).save(odd)
+    assert resident_source(ImageFolder(folder), CPU, (SIDE, SIDE), 1.0) is None
+
+
+def test_a_broken_picture_is_named_at_once(folder):
+    (folder / "class_1" / "zz.png").write_bytes(b"no picture")
+    with pytest.raises(DataError, match="zz.png: not a readable picture"):
+        resident_source(ImageFolder(folder), CPU, (SIDE, SIDE), 1.0)
+
+
+# ---------------------------------------------------------------------------------------------
+# Batches
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("where", [dict(), dict(step=2), dict(rank=1, world_size=2)])
+def test_training_batches_are_those_of_the_workers_to_the_bit(folder, workers, where):
+    source = ImageFolder(folder)
+    resident = resident_source(source, CPU, (SIDE, SIDE), 1.0)
+    ours = ResidentTrainLoader(resident, DrawnViews(**SEEDED), sampler(**where), workers=workers)
+    theirs = train_loader(TrainViews(source, **SEEDED), sampler(**where), workers=0,
+                          pin_memory=False)
+    assert len(ours) == len(theirs) > 0
+    seen = 0
+    for mine, other in zip(ours, theirs, strict=True):
+        for a, b in zip(parts(mine), parts(other), strict=True):
+            assert a.dtype == b.dtype and np.array_equal(a, b)
+        seen += len(mine.labels)
+    assert seen == 3 * len(ours)
+
+
+@pytest.mark.parametrize("rank, world_size", [(0, 1), (0, 2), (1, 2)])
+def test_evaluation_batches_are_those_of_the_workers_to_the_bit(rank, world_size):
+    source, share = in_memory(), dict(rank=rank, world_size=world_size)
+    resident = resident_source(source, CPU, (SIDE, SIDE), 1.0)
+    ours = ResidentEvalLoader(resident, batch_size=5, **share)
+    theirs = eval_loader(EvalViews(source, size=(SIDE, SIDE), crop_pct=1.0, interpolation="bicubic",
+                                   **share), batch_size=5, workers=0, pin_memory=False)
+    assert len(ours) == len(theirs) > 0
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine.images, other.images) and torch.equal(mine.labels, other.labels)
+
+
+def weights_of_a_run(train_program, arguments: list[str], folder: Path) -> dict[str, Tensor]:
+    assert train_program.main(arguments) == 0
+    return torch.load(folder / "last.pt", weights_only=True)["model"]
+
+
+def test_a_run_ends_with_the_same_weights_either_way(train_program, small_run, folder, tmp_path,
+                                                     capsys):
+    """Every augmentation on but resizing, two views an image, accumulation."""
+    pictures = tmp_path / "both"
+    pictures.mkdir()
+    for split in ("train", "val"):
+        (pictures / split).mkdir()
+        for name in ("class_0", "class_1", "class_2"):
+            (pictures / split / name).symlink_to(folder / name)
+    weights = {}
+    for gib in ("0.0", "1.0"):
+        run = tmp_path / f"run-{gib}"
+        arguments = small_run(run, data__on_device_gib=gib, data__image_size=str(SIDE),
+                              eval__crop_pct="1.0", augment__crop_scale="[1.0, 1.0]",
+                              augment__crop_ratio="[1.0, 1.0]", augment__crop_padding="2",
+                              model__options__patch_size=str(SIDE), schedule__epochs="2")
+        arguments[arguments.index("--data-dir") + 1] = str(pictures)
+        weights[gib] = weights_of_a_run(train_program, arguments, run)
+        assert ("all on the device" in capsys.readouterr().out) == (gib == "1.0")
+    for name, value in weights["0.0"].items():
+        assert torch.equal(value, weights["1.0"][name]), name
