@@ -25,6 +25,7 @@ from vitinit.data.mix import Mixing
 from vitinit.data.resident import (DrawnViews, Resident, ResidentEvalLoader, ResidentTrainLoader,
                                    only_moves_pixels, resident_source)
 from vitinit.data.sampler import TrainSampler, plan_batches
+from vitinit.data.subset import stratified_part
 from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.init import INITS, init_weights
 from vitinit.init.weight_selection import select_weights
@@ -83,6 +84,10 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
         together(lambda: download(data.name, data.root) if processes.local_rank == 0 else None)
     train_set, val_set = together(lambda: [
         open_split(data.name, data.root, split, data.num_classes) for split in ("train", "val")])
+    available = len(train_set)
+    train_set = together(lambda: stratified_part(
+        train_set, share=data.subset, images_per_class=data.images_per_class,
+        seed=data.subset_seed))
     optim, augment, mixing = recipe.optim, recipe.augment, Mixing(**vars(recipe.mix))
     try:
         plan = plan_batches(optim.global_batch, optim.max_batch_per_process, processes.world_size)
@@ -205,8 +210,9 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
         return row
 
     parameters = sum(p.numel() for p in model.parameters())
+    part = f" of {available:,}" if len(train_set) < available else ""
     say(f"recipe  {recipe.name}, seed {recipe.run.seed}\n"
-        f"data    {data.name}{data.root and ' ' + data.root}: {len(train_set):,} to train on, "
+        f"data    {data.name}{data.root and ' ' + data.root}: {len(train_set):,}{part} to train on, "
         f"{len(val_set):,} to validate, {data.num_classes} classes, "
         f"{data.image_size[0]}×{data.image_size[1]}{', all on the device' * bool(resident_train)}\n"
         f"augment {augment.repeats} view(s) of an image, RandAugment {rand_augment.layers} × magnitude "

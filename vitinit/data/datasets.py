@@ -1,26 +1,28 @@
-"""Where pictures come from: image folders, CIFAR, and the embedded set `shapes`.
+"""Where pictures come from: image folders, published data sets, and the embedded set `shapes`.
 
 Every source answers the same three questions: `len(source)`, `source.picture(i)` → (3, H, W) uint8,
-and `source.labels[i]`; `source.classes` names the labels.
+and `source.labels[i]`; `source.classes` names the labels. `DATA_SETS` at the end lists all sets.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
-from torchvision.datasets import CIFAR10, CIFAR100
+from torchvision.datasets import CIFAR10, CIFAR100, SVHN, Flowers102, Food101, OxfordIIITPet
 from torchvision.datasets.folder import make_dataset
 
-from . import shapes
+from . import layouts, shapes
 from .images import DataError, decode_image
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
-CIFAR = {"cifar10": CIFAR10, "cifar100": CIFAR100}
 VALIDATION_FOLDERS = ("val", "test")
 
 
@@ -33,6 +35,8 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def picture(self, index: int) -> Tensor: ...     # (3, H, W) uint8
+
+    def part(self, indices: np.ndarray) -> Source: ...   # those pictures alone, in that order
 
 
 class PicturesInMemory:
@@ -47,8 +51,30 @@ class PicturesInMemory:
     def picture(self, index: int) -> Tensor:
         return self.pictures[index]
 
+    def part(self, indices: np.ndarray) -> PicturesInMemory:
+        return PicturesInMemory(self.pictures[indices], self.labels[indices], self.classes)
 
-class ImageFolder:
+
+class PictureFiles:
+    """Pictures on disk, each decoded when it is asked for."""
+
+    def __init__(self, paths: Sequence[str] | np.ndarray, labels: Sequence[int] | np.ndarray,
+                 classes: list[str]) -> None:
+        # One array of bytes, not a million Python strings: workers share it without copying.
+        self.paths = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
+        self.labels, self.classes = np.array(labels, dtype=np.int64), classes
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def picture(self, index: int) -> Tensor:
+        return decode_image(os.fsdecode(self.paths[index]))
+
+    def part(self, indices: np.ndarray) -> PictureFiles:
+        return PictureFiles(self.paths[indices], self.labels[indices], self.classes)
+
+
+class ImageFolder(PictureFiles):
     """`folder`/<class>/**/<picture>: one folder a class, in alphabetical order.
 
     Raises DataError, in one line, for a folder that is missing, has no classes, or has a class
@@ -56,23 +82,15 @@ class ImageFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.classes = class_folders(folder)
-        samples = make_dataset(str(folder), {name: i for i, name in enumerate(self.classes)},
+        classes = class_folders(folder)
+        samples = make_dataset(str(folder), {name: i for i, name in enumerate(classes)},
                                is_valid_file=lambda path: is_picture(path, folder),
                                allow_empty=True)
-        # One array of bytes, not a million Python strings: workers share it without copying.
-        self.paths = np.array([os.fsencode(path) for path, _ in samples], dtype=np.bytes_)
-        self.labels = np.array([label for _, label in samples], dtype=np.int64)
+        super().__init__([path for path, _ in samples], [label for _, label in samples], classes)
         empty = set(range(len(self.classes))) - set(self.labels.tolist())
         if empty:
             raise DataError(f"{folder / self.classes[min(empty)]}: no picture in this class; "
                             f"expected files ending in {', '.join(EXTENSIONS)}")
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def picture(self, index: int) -> Tensor:
-        return decode_image(os.fsdecode(self.paths[index]))
 
 
 class LoosePictures:
@@ -113,40 +131,13 @@ def class_folders(folder: Path) -> list[str]:
     return names
 
 
-def download(name: str, root: str) -> None:
-    """Fetch a data set that torchvision offers, unless it is there; raises DataError offline."""
-    if name not in CIFAR:
-        return
-    try:
-        for train in (True, False):
-            CIFAR[name](root, train=train, download=True)
-    except (OSError, RuntimeError) as error:         # urllib's errors are OSErrors
-        archive = CIFAR[name].filename
-        raise DataError(f"{name}: not complete in {root} and cannot be downloaded "
-                        f"({error}); put {archive} or its unpacked folder "
-                        f"{CIFAR[name].base_folder} there yourself") from None
+# ---------------------------------------------------------------------------------------------
+# Image folders
+# ---------------------------------------------------------------------------------------------
 
 
-def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
-    """The split "train" or "val" of a data set that is on disk already.
-
-    Image folders call their second split val/ or test/. Raises DataError when something is missing
-    or when the number of classes is not `num_classes`.
-    """
-    if name == "shapes":
-        source = PicturesInMemory(*shapes.make_split(split), shapes.CLASSES)
-    elif name in CIFAR:
-        source = _open_cifar(name, root, split)
-    else:
-        source = _open_folder(Path(root), split)
-    if len(source.classes) != num_classes:
-        raise DataError(f"{root or name}: {len(source.classes)} classes found, but the recipe's "
-                        f"data.num_classes is {num_classes}; "
-                        f"--set data.num_classes={len(source.classes)} if the data is right")
-    return source
-
-
-def _open_folder(root: Path, split: str) -> ImageFolder:
+def open_folder(root: Path, split: str) -> ImageFolder:
+    """train/<class>/… and val/<class>/… or test/<class>/…, of the same classes."""
     if split == "train":
         return ImageFolder(root / "train")
     present = [name for name in VALIDATION_FOLDERS if (root / name).is_dir()]
@@ -162,11 +153,160 @@ def _open_folder(root: Path, split: str) -> ImageFolder:
     return source
 
 
-def _open_cifar(name: str, root: str, split: str) -> PicturesInMemory:
+def open_imagenet(root: Path, split: str) -> ImageFolder:
+    """ImageNet-1K: an image folder whose classes are WordNet's numbers.
+
+    Its archive of validation pictures unpacks into one flat folder, which is an error.
+    """
+    folder = root / split
+    if folder.is_dir() and not any(entry.is_dir() for entry in os.scandir(folder)):
+        raise DataError(f"{folder}: no class folders in it; ImageNet's pictures must lie in "
+                        f"{folder}/<wnid>/, the 50,000 of validation, too (valprep.sh of "
+                        "github.com/soumith/imagenetloader.torch moves them)")
+    if split == "val" and not folder.is_dir():       # test/ holds pictures without labels
+        raise DataError(f"{folder}: no such folder; ImageNet is train/<wnid>/… and val/<wnid>/…")
+    source = open_folder(root, split)
+    strange = [name for name in source.classes if not is_wnid(name)]
+    if strange:
+        raise DataError(f"{folder / strange[0]}: not a class of ImageNet, such as n01440764; for "
+                        "other image folders --set data.name=image_folder")
+    return source
+
+
+def is_wnid(name: str) -> bool:
+    """A number of WordNet's: n and eight digits."""
+    return len(name) == 9 and name[0] == "n" and name[1:].isdecimal()
+
+
+# ---------------------------------------------------------------------------------------------
+# All sets
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """What is known of a data set by its name.
+
+    open: its part "train" or "val" under a root folder. holds: what that folder holds.
+    num_classes: None: as many as there are. mean, std: per channel, of [0, 1], as its recipes
+    normalise. download: torchvision's, into a root folder, of what is not there yet.
+    """
+
+    open: Callable[[Path, str], Source]
+    holds: str
+    num_classes: int | None
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    download: Callable[[str], object] | None = None
+    needs_scipy: bool = False
+
+
+def _in_memory(read: Callable[[Path, str], layouts.Whole]) -> Callable[[Path, str], Source]:
+    return lambda root, split: PicturesInMemory(*read(root, split))
+
+
+def _from_files(list_pictures: Callable[[Path, str], layouts.Listed]
+                ) -> Callable[[Path, str], Source]:
+    return lambda root, split: PictureFiles(*list_pictures(root, split))
+
+
+def _download_svhn(root: str) -> None:
+    for split in ("train", "test"):
+        SVHN(root, split=split, download=True)
+
+
+# Those of torchvision and timm, which arXiv 2505.19985 takes for its small sets, too. They stand
+# wherever a set's own could not be computed here. CIFAR's are those of its training pixels.
+IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+
+DATA_SETS: dict[str, DataSet] = {
+    "shapes": DataSet(
+        lambda _, split: PicturesInMemory(*shapes.make_split(split), shapes.CLASSES),
+        "nothing", 10, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)),
+    "image_folder": DataSet(
+        open_folder, "train/<class>/… and val/<class>/… or test/<class>/…", None, **IMAGENET),
+    "imagenet": DataSet(open_imagenet, "train/<wnid>/… and val/<wnid>/…", 1000, **IMAGENET),
+    "cifar10": DataSet(
+        _in_memory(partial(layouts.read_cifar, CIFAR10)),
+        "cifar-10-batches-py/ (cifar-10-python.tar.gz unpacked)", 10,
+        mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),
+        download=partial(CIFAR10, download=True)),
+    "cifar100": DataSet(
+        _in_memory(partial(layouts.read_cifar, CIFAR100)),
+        "cifar-100-python/ (cifar-100-python.tar.gz unpacked)", 100,
+        mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762),
+        download=partial(CIFAR100, download=True)),
+    "stl10": DataSet(
+        _in_memory(layouts.read_stl10), "stl10_binary/ (stl10_binary.tar.gz unpacked)", 10,
+        **IMAGENET, download=partial(layouts.LabelledSTL10, download=True)),
+    "svhn": DataSet(
+        _in_memory(layouts.read_svhn), "train_32x32.mat and test_32x32.mat", 10, **IMAGENET,
+        download=_download_svhn, needs_scipy=True),
+    "food101": DataSet(
+        _from_files(layouts.list_food101), "food-101/ (food-101.tar.gz unpacked)", 101, **IMAGENET,
+        download=partial(Food101, download=True)),
+    "flowers102": DataSet(
+        _from_files(layouts.list_flowers102),
+        "flowers-102/ with imagelabels.mat, setid.mat and jpg/ (102flowers.tgz unpacked)", 102,
+        **IMAGENET, download=partial(Flowers102, download=True), needs_scipy=True),
+    "pets": DataSet(
+        _from_files(layouts.list_pets),
+        "oxford-iiit-pet/ with images/ and annotations/ (images.tar.gz and annotations.tar.gz "
+        "unpacked)", 37, **IMAGENET, download=partial(OxfordIIITPet, download=True)),
+    "tiny_imagenet": DataSet(
+        _from_files(layouts.list_tiny_imagenet),
+        "wnids.txt, train/ and val/ (cs231n.stanford.edu/tiny-imagenet-200.zip unpacked)", 200,
+        **IMAGENET),
+}
+
+
+def download(name: str, root: str) -> None:
+    """Fetch a data set that torchvision offers, unless it is there; raises DataError offline."""
+    data_set = DATA_SETS[name]
+    if data_set.download is None:
+        return
+    _require_scipy(name)                             # before hours of downloading
     try:
-        pictures = CIFAR[name](root, train=split == "train")
-    except RuntimeError:
-        raise DataError(f"{root}: no complete {name} in it; expected the folder "
-                        f"{CIFAR[name].base_folder}") from None
-    tensor = torch.from_numpy(pictures.data).permute(0, 3, 1, 2)         # (N, 3, 32, 32)
-    return PicturesInMemory(tensor, np.array(pictures.targets), list(pictures.classes))
+        data_set.download(root)
+    except (OSError, RuntimeError) as error:         # urllib's errors are OSErrors
+        raise DataError(f"{name}: not complete in {root} and cannot be downloaded ({error}); "
+                        f"put there {data_set.holds}") from None
+
+
+def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
+    """The split "train" or "val" of a data set that is on disk already.
+
+    Raises DataError when something is missing or damaged, when a class has no picture, or when the
+    number of classes is not `num_classes`.
+    """
+    data_set = DATA_SETS[name]
+    _require_scipy(name)
+    try:
+        source = data_set.open(Path(root), split)
+    except (OSError, RuntimeError) as error:         # torchvision's own is a RuntimeError
+        reason = "no such folder"
+        if Path(root).is_dir():
+            reason = (f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else
+                      "a file is missing or damaged")
+        raise DataError(f"{root}: no complete {name} in it ({reason}); expected "
+                        f"{data_set.holds}") from None
+    found = len(source.classes)
+    if found != num_classes:
+        whole = ("the data is right" if data_set.num_classes in (None, found) else
+                 f"a part of {name}, which has {data_set.num_classes}, is meant")
+        raise DataError(f"{root or name}: {found} classes found, but the recipe's data.num_classes "
+                        f"is {num_classes}; --set data.num_classes={found} if {whole}")
+    empty = set(range(found)) - set(source.labels.tolist())
+    if empty:
+        raise DataError(f"{root}: class '{source.classes[min(empty)]}' of {name} has no picture in "
+                        f"its {split} split")
+    return source
+
+
+def _require_scipy(name: str) -> None:
+    if not DATA_SETS[name].needs_scipy:
+        return
+    try:
+        import_module("scipy.io")
+    except ImportError:
+        raise DataError(f"{name}: reading it needs scipy: pip install 'vitinit[scipy]'") from None
