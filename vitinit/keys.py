@@ -23,7 +23,7 @@ class Stream(IntEnum):
     RAND_AUGMENT = 5    # one sample's operations: counters (epoch, index, repeat)
     ERASE = 6           # one sample's erased box and its noise: counters (epoch, index, repeat)
     MIX = 7             # mixup or cutmix of a micro-batch: counters (step, rank, micro-step)
-    SUBSET = 8          # the order in which a class gives its pictures to a subset: counters (class,)
+    SUBSET = 8          # the order of a class' images, of which a subset takes the first: (class,)
 
 
 def keyed_generator(seed: int, stream: Stream, *counters: int) -> np.random.Generator:

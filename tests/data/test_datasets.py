@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import urllib.request
 from pathlib import Path
 from urllib.error import URLError
 
@@ -14,7 +15,7 @@ import torch
 import torchvision
 from PIL import Image
 
-from vitinit.data import datasets, shapes
+from vitinit.data import shapes
 from vitinit.data.datasets import ImageFolder, LoosePictures, download, open_split
 from vitinit.data.images import DataError
 
@@ -87,26 +88,26 @@ def test_loose_pictures_are_the_first_of_any_folders_and_have_one_class(tmp_path
 def test_the_second_split_is_val_or_test(tmp_path, folder):
     write_tree(tmp_path, "train/ant/a.png", "train/bee/b.png", f"{folder}/ant/c.png",
                f"{folder}/bee/d.png", f"{folder}/bee/e.png")
-    train, val = (open_split("folder", str(tmp_path), split, 2) for split in ("train", "val"))
+    train, val = (open_split("image_folder", str(tmp_path), split, 2) for split in ("train", "val"))
     assert len(train) == 2 and len(val) == 3
     assert np.array_equal(val.picture(0).numpy(), pixels(2).transpose(2, 0, 1))
 
 
 def test_val_goes_before_test_and_needs_no_train(tmp_path):
     write_tree(tmp_path, "test/ant/a.png", "val/ant/b.png", "val/ant/c.png")
-    assert len(open_split("folder", str(tmp_path), "val", 1)) == 2
+    assert len(open_split("image_folder", str(tmp_path), "val", 1)) == 2
 
 
 @pytest.mark.parametrize("split, missing", [("train", "train"), ("val", "val")])
 def test_a_missing_split_is_named_with_what_was_expected(tmp_path, split, missing):
-    line = refusal(open_split, "folder", str(tmp_path / "nowhere"), split, 2)
+    line = refusal(open_split, "image_folder", str(tmp_path / "nowhere"), split, 2)
     assert line.startswith(f"{tmp_path / 'nowhere' / missing}: no such folder")
     assert "train/<class>/" in line and "val/<class>/" in line and "test/<class>/" in line
 
 
 def test_a_split_without_class_folders_is_refused(tmp_path):
     write_tree(tmp_path, "train/a.png", "train/.hidden/b.png")
-    line = refusal(open_split, "folder", str(tmp_path), "train", 2)
+    line = refusal(open_split, "image_folder", str(tmp_path), "train", 2)
     assert line.startswith(f"{tmp_path / 'train'}: no class folders")
     assert f"{tmp_path / 'train'}/<class>/<picture>" in line
 
@@ -115,7 +116,7 @@ def test_a_class_without_pictures_is_named(tmp_path):
     write_tree(tmp_path, "train/ant/a.png", "train/cat/b.png")
     (tmp_path / "train" / "bee").mkdir()
     (tmp_path / "train" / "bee" / "notes.txt").write_text("no picture")
-    line = refusal(open_split, "folder", str(tmp_path), "train", 3)
+    line = refusal(open_split, "image_folder", str(tmp_path), "train", 3)
     assert line.startswith(f"{tmp_path / 'train' / 'bee'}: no picture") and ".png" in line
 
 
@@ -125,22 +126,22 @@ def test_a_class_without_pictures_is_named(tmp_path):
 def test_splits_of_different_classes_are_refused(tmp_path, train, val, without, held_by):
     write_tree(tmp_path, *(f"train/{name}/a.png" for name in train),
                *(f"val/{name}/a.png" for name in val))
-    line = refusal(open_split, "folder", str(tmp_path), "val", len(val))
+    line = refusal(open_split, "image_folder", str(tmp_path), "val", len(val))
     assert line.startswith(f"{tmp_path / without}: ")
     assert f"'cow' of {tmp_path / held_by} is missing" in line
 
 
 def test_a_wrong_number_of_classes_names_the_fix(tmp_path):
     write_tree(tmp_path, "train/ant/a.png", "train/bee/b.png")
-    line = refusal(open_split, "folder", str(tmp_path), "train", 1000)
+    line = refusal(open_split, "image_folder", str(tmp_path), "train", 1000)
     assert line.startswith(f"{tmp_path}: 2 classes found") and "1000" in line
     assert "--set data.num_classes=2" in line
 
 
 def test_the_embedded_set_opens_without_a_root(monkeypatch):
-    monkeypatch.setattr(shapes, "SPLITS", {"train": 13, "val": 7})
+    monkeypatch.setattr(shapes, "SPLITS", {"train": 61, "val": 53})
     train, val = (open_split("shapes", "", split, 10) for split in ("train", "val"))
-    assert (len(train), len(val)) == (13, 7) and train.classes == shapes.CLASSES
+    assert (len(train), len(val)) == (61, 53) and train.classes == shapes.CLASSES
     assert torch.equal(val.picture(3), shapes.make_split("val")[0][3])
     line = refusal(open_split, "shapes", "", "train", 11)
     assert line.startswith("shapes: 10 classes found")
@@ -162,17 +163,18 @@ def cifar(request, tmp_path, monkeypatch):
 
     def write_batch(file: str, count: int) -> tuple[list[str], np.ndarray, list[int]]:
         pictures = rng.integers(0, 256, (count, 3, 32, 32), dtype=np.uint8)
-        labels = rng.integers(0, num_classes, count).tolist()
+        labels = rng.permutation(np.arange(count) % num_classes).tolist()
         # A row holds the red plane, the green and the blue, each row by row.
         rows = np.hstack([pictures[:, channel].reshape(count, 1024) for channel in range(3)])
         return (write(file, {"data": rows, labels_key: labels, "coarse_labels": [0] * count}),
                 pictures, labels)
 
-    batches = [write_batch(file, count) for file, count in zip(train_files, (2, 3, 5, 7, 11))]
-    test_batch = write_batch(test_file, 13)
+    batches = [write_batch(file, count) for file, count in zip(train_files, (
+        (2, 3, 5, 7, 11) if num_classes == 10 else (107,)))]
+    test_batch = write_batch(test_file, num_classes + 3)
     classes = [f"class {number}" for number in range(num_classes)]
     meta = write(meta_file, {names_key: classes, "coarse_label_names": ["coarse"]})
-    kind = datasets.CIFAR[name]
+    kind = getattr(torchvision.datasets, name.upper())
     monkeypatch.setattr(kind, "train_list", [entry for entry, _, _ in batches])
     monkeypatch.setattr(kind, "test_list", [test_batch[0]])
     monkeypatch.setattr(kind, "meta", {"filename": meta_file, "key": names_key, "md5": meta[1]})
@@ -186,7 +188,7 @@ def offline(monkeypatch):
     """Whatever torchvision would download fails as it does without a network."""
     def unreachable(*_, **__):
         raise URLError(OSError(101, "Network is unreachable"))
-    monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", unreachable)
+    monkeypatch.setattr(urllib.request, "urlopen", unreachable)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -223,7 +225,7 @@ def test_a_missing_cifar_that_cannot_be_downloaded_says_where_to_put_it(tmp_path
     assert f"cifar-{name.removeprefix('cifar')}-python.tar.gz" in line
 
 
-@pytest.mark.parametrize("name", ["shapes", "folder"])
+@pytest.mark.parametrize("name", ["shapes", "image_folder", "imagenet", "tiny_imagenet"])
 def test_nothing_is_downloaded_for_other_sets(tmp_path, offline, name):
     download(name, str(tmp_path))
     assert list(tmp_path.iterdir()) == []

@@ -144,7 +144,7 @@ def list_pets(root: Path, split: str) -> Listed:
                             "<number> such as 'Abyssinian_100 1 1 1'")
         label = int(words[1]) - 1
         breed = breeds.setdefault(label, words[0].rpartition("_")[0])
-        if not words[0].startswith(f"{breed}_"):
+        if words[0].rpartition("_")[0] != breed:
             raise DataError(f"{place}: found '{line}', but class {label + 1} is {breed} above")
         listed.append((str(folder / "images" / f"{words[0]}.jpg"), label))
     count = max(breeds, default=-1) + 1
