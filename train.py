@@ -17,13 +17,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from vitinit.command_line import USER_ERRORS, Parser, choose_run, complain
-from vitinit.data.datasets import Source, download, open_split
+from vitinit.data.datasets import download, open_split
 from vitinit.data.draw import CropAndFlip, Erasing, RandAugment
 from vitinit.data.images import DataError
-from vitinit.data.loader import EvalViews, TrainViews, eval_loader, steps, train_loader
+from vitinit.data.loader import steps
 from vitinit.data.mix import Mixing
-from vitinit.data.resident import (DrawnViews, Resident, ResidentEvalLoader, ResidentTrainLoader,
-                                   only_moves_pixels, resident_source)
+from vitinit.data.resident import ResidentTrainLoader, evaluation_batches, training_batches
 from vitinit.data.sampler import TrainSampler, plan_batches
 from vitinit.data.subset import stratified_part
 from vitinit.data.to_device import ToDevice, TrainToDevice
@@ -82,12 +81,10 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
     data, device = recipe.data, processes.device
     if not args.dry_run:
         together(lambda: download(data.name, data.root) if processes.local_rank == 0 else None)
-    train_set, val_set = together(lambda: [
+    whole_set, val_set = together(lambda: [
         open_split(data.name, data.root, split, data.num_classes) for split in ("train", "val")])
-    available = len(train_set)
     train_set = together(lambda: stratified_part(
-        train_set, share=data.subset, images_per_class=data.images_per_class,
-        seed=data.subset_seed))
+        whole_set, share=data.subset, images_per_class=data.images_per_class, seed=data.subset_seed))
     optim, augment, mixing = recipe.optim, recipe.augment, Mixing(**vars(recipe.mix))
     try:
         plan = plan_batches(optim.global_batch, optim.max_batch_per_process, processes.world_size)
@@ -104,30 +101,16 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
     erasing = Erasing(probability=augment.erase_probability, area=augment.erase_area,
                       ratio=augment.erase_ratio, fill=augment.erase_fill)
     rand_augment = RandAugment(**vars(recipe.rand_augment))
-    seeded = dict(seed=recipe.run.seed, size=data.image_size, crop=crop, rand_augment=rand_augment,
-                  erasing=erasing)
-    measuring = dict(rank=processes.rank, world_size=processes.world_size)
-    loading = dict(workers=data.workers, pin_memory=device.type == "cuda")
-
-    # Small pictures of one size live on the device, if nothing resizes them; else workers decode.
-    def on_device(source: Source, possible: bool, bar: ProgressBar) -> Resident | None:
-        budget = data.on_device_gib if possible and not args.dry_run else 0.0
-        return together(lambda: resident_source(source, device, data.image_size, budget, bar.advance))
+    loading = dict(device=device, budget_gib=0.0 if args.dry_run else data.on_device_gib,
+                   workers=data.workers, size=data.image_size)
     with ProgressBar("decode", len(train_set) + len(val_set), shown=processes.is_main) as bar:
-        resident_train = on_device(train_set, only_moves_pixels(crop, data.image_size), bar)
-        resident_val = on_device(val_set, recipe.eval.crop_pct == 1.0, bar)
-    if resident_train:
-        train_batches = ResidentTrainLoader(resident_train, DrawnViews(**seeded), sampler,
-                                            workers=data.workers)
-    else:
-        train_batches = train_loader(TrainViews(train_set, **seeded), sampler, **loading)
-    if resident_val:
-        val_batches = ResidentEvalLoader(resident_val, batch_size=recipe.eval.batch_size, **measuring)
-    else:
-        val_batches = eval_loader(
-            EvalViews(val_set, size=data.image_size, crop_pct=recipe.eval.crop_pct,
-                      interpolation=recipe.eval.interpolation, **measuring),
-            batch_size=recipe.eval.batch_size, **loading)
+        train_batches = together(lambda: training_batches(
+            train_set, sampler, seed=recipe.run.seed, crop=crop, rand_augment=rand_augment,
+            erasing=erasing, advance=bar.advance, **loading))
+        val_batches = together(lambda: evaluation_batches(
+            val_set, rank=processes.rank, world_size=processes.world_size,
+            crop_pct=recipe.eval.crop_pct, interpolation=recipe.eval.interpolation,
+            batch_size=recipe.eval.batch_size, advance=bar.advance, **loading))
     looks = dict(mean=data.mean, std=data.std, channels_last=recipe.engine.channels_last)
     prepare_to_measure = ToDevice(device, **looks)
     prepare_to_train = TrainToDevice(
@@ -137,7 +120,6 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
 
     # Model and init. The init draws on the CPU from its own generator, so that its weights are the
     # same on every machine. -------------------------------------------------------------------
-    transfer = None
     try:
         model = build_model(recipe.model.name, num_classes=data.num_classes,
                             image_size=data.image_size, **recipe.model.options)
@@ -148,10 +130,9 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
             load_model(model, state["model"], folder.last)
     except ValueError as error:
         raise RecipeError(f"recipe {recipe.name}: {error}") from None
-    if recipe.init.checkpoint and state is None:
-        transfer = together(lambda: fine_tune(model, Path(recipe.init.checkpoint),
-                                              recipe.init.checkpoint_weights,
-                                              recipe.init.checkpoint_fit))
+    transfer = together(lambda: fine_tune(
+        model, Path(recipe.init.checkpoint), recipe.init.checkpoint_weights,
+        recipe.init.checkpoint_fit)) if recipe.init.checkpoint and state is None else None
     model.to(device)
 
     # Optimiser: AdamW, its learning rate, loss scaling, moving average. ------------------------
@@ -210,11 +191,12 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
         return row
 
     parameters = sum(p.numel() for p in model.parameters())
-    part = f" of {available:,}" if len(train_set) < available else ""
+    part = f" of {len(whole_set):,}" if len(train_set) < len(whole_set) else ""
+    where = ", all on the device" if isinstance(train_batches, ResidentTrainLoader) else ""
     say(f"recipe  {recipe.name}, seed {recipe.run.seed}\n"
         f"data    {data.name}{data.root and ' ' + data.root}: {len(train_set):,}{part} to train on, "
         f"{len(val_set):,} to validate, {data.num_classes} classes, "
-        f"{data.image_size[0]}×{data.image_size[1]}{', all on the device' * bool(resident_train)}\n"
+        f"{data.image_size[0]}×{data.image_size[1]}{where}\n"
         f"augment {augment.repeats} view(s) of an image, RandAugment {rand_augment.layers} × magnitude "
         f"{rand_augment.magnitude:g}, erasing {erasing.probability:g}, mixup {mixing.mixup_alpha:g}, "
         f"cutmix {mixing.cutmix_alpha:g}, label smoothing {mixing.label_smoothing:g}\n"

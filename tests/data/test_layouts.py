@@ -432,7 +432,7 @@ def test_svhn_is_complete_with_both_of_its_files(tmp_path, write, offline):
 def test_without_scipy_its_sets_say_how_to_get_it_before_any_download(tmp_path, offline, monkeypatch,
                                                                       name):
     monkeypatch.setitem(sys.modules, "scipy.io", None)
-    expected = f"{name}: reading it needs scipy: pip install 'vitinit[scipy]'"
+    expected = f"{name}: reading it needs scipy: pip install 'vitinit[datasets]'"
     assert refusal(download, name, str(tmp_path)) == expected
     assert refusal(open_split, name, str(tmp_path), "train", 10) == expected
 

@@ -309,4 +309,4 @@ def _require_scipy(name: str) -> None:
     try:
         import_module("scipy.io")
     except ImportError:
-        raise DataError(f"{name}: reading it needs scipy: pip install 'vitinit[scipy]'") from None
+        raise DataError(f"{name}: reading it needs scipy: pip install 'vitinit[datasets]'") from None

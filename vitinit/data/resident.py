@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 from .datasets import PicturesInMemory, Source
 from .draw import (CropAndFlip, Draws, Erasing, RandAugment, SampleKey, draw_for_device, draw_view,
                    stack_draws)
-from .loader import Batch, TrainBatch, batch_loader
+from .loader import (Batch, EvalViews, TrainBatch, TrainViews, batch_loader, eval_loader,
+                     train_loader)
 from .sampler import TrainSampler
 
 GIB = 2**30
@@ -146,3 +147,37 @@ class ResidentEvalLoader:
         for start in range(0, len(self.labels), self.batch_size):
             part = slice(start, start + self.batch_size)
             yield Batch(self.pictures[part], self.labels[part])
+
+
+# ---------------------------------------------------------------------------------------------
+# Either way
+# ---------------------------------------------------------------------------------------------
+
+
+def training_batches(source: Source, sampler: TrainSampler, *, device: torch.device,
+                     budget_gib: float, workers: int, seed: int, size: tuple[int, int],
+                     crop: CropAndFlip, rand_augment: RandAugment, erasing: Erasing,
+                     advance: Callable[[], None]) -> ResidentTrainLoader | DataLoader:
+    """From the device if the set fits there and its crops only move pixels, else from workers."""
+    draws = dict(seed=seed, size=size, crop=crop, rand_augment=rand_augment, erasing=erasing)
+    if only_moves_pixels(crop, size):
+        resident = resident_source(source, device, size, budget_gib, advance)
+        if resident is not None:
+            return ResidentTrainLoader(resident, DrawnViews(**draws), sampler, workers=workers)
+    return train_loader(TrainViews(source, **draws), sampler, workers=workers,
+                        pin_memory=device.type == "cuda")
+
+
+def evaluation_batches(source: Source, *, rank: int, world_size: int, device: torch.device,
+                       budget_gib: float, workers: int, size: tuple[int, int], crop_pct: float,
+                       interpolation: str, batch_size: int,
+                       advance: Callable[[], None]) -> ResidentEvalLoader | DataLoader:
+    """Likewise; whole pictures are taken as they are only at crop_pct = 1."""
+    share = dict(rank=rank, world_size=world_size)
+    if crop_pct == 1.0:
+        resident = resident_source(source, device, size, budget_gib, advance)
+        if resident is not None:
+            return ResidentEvalLoader(resident, batch_size=batch_size, **share)
+    return eval_loader(EvalViews(source, size=size, crop_pct=crop_pct, interpolation=interpolation,
+                                 **share),
+                       batch_size=batch_size, workers=workers, pin_memory=device.type == "cuda")
