@@ -39,7 +39,7 @@ def saved(folder: Path, *, model: str = "vit_tiny", init: str = "default", root:
     recipe = load_recipe(REPOSITORY / "recipes" / "quickstart.toml")
     recipe = dataclasses.replace(
         recipe, model=Model(model, model_options or {}),
-        init=Init(init, "", "model", init_options or {}),
+        init=Init(init, "", "model", "exact", init_options or {}),
         data=dataclasses.replace(recipe.data, root=root))
     path = folder / "trial.toml"
     path.write_text(dump_recipe(recipe), encoding="utf-8")
@@ -386,7 +386,7 @@ def test_every_key_of_the_augmentation_reaches_what_draws_or_applies_it(
         train_program, small_run, tmp_path, monkeypatch):
     """No two values of one type are equal, and none is a default."""
     given = {}
-    for name in ("TrainViews", "TrainSampler", "TrainToDevice"):
+    for name in ("training_batches", "TrainSampler", "TrainToDevice"):
         def recorded(*arguments, real=getattr(train_program, name), **options):
             given.update(options)
             return real(*arguments, **options)
