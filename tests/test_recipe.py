@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torchvision
 
 from vitinit import sections
 from vitinit.command_line import resolve_recipe
-from vitinit.data import draw
+from vitinit.data import datasets, draw
 from vitinit.data.mix import Mixing
 from vitinit.init import init_function
 from vitinit.models import MODELS, VisionTransformer
@@ -359,9 +360,50 @@ def test_all_shipped_recipes_state_the_same_keys_in_the_same_order():
                 == [key for key in KEYS if not key.endswith(".options")])
 
 
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_recipe_knows_its_data_set(path):
+    """Its class count, and its own statistics or, as the papers take them, ImageNet's."""
+    data = load_recipe(path).data
+    known, imagenet = datasets.DATA_SETS[data.name], datasets.DATA_SETS["imagenet"]
+    assert known.num_classes in (None, data.num_classes)
+    assert (data.mean, data.std) in [(known.mean, known.std), (imagenet.mean, imagenet.std)]
+
+
+SIMPLE_VIT = [path for path in SHIPPED if path.stem.endswith("_simple_vit")]
+
+
+@pytest.mark.parametrize("path", SIMPLE_VIT, ids=lambda path: path.stem)
+def test_the_simple_vit_recipes_augment_as_torchvisions_randaugment(path):
+    recipe = load_recipe(path)
+    ours, size = draw.RandAugment(**vars(recipe.rand_augment)), recipe.data.image_size
+    theirs = torchvision.transforms.RandAugment(num_ops=2, magnitude=14)
+    space = theirs._augmentation_space(theirs.num_magnitude_bins, size)
+    assert ours.layers == theirs.num_ops and ours.magnitude_std == 0
+    assert sorted([*ours.operations, "Identity"]) == sorted(space)
+    assert ours.probability == pytest.approx(1 - 1 / len(space), abs=1e-15)
+    for name in ours.operations:
+        magnitudes, signed = space[name]
+        found = ours.argument(draw.Operation[name], ours.magnitude, 1.0)
+        if not magnitudes.ndim:                      # an operation without an extent
+            assert found == 0.0
+            continue
+        extent = magnitudes[theirs.magnitude].item()
+        if name.startswith("Translate"):             # theirs is in pixels
+            extent /= size[0]
+        if name in ("Color", "Contrast", "Brightness", "Sharpness"):
+            extent += 1.0
+        # Posterize and Solarize: the nearest that the keys reach, as the card says.
+        assert found == pytest.approx(extent, **({"rel": 1e-6} if signed else {"abs": 1.0}))
+
+
 # ---------------------------------------------------------------------------------------------
 # What a recipe is
 # ---------------------------------------------------------------------------------------------
+
+
+def test_the_data_sets_of_a_recipe_are_those_that_can_be_opened():
+    names = typing.get_args(typing.get_type_hints(sections.Data)["name"])
+    assert names == tuple(datasets.DATA_SETS)
 
 
 def test_the_sections_hold_exactly_these_keys():

@@ -277,6 +277,38 @@ def test_a_dry_run_shows_everything_and_writes_nothing(train_program, small_run,
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("changes, words", [
+    ({"data__subset": "0.5"}, "27 of 51 to train on, 21 to validate, 3 classes"),
+    ({"data__images_per_class": "5"}, "15 of 51 to train on, 21 to validate, 3 classes"),
+    ({}, ": 51 to train on, 21 to validate, 3 classes")])
+def test_a_subset_is_cut_from_the_training_split_alone(train_program, small_run, tmp_path, capsys,
+                                                       changes, words):
+    assert train_program.main(small_run(tmp_path / "run", "--dry-run", **changes)) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_which_images_a_subset_holds_is_the_subset_seeds_choice_alone(
+        train_program, small_run, tmp_path, monkeypatch):
+    views, seen = train_program.TrainViews, []
+
+    def looked_at(source, **options):
+        seen.append(source.paths.tolist())
+        return views(source, **options)
+    monkeypatch.setattr(train_program, "TrainViews", looked_at)
+    for seeds in ((0, 0), (1, 0), (0, 1)):
+        assert train_program.main(small_run(
+            tmp_path / "run", "--dry-run", run__seed=str(seeds[0]),
+            data__subset_seed=str(seeds[1]), data__subset="0.5")) == 0
+    assert seen[0] == seen[1] != seen[2] and len(seen[2]) == 27
+
+
+def test_a_class_that_cannot_fill_a_subset_is_one_line(train_program, small_run, tmp_path, capsys):
+    assert train_program.main(small_run(tmp_path / "run", data__images_per_class="18")) == 2
+    assert ("data.images_per_class is 18, but class 'blue' has 17 pictures to train on"
+            in capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_broken_picture_costs_no_step(train_program, small_run, picture_tree, tmp_path, capsys):
     """The run stops with one line naming the file, keeps its steps, and goes on once mended."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"
