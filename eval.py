@@ -18,17 +18,15 @@ from pathlib import Path
 
 import torch
 
-from vitinit.command_line import (USER_ERRORS, Parser, complain, moved, overrides,
+from vitinit.command_line import (USER_ERRORS, Parser, complain, loaded, moved, overrides,
                                   resolve_recipe)
 from vitinit.data.datasets import download, open_split
 from vitinit.data.images import DataError
 from vitinit.data.loader import EvalViews, eval_loader
 from vitinit.data.to_device import ToDevice
-from vitinit.models import build_model
-from vitinit.models.convert import native_names
 from vitinit.recipe import Recipe, RecipeError, find_recipe, from_dict
 from vitinit.train import distributed
-from vitinit.train.checkpoint import load, load_model, model_state
+from vitinit.train.checkpoint import load
 from vitinit.train.distributed import Processes
 from vitinit.train.engine import evaluate
 from vitinit.train.metrics import ProgressBar
@@ -96,17 +94,6 @@ def run(args: argparse.Namespace, processes: Processes) -> None:
                           "data": data.root or data.name}
                          | {name: dataclasses.asdict(result)
                             for name, result in zip(names, results)}), flush=True)
-
-
-def loaded(recipe: Recipe, state: dict, path: Path, name: str) -> torch.nn.Module:
-    """The recipe's model with the checkpoint's weights under "model" or "ema"."""
-    try:
-        model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
-                            image_size=recipe.data.image_size, **recipe.model.options)
-    except ValueError as error:
-        raise RecipeError(f"recipe {recipe.name}: {error}") from None
-    load_model(model, native_names(model_state(state, path, name)), path)
-    return model
 
 
 def main(arguments: list[str] | None = None) -> int:

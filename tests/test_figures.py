@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vitinit import figures
+from vitinit.figures import __main__ as figures
 
 
 def run(monkeypatch, *arguments: object) -> None:

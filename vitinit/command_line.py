@@ -1,4 +1,4 @@
-"""The doors of train.py and eval.py: arguments in, a recipe and one-line errors out."""
+"""The doors of train.py, eval.py and figures: arguments in, a recipe and one-line errors out."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torch import nn
+
 from .data.images import DataError
 from .init import INITS, init_function
-from .models import MODELS
+from .models import MODELS, build_model
+from .models.convert import native_names
 from .recipe import (Override, Recipe, RecipeError, differences, find_recipe, from_dict, load_recipe,
                      parse_override, resolve_options, with_options)
-from .train.checkpoint import CheckpointError
+from .train.checkpoint import CheckpointError, load_model, model_state
 from .train.distributed import LaunchError, Processes, environment_rank
 from .train.run_folder import RunFolder
 from .values import nearest, to_toml
@@ -146,6 +149,22 @@ def moved(recipe: Recipe, data_dir: str | None) -> Recipe:
     if data_dir is None:
         return recipe
     return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, root=data_dir))
+
+
+# ---------------------------------------------------------------------------------------------
+# A checkpoint's model
+# ---------------------------------------------------------------------------------------------
+
+
+def loaded(recipe: Recipe, state: dict, path: Path, name: str) -> nn.Module:
+    """The recipe's model with the checkpoint's weights under "model" or "ema"."""
+    try:
+        model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
+                            image_size=recipe.data.image_size, **recipe.model.options)
+    except ValueError as error:
+        raise RecipeError(f"recipe {recipe.name}: {error}") from None
+    load_model(model, native_names(model_state(state, path, name)), path)
+    return model
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Pictures: what an init makes of attention, how runs went, what augmentation does to images."""

@@ -1,0 +1,162 @@
+"""Pictures: what an init makes of attention, how runs went, what augmentation does to images.
+
+    python -m vitinit.figures kernels --out kernels.png
+    python -m vitinit.figures maps --recipe quickstart --init default impulse --out maps.png
+    python -m vitinit.figures maps --run RUN --epochs 0,10,300 --kinds qk --out trained.png
+    python -m vitinit.figures attention photograph.jpg --recipe deit_small --out attention.png
+    python -m vitinit.figures mass --recipe deit_tiny --data-dir photographs --out mass.png
+    python -m vitinit.figures spectrum --recipe deit_tiny --data-dir photographs --out spectrum.png
+    python -m vitinit.figures filters --recipe cifar10_convmixer --init impulse --out filters.png
+    python -m vitinit.figures curves RUN [RUN …] --out curves.png
+    python -m vitinit.figures operations photograph.jpg --out operations.png
+    python -m vitinit.figures batch --data-dir photographs --out batch.png
+
+Needs the extra `figures` (matplotlib). Colours are those of Okabe and Ito, of cividis, and of a blue
+and red that meet in white at 0, all of which colour-blind readers tell apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..init import INITS
+from .attention import draw_attention
+from .augmentation import draw_batch, draw_operations
+from .curves import draw_curves
+from .kernels import draw_filters, draw_kernels
+from .maps import KINDS, draw_maps
+from .mass import draw_mass
+from .plot import pyplot
+from .spectrum import draw_spectrum
+from .subjects import Subject, fresh, of_runs
+
+
+def numbers(text: str) -> list[int]:
+    """0,10,300"""
+    return [int(word) for word in text.split(",")]
+
+
+def place(text: str) -> tuple[int, int]:
+    """ROW,COLUMN"""
+    row, column = numbers(text)
+    return row, column
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m vitinit.figures", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    figures = parser.add_subparsers(dest="figure", required=True)
+
+    def figure(name: str, text: str) -> argparse.ArgumentParser:
+        added = figures.add_parser(name, help=text, description=text)
+        added.add_argument("--out", type=Path, required=True, help="PNG file to write")
+        return added
+
+    def of_models(name: str, text: str) -> argparse.ArgumentParser:
+        """A figure of models: fresh ones of recipes, or what runs left."""
+        added = figure(name, text)
+        whose = added.add_mutually_exclusive_group(required=True)
+        whose.add_argument("--recipe", nargs="+", metavar="NAME", help="models fresh from their init")
+        whose.add_argument("--run", nargs="+", type=Path, metavar="RUN",
+                           help="run folders or their checkpoints")
+        added.add_argument("--init", nargs="+", metavar="NAME", choices=list(INITS),
+                           help="for --recipe: these inits in place of the recipe's")
+        added.add_argument("--seed", type=int, help="for --recipe: run.seed")
+        added.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                           help="for --recipe: override any key")
+        added.add_argument("--epochs", type=numbers, default=[], metavar="0,10,300",
+                           help="for --run: epochs that the run kept, in place of its last.pt")
+        added.add_argument("--weights", choices=["model", "ema"], help="for --run, default model")
+        return added
+
+    def of_photographs(added: argparse.ArgumentParser) -> None:
+        added.add_argument("--data-dir", type=Path, required=True, help="a folder with photographs")
+        added.add_argument("--count", type=int, default=24, help="the first so many of them")
+
+    kernels = figure("kernels", "the kernels that heads start as")
+    kernels.add_argument("--inits", nargs="+", default=["default", "mimetic", "impulse"],
+                         choices=list(INITS))
+    kernels.add_argument("--embed-dim", type=int, default=288)
+    kernels.add_argument("--num-heads", type=int, default=9)
+    kernels.add_argument("--patch-size", type=int, default=4)
+    kernels.add_argument("--block", type=int, default=0)
+    maps = of_models("maps", "Q Kᵀ, P Q Kᵀ Pᵀ and its softmax for every head of ViTs")
+    maps.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    maps.add_argument("--blocks", nargs="+", type=int, default=[0])
+    maps.add_argument("--heads", nargs="+", type=int, help="default: all")
+    attention = of_models("attention", "where tokens of a photograph look")
+    attention.add_argument("picture", type=Path)
+    attention.add_argument("--blocks", nargs="+", type=int, default=[0])
+    attention.add_argument("--heads", nargs="+", type=int, default=[0, 1, 2])
+    attention.add_argument("--queries", nargs="+", type=place, default=[], metavar="ROW,COLUMN",
+                           help="patches that look, counted from 0; default: the one in the middle")
+    mass = of_models("mass", "share of attention on the impulse's targets, by depth")
+    of_photographs(mass)
+    mass.add_argument("--kernel-size", type=int, default=3, help="of the impulses, ordered offsets")
+    of_photographs(of_models("spectrum", "singular values and ranks of patch embeddings"))
+    filters = of_models("filters", "a ConvMixer's depthwise filters or a Swin's position bias")
+    filters.add_argument("--blocks", nargs="+", type=int, default=[0])
+    filters.add_argument("--columns", nargs="+", type=int, help="channels or heads, default: first 3",
+                         default=[0, 1, 2])
+    curves = figure("curves", "validation top-1 of runs by epoch")
+    curves.add_argument("runs", nargs="+", type=Path)
+    operations = figure("operations", "a photograph under each of RandAugment's")
+    operations.add_argument("picture", type=Path)
+    operations.add_argument("--magnitude", type=float, default=9.0)
+    batch = figure("batch", "batches after the whole augmentation")
+    batch.add_argument("--data-dir", type=Path, required=True, help="a folder with pictures in it")
+    batch.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+def subjects(args: argparse.Namespace) -> Iterator[Subject]:
+    """The models that the arguments name, one at a time; options of the other kind are an error."""
+    unused = {"--init": args.init, "--seed": args.seed is not None, "--set": args.set} if args.run \
+        else {"--epochs": args.epochs, "--weights": args.weights}
+    for option, given in unused.items():
+        if given:
+            raise ValueError(f"{option} goes with {'--recipe' if args.run else '--run'}")
+    if args.run:
+        return of_runs(args.run, args.epochs, args.weights or "model")
+    return fresh(args.recipe, args.init or [None], seed=args.seed, sets=args.set)
+
+
+def draw(args: argparse.Namespace) -> None:
+    if args.figure == "kernels":
+        draw_kernels(args.out, inits=args.inits, embed_dim=args.embed_dim, block=args.block,
+                     num_heads=args.num_heads, patch_size=args.patch_size)
+    elif args.figure == "maps":
+        draw_maps(args.out, subjects(args), kinds=args.kinds, blocks=args.blocks, heads=args.heads)
+    elif args.figure == "attention":
+        draw_attention(args.out, subjects(args), args.picture, blocks=args.blocks, heads=args.heads,
+                       queries=args.queries)
+    elif args.figure == "mass":
+        draw_mass(args.out, subjects(args), folder=args.data_dir, count=args.count,
+                  kernel_size=args.kernel_size)
+    elif args.figure == "spectrum":
+        draw_spectrum(args.out, subjects(args), folder=args.data_dir, count=args.count)
+    elif args.figure == "filters":
+        draw_filters(args.out, subjects(args), blocks=args.blocks, columns=args.columns)
+    elif args.figure == "curves":
+        draw_curves(args.out, args.runs)
+    elif args.figure == "operations":
+        draw_operations(args.out, args.picture, magnitude=args.magnitude)
+    else:
+        draw_batch(args.out, args.data_dir, seed=args.seed)
+
+
+def main() -> None:
+    args = parse_arguments()
+    pyplot()                                         # says at once, and in one line, what is missing
+    try:
+        draw(args)
+    except (ValueError, OSError) as error:           # OSError: --out cannot be written
+        sys.exit(f"vitinit.figures: {error}")
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Where a token of one photograph looks: attention as heat laid over the picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from ..data.images import decode_image
+from ..mixing import block_grids, mixing_matrices
+from ..models import SimpleViT, SwinTransformer, VisionTransformer
+from .plot import SEQUENTIAL, pyplot, save
+from .subjects import Subject, as_input, require_indices, require_vit, view
+
+LUMA = (0.299, 0.587, 0.114)    # ITU-R BT.601: grey as the eye weighs red, green and blue
+HEAT = 0.7                      # opacity of the heat over the photograph
+
+
+def heat_maps(weights: Tensor, grid: tuple[int, int], query: tuple[int, int]) -> Tensor:
+    """(h, rows, columns): the attention of the patch token at `query` on each patch token.
+
+    weights: (h, N, N), prefix tokens first, which are left out: a map may sum to less than 1.
+    """
+    cells, (row, column) = grid[0] * grid[1], query
+    if not (0 <= row < grid[0] and 0 <= column < grid[1]):
+        raise ValueError(f"query {row},{column} is not on the {grid[0]}×{grid[1]} grid of patches")
+    return weights[:, -cells:, -cells:][:, row * grid[1] + column].unflatten(-1, grid)
+
+
+def draw_attention(out: Path, subjects: Iterable[Subject], picture: Path, *, blocks: Sequence[int],
+                   heads: Sequence[int], queries: Sequence[tuple[int, int]]) -> None:
+    """One row a model, block and query: the photograph with the query framed, then each head."""
+    rows = []
+    for subject in subjects:
+        require_vit(subject, "attention", VisionTransformer, SimpleViT, SwinTransformer)
+        grids = block_grids(subject.model)
+        require_indices("block", blocks, len(grids))
+        image = view(decode_image(str(picture)), subject.recipe)         # (3, H, W)
+        matrices = mixing_matrices(subject.model, as_input(image[None], subject.recipe), blocks=blocks)
+        for block in blocks:
+            weights, grid = matrices[block][0], grids[block]             # (h, N, N)
+            require_indices("head", heads, len(weights))
+            for query in queries or [(grid[0] // 2, grid[1] // 2)]:
+                rows.append((f"{subject.state}\nblock {block}", image, grid, query,
+                             heat_maps(weights[list(heads)], grid, query)))
+
+    plt = pyplot()
+    figure, axes = plt.subplots(len(rows), len(heads) + 1, squeeze=False, layout="constrained",
+                                figsize=(1.9 * (len(heads) + 1) + 1.2, 1.95 * len(rows) + .7))
+    for line, (label, image, grid, query, maps) in zip(axes, rows):
+        height, width = image.shape[1:]
+        down, across = height / grid[0], width / grid[1]                 # a patch in pixels
+        grey = sum(share * plane.float() for share, plane in zip(LUMA, image))
+        extent = (0, width, height, 0)                                   # one frame for both layers
+        line[0].imshow(image.permute(1, 2, 0).numpy(), extent=extent)
+        line[0].set_ylabel(label, fontsize=9)
+        for axis, heat in zip(line[1:], maps):
+            axis.imshow(grey.numpy(), cmap="gray", vmin=0, vmax=255, extent=extent)
+            layer = axis.imshow(heat.numpy(), cmap=SEQUENTIAL, vmin=0, vmax=maps.max().item(),
+                                alpha=HEAT, extent=extent, interpolation="nearest")
+        for axis in line:
+            axis.set(xticks=[], yticks=[])
+            corner = (query[1] * across, query[0] * down)
+            for colour, thickness in (("black", 2.0), ("white", 0.9)):   # seen on any ground
+                axis.add_patch(plt.Rectangle(corner, across, down, fill=False, edgecolor=colour,
+                                             linewidth=thickness))
+        bar = figure.colorbar(layer, ax=list(line), label="attention", shrink=0.9, pad=0.01)
+        bar.ax.tick_params(labelsize=7)
+    for axis, title in zip(axes[0], ("photograph, query framed", *(f"head {h}" for h in heads))):
+        axis.set_title(title, fontsize=9)
+    figure.suptitle(f"{subject.recipe.name}: where the framed patch looks", fontsize=11)
+    save(figure, out)

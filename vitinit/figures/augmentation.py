@@ -1,0 +1,70 @@
+"""What augmentation does to photographs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..data.augment import (IMAGENET_MEAN, IMAGENET_STD, erase, normal_quantiles, normalise,
+                            rand_augment)
+from ..data.datasets import LoosePictures
+from ..data.draw import CropAndFlip, Draws, Erasing, Operation, RandAugment, SampleKey
+from ..data.images import decode_image, resize_and_centre_crop
+from ..data.loader import TrainViews, train_loader
+from ..data.mix import Mixing, mix_images
+from ..keys import Stream, keyed_generator
+from .plot import pyplot
+
+
+def draw_operations(out: Path, picture: Path, *, magnitude: float) -> None:
+    """One photograph under each of RandAugment's operations at one magnitude, sign +, bicubic."""
+    plt = pyplot()
+    image = resize_and_centre_crop(decode_image(str(picture)), (224, 224), 0.875, "bicubic")
+    settings, operations = RandAugment(), list(Operation)                # the first is NONE
+    arguments = [settings.argument(operation, magnitude, 1.0) for operation in operations]
+    column = (len(operations), 1)
+    draws = Draws(np.array(operations).reshape(column), np.array(arguments).reshape(column),
+                  np.full(column, True), erase_boxes=np.zeros((len(operations), 4), np.int64),
+                  noise_keys=np.zeros(len(operations), np.int64))
+    images = rand_augment(image.expand(len(operations), -1, -1, -1), draws, settings.fill)
+    figure, axes = plt.subplots(4, 4, figsize=(9.0, 9.7), layout="constrained")
+    for axis, tile, operation, argument in zip(axes.flat, images, operations, arguments):
+        axis.imshow(tile.permute(1, 2, 0).numpy())
+        axis.set_title(f"{operation.name} {argument:.3g}" if argument else
+                       operation.name if operation else "original", fontsize=9)
+        axis.set_axis_off()
+    figure.suptitle(f"RandAugment's operations at magnitude {magnitude:g}", fontsize=11)
+    figure.savefig(out, dpi=72)
+
+
+def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
+    """Two batches of six as a model sees them: DeiT's whole augmentation, by mixup and by cutmix."""
+    plt = pyplot()
+    source, size, count = LoosePictures(folder, 12), (224, 224), 6
+    settings = RandAugment()
+    views = TrainViews(source, seed=seed, size=size, crop=CropAndFlip(), rand_augment=settings,
+                       erasing=Erasing())
+    keys = [[SampleKey(0, (row * count + place) % len(source)) for place in range(count)]
+            for row in range(2)]
+    figure, axes = plt.subplots(2, count, figsize=(2.05 * count, 4.9), layout="constrained")
+    kinds = {"mixup": Mixing(cutmix_alpha=0.0), "cutmix": Mixing(mixup_alpha=0.0)}
+    batches = train_loader(views, keys, workers=0, pin_memory=False)
+    for step, (row, batch, (kind, mixing)) in enumerate(zip(axes, batches, kinds.items())):
+        mix = mixing.draw(keyed_generator(seed, Stream.MIX, step, 0, 0), *size)
+        images = rand_augment(batch.images, batch.draws, settings.fill)
+        images = erase(normalise(images, IMAGENET_MEAN, IMAGENET_STD), batch.draws, "pixel",
+                       normal_quantiles())
+        # Back to what eyes see; noise of erased boxes is cut off at black and white.
+        mixed = mix_images(images, mix) * torch.tensor(IMAGENET_STD).view(3, 1, 1)
+        mixed = (mixed + torch.tensor(IMAGENET_MEAN).view(3, 1, 1)).clamp(0, 1)
+        for place, (axis, tile) in enumerate(zip(row, mixed)):
+            axis.imshow(tile.permute(1, 2, 0).numpy())
+            axis.set_title(f"{mix.share:.2f} × {place + 1} + {1 - mix.share:.2f} × {count - place}",
+                           fontsize=9)
+            axis.set(xticks=[], yticks=[])
+        row[0].set_ylabel(kind, fontsize=10)
+    figure.suptitle("Two augmented batches: each image with its partner, targets in these shares",
+                    fontsize=11)
+    figure.savefig(out, dpi=72)

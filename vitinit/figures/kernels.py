@@ -1,0 +1,98 @@
+"""Kernels: those that attention heads start as, and those that a model holds as such."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..data import shapes
+from ..data.augment import normalise
+from ..init import init_weights
+from ..keys import Stream, keyed_generator
+from ..mixing import mean_kernel, mixing_matrices
+from ..models import ConvMixer, SwinTransformer, build_model
+from ..models.conv_mixer import DenseMixing
+from .plot import Row, draw_grid, pyplot
+from .subjects import Subject, require_indices, require_vit
+
+RADIUS = 3                      # of the kernels of attention, in patches
+
+
+def example_pictures(count: int) -> Tensor:
+    """The first pictures of the embedded set's validation split, (count, 3, 32, 32), normalised."""
+    pictures = [shapes.draw_picture(keyed_generator(shapes.SEED, Stream.SHAPES, 1, index))[0]
+                for index in range(count)]
+    return normalise(torch.stack([torch.from_numpy(p) for p in pictures]), [0.5] * 3, [0.25] * 3)
+
+
+def draw_kernels(out: Path, *, inits: list[str], embed_dim: int, num_heads: int, patch_size: int,
+                 block: int) -> None:
+    """Mean attention by offset, one row an init, one column a head: kernels that heads start as.
+
+    A ViT for 32-pixel pictures with mean pooling, on 64 pictures of `shapes`, seed 0.
+    """
+    plt = pyplot()
+    pictures = example_pictures(64)
+    figure, axes = plt.subplots(len(inits), num_heads, squeeze=False, layout="constrained",
+                                figsize=(1.35 * num_heads + 1.6, 1.45 * len(inits) + 0.5))
+    for number, (row, name) in enumerate(zip(axes, inits)):
+        model = build_model("vit_tiny", num_classes=10, image_size=32, patch_size=patch_size,
+                            embed_dim=embed_dim, num_heads=num_heads, depth=block + 1, pool="mean")
+        init_weights(model, name, generator=torch.Generator().manual_seed(0))
+        weights = mixing_matrices(model, pictures, blocks=[block])[block]  # (B, h, N, N)
+        kernels = mean_kernel(weights, model.grid, RADIUS).mean(0)        # (h, 2r + 1, 2r + 1)
+        for head, axis in enumerate(row):
+            image = axis.imshow(kernels[head].numpy(), vmin=0, vmax=1, cmap="cividis",
+                                extent=(-RADIUS - .5, RADIUS + .5, RADIUS + .5, -RADIUS - .5))
+            axis.set(xticks=[-RADIUS, 0, RADIUS], yticks=[-RADIUS, 0, RADIUS])
+            axis.tick_params(labelsize=7)
+            if number == 0:
+                axis.set_title(f"head {head}", fontsize=9)
+        row[0].set_ylabel(f"{name}\npatches down", fontsize=9)
+    for axis in axes[-1]:
+        axis.set_xlabel("patches right", fontsize=8)
+    figure.colorbar(image, ax=axes, label="mean attention", shrink=0.8)
+    figure.suptitle(f"Where each head looks before training, block {block}", fontsize=11)
+    figure.savefig(out, dpi=130)
+
+
+def held_kernels(model: nn.Module, block: int, columns: Sequence[int]) -> Tensor:
+    """(columns, height, width): what block `block` holds by offset, [0, 0] the farthest up and left.
+
+    columns: of a ConvMixer channels, whose depthwise filters they are; of a Swin heads, whose relative
+    position bias they are, turned so that an entry's place is where the key lies from the query.
+    """
+    if isinstance(model, ConvMixer):
+        require_indices("block", [block], len(model.blocks))
+        mixing = model.depthwise(model.blocks[block])
+        if isinstance(mixing, DenseMixing):
+            raise ValueError("dense_filters = true leaves no filters to show, but N×N matrices")
+        require_indices("channel", columns, mixing.out_channels)
+        return mixing.kernels().detach()[list(columns), 0]
+    blocks = [block for stage in model.layers for block in stage.blocks]
+    require_indices("block", [block], len(blocks))
+    attention = blocks[block].attn
+    require_indices("head", columns, attention.num_heads)
+    tables = attention.relative_position_bias_table.detach().mT[list(columns)]
+    height, width = attention.window
+    # The table counts query − key.
+    return tables.unflatten(1, (2 * height - 1, 2 * width - 1)).flip(1, 2)
+
+
+def draw_filters(out: Path, subjects: Iterable[Subject], *, blocks: Sequence[int],
+                 columns: Sequence[int]) -> None:
+    """Depthwise filters of a ConvMixer, one column a channel, or position biases of a Swin's heads."""
+    rows = []
+    for subject in subjects:
+        require_vit(subject, "filters", ConvMixer, SwinTransformer)
+        for block in blocks:
+            rows.append(Row(f"{subject.state}\nblock {block}",
+                            held_kernels(subject.model, block, columns), "weight", "tokens down",
+                            "tokens right", diverging=True, centred=True))
+    what, column = (("depthwise filters", "channel") if isinstance(subject.model, ConvMixer) else
+                    ("bias on attention's logits by offset of the key", "head"))
+    draw_grid(out, rows, [f"{column} {number}" for number in columns],
+              f"{subject.recipe.name}: {what}")

@@ -1,0 +1,64 @@
+"""Q Kᵀ, P Q Kᵀ Pᵀ and its softmax, head by head (figures 3, 4, 7–9 of arXiv 2305.09828, 2505.19985)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..models import VisionTransformer
+from ..models.attention import attention_weights
+from .plot import Row, draw_grid
+from .subjects import Subject, require_indices, require_vit
+
+# What is shown: colour bar, axis down, axis across, whether colours are centred at 0.
+KINDS = {
+    "qk": ("Q Kᵀ", "channel of Q", "channel of K", True),
+    "logits": ("P Q Kᵀ Pᵀ", "query token", "key token", True),
+    "softmax": ("attention on P alone", "query token", "key token", False),
+}
+SHOWN = 0.995                   # the share of Q Kᵀ's entries that the colours reach
+
+
+@torch.no_grad()
+def position_maps(model: VisionTransformer, block: int, kind: str) -> Tensor:
+    """One of KINDS for every head of a block: (h, D, D) for "qk", else (h, N, N), N patch tokens.
+
+    P is the patch tokens' position code through the block's own norm, (N, D). The biases of queries
+    and keys are left out, as in the papers; "softmax" has the 1/√d of the model.
+    """
+    attention = model.blocks[block].attn
+    query, key = attention.q_weight.mT, attention.k_weight.mT            # (h, D, d)
+    if kind == "qk":
+        return query @ key.mT                                            # (h, D, D)
+    code = model.blocks[block].norm1(model.pos_embed[0, model.num_prefix_tokens:])   # (N, D)
+    query, key = code @ query, code @ key                                # (h, N, d)
+    if kind == "logits":
+        return query @ key.mT                                            # (h, N, N)
+    return attention_weights(query, key)
+
+
+def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
+              blocks: Sequence[int], heads: Sequence[int] | None) -> None:
+    """One row a model, block and kind; one column a head. Colours are alike within a row."""
+    rows, most = [], 0
+    for subject in subjects:
+        require_vit(subject, "maps", VisionTransformer)
+        require_indices("block", blocks, len(subject.model.blocks))
+        for block in blocks:
+            count = subject.model.blocks[block].attn.num_heads
+            chosen = list(range(count)) if heads is None else list(heads)
+            require_indices("head", chosen, count)
+            most = max(most, len(chosen))
+            for kind in kinds:
+                unit, down, across, diverging = KINDS[kind]
+                maps = position_maps(subject.model, block, kind)[chosen]
+                # A few entries of Q Kᵀ, such as a diagonal, would leave all others pale.
+                peak = np.quantile(maps.abs().numpy(), SHOWN) if kind == "qk" else 0.0
+                rows.append(Row(f"{subject.state}\nblock {block}", maps, unit, down, across,
+                                diverging, peak=peak))
+    draw_grid(out, rows, [f"head {head}" for head in heads or range(most)],
+              f"{subject.recipe.name}: each head on the position code P")

@@ -1,0 +1,85 @@
+"""How much of the attention on real photographs lies where an impulse filter would look, by depth."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..filters import offsets_on_grid
+from ..init.impulse import head_offsets
+from ..mixing import mixing_matrices, target_mass
+from ..models import SimpleViT, VisionTransformer
+from .plot import COLOURS, pyplot, save
+from .subjects import Subject, photographs, require_vit
+
+BATCH = 8                       # images a forward pass; all attention matrices of it are in memory
+
+
+class Masses(NamedTuple):
+    """Means over images and query tokens, (blocks,) each."""
+
+    heads: Tensor               # over all heads
+    centre: Tensor              # over the heads whose target is the token itself
+    others: Tensor              # over all other heads
+
+
+def masses_by_block(model: VisionTransformer | SimpleViT, images: Tensor, kernel_size: int) -> Tensor:
+    """(blocks, h): the share of attention on each head's target in the ordered assignment.
+
+    images: (B, 3, H, W), normalised. See `mixing.target_mass`.
+    """
+    cells = offsets_on_grid(kernel_size, model.grid)
+    offsets = head_offsets(model.blocks[0].attn.num_heads, cells, "ordered", torch.Generator())
+    total = torch.zeros(len(model.blocks), len(offsets))
+    for batch in images.split(BATCH):
+        for block, weights in mixing_matrices(model, batch).items():
+            total[block] += len(batch) * target_mass(weights, offsets, model.grid)
+    return total / len(images)
+
+
+def summarised(masses: Tensor, kernel_size: int) -> Masses:
+    """masses: (blocks, h). Head h has offset h modulo kernel_size², of which the first is (0, 0)."""
+    centre = torch.arange(masses.shape[1]) % kernel_size**2 == 0
+    if kernel_size == 1 or masses.shape[1] == 1:
+        raise ValueError("every head's target is its own token; 'mass' compares it with other offsets")
+    return Masses(masses.mean(1), masses[:, centre].mean(1), masses[:, ~centre].mean(1))
+
+
+def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path, count: int,
+              kernel_size: int) -> None:
+    """One panel a recipe, one colour an init or epoch; the numbers are printed, too."""
+    panels: dict[str, dict[str, Masses]] = defaultdict(dict)
+    grids: dict[str, tuple[int, int]] = {}
+    for subject in subjects:
+        require_vit(subject, "mass")
+        name, grid = subject.recipe.name, subject.model.grid
+        images = photographs(folder, count, subject.recipe)
+        found = summarised(masses_by_block(subject.model, images, kernel_size), kernel_size)
+        panels[name][subject.state], grids[name] = found, grid
+        for part, values in zip(("all heads", "centre", "others"), found):
+            print(f"{name}, {subject.state}: {part:9}", *(f"{value:.3f}" for value in values.tolist()))
+
+    figure, axes = pyplot().subplots(1, len(panels), squeeze=False, sharey=True, layout="constrained",
+                                     figsize=(max(7.6, 3.1 * len(panels) + 1.2), 4.2))
+    for axis, (name, lines) in zip(axes[0], panels.items()):
+        for (state, found), colour in zip(lines.items(), COLOURS * len(lines)):
+            blocks = range(len(found.others))
+            axis.plot(blocks, found.others, color=colour, marker="o", markersize=3,
+                      label=f"{state}, other heads")
+            axis.plot(blocks, found.centre, color=colour, linestyle="--", marker="s", markersize=3,
+                      label=f"{state}, centre heads")
+        cells = grids[name][0] * grids[name][1]
+        axis.axhline(1 / cells, color="0.5", linestyle=":", label="uniform attention")
+        axis.set(title=name, xlabel="block", xticks=blocks, ylim=(-0.02, 1.02))
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("share of attention on the head's target")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", fontsize=8,
+                  ncols=4)
+    figure.suptitle(f"Attention on the impulse's target by depth, mean over {count} photographs",
+                    fontsize=11)
+    save(figure, out)

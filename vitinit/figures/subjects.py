@@ -1,0 +1,120 @@
+"""Whose picture is taken: models fresh from an init, or as runs left them; and photographs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..command_line import fresh_recipe, loaded
+from ..data.augment import normalise
+from ..data.datasets import LoosePictures
+from ..data.images import resize_and_centre_crop
+from ..init import init_weights
+from ..models import SimpleViT, VisionTransformer, build_model
+from ..recipe import Recipe, RecipeError, from_dict
+from ..train.checkpoint import CheckpointError, load
+from ..train.run_folder import RunFolder, checkpoint_file
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+
+class Subject(NamedTuple):
+    """A model and how it is called in a picture."""
+
+    recipe: Recipe
+    state: str                  # "impulse", "impulse, epoch 10"
+    model: nn.Module            # in eval mode
+
+
+def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | None,
+          sets: Sequence[str]) -> Iterator[Subject]:
+    """Each recipe's model by each init, as `train.py` starts it; None is the recipe's own init."""
+    for name in recipes:
+        for init in inits:
+            recipe = fresh_recipe(argparse.Namespace(recipe=name, init=init, seed=seed, set=list(sets),
+                                                     data_dir=None), RECIPES, print)
+            if recipe.init.checkpoint:
+                raise RecipeError(f"recipe {recipe.name} starts from init.checkpoint = "
+                                  f"{recipe.init.checkpoint}; show a run of it, by --run and --epochs 0")
+            model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
+                                image_size=recipe.data.image_size, **recipe.model.options)
+            init_weights(model, recipe.init.name, **recipe.init.options,
+                         generator=torch.Generator().manual_seed(recipe.run.seed))
+            yield Subject(recipe, recipe.init.name, model.eval())
+
+
+def of_runs(runs: Sequence[Path], epochs: Sequence[int], weights: str) -> Iterator[Subject]:
+    """Each run's model at each of the kept `epochs`; without any, as its last checkpoint has it.
+
+    runs: folders, or without `epochs` checkpoints, too. weights: "model" or "ema".
+    """
+    for run in runs:
+        for path in [kept_epoch(run, epoch) for epoch in epochs] or [checkpoint_file(run)]:
+            state = load(path)
+            if "recipe" not in state:
+                raise RecipeError(f"{path}: holds no recipe, so it is no checkpoint of a run")
+            recipe = from_dict(state["recipe"], str(path))
+            name = recipe.init.name if len(runs) == 1 else run.name
+            yield Subject(recipe, f"{name}, {described(path)}",
+                          loaded(recipe, state, path, weights).eval())
+
+
+def kept_epoch(run: Path, epoch: int) -> Path:
+    """The checkpoint that a run kept of that epoch; CheckpointError says which there are."""
+    path = RunFolder(run).kept(epoch)
+    if not path.is_file():
+        kept = [str(int(file.stem.removeprefix("epoch_"))) for file in sorted(run.glob("epoch_*.pt"))]
+        raise CheckpointError(f"{run}: keeps no epoch {epoch}; it has " + (
+            ", ".join(kept) or "none, which checkpoint.keep_epochs would have kept"))
+    return path
+
+
+def described(path: Path) -> str:
+    """A checkpoint in words: "epoch 10" for epoch_0010.pt, else the file's name."""
+    number = path.stem.removeprefix("epoch_")
+    return f"epoch {int(number)}" if number.isdigit() else path.name
+
+
+def require_vit(subject: Subject, figure: str, *families: type[nn.Module]) -> None:
+    """ValueError unless the model is of one of `families`, by default the two kinds of ViT."""
+    families = families or (VisionTransformer, SimpleViT)
+    if not isinstance(subject.model, families):
+        raise ValueError(f"recipe {subject.recipe.name} makes a {type(subject.model).__name__}; figure "
+                         f"'{figure}' is defined for {' and '.join(f.__name__ for f in families)}")
+
+
+def require_indices(what: str, indices: Sequence[int], count: int) -> None:
+    """ValueError for a block, head or channel that is not there."""
+    for index in indices:
+        if not 0 <= index < count:
+            raise ValueError(f"{what} {index} is asked for, but the model has {what}s 0…{count - 1}")
+
+
+# ---------------------------------------------------------------------------------------------
+# Photographs
+# ---------------------------------------------------------------------------------------------
+
+
+def view(picture: Tensor, recipe: Recipe) -> Tensor:
+    """(3, H, W) → the recipe's evaluation view, (3, *image_size) uint8."""
+    return resize_and_centre_crop(picture, recipe.data.image_size, recipe.eval.crop_pct,
+                                  recipe.eval.interpolation)
+
+
+def as_input(views: Tensor, recipe: Recipe) -> Tensor:
+    """(B, 3, H, W) uint8 → what the recipe's model takes."""
+    return normalise(views, recipe.data.mean, recipe.data.std)
+
+
+def photographs(folder: Path, count: int, recipe: Recipe) -> Tensor:
+    """The first `count` photographs under `folder` as inputs, (count, 3, H, W)."""
+    source = LoosePictures(folder, count)
+    if len(source) < count:
+        raise ValueError(f"{folder}: holds {len(source)} pictures, and {count} are asked for")
+    return as_input(torch.stack([view(source.picture(index), recipe) for index in range(count)]),
+                    recipe)
