@@ -10,11 +10,12 @@ from torch import Tensor
 from ..data.images import decode_image
 from ..mixing import block_grids, mixing_matrices
 from ..models import SimpleViT, SwinTransformer, VisionTransformer
-from .plot import SEQUENTIAL, pyplot, save
+from .plot import OVERLAY, pyplot
 from .subjects import Subject, as_input, require_indices, require_vit, view
 
 LUMA = (0.299, 0.587, 0.114)    # ITU-R BT.601: grey as the eye weighs red, green and blue
 HEAT = 0.7                      # opacity of the heat over the photograph
+PHOTO_DPI = 80                  # photographs take much space, and 150 pixels show 14 patches well
 
 
 def heat_maps(weights: Tensor, grid: tuple[int, int], query: tuple[int, int]) -> Tensor:
@@ -57,7 +58,7 @@ def draw_attention(out: Path, subjects: Iterable[Subject], picture: Path, *, blo
         line[0].set_ylabel(label, fontsize=9)
         for axis, heat in zip(line[1:], maps):
             axis.imshow(grey.numpy(), cmap="gray", vmin=0, vmax=255, extent=extent)
-            layer = axis.imshow(heat.numpy(), cmap=SEQUENTIAL, vmin=0, vmax=maps.max().item(),
+            layer = axis.imshow(heat.numpy(), cmap=OVERLAY, vmin=0, vmax=maps.max().item(),
                                 alpha=HEAT, extent=extent, interpolation="nearest")
         for axis in line:
             axis.set(xticks=[], yticks=[])
@@ -70,4 +71,4 @@ def draw_attention(out: Path, subjects: Iterable[Subject], picture: Path, *, blo
     for axis, title in zip(axes[0], ("photograph, query framed", *(f"head {h}" for h in heads))):
         axis.set_title(title, fontsize=9)
     figure.suptitle(f"{subject.recipe.name}: where the framed patch looks", fontsize=11)
-    save(figure, out)
+    figure.savefig(out, dpi=PHOTO_DPI, format="png")

@@ -90,8 +90,9 @@ def draw_filters(out: Path, subjects: Iterable[Subject], *, blocks: Sequence[int
         require_vit(subject, "filters", ConvMixer, SwinTransformer)
         for block in blocks:
             rows.append(Row(f"{subject.state}\nblock {block}",
-                            held_kernels(subject.model, block, columns), "weight", "tokens down",
-                            "tokens right", diverging=True, centred=True))
+                            held_kernels(subject.model, block, columns),
+                            "weight" if isinstance(subject.model, ConvMixer) else "bias",
+                            "tokens down", "tokens right", diverging=True, centred=True))
     what, column = (("depthwise filters", "channel") if isinstance(subject.model, ConvMixer) else
                     ("bias on attention's logits by offset of the key", "head"))
     draw_grid(out, rows, [f"{column} {number}" for number in columns],

@@ -14,7 +14,7 @@ from ..filters import offsets_on_grid
 from ..init.impulse import head_offsets
 from ..mixing import mixing_matrices, target_mass
 from ..models import SimpleViT, VisionTransformer
-from .plot import COLOURS, pyplot, save
+from .plot import COLOURS, DPI, pyplot
 from .subjects import Subject, photographs, require_vit
 
 BATCH = 8                       # images a forward pass; all attention matrices of it are in memory
@@ -82,4 +82,4 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path, count: in
                   ncols=4)
     figure.suptitle(f"Attention on the impulse's target by depth, mean over {count} photographs",
                     fontsize=11)
-    save(figure, out)
+    figure.savefig(out, dpi=DPI, format="png")

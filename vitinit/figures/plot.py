@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from PIL import Image
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")   # Okabe and Ito's
 LINES = ("-", "--", "-.", ":")
 SEQUENTIAL = "cividis"          # from 0 up
+OVERLAY = "viridis"             # the same over a grey photograph; cividis has greys of its own
 DIVERGING = "RdBu_r"            # blue below 0, white, red above; ColorBrewer lists it as safe
-LEVELS = 64                     # of colour in a map: more are not told apart, and cost space
+LEVELS = 63                     # of colour in a map, odd, so that 0 is white; more cost space
 DPI = 100
 
 
@@ -29,16 +27,6 @@ def pyplot() -> ModuleType:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     return plt
-
-
-def save(figure: Figure, out: Path) -> None:
-    """A PNG of 256 colours: noise and photographs hardly compress, and this quarters the file.
-
-    Maps in LEVELS colours leave enough of the 256 for a second colour map and for text.
-    """
-    figure.savefig(out, dpi=DPI, format="png")
-    Image.open(out).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(out, format="png",
-                                                                                optimize=True)
 
 
 class Row(NamedTuple):
@@ -90,4 +78,7 @@ def draw_grid(out: Path, rows: list[Row], titles: list[str], heading: str,
                               extend=cut)
         bar.ax.tick_params(labelsize=7)
     figure.suptitle(heading, fontsize=11)
-    save(figure, out)
+    figure.savefig(out, dpi=DPI, format="png")
+    # Noise hardly compresses; 256 colours, of which two maps and their text need no more, quarter it.
+    Image.open(out).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
+        out, format="png", optimize=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .plot import COLOURS, LINES, pyplot, save
+from .plot import COLOURS, DPI, LINES, pyplot
 from .subjects import Subject, photographs
 
 SMALL = 0.01                    # of the largest singular value: directions below it hardly matter
@@ -70,4 +70,4 @@ def draw_spectrum(out: Path, subjects: Iterable[Subject], *, folder: Path, count
     axis.legend(fontsize=8)
     figure.suptitle(f"Patch embeddings of {count} photographs: singular values of X, mean and range",
                     fontsize=11)
-    save(figure, out)
+    figure.savefig(out, dpi=DPI, format="png")

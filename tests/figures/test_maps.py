@@ -1,0 +1,93 @@
+"""Q Kᵀ, P Q Kᵀ Pᵀ and the softmax, against the formulas written out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import vitinit
+from vitinit.figures import maps, plot
+from vitinit.mixing import mixing_matrices
+
+
+def built(pool: str = "class", **options) -> vitinit.models.VisionTransformer:
+    model = vitinit.build_model("vit_tiny", num_classes=3, image_size=(10, 14), patch_size=2,
+                                embed_dim=39, depth=2, num_heads=3, pool=pool, **options).double()
+    generator = torch.Generator().manual_seed(0)
+    vitinit.init_weights(model, "default", generator=generator)
+    with torch.no_grad():                            # a norm with a gain, as training leaves it
+        for block in model.blocks:
+            block.norm1.weight.uniform_(0.5, 1.5, generator=generator)
+            block.norm1.bias.normal_(generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("pool", ["class", "mean"])
+def test_maps_equal_the_formulas_written_out(pool):
+    model, block = built(pool), 1
+    packed = model.blocks[block].attn.qkv.weight.detach().numpy()        # (3·39, 39)
+    code = model.pos_embed.detach().numpy()[0, model.num_prefix_tokens:]
+    norm = model.blocks[block].norm1
+    code = (code - code.mean(1, keepdims=True)) / np.sqrt(code.var(1, keepdims=True) + 1e-6)
+    code = code * norm.weight.detach().numpy() + norm.bias.detach().numpy()
+    found = {kind: maps.position_maps(model, block, kind).numpy() for kind in maps.KINDS}
+    for head in range(3):
+        query, key = (packed[part * 39 + head * 13:][:13].T for part in (0, 1))      # (D, d)
+        logits = code @ query @ key.T @ code.T
+        powers = np.exp(logits / np.sqrt(13))
+        np.testing.assert_allclose(found["qk"][head], query @ key.T, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(found["logits"][head], logits, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(found["softmax"][head], powers / powers.sum(1, keepdims=True),
+                                   rtol=0, atol=1e-12)
+
+
+def test_the_softmax_is_the_models_own_attention_where_patches_are_black():
+    """Without biases, zeros embed to zero, and the first block sees P alone."""
+    model = built("mean", qkv_bias=False)
+    with torch.no_grad():
+        model.patch_embed.proj.bias.zero_()
+    expected = mixing_matrices(model, torch.zeros(1, 3, 10, 14, dtype=torch.float64))[0][0]
+    torch.testing.assert_close(maps.position_maps(model, 0, "softmax"), expected)
+
+
+def test_rows_are_models_blocks_and_kinds_and_columns_heads(draw, sizes, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(maps, "draw_grid",
+                        lambda *arguments: (drawn.append(arguments), plot.draw_grid(*arguments)))
+    draw("maps", "--recipe", "quickstart", "--init", "default", "impulse", "--seed", 5, *sizes,
+         "--blocks", 1, 0, "--heads", 2, 0, "--kinds", "qk", "softmax")
+    _, rows, titles, _ = drawn[0]
+    assert titles == ["head 2", "head 0"]
+    assert [row.label for row in rows] == [f"{init}\nblock {block}" for init in ("default", "impulse")
+                                           for block in (1, 0) for _ in range(2)]
+    assert [row.diverging for row in rows] == [True, False] * 4
+    model = vitinit.build_model("vit_tiny", num_classes=10, image_size=(10, 14), patch_size=2,
+                                embed_dim=39, depth=2, num_heads=3, pool="mean")
+    vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(5))
+    assert torch.equal(rows[5].maps, maps.position_maps(model, 1, "softmax")[[2, 0]])
+    assert torch.equal(rows[6].maps, maps.position_maps(model, 0, "qk")[[2, 0]])
+
+
+@pytest.mark.parametrize("arguments, text", [
+    (["--blocks", 2], "block 2 is asked for, but the model has blocks 0…1"),
+    (["--heads", 0, 3], "head 3 is asked for, but the model has heads 0…2"),
+    (["--init", "filters"], "--init filters: init 'filters' is not defined for a VisionTransformer"),
+    (["--epochs", "3"], "--epochs goes with --run"),
+    (["--set", "model.options.depht=3"], "has no key 'depht'"),
+])
+def test_what_is_not_there_is_one_line(complains, sizes, arguments, text):
+    complains(text, "maps", "--recipe", "quickstart", *sizes, *arguments)
+
+
+def test_a_model_without_these_maps_is_one_line(complains):
+    complains("makes a ConvMixer; figure 'maps' is defined for VisionTransformer", "maps", "--recipe",
+              "cifar10_convmixer")
+
+
+def test_a_folder_that_is_not_there_is_one_line(tmp_path, monkeypatch, sizes):
+    from vitinit.figures import __main__ as figures
+    monkeypatch.setattr("sys.argv", ["figures", "maps", "--recipe", "quickstart", *sizes, "--out",
+                                     str(tmp_path / "absent" / "a.png")])
+    with pytest.raises(SystemExit, match="vitinit.figures: .*No such file or directory"):
+        figures.main()

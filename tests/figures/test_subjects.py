@@ -1,0 +1,94 @@
+"""Models fresh from an init are those that train.py starts with; those of runs are what it kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vitinit.data.images import resize_and_centre_crop
+from vitinit.figures import subjects
+from vitinit.figures.subjects import fresh, of_runs, photographs
+
+
+@pytest.fixture
+def run(train_program, small_run, tmp_path):
+    """A run folder that kept epochs 0 and 2 of 3, with its arguments."""
+    arguments = small_run(tmp_path / "trial", checkpoint__keep_epochs="[0, 2]")
+    assert train_program.main(arguments) == 0
+    return tmp_path / "trial", [arguments[place + 1] for place, word in enumerate(arguments)
+                                if word == "--set"]
+
+
+def test_runs_give_what_they_kept_and_fresh_models_are_epoch_0(run):
+    folder, sets = run
+    kept = list(of_runs([folder], [2, 0], "model"))
+    assert [subject.state for subject in kept] == ["mimetic, epoch 2", "mimetic, epoch 0"]
+    for subject, epoch in zip(kept, (2, 0)):
+        stored = torch.load(folder / f"epoch_{epoch:04}.pt", weights_only=True)["model"]
+        assert all(torch.equal(value, stored[name])
+                   for name, value in subject.model.state_dict().items())
+        assert not subject.model.training
+    start, = fresh(["quickstart"], ["mimetic"], seed=None, sets=sets + ["data.root=unused"])
+    assert start.state == "mimetic" and not start.model.training
+    expected = kept[1].model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in start.model.state_dict().items())
+    other, = fresh(["quickstart"], ["mimetic"], seed=1, sets=sets + ["data.root=unused"])
+    assert not torch.equal(other.model.pos_embed, start.model.pos_embed)
+
+
+def test_without_epochs_the_last_checkpoint_counts_by_folder_or_file(run):
+    folder, _ = run
+    state = torch.load(folder / "last.pt", weights_only=True)
+    for target, weights, stored in ((folder, "model", state["model"]),
+                                    (folder / "last.pt", "ema", state["ema"])):
+        subject, = of_runs([target], [], weights)
+        assert subject.state == "mimetic, last.pt"
+        stored = stored.get("model", stored)
+        assert all(torch.equal(value, stored[name])
+                   for name, value in subject.model.state_dict().items())
+    names = [subject.state for subject in of_runs([folder, folder], [0], "model")]
+    assert names == ["trial, epoch 0"] * 2           # several runs go by their folders
+
+
+def test_an_epoch_that_was_not_kept_is_one_line_that_names_the_others(run, complains):
+    folder, _ = run
+    complains("keeps no epoch 1; it has 0, 2", "maps", "--run", folder, "--epochs", "0,1")
+
+
+def test_a_run_that_kept_none_is_one_line_that_names_the_key(complains, tmp_path):
+    complains("keeps no epoch 1; it has none, which checkpoint.keep_epochs would have kept", "maps",
+              "--run", tmp_path, "--epochs", "1")
+
+
+@pytest.mark.parametrize("option", [["--init", "default"], ["--seed", "0"], ["--set", "a.b=1"]])
+def test_options_of_fresh_models_do_not_go_with_runs(complains, tmp_path, option):
+    complains(f"{option[0]} goes with --recipe", "maps", "--run", tmp_path, *option)
+
+
+def test_a_checkpoint_of_no_run_is_one_line(complains, tmp_path):
+    torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "a.pth")
+    complains("holds no recipe", "maps", "--run", tmp_path / "a.pth")
+
+
+def test_a_recipe_that_starts_from_a_checkpoint_is_one_line(complains):
+    complains("starts from init.checkpoint = other.pt; show a run of it", "maps", "--recipe",
+              "quickstart", "--set", "init.checkpoint=other.pt")
+
+
+def test_photographs_are_the_evaluation_views_normalised(picture_tree):
+    subject, = fresh(["deit_tiny"], [None], seed=0, sets=["data.image_size=32",
+                                                          "model.options.depth=1"])
+    images = photographs(picture_tree / "val", 5, subject.recipe)
+    from vitinit.data.images import decode_image
+    paths = sorted((picture_tree / "val").rglob("*.png"))[:5]
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    for image, path in zip(images, paths, strict=True):
+        picture = resize_and_centre_crop(decode_image(str(path)), (32, 32), 0.875, "bicubic")
+        expected = (picture / 255 - mean.view(3, 1, 1)) / std.view(3, 1, 1)
+        torch.testing.assert_close(image, expected)
+
+
+def test_too_few_photographs_are_an_error(picture_tree):
+    subject, = fresh(["quickstart"], [None], seed=0, sets=["model.options.depth=1"])
+    with pytest.raises(ValueError, match="holds 21 pictures, and 22 are asked for"):
+        subjects.photographs(picture_tree / "val", 22, subject.recipe)
