@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from vitinit.figures.__main__ import parse_arguments as parse_figure
 from vitinit.recipe import find_recipe
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
@@ -62,6 +63,14 @@ def test_every_command_names_arguments_and_recipes_that_exist(program, repositor
         args = parse(arguments)
         if args.recipe:
             find_recipe(args.recipe, repository / "recipes")
+
+
+def test_every_figure_names_arguments_and_recipes_that_exist(repository):
+    found = started("vitinit.figures")
+    assert {words[0] for words in found} >= {"maps", "mass", "attention", "spectrum"}
+    for arguments in found:
+        for name in parse_figure(arguments).recipe:
+            find_recipe(name, repository / "recipes")
 
 
 def test_the_file_tree_names_every_file(repository):

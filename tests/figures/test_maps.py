@@ -59,8 +59,9 @@ def test_rows_are_models_blocks_and_kinds_and_columns_heads(draw, sizes, monkeyp
          "--blocks", 1, 0, "--heads", 2, 0, "--kinds", "qk", "softmax")
     _, rows, titles, _ = drawn[0]
     assert titles == ["head 2", "head 0"]
-    assert [row.label for row in rows] == [f"{init}\nblock {block}" for init in ("default", "impulse")
-                                           for block in (1, 0) for _ in range(2)]
+    assert [row.label for row in rows] == [
+        f"{init}\nblock {block}" for init in ("default", "impulse") for block in (1, 0)
+        for _ in range(2)]
     assert [row.diverging for row in rows] == [True, False] * 4
     model = vitinit.build_model("vit_tiny", num_classes=10, image_size=(10, 14), patch_size=2,
                                 embed_dim=39, depth=2, num_heads=3, pool="mean")
@@ -72,7 +73,7 @@ def test_rows_are_models_blocks_and_kinds_and_columns_heads(draw, sizes, monkeyp
 @pytest.mark.parametrize("arguments, text", [
     (["--blocks", 2], "block 2 is asked for, but the model has blocks 0…1"),
     (["--heads", 0, 3], "head 3 is asked for, but the model has heads 0…2"),
-    (["--init", "filters"], "--init filters: init 'filters' is not defined for a VisionTransformer"),
+    (["--init", "filters"], "init 'filters' is not defined for a VisionTransformer"),
     (["--epochs", "3"], "--epochs goes with --run"),
     (["--set", "model.options.depht=3"], "has no key 'depht'"),
 ])
@@ -81,8 +82,8 @@ def test_what_is_not_there_is_one_line(complains, sizes, arguments, text):
 
 
 def test_a_model_without_these_maps_is_one_line(complains):
-    complains("makes a ConvMixer; figure 'maps' is defined for VisionTransformer", "maps", "--recipe",
-              "cifar10_convmixer")
+    complains("makes a ConvMixer; figure 'maps' is defined for VisionTransformer", "maps",
+              "--recipe", "cifar10_convmixer")
 
 
 def test_a_folder_that_is_not_there_is_one_line(tmp_path, monkeypatch, sizes):

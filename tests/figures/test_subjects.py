@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vitinit.data.images import resize_and_centre_crop
-from vitinit.figures import subjects
+from vitinit.data.images import decode_image, resize_and_centre_crop
 from vitinit.figures.subjects import fresh, of_runs, photographs
 
 
@@ -31,7 +30,8 @@ def test_runs_give_what_they_kept_and_fresh_models_are_epoch_0(run):
     start, = fresh(["quickstart"], ["mimetic"], seed=None, sets=sets + ["data.root=unused"])
     assert start.state == "mimetic" and not start.model.training
     expected = kept[1].model.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in start.model.state_dict().items())
+    assert all(torch.equal(value, expected[name])
+               for name, value in start.model.state_dict().items())
     other, = fresh(["quickstart"], ["mimetic"], seed=1, sets=sets + ["data.root=unused"])
     assert not torch.equal(other.model.pos_embed, start.model.pos_embed)
 
@@ -79,7 +79,6 @@ def test_photographs_are_the_evaluation_views_normalised(picture_tree):
     subject, = fresh(["deit_tiny"], [None], seed=0, sets=["data.image_size=32",
                                                           "model.options.depth=1"])
     images = photographs(picture_tree / "val", 5, subject.recipe)
-    from vitinit.data.images import decode_image
     paths = sorted((picture_tree / "val").rglob("*.png"))[:5]
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     for image, path in zip(images, paths, strict=True):
@@ -91,4 +90,4 @@ def test_photographs_are_the_evaluation_views_normalised(picture_tree):
 def test_too_few_photographs_are_an_error(picture_tree):
     subject, = fresh(["quickstart"], [None], seed=0, sets=["model.options.depth=1"])
     with pytest.raises(ValueError, match="holds 21 pictures, and 22 are asked for"):
-        subjects.photographs(picture_tree / "val", 22, subject.recipe)
+        photographs(picture_tree / "val", 22, subject.recipe)

@@ -11,8 +11,8 @@
     python -m vitinit.figures operations photograph.jpg --out operations.png
     python -m vitinit.figures batch --data-dir photographs --out batch.png
 
-Needs the extra `figures` (matplotlib). Colours are those of Okabe and Ito, of cividis, and of a blue
-and red that meet in white at 0, all of which colour-blind readers tell apart.
+Needs the extra `figures` (matplotlib). Colours are those of Okabe and Ito, cividis, viridis, and a
+blue and a red that meet in white at 0; colour-blind readers tell them apart.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         """A figure of models: fresh ones of recipes, or what runs left."""
         added = figure(name, text)
         whose = added.add_mutually_exclusive_group(required=True)
-        whose.add_argument("--recipe", nargs="+", metavar="NAME", help="models fresh from their init")
+        whose.add_argument("--recipe", nargs="+", metavar="NAME",
+                           help="models fresh from their init")
         whose.add_argument("--run", nargs="+", type=Path, metavar="RUN",
                            help="run folders or their checkpoints")
         added.add_argument("--init", nargs="+", metavar="NAME", choices=list(INITS),
@@ -99,8 +100,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     of_photographs(of_models("spectrum", "singular values and ranks of patch embeddings"))
     filters = of_models("filters", "a ConvMixer's depthwise filters or a Swin's position bias")
     filters.add_argument("--blocks", nargs="+", type=int, default=[0])
-    filters.add_argument("--columns", nargs="+", type=int, help="channels or heads, default: first 3",
-                         default=[0, 1, 2])
+    filters.add_argument("--columns", nargs="+", type=int, default=[0, 1, 2],
+                         help="channels or heads, default: the first three")
     curves = figure("curves", "validation top-1 of runs by epoch")
     curves.add_argument("runs", nargs="+", type=Path)
     operations = figure("operations", "a photograph under each of RandAugment's")
@@ -150,7 +151,7 @@ def draw(args: argparse.Namespace) -> None:
 
 def main() -> None:
     args = parse_arguments()
-    pyplot()                                         # says at once, and in one line, what is missing
+    pyplot()                                         # says at once, in one line, what is missing
     try:
         draw(args)
     except (ValueError, OSError) as error:           # OSError: --out cannot be written

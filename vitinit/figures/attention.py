@@ -11,7 +11,7 @@ from ..data.images import decode_image
 from ..mixing import block_grids, mixing_matrices
 from ..models import SimpleViT, SwinTransformer, VisionTransformer
 from .plot import OVERLAY, pyplot
-from .subjects import Subject, as_input, require_indices, require_vit, view
+from .subjects import Subject, as_input, require_indices, require_family, view
 
 LUMA = (0.299, 0.587, 0.114)    # ITU-R BT.601: grey as the eye weighs red, green and blue
 HEAT = 0.7                      # opacity of the heat over the photograph
@@ -34,11 +34,12 @@ def draw_attention(out: Path, subjects: Iterable[Subject], picture: Path, *, blo
     """One row a model, block and query: the photograph with the query framed, then each head."""
     rows = []
     for subject in subjects:
-        require_vit(subject, "attention", VisionTransformer, SimpleViT, SwinTransformer)
+        require_family(subject, "attention", VisionTransformer, SimpleViT, SwinTransformer)
         grids = block_grids(subject.model)
         require_indices("block", blocks, len(grids))
         image = view(decode_image(str(picture)), subject.recipe)         # (3, H, W)
-        matrices = mixing_matrices(subject.model, as_input(image[None], subject.recipe), blocks=blocks)
+        matrices = mixing_matrices(subject.model, as_input(image[None], subject.recipe),
+                                   blocks=blocks)
         for block in blocks:
             weights, grid = matrices[block][0], grids[block]             # (h, N, N)
             require_indices("head", heads, len(weights))

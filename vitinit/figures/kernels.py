@@ -16,7 +16,7 @@ from ..mixing import mean_kernel, mixing_matrices
 from ..models import ConvMixer, SwinTransformer, build_model
 from ..models.conv_mixer import DenseMixing
 from .plot import Row, draw_grid, pyplot
-from .subjects import Subject, require_indices, require_vit
+from .subjects import Subject, require_family, require_indices
 
 RADIUS = 3                      # of the kernels of attention, in patches
 
@@ -60,10 +60,10 @@ def draw_kernels(out: Path, *, inits: list[str], embed_dim: int, num_heads: int,
 
 
 def held_kernels(model: nn.Module, block: int, columns: Sequence[int]) -> Tensor:
-    """(columns, height, width): what block `block` holds by offset, [0, 0] the farthest up and left.
+    """(columns, height, width): what a block holds by offset, [0, 0] the farthest up and left.
 
-    columns: of a ConvMixer channels, whose depthwise filters they are; of a Swin heads, whose relative
-    position bias they are, turned so that an entry's place is where the key lies from the query.
+    columns: of a ConvMixer channels, for their depthwise filters; of a Swin heads, for their relative
+    position bias, turned so that an entry's place is where the key lies from the query.
     """
     if isinstance(model, ConvMixer):
         require_indices("block", [block], len(model.blocks))
@@ -84,10 +84,10 @@ def held_kernels(model: nn.Module, block: int, columns: Sequence[int]) -> Tensor
 
 def draw_filters(out: Path, subjects: Iterable[Subject], *, blocks: Sequence[int],
                  columns: Sequence[int]) -> None:
-    """Depthwise filters of a ConvMixer, one column a channel, or position biases of a Swin's heads."""
+    """Depthwise filters of a ConvMixer by channel, or the position bias of a Swin by head."""
     rows = []
     for subject in subjects:
-        require_vit(subject, "filters", ConvMixer, SwinTransformer)
+        require_family(subject, "filters", ConvMixer, SwinTransformer)
         for block in blocks:
             rows.append(Row(f"{subject.state}\nblock {block}",
                             held_kernels(subject.model, block, columns),

@@ -1,4 +1,4 @@
-"""Q Kᵀ, P Q Kᵀ Pᵀ and its softmax, head by head (figures 3, 4, 7–9 of arXiv 2305.09828, 2505.19985)."""
+"""Q Kᵀ, P Q Kᵀ Pᵀ and its softmax by head, as arXiv 2305.09828 and 2505.19985 show them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..models import VisionTransformer
 from ..models.attention import attention_weights
 from .plot import Row, draw_grid
-from .subjects import Subject, require_indices, require_vit
+from .subjects import Subject, require_family, require_indices
 
 # What is shown: colour bar, axis down, axis across, whether colours are centred at 0.
 KINDS = {
@@ -46,7 +46,7 @@ def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
     """One row a model, block and kind; one column a head. Colours are alike within a row."""
     rows, most = [], 0
     for subject in subjects:
-        require_vit(subject, "maps", VisionTransformer)
+        require_family(subject, "maps", VisionTransformer)
         require_indices("block", blocks, len(subject.model.blocks))
         for block in blocks:
             count = subject.model.blocks[block].attn.num_heads

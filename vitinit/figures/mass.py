@@ -1,4 +1,4 @@
-"""How much of the attention on real photographs lies where an impulse filter would look, by depth."""
+"""How much of the attention on photographs lies where an impulse filter would look, by depth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..init.impulse import head_offsets
 from ..mixing import mixing_matrices, target_mass
 from ..models import SimpleViT, VisionTransformer
 from .plot import COLOURS, DPI, pyplot
-from .subjects import Subject, photographs, require_vit
+from .subjects import Subject, photographs, require_family
 
 BATCH = 8                       # images a forward pass; all attention matrices of it are in memory
 
@@ -28,7 +28,8 @@ class Masses(NamedTuple):
     others: Tensor              # over all other heads
 
 
-def masses_by_block(model: VisionTransformer | SimpleViT, images: Tensor, kernel_size: int) -> Tensor:
+def masses_by_block(model: VisionTransformer | SimpleViT, images: Tensor,
+                    kernel_size: int) -> Tensor:
     """(blocks, h): the share of attention on each head's target in the ordered assignment.
 
     images: (B, 3, H, W), normalised. See `mixing.target_mass`.
@@ -43,10 +44,14 @@ def masses_by_block(model: VisionTransformer | SimpleViT, images: Tensor, kernel
 
 
 def summarised(masses: Tensor, kernel_size: int) -> Masses:
-    """masses: (blocks, h). Head h has offset h modulo kernel_size², of which the first is (0, 0)."""
+    """masses: (blocks, h). Head h has offset h modulo kernel_size², the first of which is (0, 0).
+
+    Raises ValueError where no head looks aside.
+    """
     centre = torch.arange(masses.shape[1]) % kernel_size**2 == 0
     if kernel_size == 1 or masses.shape[1] == 1:
-        raise ValueError("every head's target is its own token; 'mass' compares it with other offsets")
+        raise ValueError("every head's target is its own token; 'mass' compares it with other "
+                         "offsets")
     return Masses(masses.mean(1), masses[:, centre].mean(1), masses[:, ~centre].mean(1))
 
 
@@ -56,16 +61,17 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path, count: in
     panels: dict[str, dict[str, Masses]] = defaultdict(dict)
     grids: dict[str, tuple[int, int]] = {}
     for subject in subjects:
-        require_vit(subject, "mass")
+        require_family(subject, "mass")
         name, grid = subject.recipe.name, subject.model.grid
         images = photographs(folder, count, subject.recipe)
         found = summarised(masses_by_block(subject.model, images, kernel_size), kernel_size)
         panels[name][subject.state], grids[name] = found, grid
         for part, values in zip(("all heads", "centre", "others"), found):
-            print(f"{name}, {subject.state}: {part:9}", *(f"{value:.3f}" for value in values.tolist()))
+            print(f"{name}, {subject.state}: {part:9}", *(f"{value:.3f}" for value in values))
 
-    figure, axes = pyplot().subplots(1, len(panels), squeeze=False, sharey=True, layout="constrained",
-                                     figsize=(max(7.6, 3.1 * len(panels) + 1.2), 4.2))
+    figure, axes = pyplot().subplots(1, len(panels), squeeze=False, sharey=True,
+                                     figsize=(max(7.6, 3.1 * len(panels) + 1.2), 4.2),
+                                     layout="constrained")
     for axis, (name, lines) in zip(axes[0], panels.items()):
         for (state, found), colour in zip(lines.items(), COLOURS * len(lines)):
             blocks = range(len(found.others))

@@ -79,6 +79,6 @@ def draw_grid(out: Path, rows: list[Row], titles: list[str], heading: str,
         bar.ax.tick_params(labelsize=7)
     figure.suptitle(heading, fontsize=11)
     figure.savefig(out, dpi=DPI, format="png")
-    # Noise hardly compresses; 256 colours, of which two maps and their text need no more, quarter it.
+    # Noise hardly compresses; 256 colours, enough for two maps and their text, quarter it.
     Image.open(out).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
         out, format="png", optimize=True)

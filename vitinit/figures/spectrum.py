@@ -1,6 +1,6 @@
-"""Of how low a rank the patch embeddings of a photograph are (the argument of arXiv 2401.12511, §3).
+"""Of how low a rank the patch embeddings of a photograph are (arXiv 2401.12511, §3).
 
-If X, (N, D), has rank k, then fixed filters can do what learned f×f filters do as soon as D ≥ k f².
+If X, (N, D), has rank k, then fixed filters can do what learned f×f filters do once D ≥ k f².
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def patch_embeddings(model: nn.Module, images: Tensor) -> Tensor:
     A ViT's and a Mixer's is linear; SimpleViT's and Swin's end in their LayerNorm.
     """
     if not hasattr(model, "patch_embed"):
-        raise ValueError(f"figure 'spectrum' needs patch embeddings; a {type(model).__name__} has none")
+        raise ValueError(f"figure 'spectrum' needs patch embeddings; a {type(model).__name__} "
+                         "has none")
     return model.patch_embed(images).flatten(1, -2)
 
 
@@ -56,18 +57,20 @@ def draw_spectrum(out: Path, subjects: Iterable[Subject], *, folder: Path, count
         found = ranks(values, tokens.shape[1:])
         label = f"{subject.recipe.name}, {subject.state}"
         print(f"{label}: X is {tokens.shape[1]}×{tokens.shape[2]}; mean over {count} photographs: "
-              f"stable rank {found.stable.mean():.2f}, {found.above_share.mean():.1f} singular values "
-              f"above {SMALL:.0%} of the largest, {found.numerical.mean():.1f} above float32's limit")
+              f"stable rank {found.stable.mean():.2f}, {found.above_share.mean():.1f} singular "
+              f"values above {SMALL:.0%} of the largest, {found.numerical.mean():.1f} above "
+              "float32's limit")
         shares = values / values[:, :1]
         colour, places = COLOURS[number % len(COLOURS)], range(1, shares.shape[1] + 1)
         axis.plot(places, shares.mean(0), color=colour, linestyle=LINES[number % len(LINES)],
                   label=f"{label}: N×D = {tokens.shape[1]}×{tokens.shape[2]}")
-        axis.fill_between(places, shares.amin(0), shares.amax(0), color=colour, alpha=0.2, linewidth=0)
+        axis.fill_between(places, shares.amin(0), shares.amax(0), color=colour, alpha=0.2,
+                          linewidth=0)
     axis.axhline(SMALL, color="0.4", linestyle=":", label=f"{SMALL:.0%} of the largest")
     axis.set(yscale="log", ylim=(1e-5, 1.5), xlabel="number of the singular value",
              ylabel="singular value / the largest")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    figure.suptitle(f"Patch embeddings of {count} photographs: singular values of X, mean and range",
+    figure.suptitle(f"Patch embeddings X of {count} photographs: singular values, mean and range",
                     fontsize=11)
     figure.savefig(out, dpi=DPI, format="png")

@@ -36,11 +36,13 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
     """Each recipe's model by each init, as `train.py` starts it; None is the recipe's own init."""
     for name in recipes:
         for init in inits:
-            recipe = fresh_recipe(argparse.Namespace(recipe=name, init=init, seed=seed, set=list(sets),
-                                                     data_dir=None), RECIPES, print)
+            words = argparse.Namespace(recipe=name, init=init, seed=seed, set=list(sets),
+                                       data_dir=None)
+            recipe = fresh_recipe(words, RECIPES, print)
             if recipe.init.checkpoint:
                 raise RecipeError(f"recipe {recipe.name} starts from init.checkpoint = "
-                                  f"{recipe.init.checkpoint}; show a run of it, by --run and --epochs 0")
+                                  f"{recipe.init.checkpoint}; show a run of it, by --run and "
+                                  "--epochs 0")
             model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
                                 image_size=recipe.data.image_size, **recipe.model.options)
             init_weights(model, recipe.init.name, **recipe.init.options,
@@ -68,7 +70,7 @@ def kept_epoch(run: Path, epoch: int) -> Path:
     """The checkpoint that a run kept of that epoch; CheckpointError says which there are."""
     path = RunFolder(run).kept(epoch)
     if not path.is_file():
-        kept = [str(int(file.stem.removeprefix("epoch_"))) for file in sorted(run.glob("epoch_*.pt"))]
+        kept = [described(file).removeprefix("epoch ") for file in sorted(run.glob("epoch_*.pt"))]
         raise CheckpointError(f"{run}: keeps no epoch {epoch}; it has " + (
             ", ".join(kept) or "none, which checkpoint.keep_epochs would have kept"))
     return path
@@ -80,19 +82,21 @@ def described(path: Path) -> str:
     return f"epoch {int(number)}" if number.isdigit() else path.name
 
 
-def require_vit(subject: Subject, figure: str, *families: type[nn.Module]) -> None:
-    """ValueError unless the model is of one of `families`, by default the two kinds of ViT."""
+def require_family(subject: Subject, figure: str, *families: type[nn.Module]) -> None:
+    """ValueError unless the model is one of `families`, by default ViT and SimpleViT."""
     families = families or (VisionTransformer, SimpleViT)
     if not isinstance(subject.model, families):
-        raise ValueError(f"recipe {subject.recipe.name} makes a {type(subject.model).__name__}; figure "
-                         f"'{figure}' is defined for {' and '.join(f.__name__ for f in families)}")
+        raise ValueError(f"recipe {subject.recipe.name} makes a {type(subject.model).__name__}; "
+                         f"figure '{figure}' is defined for "
+                         f"{' and '.join(family.__name__ for family in families)}")
 
 
 def require_indices(what: str, indices: Sequence[int], count: int) -> None:
     """ValueError for a block, head or channel that is not there."""
     for index in indices:
         if not 0 <= index < count:
-            raise ValueError(f"{what} {index} is asked for, but the model has {what}s 0…{count - 1}")
+            raise ValueError(f"{what} {index} is asked for, but the model has {what}s "
+                             f"0…{count - 1}")
 
 
 # ---------------------------------------------------------------------------------------------

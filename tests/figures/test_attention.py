@@ -1,0 +1,69 @@
+"""Heat over a photograph is the query's row of attention, folded back to the grid."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vitinit.data.images import decode_image
+from vitinit.figures import attention
+from vitinit.figures.subjects import as_input, fresh, view
+from vitinit.mixing import mixing_matrices
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+def test_heat_is_the_querys_row_without_the_tokens_before(prefix):
+    """Entries that say which query and key they are of."""
+    places = torch.arange(-prefix, 35)
+    weights = (100 * places[:, None] + places).expand(3, -1, -1).float()
+    heat = attention.heat_maps(weights, (5, 7), (2, 4))
+    expected = 100 * 18 + torch.arange(35.0).view(5, 7)                  # query 2 · 7 + 4
+    assert torch.equal(heat, expected.expand(3, -1, -1))
+
+
+def test_rows_are_models_blocks_and_queries(draw, sizes, picture_tree, monkeypatch):
+    seen = []
+    real = attention.heat_maps
+
+    def remember(weights, grid, query):
+        seen.append((query, real(weights, grid, query)))
+        return seen[-1][1]
+    monkeypatch.setattr(attention, "heat_maps", remember)
+    photograph = picture_tree / "val" / "red" / "03.png"
+    draw("attention", photograph, "--recipe", "quickstart", "--init", "impulse", *sizes,
+         "--blocks", 1, 0, "--heads", 2, 1, "--queries", "4,6", "0,1")
+    assert [query for query, _ in seen] == [(4, 6), (0, 1)] * 2
+    subject, = fresh(["quickstart"], ["impulse"], seed=None, sets=sizes[1::2])
+    image = as_input(view(decode_image(str(photograph)), subject.recipe)[None], subject.recipe)
+    rows = mixing_matrices(subject.model, image)[1][0][[2, 1], 34]       # the last token of 35
+    assert torch.equal(seen[0][1], rows.view(2, 5, 7))
+
+
+def test_a_swins_later_stages_have_their_own_grid(draw, picture_tree, monkeypatch):
+    grids = []
+    real = attention.heat_maps
+    monkeypatch.setattr(attention, "heat_maps",
+                        lambda *arguments: grids.append(arguments[1]) or real(*arguments))
+    draw("attention", picture_tree / "val" / "red" / "03.png", "--recipe", "cifar10_swin_tiny",
+         "--blocks", 0, 2)
+    assert grids[0] == (2 * grids[1][0], 2 * grids[1][1])
+
+
+@pytest.mark.parametrize("arguments, text", [
+    (["--queries", "5,0"], "query 5,0 is not on the 5×7 grid of patches"),
+    (["--heads", 3], "head 3 is asked for, but the model has heads 0…2"),
+    (["--blocks", -1], "block -1 is asked for, but the model has blocks 0…1"),
+])
+def test_what_is_not_there_is_one_line(complains, sizes, picture_tree, arguments, text):
+    complains(text, "attention", picture_tree / "val" / "red" / "03.png", "--recipe", "quickstart",
+              *sizes, *arguments)
+
+
+def test_a_photograph_that_is_not_there_is_one_line(complains, sizes, tmp_path):
+    complains("absent.jpg: cannot be read", "attention", tmp_path / "absent.jpg", "--recipe",
+              "quickstart", *sizes)
+
+
+def test_models_without_attention_are_one_line(complains, picture_tree):
+    complains("makes a MlpMixer; figure 'attention' is defined for", "attention",
+              picture_tree / "val" / "red" / "03.png", "--recipe", "cifar10_mixer")

@@ -1,0 +1,66 @@
+"""Filters are shown as the model applies them: by where they look."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vitinit
+from vitinit.figures import kernels
+from vitinit.filters import convolution_matrix, ordered_offsets
+from vitinit.mixing import mixing_matrices
+
+
+def built(name: str, init: str, **sizes):
+    model = vitinit.build_model(name, num_classes=3, image_size=(12, 20), **sizes)
+    vitinit.init_weights(model, init, generator=torch.Generator().manual_seed(0))
+    return model
+
+
+@pytest.mark.parametrize("sizes", [{}, dict(num_filters=3), dict(softmax_filters=True)])
+def test_a_conv_mixers_filters_are_those_that_it_mixes_with(sizes):
+    model = built("convmixer_256_8", "default", embed_dim=7, depth=2, kernel_size=3, **sizes)
+    columns = [5, 0, 4]
+    matrices = mixing_matrices(model, torch.zeros(1, 3, 12, 20), blocks=[1], heads=columns)[1][0]
+    for kernel, matrix in zip(kernels.held_kernels(model, 1, columns), matrices, strict=True):
+        torch.testing.assert_close(convolution_matrix(kernel, (6, 10)), matrix)
+
+
+def test_a_swins_bias_lies_where_the_key_is_seen_from_the_query():
+    model = built("swin_tiny", "impulse", patch_size=2, embed_dim=15, depths=(2,), num_heads=(5,),
+                  window_size=(3, 5))
+    found = kernels.held_kernels(model, 1, [4, 2])
+    assert found.shape == (2, 5, 9)                  # offsets -2…2 down, -4…4 right
+    for kernel, head in zip(found, (4, 2)):
+        down, right = ordered_offsets(3)[head]
+        assert kernel.nonzero().tolist() == [[2 + down, 4 + right]]
+
+
+def test_a_swins_bias_by_offset_is_that_of_every_pair_of_tokens():
+    model = built("swin_tiny", "default", patch_size=2, embed_dim=9, depths=(1,), num_heads=(3,),
+                  window_size=(3, 5))
+    attention = model.layers[0].blocks[0].attn
+    kernel, bias = kernels.held_kernels(model, 0, [1])[0], attention.relative_bias()[1]
+    for query in range(15):
+        for key in range(15):
+            down, right = key // 5 - query // 5, key % 5 - query % 5
+            assert kernel[2 + down, 4 + right] == bias[query, key]
+
+
+@pytest.mark.parametrize("recipe, columns", [("cifar10_convmixer", [0, 9]),
+                                             ("cifar10_swin_tiny", [2])])
+def test_filters_are_drawn(draw, recipe, columns):
+    draw("filters", "--recipe", recipe, "--init", "default", "impulse", "--blocks", 1, "--columns",
+         *columns)
+
+
+@pytest.mark.parametrize("recipe, arguments, text", [
+    ("cifar10_convmixer", ["--blocks", 8], "block 8 is asked for, but the model has blocks 0…7"),
+    ("cifar10_convmixer", ["--columns", 256], "channel 256 is asked for"),
+    ("cifar10_swin_tiny", ["--columns", 3], "head 3 is asked for, but the model has heads 0…2"),
+    ("cifar10_convmixer", ["--set", "model.options.dense_filters=true"],
+     "leaves no filters to show"),
+    ("quickstart", [], "figure 'filters' is defined for ConvMixer and SwinTransformer"),
+])
+def test_what_is_not_there_is_one_line(complains, recipe, arguments, text):
+    complains(text, "filters", "--recipe", recipe, *arguments)

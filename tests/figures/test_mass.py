@@ -1,0 +1,76 @@
+"""Target mass by depth: batches together give what all images at once give; heads are sorted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vitinit
+from vitinit.figures import mass
+from vitinit.filters import ordered_offsets
+from vitinit.mixing import mixing_matrices, target_mass
+
+
+def built(init: str = "impulse", num_heads: int = 11):
+    model = vitinit.build_model("vit_tiny", num_classes=3, image_size=(10, 14), patch_size=2,
+                                embed_dim=13 * num_heads, depth=3, num_heads=num_heads)
+    vitinit.init_weights(model, init, generator=torch.Generator().manual_seed(0))
+    return model.eval()
+
+
+def test_batches_give_the_mean_over_all_images_of_each_heads_target():
+    """More images than a batch, no multiple of it; more heads than offsets, which start again."""
+    model = built()
+    images = torch.randn(mass.BATCH + 3, 3, 10, 14, generator=torch.Generator().manual_seed(1))
+    found = mass.masses_by_block(model, images, 3)
+    offsets = [*ordered_offsets(3), *ordered_offsets(3)[:2]]
+    expected = torch.stack([target_mass(weights, offsets, (5, 7))
+                            for weights in mixing_matrices(model, images).values()])
+    torch.testing.assert_close(found, expected)
+    assert found.shape == (3, 11) and found[0, 0] > 0.5
+
+
+def test_a_perfect_shift_in_every_head_has_all_mass(monkeypatch):
+    """Shift matrices of a 5×5 kernel written token by token, in place of the model's."""
+    def shifts(model, images):
+        weights = torch.zeros(len(images), 11, 35, 35)
+        for head, (down, right) in enumerate(sorted(
+                ((down, right) for down in range(-2, 3) for right in range(-2, 3)),
+                key=lambda offset: offset[0]**2 + offset[1]**2)[:11]):
+            for token in range(35):
+                row, column = token // 7 + down, token % 7 + right
+                inside = 0 <= row < 5 and 0 <= column < 7
+                weights[:, head, token, row * 7 + column if inside else 0] = 1.0
+        return {block: weights for block in range(3)}
+    monkeypatch.setattr(mass, "mixing_matrices", shifts)
+    images = torch.zeros(3, 3, 10, 14)
+    assert torch.equal(mass.masses_by_block(built("default"), images, 5), torch.ones(3, 11))
+    assert (mass.masses_by_block(built("default"), images, 3) < 1.0).any()
+
+
+def test_heads_are_summarised_by_whether_they_look_at_themselves():
+    masses = torch.arange(22.0).view(2, 11)          # heads 0 and 9 have the offset (0, 0)
+    found = mass.summarised(masses, 3)
+    assert found.heads.tolist() == [5.0, 16.0]
+    assert found.centre.tolist() == [4.5, 15.5]
+    assert torch.allclose(found.others, torch.tensor([(55 - 9) / 9, (55 + 121 - 31) / 9]))
+
+
+def test_the_numbers_are_printed_by_model_and_init(draw, sizes, picture_tree, capsys):
+    draw("mass", "--recipe", "quickstart", "--init", "default", "impulse", *sizes, "--data-dir",
+         picture_tree / "val", "--count", 5)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines[:6]] == \
+        ["quickstart, default"] * 3 + ["quickstart, impulse"] * 3
+    uniform, kept = (float(lines[row].split()[-2]) for row in (1, 4))       # centre head, block 0
+    assert uniform == pytest.approx(1 / 35, abs=0.01) and kept > 10 * uniform
+
+
+def test_models_without_one_attention_over_the_grid_are_one_line(complains, picture_tree):
+    complains("makes a SwinTransformer; figure 'mass' is defined for VisionTransformer and "
+              "SimpleViT", "mass", "--recipe", "cifar10_swin_tiny", "--data-dir", picture_tree)
+
+
+def test_a_kernel_of_one_cell_is_one_line(complains, sizes, picture_tree):
+    complains("every head's target is its own token", "mass", "--recipe", "quickstart", *sizes,
+              "--data-dir", picture_tree, "--count", 2, "--kernel-size", 1)
