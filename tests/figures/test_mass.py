@@ -74,3 +74,12 @@ def test_models_without_one_attention_over_the_grid_are_one_line(complains, pict
 def test_a_kernel_of_one_cell_is_one_line(complains, sizes, picture_tree):
     complains("every head's target is its own token", "mass", "--recipe", "quickstart", *sizes,
               "--data-dir", picture_tree, "--count", 2, "--kernel-size", 1)
+
+
+@pytest.mark.parametrize("option, text", [
+    ("kernel_size=5", "has kernel_size = 5; give --kernel-size 5"),
+    ("offsets=random", 'init.options.offsets = "random" drew the targets of recipe quickstart'),
+])
+def test_targets_that_are_not_the_inits_are_one_line(complains, sizes, picture_tree, option, text):
+    complains(text, "mass", "--recipe", "quickstart", "--init", "impulse", *sizes, "--set",
+              f"init.options.{option}", "--data-dir", picture_tree, "--count", 2)

@@ -55,6 +55,17 @@ def summarised(masses: Tensor, kernel_size: int) -> Masses:
     return Masses(masses.mean(1), masses[:, centre].mean(1), masses[:, ~centre].mean(1))
 
 
+def require_targets(subject: Subject, kernel_size: int) -> None:
+    """ValueError where the init gave heads other targets than those that are measured."""
+    options = subject.recipe.init.options
+    if options.get("offsets", "ordered") != "ordered":
+        raise ValueError(f'init.options.offsets = "{options["offsets"]}" drew the targets of recipe '
+                         f"{subject.recipe.name}; 'mass' knows those of \"ordered\" alone")
+    if options.get("kernel_size", kernel_size) != kernel_size:
+        raise ValueError(f"the init of recipe {subject.recipe.name} has kernel_size = "
+                         f"{options['kernel_size']}; give --kernel-size {options['kernel_size']}")
+
+
 def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path, count: int,
               kernel_size: int) -> None:
     """One panel a recipe, one colour an init or epoch; the numbers are printed, too."""
@@ -62,6 +73,7 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path, count: in
     grids: dict[str, tuple[int, int]] = {}
     for subject in subjects:
         require_family(subject, "mass")
+        require_targets(subject, kernel_size)
         name, grid = subject.recipe.name, subject.model.grid
         images = photographs(folder, count, subject.recipe)
         found = summarised(masses_by_block(subject.model, images, kernel_size), kernel_size)
