@@ -61,7 +61,7 @@ def of_runs(runs: Sequence[Path], epochs: Sequence[int], weights: str) -> Iterat
             if "recipe" not in state:
                 raise RecipeError(f"{path}: holds no recipe, so it is no checkpoint of a run")
             recipe = from_dict(state["recipe"], str(path))
-            name = recipe.init.name if len(runs) == 1 else run.name
+            name = recipe.init.name if len(runs) == 1 else path.parent.name
             yield Subject(recipe, f"{name}, {described(path)}",
                           loaded(recipe, state, path, weights).eval())
 
