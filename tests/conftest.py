@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 from PIL import Image
+
+from vitinit.command_line import overrides, resolve_recipe
+from vitinit.recipe import dump_recipe
+from vitinit.train.metrics import METRICS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -90,3 +95,29 @@ def small_run(picture_tree: Path) -> Callable[..., list[str]]:
                 *(word for key, value in values.items() for word in ("--set", f"{key}={value}")),
                 *more]
     return arguments
+
+
+@pytest.fixture
+def written_run(tmp_path: Path) -> Callable[..., Path]:
+    """Writes the small files of a run that never was: a line of metrics for each of `tops`.
+
+    epochs: what the recipe asks for, as many as there are lines by default. start: more of run.json.
+    """
+    def write(name: str, tops: list[float | None], *, emas: list[float | None] | None = None,
+              seed: int = 0, init: str = "default", recipe: str = "quickstart", seconds: float = 3.0,
+              epochs: int | None = None, start: dict | None = None, sets: tuple[str, ...] = ()
+              ) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        resolved = resolve_recipe(REPOSITORY / "recipes" / "quickstart.toml", overrides(
+            init=init, seed=seed, sets=[f"schedule.epochs={epochs or len(tops)}", *sets]))
+        (folder / "recipe.toml").write_text(dump_recipe(resolved), encoding="utf-8")
+        (folder / "run.json").write_text(json.dumps([{
+            "command": ["train.py", "--recipe", recipe], "git_commit": "c0ffee", "torch": "2.7",
+            "python": "3.11", "device": "CPU", "processes": 1} | (start or {})]))
+        rows = [dict.fromkeys(METRICS) | {"epoch": epoch, "val_top1": top, "ema_top1": ema,
+                                          "seconds": seconds}
+                for epoch, (top, ema) in enumerate(zip(tops, emas or [None] * len(tops)), 1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return folder
+    return write

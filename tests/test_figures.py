@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import builtins
-import json
 import sys
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from vitinit.figures import __main__ as figures
+from vitinit.figures.curves import draw_curves
+from vitinit.runs import finished_groups
 
 
 def run(monkeypatch, *arguments: object) -> None:
     monkeypatch.setattr(sys, "argv", ["figures", *map(str, arguments)])
     figures.main()
-
-
-def fake_run(folder, name: str, init: str, tops: list[float]) -> None:
-    folder.mkdir()
-    torch.save({"recipe": {"name": name, "init": {"name": init}}}, folder / "last.pt")
-    rows = [{"epoch": epoch, "val_top1": top} for epoch, top in enumerate(tops, 1)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_kernels_show_impulses_and_only_them(monkeypatch, tmp_path):
@@ -38,17 +31,38 @@ def test_kernels_show_impulses_and_only_them(monkeypatch, tmp_path):
     assert upper.sum() == 0 and lower.sum() > 100
 
 
-def test_curves_group_seeds_of_a_recipe_and_init(monkeypatch, tmp_path):
-    for name, init, tops in (("a-0", "impulse", [10.0, 50.0, None]), ("a-1", "impulse", [20., 60.]),
-                             ("b-0", "default", [15.0, 30.0])):
-        fake_run(tmp_path / name, "trial", init, tops)
+def test_curves_show_the_groups_of_finished_runs(monkeypatch, tmp_path, written_run, capsys):
+    runs = [written_run("a-0", [10.0, None, 50.0], init="impulse"),
+            written_run("a-1", [20.0, None, 60.0], init="impulse", seed=1),
+            written_run("b-0", [15.0, 30.0, 31.0]), written_run("b-1", [9.0], epochs=3, seed=1)]
     out = tmp_path / "curves.png"
-    run(monkeypatch, "curves", *(tmp_path / name for name in ("a-0", "a-1", "b-0")), "--out", out)
+    run(monkeypatch, "curves", *runs, "--out", out)
     assert Image.open(out).size[0] > 600
+    assert f"left out, not finished: {runs[3]}, 1 of 3 epochs" in capsys.readouterr().out
+
+
+def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_from_lowest_to_highest(
+        tmp_path, written_run, monkeypatch):
+    """matplotlib's own objects are asked what was drawn."""
+    groups, _ = finished_groups([
+        written_run("a-0", [10.0, None, 50.0], init="impulse"),
+        written_run("a-1", [26.0, None, 58.0], init="impulse", seed=1),
+        written_run("b-0", [15.0, 30.0, 31.0])])
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig",
+                        lambda figure, *_, **__: drawn.append(figure.axes[0]))
+    figures.draw_curves(tmp_path / "curves.png", groups)
+    axis, = drawn
+    assert [line.get_label() for line in axis.lines] == ["impulse (2 seeds)", "default (1 seed)"]
+    assert axis.lines[0].get_xydata().tolist() == [[1.0, 18.0], [3.0, 54.0]]
+    assert axis.lines[1].get_xydata().tolist() == [[1.0, 15.0], [2.0, 30.0], [3.0, 31.0]]
+    corners = {tuple(corner) for corner in axis.collections[0].get_paths()[0].vertices.tolist()}
+    assert corners == {(1.0, 10.0), (1.0, 26.0), (3.0, 50.0), (3.0, 58.0)}
+    assert axis.get_title() == "Top-1 by epoch: mean over seeds, band from lowest to highest"
 
 
 def test_a_folder_that_is_no_run_is_one_line(monkeypatch, tmp_path):
-    with pytest.raises(SystemExit, match="last.pt: not a finished run's file"):
+    with pytest.raises(SystemExit, match="not a run's folder, there is no recipe.toml in it"):
         run(monkeypatch, "curves", tmp_path, "--out", tmp_path / "x.png")
 
 

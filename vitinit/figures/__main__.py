@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..init import INITS
+from ..runs import finished_groups
 from .attention import draw_attention
 from .augmentation import draw_batch, draw_operations
 from .curves import draw_curves
@@ -142,7 +143,10 @@ def draw(args: argparse.Namespace) -> None:
     elif args.figure == "filters":
         draw_filters(args.out, subjects(args), blocks=args.blocks, columns=args.columns)
     elif args.figure == "curves":
-        draw_curves(args.out, args.runs)
+        groups, unfinished = finished_groups(args.runs)
+        for line in unfinished:
+            print(line)
+        draw_curves(args.out, groups)
     elif args.figure == "operations":
         draw_operations(args.out, args.picture, magnitude=args.magnitude)
     else:

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from ..runs import Group
 from .plot import COLOURS, LINES, pyplot
 
 
-def draw_curves(out: Path, runs: list[Path]) -> None:
-    """Validation top-1 by epoch, one line a recipe and init: mean over seeds, band from the lowest
-    to the highest."""
+def draw_curves(out: Path, groups: Sequence[Group]) -> None:
+    """Validation top-1 by epoch, one line a group of runs: mean over seeds, band from the lowest
+    to the highest. Epochs without an evaluation are left out."""
     plt = pyplot()
-    groups: dict[str, list[list[dict]]] = defaultdict(list)
-    for run in runs:
-        try:
-            recipe = torch.load(run / "last.pt", weights_only=True, mmap=True)["recipe"]
-            rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        except OSError as error:
-            raise SystemExit(f"{error.filename}: not a finished run's file ({error.strerror})"
-                             ) from None
-        groups[f"{recipe['name']}, {recipe['init']['name']}"].append(
-            [row for row in rows if row["val_top1"] is not None])
     figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
-    for number, (label, members) in enumerate(groups.items()):
-        epochs = [row["epoch"] for row in min(members, key=len)]
-        tops = torch.tensor([[row["val_top1"] for row in rows[:len(epochs)]] for rows in members])
-        colour = COLOURS[number % len(COLOURS)]
+    for number, group in enumerate(groups):
+        measured = [[row for row in run.rows if row["val_top1"] is not None]
+                    for run in group.runs.values()]
+        epochs = [row["epoch"] for row in measured[0]]           # the same for all: one recipe
+        tops = torch.tensor([[row["val_top1"] for row in rows] for rows in measured])
+        colour, seeds = COLOURS[number % len(COLOURS)], len(measured)
         axis.plot(epochs, tops.mean(0), color=colour, linestyle=LINES[number % len(LINES)],
-                  label=f"{label} ({len(members)} seed{'s' * (len(members) > 1)})")
+                  marker="." if len(epochs) == 1 else None,      # one point makes no line
+                  label=f"{group.label} ({seeds} seed{'s' * (seeds > 1)})")
         axis.fill_between(epochs, tops.amin(0), tops.amax(0), color=colour, alpha=0.2, linewidth=0)
-    axis.set(xlabel="epoch", ylabel="validation top-1 (%)", title="Top-1 by epoch")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set(xlabel="epoch", ylabel="validation top-1 (%)",
+             title="Top-1 by epoch: mean over seeds, band from lowest to highest")
+    axis.title.set_fontsize(11)
     axis.grid(alpha=0.3)
-    axis.legend()
+    axis.legend(fontsize=9)
     figure.savefig(out, dpi=130)

@@ -52,12 +52,13 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """A checkpoint's containers, tensors on the CPU; raises CheckpointError naming the file.
 
     Files are read with weights_only=True: nothing in them is executed. Official DeiT checkpoints
     also hold the argparse.Namespace that made them, which is allowed. A .safetensors file counts
-    as a bare state dict.
+    as a bare state dict. mmap: leave the tensors on disk until they are used, where a few plain
+    values are all that is wanted.
     """
     try:
         if path.suffix == ".safetensors":
@@ -68,7 +69,7 @@ def load(path: Path) -> dict[str, Any]:
                                       "pip install 'vitinit[safetensors]'") from None
             return load_file(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such checkpoint") from None
     except CheckpointError:

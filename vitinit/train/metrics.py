@@ -89,6 +89,10 @@ class MetricsFile:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
+    def rows(self) -> list[dict[str, Any]]:
+        """One dictionary an epoch; none where there is no file yet."""
+        return [json.loads(line) for line in self._lines()]
+
     def cut_back(self, epochs: int) -> None:
         """Keep the lines of the first `epochs` epochs, as a checkpoint taken then knows them."""
         kept = [line for line in self._lines() if json.loads(line)["epoch"] <= epochs]

@@ -68,11 +68,11 @@ class RunFolder:
     def save(self, state: dict[str, Any], path: Path) -> None:
         save_atomically(state, path)
 
-    def load_last(self) -> dict[str, Any]:
-        """last.pt; raises CheckpointError if there is none or it is not a run's."""
+    def load_last(self, *, mmap: bool = False) -> dict[str, Any]:
+        """last.pt; raises CheckpointError if there is none or it is not a run's. mmap: see `load`."""
         if not self.path.is_dir():
             raise CheckpointError(f"--resume {self.path}: no such run folder")
-        state = load(self.last)
+        state = load(self.last, mmap=mmap)
         if not {"model", "optimizer", "progress", "recipe"} <= state.keys():
             raise CheckpointError(f"{self.last}: not a training checkpoint, it cannot be resumed")
         return state

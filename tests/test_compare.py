@@ -1,0 +1,188 @@
+"""Comparison of runs: every number by hand, the t quantile against tables and scipy."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import sys
+
+import pytest
+from PIL import Image
+
+from vitinit import compare
+
+
+def run(monkeypatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["compare", *map(str, arguments)])
+    compare.main()
+
+
+@pytest.fixture
+def six_runs(written_run):
+    """Two inits with seeds 1, 2, 5; last epochs 50, 54, 58 and 61, 63, 71; best ones 4 higher once."""
+    runs = []
+    for init, lasts in (("default", (50.0, 54.0, 58.0)), ("impulse", (61.0, 63.0, 71.0))):
+        for seed, last in zip((1, 2, 5), lasts):
+            best = 62.0 if last == 58.0 else 5.0
+            runs.append(written_run(f"{init}-{seed}", [best, last], seed=seed, init=init,
+                                    emas=[1.0, last - seed], seconds=10.0 + seed))
+    return runs
+
+
+# ---------------------------------------------------------------------------------------------
+# Statistics
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("degrees, quantile", [
+    (1, 12.706205), (2, 4.302653), (3, 3.182446), (4, 2.776445), (5, 2.570582), (9, 2.262157),
+    (30, 2.042272), (120, 1.979930)])
+def test_t_quantiles_are_those_of_printed_tables(degrees, quantile):
+    assert compare.t_quantile(degrees) == pytest.approx(quantile, abs=5e-7)
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 16, 53])
+@pytest.mark.parametrize("confidence", [0.5, 0.9, 0.99])
+def test_t_quantiles_equal_scipys(degrees, confidence):
+    expected = pytest.importorskip("scipy.stats").t.ppf((1 + confidence) / 2, degrees)
+    assert compare.t_quantile(degrees, confidence) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_interval_of_three_differences():
+    """11, 9, 13: mean 11, standard deviation 2."""
+    mean, half = compare.t_interval([11.0, 9.0, 13.0])
+    assert mean == pytest.approx(11.0)
+    assert half == pytest.approx(4.302653 * 2.0 / math.sqrt(3.0), rel=1e-6)
+
+
+def test_the_deviation_is_that_of_a_sample_and_one_value_has_none():
+    assert compare.mean_and_std([50.0, 54.0, 58.0]) == "54.00 ± 4.00"
+    assert compare.mean_and_std([50.0]) == "50.00"
+    assert compare.mean_and_std([11.0, 12.0], places=0) == "12 ± 1"      # 11.5, .71
+
+
+# ---------------------------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_as_a_whole(monkeypatch, capsys, six_runs):
+    """last: 54 ± 4 and 65 ± √28; best: 50, 54, 62 and 61, 63, 71; EMA: less the seed."""
+    run(monkeypatch, *six_runs)
+    assert capsys.readouterr().out == """\
+# quickstart
+
+Top-1 on the validation set in %, mean ± standard deviation over seeds. The best epoch is chosen on \
+the images it is reported on. Seconds are those of training, without evaluation.
+
+| group | seeds | last | best | EMA last | EMA best | seconds a run |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: |
+| default | 3 | 54.00 ± 4.00 | 55.33 ± 6.11 | 51.33 ± 2.08 | 51.33 ± 2.08 | 25 ± 4 |
+| impulse | 3 | 65.00 ± 5.29 | 65.00 ± 5.29 | 62.33 ± 3.21 | 62.33 ± 3.21 | 25 ± 4 |
+
+| last epoch | of | seed 1 | seed 2 | seed 5 |
+| --- | ---: | ---: | ---: | ---: |
+| default | model | 50.00 | 54.00 | 58.00 |
+| default | EMA | 49.00 | 52.00 | 53.00 |
+| impulse | model | 61.00 | 63.00 | 71.00 |
+| impulse | EMA | 60.00 | 61.00 | 66.00 |
+
+| minus default | of | seeds | mean, 95 % t interval | seed by seed |
+| --- | ---: | ---: | ---: | ---: |
+| impulse | model | 3 | +11.00 ± 4.97 | 1: +11.00, 2: +9.00, 5: +13.00 |
+| impulse | EMA | 3 | +11.00 ± 4.97 | 1: +11.00, 2: +9.00, 5: +13.00 |
+
+All runs: commit c0ffee; torch 2.7; Python 3.11; device CPU; processes 1.
+"""
+
+
+def test_the_group_named_first_is_the_baseline(monkeypatch, capsys, six_runs):
+    run(monkeypatch, *reversed(six_runs))
+    assert "| default | model | 3 | -11.00 ± 4.97 | 1: -11.00, 2: -9.00, 5: -13.00 |" in (
+        capsys.readouterr().out)
+
+
+def test_only_seeds_that_both_have_are_paired(monkeypatch, capsys, six_runs, written_run):
+    """-6 and 0 on seeds 2 and 5: mean -3, standard deviation √18, 12.706 · √18 / √2 = 38.12."""
+    runs = [written_run("m-2", [48.0], seed=2, init="mimetic", epochs=1),
+            written_run("m-5", [58.0], seed=5, init="mimetic", epochs=1),
+            written_run("m-7", [99.0], seed=7, init="mimetic", epochs=1)]
+    run(monkeypatch, *six_runs[:3], *runs)
+    printed = capsys.readouterr().out
+    label = "mimetic, schedule.epochs = 1"
+    assert (f"| {label} | model | 2 | -3.00 ± 38.12 | 2: -6.00, 5: +0.00 |") in printed
+    assert f"| {label} | model | – | 48.00 | 58.00 | 99.00 |" in printed
+    assert f"| {label} | EMA" not in printed                              # none was kept
+    assert f"| {label} | 3 | 68.33 ± 27.02 | 68.33 ± 27.02 | – | – | 3 ± 0 |" in printed
+
+
+def test_fewer_than_two_seeds_in_common_have_no_interval(monkeypatch, capsys, six_runs):
+    run(monkeypatch, *six_runs[:2], *six_runs[4:])                        # 1, 2 and 2, 5
+    printed = capsys.readouterr().out
+    assert "`impulse` shares fewer than two seeds with `default`: no interval." in printed
+    assert "t interval" not in printed
+
+
+def test_a_single_group_has_no_differences(monkeypatch, capsys, six_runs):
+    run(monkeypatch, *six_runs[:3])
+    assert "minus" not in capsys.readouterr().out
+
+
+def test_unfinished_runs_are_named_and_not_averaged(monkeypatch, capsys, six_runs, written_run):
+    cut = written_run("cut", [99.0], epochs=2, seed=9)
+    run(monkeypatch, *six_runs, cut)
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"\nLeft out, not finished: {cut}, 1 of 2 epochs.\n")
+    assert "| default | 3 | 54.00 ± 4.00 |" in printed and "99" not in printed
+
+
+def test_runs_of_other_code_and_hardware_are_counted(monkeypatch, capsys, written_run):
+    runs = [written_run(f"run-{seed}", [1.0], seed=seed, start=start) for seed, start in enumerate(
+        [{}, {"git_commit": "beef", "device": "NVIDIA H100"}, {"device": "NVIDIA H100"}])]
+    run(monkeypatch, *runs)
+    printed = capsys.readouterr().out
+    assert "All runs: torch 2.7; Python 3.11; processes 1.\n" in printed
+    assert ("Not alike (number of runs): commit c0ffee (2), beef (1); device CPU (1), "
+            "NVIDIA H100 (2).\n") in printed
+
+
+def test_a_bar_in_a_label_does_not_break_the_table():
+    assert compare.table(["a", "b"], [["x|y", "1"]]).splitlines()[-1] == "| x\\|y | 1 |"
+
+
+# ---------------------------------------------------------------------------------------------
+# Files, and what goes wrong
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_folder_gets_the_report_and_the_curves(monkeypatch, capsys, six_runs, tmp_path):
+    out = tmp_path / "new" / "comparison"
+    run(monkeypatch, *six_runs, "--out", out)
+    report, last_line = capsys.readouterr().out.rsplit("\n\n", 1)
+    assert (out / "comparison.md").read_text() == report + "\n"
+    assert Image.open(out / "curves.png").size[0] > 600
+    assert last_line == f"wrote {out / 'comparison.md'} and {out / 'curves.png'}\n"
+
+
+def test_without_matplotlib_the_report_is_written_and_the_extra_named(monkeypatch, six_runs,
+                                                                      tmp_path):
+    real = builtins.__import__
+
+    def without(name, *arguments, **keywords):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *arguments, **keywords)
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(SystemExit, match=r"needs matplotlib: pip install 'vitinit\[figures\]'"):
+        run(monkeypatch, *six_runs, "--out", tmp_path / "out")
+    assert (tmp_path / "out" / "comparison.md").exists()
+
+
+def test_what_is_wrong_is_one_line(monkeypatch, six_runs, written_run, tmp_path):
+    for folders, message in (([tmp_path / "nowhere"], "nowhere: not a run's folder"),
+                             ([*six_runs, six_runs[0]], "the same experiment and seed 1 as"),
+                             ([written_run("cut", [1.0], epochs=2)], "none of the runs is finished")):
+        with pytest.raises(SystemExit) as caught:
+            run(monkeypatch, *folders)
+        line = str(caught.value.code)
+        assert line.startswith("vitinit.compare: ") and message in line and "\n" not in line

@@ -1,0 +1,168 @@
+"""Runs are read back as they were written, and grouped by everything but what a seed changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vitinit.runs import FREE_KEYS, finished_groups, group_runs, read_run
+from vitinit.train.checkpoint import CheckpointError
+from vitinit.train.metrics import METRICS
+
+
+def test_a_run_is_read_as_it_was_written(written_run):
+    run = read_run(written_run("a", [10.0, None, 20.0], seed=7, init="impulse", recipe="trial"))
+    assert (run.seed, run.recipe, run.epochs, run.epochs_done, run.finished) == (7, "trial", 3, 3, True)
+    assert run.keys["init.options.qk_norm"] == 7.0 and run.keys["model.options.depth"] == 4
+    assert [row["val_top1"] for row in run.rows] == [10.0, None, 20.0]
+    assert run.starts[0]["git_commit"] == "c0ffee"
+
+
+def test_a_real_run_is_read_without_its_checkpoints(train_program, small_run, tmp_path, monkeypatch):
+    arguments = small_run(tmp_path / "run", schedule__epochs="2")
+    monkeypatch.setattr("sys.argv", ["train.py", *arguments])
+    assert train_program.main(arguments) == 0
+    for name in ("last.pt", "best.pt"):
+        (tmp_path / "run" / name).unlink()
+    run = read_run(tmp_path / "run")
+    assert run.finished and run.recipe == "quickstart" and run.keys["model.options.depth"] == 2
+    assert [list(row) for row in run.rows] == [list(METRICS)] * 2
+
+
+@pytest.mark.parametrize("words, name", [
+    (["--recipe", "deit_base"], "deit_base"), (["--recipe=runs/a.b/trial.toml"], "trial"),
+    (["--seed", "3", "--recipe", "x.toml", "--set", "a.b=c"], "x"), ([], "recipe")])
+def test_a_recipe_goes_by_the_name_on_the_command_line(written_run, words, name):
+    folder = written_run("a", [1.0], start={"command": ["train.py", *words]})
+    assert read_run(folder).recipe == name
+
+
+def test_cooldown_epochs_belong_to_a_run(written_run):
+    sets = ("schedule.cooldown_epochs=2",)
+    assert not read_run(written_run("a", [1.0, 2.0, 3.0], sets=sets)).finished
+    assert read_run(written_run("b", [1.0, 2.0, 3.0], epochs=1, sets=sets)).finished
+
+
+def test_a_line_that_a_crash_cut_short_is_no_epoch(written_run):
+    folder = written_run("a", [1.0, 2.0])
+    lines = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(lines[:-9])
+    assert read_run(folder).epochs_done == 1 and not read_run(folder).finished
+
+
+def test_a_run_without_metrics_or_starts_is_unfinished(written_run):
+    folder = written_run("a", [1.0])
+    (folder / "metrics.jsonl").unlink()
+    (folder / "run.json").unlink()
+    run = read_run(folder)
+    assert (run.epochs_done, run.finished, run.recipe) == (0, False, "recipe")
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("recipe.toml", None, "a: not a run's folder, there is no recipe.toml in it"),
+    ("recipe.toml", "seed = ", "recipe.toml: not what a run writes: Invalid value"),
+    ("recipe.toml", "[run]\nseed = 1\n", "recipe.toml: lacks the key 'model.name', so it is no"),
+    ("metrics.jsonl", "{}\n", "metrics.jsonl: line 1 lacks 'epoch', so it is no run's"),
+    ("metrics.jsonl", "{'epoch': 1}\n", "metrics.jsonl: not what a run writes: Expecting property"),
+    ("run.json", "[", "run.json: not what a run writes: Expecting value"),
+])
+def test_a_broken_folder_is_one_line_that_names_the_file(written_run, name, content, message):
+    folder = written_run("a", [1.0])
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_text(content)
+    with pytest.raises(CheckpointError) as caught:
+        read_run(folder)
+    assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_a_folder_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere: not a run's folder"):
+        read_run(tmp_path / "nowhere")
+
+
+# ---------------------------------------------------------------------------------------------
+# Grouping
+# ---------------------------------------------------------------------------------------------
+
+
+def grouped(*folders: Path) -> dict[str, list[int]]:
+    """Label → seeds."""
+    return {group.label: list(group.runs) for group in group_runs([read_run(f) for f in folders])}
+
+
+def test_a_group_is_one_experiment_with_all_its_seeds(written_run):
+    assert grouped(written_run("a", [1.0], seed=5, init="impulse"), written_run("b", [1.0], seed=2),
+                   written_run("c", [1.0], seed=0, init="impulse"), written_run("d", [1.0], seed=9),
+                   written_run("e", [1.0], seed=2, init="impulse")
+                   ) == {"impulse": [0, 2, 5], "default": [2, 9]}
+
+
+def test_where_and_how_pictures_are_read_and_the_recipes_name_do_not_set_runs_apart(written_run):
+    assert FREE_KEYS == ("run.seed", "data.root", "data.workers")
+    assert grouped(written_run("a", [1.0]), written_run("b", [1.0], seed=1, sets=("data.root=x",)),
+                   written_run("c", [1.0], seed=2, sets=("data.workers=3",)),
+                   written_run("d", [1.0], seed=3, recipe="runs/a/recipe.toml")
+                   ) == {"default": [0, 1, 2, 3]}
+
+
+def test_a_label_names_only_the_keys_that_differ(written_run):
+    """Options that another init does not have are no difference within an init."""
+    base = 'init.options.value_init="base"'
+    assert list(grouped(written_run("a", [1.0]), written_run("b", [1.0], init="impulse"),
+                        written_run("c", [1.0], init="impulse", sets=(base,)))) == [
+        "default", 'impulse, init.options.value_init = "mimetic"',
+        'impulse, init.options.value_init = "base"']
+    assert list(grouped(written_run("d", [1.0], sets=("optim.eps=1e-6", "mix.cutmix_alpha=1")),
+                        written_run("e", [1.0], sets=("optim.eps=1e-6",)),
+                        written_run("f", [1.0], init="mimetic"))) == [
+        "default, mix.cutmix_alpha = 1.0, optim.eps = 1e-06",
+        "default, mix.cutmix_alpha = 0.0, optim.eps = 1e-06",
+        "mimetic, mix.cutmix_alpha = 0.0, optim.eps = 1e-08"]
+
+
+def test_recipes_are_named_where_there_are_several_and_not_compared_key_by_key(written_run):
+    assert list(grouped(written_run("a", [1.0], recipe="one"),
+                        written_run("b", [1.0, 2.0], recipe="two"))) == ["one, default",
+                                                                         "two, default"]
+
+
+def test_a_key_that_only_newer_runs_have_is_said_to_be_missing(written_run):
+    old, new = written_run("a", [1.0]), written_run("b", [1.0], seed=1)
+    text = (old / "recipe.toml").read_text()
+    assert "tf32 = true\n" in text
+    (old / "recipe.toml").write_text(text.replace("tf32 = true\n", ""))
+    assert list(grouped(old, new)) == ["default, without engine.tf32", "default, engine.tf32 = true"]
+
+
+def test_two_runs_of_one_seed_in_a_group_are_an_error(written_run):
+    first, second = written_run("a", [1.0], seed=3), written_run("b", [1.0], seed=3)
+    with pytest.raises(CheckpointError) as caught:
+        grouped(first, second)
+    assert str(caught.value) == (f"{second}: the same experiment and seed 3 as {first}; expected "
+                                 "one run a seed")
+    with pytest.raises(CheckpointError, match="the same experiment and seed 3"):
+        grouped(first, first)
+
+
+def test_unfinished_runs_are_named_and_left_out(written_run):
+    done, cut = written_run("a", [1.0, 2.0]), written_run("b", [1.0], epochs=2, seed=1)
+    groups, unfinished = finished_groups([done, cut])
+    assert [list(group.runs) for group in groups] == [[0]]
+    assert unfinished == [f"left out, not finished: {cut}, 1 of 2 epochs"]
+    with pytest.raises(CheckpointError, match="none of the runs is finished; left out, .* 1 of 2"):
+        finished_groups([cut])
+
+
+def test_a_label_of_groups_is_made_of_finished_runs_alone(written_run):
+    groups, _ = finished_groups([written_run("a", [1.0, 2.0]), written_run("b", [1.0], epochs=3)])
+    assert [group.label for group in groups] == ["default"]
+
+
+def test_all_starts_of_a_run_are_kept(written_run):
+    folder = written_run("a", [1.0])
+    starts = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps([*starts, starts[0] | {"git_commit": "beef"}]))
+    assert [start["git_commit"] for start in read_run(folder).starts] == ["c0ffee", "beef"]

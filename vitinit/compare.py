@@ -1,0 +1,199 @@
+"""Finished runs side by side: groups over seeds, paired differences, curves.
+
+    python -m vitinit.compare runs/quickstart-*
+    python -m vitinit.compare runs/quickstart-default-* runs/quickstart-impulse-* --out comparison
+
+A group is what is the same experiment but for the seed. Differences are against the group of the run
+named first, seed by seed. --out writes comparison.md and curves.png (extra `figures`) into a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from .figures.curves import draw_curves
+from .runs import Group, Run, finished_groups
+
+CONFIDENCE = 0.95
+BISECTIONS = 100                # each halves an interval of doubles, which have 53 bits
+METRICS = {"model": "val_top1", "EMA": "ema_top1"}
+RECORDED = {"git_commit": "commit", "torch": "torch", "python": "Python", "device": "device",
+            "processes": "processes"}       # key of run.json → in words
+
+
+# ---------------------------------------------------------------------------------------------
+# Statistics
+# ---------------------------------------------------------------------------------------------
+
+
+def share_within(angle: float, degrees: int) -> float:
+    """P(|T| ≤ √n · tan(angle)) for Student's t with n `degrees` of freedom, an integer ≥ 1.
+
+    The finite sums of Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 (odd n) and
+    26.7.4 (even n).
+    """
+    odd = degrees % 2
+    share, factor = (2 * angle / math.pi, 2 / math.pi) if odd else (math.sin(angle), 1 / 2)
+    for power in range(1 if odd else 2, degrees - 1, 2):
+        share += factor * math.sin(angle) * math.cos(angle)**power
+        factor *= (power + 1) / (power + 2)
+    return share
+
+
+def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
+    """The t with P(|T| ≤ t) = `confidence`: 12.71 for 1 degree of freedom, 4.303 for 2."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if share_within(middle, degrees) < confidence else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)
+
+
+def t_interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Mean of paired differences and half the width of its t interval, at least two of them."""
+    half = t_quantile(len(differences) - 1) * statistics.stdev(differences)
+    return statistics.fmean(differences), half / math.sqrt(len(differences))
+
+
+def mean_and_std(values: Sequence[float], places: int = 2) -> str:
+    """'84.03 ± 1.56', with the standard deviation of a sample; one value has none."""
+    mean = f"{statistics.fmean(values):.{places}f}"
+    return f"{mean} ± {statistics.stdev(values):.{places}f}" if len(values) > 1 else mean
+
+
+# ---------------------------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------------------------
+
+
+def measured(run: Run, metric: str) -> list[float]:
+    """A metric by epoch, where it was evaluated; empty if the run keeps no moving average."""
+    return [row[metric] for row in run.rows if row[metric] is not None]
+
+
+def last_by_seed(group: Group, metric: str) -> dict[int, float]:
+    values = {seed: measured(run, metric) for seed, run in group.runs.items()}
+    return {seed: by_epoch[-1] for seed, by_epoch in values.items() if by_epoch}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; every column but the first is aligned to the right."""
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
+                     for line in lines)
+
+
+def summary(groups: Sequence[Group]) -> str:
+    """One row a group: mean ± std over seeds of the last and the best epoch, and of the time."""
+    rows = []
+    for group in groups:
+        cells = [group.label, str(len(group.runs))]
+        for metric in METRICS.values():
+            by_epoch = [measured(run, metric) for run in group.runs.values()]
+            cells += [mean_and_std([values[-1] for values in by_epoch]),
+                      mean_and_std([max(values) for values in by_epoch])
+                      ] if all(by_epoch) else ["–", "–"]
+        seconds = [sum(row["seconds"] for row in run.rows) for run in group.runs.values()]
+        rows.append([*cells, mean_and_std(seconds, places=0)])
+    return table(["group", "seeds", "last", "best", "EMA last", "EMA best", "seconds a run"], rows)
+
+
+def by_seed(groups: Sequence[Group]) -> str:
+    """The last epoch's top-1 of every run."""
+    seeds = sorted({seed for group in groups for seed in group.runs})
+    rows = []
+    for group in groups:
+        for name, metric in METRICS.items():
+            values = last_by_seed(group, metric)
+            if values:
+                rows.append([group.label, name, *(f"{values[seed]:.2f}" if seed in values else "–"
+                                                  for seed in seeds)])
+    return table(["last epoch", "of", *(f"seed {seed}" for seed in seeds)], rows)
+
+
+def differences(groups: Sequence[Group]) -> str:
+    """The other groups against the first, over the seeds that both have; '' for nothing to pair."""
+    rows, alone = [], []
+    first, *others = groups
+    for other in others:
+        for name, metric in METRICS.items():
+            base, values = last_by_seed(first, metric), last_by_seed(other, metric)
+            paired = {seed: values[seed] - base[seed] for seed in values if seed in base}
+            if len(paired) > 1:
+                mean, half = t_interval(list(paired.values()))
+                rows.append([other.label, name, str(len(paired)), f"{mean:+.2f} ± {half:.2f}",
+                             ", ".join(f"{seed}: {value:+.2f}" for seed, value in paired.items())])
+            elif name == "model":
+                alone.append(f"`{other.label}` shares fewer than two seeds with `{first.label}`: "
+                             "no interval.")
+    parts = alone
+    if rows:
+        title = [f"minus {first.label}", "of", "seeds",
+                 f"mean, {CONFIDENCE:.0%} t interval".replace("%", " %"), "seed by seed"]
+        parts = [table(title, rows), *alone]
+    return "\n\n".join(parts)
+
+
+def origin(groups: Sequence[Group]) -> str:
+    """With what code and on what the runs were made; where they differ, how many runs had what."""
+    runs = [run for group in groups for run in group.runs.values()]
+    alike, unlike = [], []
+    for key, words in RECORDED.items():
+        # A run that was continued elsewhere has several values.
+        counts = Counter(value for run in runs
+                         for value in dict.fromkeys(str(start[key]) for start in run.starts))
+        if len(counts) == 1:
+            alike.append(f"{words} {next(iter(counts))}")
+        elif counts:
+            unlike.append(f"{words} " + ", ".join(f"{value} ({count})"
+                                                  for value, count in counts.items()))
+    lines = [f"All runs: {'; '.join(alike)}."] if alike else []
+    if unlike:
+        lines.append(f"Not alike (number of runs): {'; '.join(unlike)}.")
+    return "\n\n".join(lines)
+
+
+def report(groups: Sequence[Group], unfinished: Sequence[str] = ()) -> str:
+    """The whole comparison as Markdown."""
+    names = dict.fromkeys(run.recipe for group in groups for run in group.runs.values())
+    parts = [f"# {', '.join(names)}",
+             "Top-1 on the validation set in %, mean ± standard deviation over seeds. The best epoch "
+             "is chosen on the images it is reported on. Seconds are those of training, without "
+             "evaluation.",
+             summary(groups), by_seed(groups), differences(groups), origin(groups),
+             *(f"{line[0].upper()}{line[1:]}." for line in unfinished)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def compare(folders: Sequence[Path], out: Path | None = None) -> None:
+    """Print the comparison of these runs; into the folder `out`, too, with the curves."""
+    groups, unfinished = finished_groups(folders)
+    text = report(groups, unfinished)
+    print(text, end="", flush=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "comparison.md").write_text(text, encoding="utf-8")
+        draw_curves(out / "curves.png", groups)
+        print(f"\nwrote {out / 'comparison.md'} and {out / 'curves.png'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m vitinit.compare", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--out", type=Path, help="folder for comparison.md and curves.png")
+    args = parser.parse_args()
+    try:
+        compare(args.runs, args.out)
+    except (ValueError, OSError) as error:
+        sys.exit(f"vitinit.compare: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Many runs of train.py, one after another: every init, every variant, every seed.
+
+    python -m vitinit.sweep --recipe quickstart --init default,mimetic,impulse --seeds 0-4
+    python -m vitinit.sweep --recipe quickstart --init impulse --seeds 0,1,2 \\
+        --variant paper --variant base-values init.options.value_init=base
+
+Each run has a folder <recipe>-<init>[-<variant>]-s<seed> in --out-dir. The same command again skips
+what is finished and resumes what was cut off. Ctrl-C and SIGTERM end the sweep once the running run
+has saved its checkpoint. A run that fails is reported at the end; the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from .command_line import USER_ERRORS, Parser, complain, fresh_recipe
+from .compare import compare
+from .recipe import Recipe, RecipeError
+from .runs import FREE_KEYS, flat, read_run
+from .train.run_folder import RunFolder
+from .values import shown
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TRAIN = REPOSITORY / "train.py"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of the sweep: its recipe, train.py's arguments, and how far it is."""
+
+    folder: Path
+    recipe: Recipe
+    arguments: list[str]
+    done: int | None            # epochs safe in last.pt; None where there is no last.pt yet
+
+    @property
+    def epochs(self) -> int:
+        return self.recipe.schedule.epochs + self.recipe.schedule.cooldown_epochs
+
+    @property
+    def finished(self) -> bool:
+        return self.done == self.epochs
+
+    @property
+    def state(self) -> str:
+        if self.finished:
+            return "done"
+        return "new" if self.done is None else f"to go on after {self.done} of {self.epochs} epochs"
+
+
+# ---------------------------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------------------------
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(prog="python -m vitinit.sweep", description=__doc__)
+    parser.add_argument("--recipe", required=True, help="name in recipes/, or path of a .toml file")
+    parser.add_argument("--init", help="names with commas between them; default: the recipe's own")
+    parser.add_argument("--seeds", required=True, help="such as 0-4 or 0,2,5")
+    parser.add_argument("--variant", action="append", nargs="+", default=[],
+                        metavar=("NAME", "SECTION.KEY=VALUE"),
+                        help="a name, and what --set takes, for a further run of each init and seed; "
+                             "may be repeated")
+    parser.add_argument("--data-dir", help="data.root: folder of the data set")
+    parser.add_argument("--out-dir", type=Path, default=Path("runs"),
+                        help="folder of the runs' folders; default runs")
+    parser.add_argument("--nproc", type=int, default=1,
+                        help="processes of a run, started by torchrun if more than 1")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                        help="override any key of the recipe in every run; may be repeated")
+    args = parser.parse_args(arguments)
+    if args.nproc < 1:
+        raise RecipeError(f"--nproc {args.nproc}: expected a number of processes ≥ 1")
+    args.seeds = parse_seeds(args.seeds)
+    return args
+
+
+def parse_seeds(text: str) -> list[int]:
+    """'0-2,7' → [0, 1, 2, 7]; raises RecipeError for anything else."""
+    seeds: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip(), flags=re.ASCII)
+        span = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
+        if not span:
+            raise RecipeError(f"--seeds {text}: '{part}' is no seed; expected such as 0-4 or 0,2,5")
+        seeds += span
+    if len(set(seeds)) < len(seeds):
+        raise RecipeError(f"--seeds {text}: names a seed twice")
+    return seeds
+
+
+# ---------------------------------------------------------------------------------------------
+# The plan
+# ---------------------------------------------------------------------------------------------
+
+
+def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
+    """Every run, seeds outermost, so that each init has a run before any has a second one.
+
+    Raises RecipeError or CheckpointError for whatever can be known to be wrong before the first run.
+    """
+    variants = args.variant or [[""]]
+    for name, *sets in args.variant:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise RecipeError(f"--variant {' '.join([name, *sets])}: expected a name of letters, "
+                              "digits, '_', '-' and '.' first, then section.key=value")
+    inits = args.init.split(",") if args.init is not None else [None]
+    runs = [plan_run(args, init, seed, name, sets)
+            for seed in args.seeds for init in inits for name, *sets in variants]
+    for number, run in enumerate(runs):
+        for other in runs[:number]:
+            if run.folder == other.folder:
+                raise RecipeError(f"two runs would share the folder {run.folder}; expected another "
+                                  "init, variant name or seed for each")
+            if run.recipe == other.recipe:
+                raise RecipeError(f"{other.folder} and {run.folder} would be the same run; seeds go "
+                                  "by --seeds alone, and each variant sets something else")
+    return runs
+
+
+def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str,
+             sets: list[str]) -> PlannedRun:
+    """One run, its recipe resolved and held against what its folder has already."""
+    sets = args.set + sets
+    try:
+        recipe = fresh_recipe(argparse.Namespace(recipe=args.recipe, init=init, seed=seed,
+                                                 data_dir=args.data_dir, set=sets),
+                              REPOSITORY / "recipes", lambda line: None)
+    except RecipeError as error:
+        raise RecipeError(f"--variant {variant}: {error}" if variant else str(error)) from None
+    name = "-".join(filter(None, [recipe.name, recipe.init.name, variant, f"s{seed}"]))
+    folder = args.out_dir / name
+    arguments = ["--recipe", args.recipe, "--seed", str(seed), "--out-dir", str(folder),
+                 "--resume", "auto"]
+    for flag, value in (("--init", init), ("--data-dir", args.data_dir)):
+        arguments += [flag, value] if value is not None else []
+    arguments += [word for text in sets for word in ("--set", text)]
+    return PlannedRun(folder, recipe, arguments, epochs_done(folder, recipe))
+
+
+def epochs_done(path: Path, recipe: Recipe) -> int | None:
+    """The finished epochs of the run in this folder, None for no run that could be continued.
+
+    Raises RecipeError if that is a run of another recipe.
+    """
+    folder = RunFolder(path)
+    if not folder.last.exists():
+        return None
+    expected, found = flat(recipe.as_dict()), read_run(path).keys
+    for key in dict.fromkeys([*expected, *found]):
+        if key != "name" and found.get(key) != expected.get(key) and (
+                key == "run.seed" or key not in FREE_KEYS):
+            raise RecipeError(f"{path}: holds another run, its {key} is {shown(found.get(key))} and "
+                              f"not {shown(expected.get(key))}; choose another --out-dir")
+    return folder.load_last(mmap=True)["progress"]["epochs"]
+
+
+# ---------------------------------------------------------------------------------------------
+# The runs
+# ---------------------------------------------------------------------------------------------
+
+
+class Launcher:
+    """Runs programs one at a time and hands each signal to stop on to the running one, once.
+
+    A program gets a session of its own, because a terminal sends Ctrl-C to all programs of a session
+    and this one would come on top.
+    """
+
+    def __init__(self) -> None:
+        self.stopped_by = 0                          # the signal's number
+        self.process: subprocess.Popen | None = None
+
+    def __enter__(self) -> Launcher:
+        self.handlers = {number: signal.signal(number, self._stop) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: object) -> None:
+        self.stopped_by = number
+        if self.process is not None:
+            # train.py knows SIGINT and SIGTERM; of a closed terminal it hears as of the latter.
+            self.process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    def run(self, command: list[str]) -> str | None:
+        """None if the program ended well, else its error in a line; what it prints is passed on."""
+        line = error = ""
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace",
+                              start_new_session=True) as self.process:
+            for line in self.process.stderr:
+                sys.stderr.write(line)
+                # Of all that torchrun prints after a failure, train.py's own line says why.
+                error = line if line.startswith("train.py: ") or (
+                    line.strip() and not error.startswith("train.py: ")) else error
+        status, self.process = self.process.returncode, None
+        return None if status == 0 else error.strip() or f"ended with status {status}"
+
+
+def command(run: PlannedRun, nproc: int) -> list[str]:
+    program = [str(TRAIN), *run.arguments]
+    if nproc > 1:
+        program = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
+                   *program]
+    return [sys.executable, *program]
+
+
+def sweep(args: argparse.Namespace) -> int:
+    """The plan, its runs, the comparison; returns the exit status."""
+    if not TRAIN.is_file():
+        raise RecipeError(f"{TRAIN}: no such file; a sweep needs the repository that train.py is in")
+    runs = plan_runs(args)
+    finished = [run.folder for run in runs if run.finished]
+    print(f"plan    {len(runs)} runs, {len(finished)} of them done")
+    for run in runs:
+        print(f"        {run.folder}: {run.state}")
+    if args.dry_run:
+        return 0
+
+    failures: dict[Path, str] = {}
+    with Launcher() as launcher:
+        for number, run in enumerate(runs, 1):
+            if run.finished:
+                continue
+            print(f"\nrun     {number} of {len(runs)}, {run.folder}", flush=True)
+            error = launcher.run(command(run, args.nproc))
+            if launcher.stopped_by:
+                print(f"stopped by signal {launcher.stopped_by}; the same command goes on")
+                return 128 + launcher.stopped_by
+            if error is None:
+                finished.append(run.folder)
+            else:
+                failures[run.folder] = error
+
+    print(flush=True)
+    if finished:
+        compare([run.folder for run in runs if run.folder in finished])
+    for folder, error in failures.items():
+        print(f"vitinit.sweep: {folder} failed: {error}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    try:
+        return sweep(parse_arguments(arguments))
+    except USER_ERRORS as error:
+        complain("vitinit.sweep", error)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
