@@ -51,7 +51,7 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_from_lowest_to_high
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig",
                         lambda figure, *_, **__: drawn.append(figure.axes[0]))
-    figures.draw_curves(tmp_path / "curves.png", groups)
+    draw_curves(tmp_path / "curves.png", groups)
     axis, = drawn
     assert [line.get_label() for line in axis.lines] == ["impulse (2 seeds)", "default (1 seed)"]
     assert axis.lines[0].get_xydata().tolist() == [[1.0, 18.0], [3.0, 54.0]]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from vitinit import sweep
 from vitinit.figures.__main__ import parse_arguments as parse_figure
 from vitinit.recipe import find_recipe
 
@@ -71,6 +72,14 @@ def test_every_figure_names_arguments_and_recipes_that_exist(repository):
     for arguments in found:
         for name in parse_figure(arguments).recipe:
             find_recipe(name, repository / "recipes")
+
+
+def test_every_sweep_is_one_that_could_start(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    found = started("vitinit.sweep")
+    assert found
+    for arguments in found:
+        assert sweep.main([*arguments, "--dry-run"]) == 0
 
 
 def test_the_file_tree_names_every_file(repository):
