@@ -231,7 +231,7 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
 
     def set_up_folder() -> None:
         if not resumed:
-            folder.create(dump_recipe(recipe))
+            folder.create(dump_recipe(recipe), again=args.resume == "auto")
             if 0 in recipe.checkpoint.keep_epochs:
                 write(folder.kept(0))
         else:

@@ -101,12 +101,13 @@ def small_run(picture_tree: Path) -> Callable[..., list[str]]:
 def written_run(tmp_path: Path) -> Callable[..., Path]:
     """Writes the small files of a run that never was: a line of metrics for each of `tops`.
 
-    epochs: what the recipe asks for, as many as there are lines by default. start: more of run.json.
+    epochs: what the recipe asks for, by default as many as there are lines.
+    start: more of run.json.
     """
     def write(name: str, tops: list[float | None], *, emas: list[float | None] | None = None,
-              seed: int = 0, init: str = "default", recipe: str = "quickstart", seconds: float = 3.0,
-              epochs: int | None = None, start: dict | None = None, sets: tuple[str, ...] = ()
-              ) -> Path:
+              epochs: int | None = None, seed: int = 0, init: str = "default",
+              recipe: str = "quickstart", seconds: float = 3.0, start: dict | None = None,
+              sets: tuple[str, ...] = ()) -> Path:
         folder = tmp_path / name
         folder.mkdir()
         resolved = resolve_recipe(REPOSITORY / "recipes" / "quickstart.toml", overrides(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import math
 import sys
 
@@ -19,7 +20,7 @@ def run(monkeypatch, *arguments: object) -> None:
 
 @pytest.fixture
 def six_runs(written_run):
-    """Two inits with seeds 1, 2, 5; last epochs 50, 54, 58 and 61, 63, 71; best ones 4 higher once."""
+    """Two inits, seeds 1, 2, 5; last epochs 50, 54, 58 and 61, 63, 71; the best is 62 once."""
     runs = []
     for init, lasts in (("default", (50.0, 54.0, 58.0)), ("impulse", (61.0, 63.0, 71.0))):
         for seed, last in zip((1, 2, 5), lasts):
@@ -72,8 +73,8 @@ def test_a_comparison_as_a_whole(monkeypatch, capsys, six_runs):
     assert capsys.readouterr().out == """\
 # quickstart
 
-Top-1 on the validation set in %, mean ± standard deviation over seeds. The best epoch is chosen on \
-the images it is reported on. Seconds are those of training, without evaluation.
+Top-1 on the validation set in %, mean ± standard deviation over seeds. The best epoch is chosen \
+on the images it is reported on. Seconds are those of training, without evaluation.
 
 | group | seeds | last | best | EMA last | EMA best | seconds a run |
 | --- | ---: | ---: | ---: | ---: | ---: | ---: |
@@ -139,11 +140,13 @@ def test_unfinished_runs_are_named_and_not_averaged(monkeypatch, capsys, six_run
 def test_runs_of_other_code_and_hardware_are_counted(monkeypatch, capsys, written_run):
     runs = [written_run(f"run-{seed}", [1.0], seed=seed, start=start) for seed, start in enumerate(
         [{}, {"git_commit": "beef", "device": "NVIDIA H100"}, {"device": "NVIDIA H100"}])]
+    start, = json.loads((runs[0] / "run.json").read_text())
+    (runs[0] / "run.json").write_text(json.dumps([start, start | {"git_commit": "f00d"}, start]))
     run(monkeypatch, *runs)
     printed = capsys.readouterr().out
     assert "All runs: torch 2.7; Python 3.11; processes 1.\n" in printed
-    assert ("Not alike (number of runs): commit c0ffee (2), beef (1); device CPU (1), "
-            "NVIDIA H100 (2).\n") in printed
+    assert ("Not alike (number of runs): commit c0ffee (2), f00d (1), beef (1); "
+            "device CPU (1), NVIDIA H100 (2).\n") in printed
 
 
 def test_a_bar_in_a_label_does_not_break_the_table():
@@ -181,7 +184,7 @@ def test_without_matplotlib_the_report_is_written_and_the_extra_named(monkeypatc
 def test_what_is_wrong_is_one_line(monkeypatch, six_runs, written_run, tmp_path):
     for folders, message in (([tmp_path / "nowhere"], "nowhere: not a run's folder"),
                              ([*six_runs, six_runs[0]], "the same experiment and seed 1 as"),
-                             ([written_run("cut", [1.0], epochs=2)], "none of the runs is finished")):
+                             ([written_run("cut", [1.0], epochs=2)], "none of the runs is fin")):
         with pytest.raises(SystemExit) as caught:
             run(monkeypatch, *folders)
         line = str(caught.value.code)

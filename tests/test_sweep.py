@@ -117,7 +117,7 @@ GOOD = ["--recipe", "quickstart", "--seeds", "0"]
     ([*GOOD, "--init", "default,impuls"], "--init impuls: init.name is 'impuls'; did you mean"),
     ([*GOOD, "--init", "default,"], "--init : init.name is ''"),
     ([*GOOD, "--init", "default,filters"], "'filters' is not defined for a VisionTransformer"),
-    ([*GOOD, "--init", "default,default"], "two runs would share the folder runs/quickstart-default"),
+    ([*GOOD, "--init", "default,default"], "two runs would share the folder runs/quickstart-d"),
     ([*GOOD, "--set", "schedule.epoch=3"], "no key 'epoch'; did you mean 'epochs'?"),
     (["--recipe", "quickstart", "--seeds", "0,1", "--set", "run.seed=7"],
      "quickstart-default-s0 and runs/quickstart-default-s1 would be the same run; seeds go by"),
@@ -210,6 +210,17 @@ def test_a_run_whose_last_checkpoint_lags_behind_its_metrics_is_not_done(small_r
     assert not run.finished and run.state == "to go on after 1 of 2 epochs"
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(small_run, tmp_path,
+                                                                        started):
+    arguments = small_run(tmp_path, "--seeds", "0", **SHORT)
+    folder = tmp_path / "quickstart-mimetic-s0"
+    assert sweep.main(arguments) == 0
+    before = losses(folder)
+    (folder / "last.pt").unlink()
+    assert sweep.main(arguments) == 0
+    assert started == [folder] * 2 and losses(folder) == before
+
+
 def test_a_failing_run_is_reported_at_the_end_and_the_others_go_on(small_run, tmp_path, capfd,
                                                                    monkeypatch):
     """Real programs; patches of 5 pixels are found out only once the model is built."""
@@ -237,8 +248,8 @@ def test_a_folder_that_holds_another_run_stops_the_sweep_before_it_starts(small_
     assert sweep.main([*arguments, "--set", "optim.eps=1e-3"]) == 2
     folder = tmp_path / "quickstart-mimetic-s0"
     assert capsys.readouterr().err == (
-        f"vitinit.sweep: {folder}: holds another run, its optim.eps is 0.0001 and not 0.001; choose "
-        "another --out-dir\n")
+        f"vitinit.sweep: {folder}: holds another run, its optim.eps is 0.0001 and not 0.001; "
+        "choose another --out-dir\n")
     assert sweep.main([*arguments, "--data-dir", "elsewhere", "--set", "data.workers=1"]) == 0
     assert started == []
 

@@ -3,8 +3,9 @@
     python -m vitinit.compare runs/quickstart-*
     python -m vitinit.compare runs/quickstart-default-* runs/quickstart-impulse-* --out comparison
 
-A group is what is the same experiment but for the seed. Differences are against the group of the run
-named first, seed by seed. --out writes comparison.md and curves.png (extra `figures`) into a folder.
+A group is what is the same experiment but for the seed. Differences are against the group of the
+run named first, seed by seed. --out writes comparison.md and curves.png (extra `figures`) into a
+folder.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
 
 
 def t_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Mean of paired differences and half the width of its t interval, at least two of them."""
+    """Mean of paired differences, at least two, and half the width of its t interval."""
     half = t_quantile(len(differences) - 1) * statistics.stdev(differences)
     return statistics.fmean(differences), half / math.sqrt(len(differences))
 
@@ -145,7 +146,7 @@ def origin(groups: Sequence[Group]) -> str:
     runs = [run for group in groups for run in group.runs.values()]
     alike, unlike = [], []
     for key, words in RECORDED.items():
-        # A run that was continued elsewhere has several values.
+        # A run that was continued elsewhere has several values; each counts once.
         counts = Counter(value for run in runs
                          for value in dict.fromkeys(str(start[key]) for start in run.starts))
         if len(counts) == 1:
@@ -163,9 +164,9 @@ def report(groups: Sequence[Group], unfinished: Sequence[str] = ()) -> str:
     """The whole comparison as Markdown."""
     names = dict.fromkeys(run.recipe for group in groups for run in group.runs.values())
     parts = [f"# {', '.join(names)}",
-             "Top-1 on the validation set in %, mean ± standard deviation over seeds. The best epoch "
-             "is chosen on the images it is reported on. Seconds are those of training, without "
-             "evaluation.",
+             "Top-1 on the validation set in %, mean ± standard deviation over seeds. The best "
+             "epoch is chosen on the images it is reported on. Seconds are those of training, "
+             "without evaluation.",
              summary(groups), by_seed(groups), differences(groups), origin(groups),
              *(f"{line[0].upper()}{line[1:]}." for line in unfinished)]
     return "\n\n".join(part for part in parts if part) + "\n"

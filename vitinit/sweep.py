@@ -67,8 +67,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", required=True, help="such as 0-4 or 0,2,5")
     parser.add_argument("--variant", action="append", nargs="+", default=[],
                         metavar=("NAME", "SECTION.KEY=VALUE"),
-                        help="a name, and what --set takes, for a further run of each init and seed; "
-                             "may be repeated")
+                        help="a name, and what --set takes, for a further run of each init and "
+                             "seed; may be repeated")
     parser.add_argument("--data-dir", help="data.root: folder of the data set")
     parser.add_argument("--out-dir", type=Path, default=Path("runs"),
                         help="folder of the runs' folders; default runs")
@@ -106,7 +106,7 @@ def parse_seeds(text: str) -> list[int]:
 def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
     """Every run, seeds outermost, so that each init has a run before any has a second one.
 
-    Raises RecipeError or CheckpointError for whatever can be known to be wrong before the first run.
+    Raises RecipeError or CheckpointError for whatever is known to be wrong before the first run.
     """
     variants = args.variant or [[""]]
     for name, *sets in args.variant:
@@ -122,8 +122,8 @@ def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
                 raise RecipeError(f"two runs would share the folder {run.folder}; expected another "
                                   "init, variant name or seed for each")
             if run.recipe == other.recipe:
-                raise RecipeError(f"{other.folder} and {run.folder} would be the same run; seeds go "
-                                  "by --seeds alone, and each variant sets something else")
+                raise RecipeError(f"{other.folder} and {run.folder} would be the same run; seeds "
+                                  "go by --seeds alone, and each variant sets something else")
     return runs
 
 
@@ -159,8 +159,8 @@ def epochs_done(path: Path, recipe: Recipe) -> int | None:
     for key in dict.fromkeys([*expected, *found]):
         if key != "name" and found.get(key) != expected.get(key) and (
                 key == "run.seed" or key not in FREE_KEYS):
-            raise RecipeError(f"{path}: holds another run, its {key} is {shown(found.get(key))} and "
-                              f"not {shown(expected.get(key))}; choose another --out-dir")
+            raise RecipeError(f"{path}: holds another run, its {key} is {shown(found.get(key))} "
+                              f"and not {shown(expected.get(key))}; choose another --out-dir")
     return folder.load_last(mmap=True)["progress"]["epochs"]
 
 
@@ -172,8 +172,8 @@ def epochs_done(path: Path, recipe: Recipe) -> int | None:
 class Launcher:
     """Runs programs one at a time and hands each signal to stop on to the running one, once.
 
-    A program gets a session of its own, because a terminal sends Ctrl-C to all programs of a session
-    and this one would come on top.
+    A program gets a session of its own, because a terminal sends Ctrl-C to all programs of a
+    session, and the one that is handed on would come on top.
     """
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ def command(run: PlannedRun, nproc: int) -> list[str]:
 def sweep(args: argparse.Namespace) -> int:
     """The plan, its runs, the comparison; returns the exit status."""
     if not TRAIN.is_file():
-        raise RecipeError(f"{TRAIN}: no such file; a sweep needs the repository that train.py is in")
+        raise RecipeError(f"{TRAIN}: no such file; a sweep needs the repository around vitinit/")
     runs = plan_runs(args)
     finished = [run.folder for run in runs if run.finished]
     print(f"plan    {len(runs)} runs, {len(finished)} of them done")

@@ -38,6 +38,18 @@ def test_a_folder_whose_run_never_reached_a_checkpoint_can_be_used_again(tmp_pat
         RunFolder(tmp_path / "a").create("")
 
 
+def test_metrics_without_a_checkpoint_go_where_the_run_starts_again(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.metrics.append({"epoch": 1})
+    folder.create("", again=True)
+    assert folder.metrics.rows() == []
+    folder.metrics.append({"epoch": 1})
+    folder.save({}, folder.last)
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        folder.create("", again=True)
+    assert folder.metrics.rows() == [{"epoch": 1}]
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written: Not a directory"):

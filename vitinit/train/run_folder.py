@@ -33,12 +33,14 @@ class RunFolder:
         self.recipe, self.info = path / "recipe.toml", path / "run.json"
         self.metrics = MetricsFile(path / "metrics.jsonl")
 
-    def create(self, recipe_toml: str) -> None:
+    def create(self, recipe_toml: str, *, again: bool = False) -> None:
         """Make the folder of a new run; raises CheckpointError if it holds one already.
 
-        A folder with a recipe but no checkpoint is a run that ended before its first one. Nothing
-        is lost by starting there again.
+        A folder with a recipe but no last.pt is a run that ended before its first one. Nothing is
+        lost by starting there again; its lines of metrics go, where it has any, if `again`.
         """
+        if again and not self.last.exists():
+            self.metrics.path.unlink(missing_ok=True)
         if self.last.exists() or self.metrics.path.exists():
             raise CheckpointError(f"{self.path}: already holds a run; continue it with --resume "
                                   f"{self.path}, or choose another --out-dir")
@@ -69,7 +71,7 @@ class RunFolder:
         save_atomically(state, path)
 
     def load_last(self, *, mmap: bool = False) -> dict[str, Any]:
-        """last.pt; raises CheckpointError if there is none or it is not a run's. mmap: see `load`."""
+        """last.pt; raises CheckpointError if there is none, or no run's. mmap: see `load`."""
         if not self.path.is_dir():
             raise CheckpointError(f"--resume {self.path}: no such run folder")
         state = load(self.last, mmap=mmap)
