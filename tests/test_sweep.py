@@ -291,6 +291,10 @@ def test_what_a_program_prints_is_passed_on(capfd):
     assert capfd.readouterr() == ("out\n", "err\n")
 
 
+def test_a_program_has_a_session_of_its_own_so_that_a_terminals_ctrl_c_does_not_reach_it():
+    assert launched("import os, sys; sys.exit(os.getsid(0) != os.getpid())") is None
+
+
 def test_signal_handlers_are_taken_out_again():
     before = [signal.getsignal(number) for number in sweep.STOP_SIGNALS]
     with sweep.Launcher():
