@@ -196,14 +196,14 @@ class Launcher:
 
     def run(self, command: list[str]) -> str | None:
         """None if the program ended well, else its error in a line; what it prints is passed on."""
-        line = error = ""
+        error = ""
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace",
                               start_new_session=True) as self.process:
             for line in self.process.stderr:
                 sys.stderr.write(line)
                 # Of all that torchrun prints after a failure, train.py's own line says why.
-                error = line if line.startswith("train.py: ") or (
-                    line.strip() and not error.startswith("train.py: ")) else error
+                if line.strip() and not error.startswith("train.py: "):
+                    error = line
         status, self.process = self.process.returncode, None
         return None if status == 0 else error.strip() or f"ended with status {status}"
 
