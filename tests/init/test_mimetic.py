@@ -187,3 +187,33 @@ def test_a_simple_vits_queries_and_keys_are_all_that_is_written(reads, base):
     for key, value in simple_vit(reads, 11, base=base).state_dict().items():
         written = key.endswith(("attn.qk.weight", "attn.query", "attn.key"))
         assert torch.equal(value, reference[key]) != written, key
+
+
+@pytest.mark.parametrize("qk_init, value_init", [("base", "mimetic"), ("mimetic", "base"),
+                                                 ("base", "base")])
+def test_either_half_of_the_attention_can_stay_as_the_base_drew_it(qk_init, value_init):
+    sizes = dict(num_classes=7, image_size=32, patch_size=4, embed_dim=DIM, depth=2, num_heads=HEADS)
+    model, base = (vitinit.build_model("vit_tiny", **sizes) for _ in range(2))
+    vitinit.init_weights(base, "default", generator=torch.Generator().manual_seed(3))
+    vitinit.init_weights(model, "mimetic", generator=torch.Generator().manual_seed(3),
+                         qk_init=qk_init, value_init=value_init)
+    for ours, theirs in zip(model.blocks, base.blocks):
+        for part in ("q_weight", "k_weight"):
+            same = torch.equal(getattr(ours.attn, part), getattr(theirs.attn, part))
+            assert same == (qk_init == "base")
+        for part in ("v_weight", "proj_weight"):
+            same = torch.equal(getattr(ours.attn, part), getattr(theirs.attn, part))
+            assert same == (value_init == "base")
+    changed = {name for name, value in model.state_dict().items()
+               if not torch.equal(value, base.state_dict()[name])}
+    assert all(name.endswith(("attn.qkv.weight", "attn.proj.weight")) for name in changed)
+
+
+@pytest.mark.parametrize("options", [dict(qk_init="torch"), dict(value_init="none")])
+def test_other_halves_are_refused_in_one_line_before_anything_is_drawn(options):
+    model = vitinit.build_model("vit_tiny", num_classes=7, image_size=8, patch_size=4, depth=1)
+    generator = torch.Generator().manual_seed(0)
+    state = generator.get_state()
+    with pytest.raises(ValueError, match='expected "mimetic" or "base"') as caught:
+        vitinit.init_weights(model, "mimetic", generator=generator, **options)
+    assert "\n" not in str(caught.value) and torch.equal(generator.get_state(), state)

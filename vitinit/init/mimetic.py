@@ -20,7 +20,9 @@ from .factorize import balanced_factors
 @torch.no_grad()
 def mimetic(model: VisionTransformer | SwinTransformer, *, generator: torch.Generator,
             base: Literal["default", "torch"] = "default",
+            qk_init: Literal["mimetic", "base"] = "mimetic",
             qk_alpha: float = 0.7, qk_beta: float = 0.7,
+            value_init: Literal["mimetic", "base"] = "mimetic",
             value_alpha: float = 0.4, value_beta: float = 0.4) -> None:
     """Q Kᵀ ≈ αZ + βI in every head, V·proj ≈ αZ − βI in every block (arXiv 2305.09828, §3).
 
@@ -31,20 +33,23 @@ def mimetic(model: VisionTransformer | SwinTransformer, *, generator: torch.Gene
     | attn.proj.weight                | x ↦ x @ (αZ − βI) where attention is the identity        |
     | everything else                 | as `base` drew it                                        |
 
+    qk_init, value_init: "base" leaves that half of the attention as `base` drew it, so that the other
+        is seen alone.
+
     Z is uniform with variance 1/D. The paper's constants for ViT are the defaults. As in the
     released code of arXiv 2505.19985 every head has a Z of its own and pos_embed is left alone
     (the mimetic paper adds sin-cos codes). That code stores V and proj untransposed for its mimetic
     baseline, so its tokens meet √S Vᵀ U √S instead; here the product is the paper's.
     """
+    if qk_init not in ("mimetic", "base") or value_init not in ("mimetic", "base"):
+        raise ValueError(f'qk_init is {qk_init!r} and value_init is {value_init!r}; expected "mimetic" '
+                         'or "base"')
     draw_base(model, base, generator)
     for attention in attentions(model):
-        dim = attention.proj.in_features
-        for head in range(attention.num_heads):
-            product = noisy_identity(dim, qk_alpha, qk_beta, attention.q_weight, generator)
-            query, key = balanced_factors(product, attention.head_dim)   # each (D, d)
-            attention.q_weight[head] = query.mT
-            attention.k_weight[head] = key.mT
-        write_values(attention, alpha=value_alpha, beta=value_beta, generator=generator)
+        if qk_init == "mimetic":
+            write_queries_keys(attention, alpha=qk_alpha, beta=qk_beta, generator=generator)
+        if value_init == "mimetic":
+            write_values(attention, alpha=value_alpha, beta=value_beta, generator=generator)
 
 
 @torch.no_grad()
@@ -78,6 +83,17 @@ def mimetic_simple_vit(model: SimpleViT, *, generator: torch.Generator,
 def attentions(model: VisionTransformer | SwinTransformer) -> list[Attention]:
     """The attention of every block, from the first to the last."""
     return [module for module in model.modules() if isinstance(module, Attention)]
+
+
+def write_queries_keys(attention: Attention, *, alpha: float, beta: float,
+                       generator: torch.Generator) -> None:
+    """Q and K of every head from rank-d factors of its own αZ + βI."""
+    dim = attention.proj.in_features
+    for head in range(attention.num_heads):
+        product = noisy_identity(dim, alpha, beta, attention.q_weight, generator)
+        query, key = balanced_factors(product, attention.head_dim)       # each (D, d)
+        attention.q_weight[head] = query.mT
+        attention.k_weight[head] = key.mT
 
 
 def write_values(attention: Attention, *, alpha: float, beta: float,
