@@ -19,7 +19,7 @@ from .train.run_folder import RunFolder
 from .values import to_toml
 
 # What the runs of one experiment may differ in: the seed, and where and how pictures are read.
-FREE_KEYS = ("run.seed", "data.root", "data.workers")
+FREE_KEYS = ("run.seed", "data.root", "data.workers", "data.on_device_gib")
 NEEDED_KEYS = ("run.seed", "model.name", "init.name", "schedule.epochs", "schedule.cooldown_epochs")
 
 
