@@ -17,6 +17,7 @@ from torch import nn
 
 from ..models import ConvMixer, MlpMixer, SimpleViT, SwinTransformer, VisionTransformer
 from .baseline import default, torch_default
+from .deep_impulse import deep_impulse
 from .filters_conv_mixer import filters_conv_mixer
 from .impulse import impulse
 from .impulse_conv_mixer import impulse_conv_mixer
@@ -38,6 +39,7 @@ INITS: dict[str, dict[type[nn.Module], Callable[..., None]]] = {
     "impulse": {VisionTransformer: impulse, SwinTransformer: impulse_swin,
                 MlpMixer: impulse_mixer, ConvMixer: impulse_conv_mixer,
                 SimpleViT: impulse_simple_vit},
+    "deep_impulse": {VisionTransformer: deep_impulse},
     "filters": {ConvMixer: filters_conv_mixer},
     "impulse_gd": {VisionTransformer: impulse_gd, SimpleViT: impulse_gd},
 }

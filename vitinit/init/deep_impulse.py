@@ -1,0 +1,259 @@
+"""Deep impulse initialisation: a convolution in every block of a ViT, not in the first alone.
+
+`impulse` (arXiv 2505.19985) fades with depth, because V, proj and the MLP write over the position code
+and the residual stream grows past it. Here the code has channels of its own, which at first nothing
+writes to; it shifts by rotation (fourier_code.py); and each block's Q and K are as large as the
+LayerNorm before them asks for. Nothing is frozen. This init is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..filters import Offset, convolution_matrix, impulse_kernel, offsets_on_grid, shift_targets
+from ..models.attention import Attention
+from ..models.vit import VisionTransformer
+from .baseline import draw_base
+from .factorize import balanced_factors, code_basis, query_key_factors
+from .fourier_code import (STEEPEST, gaussian_weights, impulse_weights, turned_factors, wave_code,
+                           waves)
+from .impulse import head_offsets
+from .mimetic import noisy_identity
+
+ROWS_APART = 8          # of a matrix of independent draws, every 8th row tells its mean square
+PIXELS = 3.0            # mean square of normalised pixels that Q and K are made for; on average it is 1
+ALIKE = 0.65             # correlation of neighbouring tokens' content; measured: .8 in block 0, then less
+
+
+@torch.no_grad()
+def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
+                 base: Literal["default", "torch"] = "default",
+                 kernel_size: int = 3,
+                 offsets: Literal["rotating", "ordered", "random"] = "rotating",
+                 target_mass: float = 0.9,
+                 target: Literal["impulse", "gaussian"] = "impulse",
+                 sigma: float = 1.0,
+                 code: Literal["fourier", "random"] = "fourier",
+                 code_channels: float = 1 / 3,
+                 code_rms: float = 0.36,
+                 period: float = 1.0,
+                 waves_of_heads: Literal["slowest", "disjoint"] = "slowest",
+                 reserve: bool = True,
+                 value_init: Literal["mimetic", "base"] = "mimetic",
+                 value_alpha: float = 0.4,
+                 value_beta: float = 0.4) -> None:
+    """softmax(Q Kᵀ / √d) is near an impulse convolution in every head of every block.
+
+    | tensor                                     | value                                         |
+    |--------------------------------------------|-----------------------------------------------|
+    | pos_embed, the first D_p channels          | a 2-D Fourier code; of other tokens 0         |
+    | every block: attn.qkv.weight, Q, K rows    | K picks a head's waves, Q turns them by its   |
+    |                                            |   offset; 0 beyond the D_p channels           |
+    | every block: attn.qkv.bias, Q, K           | 0                                             |
+    | every block: attn.qkv.weight, V rows,      | value_init "mimetic": factors of              |
+    |   attn.proj.weight                         |   value_alpha · Z − value_beta · I on the     |
+    |                                            |   other channels, inner channels dealt to the |
+    |                                            |   heads at random                             |
+    | if `reserve`: patch_embed.proj, attn.proj, | 0 in their rows for the D_p channels, weight  |
+    |   mlp.fc2, cls_token, dist_token; V        |   and bias; V in those columns                |
+    | everything else                            | as `base` drew it                             |
+
+    kernel_size: f of the f×f impulse kernels.
+    offsets: "rotating": head h of block l takes offset l · heads + h, modulo their number, so that any
+        number of heads covers the kernel over depth; "ordered", "random": as for `impulse`.
+    target_mass: what a head's target gets of the attention among patches, in every block. The logits
+        are solved for on the code alone, and Q and K grow with the LayerNorm's scale that
+        `stream_scales` expects.
+    target: "gaussian": logits −‖Δ − δ‖² / 2 sigma² in place of a single peak, as far as a head's waves
+        can say that; target_mass then means nothing.
+    code: "random": normal draws in place of waves, with Q and K by factorisation as in `impulse`.
+    code_channels: D_p as a share of the width, at most two channels for each wave of the grid.
+    code_rms: root mean square of pos_embed over all channels, .36 as in `impulse`.
+    period: of the slowest wave, in grids. At 1 the waves are orthogonal and a head whose target is off
+        the grid looks round to the other side; from 2 on it looks at the border, and logits are larger.
+    waves_of_heads: each head uses the slowest head_dim // 2 waves, or its own share, in turn.
+    reserve: False leaves the code's channels to be written to by everybody, as in `impulse`.
+    value_init, value_alpha, value_beta: as for `impulse`.
+
+    Raises ValueError for a model without a learned position code, options out of range, and a mass that
+    the waves cannot reach.
+    """
+    if not model.learns_positions:
+        raise ValueError("init 'deep_impulse' writes the position code, and the model's is fixed; use "
+                         'pos_embed = "learned"')
+    if not 0.0 < target_mass < 1.0 or not 0.0 < code_channels <= 1.0:
+        raise ValueError(f"target_mass is {target_mass} and code_channels {code_channels}; expected "
+                         "0 < target_mass < 1 and 0 < code_channels ≤ 1")
+    if sigma <= 0.0 or code_rms <= 0.0 or period < 1.0:
+        raise ValueError(f"sigma is {sigma}, code_rms {code_rms} and period {period}; expected sigma "
+                         "and code_rms > 0 and period ≥ 1")
+    for name, value, choices in (
+            ("offsets", offsets, ("rotating", "ordered", "random")),
+            ("target", target, ("impulse", "gaussian")), ("code", code, ("fourier", "random")),
+            ("waves_of_heads", waves_of_heads, ("slowest", "disjoint")),
+            ("value_init", value_init, ("mimetic", "base"))):
+        if value not in choices:
+            raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+    if code == "random" and target == "gaussian":
+        raise ValueError('code is "random", which has no waves for target "gaussian"; use "fourier"')
+    cells = offsets_on_grid(kernel_size, model.grid)
+    dim, attention = model.pos_embed.shape[2], model.blocks[0].attn
+    heads, head_dim = attention.num_heads, attention.head_dim
+    frequencies = waves(model.grid, period)
+    pairs = min(int(code_channels * dim) // 2, len(frequencies))
+    used = min(head_dim // 2, pairs)
+    if used < 1:
+        raise ValueError(f"head_dim is {head_dim}, and {code_channels:g} of {dim} channels are for the "
+                         f"code of a {model.grid[0]}×{model.grid[1]} grid; init 'deep_impulse' needs two "
+                         "of each for a wave")
+    frequencies = frequencies[:pairs]
+    groups = [torch.arange(first, first + used) % pairs for first in
+              (range(0, heads * used, used) if waves_of_heads == "disjoint" else [0])]
+    weights = [impulse_weights(frequencies[group], model.grid, period, target_mass)
+               if target == "impulse" else
+               gaussian_weights(frequencies[group], model.grid, period, sigma) for group in groups]
+    draw_base(model, base, generator)
+
+    # The code, (N, D_p) with a mean square of ½, and how a head reads it.
+    if code == "fourier":
+        table = wave_code(frequencies, model.grid)
+
+        def factors(head: int, offset: Offset) -> tuple[Tensor, Tensor]:
+            group = head % len(groups)
+            return turned_factors(frequencies, groups[group], weights[group], offset)
+    else:
+        table = torch.empty(model.grid[0] * model.grid[1], 2 * pairs, dtype=torch.float64)
+        table.normal_(std=0.5**0.5, generator=generator)
+
+        def factors(head: int, offset: Offset) -> tuple[Tensor, Tensor]:
+            return fitted_factors(table, offset, model.grid, head_dim, target_mass)
+    amplitude = code_rms * math.sqrt(dim / pairs)                        # as D_p = 2 · pairs
+    model.pos_embed[..., :2 * pairs] = 0.0
+    model.pos_embed[0, model.num_prefix_tokens:, :2 * pairs] = amplitude * table
+
+    reserved = 2 * pairs if reserve else 0
+    if reserve:
+        clear_channels(model, reserved)
+    for number, block in enumerate(model.blocks):
+        if value_init == "mimetic":
+            write_values_beside(block.attn, reserved, alpha=value_alpha, beta=value_beta,
+                                generator=generator)
+        chosen = (rotating_offsets(number, heads, cells) if offsets == "rotating" else
+                  head_offsets(heads, cells, offsets, generator))
+        write_queries_keys(block.attn, [factors(head, offset) for head, offset in enumerate(chosen)])
+    for block, scale in zip(model.blocks, stream_scales(model, reserved, code_rms)):
+        # Queries and keys are divided by √scale each, and logits by √d.
+        gain = math.sqrt(scale * math.sqrt(head_dim)) / amplitude
+        block.attn.q_weight.mul_(gain)
+        block.attn.k_weight.mul_(gain)
+
+
+def rotating_offsets(block: int, heads: int, cells: list[Offset]) -> list[Offset]:
+    """The offsets of one block's heads where every block goes on after the last."""
+    return [cells[(block * heads + head) % len(cells)] for head in range(heads)]
+
+
+def fitted_factors(table: Tensor, offset: Offset, grid: tuple[int, int], width: int,
+                   mass: float) -> tuple[Tensor, Tensor]:
+    """Q and K, each (≤ width, D_p), by Algorithm 1 of arXiv 2505.19985 on a code without waves.
+
+    table: (N, D_p). Scaled so that the target gets `mass`, on average over the tokens that have one.
+    """
+    size = 2 * max(abs(offset[0]), abs(offset[1])) + 1
+    shift = convolution_matrix(impulse_kernel(offset, size), grid).double()          # (N, N)
+    query, key = query_key_factors(shift, code_basis(table, min(width, *table.shape)), width, 1.0)
+    logits = table @ query @ key.mT @ table.mT
+    targets = shift_targets(offset, grid)
+    rows = (targets >= 0).nonzero()[:, 0]
+
+    def reached(scale: float) -> bool:
+        return (scale * logits).softmax(1)[rows, targets[rows]].mean().item() >= mass
+    low, high = 0.0, STEEPEST / logits.abs().max().item()
+    for _ in range(40):                              # nearly monotone: a few tokens may be lost
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return query.mT * math.sqrt(high), key.mT * math.sqrt(high)
+
+
+def clear_channels(model: VisionTransformer, count: int) -> None:
+    """Nothing writes to the first `count` channels of the residual stream, and no value reads them."""
+    writers = [model.patch_embed.proj] + [layer for block in model.blocks
+                                          for layer in (block.attn.proj, block.mlp.fc2)]
+    for layer in writers:
+        layer.weight[:count] = 0.0
+        layer.bias[:count] = 0.0
+    for name in ("cls_token", "dist_token"):
+        if hasattr(model, name):
+            getattr(model, name)[..., :count] = 0.0
+    for block in model.blocks:
+        block.attn.v_weight[..., :count] = 0.0
+
+
+def write_values_beside(attention: Attention, count: int, *, alpha: float, beta: float,
+                        generator: torch.Generator) -> None:
+    """V·proj = αZ − βI on all but the first `count` channels, on which both are 0.
+
+    Inner channels come in falling order of singular value and are dealt to the heads at random, so
+    that no head carries more than another.
+    """
+    dim = attention.proj.in_features
+    product = noisy_identity(dim - count, alpha, -beta, attention.proj.weight, generator)
+    value, projection = balanced_factors(product, dim - count)           # (rest, rest) each
+    inner = torch.randperm(dim, generator=generator)[:dim - count]
+    weight = torch.zeros_like(attention.proj.weight)
+    weight[inner, count:] = value.mT
+    attention.v_weight.copy_(weight.view_as(attention.v_weight))
+    attention.proj.weight.zero_()
+    attention.proj.weight[count:, inner] = projection
+
+
+def write_queries_keys(attention: Attention, factors: list[tuple[Tensor, Tensor]]) -> None:
+    """Q and K of each head, (≤ d, D_p), into the first D_p columns of its weights; biases 0."""
+    for weight, ours in zip((attention.q_weight, attention.k_weight), zip(*factors)):
+        ours = torch.stack(ours)                                         # (h, ≤ d, D_p)
+        weight.zero_()
+        weight[:, :ours.shape[1], :ours.shape[2]] = ours
+    if attention.qkv.bias is not None:
+        attention.qkv.bias[:2 * attention.proj.in_features] = 0.0
+
+
+def stream_scales(model: VisionTransformer, reserved: int, code_rms: float) -> list[float]:
+    """The mean square of the patch tokens before each block's first LayerNorm, as weights suggest.
+
+    Pixels are taken to have unit variance, as they have after normalisation, and what the branches
+    add to be uncorrelated with what is there. Only weights are looked at, no image.
+    """
+    dim = model.pos_embed.shape[2]
+    share = (dim - reserved) / dim                   # of the channels that hold content
+    patches, position = model.patch_embed.proj, model.pos_embed[0, model.num_prefix_tokens:]
+    content = (PIXELS * patches.weight[reserved:].flatten(1).square().sum(1)
+               + patches.bias[reserved:].square()).mean().item()
+    if reserved:
+        content += position[:, reserved:].square().mean().item()
+    scales = []
+    for block in model.blocks:
+        scale = code_rms**2 + share * content
+        scales.append(scale)
+        # Inner channel i of V·proj carries ‖v_i‖² ‖p_i‖², whether factors or independent draws.
+        value = block.attn.v_weight.flatten(0, 1).square().sum(1)        # (D,)
+        carried = (value @ block.attn.proj.weight.square().sum(0)).item()
+        kept = (block.attn.v_weight.flatten(0, 1).T * block.attn.proj.weight).sum().item()
+        content += content * (carried / scale + 2.0 * ALIKE**(len(scales) + 1) * kept / math.sqrt(scale)) / (dim - reserved)
+        content += mlp_mean_square(block.mlp) * dim / (dim - reserved)
+    return scales
+
+
+def mlp_mean_square(mlp: torch.nn.Module) -> float:
+    """What an MLP gives on average over all its channels, for inputs with a mean square of 1."""
+    rows = slice(None, None, ROWS_APART)
+    hidden, dim = mlp.fc1.weight.shape
+    spread = math.sqrt(mlp.fc1.weight[rows].square().mean().item() * dim)
+    grid = torch.linspace(-6.0, 6.0, 1201)
+    density = (-0.5 * grid.square()).softmax(0)      # of a standard normal, on the grid
+    activation = (density * F.gelu(spread * grid).square()).sum().item()
+    return mlp.fc2.weight[:, rows].square().mean().item() * hidden * activation

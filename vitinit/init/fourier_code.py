@@ -1,0 +1,119 @@
+"""A position code that shifts by rotation: pairs of cosine and sine of 2-D waves over the grid.
+
+Pair k of the token at place (y, x) is (cos, sin) of u_k·y + v_k·x + phase_k. Moving by an offset turns
+each pair by the angle u_k·δy + v_k·δx, exactly; so of two tokens' pairs, one of them turned, the
+products sum to Σ w_k cos(…(Δ − δ)), which is largest where the displacement Δ is the offset δ.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..filters import Offset
+
+GOLDEN_ANGLE = math.pi * (3.0 - math.sqrt(5.0))
+STEEPEST = 1e3                  # logits beyond which a mass counts as out of reach
+
+
+def waves(grid: tuple[int, int], period: float = 1.0) -> Tensor:
+    """(K, 2) radians down and across, slowest first: all waves of period · grid up to sign.
+
+    Those that are their own mirror image (constant, and alternating signs) are left out, since they
+    have no sine: 30 are left on 8×8, 96 on 14×14, 126 on 16×16. At period 1 they are orthogonal on
+    the grid and go round its borders; a longer one does not, and its waves are slower.
+    """
+    height, width = grid
+    found = []
+    for u in range(height):
+        for v in range(width):
+            if (u, v) < ((-u) % height, (-v) % width):       # of two mirror images, one
+                # The slow way round: of u and u − height waves, the fewer.
+                down = u - height if 2 * u > height else u
+                across = v - width if 2 * v > width else v
+                found.append((2.0 * math.pi * down / (period * height),
+                              2.0 * math.pi * across / (period * width)))
+    return torch.tensor(sorted(found, key=lambda wave: math.hypot(*wave)), dtype=torch.float64
+                        ).view(-1, 2)
+
+
+def wave_code(frequencies: Tensor, grid: tuple[int, int]) -> Tensor:
+    """(N, 2K): the cosines of all K waves at every token, then their sines; float64.
+
+    Phases go on by the golden angle, so that nowhere all waves peak together: LayerNorm subtracts
+    the mean over channels, which would be large there.
+    """
+    places = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).double()   # (N, 2)
+    phases = GOLDEN_ANGLE * torch.arange(len(frequencies)).double()
+    angles = places @ frequencies.T + phases                             # (N, K)
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+def gaussian_weights(frequencies: Tensor, grid: tuple[int, int], period: float,
+                     sigma: float) -> Tensor:
+    """(K,) weights for which Σ w cos is −‖Δ‖² / 2σ² up to a constant, as far as the waves reach.
+
+    They are its Fourier coefficients on the torus of period · grid, by least squares over the
+    displacements of the grid; some are negative.
+    """
+    away = displacements(grid, period)                                   # (M, 2)
+    wanted = -away.square().sum(1) / (2.0 * sigma**2)
+    shapes = (away @ frequencies.T).cos()                                # (M, K)
+    shapes = torch.cat([shapes, torch.ones(len(away), 1, dtype=torch.float64)], dim=1)
+    return torch.linalg.lstsq(shapes, wanted[:, None]).solution[:-1, 0]
+
+
+def displacements(grid: tuple[int, int], period: float) -> Tensor:
+    """(M, 2) all places that a query may see, counted from its target.
+
+    Round the borders at period 1, so that each has one of all tokens on the torus, the nearest;
+    beyond that the places of a grid twice as large, of which a query sees a part.
+    """
+    def axis(size: int) -> Tensor:
+        if period == 1.0:
+            return torch.arange(size) - size // 2
+        return torch.arange(1 - size, size)
+    return torch.cartesian_prod(axis(grid[0]), axis(grid[1])).double()
+
+
+def impulse_weights(frequencies: Tensor, grid: tuple[int, int], period: float,
+                    mass: float) -> Tensor:
+    """(K,) equal weights, as large as it takes to give the target `mass` of the attention.
+
+    Their sum is the logit at the target. Raises ValueError if a thousand would not do.
+    """
+    shape = (displacements(grid, period) @ frequencies.T).cos().mean(1)  # (M,), 1 at the target
+    target = int(shape.argmax())
+
+    def reached(logit: float) -> bool:
+        return (logit * shape).softmax(0)[target].item() >= mass
+    if not reached(STEEPEST):
+        raise ValueError(f"{len(frequencies)} waves cannot give one token of a {grid[0]}×{grid[1]} "
+                         f"grid a mass of {mass:g}; use more channels or a lower target_mass")
+    low, high = 0.0, STEEPEST
+    for _ in range(60):                              # the mass grows with the logit: bisection
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return torch.full((len(frequencies),), high / len(frequencies), dtype=torch.float64)
+
+
+def turned_factors(frequencies: Tensor, chosen: Tensor, weights: Tensor,
+                   offset: Offset) -> tuple[Tensor, Tensor]:
+    """Q and K, each (2m, 2K), of a head that uses the m `chosen` of K waves on `wave_code`.
+
+    frequencies: (K, 2). weights: (m,). Then code(n) Qᵀ K code(n′)ᵀ = Σ w cos of the waves between
+    n + offset and n′. A negative weight turns a pair round.
+    """
+    pairs, count = len(frequencies), len(chosen)
+    query, key = (torch.zeros(2 * count, 2 * pairs, dtype=torch.float64) for _ in range(2))
+    cosine, sine = torch.arange(count), torch.arange(count, 2 * count)
+    root = weights.abs().sqrt()
+    turn = frequencies[chosen] @ torch.tensor(offset, dtype=torch.float64)       # (m,) angles
+    key[cosine, chosen] = key[sine, pairs + chosen] = root
+    signed = root * weights.sign()
+    # cos(a + t) = cos t · cos a − sin t · sin a; sin(a + t) = sin t · cos a + cos t · sin a
+    query[cosine, chosen], query[cosine, pairs + chosen] = signed * turn.cos(), -signed * turn.sin()
+    query[sine, chosen], query[sine, pairs + chosen] = signed * turn.sin(), signed * turn.cos()
+    return query, key
