@@ -20,11 +20,11 @@ from .baseline import default, torch_default
 from .deep_impulse import deep_impulse
 from .filters_conv_mixer import filters_conv_mixer
 from .impulse import impulse
-from .impulse_conv_mixer import impulse_conv_mixer
+from .impulse_conv_mixer import deep_impulse_conv_mixer, impulse_conv_mixer
 from .impulse_gd import impulse_gd
 from .impulse_mixer import impulse_mixer
 from .impulse_simple_vit import impulse_simple_vit
-from .impulse_swin import impulse_swin
+from .impulse_swin import deep_impulse_swin, impulse_swin
 from .mimetic import mimetic, mimetic_simple_vit
 
 __all__ = ["INITS", "init_function", "init_weights"]
@@ -39,7 +39,8 @@ INITS: dict[str, dict[type[nn.Module], Callable[..., None]]] = {
     "impulse": {VisionTransformer: impulse, SwinTransformer: impulse_swin,
                 MlpMixer: impulse_mixer, ConvMixer: impulse_conv_mixer,
                 SimpleViT: impulse_simple_vit},
-    "deep_impulse": {VisionTransformer: deep_impulse},
+    "deep_impulse": {VisionTransformer: deep_impulse, SwinTransformer: deep_impulse_swin,
+                     MlpMixer: impulse_mixer, ConvMixer: deep_impulse_conv_mixer},
     "filters": {ConvMixer: filters_conv_mixer},
     "impulse_gd": {VisionTransformer: impulse_gd, SimpleViT: impulse_gd},
 }

@@ -19,12 +19,14 @@ from .baseline import draw_base
 from .factorize import code_basis, numerical_rank, query_key_factors
 from .mimetic import write_values
 
+OFFSETS = ("ordered", "rotating", "random")
+
 
 @torch.no_grad()
 def impulse(model: VisionTransformer, *, generator: torch.Generator,
             base: Literal["default", "torch"] = "default",
             kernel_size: int = 3,
-            offsets: Literal["ordered", "random"] = "ordered",
+            offsets: Literal["ordered", "rotating", "random"] = "ordered",
             pos_embed_scale: float = 18.0,
             qk_norm: float = 7.0,
             rank: int = 0,
@@ -48,7 +50,8 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
 
     kernel_size: f of the f×f impulse kernels; paper: 3.
     offsets: "ordered", the same in every block: head h takes offset h, modulo their number, of
-        `filters.ordered_offsets` (released order for 3×3); "random", one draw a head and block.
+        `filters.ordered_offsets` (released order for 3×3); "rotating" goes on in the next block where
+        the last one stopped (ours); "random", one draw a head and block.
     pos_embed_scale: from std .02 to .36, so that patches do not drown the code; not in the paper.
     qk_norm: Frobenius norm γ of each head's Q and K; paper: 2, which leaves ViT-T's map flat.
     rank: directions of the position code that are kept; 0: min(head_dim, numerical rank).
@@ -65,9 +68,9 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     if not model.learns_positions:
         _refuse(model.pos_embed[0, model.num_prefix_tokens:],
                 "the model's fixed 2-D sin-cos position code")
-    if offsets not in ("ordered", "random") or value_init not in ("mimetic", "base"):
-        raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected '
-                         '"ordered" or "random", and "mimetic" or "base"')
+    if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
+        raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected one of '
+                         f'{", ".join(OFFSETS)}, and "mimetic" or "base"')
     if rank < 0 or qk_norm <= 0 or impulse_scale <= 0:
         raise ValueError(f"rank is {rank}, qk_norm {qk_norm} and impulse_scale {impulse_scale}; "
                          "expected rank ≥ 0 and the others > 0")
@@ -88,8 +91,9 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
         kernel = impulse_kernel(cell, kernel_size).to(code.dtype)
         return impulse_scale * convolution_matrix(kernel, model.grid)    # (N, N)
 
-    for block in model.blocks:
-        heads = head_offsets(block.attn.num_heads, cells, offsets, generator)
+    for number, block in enumerate(model.blocks):
+        heads = head_offsets(block.attn.num_heads, cells, offsets, generator,
+                             first=number * block.attn.num_heads)
         maps = torch.stack([impulse_map(cell) for cell in heads])        # (h, N, N)
         noise = torch.empty_like(maps)
         nn.init.trunc_normal_(noise, std=noise_std, generator=generator)
@@ -107,13 +111,17 @@ def normalised_code(model: VisionTransformer) -> Tensor:
     return nn.functional.layer_norm(code, code.shape[-1:], eps=model.blocks[0].norm1.eps)
 
 
-def head_offsets(num_heads: int, cells: list[Offset], offsets: str,
-                 generator: torch.Generator) -> list[Offset]:
-    """Which offset each head of one block takes."""
+def head_offsets(num_heads: int, cells: list[Offset], offsets: str, generator: torch.Generator,
+                 *, first: int = 0) -> list[Offset]:
+    """Which offset each head of one block takes.
+
+    first: how many heads the blocks before it have; "rotating" counts on from there.
+    """
     if offsets == "random":
         draws = torch.randint(len(cells), (num_heads,), generator=generator)
         return [cells[draw] for draw in draws]
-    return [cells[head % len(cells)] for head in range(num_heads)]
+    start = first if offsets == "rotating" else 0
+    return [cells[(start + head) % len(cells)] for head in range(num_heads)]
 
 
 def _refuse(code: Tensor, what: str) -> None:

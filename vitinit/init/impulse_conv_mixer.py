@@ -10,14 +10,14 @@ from ..filters import impulse_kernel, ordered_offsets
 from ..models.conv_mixer import ConvMixer, DepthwiseConv
 from .baseline import draw_base
 from .filters_conv_mixer import write_kernels
-from .impulse import head_offsets
+from .impulse import OFFSETS, head_offsets
 
 
 @torch.no_grad()
 def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
                        base: Literal["default", "torch"] = "default",
                        kernel_size: int = 0,
-                       offsets: Literal["ordered", "random"] = "ordered",
+                       offsets: Literal["ordered", "rotating", "random"] = "ordered",
                        gain: float = 1.0) -> None:
     """Every filter picks one neighbour (arXiv 2401.12511, §3).
 
@@ -30,8 +30,8 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
 
     kernel_size: the offsets are those of such a kernel, in the middle of the model's own; 0: all of
         the model's.
-    offsets: "ordered" takes them in turn over the filters, alike in every block; "random", as in
-        the paper, draws one a filter.
+    offsets: "ordered" takes them in turn over the filters, alike in every block; "rotating" goes on
+        in the next block where the last one stopped; "random", as in the paper, draws one a filter.
     gain: the paper's code has √⅓: the norm of a filter that PyTorch draws.
 
     Raises ValueError for a model whose filters are a softmax, which is an impulse only at infinity.
@@ -40,8 +40,8 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
     if isinstance(first, DepthwiseConv) and first.softmax:
         raise ValueError("init 'impulse' writes filters, and the model's are a softmax of weights; "
                          "set softmax_filters = false")
-    if offsets not in ("ordered", "random"):
-        raise ValueError(f'offsets is {offsets!r}, expected "ordered" or "random"')
+    if offsets not in OFFSETS:
+        raise ValueError(f'offsets is {offsets!r}, expected one of {", ".join(OFFSETS)}')
     size = model.kernel_size
     if not 0 <= kernel_size <= size:
         raise ValueError(f"kernel_size is {kernel_size}, expected at most the model's {size}, or 0 "
@@ -49,9 +49,20 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
     cells = ordered_offsets(kernel_size or size)
     draw_base(model, base, generator)
 
-    for block in model.blocks:
+    for number, block in enumerate(model.blocks):
         mixing = model.depthwise(block)
-        chosen = head_offsets(len(mixing.weight), cells, offsets, generator)
+        filters = len(mixing.weight)
+        chosen = head_offsets(filters, cells, offsets, generator, first=number * filters)
         kernels = torch.stack([gain * impulse_kernel(offset, size) for offset in chosen])
         write_kernels(mixing, kernels, model.grid)
         mixing.bias.zero_()
+
+
+def deep_impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
+                            base: Literal["default", "torch"] = "default",
+                            kernel_size: int = 0,
+                            gain: float = 1.0) -> None:
+    """`impulse_conv_mixer`, which is exact at every depth already, with offsets that rotate over
+    filters and blocks."""
+    impulse_conv_mixer(model, generator=generator, base=base, kernel_size=kernel_size,
+                       offsets="rotating", gain=gain)

@@ -10,7 +10,7 @@ import torch
 from ..filters import ordered_offsets
 from ..models.swin import SwinTransformer
 from .baseline import draw_base
-from .impulse import head_offsets
+from .impulse import OFFSETS, head_offsets
 from .mimetic import write_values
 
 
@@ -18,7 +18,7 @@ from .mimetic import write_values
 def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
                  base: Literal["default", "torch"] = "default",
                  kernel_size: int = 3,
-                 offsets: Literal["ordered", "random"] = "ordered",
+                 offsets: Literal["ordered", "rotating", "random"] = "ordered",
                  target_mass: float = 0.9,
                  value_init: Literal["mimetic", "base"] = "base",
                  value_alpha: float = 0.4,
@@ -42,9 +42,9 @@ def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
     """
     if not 0.0 < target_mass < 1.0:
         raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
-    if offsets not in ("ordered", "random") or value_init not in ("mimetic", "base"):
-        raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected '
-                         '"ordered" or "random", and "mimetic" or "base"')
+    if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
+        raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected one of '
+                         f'{", ".join(OFFSETS)}, and "mimetic" or "base"')
     blocks = [block for stage in model.layers for block in stage.blocks]
     narrowest = min(min(block.window) for block in blocks)
     if kernel_size // 2 >= narrowest:
@@ -53,16 +53,28 @@ def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
     cells = ordered_offsets(kernel_size)             # also checks kernel_size, before any draw
     draw_base(model, base, generator)
 
+    heads_before = 0
     for block in blocks:
         attention = block.attn
         height, width = attention.window
         tokens = height * width
         table = attention.relative_position_bias_table.zero_()
-        for head, (down, right) in enumerate(head_offsets(attention.num_heads, cells, offsets,
-                                                          generator)):
+        chosen = head_offsets(attention.num_heads, cells, offsets, generator, first=heads_before)
+        heads_before += attention.num_heads
+        for head, (down, right) in enumerate(chosen):
             # The table's rows count query − key, and the key is wanted at query + offset.
             row = (height - 1 - down) * (2 * width - 1) + width - 1 - right
             if tokens > 1:                           # alone in its window, a token sees itself
                 table[row, head] = math.log(target_mass * (tokens - 1) / (1.0 - target_mass))
         if value_init == "mimetic":
             write_values(attention, alpha=value_alpha, beta=value_beta, generator=generator)
+
+
+def deep_impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
+                      base: Literal["default", "torch"] = "default",
+                      kernel_size: int = 3,
+                      target_mass: float = 0.9) -> None:
+    """`impulse_swin`, which is the same at every depth already, with offsets that rotate over heads
+    and blocks."""
+    impulse_swin(model, generator=generator, base=base, kernel_size=kernel_size, offsets="rotating",
+                 target_mass=target_mass)
