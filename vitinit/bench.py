@@ -92,6 +92,9 @@ def bench_init(name: str) -> None:
           f"the same transcribed (D×D SVDs), once     {slow:7.3f} s, {slow / queries:.0f} times "
           f"as long\n"
           f"impulse, whole call with mimetic V, proj  {seconds('impulse'):7.3f} s\n"
+          f"deep_impulse, pos_embed and all Q, K      "
+          f"{seconds('deep_impulse', value_init='base') - base:7.3f} s\n"
+          f"deep_impulse, whole call                  {seconds('deep_impulse'):7.3f} s\n"
           f"mimetic, whole call                       {seconds('mimetic'):7.3f} s")
 
 

@@ -9,6 +9,7 @@ LayerNorm before them asks for. Nothing is frozen. This init is ours.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Literal
 
 import torch
@@ -125,14 +126,15 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     if code == "fourier":
         table = wave_code(frequencies, model.grid)
 
-        def factors(head: int, offset: Offset) -> tuple[Tensor, Tensor]:
-            group = head % len(groups)
+        @cache                                       # heads repeat from block to block
+        def factors(group: int, offset: Offset) -> tuple[Tensor, Tensor]:
             return turned_factors(frequencies, groups[group], weights[group], offset)
     else:
         table = torch.empty(model.grid[0] * model.grid[1], 2 * pairs, dtype=torch.float64)
         table.normal_(std=0.5**0.5, generator=generator)
 
-        def factors(head: int, offset: Offset) -> tuple[Tensor, Tensor]:
+        @cache
+        def factors(group: int, offset: Offset) -> tuple[Tensor, Tensor]:
             return fitted_factors(table, offset, model.grid, head_dim, target_mass)
     amplitude = code_rms * math.sqrt(dim / pairs)                        # as D_p = 2 · pairs
     model.pos_embed[..., :2 * pairs] = 0.0
@@ -146,7 +148,8 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
             write_values_beside(block.attn, reserved, alpha=value_alpha, beta=value_beta,
                                 generator=generator)
         chosen = head_offsets(heads, cells, offsets, generator, first=number * heads)
-        write_queries_keys(block.attn, [factors(head, offset) for head, offset in enumerate(chosen)])
+        write_queries_keys(block.attn, [factors(head % len(groups), offset)
+                                        for head, offset in enumerate(chosen)])
     for block, scale in zip(model.blocks, stream_scales(model, reserved, code_rms)):
         # Queries and keys are divided by √scale each, and logits by √d.
         gain = math.sqrt(scale * math.sqrt(head_dim)) / amplitude
