@@ -109,7 +109,8 @@ def test_tokens_places_and_pixels_are_never_thinned_out():
     kernels = select_weights(built("conv_mixer", False, kernel_size=1),
                              built("conv_mixer", True).state_dict())
     assert kernels["blocks.0.0.fn.0.weight"].shape == (7, 1, 3, 3)
-    windows = select_weights(built("swin", False, window_size=2, image_size=16), built("swin", True).state_dict())
+    windows = select_weights(built("swin", False, window_size=2, image_size=16),
+                             built("swin", True).state_dict())
     assert windows["layers.0.blocks.0.attn.relative_position_bias_table"].shape == (169, 2)
 
 

@@ -80,7 +80,8 @@ def test_the_trace_of_deit_base_is_the_published_schedule(repository):
                     1e-5 + 0.5 * (1e-3 - 1e-5) * (1 + math.cos(math.pi * epoch / 300)))
         for step in (epoch * steps, (epoch + 1) * steps - 1):
             assert learning_rate(step, shape=schedule.shape, steps_per_epoch=steps, peak=peak,
-                                 epochs=schedule.epochs, warmup_epochs=schedule.warmup_epochs, min_lr=schedule.min_lr,
+                                 epochs=schedule.epochs, min_lr=schedule.min_lr,
+                                 warmup_epochs=schedule.warmup_epochs,
                                  warmup_lr=schedule.warmup_lr, step_on=schedule.step_on
                                  ) == pytest.approx(expected, rel=1e-12)
 

@@ -30,7 +30,7 @@ ROWS_APART = 8          # of a matrix of independent draws, every 8th row tells 
 # What `stream_scales` takes for granted, chosen so that on photographs at 224 px (ViT-T, S, B) and on
 # CIFAR-10 (ViT-T, patch 2) every block reaches the default target mass.
 PIXELS = 3.0            # mean square of normalised pixels: 1 on average, but more in many a patch
-ALIKE = 0.65            # correlation of neighbouring tokens' content in block 0; in block l, this ^ (l + 1)
+ALIKE = 0.65            # correlation of neighbouring tokens' content in block 0; then ever less
 
 
 @torch.no_grad()
@@ -111,9 +111,9 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     pairs = min(int(code_channels * dim) // 2, len(frequencies))
     used = min(head_dim // 2, pairs)
     if used < 1:
-        raise ValueError(f"head_dim is {head_dim}, and {code_channels:g} of {dim} channels are for the "
-                         f"code of a {model.grid[0]}×{model.grid[1]} grid; init 'deep_impulse' needs two "
-                         "of each for a wave")
+        raise ValueError(f"head_dim is {head_dim}, and {code_channels:g} of {dim} channels are for "
+                         f"the code of a {model.grid[0]}×{model.grid[1]} grid; init 'deep_impulse' "
+                         "needs two of each for a wave")
     frequencies = frequencies[:pairs]
     groups = [torch.arange(first, first + used) % pairs for first in
               (range(0, heads * used, used) if waves_of_heads == "disjoint" else [0])]
@@ -243,7 +243,9 @@ def stream_scales(model: VisionTransformer, reserved: int, code_rms: float) -> l
         value = block.attn.v_weight.flatten(0, 1).square().sum(1)        # (D,)
         carried = (value @ block.attn.proj.weight.square().sum(0)).item()
         kept = (block.attn.v_weight.flatten(0, 1).T * block.attn.proj.weight).sum().item()
-        content += content * (carried / scale + 2.0 * ALIKE**(len(scales) + 1) * kept / math.sqrt(scale)) / (dim - reserved)
+        # Neighbours are the less alike, the more blocks have mixed their channels.
+        common = 2.0 * ALIKE**len(scales) * kept / math.sqrt(scale)
+        content += content * (carried / scale + common) / (dim - reserved)
         content += mlp_mean_square(block.mlp) * dim / (dim - reserved)
     return scales
 

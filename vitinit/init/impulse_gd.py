@@ -54,13 +54,15 @@ def impulse_gd(model: VisionTransformer | SimpleViT, *, generator: torch.Generat
 
     Measured on the code alone, mass on the targets, one busy core, beside the closed forms:
 
-    | what                                                   | 1,000 steps | 10,000 | closed form    |
-    |--------------------------------------------------------|-------------|--------|----------------|
-    | SimpleViT, width 512, 16×16, fixed code, kernel 5,      | .21 in 13 s | .22    | ≥ .90 in .03 s |
-    |   σ = .1, renorm_every = 100, as the first paper's code |             |        |                |
-    | the same with free Q, K, σ = 1 (Model III), renorm 0    | .004        | .006   | .95 in .03 s   |
-    | ViT, width 96, 8×8, learned code, off-centre heads      | .74 in 2 s  | .93 (3,000) | .99 in .04 s |
-    | the same, renorm_every = 0                              | .89         | .98 (3,000) |            |
+    | what                                                   | 1,000 steps | 10,000 | closed form  |
+    |--------------------------------------------------------|-------------|--------|--------------|
+    | SimpleViT, width 512, 16×16, fixed code, kernel 5,     | .21 in 13 s | .22    | ≥ .90, .03 s |
+    |   σ .1, renorm_every 100, as the first paper's code    |             |        |              |
+    | the same with free Q, K, σ 1 (Model III), renorm 0     | .004        | .006   | .95, .03 s   |
+    | ViT, width 96, 8×8, learned code, off-centre heads     | .74 in 2 s  | .93 *  | .99, .04 s   |
+    | the same, renorm_every 0                               | .89         | .98 *  |              |
+
+    * after 3,000 steps.
 
     σ is the model's own scale of logits. Raises ValueError for options out of range, and for a fixed
     code beside a class token, which has none: it would draw all attention to itself.

@@ -1,4 +1,4 @@
-"""Weight selection: a small model starts from a trained larger one, of which it takes every s-th element.
+"""Weight selection: a small model starts as every s-th element of a trained larger one.
 
 Xu et al., "Initializing Models with Larger Ones", arXiv 2311.18823, §3: same family, the first blocks
 ("first-N layer selection"), and evenly spaced elements along every width ("uniform element

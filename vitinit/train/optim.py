@@ -65,7 +65,8 @@ def learning_rate(step: int, *, shape: Literal["cosine", "one_cycle"], steps_per
     if time >= epochs:
         return min_lr
     if shape == "one_cycle":
-        return _on_lines(time / epochs, [(0.0, warmup_lr), (0.4, peak), (0.8, peak / 20), (1.0, min_lr)])
+        return _on_lines(time / epochs,
+                         [(0.0, warmup_lr), (0.4, peak), (0.8, peak / 20), (1.0, min_lr)])
     if time < warmup_epochs:
         return warmup_lr + (peak - warmup_lr) * time / warmup_epochs
     return min_lr + 0.5 * (peak - min_lr) * (1.0 + math.cos(math.pi * time / epochs))
