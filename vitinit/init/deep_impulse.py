@@ -30,7 +30,7 @@ ROWS_APART = 8          # of a matrix of independent draws, every 8th row tells 
 # What `stream_scales` takes for granted, chosen so that on photographs at 224 px (ViT-T, S, B) and on
 # CIFAR-10 (ViT-T, patch 2) every block reaches the default target mass.
 PIXELS = 3.0            # mean square of normalised pixels: 1 on average, but more in many a patch
-ALIKE = 0.65            # correlation of neighbouring tokens' content in block 0; then ever less
+ALIKE = 0.65            # block l's neighbouring tokens have content that correlates by this ^ (l + 2)
 
 
 @torch.no_grad()
@@ -236,7 +236,7 @@ def stream_scales(model: VisionTransformer, reserved: int, code_rms: float) -> l
     if reserved:
         content += position[:, reserved:].square().mean().item()
     scales = []
-    for block in model.blocks:
+    for number, block in enumerate(model.blocks):
         scale = code_rms**2 + share * content
         scales.append(scale)
         # Inner channel i of V·proj carries ‖v_i‖² ‖p_i‖², whether factors or independent draws.
@@ -244,7 +244,7 @@ def stream_scales(model: VisionTransformer, reserved: int, code_rms: float) -> l
         carried = (value @ block.attn.proj.weight.square().sum(0)).item()
         kept = (block.attn.v_weight.flatten(0, 1).T * block.attn.proj.weight).sum().item()
         # Neighbours are the less alike, the more blocks have mixed their channels.
-        common = 2.0 * ALIKE**len(scales) * kept / math.sqrt(scale)
+        common = 2.0 * ALIKE**(number + 2) * kept / math.sqrt(scale)
         content += content * (carried / scale + common) / (dim - reserved)
         content += mlp_mean_square(block.mlp) * dim / (dim - reserved)
     return scales
