@@ -1,99 +1,281 @@
-"""Exact accuracy of a checkpoint over every image of a validation set, each counted once.
+"""Exact accuracy of checkpoints over every image of data sets, each counted once.
 
     python eval.py runs/deit_base-impulse-s0
+    python eval.py runs/*/best.pt --data imagenet=/data/imagenet imagenet_r=/data/imagenet-r
     torchrun --nproc_per_node=8 eval.py deit_base_patch16_224.pth --recipe deit_base \\
         --data-dir /data/imagenet
 
+Read it from top to bottom:
+    arguments → checkpoints and data sets → models → passes over the pictures → report
+
 A run folder (its last.pt) or a checkpoint of ours knows its recipe; model and EMA are evaluated. For
-any other checkpoint, such as DeiT's own, --recipe says what it is a checkpoint of. The last line
-printed is the result as JSON.
+any other checkpoint, such as DeiT's own, --recipe says what it is a checkpoint of. Without --data
+each is evaluated on its own recipe's validation set. One result is a line, several are a table; the
+last lines, or FILE of --json, are JSON, one object for each checkpoint and data set.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
-from vitinit.command_line import (USER_ERRORS, Parser, complain, loaded, moved, overrides,
-                                  resolve_recipe)
-from vitinit.data.datasets import download, open_split
+from vitinit.command_line import (USER_ERRORS, Parser, Place, complain, image_size, loaded, moved,
+                                  named_set, overrides, resolve_recipe)
+from vitinit.data.class_subsets import class_indices, imagenet_wnids
+from vitinit.data.datasets import DATA_SETS, Source, download, open_split
+from vitinit.data.eval_sets import EVAL_SETS, open_to_evaluate
 from vitinit.data.images import DataError
 from vitinit.data.loader import EvalViews, eval_loader
 from vitinit.data.to_device import ToDevice
-from vitinit.recipe import Recipe, RecipeError, find_recipe, from_dict
+from vitinit.recipe import Override, Recipe, RecipeError, find_recipe, from_dict
+from vitinit.report import Finding, report
 from vitinit.train import distributed
 from vitinit.train.checkpoint import load
 from vitinit.train.distributed import Processes
-from vitinit.train.engine import evaluate
+from vitinit.train.engine import Evaluation, evaluate
 from vitinit.train.metrics import ProgressBar
-from vitinit.train.run_folder import checkpoint_file
+from vitinit.train.run_folder import checkpoint_file, describe_device
+from vitinit.train.throughput import TIMED_PASSES, WARMUP_PASSES, Throughput, throughput
 
 REPOSITORY = Path(__file__).resolve().parent
+# What --set changes beside a run's own recipe: how to evaluate, not what was trained.
+EVALUATION_KEYS = ("eval.crop_pct", "eval.interpolation", "eval.batch_size", "data.workers",
+                   "engine.amp", "engine.compile", "engine.channels_last", "engine.tf32")
+
+
+# ---------------------------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------------------------
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="eval.py", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a run folder or a checkpoint file")
-    parser.add_argument("--recipe", help="what a checkpoint without a recipe is a checkpoint of")
-    parser.add_argument("--data-dir", help="data.root: folder of the data set")
+    parser.add_argument("checkpoint", type=Path, nargs="+",
+                        help="run folders and checkpoint files")
+    parser.add_argument("--data", type=named_set, nargs="+", action="extend", metavar="NAME=DIR",
+                        help=f"data sets: {', '.join([*DATA_SETS, *EVAL_SETS])}")
+    parser.add_argument("--data-dir", help="data.root: folder of the recipe's own data set")
+    parser.add_argument("--image-size", type=image_size, metavar="N or H,W",
+                        help="evaluate at another resolution than the recipe's")
+    parser.add_argument("--recipe", help="what checkpoints without a recipe are checkpoints of")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-                        help="override any key of the recipe given by --recipe")
-    return parser.parse_args(arguments)
+                        help="override any key of the recipe given by --recipe, and of any recipe "
+                             f"{', '.join(EVALUATION_KEYS)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON there")
+    parser.add_argument("--per-class", action="store_true", help="print top-1 of every class")
+    parser.add_argument("--throughput", action="store_true",
+                        help="print images/s of each model alone, and memory")
+    args = parser.parse_args(arguments)
+    if args.data and args.data_dir is not None:
+        raise RecipeError(f"--data-dir {args.data_dir}: the folder of the recipe's own data set, "
+                          "which --data replaces; expected one of the two")
+    if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
+        raise RecipeError(f"--json {args.json}: expected a file in a folder that exists")
+    return args
 
 
-def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict, Recipe]:
-    """The file, what is in it, and the recipe that says how to evaluate it."""
-    path = checkpoint_file(args.checkpoint)
-    state = load(path)
-    if args.recipe is not None:
-        changes = overrides(data_dir=args.data_dir, sets=args.set)
-        return path, state, resolve_recipe(find_recipe(args.recipe, REPOSITORY / "recipes"),
-                                           changes)
-    if "recipe" not in state:
-        raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint of")
-    if args.set:
-        raise RecipeError(f"--set {args.set[0]}: {path} brings its own recipe; --set goes with "
-                          "--recipe")
-    return path, state, moved(from_dict(state["recipe"], str(path)), args.data_dir)
+# ---------------------------------------------------------------------------------------------
+# Checkpoints and data sets
+# ---------------------------------------------------------------------------------------------
+
+
+class Subject(NamedTuple):
+    """A checkpoint and what is known of it."""
+
+    path: Path
+    state: dict[str, Any]
+    recipe: Recipe
+    classes: list[str] | None   # the model's, in order; None: nobody wrote them down
+    size: tuple[int, int]       # (height, width) of the views
+
+    @property
+    def weights(self) -> list[str]:
+        return [name for name in ("model", "ema") if name == "model" or self.state.get(name)]
+
+
+def open_checkpoints(args: argparse.Namespace) -> list[Subject]:
+    """Every checkpoint with the recipe that says how to evaluate it, and its classes' names."""
+    changes = overrides(data_dir=args.data_dir, sets=args.set)
+    files = [(path, load(path)) for path in map(checkpoint_file, args.checkpoint)]
+    if args.recipe is not None and all("recipe" in state for _, state in files):
+        raise RecipeError(f"--recipe {args.recipe}: {files[0][0]} brings its own recipe; --recipe "
+                          "is for checkpoints that hold none")
+    subjects = []
+    for path, state in files:
+        if "recipe" in state:
+            recipe = moved(from_dict(state["recipe"], str(path), for_evaluation(args, changes)),
+                           args.data_dir)
+        elif args.recipe is None:
+            raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint "
+                              "of")
+        else:
+            recipe = resolve_recipe(find_recipe(args.recipe, REPOSITORY / "recipes"), changes)
+        classes = state.get("classes")
+        if classes is None and (recipe.data.name, recipe.data.num_classes) == ("imagenet", 1000):
+            classes = imagenet_wnids()
+        subjects.append(Subject(path, state, recipe, classes,
+                                args.image_size or recipe.data.image_size))
+    return subjects
+
+
+def for_evaluation(args: argparse.Namespace, changes: Sequence[Override]) -> list[Override]:
+    """Those changes that apply to a run's own recipe, too; others need a --recipe to apply to."""
+    for change in changes:
+        if change.key not in (*EVALUATION_KEYS, "data.root") and args.recipe is None:
+            raise RecipeError(f"{change.text}: the checkpoint brings its own recipe, of which only "
+                              f"how to evaluate can change: {', '.join(EVALUATION_KEYS)}")
+    return [change for change in changes if change.key in EVALUATION_KEYS]
+
+
+def open_sets(places: Sequence[Sequence[Place]], subjects: Sequence[Subject],
+              own: bool) -> dict[Place, Source]:
+    """Each data set once; a recipe's `own` must have as many classes as the recipe says."""
+    sources: dict[Place, Source] = {}
+    for subject, its_places in zip(subjects, places):
+        for place in its_places:
+            if place not in sources:
+                sources[place] = open_split(*place, "val", subject.recipe.data.num_classes) \
+                    if own else open_to_evaluate(*place)
+    return sources
+
+
+def columns_of(subject: Subject, place: Place, source: Source) -> Tensor | None:
+    """Which of the model's logits belong to the set's classes, (K,); None: all, in this order."""
+    count, found = subject.recipe.data.num_classes, len(source.classes)
+    if subject.classes is None:
+        if found != count:
+            raise DataError(f"{place.name} {place.root}: {found} classes found, and {subject.path} "
+                            f"is a model of {count} whose names it does not hold; expected a set of "
+                            "the classes that it was trained on")
+        return None
+    if subject.classes == list(source.classes):
+        return None
+    try:
+        return torch.tensor(class_indices(subject.classes, source.classes))
+    except DataError as error:
+        raise DataError(f"{place.name} {place.root}: {error}; the model is {subject.path}"
+                        ) from None
+
+
+# ---------------------------------------------------------------------------------------------
+# Passes over the pictures
+# ---------------------------------------------------------------------------------------------
+
+
+class View(NamedTuple):
+    """What models must share to be evaluated in one pass: the pictures, and how to calculate."""
+
+    place: Place
+    size: tuple[int, int]
+    crop_pct: float
+    interpolation: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    batch_size: int
+    amp: str
+    channels_last: bool
+    tf32: bool
+
+
+def view_of(subject: Subject, place: Place) -> View:
+    data, how, engine = subject.recipe.data, subject.recipe.eval, subject.recipe.engine
+    return View(place, subject.size, how.crop_pct, how.interpolation, data.mean, data.std,
+                how.batch_size, engine.amp, engine.channels_last, engine.tf32)
+
+
+def one_pass(view: View, source: Source, models: Sequence[nn.Module],
+             columns: Sequence[Tensor | None], workers: int,
+             processes: Processes) -> list[Evaluation]:
+    """All `models` over all pictures of `source`, each decoded once."""
+    device = processes.device
+    batches = eval_loader(
+        EvalViews(source, rank=processes.rank, world_size=processes.world_size, size=view.size,
+                  crop_pct=view.crop_pct, interpolation=view.interpolation),
+        batch_size=view.batch_size, workers=workers, pin_memory=device.type == "cuda")
+    prepare = ToDevice(device, mean=view.mean, std=view.std, channels_last=view.channels_last)
+    with ProgressBar(f"validate {view.place.name}", len(batches), shown=processes.is_main) as bar:
+        return evaluate([model.to(device) for model in models], batches, columns=columns, bar=bar,
+                        num_classes=len(source.classes), prepare=prepare, amp=view.amp,
+                        processes=processes, data_errors=(DataError,))
+
+
+def set_precision(tf32: bool) -> None:
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
 
 
 def run(args: argparse.Namespace, processes: Processes) -> None:
-    path, state, recipe = processes.together(lambda: open_checkpoint(args), USER_ERRORS)
-    data, device = recipe.data, processes.device
-    processes.together(lambda: download(data.name, data.root)
-                       if processes.local_rank == 0 else None, USER_ERRORS)
-    source = processes.together(lambda: open_split(data.name, data.root, "val", data.num_classes),
-                                USER_ERRORS)
-    batches = eval_loader(
-        EvalViews(source, rank=processes.rank, world_size=processes.world_size,
-                  size=data.image_size, crop_pct=recipe.eval.crop_pct,
-                  interpolation=recipe.eval.interpolation),
-        batch_size=recipe.eval.batch_size, workers=data.workers,
-        pin_memory=device.type == "cuda")
-    prepare = ToDevice(device, mean=data.mean, std=data.std,
-                       channels_last=recipe.engine.channels_last)
-    torch.set_float32_matmul_precision("high" if recipe.engine.tf32 else "highest")
-    names = [name for name in ("model", "ema") if name == "model" or state.get(name)]
-    models = processes.together(lambda: [loaded(recipe, state, path, name) for name in names],
-                                USER_ERRORS)
-    models = [model.to(device) for model in models]
-    if recipe.engine.compile:
-        models = [torch.compile(model) for model in models]
-    with ProgressBar("validate", len(batches), shown=processes.is_main) as bar:
-        results = evaluate(models, batches, prepare=prepare, amp=recipe.engine.amp,
-                           processes=processes, data_errors=(DataError,), bar=bar)
+    together = partial(processes.together, errors=USER_ERRORS)
+    subjects: list[Subject] = together(lambda: open_checkpoints(args))
+    numbers = range(len(subjects))
+    places = [list(dict.fromkeys(args.data or [Place(subject.recipe.data.name,
+                                                     subject.recipe.data.root)]))
+              for subject in subjects]
+    wanted = dict.fromkeys(place for its_places in places for place in its_places)
+    together(lambda: [download(*place) for place in wanted if place.name in DATA_SETS]
+             if processes.local_rank == 0 else None)
+    sources = together(lambda: open_sets(places, subjects, own=not args.data))
+    columns = together(lambda: {(number, place): columns_of(subjects[number], place, sources[place])
+                                for number in numbers for place in places[number]})
+
+    # Models, on the CPU until they are needed. --------------------------------------------------
+    models = together(lambda: [[loaded(subject.recipe, subject.state, subject.path, name,
+                                       subject.size) for name in subject.weights]
+                               for subject in subjects])
+    models = [[torch.compile(model) if subject.recipe.engine.compile else model
+               for model in its_models] for subject, its_models in zip(subjects, models)]
+    speeds = [speed(subject, its_models[0], processes) if args.throughput else None
+              for subject, its_models in zip(subjects, models)]
+
+    # One pass over a data set for all models that see it alike. ---------------------------------
+    passes: dict[View, list[int]] = {}
+    for number in numbers:
+        for place in places[number]:
+            passes.setdefault(view_of(subjects[number], place), []).append(number)
+    results: dict[tuple[int, Place], list[Evaluation]] = {}
+    for view, members in passes.items():
+        set_precision(view.tf32)
+        found = iter(one_pass(
+            view, sources[view.place], [model for number in members for model in models[number]],
+            [columns[number, view.place] for number in members for _ in models[number]],
+            max(subjects[number].recipe.data.workers for number in members), processes))
+        for number in members:
+            results[number, view.place] = [next(found) for _ in models[number]]
+
     if processes.is_main:
-        for name, result in zip(names, results):
-            print(f"{name:5}  top-1 {result.top1:.3f} %  top-5 {result.top5:.3f} %  "
-                  f"loss {result.loss:.4f}  over {result.images:,} images")
-        print(json.dumps({"checkpoint": str(path), "recipe": recipe.name,
-                          "data": data.root or data.name}
-                         | {name: dataclasses.asdict(result)
-                            for name, result in zip(names, results)}), flush=True)
+        report([Finding(str(subject.path), subject.recipe.name, *place, subject.size,
+                        subject.recipe.data.num_classes, list(sources[place].classes), speeds[number],
+                        dict(zip(subject.weights, results[number, place])))
+                for number, subject in enumerate(subjects) for place in places[number]],
+               per_class=args.per_class, json_file=args.json)
+
+
+def speed(subject: Subject, model: nn.Module, processes: Processes) -> Throughput:
+    """Alone on the device, so that the memory is its own."""
+    recipe, device = subject.recipe, processes.device
+    set_precision(recipe.engine.tf32)
+    with ProgressBar("throughput", WARMUP_PASSES + TIMED_PASSES, shown=processes.is_main) as bar:
+        found = throughput(model.to(device), batch_size=recipe.eval.batch_size, size=subject.size,
+                           device=device, amp=recipe.engine.amp,
+                           channels_last=recipe.engine.channels_last, bar=bar)
+    model.cpu()
+    if processes.is_main:
+        print(f"{subject.path}  {found.images_per_second:.1f} images/s, {found.milliseconds:.2f} ms "
+              f"a batch of {found.batch_size} at {subject.size[0]}×{subject.size[1]}, amp "
+              f"{recipe.engine.amp}, median of {TIMED_PASSES} passes after {WARMUP_PASSES}; peak "
+              f"memory {found.peak_memory}, {describe_device(device)}", flush=True)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------
+# The program
+# ---------------------------------------------------------------------------------------------
 
 
 def main(arguments: list[str] | None = None) -> int:

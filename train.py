@@ -182,10 +182,10 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
             return row
         with ProgressBar("validate", len(val_batches), shown=processes.is_main) as bar:
             processes.share_buffers(measured)
-            results = evaluate(measured, val_batches, prepare=prepare_to_measure, amp=recipe.engine.amp,
-                               processes=processes, data_errors=(DataError,), bar=bar)
-        row |= {"val_loss": results[0].loss, "val_top1": results[0].top1,
-                "val_top5": results[0].top5}
+            results = evaluate(measured, val_batches, amp=recipe.engine.amp, bar=bar,
+                               prepare=prepare_to_measure, processes=processes,
+                               num_classes=data.num_classes, data_errors=(DataError,))
+        row |= {f"val_{key}": getattr(results[0], key) for key in ("loss", "top1", "top5")}
         if ema:
             row |= {"ema_top1": results[1].top1, "ema_top5": results[1].top5}
         return row
@@ -221,13 +221,13 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
         return {"model": model.state_dict(), "ema": ema.state_dict() if ema else None,
                 "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
                 "grid": model.grid, "step": progress.step, "progress": progress.state_dict(),
-                "recipe": recipe.as_dict()}
+                "recipe": recipe.as_dict(), "classes": list(whole_set.classes)}
 
     def write(path: Path, *, to_resume: bool = False) -> None:
         if processes.is_main:
             kept = checkpoint()
             folder.save(kept if to_resume else {key: kept[key] for key in (
-                "model", "ema", "grid", "step", "progress", "recipe")}, path)
+                "model", "ema", "grid", "step", "progress", "recipe", "classes")}, path)
 
     def set_up_folder() -> None:
         if not resumed:

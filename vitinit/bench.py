@@ -41,6 +41,7 @@ from .models import MODELS, VisionTransformer, build_model
 from .train.engine import AMP_DTYPES, autocast
 from .train.optim import adamw
 from .train.run_folder import describe_device, peak_memory
+from .train.throughput import TIMED_PASSES, WARMUP_PASSES
 
 
 def best_seconds(action: Callable[[], object], repeats: int = 3) -> float:
@@ -221,12 +222,11 @@ def forward_flops(model: torch.nn.Module, images: torch.Tensor) -> float:
 
 
 def bench_step(name: str, *, batch: int, image_size: int, amp: str, compiled: bool,
-               folder: Path | None, workers: int, warmup: int = 10, steps: int = 40) -> None:
+               folder: Path | None, workers: int) -> None:
     """Forward, backward and AdamW on synthetic pictures, beside the matrix rate of the device; then
     on pictures from files with DeiT's whole augmentation, if there are any."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
-        warmup, steps = 1, 3
+    warmup, steps = (WARMUP_PASSES, TIMED_PASSES) if device.type == "cuda" else (1, 3)
     torch.set_float32_matmul_precision("high")
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     model = build_model(name, num_classes=1000, image_size=image_size)

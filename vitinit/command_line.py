@@ -8,10 +8,12 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 
+from .data.datasets import DATA_SETS
+from .data.eval_sets import EVAL_SETS
 from .data.images import DataError
 from .init import INITS, init_function
 from .models import MODELS, build_model
@@ -21,6 +23,7 @@ from .recipe import (Override, Recipe, RecipeError, differences, find_recipe, fr
 from .train.checkpoint import CheckpointError, load_model, model_state
 from .train.distributed import LaunchError, Processes, environment_rank
 from .train.run_folder import RunFolder
+from .train.transfer import change_size
 from .values import nearest, to_toml
 
 USER_ERRORS = (RecipeError, DataError, CheckpointError, LaunchError)    # one line each, to mend
@@ -46,6 +49,36 @@ def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str
              "run.seed": ("--seed", seed)}
     return [Override(key, value, f"{flag} {value}") for key, (flag, value) in flags.items()
             if value is not None] + [parse_override(text) for text in sets]
+
+
+class Place(NamedTuple):
+    """A data set by its name and folder; "" for one that lies in none."""
+
+    name: str
+    root: str
+
+
+def named_set(text: str) -> Place:
+    """NAME=DIR as --data takes it; `shapes` stands alone."""
+    name, _, root = text.partition("=")
+    known = [*DATA_SETS, *EVAL_SETS]
+    if name not in known:
+        raise argparse.ArgumentTypeError(f"{text}: there is no data set '{name}'"
+                                         f"{nearest(name, known)}")
+    if bool(root) == (name == "shapes"):
+        raise argparse.ArgumentTypeError(
+            f"{text}: expected " + ("shapes alone, which lies in no folder" if root else
+                                    f"{name}=DIR, the folder of the data set"))
+    return Place(name, root)
+
+
+def image_size(text: str) -> tuple[int, int]:
+    """N, or H,W, in pixels, as --image-size takes it: (height, width)."""
+    sides = text.split(",")
+    if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of pixels, such as 288, or "
+                                         "height and width, such as 192,256")
+    return int(sides[0]), int(sides[-1])
 
 
 def resolve_recipe(path: Path, changes: list[Override]) -> Recipe:
@@ -156,15 +189,25 @@ def moved(recipe: Recipe, data_dir: str | None) -> Recipe:
 # ---------------------------------------------------------------------------------------------
 
 
-def loaded(recipe: Recipe, state: dict, path: Path, name: str) -> nn.Module:
-    """The recipe's model with the checkpoint's weights under "model" or "ema"."""
-    try:
-        model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
-                            image_size=recipe.data.image_size, **recipe.model.options)
-    except ValueError as error:
-        raise RecipeError(f"recipe {recipe.name}: {error}") from None
+def loaded(recipe: Recipe, state: dict, path: Path, name: str,
+           image_size: tuple[int, int] | None = None) -> nn.Module:
+    """The recipe's model with the checkpoint's weights under "model" or "ema".
+
+    image_size: (height, width), another than the recipe's, to fit the model to.
+    """
+    def built(size: tuple[int, int], place: str) -> nn.Module:
+        try:
+            return build_model(recipe.model.name, num_classes=recipe.data.num_classes,
+                               image_size=size, **recipe.model.options)
+        except ValueError as error:
+            raise RecipeError(f"{place}: {error}") from None
+    model = built(recipe.data.image_size, f"recipe {recipe.name}")
     load_model(model, native_names(model_state(state, path, name)), path)
-    return model
+    if image_size in (None, recipe.data.image_size):
+        return model
+    resized = built(image_size, f"{path} at {image_size[0]}×{image_size[1]}")
+    change_size(model, resized, path)
+    return resized
 
 
 # ---------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ import math
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from .figures.curves import draw_curves
+from .markdown import table
 from .runs import Group, Run, finished_groups
 
 CONFIDENCE = 0.95
@@ -81,13 +82,6 @@ def measured(run: Run, metric: str) -> list[float]:
 def last_by_seed(group: Group, metric: str) -> dict[int, float]:
     values = {seed: measured(run, metric) for seed, run in group.runs.items()}
     return {seed: by_epoch[-1] for seed, by_epoch in values.items() if by_epoch}
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; every column but the first is aligned to the right."""
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
-                     for line in lines)
 
 
 def summary(groups: Sequence[Group]) -> str:

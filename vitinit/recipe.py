@@ -91,10 +91,11 @@ def load_recipe(path: Path, overrides: Sequence[Override] = ()) -> Recipe:
     return _build(table, Path(path).stem, str(path), overrides)
 
 
-def from_dict(table: Mapping[str, Any], source: str) -> Recipe:
+def from_dict(table: Mapping[str, Any], source: str,
+              overrides: Sequence[Override] = ()) -> Recipe:
     """What `Recipe.as_dict` gave, for instance in a checkpoint; `source` is what errors name."""
     sections = {name: value for name, value in table.items() if name != "name"}
-    return _build(sections, str(table.get("name", "unnamed")), source, ())
+    return _build(sections, str(table.get("name", "unnamed")), source, overrides)
 
 
 def with_options(recipe: Recipe, *, model: Mapping[str, Any], init: Mapping[str, Any]) -> Recipe:

@@ -273,11 +273,11 @@ def download(name: str, root: str) -> None:
                         f"put there {data_set.holds}") from None
 
 
-def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
+def open_split(name: str, root: str, split: str, num_classes: int | None) -> Source:
     """The split "train" or "val" of a data set that is on disk already.
 
     Raises DataError when something is missing or damaged, when a class has no picture, or when the
-    number of classes is not `num_classes`.
+    number of classes is not `num_classes`; None: any number.
     """
     data_set = DATA_SETS[name]
     _require_scipy(name)
@@ -291,7 +291,7 @@ def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
         raise DataError(f"{root}: no complete {name} in it ({reason}); expected "
                         f"{data_set.holds}") from None
     found = len(source.classes)
-    if found != num_classes:
+    if num_classes not in (None, found):
         whole = ("the data is right" if data_set.num_classes in (None, found) else
                  f"a part of {name}, which has {data_set.num_classes}, is meant")
         raise DataError(f"{root or name}: {found} classes found, but the recipe's data.num_classes "

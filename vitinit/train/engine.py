@@ -175,42 +175,54 @@ class Evaluation:
     top1: float                 # percent
     top5: float                 # percent; of fewer than five classes all are in the top five
     images: int
+    class_hits: list[int]       # by class: images of it that rank first
+    class_images: list[int]     # by class: images of it
 
 
 @torch.no_grad()
-def evaluate(models: Sequence[nn.Module], batches: Iterable, *, prepare: Callable[..., Prepared],
-             amp: str, processes: Processes, data_errors: tuple[type[Exception], ...],
-             bar: ProgressBar) -> list[Evaluation]:
+def evaluate(models: Sequence[nn.Module], batches: Iterable, *, num_classes: int,
+             prepare: Callable[..., Prepared], amp: str, processes: Processes,
+             data_errors: tuple[type[Exception], ...], bar: ProgressBar,
+             columns: Sequence[Tensor | None] | None = None) -> list[Evaluation]:
     """Exact loss and accuracy of each model, in one pass over the pictures.
+
+    num_classes: K, those of the labels. columns: of each model, which of its logits belong to these
+        classes, (K,) int64 in the labels' order; the others are left out of ranking and softmax.
+        None: the model has these classes in this order.
 
     Each process counts its own images once, then the counts are summed. Processes may have
     different numbers of batches, so `models` must not communicate. One of `data_errors` on any
     process is raised on all of them.
     """
-    totals = torch.zeros(len(models), 3, dtype=torch.float64, device=processes.device)
-    seen, problem = 0, None
+    device, problem = processes.device, None
+    totals = torch.zeros(len(models), 2, dtype=torch.float64, device=device)     # loss, top 5
+    hits = torch.zeros(len(models), num_classes, dtype=torch.int64, device=device)
+    counts = torch.zeros(num_classes, dtype=torch.int64, device=device)
+    columns = [None if chosen is None else chosen.to(device)
+               for chosen in columns or [None] * len(models)]
     for model in models:
         model.eval()
     try:
         for batch in batches:
             images, labels = prepare(batch)
-            for row, model in zip(totals, models):
-                with autocast(processes.device, amp):
-                    logits = model(images)                               # (B, K)
-                row += _loss_and_hits(logits.float(), labels)
-            seen += len(labels)
+            for index, model in enumerate(models):
+                with autocast(device, amp):
+                    logits = model(images)                               # (B, classes of the model)
+                if columns[index] is not None:
+                    logits = logits[:, columns[index]]                   # (B, K)
+                logits = logits.float()
+                ranked = logits.topk(min(5, num_classes)).indices == labels[:, None]
+                loss = F.cross_entropy(logits, labels, reduction="sum")
+                totals[index] += torch.stack([loss, ranked.sum()]).double()
+                hits[index].index_add_(0, labels, ranked[:, 0].long())
+            counts.index_add_(0, labels, torch.ones_like(labels))
             bar.advance()
     except data_errors as error:
         problem = error
     processes.together(lambda: _raise(problem), data_errors)
-    processes.sum(totals)
-    images = int(processes.sum(torch.tensor(seen)))
-    return [Evaluation(loss / images, 100.0 * top1 / images, 100.0 * top5 / images, images)
-            for loss, top1, top5 in totals.tolist()]
-
-
-def _loss_and_hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """(3,) float64: the summed loss, labels that rank first, labels among the first five."""
-    ranked = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-    return torch.stack([F.cross_entropy(logits, labels, reduction="sum"), ranked[:, 0].sum(),
-                        ranked.sum()]).double()
+    for numbers in (totals, hits, counts):
+        processes.sum(numbers)
+    images = int(counts.sum())
+    return [Evaluation(loss / images, 100.0 * sum(right) / images, 100.0 * top5 / images, images,
+                       right, counts.tolist())
+            for (loss, top5), right in zip(totals.tolist(), hits.tolist())]

@@ -1,4 +1,4 @@
-"""Fine-tuning: start from another run's weights, with other classes or at another resolution."""
+"""Another run's weights, with other classes or at another resolution: to fine-tune or evaluate."""
 
 from __future__ import annotations
 
@@ -71,6 +71,24 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path,
     model.load_state_dict(own | loaded)
     return Transfer([name for name in loaded if not (resized and name == "pos_embed")], resized,
                     dropped, kept)
+
+
+@torch.no_grad()
+def change_size(model: nn.Module, resized: nn.Module, path: Path) -> None:
+    """Copy the weights of `model` into `resized`, the same model built for another image size.
+
+    Learned position codes are resized as above, fixed ones are those of the new size. Raises
+    CheckpointError, listing the names, if any other tensor depends on the size.
+    """
+    own, tensors = resized.state_dict(), model.state_dict()
+    if "pos_embed" in own:
+        tensors["pos_embed"] = own["pos_embed"] if not model.learns_positions else _fitted_code(
+            own["pos_embed"], tensors["pos_embed"], tensors, resized, model.grid, path)[0]
+    bound = [name for name in own if own[name].shape != tensors[name].shape]
+    if bound:
+        raise CheckpointError(f"{path}: a {type(model).__name__} of this kind takes images of one "
+                              f"size alone, on which {shortened(bound)} depend")
+    resized.load_state_dict(tensors)
 
 
 def _fitted_code(own: Tensor, code: Tensor, tensors: Mapping[str, Tensor], model: nn.Module,
