@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vitinit.command_line import (USER_ERRORS, Parser, Place, complain, image_size, loaded, moved,
+from vitinit.command_line import (USER_ERRORS, Parser, complain, image_size, loaded, moved,
                                   named_set, overrides, resolve_recipe)
 from vitinit.data.class_subsets import class_indices, imagenet_wnids
-from vitinit.data.datasets import DATA_SETS, Source, download, open_split
-from vitinit.data.eval_sets import EVAL_SETS, open_to_evaluate
+from vitinit.data.datasets import DATA_SETS, Source, download, is_wnid, open_split
+from vitinit.data.eval_sets import EVAL_SETS, Place, open_to_evaluate
 from vitinit.data.images import DataError
 from vitinit.data.loader import EvalViews, eval_loader
 from vitinit.data.to_device import ToDevice
@@ -42,6 +42,7 @@ from vitinit.train.engine import Evaluation, evaluate
 from vitinit.train.metrics import ProgressBar
 from vitinit.train.run_folder import checkpoint_file, describe_device
 from vitinit.train.throughput import TIMED_PASSES, WARMUP_PASSES, Throughput, throughput
+from vitinit.values import nearest
 
 REPOSITORY = Path(__file__).resolve().parent
 # What --set changes beside a run's own recipe: how to evaluate, not what was trained.
@@ -116,10 +117,7 @@ def open_checkpoints(args: argparse.Namespace) -> list[Subject]:
                               "of")
         else:
             recipe = resolve_recipe(find_recipe(args.recipe, REPOSITORY / "recipes"), changes)
-        classes = state.get("classes")
-        if classes is None and (recipe.data.name, recipe.data.num_classes) == ("imagenet", 1000):
-            classes = imagenet_wnids()
-        subjects.append(Subject(path, state, recipe, classes,
+        subjects.append(Subject(path, state, recipe, state.get("classes"),
                                 args.image_size or recipe.data.image_size))
     return subjects
 
@@ -129,7 +127,7 @@ def for_evaluation(args: argparse.Namespace, changes: Sequence[Override]) -> lis
     for change in changes:
         if change.key not in (*EVALUATION_KEYS, "data.root") and args.recipe is None:
             raise RecipeError(f"{change.text}: the checkpoint brings its own recipe, of which only "
-                              f"how to evaluate can change: {', '.join(EVALUATION_KEYS)}")
+                              f"how to evaluate can change{nearest(change.key, EVALUATION_KEYS)}")
     return [change for change in changes if change.key in EVALUATION_KEYS]
 
 
@@ -146,21 +144,23 @@ def open_sets(places: Sequence[Sequence[Place]], subjects: Sequence[Subject],
 
 
 def columns_of(subject: Subject, place: Place, source: Source) -> Tensor | None:
-    """Which of the model's logits belong to the set's classes, (K,); None: all, in this order."""
-    count, found = subject.recipe.data.num_classes, len(source.classes)
-    if subject.classes is None:
-        if found != count:
-            raise DataError(f"{place.name} {place.root}: {found} classes found, and {subject.path} "
-                            f"is a model of {count} whose names it does not hold; expected a set of "
-                            "the classes that it was trained on")
-        return None
-    if subject.classes == list(source.classes):
+    """Which of the model's logits belong to the set's classes, (K,); None: all, in this order.
+
+    A model of 1000 classes that nobody named is taken for ImageNet-1K's by a set of wnids.
+    """
+    count, found, classes = subject.recipe.data.num_classes, source.classes, subject.classes
+    if classes is None and count == len(imagenet_wnids()) and all(map(is_wnid, found)):
+        classes = imagenet_wnids()
+    if classes is None and len(found) != count:
+        raise DataError(f"{place}: {len(found)} classes found, and {subject.path} is a model of "
+                        f"{count} whose names it does not hold; expected the set that it was "
+                        "trained on")
+    if classes is None or classes == list(found):
         return None
     try:
-        return torch.tensor(class_indices(subject.classes, source.classes))
+        return torch.tensor(class_indices(classes, found))
     except DataError as error:
-        raise DataError(f"{place.name} {place.root}: {error}; the model is {subject.path}"
-                        ) from None
+        raise DataError(f"{place}: {error}; the model is {subject.path}") from None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def run(args: argparse.Namespace, processes: Processes) -> None:
             results[number, view.place] = [next(found) for _ in models[number]]
 
     if processes.is_main:
-        report([Finding(str(subject.path), subject.recipe.name, *place, subject.size,
+        report([Finding(str(subject.path), subject.recipe.name, place, subject.size,
                         subject.recipe.data.num_classes, list(sources[place].classes), speeds[number],
                         dict(zip(subject.weights, results[number, place])))
                 for number, subject in enumerate(subjects) for place in places[number]],

@@ -8,12 +8,12 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 
 from .data.datasets import DATA_SETS
-from .data.eval_sets import EVAL_SETS
+from .data.eval_sets import EVAL_SETS, Place
 from .data.images import DataError
 from .init import INITS, init_function
 from .models import MODELS, build_model
@@ -49,13 +49,6 @@ def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str
              "run.seed": ("--seed", seed)}
     return [Override(key, value, f"{flag} {value}") for key, (flag, value) in flags.items()
             if value is not None] + [parse_override(text) for text in sets]
-
-
-class Place(NamedTuple):
-    """A data set by its name and folder; "" for one that lies in none."""
-
-    name: str
-    root: str
 
 
 def named_set(text: str) -> Place:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .data.eval_sets import Place
 from .markdown import table
 from .train.checkpoint import write_text_atomically
 from .train.engine import Evaluation
@@ -21,22 +22,17 @@ class Finding:
 
     checkpoint: str
     recipe: str
-    data: str                               # the set's name
-    data_dir: str                           # its folder; "" for one that lies in none
+    place: Place                            # of the data set
     image_size: tuple[int, int]             # (height, width)
     model_classes: int                      # that the model knows
     classes: Sequence[str]                  # that the data set has
     throughput: Throughput | None
     results: Mapping[str, Evaluation]       # of "model", and of "ema" where it has one
 
-    @property
-    def where(self) -> str:
-        return f"{self.data}={self.data_dir}" if self.data_dir else self.data
-
     def as_dict(self) -> dict[str, Any]:
         """The JSON object: what was evaluated on what, then the numbers under "model" and "ema"."""
-        row = {"checkpoint": self.checkpoint, "recipe": self.recipe, "data": self.data,
-               "data_dir": self.data_dir, "image_size": list(self.image_size),
+        row = {"checkpoint": self.checkpoint, "recipe": self.recipe, "data": self.place.name,
+               "data_dir": self.place.root, "image_size": list(self.image_size),
                "classes": len(self.classes), "model_classes": self.model_classes}
         for name, result in self.results.items():
             by_class = [{"class": label, "correct": correct, "total": total} for
@@ -64,9 +60,9 @@ def report(findings: Sequence[Finding], *, per_class: bool, json_file: Path | No
     """Print the findings, one as lines, several as a table; then JSON, a line a finding."""
     for finding in findings:
         if len(finding.classes) < finding.model_classes:
-            print(f"{finding.where}: {len(finding.classes)} of the {finding.model_classes} classes of "
+            print(f"{finding.place}: {len(finding.classes)} of the {finding.model_classes} classes of "
                   f"{finding.checkpoint}; the others are left out of ranking and loss")
-    rows = [[finding.checkpoint, name, finding.where, f"{result.top1:.3f}", f"{result.top5:.3f}",
+    rows = [[finding.checkpoint, name, str(finding.place), f"{result.top1:.3f}", f"{result.top5:.3f}",
              f"{result.loss:.4f}", f"{result.images:,}"]
             for finding in findings for name, result in finding.results.items()]
     if len(findings) > 1:
@@ -75,7 +71,7 @@ def report(findings: Sequence[Finding], *, per_class: bool, json_file: Path | No
         for _, name, _, top1, top5, loss, images in rows:
             print(f"{name:5}  top-1 {top1} %  top-5 {top5} %  loss {loss}  over {images} images")
     for finding in findings if per_class else []:
-        print(f"\n{finding.checkpoint} on {finding.where}, top-1 of every class in %:\n\n"
+        print(f"\n{finding.checkpoint} on {finding.place}, top-1 of every class in %:\n\n"
               f"{finding.by_class()}\n")
     text = "".join(json.dumps(finding.as_dict()) + "\n" for finding in findings)
     if json_file is None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,6 +40,16 @@ class EvalSet:
     @property
     def holds(self) -> str:
         return "0/… to 999/…" if self.numbered else f"{self.num_classes} folders <wnid>/…"
+
+
+class Place(NamedTuple):
+    """A data set by its name and folder; "" for one that lies in none."""
+
+    name: str
+    root: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.root}" if self.root else self.name
 
 
 EVAL_SETS: dict[str, EvalSet] = {

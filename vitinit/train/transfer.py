@@ -86,8 +86,8 @@ def change_size(model: nn.Module, resized: nn.Module, path: Path) -> None:
             own["pos_embed"], tensors["pos_embed"], tensors, resized, model.grid, path)[0]
     bound = [name for name in own if own[name].shape != tensors[name].shape]
     if bound:
-        raise CheckpointError(f"{path}: a {type(model).__name__} of this kind takes images of one "
-                              f"size alone, on which {shortened(bound)} depend")
+        raise CheckpointError(f"{path}: this {type(model).__name__} is bound to its image size of "
+                              f"training, by {shortened(bound)}")
     resized.load_state_dict(tensors)
 
 
