@@ -4,15 +4,80 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from PIL import Image
 
 import vitinit
+from vitinit.data.augment import normalise
+from vitinit.data.class_subsets import imagenet_wnids
+from vitinit.data.datasets import PictureFiles, open_split
+from vitinit.data.images import resize_and_centre_crop
+from vitinit.train.checkpoint import load
+
+SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)
+
+
+@pytest.fixture
+def one_epoch_run(train_program, small_run, tmp_path, capsys) -> Path:
+    """The folder of a run on `picture_tree`, with a moving average."""
+    folder = tmp_path / "one_epoch"
+    assert train_program.main(small_run(folder, schedule__epochs="1")) == 0
+    capsys.readouterr()
+    return folder
 
 
 def printed_json(capsys) -> dict:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def tiny_vit(classes: int, seed: int = 0) -> torch.nn.Module:
+    """A ViT for 8-pixel images; `as_recipe` describes it."""
+    model = vitinit.build_model("vit_tiny", num_classes=classes, image_size=8, **SIZES)
+    vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(seed))
+    return model
+
+
+def as_recipe(classes: int) -> list[str]:
+    sets = [f"model.options.{key}={value}" for key, value in SIZES.items()]
+    sets += [f"data.num_classes={classes}", "data.image_size=8", "data.workers=0", "eval.batch_size=4",
+             "engine.compile=false", "engine.amp=off"]
+    return ["--recipe", "deit_tiny", *(word for text in sets for word in ("--set", text))]
+
+
+def by_hand(model, source, columns, size=(8, 8), crop_pct=0.875) -> dict:
+    """Numbers as the JSON holds them, one picture at a time in float64."""
+    loss, top1, top5, per_class = 0.0, 0, 0, [[0, 0] for _ in source.classes]
+    model = model.double().eval()
+    for index, label in enumerate(source.labels.tolist()):
+        view = resize_and_centre_crop(source.picture(index), size, crop_pct, "bicubic")
+        image = normalise(view[None], (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)).double()
+        logits = model(image)[0, columns].detach()
+        ahead = int((logits > logits[label]).sum())
+        loss += float(logits.logsumexp(0) - logits[label])
+        top1, top5 = top1 + (ahead < 1), top5 + (ahead < 5)
+        per_class[label][0] += ahead < 1
+        per_class[label][1] += 1
+    count = len(source.labels)
+    return {"loss": pytest.approx(loss / count, rel=1e-5), "top1": pytest.approx(100 * top1 / count),
+            "top5": pytest.approx(100 * top5 / count), "images": count,
+            "per_class": [{"class": name, "correct": correct, "total": total}
+                          for name, (correct, total) in zip(source.classes, per_class)]}
+
+
+def write_pictures(root: Path, classes: list[str], seed: int) -> Path:
+    """val/<class>/: 2, 3, 4 … noisy PNGs of 10×14 pixels."""
+    rng = np.random.default_rng(seed)
+    for number, name in enumerate(classes):
+        (root / "val" / name).mkdir(parents=True)
+        for index in range(2 + number):
+            pixels = rng.integers(0, 256, (10, 14, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / "val" / name / f"{index}.png")
+    return root
 
 
 def test_a_run_folder_gives_the_last_line_of_training(train_program, eval_program, small_run,
@@ -24,8 +89,9 @@ def test_a_run_folder_gives_the_last_line_of_training(train_program, eval_progra
     for target in (folder, folder / "last.pt"):
         assert eval_program.main([str(target)]) == 0
         result = printed_json(capsys)
-        assert result["model"] == {"loss": last["val_loss"], "top1": last["val_top1"],
-                                   "top5": last["val_top5"], "images": 21}
+        assert {key: result["model"][key] for key in ("loss", "top1", "top5", "images")} == {
+            "loss": last["val_loss"], "top1": last["val_top1"], "top5": last["val_top5"],
+            "images": 21}
         assert (result["ema"]["top1"], result["ema"]["top5"]) == (last["ema_top1"],
                                                                   last["ema_top5"])
 
@@ -34,32 +100,14 @@ def test_a_run_folder_gives_the_last_line_of_training(train_program, eval_progra
 def test_a_foreign_checkpoint_needs_only_a_recipe(eval_program, picture_tree, tmp_path, capsys,
                                                   prefix):
     """Laid out as DeiT's files are: a state dict under "model", a Namespace beside it."""
-    sizes = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)
-    model = vitinit.build_model("vit_tiny", num_classes=3, image_size=8, **sizes)
-    vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
+    model = tiny_vit(3)
     path = tmp_path / "deit.pth"
     torch.save({"model": {prefix + name: value for name, value in model.state_dict().items()},
                 "args": argparse.Namespace(lr=1e-3)}, path)
-    sets = [f"model.options.{key}={value}" for key, value in sizes.items()]
-    sets += ["data.num_classes=3", "data.image_size=8", "data.workers=0", "engine.compile=false",
-             "engine.amp=off"]
-    arguments = [str(path), "--recipe", "deit_tiny", "--data-dir", str(picture_tree),
-                 *(word for text in sets for word in ("--set", text))]
-    assert eval_program.main(arguments) == 0
+    assert eval_program.main([str(path), "--data-dir", str(picture_tree), *as_recipe(3)]) == 0
     result = printed_json(capsys)
-    assert result["model"]["images"] == 21 and "ema" not in result
-
-    # By hand, one picture at a time.
-    from vitinit.data.augment import normalise
-    from vitinit.data.datasets import open_split
-    from vitinit.data.images import resize_and_centre_crop
     source = open_split("image_folder", str(picture_tree), "val", 3)
-    right = 0
-    for index in range(21):
-        view = resize_and_centre_crop(source.picture(index), (8, 8), 0.875, "bicubic")
-        image = normalise(view[None], (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-        right += int(model(image).argmax() == source.labels[index])
-    assert result["model"]["top1"] == pytest.approx(100 * right / 21)
+    assert result["model"] == by_hand(model, source, [0, 1, 2]) and "ema" not in result
 
 
 def test_a_foreign_checkpoint_without_a_recipe_is_one_line(eval_program, tmp_path, capsys):
@@ -78,8 +126,175 @@ def test_a_checkpoint_of_another_model_is_one_line(eval_program, picture_tree, t
     assert "does not fit the model; missing: blocks.1" in error and error.count("\n") == 1
 
 
-def test_set_goes_with_a_recipe_only(train_program, eval_program, small_run, tmp_path, capsys):
+def test_a_part_of_the_models_classes_competes_among_itself(eval_program, tmp_path, capsys):
+    """Two models of 1000 classes nobody named on seven wnids, beside ImageNet's place of each."""
+    wnids = imagenet_wnids()[998:2:-143]
+    root = write_pictures(tmp_path / "part", wnids, seed=1)
+    source = open_split("image_folder", str(root), "val", None)
+    columns = [imagenet_wnids().index(name) for name in source.classes]
+    paths = []
+    for seed in (0, 1):
+        paths.append(str(tmp_path / f"{seed}.pth"))
+        torch.save(tiny_vit(1000, seed).state_dict(), paths[-1])
+    assert eval_program.main([*paths, "--data", f"image_folder={root}", *as_recipe(1000)]) == 0
+    printed = capsys.readouterr().out
+    assert f"image_folder={root}: 7 of the 1000 classes of {paths[0]}; the others" in printed
+    rows = [json.loads(line) for line in printed.splitlines()[-2:]]
+    for seed, row in enumerate(rows):
+        expected = by_hand(tiny_vit(1000, seed), source, columns)
+        assert row["model"] == expected and row["checkpoint"] == paths[seed]
+        assert (row["classes"], row["model_classes"]) == (7, 1000)
+    assert rows[0]["model"]["loss"] != rows[1]["model"]["loss"]
+
+
+def test_a_checkpoints_own_class_names_say_which_logit_is_which(eval_program, picture_tree, tmp_path,
+                                                                capsys):
+    torch.save({"model": tiny_vit(5).state_dict(),
+                "classes": ["red", "pink", "blue", "grey", "green"]}, tmp_path / "a.pth")
+    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={picture_tree}",
+                              *as_recipe(5)]) == 0
+    source = open_split("image_folder", str(picture_tree), "val", 3)
+    assert printed_json(capsys)["model"] == by_hand(tiny_vit(5), source, [2, 4, 0])
+
+
+def test_a_run_writes_its_classes_into_every_checkpoint(train_program, small_run, tmp_path):
     folder = tmp_path / "run"
-    assert train_program.main(small_run(folder, schedule__epochs="1")) == 0
-    assert eval_program.main([str(folder), "--set", "eval.crop_pct=0.9"]) == 2
-    assert "brings its own recipe" in capsys.readouterr().err
+    assert train_program.main(small_run(folder, schedule__epochs="1",
+                                        checkpoint__keep_epochs="[0]")) == 0
+    for name in ("last.pt", "best.pt", "epoch_0000.pt"):
+        assert load(folder / name)["classes"] == ["blue", "green", "red"]
+
+
+def test_another_resolution_and_crop_resize_the_position_codes(eval_program, picture_tree, tmp_path,
+                                                               capsys):
+    model = tiny_vit(3)
+    torch.save(model.state_dict(), tmp_path / "a.pth")
+    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={picture_tree}",
+                              "--image-size", "12,20", *as_recipe(3),
+                              "--set", "eval.crop_pct=1.0"]) == 0
+    resized = vitinit.build_model("vit_tiny", num_classes=3, image_size=(12, 20), **SIZES)
+    picture = model.pos_embed.detach()[:, 1:].reshape(1, 2, 2, -1).permute(0, 3, 1, 2)
+    picture = F.interpolate(picture, (3, 5), mode="bicubic", antialias=True)
+    code = torch.cat([model.pos_embed[:, :1], picture.flatten(2).mT], dim=1)
+    resized.load_state_dict(model.state_dict() | {"pos_embed": code})
+    source = open_split("image_folder", str(picture_tree), "val", 3)
+    result = printed_json(capsys)
+    assert result["model"] == by_hand(resized, source, [0, 1, 2], (12, 20), 1.0)
+    assert result["image_size"] == [12, 20]
+
+
+def test_pictures_are_decoded_once_for_all_models_that_see_them_alike(
+        train_program, eval_program, small_run, picture_tree, tmp_path, monkeypatch, capsys):
+    """Two runs with their averages in one pass, a third at another crop in its own; all as alone."""
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for folder, crop_pct in zip(folders, ("1.0", "1.0", "0.8")):
+        assert train_program.main(small_run(folder, schedule__epochs="1", init="torch", run__seed=(
+            str(ord(folder.name))), eval__crop_pct=crop_pct)) == 0
+    capsys.readouterr()
+    alone = []
+    for folder in folders:
+        assert eval_program.main([str(folder)]) == 0
+        alone.append(printed_json(capsys))
+    decoded = []
+    original = PictureFiles.picture
+    monkeypatch.setattr(PictureFiles, "picture", lambda self, index: (
+        decoded.append(index), original(self, index))[1])
+    other = write_pictures(tmp_path / "other", ["blue", "green", "red"], seed=2)
+    assert eval_program.main([*map(str, folders), "--data", f"image_folder={picture_tree}",
+                              f"image_folder={other}", "--json", str(tmp_path / "out.json")]) == 0
+    assert len(decoded) == 2 * (21 + 9)
+    together = [json.loads(line) for line in (tmp_path / "out.json").read_text().splitlines()]
+    assert together[::2] == alone
+    assert [(row["checkpoint"], row["data_dir"]) for row in together] == [
+        (str(folder / "last.pt"), str(root)) for folder in folders for root in (picture_tree, other)]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("| checkpoint | weights | data | top-1 % |")
+    assert printed[-1] == f"wrote {tmp_path / 'out.json'}"
+    rows = [line.strip("| ").split(" | ") for line in printed[2:-1]]
+    assert len(rows) == 3 * 2 * 2
+    for row, (found, name) in zip(rows, ((found, name) for found in together
+                                         for name in ("model", "ema"))):
+        result = found[name]
+        assert row == [found["checkpoint"], name, f"image_folder={found['data_dir']}",
+                       f"{result['top1']:.3f}", f"{result['top5']:.3f}", f"{result['loss']:.4f}",
+                       str(result["images"])]
+
+
+def test_per_class_prints_the_weakest_class_first(eval_program, tmp_path, capsys):
+    names = [f"c{number}" for number in range(6)]
+    root = write_pictures(tmp_path / "six", names, seed=3)
+    model = tiny_vit(6)
+    model.head.weight.data *= 30
+    torch.save(model.state_dict(), tmp_path / "a.pth")
+    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={root}",
+                              "--per-class", *as_recipe(6)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("| class | images | model top-1 |")
+    rows = [line.strip("| ").split(" | ") for line in lines[start + 2:start + 8]]
+    per_class = json.loads(lines[-1])["model"]["per_class"]
+    assert sorted(rows) == [[row["class"], str(row["total"]),
+                             f"{100 * row['correct'] / row['total']:.2f}"] for row in per_class]
+    shares = [float(share) for *_, share in rows]
+    assert shares == sorted(shares) and shares[0] < shares[-1]
+
+
+def test_throughput_is_printed_and_written(eval_program, picture_tree, tmp_path, capsys):
+    torch.save(tiny_vit(3).state_dict(), tmp_path / "a.pth")
+    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={picture_tree}",
+                              "--throughput", *as_recipe(3)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert " images/s, " in printed[0] and "a batch of 4 at 8×8, amp off" in printed[0]
+    found = json.loads(printed[-1])["throughput"]
+    assert found["images_per_second"] == pytest.approx(4e3 / found["milliseconds"])
+
+
+WRONG = [                   # arguments after a run's folder, part of the line that answers
+    (["--set", "model.name=vit_small"], "--set model.name=vit_small: the checkpoint brings its own "
+     "recipe, of which only how to evaluate can change; valid: data.workers, engine.amp"),
+    (["--set", "eval.crop_pc=0.9"], "can change; did you mean 'eval.crop_pct'?"),
+    (["--set", "eval.crop_pct=1.5"], "--set eval.crop_pct=1.5: eval.crop_pct is 1.5, expected"),
+    (["--recipe", "quickstart"], "brings its own recipe; --recipe is for checkpoints that hold none"),
+    (["--data", "shape"], "shape: there is no data set 'shape'; did you mean 'shapes'?"),
+    (["--data", "cifar10"], "cifar10: expected cifar10=DIR, the folder of the data set"),
+    (["--data", "shapes=x"], "shapes=x: expected shapes alone, which lies in no folder"),
+    (["--data", "image_folder=nowhere"], "nowhere/val: no such folder"),
+    (["--data", "imagenet_v2=nowhere"], "nowhere: no such folder; imagenet_v2 is the folder"),
+    (["--data", "shapes"], "shapes: class 'disc' is none of the model's 3 classes (blue, green, … "
+     "red); the model is"),
+    (["--data", "shapes", "--data-dir", "x"], "--data-dir x: the folder of the recipe's own data"),
+    (["--image-size", "big"], "--image-size: big: expected a number of pixels, such as 288"),
+    (["--image-size", "8,0"], "--image-size: 8,0: expected a number of pixels"),
+    (["--image-size", "8,8,8"], "--image-size: 8,8,8: expected a number of pixels"),
+    (["--image-size", "10"], "last.pt at 10×10: patches of 4×4 pixels do not tile an image of 10×10"),
+    (["--json", "nowhere/a.json"], "--json nowhere/a.json: expected a file in a folder that exists"),
+    (["--json", "."], "--json .: expected a file in a folder that exists"),
+    (["nowhere.pt"], "nowhere.pt: no such checkpoint"),
+]
+
+
+def test_every_wrong_input_is_one_line(eval_program, one_epoch_run, capsys):
+    for arguments, message in WRONG:
+        assert eval_program.main([str(one_epoch_run), *arguments]) == 2, arguments
+        out, error = capsys.readouterr()
+        assert error.startswith("eval.py: ") and message in error and error.count("\n") == 1
+        assert out == "", arguments
+
+
+def test_a_set_of_other_size_for_a_model_of_unnamed_classes_is_one_line(eval_program, picture_tree,
+                                                                        tmp_path, capsys):
+    torch.save(tiny_vit(5).state_dict(), tmp_path / "a.pth")
+    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={picture_tree}",
+                              *as_recipe(5)]) == 2
+    assert f"image_folder={picture_tree}: 3 classes found, and {tmp_path / 'a.pth'} is a model of 5 " \
+           "whose names it does not hold" in capsys.readouterr().err
+
+
+def test_how_to_evaluate_can_be_set_beside_a_runs_own_recipe(eval_program, one_epoch_run, capsys):
+    results = []
+    for sets in ([], ["eval.crop_pct=0.5"], ["eval.batch_size=7", "data.workers=1"]):
+        assert eval_program.main([str(one_epoch_run), *(word for text in sets
+                                                        for word in ("--set", text))]) == 0
+        results.append(printed_json(capsys)["model"])
+    assert results[1]["loss"] != results[0]["loss"]
+    assert results[2]["loss"] == pytest.approx(results[0]["loss"], rel=1e-6)
+    assert results[2]["per_class"] == results[0]["per_class"]

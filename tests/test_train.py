@@ -379,7 +379,8 @@ def test_what_does_not_fit_together_is_one_line(train_program, small_run, tmp_pa
 # ---------------------------------------------------------------------------------------------
 
 
-def test_two_processes_equal_one(train_program, small_run, repository, tmp_path):
+def test_two_processes_equal_one(train_program, eval_program, small_run, repository, tmp_path,
+                                 capsys):
     """The same global batches, stochastic depth included: weights within 1e-5 a step.
 
     Without mixing, whose partners stay within a micro-batch.
@@ -407,6 +408,11 @@ def test_two_processes_equal_one(train_program, small_run, repository, tmp_path)
     assert evaluated["model"]["images"] == 21
     assert evaluated["model"]["top1"] == pytest.approx(metrics(two)[-1]["val_top1"])
     assert evaluated["ema"]["top1"] == pytest.approx(metrics(two)[-1]["ema_top1"])
+    capsys.readouterr()
+    assert eval_program.main([str(two)]) == 0
+    alone = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert evaluated["model"]["per_class"] == alone["model"]["per_class"]
+    assert [row["total"] for row in alone["model"]["per_class"]] == [7, 7, 7]
 
 
 def test_the_first_fifty_losses_of_two_processes_equal_one_processs(train_program, small_run,

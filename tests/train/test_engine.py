@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from functools import partial
 
 import pytest
@@ -286,33 +287,86 @@ def test_broken_data_is_raised_by_evaluation():
         yield torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.long)
         raise KeyError("picture 7")
     with pytest.raises(KeyError, match="picture 7"):
-        evaluate([small_model()], broken(), prepare=as_it_is, amp="off",
+        evaluate([small_model()], broken(), num_classes=CLASSES, prepare=as_it_is, amp="off",
                  processes=ALONE, data_errors=(KeyError,), bar=ProgressBar("x", 1, shown=False))
 
 
-def test_evaluation_counts_every_image_once_whatever_the_batches():
-    model = small_model()
-    model.head.bias.data += torch.arange(7) / 7      # not the same as the model beside it
+def evaluated(models, images, labels, size: int, num_classes: int = CLASSES, columns=None):
+    """`evaluate` on these images, `size` at a time."""
+    return evaluate(models, zip(images.split(size), labels.split(size)), num_classes=num_classes,
+                    prepare=as_it_is, amp="off", processes=ALONE, data_errors=(KeyError,),
+                    bar=ProgressBar("x", 1, shown=False), columns=columns)
+
+
+def counted_by_hand(model, images, labels, chosen):
+    """Loss, top-1, top-5 and hits by class, one image at a time in float64.
+
+    chosen: the model's classes that compete; labels count within them. A rank is the number of
+    classes that are ahead.
+    """
+    loss, top1, top5, hits = 0.0, 0, 0, [0] * len(chosen)
+    for image, label in zip(images, labels.tolist()):
+        logits = model.double()(image[None].double())[0].tolist()
+        logits = [logits[place] for place in chosen]
+        ahead = sum(logit > logits[label] for logit in logits)
+        loss += math.log(sum(math.exp(logit - logits[label]) for logit in logits))
+        top1, top5, hits[label] = top1 + (ahead < 1), top5 + (ahead < 5), hits[label] + (ahead < 1)
+    return loss / len(images), 100 * top1 / len(images), 100 * top5 / len(images), hits
+
+
+def pictures_to_evaluate(classes: int = CLASSES):
+    """31 noise images and labels that do not stand equally often."""
     generator = torch.Generator().manual_seed(2)
-    images, labels = torch.randn(31, 3, 8, 8, generator=generator), torch.arange(31) % 7
-    logits = model(images).detach()
-    top5 = (logits.topk(5).indices == labels[:, None]).any(1).double().mean().item()
-    for size in (31, 7, 4):
-        other, result = evaluate([small_model(), model],
-                                 zip(images.split(size), labels.split(size)),
-                                 prepare=as_it_is, amp="off", processes=ALONE,
-                                 data_errors=(KeyError,), bar=ProgressBar("x", 1, shown=False))
-        assert result.images == 31 and other.loss != result.loss
-        assert result.top1 == pytest.approx(100 * (logits.argmax(1) == labels).double().mean()
-                                            .item())
-        assert result.top5 == pytest.approx(100 * top5)
-        assert result.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
+    labels = torch.randint(classes, (31,), generator=generator)
+    return torch.randn(31, 3, 8, 8, generator=generator), labels
+
+
+def other_model() -> torch.nn.Module:
+    model = small_model()
+    with torch.no_grad():
+        model.head.weight *= 40                      # else all of an image's logits are alike
+        model.head.bias += torch.arange(7) / 7
+    return model
+
+
+@pytest.mark.parametrize("size", [31, 7, 4])
+def test_evaluation_equals_a_loop_over_all_images_whatever_the_batches(size):
+    images, labels = pictures_to_evaluate()
+    other, result = evaluated([small_model(), other_model()], images, labels, size)
+    loss, top1, top5, hits = counted_by_hand(other_model(), images, labels, range(CLASSES))
+    assert 0 < top1 < top5 < 100 and len(set(hits)) > 2      # else a mistake would not show
+    assert result.images == 31 and other.loss != result.loss
+    assert (result.top1, result.top5) == (pytest.approx(top1), pytest.approx(top5))
+    assert result.loss == pytest.approx(loss, rel=1e-6)
+    assert result.class_hits == hits
+    assert result.class_images == [labels.tolist().count(label) for label in range(CLASSES)]
+
+
+def test_columns_leave_the_other_classes_out_of_ranking_and_loss():
+    """The chosen classes in the labels' order, which need not be the model's; others as usual."""
+    chosen = [5, 1, 4, 0, 3, 6]                      # without 2, which mostly ranks first
+    images, labels = pictures_to_evaluate(len(chosen))
+    plain, result = evaluated([small_model(), other_model()], images, labels, 7, len(chosen),
+                              columns=[torch.arange(6), torch.tensor(chosen)])
+    loss, top1, top5, hits = counted_by_hand(other_model(), images, labels, chosen)
+    assert 0 < top1 < top5 < 100
+    assert (result.top1, result.top5) == (pytest.approx(top1), pytest.approx(top5))
+    assert result.loss == pytest.approx(loss, rel=1e-6) and result.class_hits == hits
+
+    # It is what masking gives: minus infinity for all others, labels by the model's classes.
+    logits = other_model()(images).detach()
+    masked = torch.full_like(logits, -torch.inf)
+    masked[:, chosen] = logits[:, chosen]
+    theirs = torch.tensor(chosen)[labels]
+    assert result.loss == pytest.approx(F.cross_entropy(masked, theirs).item(), rel=1e-6)
+    right = (masked.argmax(1) == theirs).double().mean().item()
+    assert result.top1 == pytest.approx(100 * right)
+    assert right != (logits.argmax(1) == theirs).double().mean().item()     # the mask matters
+    assert plain.class_hits == counted_by_hand(small_model(), images, labels, range(6))[3]
 
 
 def test_of_fewer_than_five_classes_all_are_in_the_top_five():
     model = vitinit.build_model("vit_tiny", num_classes=3, image_size=8, patch_size=4,
                                 embed_dim=12, depth=1, num_heads=3)
-    result, = evaluate([model], [(torch.randn(5, 3, 8, 8), torch.arange(5) % 3)],
-                       prepare=as_it_is, amp="off", processes=ALONE,
-                       data_errors=(KeyError,), bar=ProgressBar("x", 1, shown=False))
+    result, = evaluated([model], torch.randn(5, 3, 8, 8), torch.arange(5) % 3, 5, num_classes=3)
     assert result.top5 == 100.0

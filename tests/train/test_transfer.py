@@ -13,7 +13,7 @@ import vitinit
 from vitinit.models.layers import sincos_position_code
 from vitinit.train.checkpoint import CheckpointError, save_atomically
 from vitinit.train.ema import Ema
-from vitinit.train.transfer import Transfer, start_from
+from vitinit.train.transfer import Transfer, change_size, start_from
 
 PATH = Path("runs/a/last.pt")
 WIDTH = 11
@@ -271,6 +271,75 @@ def test_one_tensor_that_does_not_fit_leaves_all_as_they_were(name, shape):
 def test_a_checkpoint_of_which_no_more_than_the_classifier_fits_is_refused(tensors):
     message = refusal(vit(0), tensors)
     assert "none of its tensors fits" in message and message.endswith(", ".join(tensors))
+
+
+# ---------------------------------------------------------------------------------------------
+# The same model at another image size
+# ---------------------------------------------------------------------------------------------
+
+
+def small(name: str, size: int | tuple[int, int], **sizes) -> nn.Module:
+    """A small model of any family, all random."""
+    model = vitinit.build_model(name, num_classes=7, image_size=size, **sizes)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3, generator=generator)
+    return model.eval()
+
+
+@pytest.mark.parametrize("pool, distilled", [("class", False), ("mean", False), ("class", True)])
+def test_a_resized_vit_differs_in_its_code_alone(pool, distilled):
+    """Non-square grids; tokens before the patches keep their codes."""
+    model = vit(1, grid=(3, 5), pool=pool, distilled=distilled)
+    resized = vit(2, grid=(7, 4), pool=pool, distilled=distilled)
+    change_size(model, resized, PATH)
+    before = model.num_prefix_tokens
+    code = torch.cat([model.pos_embed[:, :before], resized_by_hand(model.pos_embed[:, before:],
+                                                                   (3, 5), (7, 4))], dim=1)
+    assert_equal_but_for_codes(resized, snapshot(model), code)
+
+
+@pytest.mark.parametrize("name, sizes", [
+    ("vit_tiny", dict(embed_dim=12, depth=1, num_heads=3, patch_size=2, pos_embed="sincos")),
+    ("simple_vit", dict(embed_dim=12, depth=1, num_heads=3))])
+def test_fixed_codes_are_those_of_the_new_size(name, sizes):
+    model, resized = small(name, 10, **sizes), small(name, (6, 14), **sizes)
+    code = resized.pos_embed.clone()
+    assert code.flatten(0, -2)[-21:].equal(sincos_position_code((3, 7), 12))
+    model.head.weight.data += 1.0                    # so that the two differ to begin with
+    change_size(model, resized, PATH)
+    assert_equal(resized, snapshot(model) | {"pos_embed": code})
+
+
+@pytest.mark.parametrize("name, sizes, old, new", [
+    ("convmixer_256_8", dict(embed_dim=5, depth=2), 10, (6, 14)),
+    ("swin_tiny", dict(embed_dim=6, depths=(2, 1), num_heads=(1, 2), window_size=3), 24, (48, 72))])
+def test_a_model_that_knows_no_size_takes_any_as_it_is(name, sizes, old, new):
+    model, resized = small(name, old, **sizes), small(name, new, **sizes)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.uniform_(1, 2, generator=torch.Generator().manual_seed(7))   # batch statistics
+    change_size(model, resized, PATH)
+    assert_equal(resized, snapshot(model))
+    assert resized(torch.zeros(1, 3, *new)).shape == (1, 7)
+
+
+@pytest.mark.parametrize("name, sizes, bound", [
+    ("mixer_s32", dict(embed_dim=4, depth=1, patch_size=4), "blocks.0.mlp_tokens.fc1.weight"),
+    ("convmixer_256_8", dict(embed_dim=4, depth=1, patch_size=4, num_filters=1,
+                             dense_filters=True), "blocks.0.0.fn.0.weight"),
+    ("simple_vit", dict(embed_dim=12, depth=1, num_heads=3, patch_size=4, reads="free", input_code=False),
+     "blocks.0.attn.query, blocks.0.attn.key"),
+    ("swin_tiny", dict(embed_dim=6, depths=(1, 1), num_heads=(1, 2), window_size=4),
+     "layers.1.blocks.0.attn.relative_position_bias_table")])
+def test_a_model_that_is_bound_to_its_size_is_refused(name, sizes, bound):
+    """Swin where its windows were cut down to a small grid: 2 of 4 tokens in the last stage."""
+    model, resized = small(name, 16, **sizes), small(name, 32, **sizes)
+    before = snapshot(resized)
+    with pytest.raises(CheckpointError, match=f"is bound to its image size of training, by {bound}"):
+        change_size(model, resized, PATH)
+    assert_equal(resized, before)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,0 +1,121 @@
+"""ImageNet's other test sets as their archives unpack, a picture a class, and what is wrong with them."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitinit.data.class_subsets import imagenet_wnids
+from vitinit.data.eval_sets import EVAL_SETS, Place, open_to_evaluate
+from vitinit.data.images import DataError
+
+WNIDS = imagenet_wnids()
+LAYOUTS = {                 # name: (folder of the archive, its class folders, file in one of them)
+    "imagenet_v2": ("imagenetv2-matched-frequency-format-val", list(map(str, range(1000))),
+                    "0c5e8ed4b6b1f9d1e2ba0ab5b1d3a1f9b7fd3cf1.jpeg"),
+    "imagenet_r": ("imagenet-r", WNIDS[3::5], "art_0.jpg"),
+    "imagenet_a": ("imagenet-a", WNIDS[4::5], "0.000116_digital clock _ digital clock_0.865.jpg"),
+    "imagenet_sketch": ("sketch", WNIDS, "sketch_0.JPEG"),
+}
+
+
+def jpeg(folder: str) -> bytes:
+    """A grey picture of 2×3 pixels whose grey levels count up with the folder's place."""
+    place = int(folder) if folder.isdecimal() else WNIDS.index(folder)
+    content = io.BytesIO()
+    Image.fromarray(np.full((2, 3), place % 251, dtype=np.uint8)).save(content, "JPEG", quality=100)
+    return content.getvalue()
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory) -> dict[str, Path]:
+    """Each set's folder, by its name in EVAL_SETS."""
+    parent, roots = tmp_path_factory.mktemp("sets"), {}
+    for name, (unpacked, folders, file) in LAYOUTS.items():
+        roots[name] = parent / name / unpacked
+        for folder in folders:
+            (roots[name] / folder).mkdir(parents=True)
+            (roots[name] / folder / file).write_bytes(jpeg(folder))
+        (roots[name] / "README.txt").write_text("no class")
+    return roots
+
+
+def refusal(name: str, root: Path) -> str:
+    with pytest.raises(DataError) as error:
+        open_to_evaluate(name, str(root))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_every_set_is_tried():
+    assert LAYOUTS.keys() == EVAL_SETS.keys()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_picture_has_its_synset(layouts, name):
+    source, (_, folders, _) = open_to_evaluate(name, str(layouts[name])), LAYOUTS[name]
+    assert len(source) == len(folders) and len(source.classes) == EVAL_SETS[name].num_classes
+    for index in range(0, len(source), 37):
+        place = WNIDS.index(source.classes[source.labels[index]])
+        assert source.picture(index).unique().tolist() == [place % 251]
+    assert sorted(source.labels) == list(range(len(folders)))
+
+
+def test_numbered_folders_are_not_in_alphabetical_order(layouts):
+    """Alphabetically 10 comes after 1, yet it is class 10."""
+    source = open_to_evaluate("imagenet_v2", str(layouts["imagenet_v2"]))
+    labels = {Path(path.decode()).parent.name: label
+              for path, label in zip(source.paths, source.labels)}
+    assert labels["2"] == 2 and labels["10"] == 10 and source.classes == WNIDS
+
+
+def test_the_folder_above_is_refused_and_the_right_one_named(layouts):
+    root = layouts["imagenet_r"]
+    assert refusal("imagenet_r", root.parent).endswith(f"did you mean {root}?")
+
+
+@pytest.mark.parametrize("name, other", [("imagenet_v2", "imagenet_sketch"),
+                                         ("imagenet_sketch", "imagenet_v2")])
+def test_another_sets_folders_are_refused(layouts, name, other):
+    root = layouts[other]
+    first = sorted(path.name for path in root.iterdir() if path.is_dir())[0]
+    assert refusal(name, root).startswith(f"{root / first}: not a class of {name}, which is")
+
+
+def test_a_set_that_is_not_complete_is_refused(layouts, tmp_path):
+    root = shutil.copytree(layouts["imagenet_a"], tmp_path / "imagenet-a")
+    shutil.rmtree(root / LAYOUTS["imagenet_a"][1][-1])
+    assert refusal("imagenet_a", root) == (f"{root}: 199 classes found, and imagenet_a has 200; it "
+                                           "is not complete")
+    empty = root / LAYOUTS["imagenet_a"][1][-1]
+    empty.mkdir()
+    assert refusal("imagenet_a", root).startswith(f"{empty}: no picture in this class")
+
+
+def test_a_missing_folder_is_refused(tmp_path):
+    assert refusal("imagenet_v2", tmp_path / "x").startswith(f"{tmp_path / 'x'}: no such folder; "
+                                                             "imagenet_v2 is the folder imagenetv2")
+
+
+def test_other_sets_are_their_validation_split(picture_tree):
+    source = open_to_evaluate("image_folder", str(picture_tree))
+    assert len(source) == 21 and source.classes == ["blue", "green", "red"]
+
+
+def test_a_part_of_imagenet_goes_by_image_folder(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split / WNIDS[7]).mkdir(parents=True)
+        (tmp_path / split / WNIDS[7] / "a.jpeg").write_bytes(jpeg(WNIDS[7]))
+    assert refusal("imagenet", tmp_path) == (f"{tmp_path}: 1 classes found, and imagenet has 1000; "
+                                             f"a part of it goes by image_folder={tmp_path}")
+    assert open_to_evaluate("image_folder", str(tmp_path)).classes == [WNIDS[7]]
+
+
+def test_a_place_reads_as_it_is_written():
+    assert str(Place("imagenet_r", "/data/r")) == "imagenet_r=/data/r"
+    assert str(Place("shapes", "")) == "shapes"

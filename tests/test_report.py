@@ -1,0 +1,63 @@
+"""What eval.py prints and writes, from findings made up here."""
+
+from __future__ import annotations
+
+import json
+
+from vitinit.data.eval_sets import Place
+from vitinit.report import Finding, report
+from vitinit.train.engine import Evaluation
+from vitinit.train.throughput import Throughput
+
+MODEL = Evaluation(loss=1.25, top1=50.0, top5=75.0, images=1004, class_hits=[2, 0, 500],
+                   class_images=[4, 1, 999])
+EMA = Evaluation(loss=1.5, top1=25.0, top5=100.0, images=1004, class_hits=[4, 1, 246],
+                 class_images=[4, 1, 999])
+
+
+def finding(place: Place = Place("pets", "/data/pets"), throughput: Throughput | None = None,
+            model_classes: int = 3, **results: Evaluation) -> Finding:
+    return Finding("runs/a/last.pt", "deit_tiny", place, (192, 256), model_classes,
+                   ["ant", "bee", "cat"], throughput, results or {"model": MODEL, "ema": EMA})
+
+
+def test_one_finding_is_a_line_for_each_weights_and_json(capsys):
+    report([finding()], per_class=False, json_file=None)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["model  top-1 50.000 %  top-5 75.000 %  loss 1.2500  over 1,004 images",
+                         "ema    top-1 25.000 %  top-5 100.000 %  loss 1.5000  over 1,004 images"]
+    row = json.loads(lines[2])
+    assert list(row) == ["checkpoint", "recipe", "data", "data_dir", "image_size", "classes",
+                         "model_classes", "model", "ema"]
+    assert (row["data"], row["data_dir"], row["image_size"]) == ("pets", "/data/pets", [192, 256])
+    assert row["ema"] == {"loss": 1.5, "top1": 25.0, "top5": 100.0, "images": 1004, "per_class": [
+        {"class": "ant", "correct": 4, "total": 4}, {"class": "bee", "correct": 1, "total": 1},
+        {"class": "cat", "correct": 246, "total": 999}]}
+
+
+def test_classes_are_sorted_by_what_the_model_knows_of_them(capsys):
+    report([finding()], per_class=True, json_file=None)
+    printed = capsys.readouterr().out
+    assert "runs/a/last.pt on pets=/data/pets, top-1 of every class in %:" in printed
+    assert "\n".join(["| class | images | model top-1 | ema top-1 |", "| --- | ---: | ---: | ---: |",
+                      "| bee | 1 | 0.00 | 100.00 |", "| ant | 4 | 50.00 | 100.00 |",
+                      "| cat | 999 | 50.05 | 24.62 |"]) in printed
+
+
+def test_several_findings_are_a_table_and_a_line_of_json_each(tmp_path, capsys):
+    file = tmp_path / "out.json"
+    speed = Throughput(200.0, 20.0, 4, "1.00 GiB")
+    report([finding(model=MODEL, throughput=speed), finding(Place("shapes", ""), model_classes=5)],
+           per_class=False, json_file=file)
+    assert capsys.readouterr().out.splitlines() == [
+        "shapes: 3 of the 5 classes of runs/a/last.pt; the others are left out of ranking and loss",
+        "| checkpoint | weights | data | top-1 % | top-5 % | loss | images |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| runs/a/last.pt | model | pets=/data/pets | 50.000 | 75.000 | 1.2500 | 1,004 |",
+        "| runs/a/last.pt | model | shapes | 50.000 | 75.000 | 1.2500 | 1,004 |",
+        "| runs/a/last.pt | ema | shapes | 25.000 | 100.000 | 1.5000 | 1,004 |",
+        f"wrote {file}"]
+    first, second = map(json.loads, file.read_text().splitlines())
+    assert first["throughput"] == {"images_per_second": 200.0, "milliseconds": 20.0,
+                                   "batch_size": 4, "peak_memory": "1.00 GiB"}
+    assert "ema" not in first and "throughput" not in second and second["model_classes"] == 5
