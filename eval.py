@@ -8,10 +8,10 @@
 Read it from top to bottom:
     arguments → checkpoints and data sets → models → passes over the pictures → report
 
-A run folder (its last.pt) or a checkpoint of ours knows its recipe; model and EMA are evaluated. For
-any other checkpoint, such as DeiT's own, --recipe says what it is a checkpoint of. Without --data
-each is evaluated on its own recipe's validation set. One result is a line, several are a table; the
-last lines, or FILE of --json, are JSON, one object for each checkpoint and data set.
+A run folder (its last.pt) or a checkpoint of ours knows its recipe; model and EMA are evaluated.
+For any other checkpoint, such as DeiT's own, --recipe says what it is a checkpoint of. Without
+--data each is evaluated on its own recipe's validation set. One result is a line, several are a
+table; the last lines, or FILE of --json, are JSON, one object for each checkpoint and data set.
 """
 
 from __future__ import annotations
@@ -102,7 +102,6 @@ class Subject(NamedTuple):
 
 def open_checkpoints(args: argparse.Namespace) -> list[Subject]:
     """Every checkpoint with the recipe that says how to evaluate it, and its classes' names."""
-    changes = overrides(data_dir=args.data_dir, sets=args.set)
     files = [(path, load(path)) for path in map(checkpoint_file, args.checkpoint)]
     if args.recipe is not None and all("recipe" in state for _, state in files):
         raise RecipeError(f"--recipe {args.recipe}: {files[0][0]} brings its own recipe; --recipe "
@@ -110,22 +109,24 @@ def open_checkpoints(args: argparse.Namespace) -> list[Subject]:
     subjects = []
     for path, state in files:
         if "recipe" in state:
-            recipe = moved(from_dict(state["recipe"], str(path), for_evaluation(args, changes)),
+            recipe = moved(from_dict(state["recipe"], str(path), for_evaluation(args)),
                            args.data_dir)
         elif args.recipe is None:
             raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint "
                               "of")
         else:
-            recipe = resolve_recipe(find_recipe(args.recipe, REPOSITORY / "recipes"), changes)
+            recipe = resolve_recipe(find_recipe(args.recipe, REPOSITORY / "recipes"),
+                                    overrides(data_dir=args.data_dir, sets=args.set))
         subjects.append(Subject(path, state, recipe, state.get("classes"),
                                 args.image_size or recipe.data.image_size))
     return subjects
 
 
-def for_evaluation(args: argparse.Namespace, changes: Sequence[Override]) -> list[Override]:
-    """Those changes that apply to a run's own recipe, too; others need a --recipe to apply to."""
+def for_evaluation(args: argparse.Namespace) -> list[Override]:
+    """What of --set applies to a run's own recipe, too; the rest needs a --recipe to apply to."""
+    changes = overrides(sets=args.set)
     for change in changes:
-        if change.key not in (*EVALUATION_KEYS, "data.root") and args.recipe is None:
+        if change.key not in EVALUATION_KEYS and args.recipe is None:
             raise RecipeError(f"{change.text}: the checkpoint brings its own recipe, of which only "
                               f"how to evaluate can change{nearest(change.key, EVALUATION_KEYS)}")
     return [change for change in changes if change.key in EVALUATION_KEYS]
@@ -250,8 +251,8 @@ def run(args: argparse.Namespace, processes: Processes) -> None:
 
     if processes.is_main:
         report([Finding(str(subject.path), subject.recipe.name, place, subject.size,
-                        subject.recipe.data.num_classes, list(sources[place].classes), speeds[number],
-                        dict(zip(subject.weights, results[number, place])))
+                        subject.recipe.data.num_classes, list(sources[place].classes),
+                        speeds[number], dict(zip(subject.weights, results[number, place])))
                 for number, subject in enumerate(subjects) for place in places[number]],
                per_class=args.per_class, json_file=args.json)
 
@@ -266,8 +267,8 @@ def speed(subject: Subject, model: nn.Module, processes: Processes) -> Throughpu
                            channels_last=recipe.engine.channels_last, bar=bar)
     model.cpu()
     if processes.is_main:
-        print(f"{subject.path}  {found.images_per_second:.1f} images/s, {found.milliseconds:.2f} ms "
-              f"a batch of {found.batch_size} at {subject.size[0]}×{subject.size[1]}, amp "
+        print(f"{subject.path}  {found.images_per_second:.1f} images/s, {found.milliseconds:.2f} "
+              f"ms a batch of {found.batch_size} at {subject.size[0]}×{subject.size[1]}, amp "
               f"{recipe.engine.amp}, median of {TIMED_PASSES} passes after {WARMUP_PASSES}; peak "
               f"memory {found.peak_memory}, {describe_device(device)}", flush=True)
     return found

@@ -39,7 +39,8 @@ def test_classes_are_sorted_by_what_the_model_knows_of_them(capsys):
     report([finding()], per_class=True, json_file=None)
     printed = capsys.readouterr().out
     assert "runs/a/last.pt on pets=/data/pets, top-1 of every class in %:" in printed
-    assert "\n".join(["| class | images | model top-1 | ema top-1 |", "| --- | ---: | ---: | ---: |",
+    assert "\n".join(["| class | images | model top-1 | ema top-1 |",
+                      "| --- | ---: | ---: | ---: |",
                       "| bee | 1 | 0.00 | 100.00 |", "| ant | 4 | 50.00 | 100.00 |",
                       "| cat | 999 | 50.05 | 24.62 |"]) in printed
 

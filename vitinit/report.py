@@ -60,13 +60,14 @@ def report(findings: Sequence[Finding], *, per_class: bool, json_file: Path | No
     """Print the findings, one as lines, several as a table; then JSON, a line a finding."""
     for finding in findings:
         if len(finding.classes) < finding.model_classes:
-            print(f"{finding.place}: {len(finding.classes)} of the {finding.model_classes} classes of "
-                  f"{finding.checkpoint}; the others are left out of ranking and loss")
-    rows = [[finding.checkpoint, name, str(finding.place), f"{result.top1:.3f}", f"{result.top5:.3f}",
-             f"{result.loss:.4f}", f"{result.images:,}"]
+            print(f"{finding.place}: {len(finding.classes)} of the {finding.model_classes} classes "
+                  f"of {finding.checkpoint}; the others are left out of ranking and loss")
+    rows = [[finding.checkpoint, name, str(finding.place), f"{result.top1:.3f}",
+             f"{result.top5:.3f}", f"{result.loss:.4f}", f"{result.images:,}"]
             for finding in findings for name, result in finding.results.items()]
     if len(findings) > 1:
-        print(table(["checkpoint", "weights", "data", "top-1 %", "top-5 %", "loss", "images"], rows))
+        print(table(["checkpoint", "weights", "data", "top-1 %", "top-5 %", "loss", "images"],
+                    rows))
     else:
         for _, name, _, top1, top5, loss, images in rows:
             print(f"{name:5}  top-1 {top1} %  top-5 {top5} %  loss {loss}  over {images} images")

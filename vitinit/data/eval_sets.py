@@ -7,8 +7,8 @@ The latter hold pictures of ImageNet-1K's classes, or of 200 of them, and no tra
     ImageNet-A       Hendrycks et al., arXiv 1907.07174: photographs that fool a ResNet-50; 200
     ImageNet-Sketch  Wang et al., arXiv 1905.13549: drawings in black and white
 
-Accuracy on R and A is defined over their 200 classes: a model's logits of the other 800 are left out
-(`class_subsets.class_indices`).
+Accuracy on R and A is defined over their 200 classes: a model's logits of the other 800 are left
+out (`class_subsets.class_indices`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .class_subsets import imagenet_wnids
-from .datasets import (DATA_SETS, ImageFolder, PictureFiles, Source, class_folders,
-                       open_split)
+from .datasets import DATA_SETS, ImageFolder, PictureFiles, Source, class_folders, open_split
 from .images import DataError
 
 
