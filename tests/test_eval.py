@@ -288,8 +288,9 @@ def test_a_set_of_other_size_for_a_model_of_unnamed_classes_is_one_line(eval_pro
     torch.save(tiny_vit(5).state_dict(), tmp_path / "a.pth")
     assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={picture_tree}",
                               *as_recipe(5)]) == 2
-    assert f"image_folder={picture_tree}: 3 classes found, and {tmp_path / 'a.pth'} is a model of " \
-           "5 whose names it does not hold" in capsys.readouterr().err
+    message = (f"image_folder={picture_tree}: 3 classes found, and {tmp_path / 'a.pth'} is a model "
+               "of 5 whose names it does not hold")
+    assert message in capsys.readouterr().err
 
 
 def test_a_run_and_a_foreign_checkpoint_go_together(eval_program, one_epoch_run, picture_tree,

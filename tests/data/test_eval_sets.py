@@ -1,4 +1,4 @@
-"""ImageNet's other test sets as their archives unpack, a picture a class; what is wrong with them."""
+"""ImageNet's other test sets as their archives unpack, a picture a class; what is refused."""
 
 from __future__ import annotations
 
