@@ -221,7 +221,7 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
         return {"model": model.state_dict(), "ema": ema.state_dict() if ema else None,
                 "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
                 "grid": model.grid, "step": progress.step, "progress": progress.state_dict(),
-                "recipe": recipe.as_dict(), "classes": list(whole_set.classes)}
+                "recipe": recipe.as_dict(), "classes": list(map(str, whole_set.classes))}
 
     def write(path: Path, *, to_resume: bool = False) -> None:
         if processes.is_main:
