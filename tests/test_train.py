@@ -289,12 +289,12 @@ def test_a_subset_is_cut_from_the_training_split_alone(train_program, small_run,
 
 def test_which_images_a_subset_holds_is_the_subset_seeds_choice_alone(
         train_program, small_run, tmp_path, monkeypatch):
-    views, seen = train_program.TrainViews, []
+    batches, seen = train_program.training_batches, []
 
-    def looked_at(source, **options):
+    def looked_at(source, *others, **options):
         seen.append(source.paths.tolist())
-        return views(source, **options)
-    monkeypatch.setattr(train_program, "TrainViews", looked_at)
+        return batches(source, *others, **options)
+    monkeypatch.setattr(train_program, "training_batches", looked_at)
     for seeds in ((0, 0), (1, 0), (0, 1)):
         assert train_program.main(small_run(
             tmp_path / "run", "--dry-run", run__seed=str(seeds[0]),
