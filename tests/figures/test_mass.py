@@ -18,11 +18,17 @@ def built(init: str = "impulse", num_heads: int = 11):
     return model.eval()
 
 
+def in_order(kernel_size: int, heads: int = 11, blocks: int = 3) -> list[list[tuple[int, int]]]:
+    """Every block's heads take the offsets in order, again and again."""
+    cells = ordered_offsets(kernel_size)
+    return [[cells[head % len(cells)] for head in range(heads)]] * blocks
+
+
 def test_batches_give_the_mean_over_all_images_of_each_heads_target():
     """More images than a batch, no multiple of it; more heads than offsets, which start again."""
     model = built()
     images = torch.randn(mass.BATCH + 3, 3, 10, 14, generator=torch.Generator().manual_seed(1))
-    found = mass.masses_by_block(model, images, 3)
+    found = mass.masses_by_block(model, images, in_order(3))
     offsets = [*ordered_offsets(3), *ordered_offsets(3)[:2]]
     expected = torch.stack([target_mass(weights, offsets, (5, 7))
                             for weights in mixing_matrices(model, images).values()])
@@ -44,16 +50,32 @@ def test_a_perfect_shift_in_every_head_has_all_mass(monkeypatch):
         return {block: weights for block in range(3)}
     monkeypatch.setattr(mass, "mixing_matrices", shifts)
     images = torch.zeros(3, 3, 10, 14)
-    assert torch.equal(mass.masses_by_block(built("default"), images, 5), torch.ones(3, 11))
-    assert (mass.masses_by_block(built("default"), images, 3) < 1.0).any()
+    assert torch.equal(mass.masses_by_block(built("default"), images, in_order(5)),
+                       torch.ones(3, 11))
+    assert (mass.masses_by_block(built("default"), images, in_order(3)) < 1.0).any()
 
 
 def test_heads_are_summarised_by_whether_they_look_at_themselves():
     masses = torch.arange(22.0).view(2, 11)          # heads 0 and 9 have the offset (0, 0)
-    found = mass.summarised(masses, 3)
+    found = mass.summarised(masses, in_order(3, blocks=2))
     assert found.heads.tolist() == [5.0, 16.0]
     assert found.centre.tolist() == [4.5, 15.5]
     assert torch.allclose(found.others, torch.tensor([(55 - 9) / 9, (55 + 121 - 31) / 9]))
+
+
+def test_a_block_without_a_head_that_looks_at_itself_has_no_mean_of_them():
+    found = mass.summarised(torch.tensor([[2.0, 3.0], [5.0, 7.0]]), [[(0, 0), (0, 1)],
+                                                                     [(1, 0), (1, 1)]])
+    assert found.centre[0] == 2.0 and found.centre[1].isnan()
+    assert found.others.tolist() == [3.0, 6.0] and found.heads.tolist() == [2.5, 6.0]
+
+
+def test_rotating_offsets_are_measured_where_each_block_has_them(draw, sizes, picture_tree, capsys):
+    draw("mass", "--recipe", "quickstart", "--init", "impulse", *sizes, "--data-dir",
+         picture_tree / "val", "--count", 2, "--set", "init.options.offsets=rotating")
+    centre = capsys.readouterr().out.splitlines()[1].split(":")[1].split()[1:]
+    # Block 0 begins with the offset (0, 0), which comes back after nine heads; there are three a block.
+    assert centre[0] != "nan" and centre[1] == "nan"
 
 
 def test_the_numbers_are_printed_by_model_and_init(draw, sizes, picture_tree, capsys):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..filters import offsets_on_grid
+from ..filters import Offset, offsets_on_grid
 from ..init.impulse import head_offsets
 from ..mixing import mixing_matrices, target_mass
 from ..models import SimpleViT, VisionTransformer
@@ -21,49 +21,53 @@ BATCH = 8                       # images a forward pass; all attention matrices 
 
 
 class Masses(NamedTuple):
-    """Means over images and query tokens, (blocks,) each."""
+    """Means over images and query tokens, (blocks,) each; NaN in a block without such a head."""
 
     heads: Tensor               # over all heads
     centre: Tensor              # over the heads whose target is the token itself
     others: Tensor              # over all other heads
 
 
-def masses_by_block(model: VisionTransformer | SimpleViT, images: Tensor,
-                    kernel_size: int) -> Tensor:
-    """(blocks, h): the share of attention on each head's target in the ordered assignment.
+def block_targets(subject: Subject, kernel_size: int) -> list[list[Offset]]:
+    """The offset of every head of every block: as the init assigned them, or would in order.
 
-    images: (B, 3, H, W), normalised. See `mixing.target_mass`.
+    Raises ValueError where the init gave heads other targets than those that are measured.
     """
-    cells = offsets_on_grid(kernel_size, model.grid)
-    offsets = head_offsets(model.blocks[0].attn.num_heads, cells, "ordered", torch.Generator())
-    total = torch.zeros(len(model.blocks), len(offsets))
-    for batch in images.split(BATCH):
-        for block, weights in mixing_matrices(model, batch).items():
-            total[block] += len(batch) * target_mass(weights, offsets, model.grid)
-    return total / len(images)
-
-
-def summarised(masses: Tensor, kernel_size: int) -> Masses:
-    """masses: (blocks, h). Head h has offset h modulo kernel_size², the first of which is (0, 0).
-
-    Raises ValueError where no head looks aside.
-    """
-    centre = torch.arange(masses.shape[1]) % kernel_size**2 == 0
-    if kernel_size == 1 or masses.shape[1] == 1:
-        raise ValueError("every head's target is its own token; 'mass' compares it with other "
-                         "offsets")
-    return Masses(masses.mean(1), masses[:, centre].mean(1), masses[:, ~centre].mean(1))
-
-
-def require_targets(subject: Subject, kernel_size: int) -> None:
-    """ValueError where the init gave heads other targets than those that are measured."""
-    options = subject.recipe.init.options
-    if options.get("offsets", "ordered") != "ordered":
-        raise ValueError(f'init.options.offsets = "{options["offsets"]}" drew the targets of recipe '
-                         f"{subject.recipe.name}; 'mass' knows those of \"ordered\" alone")
+    options, blocks = subject.recipe.init.options, subject.model.blocks
+    assignment = options.get("offsets", "ordered")
+    if assignment == "random":
+        raise ValueError('init.options.offsets = "random" drew the targets of recipe '
+                         f"{subject.recipe.name}; 'mass' knows those of \"ordered\" and \"rotating\"")
     if options.get("kernel_size", kernel_size) != kernel_size:
         raise ValueError(f"the init of recipe {subject.recipe.name} has kernel_size = "
                          f"{options['kernel_size']}; give --kernel-size {options['kernel_size']}")
+    cells, heads = offsets_on_grid(kernel_size, subject.model.grid), blocks[0].attn.num_heads
+    return [head_offsets(heads, cells, assignment, torch.Generator(), first=number * heads)
+            for number in range(len(blocks))]
+
+
+def masses_by_block(model: VisionTransformer | SimpleViT, images: Tensor,
+                    targets: list[list[Offset]]) -> Tensor:
+    """(blocks, h): the share of attention on each head's target.
+
+    images: (B, 3, H, W), normalised. See `mixing.target_mass`.
+    """
+    total = torch.zeros(len(targets), len(targets[0]))
+    for batch in images.split(BATCH):
+        for block, weights in mixing_matrices(model, batch).items():
+            total[block] += len(batch) * target_mass(weights, targets[block], model.grid)
+    return total / len(images)
+
+
+def summarised(masses: Tensor, targets: list[list[Offset]]) -> Masses:
+    """masses: (blocks, h), of these targets. Raises ValueError where no head looks aside."""
+    centre = torch.tensor([[offset == (0, 0) for offset in heads] for heads in targets])
+    if centre.all():
+        raise ValueError("every head's target is its own token; 'mass' compares it with other "
+                         "offsets")
+    hidden = torch.tensor(torch.nan)
+    return Masses(masses.mean(1), torch.where(centre, masses, hidden).nanmean(1),
+                  torch.where(centre, hidden, masses).nanmean(1))
 
 
 def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path, count: int,
@@ -73,10 +77,10 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path, count: in
     grids: dict[str, tuple[int, int]] = {}
     for subject in subjects:
         require_family(subject, "mass")
-        require_targets(subject, kernel_size)
+        targets = block_targets(subject, kernel_size)
         name, grid = subject.recipe.name, subject.model.grid
         images = photographs(folder, count, subject.recipe)
-        found = summarised(masses_by_block(subject.model, images, kernel_size), kernel_size)
+        found = summarised(masses_by_block(subject.model, images, targets), targets)
         panels[name][subject.state], grids[name] = found, grid
         for part, values in zip(("all heads", "centre", "others"), found):
             print(f"{name}, {subject.state}: {part:9}", *(f"{value:.3f}" for value in values))
