@@ -77,6 +77,7 @@ class Case(NamedTuple):
     offsets: list[list[tuple[int, int]]]             # by block and head or channel
     distance: float                                  # the largest of any row with a target
     pads_with_zeros: bool                            # rows without a target are zero
+    init: str = "impulse"
 
 
 CASES = {
@@ -109,6 +110,22 @@ CASES = {
         "vit_tiny", (20, 28), dict(patch_size=4, embed_dim=341, depth=2, num_heads=11,
                                    pool="mean"), {},
         [[OFFSETS[head % 9] for head in range(11)]] * 2, 0.02, False),
+    # Offsets that go on from block to block. A ViT's heads read 5 waves, not 31 directions, of the
+    # position code, and have their mass in the last block as in the first.
+    "vit, deep": Case(
+        "vit_tiny", (20, 28), dict(patch_size=4, embed_dim=121, depth=5, num_heads=11,
+                                   pool="mean"), {},
+        [[OFFSETS[(11 * block + head) % 9] for head in range(11)] for block in range(5)], 0.1,
+        False, "deep_impulse"),
+    "swin, deep": Case(
+        "swin_tiny", (24, 40), dict(patch_size=2, embed_dim=22, depths=(2, 2), num_heads=(2, 11),
+                                    window_size=(3, 5)), {},
+        [[OFFSETS[(before + head) % 9] for head in range(heads)]
+         for before, heads in ((0, 2), (2, 2), (4, 11), (15, 11))], 0.11, False, "deep_impulse"),
+    "convmixer, deep": Case(
+        "convmixer_256_8", (20, 28), dict(patch_size=4, embed_dim=23, depth=5, kernel_size=3), {},
+        [[OFFSETS[(23 * block + channel) % 9] for channel in range(23)] for block in range(5)],
+        1e-10, True, "deep_impulse"),
     # target_mass .9, whatever the patches are, where nothing but positions is looked at.
     **{f"simple vit, {reads}": Case(
         "simple_vit", (20, 28), dict(patch_size=4, embed_dim=132, depth=2, num_heads=11,
@@ -127,7 +144,7 @@ SIMPLE_VITS = [name for name in CASES if name.startswith("simple vit")]
 def initialised(case: Case, **options: Any) -> torch.nn.Module:
     model = vitinit.build_model(case.model, num_classes=7, image_size=case.image_size,
                                 **case.sizes).double().eval()
-    vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(0),
+    vitinit.init_weights(model, case.init, generator=torch.Generator().manual_seed(0),
                          **case.options | options)
     return model
 
@@ -167,7 +184,7 @@ def test_an_impulse_model_mixes_real_input_as_conv2d_with_these_kernels_does(cas
             assert (matrices[:, off_grid].abs() <= 1e-10).all()
 
 
-@pytest.mark.parametrize("name", ["swin", "vit", *SIMPLE_VITS])
+@pytest.mark.parametrize("name", ["swin", "swin, deep", "vit", "vit, deep", *SIMPLE_VITS])
 def test_attention_sums_to_one_where_zero_padding_gives_nothing(name):
     """The difference that no init can take away: a softmax has to look somewhere."""
     case = CASES[name]
@@ -215,17 +232,18 @@ def as_map(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("block", [0, 1])
-def test_a_vits_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(block):
+@pytest.mark.parametrize("name, block", [("vit", 0), ("vit", 1), ("vit, deep", 0),
+                                         ("vit, deep", 1), ("vit, deep", 4)])
+def test_a_vits_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(name, block):
     """A row that is `distance` from an impulse errs by at most that times the channel's range."""
-    case = CASES["vit"]
+    case = CASES[name]
     model = initialised(case)
     x = model.embed(images_for(case))
     for earlier in model.blocks[:block]:
         x = earlier(x)
     z, attention = model.blocks[block].norm1(x), model.blocks[block].attn
     pass_values_through(attention)
-    kernels = head_kernels(case, block, 341)
+    kernels = head_kernels(case, block, case.sizes["embed_dim"])
     expected = convolved(as_map(z, model.grid), kernels)
     on_grid = convolved(torch.ones_like(expected), kernels) == 1
     error = (as_map(attention(z), model.grid) - expected).abs()
@@ -256,8 +274,9 @@ def test_a_simple_vits_attention_with_v_and_proj_the_identity_is_a_depthwise_con
 
 @torch.no_grad()
 @pytest.mark.parametrize("block", range(4))
-def test_a_swins_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(block):
-    case = CASES["swin"]
+@pytest.mark.parametrize("name", ["swin", "swin, deep"])
+def test_a_swins_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(name, block):
+    case = CASES[name]
     model = initialised(case)
     layer = [layer for stage in model.layers for layer in stage.blocks][block]
     dim, grid = layer.norm1.normalized_shape[0], layer.grid
@@ -292,7 +311,7 @@ def test_a_mixers_token_mlp_is_one_conv2d_for_all_channels(name, bias, tolerance
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["convmixer", "convmixer, inside a larger kernel",
-                                  "convmixer, dense"])
+                                  "convmixer, dense", "convmixer, deep"])
 def test_a_convmixers_depthwise_layer_is_that_conv2d_exactly(name):
     case = CASES[name]
     model = initialised(case)

@@ -8,7 +8,7 @@ from torch.nn.functional import layer_norm
 
 import vitinit
 from vitinit.filters import convolution_matrix, impulse_kernel, ordered_offsets
-from vitinit.init.impulse import normalised_code
+from vitinit.init.impulse import head_offsets, normalised_code
 from vitinit.mixing import mixing_matrices, target_mass
 from vitinit.models.attention import attention_weights
 
@@ -109,6 +109,30 @@ def test_random_offsets_differ_between_blocks_and_follow_the_generator():
     assert found[0] != found[1]
     again = initialised(built(image_size=32, **sizes), offsets="random")
     assert torch.equal(again.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight)
+
+
+@pytest.mark.parametrize("num_heads, kernel_size, before", [
+    (5, 3, 0), (5, 3, 5), (11, 3, 22), (3, 2, 7), (13, 5, 39), (2, 1, 4)])
+def test_rotating_offsets_count_all_heads_before_round_the_kernel(num_heads, kernel_size, before):
+    cells, generator = ordered_offsets(kernel_size), torch.Generator()
+    state = generator.get_state()
+    found = head_offsets(num_heads, cells, "rotating", generator, first=before)
+    assert found == [cells[(before + head) % kernel_size**2] for head in range(num_heads)]
+    ordered = head_offsets(num_heads, cells, "ordered", generator, first=before)
+    assert ordered == [cells[head % kernel_size**2] for head in range(num_heads)]
+    assert torch.equal(generator.get_state(), state)
+
+
+def test_rotating_offsets_go_on_in_the_next_block_where_the_last_one_stopped():
+    """Three blocks of five heads; in block 0 the ordered weights, to the bit."""
+    sizes = dict(image_size=(20, 28), patch_size=4, embed_dim=155, num_heads=5, depth=3)
+    model, ordered = (initialised(built(**sizes), offsets=offsets)
+                      for offsets in ("rotating", "ordered"))
+    for block in range(3):
+        offsets = [ordered_offsets(3)[(5 * block + head) % 9] for head in range(5)]
+        assert target_mass(code_attention(model, block), offsets, (5, 7)).min() > 0.9
+        weight, other = (net.blocks[block].attn.qkv.weight for net in (model, ordered))
+        assert torch.equal(weight, other) == (block == 0)
 
 
 @pytest.mark.parametrize("value_init", ["mimetic", "base"])

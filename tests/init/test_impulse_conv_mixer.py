@@ -79,6 +79,31 @@ def test_random_offsets_are_drawn_for_each_channel_and_block():
         assert not torch.equal(kernel, kernels(initialised())[0])
 
 
+@pytest.mark.parametrize("dense, num_filters", [(False, 0), (True, 0), (True, 5)])
+@pytest.mark.parametrize("size, kernel_size", [(3, 0), (5, 3), (4, 0), (5, 2)])
+def test_rotating_offsets_go_on_in_the_next_block(size, kernel_size, dense, num_filters):
+    model = initialised(size=size, kernel_size=kernel_size, offsets="rotating", dense=dense,
+                        num_filters=num_filters)
+    offsets, filters = ordered_offsets(kernel_size or size), num_filters or CHANNELS
+    image = torch.randn(5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for number, block in enumerate(model.blocks):
+        found = model.depthwise(block)(image.expand(1, CHANNELS, -1, -1))[0].detach()
+        for channel in range(CHANNELS):
+            expected = moved(image, offsets[(number * filters + channel % filters) % len(offsets)])
+            torch.testing.assert_close(found[channel], expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("base", ["default", "torch"])
+@pytest.mark.parametrize("options", [{}, dict(kernel_size=2, gain=3**-0.5)])
+def test_deep_impulse_is_the_impulse_with_rotating_offsets_to_the_bit(options, base):
+    deep, rotating, ordered = (
+        initialised(name, seed=3, base=base, **options | more).state_dict() for name, more in
+        (("deep_impulse", {}), ("impulse", dict(offsets="rotating")), ("impulse", {})))
+    assert all(torch.equal(deep[key], rotating[key]) for key in deep)
+    different = {key for key in deep if not torch.equal(deep[key], ordered[key])}
+    assert different == {"blocks.1.0.fn.0.weight"}   # block 0 has the same offsets
+
+
 def test_random_offsets_stay_within_a_smaller_kernel():
     allowed = {(row + 3, column + 3) for row, column in kernel_offsets(2)}
     for kernel in kernels(initialised(size=7, kernel_size=2, offsets="random")):

@@ -9,7 +9,9 @@ from torch.nn.functional import gelu
 
 import vitinit
 from vitinit.filters import convolution_matrix, impulse_kernel, ordered_offsets
-from vitinit.init.impulse_mixer import write_linear_map
+from vitinit.init import INITS
+from vitinit.init.impulse_mixer import impulse_mixer, write_linear_map
+from vitinit.models import MlpMixer
 from vitinit.models.layers import Mlp
 
 GRID, TOKENS = (3, 5), 15
@@ -180,6 +182,10 @@ def test_ordered_offsets_take_turns_over_the_blocks(kernel_size):
     offsets = ordered_offsets(kernel_size)
     found = found_offsets(initialised(WIDE, kernel_size=kernel_size), kernel_size)
     assert found == [offsets[block % len(offsets)] for block in range(11)]
+
+
+def test_deep_impulse_of_a_mixer_is_its_impulse_whose_offsets_rotate_already():
+    assert INITS["deep_impulse"][MlpMixer] is INITS["impulse"][MlpMixer] is impulse_mixer
 
 
 def test_random_offsets_are_drawn_for_each_block_from_the_generator():

@@ -214,6 +214,31 @@ def test_random_offsets_differ_between_blocks_and_follow_the_generator():
         assert ((table != 0).sum(0) == 1).all()
 
 
+@pytest.mark.parametrize("kernel_size", [3, 4])
+def test_rotating_offsets_count_the_heads_of_all_blocks_and_stages_before(kernel_size):
+    """Blocks of 2, 2, 11 and 11 heads: the third begins with offset 4, the last with 15."""
+    model = blind(initialised(offsets="rotating", kernel_size=kernel_size))
+    found = mixing_matrices(model, drawn(1, 3, 24, 40))
+    cells, before = ordered_offsets(kernel_size), 0
+    for index, block in enumerate(blocks_of(model)):
+        for head in range(block.attn.num_heads):
+            expected = slow_map(block, cells[(before + head) % kernel_size**2], 0.9)
+            torch.testing.assert_close(found[index][0, head], expected, rtol=0, atol=1e-7)
+        before += block.attn.num_heads
+
+
+@pytest.mark.parametrize("base", ["default", "torch"])
+@pytest.mark.parametrize("options", [{}, dict(kernel_size=5, target_mass=0.7)])
+def test_deep_impulse_is_the_impulse_with_rotating_offsets_to_the_bit(options, base):
+    deep, rotating, ordered = (
+        initialised(name=name, seed=3, base=base, **options | more).state_dict() for name, more in
+        (("deep_impulse", {}), ("impulse", dict(offsets="rotating")), ("impulse", {})))
+    assert all(torch.equal(deep[key], rotating[key]) for key in deep)
+    different = {key for key in deep if not torch.equal(deep[key], ordered[key])}
+    assert different == {key for key in deep if key.endswith("relative_position_bias_table")
+                         and not key.startswith("layers.0.blocks.0.")}
+
+
 @pytest.mark.parametrize("options, message", [
     (dict(target_mass=0.0), "target_mass is 0.0, expected 0 < target_mass < 1"),
     (dict(target_mass=1.0), "target_mass is 1.0"), (dict(target_mass=-0.5), "target_mass is -0.5"),

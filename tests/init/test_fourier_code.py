@@ -1,0 +1,279 @@
+"""The Fourier position code: its waves, how it shifts, and the logits that its weights make."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from vitinit.init.fourier_code import (STEEPEST, gaussian_weights, impulse_weights, turned_factors,
+                                       wave_code, waves)
+
+GRIDS = [(8, 8), (14, 14), (16, 16), (5, 7), (7, 5), (6, 11), (1, 13), (4, 1)]
+
+
+def places(grid: tuple[int, int]) -> list[tuple[int, int]]:
+    """(row, column) of every token."""
+    return [(row, column) for row in range(grid[0]) for column in range(grid[1])]
+
+
+def nearest(step: int, size: int) -> int:
+    """A step on a circle of `size` places, the short way round."""
+    return (step + size // 2) % size - size // 2
+
+
+def logits_written_out(frequencies: Tensor, weights: Tensor, grid: tuple[int, int],
+                       offset: tuple[int, int]) -> Tensor:
+    """(N, N): Σ w cos(u (Δy − δy) + v (Δx − δx)) from each token to each, term by term."""
+    rows = []
+    for row, column in places(grid):
+        rows.append([sum(weight * math.cos(u * (y - row - offset[0]) + v * (x - column - offset[1]))
+                         for (u, v), weight in zip(frequencies.tolist(), weights.tolist()))
+                     for y, x in places(grid)])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+# ---------------------------------------------------------------------------------------------
+# The waves
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grid, count", [
+    ((8, 8), 30), ((14, 14), 96), ((16, 16), 126),
+    ((5, 7), 17), ((13, 11), 71), ((3, 3), 4),       # (N − 1) / 2 where both sides are odd
+    ((1, 7), 3), ((6, 1), 2), ((2, 5), 4), ((2, 4), 2), ((2, 2), 0), ((1, 2), 0), ((1, 1), 0)])
+def test_all_waves_of_the_grid_are_there_but_those_without_a_sine(grid, count):
+    for period in (1.0, 2.5):
+        found = waves(grid, period)
+        assert found.shape == (count, 2) and found.dtype == torch.float64
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_columns_are_orthogonal_at_period_one_each_with_a_mean_square_of_a_half(grid):
+    code = wave_code(waves(grid), grid)
+    tokens = grid[0] * grid[1]
+    torch.testing.assert_close(code.T @ code, torch.eye(code.shape[1]).double() * tokens / 2,
+                               rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("period", [1.0, 2.0, 3.5])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_all_tokens_have_the_same_norm_as_a_cosine_and_its_sine_make_one(grid, period):
+    frequencies = waves(grid, period)
+    squares = wave_code(frequencies, grid).square().sum(1)
+    torch.testing.assert_close(squares, torch.full_like(squares, len(frequencies)))
+
+
+@pytest.mark.parametrize("period", [1.0, 2.0, 3.5])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_waves_are_whole_numbers_of_turns_of_the_torus_slowest_first(grid, period):
+    found = waves(grid, period)
+    turns = found * period * torch.tensor(grid) / (2.0 * math.pi)
+    torch.testing.assert_close(turns, turns.round(), rtol=0, atol=1e-12)
+    assert (turns.round().abs() <= torch.tensor(grid) / 2).all()         # the slow way round
+    lengths = found.norm(dim=1)
+    assert (lengths.diff() >= -1e-12).all() and (lengths > 0).all()
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_no_wave_is_another_one_its_mirror_image_or_its_own(grid):
+    """On the torus, where k and k − size turns of an axis are one and the same."""
+    turns = (waves(grid) * torch.tensor(grid) / (2.0 * math.pi)).round().long()
+    here = [tuple(turn) for turn in (turns % torch.tensor(grid)).tolist()]
+    mirrored = [tuple(turn) for turn in (-turns % torch.tensor(grid)).tolist()]
+    assert len(set(here)) == len(here)
+    assert not set(here) & set(mirrored)
+    own = [place for place in places(grid)
+           if all(2 * turn % size == 0 for turn, size in zip(place, grid))]
+    assert set(here) | set(mirrored) | set(own) == set(places(grid))     # and none is missing
+
+
+def test_a_longer_period_makes_the_same_waves_slower():
+    torch.testing.assert_close(waves((6, 11), 3.5), waves((6, 11)) / 3.5)
+
+
+def test_no_token_has_all_its_cosines_at_their_peak():
+    """Without phases the first token's would all be 1, and LayerNorm would subtract most of it."""
+    code = wave_code(waves((14, 14))[:31], (14, 14))
+    assert code.mean(1).abs().max() < 0.4
+    assert code[0].abs().max() > 0.9                 # and yet they are cosines
+
+
+# ---------------------------------------------------------------------------------------------
+# Shifting is turning
+# ---------------------------------------------------------------------------------------------
+
+
+def turned(code: Tensor, frequencies: Tensor, offset: tuple[int, int]) -> Tensor:
+    """Every pair as a complex number cos + i sin, times e^{i (u δy + v δx)}."""
+    cosine, sine = code.chunk(2, dim=1)
+    angles = frequencies @ torch.tensor(offset, dtype=torch.float64)
+    moved = torch.complex(cosine, sine) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([moved.real, moved.imag], dim=1)
+
+
+@pytest.mark.parametrize("offset", [(0, 0), (-1, 0), (0, 1), (2, -3), (4, 6)])
+def test_a_circular_shift_of_the_grid_turns_each_pair_at_period_one(offset):
+    grid = (5, 7)
+    frequencies = waves(grid)
+    code = wave_code(frequencies, grid)
+    shifted = code.view(5, 7, -1).roll((-offset[0], -offset[1]), dims=(0, 1)).flatten(0, 1)
+    torch.testing.assert_close(turned(code, frequencies, offset), shifted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("period", [2.0, 3.5])
+@pytest.mark.parametrize("offset", [(0, 0), (-1, 0), (0, 1), (2, -3), (4, 6)])
+def test_a_shift_inside_the_grid_turns_each_pair_at_longer_periods(offset, period):
+    grid = (5, 7)
+    frequencies = waves(grid, period)
+    code = wave_code(frequencies, grid)
+    moved = turned(code, frequencies, offset)
+    inside = [(row * 7 + column, (row + offset[0]) * 7 + column + offset[1])
+              for row, column in places(grid)
+              if 0 <= row + offset[0] < 5 and 0 <= column + offset[1] < 7]
+    here, there = torch.tensor(inside).T
+    torch.testing.assert_close(moved[here], code[there], rtol=0, atol=1e-12)
+    # Beyond the borders it does not go round, unlike at period 1.
+    assert offset == (0, 0) or (moved - code.view(5, 7, -1).roll(
+        (-offset[0], -offset[1]), dims=(0, 1)).flatten(0, 1)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("period", [1.0, 2.0])
+@pytest.mark.parametrize("offset", [(0, 0), (-1, 1), (2, -3)])
+def test_queries_and_keys_make_the_sum_of_cosines_that_is_written_out(offset, period):
+    """A subset in any order, negative weights; columns of waves that are not chosen stay zero."""
+    grid, chosen = (4, 5), torch.tensor([6, 0, 3])
+    frequencies, weights = waves(grid, period)[:7], torch.tensor([0.7, -1.3, 2.1]).double()
+    code = wave_code(frequencies, grid)
+    query, key = turned_factors(frequencies, chosen, weights, offset)
+    assert query.shape == key.shape == (6, 14)
+    expected = logits_written_out(frequencies[chosen], weights, grid, offset)
+    torch.testing.assert_close(code @ query.T @ key @ code.T, expected, rtol=0, atol=1e-12)
+    unused = [1, 2, 4, 5, 8, 9, 11, 12]
+    assert not query[:, unused].any() and not key[:, unused].any()
+
+
+def test_queries_and_keys_share_the_weights_evenly():
+    frequencies, weights = waves((5, 7))[:3], torch.tensor([0.5, -2.0, 3.0]).double()
+    for factor in turned_factors(frequencies, torch.arange(3), weights, (1, -2)):
+        torch.testing.assert_close(factor.square().sum(1), weights.abs().repeat(2))
+
+
+# ---------------------------------------------------------------------------------------------
+# How large the logits are
+# ---------------------------------------------------------------------------------------------
+
+
+def logits_of(frequencies: Tensor, weights: Tensor, grid: tuple[int, int],
+              offset: tuple[int, int] = (0, 0)) -> Tensor:
+    """(N, N) from the code, through Q and K."""
+    code = wave_code(frequencies, grid)
+    query, key = turned_factors(frequencies, torch.arange(len(frequencies)), weights, offset)
+    return code @ query.T @ key @ code.T
+
+
+@pytest.mark.parametrize("grid, count", [((5, 7), 11), ((8, 8), 16), ((6, 11), 23)])
+@pytest.mark.parametrize("mass", [0.3, 0.9, 0.99])
+def test_every_target_on_the_torus_gets_the_mass_and_no_smaller_weights_would_do(grid, count, mass):
+    frequencies = waves(grid)[:count]
+    weights = impulse_weights(frequencies, grid, 1.0, mass)
+    assert weights.shape == (count,) and (weights == weights[0]).all()
+    targets = [(row - 1) % grid[0] * grid[1] + (column + 2) % grid[1]
+               for row, column in places(grid)]
+    logits = logits_of(frequencies, weights, grid, offset=(-1, 2))
+    masses = logits.softmax(1)[range(len(targets)), targets]
+    torch.testing.assert_close(masses, torch.full_like(masses, mass), rtol=0, atol=1e-9)
+    assert ((0.999 * logits).softmax(1)[range(len(targets)), targets] < mass).all()
+
+
+@pytest.mark.parametrize("period", [1.5, 2.0, 3.5])
+@pytest.mark.parametrize("offset", [(0, 0), (-1, 0), (1, 1), (2, -3)])
+def test_at_longer_periods_every_target_on_the_grid_gets_at_least_the_mass(offset, period):
+    """A query sees part of the places that were counted; the one that sees most has little more."""
+    grid = (5, 7)
+    frequencies = waves(grid, period)
+    logits = logits_of(frequencies, impulse_weights(frequencies, grid, period, 0.8), grid, offset)
+    pairs = [(row * 7 + column, (row + offset[0]) * 7 + column + offset[1])
+             for row, column in places(grid)
+             if 0 <= row + offset[0] < 5 and 0 <= column + offset[1] < 7]
+    here, there = torch.tensor(pairs).T
+    masses = logits.softmax(1)[here, there]
+    assert masses.min() >= 0.8
+    assert (0.9 * logits).softmax(1)[here, there].min() < 0.8 + 0.06
+
+
+# Sums of the weights, which are the logits at the target, measured: few waves need large ones.
+@pytest.mark.parametrize("grid, count, peak", [
+    ((14, 14), 32, 8.8), ((8, 8), 16, 6.9), ((16, 16), 8, 36.1)])
+def test_the_logit_at_the_target_for_a_mass_of_nine_tenths(grid, count, peak):
+    weights = impulse_weights(waves(grid)[:count], grid, 1.0, 0.9)
+    assert weights.sum().item() == pytest.approx(peak, abs=0.05)
+
+
+@pytest.mark.parametrize("grid, count, period", [
+    ((5, 7), 1, 1.0),            # the only wave is constant along an axis: its peak is a line
+    ((16, 16), 8, 8.0)])         # and eight slow ones need more than STEEPEST
+def test_a_mass_out_of_reach_is_an_error_of_one_line(grid, count, period):
+    frequencies = waves(grid, period)[:count]
+    code = wave_code(frequencies, grid)
+    steepest = (STEEPEST / count * code @ code.T).softmax(1).diagonal()
+    assert steepest.min() < 0.9
+    with pytest.raises(ValueError, match=rf"^{count} waves cannot give one token of a {grid[0]}×"
+                       rf"{grid[1]} grid a mass of 0.9; use more channels or a lower") as error:
+        impulse_weights(frequencies, grid, period, 0.9)
+    assert "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------
+# Gaussian logits
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grid", [(5, 7), (13, 3), (1, 11)])
+@pytest.mark.parametrize("sigma", [0.6, 1.0, 2.5])
+def test_with_all_waves_of_an_odd_grid_the_attention_is_the_gaussian_round_the_torus(grid, sigma):
+    """Without error, as the constant is all that the waves leave out; the softmax ignores it."""
+    frequencies = waves(grid)
+    weights = gaussian_weights(frequencies, grid, 1.0, sigma)
+    squares = torch.tensor([[nearest(y - row - 1, grid[0])**2 + nearest(x - column + 2, grid[1])**2
+                             for y, x in places(grid)]
+                            for row, column in places(grid)]).double()
+    logits = logits_of(frequencies, weights, grid, offset=(1, -2))
+    offsets = logits + squares / (2.0 * sigma**2)
+    torch.testing.assert_close(offsets, offsets.mean().expand_as(offsets), rtol=0, atol=1e-10)
+    gaussian = (-squares / (2.0 * sigma**2)).exp()
+    torch.testing.assert_close(logits.softmax(1), gaussian / gaussian.sum(1, keepdim=True),
+                               rtol=0, atol=1e-10)
+
+
+# The largest error of a logit, in 1/σ², measured: an even side lacks its alternating signs, and a
+# longer period has too few waves for the doubled grid. The last column: the largest logit.
+@pytest.mark.parametrize("grid, period, error, largest", [
+    ((8, 8), 1.0, 0.5, 16.0), ((5, 7), 2.0, 0.49, 26.0), ((5, 7), 3.5, 0.017, 26.0)])
+def test_elsewhere_logits_are_a_parabola_to_within_the_stated_error(grid, period, error, largest):
+    for sigma in (1.0, 2.0):
+        frequencies = waves(grid, period)
+        weights = gaussian_weights(frequencies, grid, period, sigma)
+        reach = [range(-(size // 2), size - size // 2) if period == 1.0 else range(1 - size, size)
+                 for size in grid]
+        away = torch.cartesian_prod(*map(torch.tensor, map(list, reach))).double()
+        wanted = -away.square().sum(1) / (2.0 * sigma**2)
+        differences = (away @ frequencies.T).cos() @ weights - wanted
+        found = (differences - differences.mean()).abs().max().item() * sigma**2
+        assert found == pytest.approx(error, rel=0.1)
+        assert wanted.min().item() * sigma**2 == pytest.approx(-largest)
+        assert (weights < 0).any()
+
+
+def test_with_fewer_waves_the_gaussian_is_still_the_nearest_by_least_squares():
+    """No change of any weight comes nearer: the error is orthogonal to all waves on the torus."""
+    frequencies = waves((5, 7))[:6]
+    weights = gaussian_weights(frequencies, (5, 7), 1.0, 1.3)
+    away = torch.tensor([(nearest(y, 5), nearest(x, 7)) for y, x in places((5, 7))]).double()
+    shapes = (away @ frequencies.T).cos()
+    error = shapes @ weights + away.square().sum(1) / (2 * 1.3**2)
+    torch.testing.assert_close(shapes.T @ (error - error.mean()), torch.zeros(6).double(),
+                               rtol=0, atol=1e-10)
+    assert (error - error.mean()).abs().max() > 0.1
