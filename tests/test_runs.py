@@ -103,11 +103,12 @@ def test_a_group_is_one_experiment_with_all_its_seeds(written_run):
 
 
 def test_where_and_how_pictures_are_read_and_the_recipes_name_do_not_set_runs_apart(written_run):
-    assert FREE_KEYS == ("run.seed", "data.root", "data.workers")
+    assert FREE_KEYS == ("run.seed", "data.root", "data.workers", "data.on_device_gib")
     assert grouped(written_run("a", [1.0]), written_run("b", [1.0], seed=1, sets=("data.root=x",)),
                    written_run("c", [1.0], seed=2, sets=("data.workers=3",)),
-                   written_run("d", [1.0], seed=3, recipe="runs/a/recipe.toml")
-                   ) == {"default": [0, 1, 2, 3]}
+                   written_run("d", [1.0], seed=3, recipe="runs/a/recipe.toml"),
+                   written_run("e", [1.0], seed=4, sets=("data.on_device_gib=0.5",))
+                   ) == {"default": [0, 1, 2, 3, 4]}
 
 
 def test_a_label_names_only_the_keys_that_differ(written_run):

@@ -180,6 +180,7 @@ def cosines(frequencies: tuple[float, ...], size: int, shift: int, mass: float) 
                          for n in range(size)], dtype=torch.float64)
 
 
+@cache
 def written_out(offset: Offset, grid: tuple[int, int], free: bool, mass: float) -> Tensor:
     """(N, N): logits of rows plus those of columns, for heads of 17 channels: 4 pairs an axis."""
     rows, columns = (cosines(

@@ -92,7 +92,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     if not 0.0 < target_mass < 1.0 or not 0.0 < code_channels <= 1.0:
         raise ValueError(f"target_mass is {target_mass} and code_channels {code_channels}; expected "
                          "0 < target_mass < 1 and 0 < code_channels ≤ 1")
-    if sigma <= 0.0 or code_rms <= 0.0 or period < 1.0:
+    if not (sigma > 0.0 and code_rms > 0.0 and period >= 1.0):           # NaN is none of them
         raise ValueError(f"sigma is {sigma}, code_rms {code_rms} and period {period}; expected sigma "
                          "and code_rms > 0 and period ≥ 1")
     for name, value, choices in (
@@ -117,9 +117,12 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     frequencies = frequencies[:pairs]
     groups = [torch.arange(first, first + used) % pairs for first in
               (range(0, heads * used, used) if waves_of_heads == "disjoint" else [0])]
-    weights = [impulse_weights(frequencies[group], model.grid, period, target_mass)
-               if target == "impulse" else
-               gaussian_weights(frequencies[group], model.grid, period, sigma) for group in groups]
+    weights = []
+    if code == "fourier":
+        weights = [impulse_weights(frequencies[group], model.grid, period, target_mass)
+                   if target == "impulse" else
+                   gaussian_weights(frequencies[group], model.grid, period, sigma)
+                   for group in groups]
     draw_base(model, base, generator)
 
     # The code, (N, D_p) with a mean square of ½, and how a head reads it.
@@ -173,6 +176,10 @@ def fitted_factors(table: Tensor, offset: Offset, grid: tuple[int, int], width: 
     def reached(scale: float) -> bool:
         return (scale * logits).softmax(1)[rows, targets[rows]].mean().item() >= mass
     low, high = 0.0, STEEPEST / logits.abs().max().item()
+    if not reached(high):
+        raise ValueError(f"a random code of {table.shape[1]} channels cannot give one token of a "
+                         f"{grid[0]}×{grid[1]} grid a mass of {mass:g}; use more channels or a lower "
+                         "target_mass")
     for _ in range(40):                              # nearly monotone: a few tokens may be lost
         middle = 0.5 * (low + high)
         low, high = (low, middle) if reached(middle) else (middle, high)
@@ -198,7 +205,8 @@ def write_values_beside(attention: Attention, count: int, *, alpha: float, beta:
     """V·proj = αZ − βI on all but the first `count` channels, on which both are 0.
 
     Inner channels come in falling order of singular value and are dealt to the heads at random, so
-    that no head carries more than another.
+    that no head carries more than another. To those that are left over, V gives nothing; their part of
+    proj stays as it was drawn, so that V can learn to use them.
     """
     dim = attention.proj.in_features
     product = noisy_identity(dim - count, alpha, -beta, attention.proj.weight, generator)
@@ -207,7 +215,7 @@ def write_values_beside(attention: Attention, count: int, *, alpha: float, beta:
     weight = torch.zeros_like(attention.proj.weight)
     weight[inner, count:] = value.mT
     attention.v_weight.copy_(weight.view_as(attention.v_weight))
-    attention.proj.weight.zero_()
+    attention.proj.weight[:count] = 0.0
     attention.proj.weight[count:, inner] = projection
 
 

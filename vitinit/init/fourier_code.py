@@ -19,7 +19,8 @@ STEEPEST = 1e3                  # logits beyond which a mass counts as out of re
 
 
 def waves(grid: tuple[int, int], period: float = 1.0) -> Tensor:
-    """(K, 2) radians down and across, slowest first: all waves of period · grid up to sign.
+    """(K, 2) radians down and across, slowest first: all waves of the grid up to sign, `period` times
+    as long.
 
     Those that are their own mirror image (constant, and alternating signs) are left out, since they
     have no sine: 30 are left on 8×8, 96 on 14×14, 126 on 16×16. At period 1 they are orthogonal on
@@ -30,10 +31,8 @@ def waves(grid: tuple[int, int], period: float = 1.0) -> Tensor:
     for u in range(height):
         for v in range(width):
             if (u, v) < ((-u) % height, (-v) % width):       # of two mirror images, one
-                # The slow way round: of u and u − height waves, the fewer.
-                down = u - height if 2 * u > height else u
-                across = v - width if 2 * v > width else v
-                found.append((2.0 * math.pi * down / (period * height),
+                across = v - width if 2 * v > width else v   # the slow way round; u is slow already
+                found.append((2.0 * math.pi * u / (period * height),
                               2.0 * math.pi * across / (period * width)))
     return torch.tensor(sorted(found, key=lambda wave: math.hypot(*wave)), dtype=torch.float64
                         ).view(-1, 2)
@@ -90,8 +89,9 @@ def impulse_weights(frequencies: Tensor, grid: tuple[int, int], period: float,
     def reached(logit: float) -> bool:
         return (logit * shape).softmax(0)[target].item() >= mass
     if not reached(STEEPEST):
-        raise ValueError(f"{len(frequencies)} waves cannot give one token of a {grid[0]}×{grid[1]} "
-                         f"grid a mass of {mass:g}; use more channels or a lower target_mass")
+        raise ValueError(f"so few waves as {len(frequencies)} cannot give one token of a {grid[0]}×"
+                         f"{grid[1]} grid a mass of {mass:g}; use more channels or a lower "
+                         "target_mass")
     low, high = 0.0, STEEPEST
     for _ in range(60):                              # the mass grows with the logit: bisection
         middle = 0.5 * (low + high)
