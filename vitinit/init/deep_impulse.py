@@ -30,7 +30,7 @@ ROWS_APART = 8          # of a matrix of independent draws, every 8th row tells 
 # What `stream_scales` takes for granted, chosen so that on photographs at 224 px (ViT-T, S, B) and on
 # CIFAR-10 (ViT-T, patch 2) every block reaches the default target mass.
 PIXELS = 3.0            # mean square of normalised pixels: 1 on average, but more in many a patch
-ALIKE = 0.65            # block l's neighbouring tokens have content that correlates by this ^ (l + 2)
+ALIKE = 0.5             # block l's neighbouring tokens have content that correlates by this ^ (l + 2)
 
 
 @torch.no_grad()
