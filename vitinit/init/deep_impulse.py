@@ -78,7 +78,8 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     code_channels: D_p as a share of the width, at most two channels for each wave of the grid.
     code_rms: root mean square of pos_embed over all channels, .36 as in `impulse`.
     period: of the slowest wave, in grids. At 1 the waves are orthogonal and a head whose target is off
-        the grid looks round to the other side; from 2 on it looks at the border, and logits are larger.
+        the grid looks round to the other side; from 2 on it looks at the border, logits are larger, and
+        the mean that LayerNorm subtracts costs mass (.56 to .75 for .9, width 96, 8×8, CIFAR-10).
     waves_of_heads: each head uses the slowest head_dim // 2 waves, or its own share, in turn.
     reserve: False leaves the code's channels to be written to by everybody, as in `impulse`.
     value_init, value_alpha, value_beta: as for `impulse`.
