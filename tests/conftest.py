@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
 import json
 import signal
@@ -47,6 +48,18 @@ def train_program() -> Iterator[ModuleType]:
 @pytest.fixture
 def eval_program() -> ModuleType:
     return load_program("eval")
+
+
+@pytest.fixture
+def without_matplotlib(monkeypatch) -> None:
+    """As if the extra `figures` were not installed."""
+    real = builtins.__import__
+
+    def without(name, *arguments, **keywords):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *arguments, **keywords)
+    monkeypatch.setattr(builtins, "__import__", without)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import math
 import sys
@@ -167,15 +166,8 @@ def test_a_folder_gets_the_report_and_the_curves(monkeypatch, capsys, six_runs, 
     assert last_line == f"wrote {out / 'comparison.md'} and {out / 'curves.png'}\n"
 
 
-def test_without_matplotlib_the_report_is_written_and_the_extra_named(monkeypatch, six_runs,
-                                                                      tmp_path):
-    real = builtins.__import__
-
-    def without(name, *arguments, **keywords):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *arguments, **keywords)
-    monkeypatch.setattr(builtins, "__import__", without)
+def test_without_matplotlib_the_report_is_written_and_the_extra_named(
+        monkeypatch, without_matplotlib, six_runs, tmp_path):
     with pytest.raises(SystemExit, match=r"needs matplotlib: pip install 'vitinit\[figures\]'"):
         run(monkeypatch, *six_runs, "--out", tmp_path / "out")
     assert (tmp_path / "out" / "comparison.md").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import sys
 
 import numpy as np
@@ -71,14 +70,7 @@ def test_sizes_that_do_not_fit_are_one_line(monkeypatch, tmp_path):
         run(monkeypatch, "kernels", "--patch-size", 5, "--out", tmp_path / "x.png")
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
-    real = builtins.__import__
-
-    def without(name, *arguments, **keywords):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *arguments, **keywords)
-    monkeypatch.setattr(builtins, "__import__", without)
+def test_without_matplotlib_the_extra_is_named(monkeypatch, without_matplotlib, tmp_path):
     with pytest.raises(SystemExit, match=r"needs matplotlib: pip install 'vitinit\[figures\]'"):
         run(monkeypatch, "kernels", "--out", tmp_path / "x.png")
 

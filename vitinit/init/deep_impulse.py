@@ -20,9 +20,9 @@ from ..filters import Offset, convolution_matrix, impulse_kernel, offsets_on_gri
 from ..models.attention import Attention
 from ..models.vit import VisionTransformer
 from .baseline import draw_base
-from .factorize import balanced_factors, code_basis, query_key_factors
-from .fourier_code import (STEEPEST, gaussian_weights, impulse_weights, turned_factors, wave_code,
-                           waves)
+from .factorize import (STEEPEST, balanced_factors, code_basis, query_key_factors,
+                        smallest_reaching)
+from .fourier_code import gaussian_weights, impulse_weights, turned_factors, wave_code, waves
 from .impulse import OFFSETS, head_offsets
 from .mimetic import noisy_identity
 
@@ -176,15 +176,13 @@ def fitted_factors(table: Tensor, offset: Offset, grid: tuple[int, int], width: 
 
     def reached(scale: float) -> bool:
         return (scale * logits).softmax(1)[rows, targets[rows]].mean().item() >= mass
-    low, high = 0.0, STEEPEST / logits.abs().max().item()
-    if not reached(high):
+    # Nearly monotone: with the scale, a few tokens may be lost again.
+    scale = smallest_reaching(reached, STEEPEST / logits.abs().max().item())
+    if scale is None:
         raise ValueError(f"a random code of {table.shape[1]} channels cannot give one token of a "
                          f"{grid[0]}×{grid[1]} grid a mass of {mass:g}; use more channels or a lower "
                          "target_mass")
-    for _ in range(40):                              # nearly monotone: a few tokens may be lost
-        middle = 0.5 * (low + high)
-        low, high = (low, middle) if reached(middle) else (middle, high)
-    return query.mT * math.sqrt(high), key.mT * math.sqrt(high)
+    return query.mT * math.sqrt(scale), key.mT * math.sqrt(scale)
 
 
 def clear_channels(model: VisionTransformer, count: int) -> None:

@@ -6,10 +6,29 @@ inner width r; a map over tokens, (N, N), first has to be pulled back through th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+STEEPEST = 1e3          # logits beyond which an attention mass counts as out of reach
+BISECTIONS = 60         # more than the bits of a double
+
+
+def smallest_reaching(reached: Callable[[float], bool], largest: float) -> float | None:
+    """The smallest number up to `largest` that `reached` says yes to; None if not even that one.
+
+    By bisection: `reached` must say yes to whatever is larger, as a target's mass grows with the
+    scale of the logits.
+    """
+    if not reached(largest):
+        return None
+    low, high = 0.0, largest
+    for _ in range(BISECTIONS):
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high
 
 
 def balanced_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..filters import Offset
+from .factorize import STEEPEST, smallest_reaching
 
 GOLDEN_ANGLE = math.pi * (3.0 - math.sqrt(5.0))
-STEEPEST = 1e3                  # logits beyond which a mass counts as out of reach
 
 
 def waves(grid: tuple[int, int], period: float = 1.0) -> Tensor:
@@ -88,15 +88,12 @@ def impulse_weights(frequencies: Tensor, grid: tuple[int, int], period: float,
 
     def reached(logit: float) -> bool:
         return (logit * shape).softmax(0)[target].item() >= mass
-    if not reached(STEEPEST):
+    logit = smallest_reaching(reached, STEEPEST)
+    if logit is None:
         raise ValueError(f"so few waves as {len(frequencies)} cannot give one token of a {grid[0]}×"
                          f"{grid[1]} grid a mass of {mass:g}; use more channels or a lower "
                          "target_mass")
-    low, high = 0.0, STEEPEST
-    for _ in range(60):                              # the mass grows with the logit: bisection
-        middle = 0.5 * (low + high)
-        low, high = (low, middle) if reached(middle) else (middle, high)
-    return torch.full((len(frequencies),), high / len(frequencies), dtype=torch.float64)
+    return torch.full((len(frequencies),), logit / len(frequencies), dtype=torch.float64)
 
 
 def turned_factors(frequencies: Tensor, chosen: Tensor, weights: Tensor,

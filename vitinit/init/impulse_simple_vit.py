@@ -25,9 +25,8 @@ from ..filters import Offset, offsets_on_grid
 from ..models.layers import sincos_frequencies
 from ..models.simple_vit import SimpleViT
 from .baseline import draw_base
+from .factorize import STEEPEST, smallest_reaching
 from .impulse import head_offsets
-
-STEEPEST = 1e3          # logits beyond which no set of frequencies is tried
 
 
 @dataclass(frozen=True)
@@ -139,13 +138,9 @@ def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
 
         def reached(logit: float) -> bool:
             return (logit * shape).softmax(0)[size - 1].item() >= mass
-        if not reached(STEEPEST):
-            continue
-        low, high = 0.0, STEEPEST
-        for _ in range(60):                          # the mass grows with the logits: bisection
-            middle = 0.5 * (low + high)
-            low, high = (low, middle) if reached(middle) else (middle, high)
-        found.append(Axis(frequencies[:count], high))
+        logit = smallest_reaching(reached, STEEPEST)
+        if logit is not None:
+            found.append(Axis(frequencies[:count], logit))
     if not found:
         raise ValueError(f"init 'impulse' cannot tell {size} places in a row apart by so few as "
                          f"{len(frequencies)} frequencies to a mass of {mass:g}; raise head_dim or "
