@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 import vitinit
 from vitinit.data.shapes import draw_picture
-from vitinit.filters import ordered_offsets
-from vitinit.init.deep_impulse import mlp_mean_square, stream_scales
+from vitinit.filters import ordered_offsets, shift_targets
+from vitinit.init.deep_impulse import PIXELS, mlp_mean_square, stream_scales
 from vitinit.init.fourier_code import wave_code, waves
 from vitinit.init.mimetic import noisy_identity
 from vitinit.mixing import mean_kernel, mixing_matrices, target_mass
 from vitinit.models.attention import attention_weights
 
-# 5×7 tokens, which have 17 waves; a third of the width has room for nine.
+# 5×7 tokens, which have 17 waves; a third of the width has room for eight and the marks.
 SIZES = dict(image_size=(20, 28), patch_size=4, embed_dim=57, depth=5, num_heads=3)
-RESERVED = 18               # the even part of 57 / 3
+RESERVED = 19               # a third of 57
 KINDS = {"class token": {}, "mean pool": dict(pool="mean"), "distilled": dict(distilled=True)}
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -80,13 +80,13 @@ def pictures() -> Tensor:
 
 @pytest.mark.parametrize("base", ["default", "torch"])
 def test_every_block_has_the_mass_on_pictures_where_impulse_fades(pictures, base):
-    """The defining property. Measured: .99 in all six blocks, and .45 falling to .18–.2."""
+    """The defining property. Measured: .97 to .99, and .45 falling to .18–.2."""
     sizes = dict(image_size=32, patch_size=4, embed_dim=96, depth=6, num_heads=3)
     deep, plain = (initialised(name, base=base, sizes=sizes)
                    for name in ("deep_impulse", "impulse"))
     found = torch.stack([target_mass(matrices, rotating(deep, block), deep.grid)
                          for block, matrices in mixing_matrices(deep, pictures).items()])
-    assert found.min() > 0.97                        # of all heads and blocks
+    assert found.min() > 0.95                        # of all heads and blocks
     faded = torch.stack([target_mass(matrices, ordered_offsets(3)[:3], plain.grid).mean()
                          for matrices in mixing_matrices(plain, pictures).values()])
     assert (faded.diff() < 0).sum() >= 4 and faded[0] < 0.5 and faded[-1] < 0.25
@@ -96,10 +96,10 @@ def test_every_block_has_the_mass_on_pictures_where_impulse_fades(pictures, base
 @pytest.mark.parametrize("base", ["default", "torch"])
 @pytest.mark.parametrize("dim, heads", [(37, 1), (58, 2), (57, 3), (85, 5)])
 def test_even_noise_for_images_leaves_every_head_its_target(dim, heads, base, kind):
-    """White noise is harder than pictures: neighbours have nothing in common."""
+    """White noise is harder than pictures: neighbours have nothing in common. Measured: .83 or more."""
     model = initialised(base=base, sizes=dict(embed_dim=dim, num_heads=heads, depth=3) | kind)
     for block, matrices in mixing_matrices(model, images_for(model)).items():
-        assert target_mass(matrices, rotating(model, block), model.grid).min() > 0.84
+        assert target_mass(matrices, rotating(model, block), model.grid).min() > 0.82
 
 
 @each_kind
@@ -132,7 +132,7 @@ def test_at_a_longer_period_targets_have_more_and_heads_without_one_look_at_the_
 def test_mixing_is_a_circular_conv2d_in_every_block_to_within_one_minus_the_mass(pictures):
     """V = proj = I leaves the layer its mixing alone; a row errs by 1 − mass of a channel's range.
 
-    The mean of 1 − mass is .01, but where a picture has a sharp edge a token may lose half.
+    The mean of 1 − mass is .02 to .04, but where a picture has a sharp edge a token may lose half.
     """
     model = initialised(sizes=dict(image_size=32, embed_dim=96, num_heads=3, pool="mean"))
     x = model.embed(pictures)
@@ -141,7 +141,7 @@ def test_mixing_is_a_circular_conv2d_in_every_block_to_within_one_minus_the_mass
         shifts = torch.stack([circular_shift(offset, model.grid)
                               for offset in rotating(model, number)])    # (h, N, N)
         distance = (block.attn.mixing_weights(z) - shifts).abs().sum(-1) / 2         # (B, h, N)
-        assert distance.mean() < 0.03
+        assert distance.mean() < 0.04
         kernels = torch.zeros(3, 3, 3, dtype=torch.float64)
         for head, (down, right) in enumerate(rotating(model, number)):
             kernels[head, 1 + down, 1 + right] = 1.0
@@ -189,7 +189,6 @@ def streams(model: nn.Module) -> list[Tensor]:
 def test_nothing_writes_to_the_codes_channels_at_any_depth(value_init, base, kind):
     model = initialised(base=base, value_init=value_init, sizes=kind)
     code = model.pos_embed[..., :RESERVED].detach()
-    assert (code[:, :model.num_prefix_tokens] == 0).all()
     assert (code[:, model.num_prefix_tokens:].square().mean(-1) > 0.1).all()
     for x in streams(model):
         assert torch.equal(x[..., :RESERVED], code.expand(len(x), -1, -1))
@@ -221,22 +220,27 @@ def test_queries_and_keys_read_the_code_alone_and_have_no_biases():
     for block in initialised(base="torch").blocks:
         for weight in (block.attn.q_weight, block.attn.k_weight):
             assert (weight[..., RESERVED:] == 0).all()
-            assert (weight[:, :18, :RESERVED] != 0).any(-1).all()        # a head's 9 waves
-            assert (weight[:, 18:] == 0).all()       # of 19 channels one is left
+            assert (weight[:, :17, :RESERVED] != 0).any(-1).all()        # 8 waves and the peak
+            assert (weight[:, 17:] == 0).all()       # of 19 channels two are left
         assert (block.attn.qkv.bias[:114] == 0).all()
 
 
 @each_kind
 def test_the_code_is_that_of_the_slowest_waves_and_as_loud_as_asked(kind):
     model = initialised(code_rms=0.7, period=1.5, sizes=kind)
-    code = model.pos_embed[0, model.num_prefix_tokens:, :RESERVED].detach()
-    expected = wave_code(waves((5, 7), 1.5)[:9], (5, 7))                 # mean square ½
-    torch.testing.assert_close(code, expected * 0.7 * math.sqrt(2 * 57 / 18), rtol=1e-6, atol=1e-7)
-    assert (code.square().sum() / (35 * 57)).sqrt().item() == pytest.approx(0.7)
+    code, prefix = model.pos_embed[0, :, :RESERVED].detach(), model.num_prefix_tokens
+    amplitude = 0.7 * math.sqrt(57 / 9)              # 8 waves and the first mark have a square of 1
+    expected = wave_code(waves((5, 7), 1.5)[:8], (5, 7))
+    torch.testing.assert_close(code[prefix:, :16], amplitude * expected, rtol=1e-6, atol=1e-7)
+    for tokens, marks in ((code[:prefix], [0, 0, 1]), (code[prefix:], [1, 0, 0])):
+        torch.testing.assert_close(tokens[:, 16:], amplitude * tokens.new_tensor([marks]).expand(
+            len(tokens), -1), rtol=1e-6, atol=0)
+    assert not code[:prefix, :16].any()
+    assert (code[prefix:].square().sum() / (35 * 57)).sqrt().item() == pytest.approx(0.7)
 
 
-@pytest.mark.parametrize("share, reserved", [(1 / 3, 18), (0.5, 28), (0.2, 10), (1.0, 34)])
-def test_the_codes_share_of_the_width_is_at_most_two_channels_a_wave(share, reserved):
+@pytest.mark.parametrize("share, reserved", [(1 / 3, 19), (0.5, 27), (0.2, 11), (1.0, 37)])
+def test_the_codes_share_of_the_width_is_at_most_two_channels_a_wave_and_the_marks(share, reserved):
     model = initialised(code_channels=share, target_mass=0.5)
     position, base = model.pos_embed[0, 1:], initialised("default").pos_embed[0, 1:]
     assert (position[:, :reserved].square().mean(1) > 0.1).all()
@@ -249,14 +253,13 @@ def test_the_codes_share_of_the_width_is_at_most_two_channels_a_wave(share, rese
 # ---------------------------------------------------------------------------------------------
 
 
-def as_the_table_has_it(base: dict[str, Tensor], found: dict[str, Tensor], *, prefix: int,
-                        reserve: bool, mimetic: bool) -> dict[str, Tensor]:
+def as_the_table_has_it(base: dict[str, Tensor], found: dict[str, Tensor], *, reserve: bool,
+                        mimetic: bool) -> dict[str, Tensor]:
     """The base's tensors with zeros and the init's own where the docstring's table says so."""
     expected = {key: value.clone() for key, value in base.items()}
     for key, value in expected.items():
         if key == "pos_embed":
-            value[:, :prefix, :RESERVED] = 0.0
-            value[:, prefix:, :RESERVED] = found[key][:, prefix:, :RESERVED]
+            value[..., :RESERVED] = found[key][..., :RESERVED]
         if key.endswith("attn.qkv.weight"):
             value[:114] = 0.0
             value[:114, :RESERVED] = found[key][:114, :RESERVED]
@@ -286,8 +289,8 @@ def test_the_tables_tensors_are_all_that_is_written(reserve, value_init, base, k
     reference = initialised(base, sizes=kind).state_dict()
     model = initialised(base=base, reserve=reserve, value_init=value_init, sizes=kind)
     found = model.state_dict()
-    expected = as_the_table_has_it(reference, found, prefix=model.num_prefix_tokens,
-                                   reserve=reserve, mimetic=value_init == "mimetic")
+    expected = as_the_table_has_it(reference, found, reserve=reserve,
+                                   mimetic=value_init == "mimetic")
     for key, value in found.items():
         assert torch.equal(value, expected[key]), key
     for block in range(5):
@@ -380,12 +383,12 @@ def test_a_random_code_is_normal_with_a_mean_square_of_a_half_and_has_the_mass_o
     generator = torch.Generator().manual_seed(3)
     vitinit.init_weights(built(embed_dim=111), "default", generator=generator)
     drawn = torch.empty(35, 34, dtype=torch.float64).normal_(generator=generator) / 2**0.5
-    amplitude = code_rms * math.sqrt(111 / 17)
+    amplitude = code_rms * math.sqrt(111 / (drawn.square().sum(1).mean().item() + 1))
     torch.testing.assert_close(model.pos_embed[0, 1:, :34].detach(), amplitude * drawn,
                                rtol=1e-6, atol=1e-7)
     assert drawn.square().mean().item() == pytest.approx(0.5, rel=0.05)
     for block in range(5):
-        weights = code_attention(model, block, 34, code_rms)
+        weights = code_attention(model, block, 37, code_rms)
         mass = target_mass(weights, rotating(model, block), (5, 7))
         torch.testing.assert_close(mass, torch.full_like(mass, 0.9), rtol=0, atol=1e-3)
 
@@ -397,7 +400,7 @@ def test_gaussian_heads_fall_off_as_a_gaussian_of_that_width_round_their_offset(
     rows, columns = (torch.arange(size) - size // 2 for size in (5, 7))
     bump = (-(rows[:, None]**2 + columns**2).double() / (2.0 * sigma**2)).exp()      # at (2, 3)
     for block in range(5):
-        weights = code_attention(model, block, 34)
+        weights = code_attention(model, block, 37)
         for head, (down, right) in enumerate(rotating(model, block)):
             for token in (0, 17, 34):
                 row, column = token // 7 + down, token % 7 + right
@@ -417,32 +420,94 @@ def test_a_gaussian_of_too_few_waves_still_falls_from_its_centre_the_faster_the_
     assert middle[0] > middle[1] > middle[2] > 1 / 35
 
 
-def used_waves(model: nn.Module, block: int) -> list[set[int]]:
-    """By head, which pairs of code channels its keys read."""
-    half = RESERVED // 2
-    weight = model.blocks[block].attn.k_weight[..., :RESERVED].unflatten(2, (2, half))
+def used_waves(model: nn.Module, block: int, waves: int) -> list[set[int]]:
+    """By head, which of so many pairs of code channels its keys read."""
+    weight = model.blocks[block].attn.k_weight[..., :2 * waves].unflatten(2, (2, waves))
     return [set(rows.abs().sum((0, 1)).nonzero()[:, 0].tolist()) for rows in weight.detach()]
 
 
 def test_disjoint_heads_share_out_the_waves_and_others_take_the_slowest():
-    """Three heads of seven channels have room for three waves each, which are all nine."""
-    sizes = dict(embed_dim=21)
+    """Three heads of eight channels have room for three waves each, which are all nine."""
+    sizes = dict(embed_dim=24)
     options = dict(code_channels=0.9, target_mass=0.3, sizes=sizes)
     for block in range(5):
-        assert used_waves(initialised(**options), block) == [{0, 1, 2}] * 3
-        shared = used_waves(initialised(waves_of_heads="disjoint", **options), block)
+        assert used_waves(initialised(**options), block, 9) == [{0, 1, 2}] * 3
+        shared = used_waves(initialised(waves_of_heads="disjoint", **options), block, 9)
         assert shared == [{0, 1, 2}, {3, 4, 5}, {6, 7, 8}]
     model = initialised(waves_of_heads="disjoint", **options)
     for block in range(5):
-        masses = target_mass(code_attention(model, block), rotating(model, block), (5, 7))
+        masses = target_mass(code_attention(model, block, 21), rotating(model, block), (5, 7))
         torch.testing.assert_close(masses, torch.full_like(masses, 0.3), rtol=0, atol=1e-5)
 
 
 def test_more_waves_than_there_are_begin_again():
     model = initialised(waves_of_heads="disjoint", target_mass=0.5,
                         sizes=dict(embed_dim=55, num_heads=5))
-    assert used_waves(model, 0) == [{0, 1, 2, 3, 4}, {5, 6, 7, 8, 0}, {1, 2, 3, 4, 5},
-                                    {6, 7, 8, 0, 1}, {2, 3, 4, 5, 6}]
+    assert used_waves(model, 0, 7) == [{0, 1, 2, 3, 4}, {5, 6, 0, 1, 2}, {3, 4, 5, 6, 0},
+                                       {1, 2, 3, 4, 5}, {6, 0, 1, 2, 3}]
+
+
+# ---------------------------------------------------------------------------------------------
+# The marks
+# ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def heads_logits(model: nn.Module, block: int, x: Tensor) -> Tensor:
+    """(B, h, N, N) before the softmax, of a stream x, class tokens included."""
+    attention = model.blocks[block].attn
+    query, key, _ = attention.queries_keys_values(model.blocks[block].norm1(x))
+    return query @ key.mT / math.sqrt(attention.head_dim)
+
+
+@each_kind
+@pytest.mark.parametrize("code", ["fourier", "random"])
+def test_the_logit_at_the_target_is_zero_whatever_content_is_beside_the_code(code, kind):
+    """Exact for waves, whose targets all have the same logit; a random code's average is what is taken.
+
+    Without marks it is 8 to 30 at the same stream, and varies.
+    """
+    sizes = dict(embed_dim=111) | kind
+    content = 3.0 * torch.randn(7, 111, dtype=torch.float64,
+                                generator=torch.Generator().manual_seed(1)).exp()
+    peaks = {}
+    for marks in (True, False):
+        model = initialised(code=code, marks=marks, sizes=sizes)
+        x = model.pos_embed.detach().expand(7, -1, -1).clone()
+        x[:, :, 37:] += content[:, None, 37:] * torch.linspace(0.1, 1.0, x.shape[1]).double()[:, None]
+        for block in range(5):
+            logits = heads_logits(model, block, x)[..., model.num_prefix_tokens:, :]
+            for head, offset in enumerate(rotating(model, block)):
+                shift = circular_shift(offset, model.grid).bool()
+                inside = shift_targets(offset, model.grid) >= 0
+                at_target = logits[:, head, :, model.num_prefix_tokens:][:, shift].view(7, -1)[:, inside]
+                peaks.setdefault(marks, []).append(at_target)
+    found = {marks: torch.cat(values, 1) for marks, values in peaks.items()}
+    if code == "fourier":
+        assert found[True].abs().max() < 1e-9
+    else:
+        assert found[True].mean(1).abs().max() < 0.1 * found[False].mean(1).abs().max()
+    assert found[False].abs().max() > 0.1 and found[False].std(1).min() > 0.01
+
+
+@pytest.mark.parametrize("kind", [{}, dict(distilled=True)], ids=["class token", "distilled"])
+def test_prefix_tokens_look_at_all_patches_alike_and_are_looked_at_by_none(kind):
+    model = initialised(sizes=kind)
+    prefix = model.num_prefix_tokens
+    for matrices in mixing_matrices(model, images_for(model)).values():
+        own = matrices[:, :, :prefix, prefix:]
+        torch.testing.assert_close(own, own.mean(-1, keepdim=True).expand_as(own))
+        assert matrices[:, :, prefix:, :prefix].max() < 0.05
+
+
+def test_with_marks_a_longer_period_has_the_mass_on_pictures_too(pictures):
+    """.97 to .99 at periods 1 to 3; without them at period 2 at most .8, which falls to .5."""
+    sizes = dict(image_size=32, patch_size=4, embed_dim=96, depth=6, num_heads=3)
+    for period, marks in ((1.0, True), (2.0, True), (3.0, True), (2.0, False)):
+        model = initialised(sizes=sizes, period=period, marks=marks)
+        lowest = min(target_mass(matrices, rotating(model, block), model.grid).min().item()
+                     for block, matrices in mixing_matrices(model, pictures).items())
+        assert lowest > 0.95 if marks else lowest < 0.7
 
 
 # ---------------------------------------------------------------------------------------------
@@ -463,21 +528,21 @@ def measured_scales(model: nn.Module, images: Tensor) -> Tensor:
 @pytest.mark.parametrize("options", [{}, dict(value_init="base"), dict(code_rms=0.7)])
 @pytest.mark.parametrize("base", ["default", "torch"])
 def test_the_expected_scale_is_that_of_noise_as_loud_as_the_init_takes_pixels_to_be(base, options):
-    """Mean square 3. In block 0 to 2 %; then to a fifth, as noise has no neighbours alike."""
+    """In block 0 to 2 %; then too low by up to .26, as noise has no neighbours alike."""
     model = initialised(base=base, **options, sizes=dict(embed_dim=85, num_heads=5))
-    expected = torch.tensor(stream_scales(model, 28, options.get("code_rms", 0.36))).double()
-    ratio = expected / measured_scales(model, images_for(model, count=11, mean_square=3.0))
+    expected = torch.tensor(stream_scales(model, 27, options.get("code_rms", 0.36))).double()
+    ratio = expected / measured_scales(model, images_for(model, count=11, mean_square=PIXELS))
     assert ratio[0].item() == pytest.approx(1.0, abs=0.02)
-    assert ratio.min() > 0.8 and ratio.max() < 1.2
+    assert ratio.min() > 0.7 and ratio.max() < 1.1
 
 
 @pytest.mark.parametrize("base", ["default", "torch"])
 def test_pictures_are_quieter_than_expected_so_that_attention_is_rather_too_sharp(pictures, base):
-    """Measured: 1.8 to 2.9 times less in mean square."""
+    """Measured: 1.3 to 2.2 times less in mean square."""
     model = initialised(base=base, sizes=dict(image_size=32, embed_dim=96, depth=6))
-    expected = torch.tensor(stream_scales(model, 32, 0.36)).double()
+    expected = torch.tensor(stream_scales(model, 31, 0.36)).double()
     ratio = expected / measured_scales(model, pictures)
-    assert ratio.min() > 1.5 and ratio.max() < 3.5
+    assert ratio.min() > 1.2 and ratio.max() < 2.5
 
 
 @torch.no_grad()
@@ -527,7 +592,7 @@ def test_gradients_reach_what_starts_as_zero(kind):
         # Only the class token of the last block is read, and the code of class tokens is zero.
         if number < 4 or model.num_prefix_tokens == 0:
             gradient = attention.qkv.weight.grad[:114].view(2, 3, 19, 57)
-            assert (gradient[:, :, :18] != 0).all()  # in the code's channels and in the others
+            assert (gradient[:, :, :17] != 0).all()  # in the code's channels and in the others
         assert (attention.proj.weight.grad[:RESERVED] != 0).any(1).all()
         assert (attention.qkv.weight.grad[114:, :RESERVED] != 0).any(0).all()
         assert (block.mlp.fc2.weight.grad[:RESERVED] != 0).all()
@@ -544,6 +609,7 @@ FIXED = dict(pos_embed="sincos", embed_dim=60)
     ({}, dict(target_mass=1.0), "target_mass is 1.0"),
     ({}, dict(target_mass=math.nan), "target_mass is nan"),
     ({}, dict(code_channels=0.0), "code_channels 0.0"),
+    (dict(embed_dim=21), dict(code_channels=1.0), "code_channels is 1 and the code has all 21 channels"),
     ({}, dict(code_channels=1.01), "code_channels 1.01; .* 0 < code_channels ≤ 1"),
     ({}, dict(sigma=0.0), "sigma is 0.0, code_rms .* expected sigma and code_rms > 0"),
     ({}, dict(sigma=-1.0, target="gaussian"), "sigma is -1.0"),
@@ -556,14 +622,17 @@ FIXED = dict(pos_embed="sincos", embed_dim=60)
     ({}, dict(value_init="x"), "value_init is 'x', expected one of mimetic, base"),
     ({}, dict(base="zeros"), "base is 'zeros'"),
     ({}, dict(code="random", target="gaussian"), 'code is "random", which has no waves for target '
-                                                 '"gaussian"; use "fourier"'),
+                                                 '"gaussian" and waves_of_heads "disjoint"; use'),
+    ({}, dict(code="random", waves_of_heads="disjoint"), 'which has no waves'),
     ({}, dict(code_channels=0.03), "head_dim is 19, and 0.03 of 57 channels .* 5×7 grid"),
-    (dict(embed_dim=3), {}, "head_dim is 1, .* needs two of each for a wave"),
+    (dict(embed_dim=6), {}, "head_dim is 2, .* needs 3 and 5 for a wave"),
+    (dict(embed_dim=3), dict(marks=False), "head_dim is 1, .* needs 2 and 2 for a wave"),
+    ({}, dict(code_channels=0.08), "and 0.08 of 57 channels .* needs 3 and 5"),
     (dict(image_size=8), {}, "a 2×2 grid"),          # which has no waves
     ({}, dict(kernel_size=0), "kernel_size is 0"),
     ({}, dict(kernel_size=10), "kernel_size is 10, but beyond 9 .* no target on the 5×7 grid"),
-    (dict(embed_dim=6), {}, "^so few waves as 1 cannot give one token of a 5×7 grid a mass of 0.9"),
-    ({}, dict(period=30.0), "^so few waves as 9 cannot give")])
+    (dict(embed_dim=15), {}, "^so few waves as 1 cannot give one token of a 5×7 grid a mass of 0.9"),
+    ({}, dict(period=30.0), "^so few waves as 8 cannot give")])
 def test_the_impossible_is_refused_in_one_line_before_anything_is_drawn(sizes, options, message):
     model, generator = built(**sizes), torch.Generator().manual_seed(0)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -576,9 +645,9 @@ def test_the_impossible_is_refused_in_one_line_before_anything_is_drawn(sizes, o
 
 
 def test_a_mass_that_a_random_code_cannot_reach_is_an_error_of_one_line():
-    with pytest.raises(ValueError, match="^a random code of 2 channels cannot give one token of a "
+    with pytest.raises(ValueError, match="^a random code of 4 channels cannot give one token of a "
                                          "5×7 grid a mass of 0.9; use more") as error:
-        initialised(code="random", code_channels=0.05)
+        initialised(code="random", code_channels=0.13)
     assert "\n" not in str(error.value)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitinit.init.fourier_code import (STEEPEST, gaussian_weights, impulse_weights, turned_factors,
-                                       wave_code, waves)
+from vitinit.init.fourier_code import (STEEPEST, gaussian_weights, impulse_weights, reading_marks,
+                                       turned_factors, wave_code, waves, with_marks)
 
 GRIDS = [(8, 8), (14, 14), (16, 16), (5, 7), (7, 5), (6, 11), (1, 13), (4, 1)]
 
@@ -277,3 +277,41 @@ def test_with_fewer_waves_the_gaussian_is_still_the_nearest_by_least_squares():
     torch.testing.assert_close(shapes.T @ (error - error.mean()), torch.zeros(6).double(),
                                rtol=0, atol=1e-10)
     assert (error - error.mean()).abs().max() > 0.1
+
+
+# ---------------------------------------------------------------------------------------------
+# The marks
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peak", [7.3, -2.1])
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+def test_marks_take_the_peak_from_all_logits_and_prefix_tokens_queries_see_nothing(prefix, peak):
+    generator = torch.Generator().manual_seed(0)
+    code, query, key = (torch.randn(rows, 5, dtype=torch.float64, generator=generator)
+                        for rows in (11, 3, 3))
+    table = with_marks(code, prefix)
+    assert table.shape == (prefix + 11, 8)
+    first, second = reading_marks(query, key, peak)
+    assert first.shape == second.shape == (4, 8)
+    expected = torch.zeros(prefix + 11, prefix + 11, dtype=torch.float64)
+    expected[prefix:, prefix:] = code @ query.T @ key @ code.T - peak
+    expected[prefix:, :prefix] = -peak
+    torch.testing.assert_close(table @ first.T @ second @ table.T, expected, rtol=0, atol=1e-12)
+
+
+def test_queries_and_keys_that_read_marks_do_not_see_what_is_added_to_all_channels():
+    """Nor how a token is scaled, at the logit that was the peak: LayerNorm does both."""
+    generator = torch.Generator().manual_seed(0)
+    frequencies = waves((5, 7))[:6]
+    weights = torch.full((6,), 1.7, dtype=torch.float64)
+    query, key = reading_marks(*turned_factors(frequencies, torch.arange(6), weights, (0, 0)),
+                               peak=weights.sum().item())
+    table = with_marks(wave_code(frequencies, (5, 7)), 0)
+    shift, scale = torch.randn(2, 35, 1, dtype=torch.float64, generator=generator)
+    moved = (table + shift) * scale.exp()
+    logits = (table @ query.T @ key @ table.T) * scale.exp() * scale.exp().T
+    torch.testing.assert_close(moved @ query.T @ key @ moved.T, logits, rtol=0, atol=1e-9)
+    torch.testing.assert_close(logits.diagonal(), torch.zeros(35, dtype=torch.float64), rtol=0,
+                               atol=1e-9)
+    assert logits.argmax(1).equal(torch.arange(35))

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..models import ConvMixer, MlpMixer, SimpleViT, SwinTransformer, VisionTransformer
 from .baseline import default, torch_default
+from .conditioned import conditioned
 from .deep_impulse import deep_impulse
 from .filters_conv_mixer import filters_conv_mixer
 from .impulse import impulse
@@ -41,6 +42,7 @@ INITS: dict[str, dict[type[nn.Module], Callable[..., None]]] = {
                 SimpleViT: impulse_simple_vit},
     "deep_impulse": {VisionTransformer: deep_impulse, SwinTransformer: deep_impulse_swin,
                      MlpMixer: impulse_mixer, ConvMixer: deep_impulse_conv_mixer},
+    "conditioned": {VisionTransformer: conditioned, SwinTransformer: conditioned},
     "filters": {ConvMixer: filters_conv_mixer},
     "impulse_gd": {VisionTransformer: impulse_gd, SimpleViT: impulse_gd},
 }

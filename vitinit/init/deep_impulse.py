@@ -2,8 +2,9 @@
 
 `impulse` (arXiv 2505.19985) fades with depth, because V, proj and the MLP write over the position code
 and the residual stream grows past it. Here the code has channels of its own, which at first nothing
-writes to; it shifts by rotation (fourier_code.py); and each block's Q and K are as large as the
-LayerNorm before them asks for. Nothing is frozen. This init is ours.
+writes to; it shifts by rotation, and the logit at the target does not depend on what LayerNorm does
+to a token (both in fourier_code.py); and each block's Q and K are as large as that LayerNorm asks for.
+Nothing is frozen. This init is ours.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from ..models.vit import VisionTransformer
 from .baseline import draw_base
 from .factorize import (STEEPEST, balanced_factors, code_basis, query_key_factors,
                         smallest_reaching)
-from .fourier_code import gaussian_weights, impulse_weights, turned_factors, wave_code, waves
+from .fourier_code import (MARKS, gaussian_weights, impulse_weights, reading_marks, turned_factors,
+                           wave_code, waves, with_marks)
 from .impulse import OFFSETS, head_offsets
 from .mimetic import noisy_identity
 
 ROWS_APART = 8          # of a matrix of independent draws, every 8th row tells its mean square
 # What `stream_scales` takes for granted, chosen so that on photographs at 224 px (ViT-T, S, B) and on
 # CIFAR-10 (ViT-T, patch 2) every block reaches the default target mass.
-PIXELS = 3.0            # mean square of normalised pixels: 1 on average, but more in many a patch
-ALIKE = 0.5             # block l's neighbouring tokens have content that correlates by this ^ (l + 2)
+PIXELS = 2.0            # mean square of normalised pixels: 1 on average, but more in many a patch
+ALIKE = 0.7             # how neighbouring tokens' content correlates at first: .7 to .9 was measured
+LESS_ALIKE = 0.4        # and what each block leaves of it, by mixing their channels
 
 
 @torch.no_grad()
@@ -45,6 +48,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
                  code_channels: float = 1 / 3,
                  code_rms: float = 0.36,
                  period: float = 1.0,
+                 marks: bool = True,
                  waves_of_heads: Literal["slowest", "disjoint"] = "slowest",
                  reserve: bool = True,
                  value_init: Literal["mimetic", "base"] = "mimetic",
@@ -54,7 +58,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
 
     | tensor                                     | value                                         |
     |--------------------------------------------|-----------------------------------------------|
-    | pos_embed, the first D_p channels          | a 2-D Fourier code; of other tokens 0         |
+    | pos_embed, the first D_p channels          | a 2-D Fourier code, and the marks             |
     | every block: attn.qkv.weight, Q, K rows    | K picks a head's waves, Q turns them by its   |
     |                                            |   offset; 0 beyond the D_p channels           |
     | every block: attn.qkv.bias, Q, K           | 0                                             |
@@ -75,12 +79,15 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     target: "gaussian": logits −‖Δ − δ‖² / 2 sigma² in place of a single peak, as far as a head's waves
         can say that; target_mass then means nothing.
     code: "random": normal draws in place of waves, with Q and K by factorisation as in `impulse`.
-    code_channels: D_p as a share of the width, at most two channels for each wave of the grid.
+    code_channels: D_p as a share of the width, at most two channels for each wave of the grid and
+        the marks.
     code_rms: root mean square of pos_embed over all channels, .36 as in `impulse`.
     period: of the slowest wave, in grids. At 1 the waves are orthogonal and a head whose target is off
-        the grid looks round to the other side; from 2 on it looks at the border, logits are larger, and
-        the mean that LayerNorm subtracts costs mass (.56 to .75 for .9, width 96, 8×8, CIFAR-10).
-    waves_of_heads: each head uses the slowest head_dim // 2 waves, or its own share, in turn.
+        the grid looks round to the other side; from 2 on it looks at the border, with larger logits.
+    marks: three channels of the D_p, and one of each head's, by which the logit at the target is 0
+        whatever LayerNorm subtracts and divides by. Without them, slow waves cost mass (at period 2
+        .56 to .75 for .9, width 96, 8×8, CIFAR-10).
+    waves_of_heads: each head uses the slowest waves, two channels each, or its own share, in turn.
     reserve: False leaves the code's channels to be written to by everybody, as in `impulse`.
     value_init, value_alpha, value_beta: as for `impulse`.
 
@@ -103,18 +110,23 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
             ("value_init", value_init, ("mimetic", "base"))):
         if value not in choices:
             raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
-    if code == "random" and target == "gaussian":
-        raise ValueError('code is "random", which has no waves for target "gaussian"; use "fourier"')
+    if code == "random" and (target == "gaussian" or waves_of_heads == "disjoint"):
+        raise ValueError('code is "random", which has no waves for target "gaussian" and waves_of_heads '
+                         '"disjoint"; use "fourier"')
     cells = offsets_on_grid(kernel_size, model.grid)
     dim, attention = model.pos_embed.shape[2], model.blocks[0].attn
     heads, head_dim = attention.num_heads, attention.head_dim
     frequencies = waves(model.grid, period)
-    pairs = min(int(code_channels * dim) // 2, len(frequencies))
-    used = min(head_dim // 2, pairs)
+    pairs = min((int(code_channels * dim) - MARKS * marks) // 2, len(frequencies))
+    used = min((head_dim - marks) // 2, pairs)
     if used < 1:
         raise ValueError(f"head_dim is {head_dim}, and {code_channels:g} of {dim} channels are for "
                          f"the code of a {model.grid[0]}×{model.grid[1]} grid; init 'deep_impulse' "
-                         "needs two of each for a wave")
+                         f"needs {2 + marks} and {2 + MARKS * marks} for a wave")
+    count = 2 * pairs + MARKS * marks                                    # D_p
+    if reserve and count == dim:
+        raise ValueError(f"code_channels is {code_channels:g} and the code has all {dim} channels, so "
+                         "that none is left for images; use a smaller share, or reserve = false")
     frequencies = frequencies[:pairs]
     groups = [torch.arange(first, first + used) % pairs for first in
               (range(0, heads * used, used) if waves_of_heads == "disjoint" else [0])]
@@ -126,25 +138,28 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
                    for group in groups]
     draw_base(model, base, generator)
 
-    # The code, (N, D_p) with a mean square of ½, and how a head reads it.
+    # The code, (N, 2 · pairs) with a mean square of ½, and how a head reads it.
     if code == "fourier":
         table = wave_code(frequencies, model.grid)
-
-        @cache                                       # heads repeat from block to block
-        def factors(group: int, offset: Offset) -> tuple[Tensor, Tensor]:
-            return turned_factors(frequencies, groups[group], weights[group], offset)
     else:
         table = torch.empty(model.grid[0] * model.grid[1], 2 * pairs, dtype=torch.float64)
         table.normal_(std=0.5**0.5, generator=generator)
 
-        @cache
-        def factors(group: int, offset: Offset) -> tuple[Tensor, Tensor]:
-            return fitted_factors(table, offset, model.grid, head_dim, target_mass)
-    amplitude = code_rms * math.sqrt(dim / pairs)                        # as D_p = 2 · pairs
-    model.pos_embed[..., :2 * pairs] = 0.0
-    model.pos_embed[0, model.num_prefix_tokens:, :2 * pairs] = amplitude * table
+    @cache                                           # heads repeat from block to block
+    def factors(group: int, offset: Offset) -> tuple[Tensor, Tensor]:
+        if code == "fourier":
+            query, key = turned_factors(frequencies, groups[group], weights[group], offset)
+            peak = weights[group].sum().item()
+        else:
+            query, key, peak = fitted_factors(table, offset, model.grid, 2 * used, target_mass)
+        return reading_marks(query, key, peak) if marks else (query, key)
 
-    reserved = 2 * pairs if reserve else 0
+    prefix = model.num_prefix_tokens
+    written = with_marks(table, prefix) if marks else F.pad(table, (0, 0, prefix, 0))
+    amplitude = code_rms * math.sqrt(dim / written[prefix:].square().sum(1).mean().item())
+    model.pos_embed[..., :count] = amplitude * written                   # (1, P + N, D_p)
+
+    reserved = count if reserve else 0
     if reserve:
         clear_channels(model, reserved)
     for number, block in enumerate(model.blocks):
@@ -162,10 +177,11 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
 
 
 def fitted_factors(table: Tensor, offset: Offset, grid: tuple[int, int], width: int,
-                   mass: float) -> tuple[Tensor, Tensor]:
-    """Q and K, each (≤ width, D_p), by Algorithm 1 of arXiv 2505.19985 on a code without waves.
+                   mass: float) -> tuple[Tensor, Tensor, float]:
+    """Q and K, each (≤ width, C), by Algorithm 1 of arXiv 2505.19985 on a code without waves.
 
-    table: (N, D_p). Scaled so that the target gets `mass`, on average over the tokens that have one.
+    table: (N, C). Scaled so that the target gets `mass`, on average over the tokens that have one.
+    The third is the logit at the target, averaged likewise.
     """
     size = 2 * max(abs(offset[0]), abs(offset[1])) + 1
     shift = convolution_matrix(impulse_kernel(offset, size), grid).double()          # (N, N)
@@ -182,7 +198,8 @@ def fitted_factors(table: Tensor, offset: Offset, grid: tuple[int, int], width: 
         raise ValueError(f"a random code of {table.shape[1]} channels cannot give one token of a "
                          f"{grid[0]}×{grid[1]} grid a mass of {mass:g}; use more channels or a lower "
                          "target_mass")
-    return query.mT * math.sqrt(scale), key.mT * math.sqrt(scale)
+    peak = scale * logits[rows, targets[rows]].mean().item()
+    return query.mT * math.sqrt(scale), key.mT * math.sqrt(scale), peak
 
 
 def clear_channels(model: VisionTransformer, count: int) -> None:
@@ -250,8 +267,7 @@ def stream_scales(model: VisionTransformer, reserved: int, code_rms: float) -> l
         value = block.attn.v_weight.flatten(0, 1).square().sum(1)        # (D,)
         carried = (value @ block.attn.proj.weight.square().sum(0)).item()
         kept = (block.attn.v_weight.flatten(0, 1).T * block.attn.proj.weight).sum().item()
-        # Neighbours are the less alike, the more blocks have mixed their channels.
-        common = 2.0 * ALIKE**(number + 2) * kept / math.sqrt(scale)
+        common = 2.0 * ALIKE * LESS_ALIKE**number * kept / math.sqrt(scale)
         content += content * (carried / scale + common) / (dim - reserved)
         content += mlp_mean_square(block.mlp) * dim / (dim - reserved)
     return scales

@@ -1,0 +1,41 @@
+"""Conditioned initialisation: queries, keys and values whose singular values are all the same.
+
+A control for the others here: it shapes the same weights and knows nothing of places.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..models import SwinTransformer, VisionTransformer
+from .baseline import draw_base
+from .mimetic import attentions
+
+
+@torch.no_grad()
+def conditioned(model: VisionTransformer | SwinTransformer, *, generator: torch.Generator,
+                base: Literal["default", "torch"] = "default") -> None:
+    """Q and K semi-orthogonal, V a rectangular identity, in every head ("Conditioned Initialization
+    for Attention", ICLR 2026).
+
+    | tensor (every block)          | value                                                        |
+    |-------------------------------|--------------------------------------------------------------|
+    | attn.qkv.weight, Q and K rows | (d, C) with orthonormal rows, uniform among such matrices    |
+    | attn.qkv.weight, V rows       | head h takes channels h·d … h·d + d − 1: all heads together  |
+    |                               |   are the identity                                           |
+    | everything else               | as `base` drew it, proj and the biases, too                  |
+
+    The paper has each W_V a d×C identity. That heads share out the channels, where each could read the
+    same first d, is our reading: no code of theirs was at hand.
+    """
+    draw_base(model, base, generator)
+    for attention in attentions(model):
+        for head in range(attention.num_heads):
+            for weight in (attention.q_weight, attention.k_weight):      # (h, d, C)
+                weight[head] = nn.init.orthogonal_(torch.empty_like(weight[head]),
+                                                   generator=generator)
+        dim = attention.proj.in_features
+        attention.v_weight.copy_(torch.eye(dim).view_as(attention.v_weight))
