@@ -5,6 +5,7 @@
     python -m vitinit.figures maps --run RUN --epochs 0,10,300 --kinds qk --out trained.png
     python -m vitinit.figures attention photograph.jpg --recipe deit_small --out attention.png
     python -m vitinit.figures mass --recipe deit_tiny --data-dir photographs --out mass.png
+    python -m vitinit.figures equivariance --recipe deit_tiny --data-dir photographs --out moved.png
     python -m vitinit.figures spectrum --recipe deit_tiny --data-dir photographs --out spectrum.png
     python -m vitinit.figures filters --recipe cifar10_convmixer --init impulse --out filters.png
     python -m vitinit.figures curves RUN [RUN …] --out curves.png
@@ -27,6 +28,7 @@ from ..runs import finished_groups
 from .attention import draw_attention
 from .augmentation import draw_batch, draw_operations
 from .curves import draw_curves
+from .equivariance import draw_equivariance
 from .kernels import draw_filters, draw_kernels
 from .maps import KINDS, draw_maps
 from .mass import draw_mass
@@ -41,7 +43,7 @@ def numbers(text: str) -> list[int]:
 
 
 def place(text: str) -> tuple[int, int]:
-    """ROW,COLUMN"""
+    """ROW,COLUMN or DOWN,RIGHT"""
     row, column = numbers(text)
     return row, column
 
@@ -98,6 +100,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     mass = of_models("mass", "share of attention on the impulse's targets, by depth")
     of_photographs(mass)
     mass.add_argument("--kernel-size", type=int, default=3, help="of the impulses, ordered offsets")
+    equivariance = of_models("equivariance", "whether tokens move with the picture, by depth")
+    of_photographs(equivariance)
+    equivariance.add_argument("--step", type=place, default=(1, 1), metavar="DOWN,RIGHT",
+                              help="how many patches pictures are moved by")
     of_photographs(of_models("spectrum", "singular values and ranks of patch embeddings"))
     filters = of_models("filters", "a ConvMixer's depthwise filters or a Swin's position bias")
     filters.add_argument("--blocks", nargs="+", type=int, default=[0])
@@ -138,6 +144,9 @@ def draw(args: argparse.Namespace) -> None:
     elif args.figure == "mass":
         draw_mass(args.out, subjects(args), folder=args.data_dir, count=args.count,
                   kernel_size=args.kernel_size)
+    elif args.figure == "equivariance":
+        draw_equivariance(args.out, subjects(args), folder=args.data_dir, count=args.count,
+                          step=args.step)
     elif args.figure == "spectrum":
         draw_spectrum(args.out, subjects(args), folder=args.data_dir, count=args.count)
     elif args.figure == "filters":
