@@ -9,7 +9,7 @@ from torch import nn
 
 import vitinit
 from vitinit.filters import convolution_matrix, impulse_kernel
-from vitinit.mixing import block_grids, mean_kernel, mixing_matrices, target_mass
+from vitinit.mixing import block_grids, logit_peak, mean_kernel, mixing_matrices, target_mass
 
 GRID = (3, 5)
 FAMILIES = {        # name in the table, sizes for images of 12×20 pixels
@@ -275,6 +275,16 @@ def test_rows_that_are_all_on_the_class_token_have_no_mass_elsewhere():
     weights[:, :, 0] = 1.0
     assert target_mass(weights, [(0, 1)], GRID).tolist() == [0.0]
     assert (mean_kernel(weights, GRID, radius=1) == 0).all()
+
+
+def test_the_peak_is_that_of_the_logits_without_prefix_tokens_and_counts_zeros_as_87():
+    generator = torch.Generator().manual_seed(0)
+    logits = 5.0 * torch.randn(2, 7, 16, 16, dtype=torch.float64, generator=generator)   # a prefix token
+    patches = logits[:, :, 1:, 1:]
+    expected = (patches.amax(-1) - patches.mean(-1)).mean((0, 2))
+    torch.testing.assert_close(logit_peak(logits.softmax(-1), GRID), expected)
+    one_hot = torch.eye(15)[None, None]
+    assert logit_peak(one_hot, GRID).item() == pytest.approx(87.3 * 14 / 15, abs=0.05)
 
 
 def test_one_offset_a_head_is_needed():

@@ -164,6 +164,19 @@ def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int
     return torch.stack(masses)
 
 
+def logit_peak(weights: Tensor, grid: tuple[int, int]) -> Tensor:
+    """How far the largest logit of a row is above the mean one, (h,): in the mean over rows.
+
+    weights: (..., h, N, N), softmax of the logits; prefix tokens come first and are left out. From
+    about 30 on a softmax is saturated: its gradient is lost to rounding. What has rounded to zero
+    itself counts as 87 below 1.
+    """
+    cells = grid[0] * grid[1]
+    logits = weights[..., -cells:, -cells:].clamp(min=TINY).log()        # up to a constant a row
+    peaks = (logits.amax(-1) - logits.mean(-1)).mean(-1)                 # (..., h)
+    return peaks.flatten(0, -2).mean(0)
+
+
 def mean_kernel(weights: Tensor, grid: tuple[int, int], radius: int) -> Tensor:
     """Mean attention by offset, (..., 2·radius + 1, 2·radius + 1): the kernel that a head is nearest
     to being. Entry [radius + down, radius + right] averages over the tokens that have a token there.

@@ -8,7 +8,7 @@ import torch
 import vitinit
 from vitinit.figures import mass
 from vitinit.filters import ordered_offsets
-from vitinit.mixing import mixing_matrices, target_mass
+from vitinit.mixing import logit_peak, mixing_matrices, target_mass
 
 
 def built(init: str = "impulse", num_heads: int = 11):
@@ -28,12 +28,15 @@ def test_batches_give_the_mean_over_all_images_of_each_heads_target():
     """More images than a batch, no multiple of it; more heads than offsets, which start again."""
     model = built()
     images = torch.randn(mass.BATCH + 3, 3, 10, 14, generator=torch.Generator().manual_seed(1))
-    found = mass.masses_by_block(model, images, in_order(3))
+    found, peaks = mass.masses_by_block(model, images, in_order(3))
     offsets = [*ordered_offsets(3), *ordered_offsets(3)[:2]]
     expected = torch.stack([target_mass(weights, offsets, (5, 7))
                             for weights in mixing_matrices(model, images).values()])
     torch.testing.assert_close(found, expected)
-    assert found.shape == (3, 11) and found[0, 0] > 0.5
+    assert found.shape == peaks.shape == (3, 11) and found[0, 0] > 0.5
+    expected = torch.stack([logit_peak(weights, (5, 7))
+                            for weights in mixing_matrices(model, images).values()])
+    torch.testing.assert_close(peaks, expected)
 
 
 def test_a_perfect_shift_in_every_head_has_all_mass(monkeypatch):
@@ -50,9 +53,9 @@ def test_a_perfect_shift_in_every_head_has_all_mass(monkeypatch):
         return {block: weights for block in range(3)}
     monkeypatch.setattr(mass, "mixing_matrices", shifts)
     images = torch.zeros(3, 3, 10, 14)
-    assert torch.equal(mass.masses_by_block(built("default"), images, in_order(5)),
+    assert torch.equal(mass.masses_by_block(built("default"), images, in_order(5))[0],
                        torch.ones(3, 11))
-    assert (mass.masses_by_block(built("default"), images, in_order(3)) < 1.0).any()
+    assert (mass.masses_by_block(built("default"), images, in_order(3))[0] < 1.0).any()
 
 
 def test_heads_are_summarised_by_whether_they_look_at_themselves():
@@ -82,9 +85,9 @@ def test_the_numbers_are_printed_by_model_and_init(draw, sizes, picture_tree, ca
     draw("mass", "--recipe", "quickstart", "--init", "default", "impulse", *sizes, "--data-dir",
          picture_tree / "val", "--count", 5)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines[:6]] == \
-        ["quickstart, default"] * 3 + ["quickstart, impulse"] * 3
-    uniform, kept = (float(lines[row].split()[-2]) for row in (1, 4))       # centre head, block 0
+    assert [line.split(":")[0] for line in lines[:8]] == \
+        ["quickstart, default"] * 4 + ["quickstart, impulse"] * 4
+    uniform, kept = (float(lines[row].split()[-2]) for row in (1, 5))       # centre head, block 0
     assert uniform == pytest.approx(1 / 35, abs=0.01) and kept > 10 * uniform
 
 
@@ -105,3 +108,13 @@ def test_a_kernel_of_one_cell_is_one_line(complains, sizes, picture_tree):
 def test_targets_that_are_not_the_inits_are_one_line(complains, sizes, picture_tree, option, text):
     complains(text, "mass", "--recipe", "quickstart", "--init", "impulse", *sizes, "--set",
               f"init.options.{option}", "--data-dir", picture_tree, "--count", 2)
+
+
+@pytest.mark.parametrize("norm, saturated", [(4.0, False), (90.0, True)])
+def test_logits_are_printed_beside_and_called_saturated_from_30_on(draw, sizes, picture_tree,
+                                                                   capsys, norm, saturated):
+    draw("mass", "--recipe", "quickstart", "--init", "impulse", *sizes, "--data-dir",
+         picture_tree / "val", "--count", 2, "--set", f"init.options.qk_norm={norm}")
+    line, = (line for line in capsys.readouterr().out.splitlines() if ": logits" in line)
+    assert line.endswith("saturated)") == saturated
+    assert (float(line.split("logits")[1].split()[0]) > 30) == saturated

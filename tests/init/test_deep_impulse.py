@@ -216,6 +216,25 @@ def test_values_do_not_read_the_code():
                            block.attn.queries_keys_values(other)[2])
 
 
+@each_kind
+@torch.no_grad()
+def test_mlps_read_the_code_unless_told_not_to(kind):
+    """Whatever stands in its channels; the columns are all that differs outside Q and K."""
+    reading, not_reading = (initialised(mlp_reads_code=reads, sizes=kind) for reads in (True, False))
+    z = torch.randn(2, 5, 57, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    other = z.clone()
+    other[..., :RESERVED] += 1.0
+    for block in not_reading.blocks:
+        assert torch.equal(block.mlp(z), block.mlp(other))
+    found = not_reading.state_dict()
+    for key, value in reading.state_dict().items():
+        if key.endswith("mlp.fc1.weight"):
+            assert (value[:, :RESERVED] != 0).all()
+            value[:, :RESERVED] = 0.0
+        if not key.endswith("qkv.weight"):           # scaled by what the MLPs add to the stream
+            assert torch.equal(found[key], value), key
+
+
 def test_queries_and_keys_read_the_code_alone_and_have_no_biases():
     for block in initialised(base="torch").blocks:
         for weight in (block.attn.q_weight, block.attn.k_weight):

@@ -67,8 +67,8 @@ def draw_equivariance(out: Path, subjects: Iterable[Subject], *, folder: Path, c
             axis.plot(range(len(errors)), errors, color=colour, marker="o", markersize=3,
                       label=state)
         axis.set(title=name, xlabel="blocks behind", xticks=range(len(errors)))
-        axis.set_ylim(bottom=0.0)
         axis.grid(alpha=0.3)
+    axes[0, 0].set_ylim(bottom=0.0)                  # of all panels, which share it
     axes[0, 0].set_ylabel("error of tokens, share of their rms")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", fontsize=8,
                   ncols=4)

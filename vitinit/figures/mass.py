@@ -12,12 +12,13 @@ from torch import Tensor
 
 from ..filters import Offset, offsets_on_grid
 from ..init.impulse import head_offsets
-from ..mixing import mixing_matrices, target_mass
+from ..mixing import logit_peak, mixing_matrices, target_mass
 from ..models import SimpleViT, VisionTransformer
 from .plot import COLOURS, DPI, pyplot
 from .subjects import Subject, photographs, require_family
 
 BATCH = 8                       # images a forward pass; all attention matrices of it are in memory
+SATURATED = 30.0                # logits so far above the mean leave a softmax no gradient to speak of
 
 
 class Masses(NamedTuple):
@@ -47,16 +48,18 @@ def block_targets(subject: Subject, kernel_size: int) -> list[list[Offset]]:
 
 
 def masses_by_block(model: VisionTransformer | SimpleViT, images: Tensor,
-                    targets: list[list[Offset]]) -> Tensor:
-    """(blocks, h): the share of attention on each head's target.
+                    targets: list[list[Offset]]) -> tuple[Tensor, Tensor]:
+    """(blocks, h) twice: the share of attention on each head's target, and the peak of its logits.
 
-    images: (B, 3, H, W), normalised. See `mixing.target_mass`.
+    images: (B, 3, H, W), normalised. See `mixing.target_mass` and `mixing.logit_peak`.
     """
-    total = torch.zeros(len(targets), len(targets[0]))
+    masses, peaks = torch.zeros(2, len(targets), len(targets[0]))
     for batch in images.split(BATCH):
+        share = len(batch) / len(images)
         for block, weights in mixing_matrices(model, batch).items():
-            total[block] += len(batch) * target_mass(weights, targets[block], model.grid)
-    return total / len(images)
+            masses[block] += share * target_mass(weights, targets[block], model.grid)
+            peaks[block] += share * logit_peak(weights, model.grid)
+    return masses, peaks
 
 
 def summarised(masses: Tensor, targets: list[list[Offset]]) -> Masses:
@@ -80,10 +83,14 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path, count: in
         targets = block_targets(subject, kernel_size)
         name, grid = subject.recipe.name, subject.model.grid
         images = photographs(folder, count, subject.recipe)
-        found = summarised(masses_by_block(subject.model, images, targets), targets)
+        masses, peaks = masses_by_block(subject.model, images, targets)
+        found = summarised(masses, targets)
         panels[name][subject.state], grids[name] = found, grid
         for part, values in zip(("all heads", "centre", "others"), found):
             print(f"{name}, {subject.state}: {part:9}", *(f"{value:.3f}" for value in values))
+        saturated = ", saturated" if peaks.mean(1).max() > SATURATED else ""
+        print(f"{name}, {subject.state}: logits   ", *(f"{value:5.1f}" for value in peaks.mean(1)),
+              f"(largest above the mean, all heads{saturated})")
 
     figure, axes = pyplot().subplots(1, len(panels), squeeze=False, sharey=True,
                                      figsize=(max(7.6, 3.1 * len(panels) + 1.2), 4.2),

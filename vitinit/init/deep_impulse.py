@@ -51,6 +51,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
                  marks: bool = True,
                  waves_of_heads: Literal["slowest", "disjoint"] = "slowest",
                  reserve: bool = True,
+                 mlp_reads_code: bool = True,
                  value_init: Literal["mimetic", "base"] = "mimetic",
                  value_alpha: float = 0.4,
                  value_beta: float = 0.4) -> None:
@@ -68,6 +69,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     |                                            |   heads at random                             |
     | if `reserve`: patch_embed.proj, attn.proj, | 0 in their rows for the D_p channels, weight  |
     |   mlp.fc2, cls_token, dist_token; V        |   and bias; V in those columns                |
+    | unless `mlp_reads_code`: mlp.fc1           | 0 in the D_p columns                          |
     | everything else                            | as `base` drew it                             |
 
     kernel_size: f of the f×f impulse kernels.
@@ -89,6 +91,8 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
         .56 to .75 for .9, width 96, 8×8, CIFAR-10).
     waves_of_heads: each head uses the slowest waves, two channels each, or its own share, in turn.
     reserve: False leaves the code's channels to be written to by everybody, as in `impulse`.
+    mlp_reads_code: False keeps position out of the MLPs, too, at first: then tokens move with the
+        picture (error on ViT-B .11 instead of .55; `figures equivariance`).
     value_init, value_alpha, value_beta: as for `impulse`.
 
     Raises ValueError for a model without a learned position code, options out of range, and a mass that
@@ -162,6 +166,9 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     reserved = count if reserve else 0
     if reserve:
         clear_channels(model, reserved)
+    if not mlp_reads_code:
+        for block in model.blocks:
+            block.mlp.fc1.weight[:, :count] = 0.0
     for number, block in enumerate(model.blocks):
         if value_init == "mimetic":
             write_values_beside(block.attn, reserved, alpha=value_alpha, beta=value_beta,
