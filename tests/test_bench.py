@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import vitinit
-from vitinit import bench
+from vitinit.bench import __main__ as bench
+from vitinit.bench.data import batches_of_keys
+from vitinit.bench.step import forward_flops
 from vitinit.filters import ordered_offsets
 from vitinit.init.impulse import normalised_code
 from vitinit.mixing import target_mass
@@ -39,7 +41,7 @@ def test_forward_flops_are_those_of_the_matrix_products():
              + 2 * tokens * width * width           # proj
              + 2 * 2 * tokens * width * 4 * width)  # MLP
     expected = batch * (2 * tokens * 48 * width + 2 * block + 2 * width * 7)
-    assert bench.forward_flops(model, torch.zeros(batch, 3, 20, 20)) == expected
+    assert forward_flops(model, torch.zeros(batch, 3, 20, 20)) == expected
 
 
 def test_the_loader_is_measured_beside_torchvisions_pipeline(monkeypatch, capsys, picture_tree):
@@ -51,7 +53,7 @@ def test_the_loader_is_measured_beside_torchvisions_pipeline(monkeypatch, capsys
 
 
 def test_keys_of_the_bench_go_round_the_pictures_in_new_views():
-    keys = [key for some in bench.batches_of_keys(7, 5, 3) for key in some]
+    keys = [key for some in batches_of_keys(7, 5, 3) for key in some]
     assert len(keys) == len(set(keys)) == 15
     assert [(key.index, key.repeat) for key in keys[6:9]] == [(6, 0), (0, 1), (1, 1)]
 

@@ -1,0 +1,65 @@
+"""Measurements: each against what a user would pick instead, as a ratio in the same run.
+
+    python -m vitinit.bench init
+    python -m vitinit.bench loader --data-dir /data/imagenet/train
+    python -m vitinit.bench augment
+    python -m vitinit.bench step --model vit_base --batch 64 --amp bf16 --compile
+    python -m vitinit.bench step --model vit_base --batch 64 --amp bf16 --compile \\
+        --data-dir /data/imagenet/train --workers 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+
+from ..data.images import DataError
+from ..models import MODELS, VisionTransformer
+from ..train.engine import AMP_DTYPES
+from .data import bench_augment, bench_loader
+from .init import bench_init
+from .step import bench_step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m vitinit.bench", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    benches = parser.add_subparsers(dest="bench", required=True)
+    init = benches.add_parser("init", help="seconds of each init")
+    loader = benches.add_parser("loader", help="images a second and core, against torchvision")
+    loader.add_argument("--data-dir", type=Path, required=True)
+    augment = benches.add_parser("augment", help="milliseconds of the device's part")
+    augment.add_argument("--batch", type=int, default=256)
+    for bench in (loader, augment):
+        bench.add_argument("--image-size", type=int, default=224)
+    step = benches.add_parser("step", help="images a second of a training step")
+    step.add_argument("--batch", type=int, default=64)
+    step.add_argument("--image-size", type=int, default=224)
+    step.add_argument("--amp", choices=list(AMP_DTYPES), default="bf16")
+    step.add_argument("--compile", action="store_true")
+    step.add_argument("--data-dir", type=Path, help="also feed it from the pictures in this folder")
+    step.add_argument("--workers", type=int, default=os.cpu_count())
+    vits = [name for name, (family, _) in MODELS.items() if family is VisionTransformer]
+    for bench, models in ((init, vits), (step, list(MODELS))):
+        bench.add_argument("--model", choices=models, default="vit_base")
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores")
+    try:
+        if args.bench == "init":
+            bench_init(args.model)
+        elif args.bench == "loader":
+            bench_loader(args.data_dir, args.image_size)
+        elif args.bench == "augment":
+            bench_augment(args.batch, args.image_size)
+        else:
+            bench_step(args.model, batch=args.batch, image_size=args.image_size, amp=args.amp,
+                       compiled=args.compile, folder=args.data_dir, workers=args.workers)
+    except DataError as error:
+        raise SystemExit(f"vitinit.bench: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

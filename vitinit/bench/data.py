@@ -1,0 +1,127 @@
+"""Images a second that workers and the device prepare, beside torchvision's pipeline."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torchvision import transforms
+from torchvision.transforms import InterpolationMode
+
+from ..data.augment import IMAGENET_MEAN, IMAGENET_STD, rand_augment
+from ..data.datasets import LoosePictures
+from ..data.draw import (CropAndFlip, Erasing, RandAugment, SampleKey, draw_for_device, stack_draws)
+from ..data.loader import TrainBatch, TrainViews, train_loader
+from ..data.mix import Mix, Mixing, mix_images
+from ..data.to_device import TrainToDevice
+from ..train.run_folder import describe_device
+from .timing import best_seconds
+
+
+def deit_views(source: LoosePictures, size: int) -> TrainViews:
+    """DeiT's augmentation, the workers' part; repeats count on where the pictures are used up."""
+    return TrainViews(source, seed=0, size=(size, size), crop=CropAndFlip(),
+                      rand_augment=RandAugment(), erasing=Erasing())
+
+
+def deit_device_part(device: torch.device, num_classes: int = 1000) -> TrainToDevice:
+    return TrainToDevice(device, mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=True,
+                         fill=RandAugment().fill, erase_fill="pixel", erase_after_mix=False,
+                         mixing=Mixing(), num_classes=num_classes, seed=0, rank=0)
+
+
+def torchvisions_pipeline(size: int) -> transforms.Compose:
+    """What a user would write instead, on Pillow; its RandAugment is milder than DeiT's."""
+    return transforms.Compose([
+        transforms.RandomResizedCrop(size, interpolation=InterpolationMode.BICUBIC),
+        transforms.RandomHorizontalFlip(), transforms.RandAugment(2, 9), transforms.ToTensor(),
+        transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+        transforms.RandomErasing(0.25, value="random")])
+
+
+def batches_of_keys(count: int, batch: int, batches: int) -> list[list[SampleKey]]:
+    """Keys that go through `count` pictures again and again."""
+    return [[SampleKey(0, place % count, place // count)
+             for place in range(number * batch, (number + 1) * batch)] for number in range(batches)]
+
+
+def bench_loader(folder: Path, size: int, batch: int = 50) -> None:
+    """Images a second and core: what workers do, what is left to the device, and torchvision's."""
+    torch.set_num_threads(1)
+    source = LoosePictures(folder, 400)
+    views, prepare = deit_views(source, size), deit_device_part(torch.device("cpu"))
+    pipeline = torchvisions_pipeline(size)
+    keys = batches_of_keys(len(source), batch, max(1, len(source) // batch))
+    count = batch * len(keys)
+    indices = [key.index for some in keys for key in some]
+
+    def rate(action: Callable[[], object]) -> float:
+        return count / best_seconds(action)
+
+    def loaded() -> Iterator[TrainBatch]:
+        return iter(train_loader(views, keys, workers=0, pin_memory=False))
+
+    def theirs() -> None:
+        for index in indices:
+            pipeline(Image.open(source.paths[index]).convert("RGB"))
+
+    def seconds_through_a_worker() -> float:
+        """From the arrival of a first batch, its warm-up, so that it has not worked ahead."""
+        batches = iter(train_loader(views, keys[:1] + keys, workers=1, pin_memory=False))
+        next(batches)
+        began = time.perf_counter()
+        deque(batches, maxlen=0)
+        return time.perf_counter() - began
+
+    decode = rate(lambda: [source.picture(index) for index in indices])
+    worker = rate(lambda: deque(loaded(), maxlen=0))
+    through = count / min(seconds_through_a_worker() for _ in range(3))
+    whole = rate(lambda: [prepare(some, 0, number) for number, some in enumerate(loaded())])
+    pillow = rate(theirs)
+    print(f"{len(source)} pictures to {size} px in batches of {batch}, images/s/core, best of three\n"
+          f"decode alone                               {decode:6.0f}\n"
+          f"workers' part: + draws, crop, flip, stack  {worker:6.0f}   "
+          f"{100 * worker / decode:.0f} % of decoding alone, {worker / pillow:.2f} × torchvision's\n"
+          f"the same out of another process            {through:6.0f}   "
+          f"{1e6 / through - 1e6 / worker:+.0f} µs an image between processes\n"
+          f"whole: + RandAugment, normalise, erase, mix, here on the same core\n"
+          f"                                           {whole:6.0f}   {whole / pillow:.2f} × "
+          f"torchvision's\n"
+          f"torchvision's whole pipeline on Pillow     {pillow:6.0f}")
+
+
+def bench_augment(batch: int, size: int) -> None:
+    """Milliseconds of the device's part of DeiT's augmentation, noise images."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    prepare = deit_device_part(device)
+    rng = np.random.default_rng(0)
+    images = torch.from_numpy(rng.integers(0, 256, (batch, 3, size, size), dtype=np.uint8))
+    draws = stack_draws([draw_for_device(SampleKey(0, index), size, size, seed=0,
+                                         rand_augment=RandAugment(), erasing=Erasing())
+                         for index in range(batch)])
+    loaded = TrainBatch(images.to(device), torch.arange(batch, device=device) % 1000, draws)
+    floats = prepare.normalised(loaded.images)
+
+    def milliseconds(action: Callable[[], object]) -> float:
+        def waited() -> None:
+            action()
+            wait()
+        waited()
+        return 1e3 * best_seconds(waited)
+
+    parts = {
+        "RandAugment": lambda: rand_augment(loaded.images, draws, prepare.fill),
+        "normalise": lambda: prepare.normalised(loaded.images),
+        "erase": lambda: prepare.erased(floats, loaded),
+        "mixup": lambda: mix_images(floats, Mix(0.3, None)),
+        "all, as in training": lambda: prepare(loaded, 0, 0),
+    }
+    print(f"{batch}×3×{size}×{size} on {describe_device(device)}, ms, best of three")
+    for name, action in parts.items():
+        print(f"{name:20} {milliseconds(action):8.2f}")

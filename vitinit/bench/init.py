@@ -1,0 +1,52 @@
+"""Seconds of each init, and of the impulses as their formulas read."""
+
+from __future__ import annotations
+
+import torch
+
+from ..filters import convolution_matrix, impulse_kernel, ordered_offsets
+from ..init import init_weights
+from ..init.impulse import normalised_code
+from ..models import build_model
+from ..train.run_folder import describe_device
+from .timing import best_seconds
+
+
+def transcribed_impulse(model: torch.nn.Module) -> None:
+    """Q and K as the formulas read, D×D matrices and all: what the fast path is measured against.
+
+    One pseudo-inverse a block and one full SVD of a D×D matrix a head.
+    """
+    code = normalised_code(model).detach()
+    for block in model.blocks:
+        attention = block.attn
+        left, values, right = torch.linalg.svd(code.T @ code)
+        rank = attention.head_dim
+        inverse = right.T[:, :rank] / values[:rank] @ left[:, :rank].T @ code.T
+        for head in range(attention.num_heads):
+            offset = ordered_offsets(3)[head % 9]
+            impulses = convolution_matrix(impulse_kernel(offset, 3), model.grid)
+            maps = 1000.0 * impulses + torch.randn(impulses.shape) * (impulses == 0)
+            torch.linalg.svd(inverse @ maps @ inverse.T)
+
+
+def bench_init(name: str) -> None:
+    """Seconds of each init on the CPU, best of three."""
+    model = build_model(name, num_classes=1000, image_size=224)
+
+    def seconds(init: str, **options) -> float:
+        return best_seconds(lambda: init_weights(
+            model, init, generator=torch.Generator().manual_seed(0), **options))
+    base = seconds("default")
+    queries = seconds("impulse", value_init="base") - base
+    slow = best_seconds(lambda: transcribed_impulse(model), repeats=1)
+    print(f"{name} on {describe_device(torch.device('cpu'))}, best of three\n"
+          f"base 'default' alone                      {base:7.3f} s\n"
+          f"impulse, pos_embed and all Q, K           {queries:7.3f} s\n"
+          f"the same transcribed (D×D SVDs), once     {slow:7.3f} s, {slow / queries:.0f} times "
+          f"as long\n"
+          f"impulse, whole call with mimetic V, proj  {seconds('impulse'):7.3f} s\n"
+          f"deep_impulse, pos_embed and all Q, K      "
+          f"{seconds('deep_impulse', value_init='base') - base:7.3f} s\n"
+          f"deep_impulse, whole call                  {seconds('deep_impulse'):7.3f} s\n"
+          f"mimetic, whole call                       {seconds('mimetic'):7.3f} s")
