@@ -107,7 +107,7 @@ def test_even_noise_for_images_leaves_every_head_its_target(dim, heads, base, ki
 @pytest.mark.parametrize("reserve", [True, False])
 def test_on_the_code_alone_every_target_has_exactly_the_mass(mass, reserve, kind):
     """At the scale of the stream that the init expects, and round the borders."""
-    model = initialised(sizes=kind, target_mass=mass, reserve=reserve)
+    model = initialised(sizes=kind, target_mass=mass, reserve=reserve, marks=reserve)
     for block in range(5):
         weights = code_attention(model, block, reserve=reserve)
         for head, offset in enumerate(rotating(model, block)):
@@ -197,7 +197,7 @@ def test_nothing_writes_to_the_codes_channels_at_any_depth(value_init, base, kin
 
 @each_kind
 def test_without_reserve_the_patches_and_every_block_write_there(kind):
-    model = initialised(reserve=False, sizes=kind)
+    model = initialised(reserve=False, marks=False, sizes=kind)
     found = [model.pos_embed.detach().expand(3, -1, -1), *streams(model)]
     for before, after in zip(found, found[1:]):
         patches = slice(model.num_prefix_tokens, None)
@@ -306,7 +306,7 @@ def as_the_table_has_it(base: dict[str, Tensor], found: dict[str, Tensor], *, re
 def test_the_tables_tensors_are_all_that_is_written(reserve, value_init, base, kind):
     """To the bit, part by part; and what the init writes of its own is not the base's."""
     reference = initialised(base, sizes=kind).state_dict()
-    model = initialised(base=base, reserve=reserve, value_init=value_init, sizes=kind)
+    model = initialised(base=base, reserve=reserve, marks=reserve, value_init=value_init, sizes=kind)
     found = model.state_dict()
     expected = as_the_table_has_it(reference, found, reserve=reserve,
                                    mimetic=value_init == "mimetic")
@@ -325,7 +325,7 @@ def test_the_tables_tensors_are_all_that_is_written(reserve, value_init, base, k
 @pytest.mark.parametrize("reserve, reserved", [(True, RESERVED), (False, 0)])
 def test_values_multiply_to_the_noisy_identity_and_are_dealt_by_a_permutation(reserve, reserved):
     """x @ V.T @ proj.T = x @ (αZ − βI) on the other channels: Z and the deal, block after block."""
-    model = initialised(seed=3, reserve=reserve, value_alpha=0.3, value_beta=0.7)
+    model = initialised(seed=3, reserve=reserve, marks=reserve, value_alpha=0.3, value_beta=0.7)
     generator = torch.Generator().manual_seed(3)
     vitinit.init_weights(built(), "default", generator=generator)        # the base's draws
     for block in model.blocks:
@@ -637,6 +637,7 @@ FIXED = dict(pos_embed="sincos", embed_dim=60)
     ({}, dict(offsets="spiral"), "offsets is 'spiral', expected one of ordered, rotating, random"),
     ({}, dict(target="box"), "target is 'box', expected one of impulse, gaussian"),
     ({}, dict(code="sincos"), "code is 'sincos', expected one of fourier, random"),
+    ({}, dict(reserve=False), "marks = true needs reserve = true, .*; set marks = false"),
     ({}, dict(waves_of_heads="all"), "waves_of_heads is 'all', expected one of slowest, disjoint"),
     ({}, dict(value_init="x"), "value_init is 'x', expected one of mimetic, base"),
     ({}, dict(base="zeros"), "base is 'zeros'"),

@@ -88,7 +88,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
         the grid looks round to the other side; from 2 on it looks at the border, with larger logits.
     marks: three channels of the D_p, and one of each head's, by which the logit at the target is 0
         whatever LayerNorm subtracts and divides by. Without them, slow waves cost mass (at period 2
-        .56 to .75 for .9, width 96, 8×8, CIFAR-10).
+        .56 to .75 for .9, width 96, 8×8, CIFAR-10). They need `reserve`.
     waves_of_heads: each head uses the slowest waves, two channels each, or its own share, in turn.
     reserve: False leaves the code's channels to be written to by everybody, as in `impulse`.
     mlp_reads_code: False keeps position out of the MLPs, too, at first: then tokens move with the
@@ -117,6 +117,9 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     if code == "random" and (target == "gaussian" or waves_of_heads == "disjoint"):
         raise ValueError('code is "random", which has no waves for target "gaussian" and waves_of_heads '
                          '"disjoint"; use "fourier"')
+    if marks and not reserve:
+        raise ValueError("marks = true needs reserve = true, since content in the marks' channels swamps "
+                         "the logits; set marks = false")
     cells = offsets_on_grid(kernel_size, model.grid)
     dim, attention = model.pos_embed.shape[2], model.blocks[0].attn
     heads, head_dim = attention.num_heads, attention.head_dim
@@ -165,7 +168,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
 
     reserved = count if reserve else 0
     if reserve:
-        clear_channels(model, reserved)
+        clear_channels(model, count)
     if not mlp_reads_code:
         for block in model.blocks:
             block.mlp.fc1.weight[:, :count] = 0.0
