@@ -77,7 +77,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
         number of heads covers the kernel over depth; "ordered", "random": as for `impulse`.
     target_mass: what a head's target gets of the attention among patches, in every block. The logits
         are solved for on the code alone, and Q and K grow with the LayerNorm's scale that
-        `stream_scales` expects.
+        `stream_scales` expects. Lower ones trained better: recipes/deep_impulse.md.
     target: "gaussian": logits −‖Δ − δ‖² / 2 sigma² in place of a single peak, as far as a head's waves
         can say that; target_mass then means nothing.
     code: "random": normal draws in place of waves, with Q and K by factorisation as in `impulse`.
