@@ -88,7 +88,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
         the grid looks round to the other side; from 2 on it looks at the border, with larger logits.
     marks: three channels of the D_p, and one of each head's, by which the logit at the target is 0
         whatever LayerNorm subtracts and divides by. Without them, slow waves cost mass (at period 2
-        .56 to .75 for .9, width 96, 8×8, CIFAR-10). They need `reserve`.
+        .60 to .78 for .9, width 96, 8×8, CIFAR-10). They need `reserve`.
     waves_of_heads: each head uses the slowest waves, two channels each, or its own share, in turn.
     reserve: False leaves the code's channels to be written to by everybody, as in `impulse`.
     mlp_reads_code: False keeps position out of the MLPs, too, at first: then tokens move with the
