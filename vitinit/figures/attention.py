@@ -10,7 +10,7 @@ from torch import Tensor
 from ..data.images import decode_image
 from ..mixing import block_grids, mixing_matrices
 from ..models import SimpleViT, SwinTransformer, VisionTransformer
-from .plot import OVERLAY, pyplot
+from .plot import OVERLAY, pyplot, save
 from .subjects import Subject, as_input, require_indices, require_family, view
 
 LUMA = (0.299, 0.587, 0.114)    # ITU-R BT.601: grey as the eye weighs red, green and blue
@@ -72,4 +72,4 @@ def draw_attention(out: Path, subjects: Iterable[Subject], picture: Path, *, blo
     for axis, title in zip(axes[0], ("photograph, query framed", *(f"head {h}" for h in heads))):
         axis.set_title(title, fontsize=9)
     figure.suptitle(f"{subject.recipe.name}: where the framed patch looks", fontsize=11)
-    figure.savefig(out, dpi=PHOTO_DPI, format="png")
+    save(figure, out, dpi=PHOTO_DPI)

@@ -15,7 +15,7 @@ from ..data.images import decode_image, resize_and_centre_crop
 from ..data.loader import TrainViews, train_loader
 from ..data.mix import Mixing, mix_images
 from ..keys import Stream, keyed_generator
-from .plot import pyplot
+from .plot import pyplot, save
 
 
 def draw_operations(out: Path, picture: Path, *, magnitude: float) -> None:
@@ -36,7 +36,7 @@ def draw_operations(out: Path, picture: Path, *, magnitude: float) -> None:
                        operation.name if operation else "original", fontsize=9)
         axis.set_axis_off()
     figure.suptitle(f"RandAugment's operations at magnitude {magnitude:g}", fontsize=11)
-    figure.savefig(out, dpi=72)
+    save(figure, out, dpi=72)
 
 
 def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
@@ -67,4 +67,4 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
         row[0].set_ylabel(kind, fontsize=10)
     figure.suptitle("Two augmented batches: each image with its partner, targets in these shares",
                     fontsize=11)
-    figure.savefig(out, dpi=72)
+    save(figure, out, dpi=72)

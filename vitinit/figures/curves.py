@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ..runs import Group
-from .plot import COLOURS, LINES, pyplot
+from .plot import COLOURS, LINES, pyplot, save
 
 
 def draw_curves(out: Path, groups: Sequence[Group]) -> None:
@@ -32,4 +32,4 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
     axis.title.set_fontsize(11)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=9)
-    figure.savefig(out, dpi=130)
+    save(figure, out, dpi=130)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..models import VisionTransformer
-from .plot import COLOURS, DPI, pyplot
+from .plot import Line, colours_of, draw_panels
 from .subjects import Subject, photographs, require_family
 
 BATCH = 8                       # images a forward pass
@@ -48,30 +48,20 @@ def shift_errors(model: VisionTransformer, images: Tensor, step: tuple[int, int]
 
 def draw_equivariance(out: Path, subjects: Iterable[Subject], *, folder: Path, count: int,
                       step: tuple[int, int]) -> None:
-    """One panel a recipe, one line an init or epoch; the numbers are printed, too."""
+    """One panel a recipe, one line an init or run and epoch; the numbers are printed, too."""
     if count < 2:
         raise ValueError(f"--count {count}: what differs between pictures takes two at least")
-    panels: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    found: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for subject in subjects:
         require_family(subject, "equivariance", VisionTransformer)
         name = subject.recipe.name
         errors = shift_errors(subject.model, photographs(folder, count, subject.recipe), step)
-        panels[name][subject.state] = errors
+        found[name][subject.state] = errors
         print(f"{name}, {subject.state}:", *(f"{error:.3f}" for error in errors))
 
-    figure, axes = pyplot().subplots(1, len(panels), squeeze=False, sharey=True,
-                                     figsize=(max(7.6, 3.1 * len(panels) + 1.2), 4.2),
-                                     layout="constrained")
-    for axis, (name, lines) in zip(axes[0], panels.items()):
-        for (state, errors), colour in zip(lines.items(), COLOURS * len(lines)):
-            axis.plot(range(len(errors)), errors, color=colour, marker="o", markersize=3,
-                      label=state)
-        axis.set(title=name, xlabel="blocks behind", xticks=range(len(errors)))
-        axis.grid(alpha=0.3)
-    axes[0, 0].set_ylim(bottom=0.0)                  # of all panels, which share it
-    axes[0, 0].set_ylabel("error of tokens, share of their rms")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", fontsize=8,
-                  ncols=4)
-    figure.suptitle(f"Tokens of pictures moved by {step[0]} and {step[1]} patches, against moved "
-                    f"tokens, {count} photographs", fontsize=11)
-    figure.savefig(out, dpi=DPI, format="png")
+    colours = colours_of(state for states in found.values() for state in states)
+    panels = {name: [Line(errors, state, colours[state]) for state, errors in states.items()]
+              for name, states in found.items()}
+    draw_panels(out, panels, across="blocks behind", down="error of tokens, share of their rms",
+                heading=f"Tokens of pictures moved by {step[0]} and {step[1]} patches, against moved "
+                        f"tokens, {count} photographs")

@@ -15,7 +15,7 @@ from ..keys import Stream, keyed_generator
 from ..mixing import mean_kernel, mixing_matrices
 from ..models import ConvMixer, SwinTransformer, build_model
 from ..models.conv_mixer import DenseMixing
-from .plot import Row, draw_grid, pyplot
+from .plot import Row, draw_grid, pyplot, save
 from .subjects import Subject, require_family, require_indices
 
 RADIUS = 3                      # of the kernels of attention, in patches
@@ -56,7 +56,7 @@ def draw_kernels(out: Path, *, inits: list[str], embed_dim: int, num_heads: int,
         axis.set_xlabel("patches right", fontsize=8)
     figure.colorbar(image, ax=axes, label="mean attention", shrink=0.8)
     figure.suptitle(f"Where each head looks before training, block {block}", fontsize=11)
-    figure.savefig(out, dpi=130)
+    save(figure, out, dpi=130)
 
 
 def held_kernels(model: nn.Module, block: int, columns: Sequence[int]) -> Tensor:

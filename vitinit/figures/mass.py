@@ -14,7 +14,7 @@ from ..filters import Offset, offsets_on_grid
 from ..init.impulse import head_offsets
 from ..mixing import logit_peak, mixing_matrices, target_mass
 from ..models import SimpleViT, VisionTransformer
-from .plot import COLOURS, DPI, pyplot
+from .plot import Line, colours_of, draw_panels
 from .subjects import Subject, photographs, require_family
 
 BATCH = 8                       # images a forward pass; all attention matrices of it are in memory
@@ -75,40 +75,31 @@ def summarised(masses: Tensor, targets: list[list[Offset]]) -> Masses:
 
 def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path, count: int,
               kernel_size: int) -> None:
-    """One panel a recipe, one colour an init or epoch; the numbers are printed, too."""
-    panels: dict[str, dict[str, Masses]] = defaultdict(dict)
-    grids: dict[str, tuple[int, int]] = {}
+    """One panel a recipe, one colour an init or run and epoch; the numbers are printed, too."""
+    found: dict[str, dict[str, Masses]] = defaultdict(dict)
+    cells: dict[str, int] = {}
     for subject in subjects:
         require_family(subject, "mass")
         targets = block_targets(subject, kernel_size)
         name, grid = subject.recipe.name, subject.model.grid
         images = photographs(folder, count, subject.recipe)
         masses, peaks = masses_by_block(subject.model, images, targets)
-        found = summarised(masses, targets)
-        panels[name][subject.state], grids[name] = found, grid
-        for part, values in zip(("all heads", "centre", "others"), found):
+        found[name][subject.state] = summarised(masses, targets)
+        cells[name] = grid[0] * grid[1]
+        for part, values in zip(("all heads", "centre", "others"), found[name][subject.state]):
             print(f"{name}, {subject.state}: {part:9}", *(f"{value:.3f}" for value in values))
         saturated = ", saturated" if peaks.mean(1).max() > SATURATED else ""
         print(f"{name}, {subject.state}: logits   ", *(f"{value:5.1f}" for value in peaks.mean(1)),
               f"(largest above the mean, all heads{saturated})")
 
-    figure, axes = pyplot().subplots(1, len(panels), squeeze=False, sharey=True,
-                                     figsize=(max(7.6, 3.1 * len(panels) + 1.2), 4.2),
-                                     layout="constrained")
-    for axis, (name, lines) in zip(axes[0], panels.items()):
-        for (state, found), colour in zip(lines.items(), COLOURS * len(lines)):
-            blocks = range(len(found.others))
-            axis.plot(blocks, found.others, color=colour, marker="o", markersize=3,
-                      label=f"{state}, other heads")
-            axis.plot(blocks, found.centre, color=colour, linestyle="--", marker="s", markersize=3,
-                      label=f"{state}, centre heads")
-        cells = grids[name][0] * grids[name][1]
-        axis.axhline(1 / cells, color="0.5", linestyle=":", label="uniform attention")
-        axis.set(title=name, xlabel="block", xticks=blocks, ylim=(-0.02, 1.02))
-        axis.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("share of attention on the head's target")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", fontsize=8,
-                  ncols=4)
-    figure.suptitle(f"Attention on the impulse's target by depth, mean over {count} photographs",
-                    fontsize=11)
-    figure.savefig(out, dpi=DPI, format="png")
+    colours = colours_of(state for states in found.values() for state in states)
+    panels = {}
+    for name, states in found.items():
+        panels[name] = []
+        for state, mass in states.items():
+            panels[name] += [Line(mass.others, f"{state}, other heads", colours[state]),
+                             Line(mass.centre, f"{state}, centre heads", colours[state], "--", "s")]
+        uniform = torch.full_like(mass.heads, 1 / cells[name])
+        panels[name].append(Line(uniform, "uniform attention", "0.5", ":", ""))
+    draw_panels(out, panels, across="block", down="share of attention on the head's target", top=1.0,
+                heading=f"Attention on the impulse's target by depth, mean over {count} photographs")

@@ -1,13 +1,18 @@
-"""What every picture needs: matplotlib, colours that the colour-blind tell apart, grids of maps."""
+"""What every picture needs: matplotlib, colours that the colour-blind tell apart, panels of lines and
+grids of maps."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from PIL import Image
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")   # Okabe and Ito's
 LINES = ("-", "--", "-.", ":")
@@ -27,6 +32,57 @@ def pyplot() -> ModuleType:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     return plt
+
+
+def save(figure: Figure, out: Path, dpi: int = DPI) -> None:
+    """A PNG file; the figure is closed, since pyplot would keep it in memory."""
+    figure.savefig(out, dpi=dpi, format="png")
+    pyplot().close(figure)
+
+
+# ---------------------------------------------------------------------------------------------
+# Panels of lines
+# ---------------------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """One value for each of 0, 1, 2, …"""
+
+    values: Tensor              # (points,); NaN is not drawn
+    label: str                  # lines of one label look alike in all panels
+    colour: str
+    style: str = "-"
+    marker: str = "o"
+
+
+def colours_of(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each name, in their order; from the seventh on they start again."""
+    return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(dict.fromkeys(names))}
+
+
+def draw_panels(out: Path, panels: dict[str, list[Line]], *, across: str, down: str, heading: str,
+                top: float | None = None) -> None:
+    """Panels side by side, on one scale from 0 to `top` (None: as far as lines reach)."""
+    figure, axes = pyplot().subplots(1, len(panels), squeeze=False, sharey=True, layout="constrained",
+                                     figsize=(max(7.6, 3.1 * len(panels) + 1.2), 4.2))
+    legend = {}
+    for axis, (title, lines) in zip(axes[0], panels.items()):
+        for line in lines:
+            legend[line.label], = axis.plot(line.values, color=line.colour, linestyle=line.style,
+                                            marker=line.marker, markersize=3, label=line.label)
+        axis.set(title=title, xlabel=across, xticks=range(max(len(line.values) for line in lines)))
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel(down)
+    # Of all panels, which share it; with a `top`, a little more shows markers at both ends whole.
+    axes[0, 0].set_ylim((0.0, None) if top is None else (-0.02 * top, 1.02 * top))
+    figure.legend(legend.values(), legend, loc="outside lower center", fontsize=8, ncols=4)
+    figure.suptitle(heading, fontsize=11)
+    save(figure, out)
+
+
+# ---------------------------------------------------------------------------------------------
+# Grids of maps
+# ---------------------------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
@@ -78,7 +134,7 @@ def draw_grid(out: Path, rows: list[Row], titles: list[str], heading: str,
                               extend=cut)
         bar.ax.tick_params(labelsize=7)
     figure.suptitle(heading, fontsize=11)
-    figure.savefig(out, dpi=DPI, format="png")
+    save(figure, out)
     # Noise hardly compresses; 256 colours, enough for two maps and their text, quarter it.
     Image.open(out).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
         out, format="png", optimize=True)

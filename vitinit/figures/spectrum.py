@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .plot import COLOURS, DPI, LINES, pyplot
+from .plot import COLOURS, LINES, pyplot, save
 from .subjects import Subject, photographs
 
 SMALL = 0.01                    # of the largest singular value: directions below it hardly matter
@@ -73,4 +73,4 @@ def draw_spectrum(out: Path, subjects: Iterable[Subject], *, folder: Path, count
     axis.legend(fontsize=8)
     figure.suptitle(f"Patch embeddings X of {count} photographs: singular values, mean and range",
                     fontsize=11)
-    figure.savefig(out, dpi=DPI, format="png")
+    save(figure, out)

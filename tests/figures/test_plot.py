@@ -1,0 +1,67 @@
+"""Panels of lines: what matplotlib's own objects say was drawn; and no figure is left behind."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+
+from vitinit.figures.plot import COLOURS, Line, colours_of, draw_panels
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list:
+    """The figures that were saved, instead of files."""
+    figures: list = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig",
+                        lambda figure, *_, **__: figures.append(figure))
+    return figures
+
+
+def test_a_name_has_one_colour_wherever_it_comes_again():
+    names = [str(number) for number in range(7)]
+    found = colours_of([names[2], names[0], names[2], *names])
+    assert [found[name] for name in ("2", "0", "1", "3", "4", "5")] == list(COLOURS)
+    assert found["6"] == COLOURS[0]
+
+
+def test_the_legend_names_the_lines_of_all_panels_once_each_in_their_colours(drawn, tmp_path):
+    """The second panel has a line that the first has not, and the first one that the second has not."""
+    values = torch.tensor([0.5, torch.nan, 2.0])
+    draw_panels(tmp_path / "x.png", {
+        "left": [Line(values, "a", "red"), Line(values + 1, "b", "green", "--", "s")],
+        "right": [Line(values[:2], "b", "green", "--", "s"), Line(values + 2, "c", "blue")],
+    }, across="block", down="share", heading="Something")
+    figure, = drawn
+    legend, = figure.legends
+    assert [(text.get_text(), handle.get_color(), handle.get_linestyle()) for text, handle in zip(
+        legend.get_texts(), legend.legend_handles)] == [("a", "red", "-"), ("b", "green", "--"),
+                                                        ("c", "blue", "-")]
+    left, right = figure.axes
+    assert [axis.get_title() for axis in (left, right)] == ["left", "right"]
+    assert left.lines[0].get_xdata().tolist() == [0, 1, 2]
+    assert right.lines[1].get_ydata()[[0, 2]].tolist() == [2.5, 4.0]
+    assert right.get_xticks().tolist() == [0, 1, 2] and left.get_xlabel() == "block"
+    assert left.get_ylabel() == "share" and right.get_ylabel() == ""
+    # One scale, from 0 up to the highest line of any panel.
+    assert left.get_ylim() == right.get_ylim() and left.get_ylim()[0] == 0.0
+    assert left.get_ylim()[1] >= 4.0
+
+
+def test_a_top_bounds_the_scale_of_all_panels(drawn, tmp_path):
+    lines = [Line(torch.tensor([0.0, 0.3]), "a", "red")]
+    draw_panels(tmp_path / "x.png", {"left": lines, "right": lines}, across="", down="", heading="",
+                top=5.0)
+    for axis in drawn[0].axes:
+        low, high = axis.get_ylim()
+        assert -0.5 < low < 0.0 and 5.0 < high < 5.5
+
+
+def test_no_figure_is_left_in_memory(draw, sizes, picture_tree):
+    before = plt.get_fignums()
+    pictures = ("--data-dir", picture_tree / "val", "--count", 2)
+    for name in ("mass", "equivariance", "spectrum"):
+        draw(name, "--recipe", "quickstart", *sizes, *pictures)
+    draw("maps", "--recipe", "quickstart", *sizes)
+    draw("kernels", "--inits", "impulse", "--embed-dim", 96, "--num-heads", 3)
+    assert plt.get_fignums() == before
