@@ -20,7 +20,7 @@ from ..data.loader import TrainBatch, TrainViews, train_loader
 from ..data.mix import Mix, Mixing, mix_images
 from ..data.to_device import TrainToDevice
 from ..train.run_folder import describe_device
-from .timing import best_seconds
+from .timing import best_seconds, device_to_time
 
 
 def deit_views(source: LoosePictures, size: int) -> TrainViews:
@@ -97,8 +97,7 @@ def bench_loader(folder: Path, size: int, batch: int = 50) -> None:
 
 def bench_augment(batch: int, size: int) -> None:
     """Milliseconds of the device's part of DeiT's augmentation, noise images."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    device, wait = device_to_time()
     prepare = deit_device_part(device)
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(0, 256, (batch, 3, size, size), dtype=np.uint8))

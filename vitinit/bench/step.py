@@ -21,7 +21,7 @@ from ..train.optim import adamw
 from ..train.run_folder import describe_device, peak_memory
 from ..train.throughput import TIMED_PASSES, WARMUP_PASSES
 from .data import batches_of_keys, deit_device_part, deit_views
-from .timing import best_seconds
+from .timing import best_seconds, device_to_time
 
 
 def forward_flops(model: torch.nn.Module, images: torch.Tensor) -> float:
@@ -36,10 +36,9 @@ def bench_step(name: str, *, batch: int, image_size: int, amp: str, compiled: bo
                folder: Path | None, workers: int) -> None:
     """Forward, backward and AdamW on synthetic pictures, beside the matrix rate of the device; then
     on pictures from files with DeiT's whole augmentation, if there are any."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, wait = device_to_time()
     warmup, steps = (WARMUP_PASSES, TIMED_PASSES) if device.type == "cuda" else (1, 3)
     torch.set_float32_matmul_precision("high")
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     model = build_model(name, num_classes=1000, image_size=image_size)
     init_weights(model, "default", generator=torch.Generator().manual_seed(0))
     model.to(device)

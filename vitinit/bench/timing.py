@@ -1,9 +1,18 @@
-"""How seconds are taken."""
+"""What is timed on, and how seconds are taken."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+
+import torch
+
+
+def device_to_time() -> tuple[torch.device, Callable[[], None]]:
+    """A GPU if there is one; and what waits until all that was given to it is done."""
+    if torch.cuda.is_available():
+        return torch.device("cuda"), torch.cuda.synchronize
+    return torch.device("cpu"), lambda: None
 
 
 def best_seconds(action: Callable[[], object], repeats: int = 3) -> float:

@@ -170,8 +170,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     if reserve:
         clear_channels(model, count)
     if not mlp_reads_code:
-        for block in model.blocks:
-            block.mlp.fc1.weight[:, :count] = 0.0
+        keep_from_mlps(model, count)
     for number, block in enumerate(model.blocks):
         if value_init == "mimetic":
             write_values_beside(block.attn, reserved, alpha=value_alpha, beta=value_beta,
@@ -224,6 +223,12 @@ def clear_channels(model: VisionTransformer, count: int) -> None:
             getattr(model, name)[..., :count] = 0.0
     for block in model.blocks:
         block.attn.v_weight[..., :count] = 0.0
+
+
+def keep_from_mlps(model: VisionTransformer, count: int) -> None:
+    """No MLP reads the first `count` channels of the residual stream."""
+    for block in model.blocks:
+        block.mlp.fc1.weight[:, :count] = 0.0
 
 
 def write_values_beside(attention: Attention, count: int, *, alpha: float, beta: float,
