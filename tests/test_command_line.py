@@ -170,8 +170,11 @@ def test_the_recipe_holds_all_options_those_of_the_file_and_of_set_included(tmp_
     assert {"kernel_size", "noise_std", "base"} < set(recipe.init.options)
 
 
-def test_resolved_options_resolve_to_themselves(tmp_path):
-    recipe = resolve_recipe(saved(tmp_path, init="impulse"), [])
+@pytest.mark.parametrize("init, sets", [
+    ("impulse", []), ("deep_impulse", []), ("deep_impulse", ["init.options.target_mass=[0.3,0.05]"]),
+])
+def test_resolved_options_resolve_to_themselves(tmp_path, init, sets):
+    recipe = resolve_recipe(saved(tmp_path, init=init), [parse_override(text) for text in sets])
     (tmp_path / "trial.toml").write_text(dump_recipe(recipe), encoding="utf-8")
     assert resolve_recipe(tmp_path / "trial.toml", []) == recipe
 
@@ -203,6 +206,9 @@ def test_resolved_options_resolve_to_themselves(tmp_path):
      "--set init.options.qk_norm=x: ", "qk_norm is 'x', expected a number"),
     (dict(init="impulse"), {}, ["init.options.rank=x", "init.options.rank=y"],
      "--set init.options.rank=y: ", "rank is 'y', expected an integer"),
+    (dict(init="deep_impulse"), {}, ["init.options.target_mass=[0.3]"],
+     "--set init.options.target_mass=[0.3]: ",
+     "target_mass is [0.3], expected a number or a list of 2 numbers"),
     (dict(init="impulse"), {}, ["init.options={rnk=3}"], "--set init.options={rnk=3}: ",
      "'rnk'; did you mean 'rank'?"),
     (dict(init="impulse", init_options={"rnk": 3}), {}, ["init.options.rank=3"], "",

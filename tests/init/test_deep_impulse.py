@@ -115,6 +115,25 @@ def test_on_the_code_alone_every_target_has_exactly_the_mass(mass, reserve, kind
             torch.testing.assert_close(masses, torch.full_like(masses, mass), rtol=0, atol=1e-5)
 
 
+def test_of_a_pair_of_masses_the_odds_fall_by_the_same_factor_from_block_to_block():
+    """Measured on the attention: 4, 2, 1, 1/2, 1/4 to 1 from the first of five blocks to the last."""
+    model = initialised(target_mass=(0.8, 0.2))
+    for block, odds in enumerate((4.0, 2.0, 1.0, 0.5, 0.25)):
+        weights = code_attention(model, block)
+        for head, offset in enumerate(rotating(model, block)):
+            masses = (weights[head] * circular_shift(offset, model.grid)).sum(1)
+            expected = torch.full_like(masses, odds / (1.0 + odds))
+            torch.testing.assert_close(masses, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, dict(waves_of_heads="disjoint", code_channels=0.9),
+                                     dict(code="random", code_channels=0.9)])
+def test_a_pair_of_one_mass_is_that_mass_in_every_block(options):
+    pair, single = (initialised(target_mass=mass, **options) for mass in ([0.4, 0.4], 0.4))
+    for (name, found), expected in zip(pair.state_dict().items(), single.state_dict().values()):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=name)
+
+
 def test_at_a_longer_period_targets_have_more_and_heads_without_one_look_at_the_border():
     model = initialised(period=2.0, target_mass=0.8)
     for block in range(5):
@@ -624,7 +643,11 @@ FIXED = dict(pos_embed="sincos", embed_dim=60)
 
 @pytest.mark.parametrize("sizes, options, message", [
     (FIXED, {}, "writes the position code, and the model's is fixed; use pos_embed = \"learned\""),
-    ({}, dict(target_mass=0.0), "target_mass is 0.0 and code_channels .* expected 0 < target_mass"),
+    ({}, dict(target_mass=0.0), "target_mass is 0.0 and code_channels .* expected 0.029 .uniform "
+                                "attention. < target_mass"),
+    ({}, dict(target_mass=0.028), "target_mass is 0.028"),               # of 35 tokens
+    ({}, dict(target_mass=(0.5, 0.028)), r"target_mass is \(0.5, 0.028\)"),
+    ({}, dict(target_mass=(1.0, 0.5)), r"target_mass is \(1.0, 0.5\)"),
     ({}, dict(target_mass=1.0), "target_mass is 1.0"),
     ({}, dict(target_mass=math.nan), "target_mass is nan"),
     ({}, dict(code_channels=0.0), "code_channels 0.0"),

@@ -41,7 +41,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
                  base: Literal["default", "torch"] = "default",
                  kernel_size: int = 3,
                  offsets: Literal["rotating", "ordered", "random"] = "rotating",
-                 target_mass: float = 0.9,
+                 target_mass: float | tuple[float, float] = 0.9,
                  target: Literal["impulse", "gaussian"] = "impulse",
                  sigma: float = 1.0,
                  code: Literal["fourier", "random"] = "fourier",
@@ -75,9 +75,10 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     kernel_size: f of the f×f impulse kernels.
     offsets: "rotating": head h of block l takes offset l · heads + h, modulo their number, so that any
         number of heads covers the kernel over depth; "ordered", "random": as for `impulse`.
-    target_mass: what a head's target gets of the attention among patches, in every block. The logits
-        are solved for on the code alone, and Q and K grow with the LayerNorm's scale that
-        `stream_scales` expects. Lower ones trained better: recipes/deep_impulse.md.
+    target_mass: what a head's target gets of the attention among patches, in every block; or a pair,
+        in the first and in the last one, between which its odds change by the same factor from block
+        to block. The logits are solved for on the code alone, and Q and K grow with the LayerNorm's
+        scale that `stream_scales` expects. Lower ones trained better: recipes/deep_impulse.md.
     target: "gaussian": logits −‖Δ − δ‖² / 2 sigma² in place of a single peak, as far as a head's waves
         can say that; target_mass then means nothing.
     code: "random": normal draws in place of waves, with Q and K by factorisation as in `impulse`.
@@ -101,9 +102,12 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     if not model.learns_positions:
         raise ValueError("init 'deep_impulse' writes the position code, and the model's is fixed; use "
                          'pos_embed = "learned"')
-    if not 0.0 < target_mass < 1.0 or not 0.0 < code_channels <= 1.0:
+    uniform = 1.0 / (model.grid[0] * model.grid[1])
+    masses = masses_by_block(target_mass, len(model.blocks))
+    if not all(uniform < mass < 1.0 for mass in masses) or not 0.0 < code_channels <= 1.0:
         raise ValueError(f"target_mass is {target_mass} and code_channels {code_channels}; expected "
-                         "0 < target_mass < 1 and 0 < code_channels ≤ 1")
+                         f"{uniform:.2g} (uniform attention) < target_mass < 1 and 0 < code_channels "
+                         "≤ 1")
     if not (sigma > 0.0 and code_rms > 0.0 and period >= 1.0):           # NaN is none of them
         raise ValueError(f"sigma is {sigma}, code_rms {code_rms} and period {period}; expected sigma "
                          "and code_rms > 0 and period ≥ 1")
@@ -137,12 +141,12 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     frequencies = frequencies[:pairs]
     groups = [torch.arange(first, first + used) % pairs for first in
               (range(0, heads * used, used) if waves_of_heads == "disjoint" else [0])]
-    weights = []
+    weights = {}
     if code == "fourier":
-        weights = [impulse_weights(frequencies[group], model.grid, period, target_mass)
+        weights = {(mass, number): impulse_weights(frequencies[group], model.grid, period, mass)
                    if target == "impulse" else
                    gaussian_weights(frequencies[group], model.grid, period, sigma)
-                   for group in groups]
+                   for mass in dict.fromkeys(masses) for number, group in enumerate(groups)}
     draw_base(model, base, generator)
 
     # The code, (N, 2 · pairs) with a mean square of ½, and how a head reads it.
@@ -153,12 +157,12 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
         table.normal_(std=0.5**0.5, generator=generator)
 
     @cache                                           # heads repeat from block to block
-    def factors(group: int, offset: Offset) -> tuple[Tensor, Tensor]:
+    def factors(mass: float, group: int, offset: Offset) -> tuple[Tensor, Tensor]:
         if code == "fourier":
-            query, key = turned_factors(frequencies, groups[group], weights[group], offset)
-            peak = weights[group].sum().item()
+            query, key = turned_factors(frequencies, groups[group], weights[mass, group], offset)
+            peak = weights[mass, group].sum().item()
         else:
-            query, key, peak = fitted_factors(table, offset, model.grid, 2 * used, target_mass)
+            query, key, peak = fitted_factors(table, offset, model.grid, 2 * used, mass)
         return reading_marks(query, key, peak) if marks else (query, key)
 
     prefix = model.num_prefix_tokens
@@ -176,13 +180,24 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
             write_values_beside(block.attn, reserved, alpha=value_alpha, beta=value_beta,
                                 generator=generator)
         chosen = head_offsets(heads, cells, offsets, generator, first=number * heads)
-        write_queries_keys(block.attn, [factors(head % len(groups), offset)
+        write_queries_keys(block.attn, [factors(masses[number], head % len(groups), offset)
                                         for head, offset in enumerate(chosen)])
     for block, scale in zip(model.blocks, stream_scales(model, reserved, code_rms)):
         # Queries and keys are divided by √scale each, and logits by √d.
         gain = math.sqrt(scale * math.sqrt(head_dim)) / amplitude
         block.attn.q_weight.mul_(gain)
         block.attn.k_weight.mul_(gain)
+
+
+def masses_by_block(target_mass: float | tuple[float, float], depth: int) -> list[float]:
+    """The wanted mass of each block; of a pair, the logarithm of the odds goes in equal steps.
+
+    That is what a logit at the target would do. NaN where an end is not between 0 and 1.
+    """
+    if isinstance(target_mass, float):
+        return [target_mass] * depth
+    ends = torch.tensor(target_mass, dtype=torch.float64).logit()        # (2,)
+    return torch.linspace(*ends.tolist(), depth, dtype=torch.float64).sigmoid().tolist()
 
 
 def fitted_factors(table: Tensor, offset: Offset, grid: tuple[int, int], width: int,
