@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitinit.command_line import USER_ERRORS, Parser, choose_run, complain
 from vitinit.data.datasets import download, open_split
-from vitinit.data.draw import CropAndFlip, Erasing, RandAugment
+from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleDraws
 from vitinit.data.images import DataError
 from vitinit.data.loader import steps
 from vitinit.data.mix import Mixing
@@ -95,20 +95,20 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
     if plan.micro_batch == 1 and mixing.mixes:
         raise RecipeError("[mix] finds no partners in micro-batches of one image; raise "
                           "optim.max_batch_per_process or set mix.probability=0")
-    crop = CropAndFlip(scale=augment.crop_scale, ratio=augment.crop_ratio,
-                       padding=augment.crop_padding, flip=augment.flip,
-                       interpolation=augment.interpolation)
+    crop = CropAndFlip(scale=augment.crop_scale, ratio=augment.crop_ratio, flip=augment.flip,
+                       padding=augment.crop_padding, interpolation=augment.interpolation)
     erasing = Erasing(probability=augment.erase_probability, area=augment.erase_area,
                       ratio=augment.erase_ratio, fill=augment.erase_fill)
     rand_augment = RandAugment(**vars(recipe.rand_augment))
+    draws = SampleDraws(seed=recipe.run.seed, size=data.image_size, crop=crop,
+                        rand_augment=rand_augment, erasing=erasing)
     loading = dict(device=device, budget_gib=0.0 if args.dry_run else data.on_device_gib,
-                   workers=data.workers, size=data.image_size)
+                   workers=data.workers)
     with ProgressBar("decode", len(train_set) + len(val_set), shown=processes.is_main) as bar:
         train_batches = together(lambda: training_batches(
-            train_set, sampler, seed=recipe.run.seed, crop=crop, rand_augment=rand_augment,
-            erasing=erasing, advance=bar.advance, **loading))
+            train_set, sampler, draws, advance=bar.advance, **loading))
         val_batches = together(lambda: evaluation_batches(
-            val_set, rank=processes.rank, world_size=processes.world_size,
+            val_set, rank=processes.rank, world_size=processes.world_size, size=data.image_size,
             crop_pct=recipe.eval.crop_pct, interpolation=recipe.eval.interpolation,
             batch_size=recipe.eval.batch_size, advance=bar.advance, **loading))
     looks = dict(mean=data.mean, std=data.std, channels_last=recipe.engine.channels_last)

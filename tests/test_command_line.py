@@ -392,7 +392,7 @@ def test_every_key_of_the_augmentation_reaches_what_draws_or_applies_it(
         train_program, small_run, tmp_path, monkeypatch):
     """No two values of one type are equal, and none is a default."""
     given = {}
-    for name in ("training_batches", "TrainSampler", "TrainToDevice"):
+    for name in ("SampleDraws", "TrainSampler", "TrainToDevice"):
         def recorded(*arguments, real=getattr(train_program, name), **options):
             given.update(options)
             return real(*arguments, **options)

@@ -14,8 +14,8 @@ from torchvision.transforms import RandomErasing, RandomResizedCrop
 
 from vitinit.data import draw
 from vitinit.data.draw import (ALL_OPERATIONS, NOTHING, CropAndFlip, Draws, Erasing, Operation,
-                               RandAugment, SampleKey, View, draw_crop, draw_for_device, draw_view,
-                               epoch_order, stack_draws)
+                               RandAugment, SampleDraws, SampleKey, View, draw_crop, epoch_order,
+                               stack_draws)
 from vitinit.data.images import Box
 from vitinit.keys import Stream
 
@@ -26,8 +26,9 @@ KS_LIMIT = 1.95          # of the Kolmogorov-Smirnov distance, times √n: one i
 def views(*, seed=3, epoch=5, first=0, count=53, repeat=0, height=101, width=103,
           **crop) -> list[View]:
     """Of `count` images from `first` on; crop: what differs from CropAndFlip's defaults."""
-    return [draw_view(SampleKey(epoch, index, repeat), height, width, seed=seed,
-                      crop=CropAndFlip(**crop)) for index in range(first, first + count)]
+    draws = SampleDraws(seed, (height, width), CropAndFlip(**crop))
+    return [draws.view(SampleKey(epoch, index, repeat), height, width)
+            for index in range(first, first + count)]
 
 
 def crops(count: int, height: int, width: int, *, scale=SCALE, ratio=RATIO,
@@ -247,10 +248,9 @@ def many_draws() -> Draws:
 
 def drawn(*, seed=3, epoch=5, first=0, count=53, repeat=0, erasing=Erasing(), **augment) -> Draws:
     """Of `count` images from `first` on; augment: what differs from RandAugment's defaults."""
-    return stack_draws([
-        draw_for_device(SampleKey(epoch, index, repeat), HEIGHT, WIDTH, seed=seed,
-                        rand_augment=RandAugment(**augment), erasing=erasing)
-        for index in range(first, first + count)])
+    draws = SampleDraws(seed, (HEIGHT, WIDTH), rand_augment=RandAugment(**augment), erasing=erasing)
+    return stack_draws([draws.for_device(SampleKey(epoch, index, repeat))
+                        for index in range(first, first + count)])
 
 
 def equal(one: Draws, two: Draws) -> bool:
@@ -611,8 +611,8 @@ PARTS = [(lambda layers: (layers,), np.int64), (lambda layers: (layers,), np.flo
 @pytest.mark.parametrize("operations", [ALL_OPERATIONS, ("Posterize", "Solarize")])
 def test_draws_have_the_promised_shapes_and_types(layers, operations):
     settings = RandAugment(layers=layers, operations=operations, probability=1.0)
-    samples = [draw_for_device(SampleKey(0, index), 29, 31, seed=0, rand_augment=settings,
-                               erasing=Erasing(probability=index % 2)) for index in range(7)]
+    samples = [SampleDraws(0, (29, 31), rand_augment=settings, erasing=Erasing(probability=index % 2)
+                           ).for_device(SampleKey(0, index)) for index in range(7)]
     batch = stack_draws(samples)
     for draws, leading in ((samples[0], ()), (samples[1], ()), (batch, (7,))):
         for part, (shape, dtype) in zip(draws, PARTS, strict=True):
@@ -643,9 +643,11 @@ def test_draws_have_the_promised_shapes_and_types(layers, operations):
 def test_the_draws_of_seed_0_are_those_of_runs_on_disk(index, repeat, view, operations, arguments,
                                                        bicubic, box, noise_key):
     key = SampleKey(0, index, repeat)
-    assert draw_view(key, 101, 103, seed=0, crop=CropAndFlip(interpolation="random")) == view
-    draws = draw_for_device(key, HEIGHT, WIDTH, seed=0, erasing=Erasing(probability=0.9),
-                            rand_augment=RandAugment(probability=0.9, interpolation="random"))
+    sample = SampleDraws(0, (HEIGHT, WIDTH), CropAndFlip(interpolation="random"),
+                         RandAugment(probability=0.9, interpolation="random"),
+                         Erasing(probability=0.9))
+    assert sample.view(key, 101, 103) == view
+    draws = sample.for_device(key)
     assert draws.operations.tolist() == operations
     # Compilers may round a product and a sum once or twice.
     assert draws.arguments == pytest.approx(np.array(arguments), rel=1e-12)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,8 @@ from PIL import Image
 from torch import Tensor
 
 from vitinit.data.datasets import ImageFolder, PicturesInMemory
-from vitinit.data.draw import (CropAndFlip, Draws, Erasing, RandAugment, SampleKey, draw_for_device,
-                               draw_view, stack_draws)
+from vitinit.data.draw import (CropAndFlip, Draws, Erasing, RandAugment, SampleDraws, SampleKey,
+                               stack_draws)
 from vitinit.data.images import DataError, crop_and_flip, resize_and_centre_crop
 from vitinit.data.loader import (GRACE_SECONDS, Batch, EvalViews, TrainBatch, TrainViews,
                                  eval_loader, steps, train_loader)
@@ -32,6 +33,7 @@ SIZE, SEED = (11, 13), 5
 CROP = CropAndFlip(scale=(0.2, 1.0), padding=2, interpolation="random")
 RAND_AUGMENT = RandAugment(probability=0.7, interpolation="random")
 ERASING = Erasing(probability=0.5)
+DRAWS = SampleDraws(SEED, SIZE, CROP, RAND_AUGMENT, ERASING)
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +56,7 @@ def numbered(count: int) -> PicturesInMemory:
 
 
 def views_of(source, *, seed: int = SEED) -> TrainViews:
-    return TrainViews(source, seed=seed, size=SIZE, crop=CROP, rand_augment=RAND_AUGMENT,
-                      erasing=ERASING)
+    return TrainViews(source, replace(DRAWS, seed=seed))
 
 
 def sampler_of(source, *, step: int = 0, epoch: int = 3, max_batch: int = 2, rank: int = 0,
@@ -110,11 +111,10 @@ def test_a_batch_holds_the_views_that_its_keys_name(folder):
         images, labels, draws = [], [], []
         for key in keys:
             picture = folder.picture(key.index)
-            view = draw_view(key, *picture.shape[1:], seed=SEED, crop=CROP)
+            view = DRAWS.view(key, *picture.shape[1:])
             images.append(crop_and_flip(picture, view.box, view.flip, SIZE, view.interpolation))
             labels.append(folder.labels[key.index])
-            draws.append(draw_for_device(key, *SIZE, seed=SEED, rand_augment=RAND_AUGMENT,
-                                         erasing=ERASING))
+            draws.append(DRAWS.for_device(key))
         expected.append(TrainBatch(torch.stack(images), torch.tensor(labels), stack_draws(draws)))
     batches = copies(loader_of(folder))
     assert equal(batches, expected)
@@ -132,9 +132,7 @@ def test_draws_arrive_as_arrays_with_one_row_a_sample(folder, workers):
         assert all(type(part) is np.ndarray for part in batch.draws)
         assert Draws(*((part.shape, part.dtype) for part in batch.draws)) == layout
         for row, key in enumerate(keys):
-            alone = draw_for_device(key, *SIZE, seed=SEED, rand_augment=RAND_AUGMENT,
-                                    erasing=ERASING)
-            for part, expected in zip(batch.draws, alone):
+            for part, expected in zip(batch.draws, DRAWS.for_device(key)):
                 assert np.array_equal(part[row], expected)
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitinit.data.datasets import ImageFolder, PicturesInMemory
-from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleKey, draw_view
+from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleDraws, SampleKey
 from vitinit.data.images import Box, DataError, crop_and_flip
 from vitinit.data.loader import EvalViews, TrainViews, eval_loader, train_loader
 from vitinit.data.resident import (GIB, DrawnViews, Resident, ResidentEvalLoader,
@@ -21,9 +21,8 @@ from vitinit.data.sampler import TrainSampler, plan_batches
 CPU = torch.device("cpu")
 SIDE, COUNT, SEED = 7, 23, 5
 SHIFT = CropAndFlip(scale=(1.0, 1.0), ratio=(1.0, 1.0), padding=3)
-SEEDED = dict(seed=SEED, size=(SIDE, SIDE), crop=SHIFT,
-              rand_augment=RandAugment(probability=0.7, interpolation="random"),
-              erasing=Erasing(probability=0.5))
+DRAWS = SampleDraws(SEED, (SIDE, SIDE), SHIFT, RandAugment(probability=0.7, interpolation="random"),
+                    Erasing(probability=0.5))
 
 
 def noise(count: int, height: int, width: int) -> np.ndarray:
@@ -82,7 +81,8 @@ def test_a_cut_is_the_crop_of_the_picture_wherever_the_window_lies(height, width
 ])
 def test_pixels_only_move_where_every_drawn_box_has_the_pictures_size(crop, size, expected):
     assert only_moves_pixels(crop, size) is expected
-    boxes = [draw_view(SampleKey(0, index), *size, seed=0, crop=crop).box for index in range(60)]
+    draws = SampleDraws(0, size, crop)
+    boxes = [draws.view(SampleKey(0, index), *size).box for index in range(60)]
     assert all((box.height, box.width) == size for box in boxes) is expected
 
 
@@ -132,8 +132,8 @@ def test_a_broken_picture_is_named_at_once(folder):
 def test_training_batches_are_those_of_the_workers_to_the_bit(folder, workers, where):
     source = ImageFolder(folder)
     resident = resident_source(source, CPU, (SIDE, SIDE), 1.0)
-    ours = ResidentTrainLoader(resident, DrawnViews(**SEEDED), sampler(**where), workers=workers)
-    theirs = train_loader(TrainViews(source, **SEEDED), sampler(**where), workers=0,
+    ours = ResidentTrainLoader(resident, DrawnViews(DRAWS), sampler(**where), workers=workers)
+    theirs = train_loader(TrainViews(source, DRAWS), sampler(**where), workers=0,
                           pin_memory=False)
     assert len(ours) == len(theirs) > 0
     seen = 0

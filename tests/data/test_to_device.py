@@ -11,8 +11,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from vitinit.data.augment import erase, normal_quantiles, normalise, rand_augment
-from vitinit.data.draw import (Draws, Erasing, RandAugment, SampleKey, draw_for_device,
-                               stack_draws)
+from vitinit.data.draw import Draws, Erasing, RandAugment, SampleDraws, SampleKey, stack_draws
 from vitinit.data.loader import Batch, TrainBatch
 from vitinit.data.mix import UNMIXED, Mix, Mixing, mix_images
 from vitinit.data.to_device import ToDevice, TrainToDevice
@@ -28,9 +27,9 @@ CPU = torch.device("cpu")
 def batch_of(count: int = 7) -> TrainBatch:
     """Noise, of which most is to be augmented and erased; every label is another one."""
     pixels = np.random.default_rng(1).integers(0, 256, (count, 3, *SIZE), dtype=np.uint8)
-    draws = [draw_for_device(SampleKey(0, index), *SIZE, seed=SEED, erasing=Erasing(0.8),
-                             rand_augment=RandAugment(probability=0.7)) for index in range(count)]
-    return TrainBatch(torch.from_numpy(pixels), torch.arange(count) * 2, stack_draws(draws))
+    sample = SampleDraws(SEED, SIZE, rand_augment=RandAugment(probability=0.7), erasing=Erasing(0.8))
+    draws = stack_draws([sample.for_device(SampleKey(0, index)) for index in range(count)])
+    return TrainBatch(torch.from_numpy(pixels), torch.arange(count) * 2, draws)
 
 
 def without_draws(batch: TrainBatch) -> TrainBatch:

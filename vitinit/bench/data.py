@@ -15,7 +15,7 @@ from torchvision.transforms import InterpolationMode
 
 from ..data.augment import IMAGENET_MEAN, IMAGENET_STD, rand_augment
 from ..data.datasets import LoosePictures
-from ..data.draw import (CropAndFlip, Erasing, RandAugment, SampleKey, draw_for_device, stack_draws)
+from ..data.draw import RandAugment, SampleDraws, SampleKey, stack_draws
 from ..data.loader import TrainBatch, TrainViews, train_loader
 from ..data.mix import Mix, Mixing, mix_images
 from ..data.to_device import TrainToDevice
@@ -25,8 +25,7 @@ from .timing import best_seconds, device_to_time
 
 def deit_views(source: LoosePictures, size: int) -> TrainViews:
     """DeiT's augmentation, the workers' part; repeats count on where the pictures are used up."""
-    return TrainViews(source, seed=0, size=(size, size), crop=CropAndFlip(),
-                      rand_augment=RandAugment(), erasing=Erasing())
+    return TrainViews(source, SampleDraws(0, (size, size)))
 
 
 def deit_device_part(device: torch.device, num_classes: int = 1000) -> TrainToDevice:
@@ -101,9 +100,8 @@ def bench_augment(batch: int, size: int) -> None:
     prepare = deit_device_part(device)
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(0, 256, (batch, 3, size, size), dtype=np.uint8))
-    draws = stack_draws([draw_for_device(SampleKey(0, index), size, size, seed=0,
-                                         rand_augment=RandAugment(), erasing=Erasing())
-                         for index in range(batch)])
+    draws = SampleDraws(0, (size, size))
+    draws = stack_draws([draws.for_device(SampleKey(0, index)) for index in range(batch)])
     loaded = TrainBatch(images.to(device), torch.arange(batch, device=device) % 1000, draws)
     floats = prepare.normalised(loaded.images)
 

@@ -265,19 +265,28 @@ class Draws(NamedTuple):
     noise_keys: np.ndarray      # (B,) int64
 
 
-def draw_view(key: SampleKey, height: int, width: int, *, seed: int, crop: CropAndFlip) -> View:
-    """The crop and flip of one sample whose picture is height × width pixels."""
-    return crop.draw(keyed_generator(seed, Stream.CROP_AND_FLIP, *key), height, width)
+@dataclass(frozen=True)
+class SampleDraws:
+    """All draws of a run's samples, whose views are `size` = (height, width) pixels."""
 
+    seed: int
+    size: tuple[int, int]
+    crop: CropAndFlip = CropAndFlip()
+    rand_augment: RandAugment = RandAugment()
+    erasing: Erasing = Erasing()
 
-def draw_for_device(key: SampleKey, height: int, width: int, *, seed: int,
-                    rand_augment: RandAugment, erasing: Erasing) -> Draws:
-    """All other draws of one sample, whose view is height × width pixels."""
-    operations = rand_augment.draw(keyed_generator(seed, Stream.RAND_AUGMENT, *key))
-    box, noise_key = NOTHING, 0
-    if erasing.probability > 0.0:
-        box, noise_key = erasing.draw(keyed_generator(seed, Stream.ERASE, *key), height, width)
-    return Draws(*operations, np.array(box), np.array(noise_key))
+    def view(self, key: SampleKey, height: int, width: int) -> View:
+        """The crop and flip of one sample whose picture is height × width pixels."""
+        return self.crop.draw(keyed_generator(self.seed, Stream.CROP_AND_FLIP, *key), height, width)
+
+    def for_device(self, key: SampleKey) -> Draws:
+        """All other draws of one sample."""
+        operations = self.rand_augment.draw(keyed_generator(self.seed, Stream.RAND_AUGMENT, *key))
+        box, noise_key = NOTHING, 0
+        if self.erasing.probability > 0.0:
+            rng = keyed_generator(self.seed, Stream.ERASE, *key)
+            box, noise_key = self.erasing.draw(rng, *self.size)
+        return Draws(*operations, np.array(box), np.array(noise_key))
 
 
 def stack_draws(samples: Sequence[Draws]) -> Draws:

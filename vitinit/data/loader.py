@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from .datasets import Source
-from .draw import (CropAndFlip, Draws, Erasing, RandAugment, SampleKey, draw_for_device, draw_view,
-                   stack_draws)
+from .draw import Draws, SampleDraws, SampleKey, stack_draws
 from .images import crop_and_flip, resize_and_centre_crop
 from .sampler import TrainSampler
 
@@ -41,18 +40,14 @@ class TrainBatch(NamedTuple):
 class TrainViews(Dataset):
     """Training views by sample key."""
 
-    def __init__(self, source: Source, *, seed: int, size: tuple[int, int], crop: CropAndFlip,
-                 rand_augment: RandAugment, erasing: Erasing) -> None:
-        self.source, self.seed, self.size = source, seed, size
-        self.crop, self.rand_augment, self.erasing = crop, rand_augment, erasing
+    def __init__(self, source: Source, draws: SampleDraws) -> None:
+        self.source, self.draws = source, draws
 
     def __getitem__(self, key: SampleKey) -> tuple[Tensor, int, Draws]:
         picture = self.source.picture(key.index)
-        view = draw_view(key, *picture.shape[1:], seed=self.seed, crop=self.crop)
-        draws = draw_for_device(key, *self.size, seed=self.seed, rand_augment=self.rand_augment,
-                                erasing=self.erasing)
-        image = crop_and_flip(picture, view.box, view.flip, self.size, view.interpolation)
-        return image, int(self.source.labels[key.index]), draws
+        view = self.draws.view(key, *picture.shape[1:])
+        image = crop_and_flip(picture, view.box, view.flip, self.draws.size, view.interpolation)
+        return image, int(self.source.labels[key.index]), self.draws.for_device(key)
 
 
 class EvalViews(Dataset):

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from .datasets import PicturesInMemory, Source
-from .draw import (CropAndFlip, Draws, Erasing, RandAugment, SampleKey, draw_for_device, draw_view,
-                   stack_draws)
+from .draw import CropAndFlip, Draws, SampleDraws, SampleKey, stack_draws
 from .loader import (Batch, EvalViews, TrainBatch, TrainViews, batch_loader, eval_loader,
                      train_loader)
 from .sampler import TrainSampler
@@ -87,16 +86,13 @@ def resident_source(source: Source, device: torch.device, size: tuple[int, int],
 class DrawnViews(Dataset):
     """What workers make by sample key: which picture, which window of it, and the other draws."""
 
-    def __init__(self, *, seed: int, size: tuple[int, int], crop: CropAndFlip,
-                 rand_augment: RandAugment, erasing: Erasing) -> None:
-        self.seed, self.size = seed, size
-        self.crop, self.rand_augment, self.erasing = crop, rand_augment, erasing
+    def __init__(self, draws: SampleDraws) -> None:
+        self.draws = draws
 
     def __getitem__(self, key: SampleKey) -> tuple[int, tuple[int, int, int], Draws]:
-        view = draw_view(key, *self.size, seed=self.seed, crop=self.crop)
-        draws = draw_for_device(key, *self.size, seed=self.seed, rand_augment=self.rand_augment,
-                                erasing=self.erasing)
-        return key.index, (view.box.top, view.box.left, int(view.flip)), draws
+        view = self.draws.view(key, *self.draws.size)
+        window = (view.box.top, view.box.left, int(view.flip))
+        return key.index, window, self.draws.for_device(key)
 
 
 class ResidentTrainLoader:
@@ -154,17 +150,15 @@ class ResidentEvalLoader:
 # ---------------------------------------------------------------------------------------------
 
 
-def training_batches(source: Source, sampler: TrainSampler, *, device: torch.device,
-                     budget_gib: float, workers: int, seed: int, size: tuple[int, int],
-                     crop: CropAndFlip, rand_augment: RandAugment, erasing: Erasing,
+def training_batches(source: Source, sampler: TrainSampler, draws: SampleDraws, *,
+                     device: torch.device, budget_gib: float, workers: int,
                      advance: Callable[[], None]) -> ResidentTrainLoader | DataLoader:
     """From the device if the set fits there and its crops only move pixels, else from workers."""
-    draws = dict(seed=seed, size=size, crop=crop, rand_augment=rand_augment, erasing=erasing)
-    if only_moves_pixels(crop, size):
-        resident = resident_source(source, device, size, budget_gib, advance)
+    if only_moves_pixels(draws.crop, draws.size):
+        resident = resident_source(source, device, draws.size, budget_gib, advance)
         if resident is not None:
-            return ResidentTrainLoader(resident, DrawnViews(**draws), sampler, workers=workers)
-    return train_loader(TrainViews(source, **draws), sampler, workers=workers,
+            return ResidentTrainLoader(resident, DrawnViews(draws), sampler, workers=workers)
+    return train_loader(TrainViews(source, draws), sampler, workers=workers,
                         pin_memory=device.type == "cuda")
 
 

@@ -10,7 +10,7 @@ import torch
 from ..data.augment import (IMAGENET_MEAN, IMAGENET_STD, erase, normal_quantiles, normalise,
                             rand_augment)
 from ..data.datasets import LoosePictures
-from ..data.draw import CropAndFlip, Draws, Erasing, Operation, RandAugment, SampleKey
+from ..data.draw import Draws, Operation, RandAugment, SampleDraws, SampleKey
 from ..data.images import decode_image, resize_and_centre_crop
 from ..data.loader import TrainViews, train_loader
 from ..data.mix import Mixing, mix_images
@@ -44,8 +44,7 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
     plt = pyplot()
     source, size, count = LoosePictures(folder, 12), (224, 224), 6
     settings = RandAugment()
-    views = TrainViews(source, seed=seed, size=size, crop=CropAndFlip(), rand_augment=settings,
-                       erasing=Erasing())
+    views = TrainViews(source, SampleDraws(seed, size, rand_augment=settings))
     keys = [[SampleKey(0, (row * count + place) % len(source)) for place in range(count)]
             for row in range(2)]
     figure, axes = plt.subplots(2, count, figsize=(2.05 * count, 4.9), layout="constrained")
