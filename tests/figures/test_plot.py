@@ -48,6 +48,20 @@ def test_the_legend_names_the_lines_of_all_panels_once_each_in_their_colours(dra
     assert left.get_ylim()[1] >= 4.0
 
 
+@pytest.mark.parametrize("length", [1, 11, 29, 47, 83])
+def test_a_legend_of_any_labels_stays_within_the_picture(tmp_path, monkeypatch, length):
+    close, kept = plt.close, []
+    monkeypatch.setattr(plt, "close", kept.append)
+    name = ("cifar10_10k-deep_impulse-s0, epoch 10 " * 3)[:length]
+    draw_panels(tmp_path / "x.png", {"only": [Line(torch.ones(3), f"{number}{name}", "red")
+                                              for number in range(7)]},
+                across="", down="", heading="")
+    figure, = kept
+    box = figure.legends[0].get_window_extent().transformed(figure.transFigure.inverted())
+    assert box.x0 > 0.0 and box.x1 < 1.0
+    close(figure)
+
+
 def test_a_top_bounds_the_scale_of_all_panels(drawn, tmp_path):
     lines = [Line(torch.tensor([0.0, 0.3]), "a", "red")]
     draw_panels(tmp_path / "x.png", {"left": lines, "right": lines}, across="", down="", heading="",

@@ -21,6 +21,7 @@ OVERLAY = "viridis"             # the same over a grey photograph; cividis has g
 DIVERGING = "RdBu_r"            # blue below 0, white, red above; ColorBrewer lists it as safe
 LEVELS = 63                     # of colour in a map, odd, so that 0 is white; more cost space
 DPI = 100
+LETTER = 0.07                   # inches across, in a legend of 8 points
 
 
 def pyplot() -> ModuleType:
@@ -63,8 +64,9 @@ def colours_of(names: Iterable[str]) -> dict[str, str]:
 def draw_panels(out: Path, panels: dict[str, list[Line]], *, across: str, down: str, heading: str,
                 top: float | None = None) -> None:
     """Panels side by side, on one scale from 0 to `top` (None: as far as lines reach)."""
+    width = max(7.6, 3.1 * len(panels) + 1.2)        # inches
     figure, axes = pyplot().subplots(1, len(panels), squeeze=False, sharey=True, layout="constrained",
-                                     figsize=(max(7.6, 3.1 * len(panels) + 1.2), 4.2))
+                                     figsize=(width, 4.2))
     legend = {}
     for axis, (title, lines) in zip(axes[0], panels.items()):
         for line in lines:
@@ -75,7 +77,9 @@ def draw_panels(out: Path, panels: dict[str, list[Line]], *, across: str, down: 
     axes[0, 0].set_ylabel(down)
     # Of all panels, which share it; with a `top`, a little more shows markers at both ends whole.
     axes[0, 0].set_ylim((0.0, None) if top is None else (-0.02 * top, 1.02 * top))
-    figure.legend(legend.values(), legend, loc="outside lower center", fontsize=8, ncols=4)
+    columns = int(width / (LETTER * max(map(len, legend)) + 0.6))        # 0.6: a line's sample
+    figure.legend(legend.values(), legend, loc="outside lower center", fontsize=8,
+                  ncols=min(max(columns, 1), 4))
     figure.suptitle(heading, fontsize=11)
     save(figure, out)
 
