@@ -23,7 +23,7 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
         tops = torch.tensor([[row["val_top1"] for row in rows] for rows in measured])
         colour, seeds = COLOURS[number % len(COLOURS)], len(measured)
         axis.plot(epochs, tops.mean(0), color=colour, linestyle=LINES[number % len(LINES)],
-                  marker="." if len(epochs) == 1 else None,      # one point makes no line
+                  marker="." if len(epochs) < 20 else None,      # few: where they were measured
                   label=f"{group.label} ({seeds} seed{'s' * (seeds > 1)})")
         axis.fill_between(epochs, tops.amin(0), tops.amax(0), color=colour, alpha=0.2, linewidth=0)
     axis.xaxis.get_major_locator().set_params(integer=True)
