@@ -649,6 +649,7 @@ FIXED = dict(pos_embed="sincos", embed_dim=60)
     ({}, dict(target_mass=(0.5, 0.028)), r"target_mass is \(0.5, 0.028\)"),
     ({}, dict(target_mass=(1.0, 0.5)), r"target_mass is \(1.0, 0.5\)"),
     ({}, dict(target_mass=1.0), "target_mass is 1.0"),
+    ({}, dict(target_mass=1), "target_mass is 1 and"),
     ({}, dict(target_mass=math.nan), "target_mass is nan"),
     ({}, dict(code_channels=0.0), "code_channels 0.0"),
     (dict(embed_dim=21), dict(code_channels=1.0), "code_channels is 1 and the code has all 21 channels"),

@@ -100,8 +100,8 @@ def bench_augment(batch: int, size: int) -> None:
     prepare = deit_device_part(device)
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(0, 256, (batch, 3, size, size), dtype=np.uint8))
-    draws = SampleDraws(0, (size, size))
-    draws = stack_draws([draws.for_device(SampleKey(0, index)) for index in range(batch)])
+    sample = SampleDraws(0, (size, size))
+    draws = stack_draws([sample.for_device(SampleKey(0, index)) for index in range(batch)])
     loaded = TrainBatch(images.to(device), torch.arange(batch, device=device) % 1000, draws)
     floats = prepare.normalised(loaded.images)
 

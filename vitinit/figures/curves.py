@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -16,13 +17,13 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
     to the highest. Epochs without an evaluation are left out."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
-    for number, group in enumerate(groups):
+    for group, colour, line in zip(groups, cycle(COLOURS), cycle(LINES)):
         measured = [[row for row in run.rows if row["val_top1"] is not None]
                     for run in group.runs.values()]
         epochs = [row["epoch"] for row in measured[0]]           # the same for all: one recipe
         tops = torch.tensor([[row["val_top1"] for row in rows] for rows in measured])
-        colour, seeds = COLOURS[number % len(COLOURS)], len(measured)
-        axis.plot(epochs, tops.mean(0), color=colour, linestyle=LINES[number % len(LINES)],
+        seeds = len(measured)
+        axis.plot(epochs, tops.mean(0), color=colour, linestyle=line,
                   marker="." if len(epochs) < 20 else None,      # few: where they were measured
                   label=f"{group.label} ({seeds} seed{'s' * (seeds > 1)})")
         axis.fill_between(epochs, tops.amin(0), tops.amax(0), color=colour, alpha=0.2, linewidth=0)

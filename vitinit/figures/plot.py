@@ -4,6 +4,7 @@ grids of maps."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import cycle
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -58,7 +59,7 @@ class Line(NamedTuple):
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
     """A colour for each name, in their order; from the seventh on they start again."""
-    return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(dict.fromkeys(names))}
+    return dict(zip(dict.fromkeys(names), cycle(COLOURS)))
 
 
 def draw_panels(out: Path, panels: dict[str, list[Line]], *, across: str, down: str, heading: str,

@@ -6,6 +6,7 @@ If X, (N, D), has rank k, then fixed filters can do what learned f×f filters do
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ def ranks(values: Tensor, shape: tuple[int, int]) -> Ranks:
 def draw_spectrum(out: Path, subjects: Iterable[Subject], *, folder: Path, count: int) -> None:
     """Singular values over the largest: mean over photographs, band from lowest to highest."""
     figure, axis = pyplot().subplots(figsize=(6.6, 4.2), layout="constrained")
-    for number, subject in enumerate(subjects):
+    for subject, colour, line in zip(subjects, cycle(COLOURS), cycle(LINES)):
         images = photographs(folder, count, subject.recipe)
         tokens = patch_embeddings(subject.model, images)                 # (B, N, D)
         # In float64, so that what is small is the embeddings' own and not the SVD's rounding.
@@ -61,8 +62,8 @@ def draw_spectrum(out: Path, subjects: Iterable[Subject], *, folder: Path, count
               f"values above {SMALL:.0%} of the largest, {found.numerical.mean():.1f} above "
               "float32's limit")
         shares = values / values[:, :1]
-        colour, places = COLOURS[number % len(COLOURS)], range(1, shares.shape[1] + 1)
-        axis.plot(places, shares.mean(0), color=colour, linestyle=LINES[number % len(LINES)],
+        places = range(1, shares.shape[1] + 1)
+        axis.plot(places, shares.mean(0), color=colour, linestyle=line,
                   label=f"{label}: N×D = {tokens.shape[1]}×{tokens.shape[2]}")
         axis.fill_between(places, shares.amin(0), shares.amax(0), color=colour, alpha=0.2,
                           linewidth=0)

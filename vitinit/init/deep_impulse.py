@@ -10,6 +10,7 @@ Nothing is frozen. This init is ours.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Literal
 
@@ -194,7 +195,7 @@ def masses_by_block(target_mass: float | tuple[float, float], depth: int) -> lis
 
     That is what a logit at the target would do. NaN where an end is not between 0 and 1.
     """
-    if isinstance(target_mass, float):
+    if not isinstance(target_mass, Sequence):
         return [target_mass] * depth
     ends = torch.tensor(target_mass, dtype=torch.float64).logit()        # (2,)
     return torch.linspace(*ends.tolist(), depth, dtype=torch.float64).sigmoid().tolist()
