@@ -272,8 +272,9 @@ def write_queries_keys(attention: Attention, factors: list[tuple[Tensor, Tensor]
         ours = torch.stack(ours)                                         # (h, ≤ d, D_p)
         weight.zero_()
         weight[:, :ours.shape[1], :ours.shape[2]] = ours
-    if attention.qkv.bias is not None:
-        attention.qkv.bias[:2 * attention.proj.in_features] = 0.0
+    for bias in (attention.q_bias, attention.k_bias):
+        if bias is not None:
+            bias.zero_()
 
 
 def stream_scales(model: VisionTransformer, reserved: int, code_rms: float) -> list[float]:

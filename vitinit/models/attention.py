@@ -31,8 +31,8 @@ class Attention(nn.Module):
     """Multi-head self-attention: (B, N, C) → (B, N, C).
 
     The parameters are packed as timm and DeiT pack them: qkv.weight is (3·C, C) with the queries
-    of all heads first, then the keys, then the values. `q_weight`, `k_weight`, `v_weight` and
-    `proj_weight` are views that name the parts; nobody else needs to know the layout.
+    of all heads first, then the keys, then the values. `q_weight`, `k_weight`, `v_weight`, `q_bias`,
+    `k_bias` and `proj_weight` are views that name the parts; nobody else needs to know the layout.
     """
 
     def __init__(self, dim: int, *, num_heads: int, qkv_bias: bool = True) -> None:
@@ -62,12 +62,23 @@ class Attention(nn.Module):
         return self._unpacked(self.qkv.weight)[2]
 
     @property
+    def q_bias(self) -> Tensor | None:
+        """(h, d), or None without qkv_bias"""
+        return None if self.qkv.bias is None else self._unpacked(self.qkv.bias)[0]
+
+    @property
+    def k_bias(self) -> Tensor | None:
+        """(h, d), or None without qkv_bias"""
+        return None if self.qkv.bias is None else self._unpacked(self.qkv.bias)[1]
+
+    @property
     def proj_weight(self) -> Tensor:
         """(C, h, d): head i adds values_i @ proj_weight[:, i].T to the output."""
         return self.proj.weight.unflatten(1, (self.num_heads, self.head_dim))
 
-    def _unpacked(self, weight: Tensor) -> Tensor:
-        return weight.unflatten(0, (3, self.num_heads, self.head_dim))
+    def _unpacked(self, packed: Tensor) -> Tensor:
+        """(3·C, …) → (3, h, d, …)"""
+        return packed.unflatten(0, (3, self.num_heads, self.head_dim))
 
     # ------------------------------------------------------------------------------------------
 
