@@ -17,8 +17,10 @@ from torch import Tensor
 from torchvision.io import ImageReadMode
 from torchvision.io import decode_image as decode_common_formats
 
+from ..messages import OneLineError
 
-class DataError(ValueError):
+
+class DataError(OneLineError):
     """What is wrong with a data set or one of its files, in one line."""
 
 
