@@ -1,0 +1,173 @@
+"""Weights that may not change unnoticed: every init on small models, and on the recipes' own shapes.
+
+What is pinned is what another machine reproduces. Bits are the same with equal kernels alone; with
+another number of threads single factors change sign, while the products Q·Kᵀ and V·proj stay. So of
+each model three things are pinned, each as its projection on fixed directions and its norm: Q·Kᵀ of
+all heads, V·proj of all heads, and all other tensors. The largest difference between one thread and
+two is 1.7e-5 of the norm (Q·Kᵀ of ViT-B's impulse; V·proj 2.6e-6, the rest 1.1e-14; torch 2.14.1, two
+cores of a shared x86-64 server), and kernels without AVX pass, too; the tolerance is 1e-4 of it.
+
+`python tests/init/test_pinned.py` writes pinned_weights.json anew. That is only right where an init's
+weights were meant to change.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vitinit
+from vitinit.init import INITS, init_function
+from vitinit.models import MODELS, VisionTransformer
+from vitinit.models.attention import Attention
+from vitinit.models.simple_vit import SimpleAttention
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+PINNED = Path(__file__).with_name("pinned_weights.json")
+TOLERANCE = 1e-4
+
+SMALL = {           # name in the table of models, sizes for images of 20×28 pixels
+    "vit": ("vit_tiny", dict(patch_size=4, embed_dim=57, depth=3, num_heads=3)),
+    "vit, mean, no biases": ("vit_tiny", dict(patch_size=4, embed_dim=57, depth=2, num_heads=3,
+                                              pool="mean", qkv_bias=False)),
+    "distilled": ("vit_tiny_distilled", dict(patch_size=4, embed_dim=57, depth=2, num_heads=3)),
+    "swin": ("swin_tiny", dict(patch_size=2, embed_dim=22, depths=(2, 2), num_heads=(2, 11),
+                               window_size=(5, 7))),
+    "mixer, wide": ("mixer_s16", dict(patch_size=4, embed_dim=142, depth=3)),
+    "mixer, narrow": ("mixer_s16", dict(patch_size=4, embed_dim=74, depth=3)),
+    "conv_mixer": ("convmixer_256_8", dict(patch_size=4, embed_dim=23, depth=2, kernel_size=5)),
+    "conv_mixer, dense": ("convmixer_256_8", dict(patch_size=4, embed_dim=13, depth=2,
+                                                  kernel_size=5, dense_filters=True)),
+    **{f"simple_vit, {reads}": ("simple_vit", dict(
+        patch_size=4, embed_dim=68, depth=2, num_heads=4, reads=reads,
+        input_code=reads == "content")) for reads in ("content", "mixed", "position", "free")},
+}
+VARIANTS = {        # options of inits beside their defaults, where the family's function has them
+    "impulse": [
+        dict(offsets="rotating", kernel_size=5, base="torch", value_beta=0.5), dict(offsets="random"),
+        dict(value_init="base", rank=11, qk_norm=5.0, pos_embed_scale=9.0), dict(gain=0.5),
+        dict(value_init="mimetic", value_alpha=0.3, value_beta=0.2)],
+    "deep_impulse": [
+        dict(base="torch", kernel_size=5, offsets="random"), dict(target_mass=(0.6, 0.2), code_rms=0.5),
+        dict(target="gaussian", sigma=0.7, period=2.0), dict(mlp_reads_code=False, marks=False),
+        dict(code="random", target_mass=0.5), dict(reserve=False, marks=False, code_rms=0.7),
+        dict(waves_of_heads="disjoint", code_channels=0.8, target_mass=0.5),
+        dict(value_init="base", offsets="ordered"), dict(code="random", marks=False, target_mass=0.5)],
+    "mimetic": [dict(base="torch", qk_alpha=0.2), dict(qk_init="base"), dict(value_init="base")],
+    "impulse_gd": [dict(share_blocks=False, renorm_every=2), dict(pseudo_input="code+normal")],
+    "filters": [dict(kind=kind, base="default") for kind in ("box", "gaussian", "permutation")],
+}
+QUICK = {"impulse_gd": dict(steps=5)}                # a thousand steps by default
+
+
+def small_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
+    """Every init on every small model of its families, by default and with each variant."""
+    for family, (name, sizes) in SMALL.items():
+        for init, functions in INITS.items():
+            function = functions.get(MODELS[name][0])
+            known = inspect.signature(function).parameters if function else ()
+            for options in [{}, *VARIANTS.get(init, [])] if function else []:
+                if options.get("kind") != "permutation" or "dense" in family:
+                    if options.keys() <= set(known):
+                        yield (f"{family}: {init} {options or ''}".strip(), name,
+                               sizes | dict(image_size=(20, 28)), init,
+                               QUICK.get(init, {}) | options)
+
+
+def recipe_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
+    """The models of all recipes, cut to one block (a stage), by the inits that write most to them."""
+    seen = set()
+    for path in sorted(RECIPES.glob("*.toml")):
+        recipe = tomllib.loads(path.read_text(encoding="utf-8"))
+        name, sizes = recipe["model"]["name"], recipe["model"]["options"]
+        sizes.pop("drop_path", None)
+        sizes["image_size"] = recipe["data"]["image_size"]
+        cut = "depths" if "depths" in MODELS[name][1] else "depth"
+        sizes[cut] = (1,) * len(MODELS[name][1][cut]) if cut == "depths" else 1
+        base = recipe["init"].get("options", {})     # base = "torch", or nothing
+        # Of other families deep_impulse is the same function with other offsets.
+        vit = MODELS[name][0] is VisionTransformer
+        for init in ("impulse", "deep_impulse") if vit else ("impulse",):
+            if init == "impulse" or not base:
+                label = f"{name} {sizes}: {init} {base or ''}".strip()
+                if label not in seen:
+                    yield label, name, sizes, init, base
+                seen.add(label)
+
+
+CASES = {case[0]: case[1:] for case in (*small_cases(), *recipe_cases())}
+PINNED_WEIGHTS = json.loads(PINNED.read_text(encoding="utf-8")) if PINNED.exists() else {}
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module) -> dict[str, list[float]]:
+    """Of each part its projection on fixed directions, and its Frobenius norm: [value, norm]."""
+    products: dict[str, list[Tensor]] = {"Q·Kᵀ": [], "V·proj": []}
+    packed = set()
+    for name, module in model.named_modules():
+        if isinstance(module, Attention):
+            packed |= {f"{name}.qkv.weight", f"{name}.proj.weight"}
+            products["Q·Kᵀ"] += [q.double().mT @ k.double()
+                                 for q, k in zip(module.q_weight, module.k_weight)]
+            value = module.v_weight.double().flatten(0, 1)
+            products["V·proj"].append(module.proj.weight.double() @ value)
+        elif isinstance(module, SimpleAttention):
+            packed |= {f"{name}.qk.weight", f"{name}.query", f"{name}.key"}
+            pairs = (zip(module.query, module.key) if module.reads == "free" else
+                     zip(module.q_weight.mT, module.k_weight.mT))
+            products["Q·Kᵀ"] += [q.double() @ k.double().mT for q, k in pairs]
+    rest = [value.double() for name, value in model.state_dict().items()
+            if name not in packed and value.is_floating_point()]
+    return {part: projected(tensors) for part, tensors in (products | {"rest": rest}).items()
+            if tensors}
+
+
+def projected(tensors: list[Tensor]) -> list[float]:
+    """[Σ tensor · direction, Frobenius norm of all], directions of unit variance, one a tensor."""
+    total = square = 0.0
+    for number, tensor in enumerate(tensors, 1):
+        places = torch.arange(1, tensor.numel() + 1, dtype=torch.float64)
+        direction = (places * (number * 0.6180339887498949) % 1.0 - 0.5) * 12.0**0.5
+        total += (tensor.flatten() @ direction).item()
+        square += tensor.square().sum().item()
+    return [total, square**0.5]
+
+
+def found(model_name: str, sizes: dict[str, Any], init: str,
+          options: dict[str, Any]) -> dict[str, list[float]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model = vitinit.build_model(model_name, num_classes=7, **sizes)
+        vitinit.init_weights(model, init, generator=torch.Generator().manual_seed(0), **options)
+        return fingerprint(model)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_weights_are_those_that_were_pinned(label):
+    expected, actual = PINNED_WEIGHTS[label], found(*CASES[label])
+    assert actual.keys() == expected.keys()
+    for part, (value, norm) in actual.items():
+        pinned_value, pinned_norm = expected[part]
+        assert norm == pytest.approx(pinned_norm, rel=TOLERANCE, abs=1e-12), part
+        assert value == pytest.approx(pinned_value, rel=0, abs=TOLERANCE * pinned_norm + 1e-12), part
+
+
+def test_nothing_is_pinned_that_is_gone():
+    assert PINNED_WEIGHTS.keys() == CASES.keys()
+
+
+if __name__ == "__main__":
+    PINNED.write_text("{\n" + ",\n".join(
+        f"{json.dumps(label, ensure_ascii=False)}: {json.dumps(found(*case), ensure_ascii=False)}"
+        for label, case in CASES.items()) + "\n}\n", encoding="utf-8")
