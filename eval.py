@@ -18,31 +18,34 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from vitinit.command_line import (USER_ERRORS, Parser, complain, image_size, loaded, moved,
-                                  named_set, overrides, resolve_recipe)
+from vitinit.command_line import Parser, complain
 from vitinit.data.class_subsets import class_indices, imagenet_wnids
 from vitinit.data.datasets import DATA_SETS, Source, download, is_wnid, open_split
 from vitinit.data.eval_sets import EVAL_SETS, Place, open_to_evaluate
 from vitinit.data.images import DataError
-from vitinit.data.loader import EvalViews, eval_loader
+from vitinit.data.pipeline import evaluation_batches
 from vitinit.data.to_device import ToDevice
-from vitinit.recipe import Override, Recipe, RecipeError, find_recipe, from_dict
-from vitinit.report import Finding, report
+from vitinit.messages import OneLineError
+from vitinit.recipe.files import Override, RecipeError, find_recipe, from_dict
+from vitinit.recipe.resolve import moved, overrides, resolve_recipe
+from vitinit.recipe.sections import Recipe
+from vitinit.recipe.values import nearest
+from vitinit.runs.folder import checkpoint_file
+from vitinit.runs.report import Finding, report
+from vitinit.runs.trained import loaded
 from vitinit.train import distributed
 from vitinit.train.checkpoint import load
+from vitinit.train.device import describe_device
 from vitinit.train.distributed import Processes
-from vitinit.train.engine import Evaluation, evaluate
+from vitinit.train.engine import Evaluation, evaluate, set_precision
 from vitinit.train.metrics import ProgressBar
-from vitinit.train.run_folder import checkpoint_file, describe_device
 from vitinit.train.throughput import TIMED_PASSES, WARMUP_PASSES, Throughput, throughput
-from vitinit.values import nearest
 
 REPOSITORY = Path(__file__).resolve().parent
 # What --set changes beside a run's own recipe: how to evaluate, not what was trained.
@@ -53,6 +56,29 @@ EVALUATION_KEYS = ("eval.crop_pct", "eval.interpolation", "eval.batch_size", "da
 # ---------------------------------------------------------------------------------------------
 # Arguments
 # ---------------------------------------------------------------------------------------------
+
+
+def named_set(text: str) -> Place:
+    """NAME=DIR as --data takes it; `shapes` stands alone."""
+    name, _, root = text.partition("=")
+    known = [*DATA_SETS, *EVAL_SETS]
+    if name not in known:
+        raise argparse.ArgumentTypeError(f"{text}: there is no data set '{name}'"
+                                         f"{nearest(name, known)}")
+    if bool(root) == (name == "shapes"):
+        raise argparse.ArgumentTypeError(
+            f"{text}: expected " + ("shapes alone, which lies in no folder" if root else
+                                    f"{name}=DIR, the folder of the data set"))
+    return Place(name, root)
+
+
+def image_size(text: str) -> tuple[int, int]:
+    """N, or H,W, in pixels, as --image-size takes it: (height, width)."""
+    sides = text.split(",")
+    if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of pixels, such as 288, or "
+                                         "height and width, such as 192,256")
+    return int(sides[0]), int(sides[-1])
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -194,25 +220,20 @@ def one_pass(view: View, source: Source, models: Sequence[nn.Module],
              columns: Sequence[Tensor | None], workers: int,
              processes: Processes) -> list[Evaluation]:
     """All `models` over all pictures of `source`, each decoded once."""
-    device = processes.device
-    batches = eval_loader(
-        EvalViews(source, rank=processes.rank, world_size=processes.world_size, size=view.size,
-                  crop_pct=view.crop_pct, interpolation=view.interpolation),
-        batch_size=view.batch_size, workers=workers, pin_memory=device.type == "cuda")
-    prepare = ToDevice(device, mean=view.mean, std=view.std, channels_last=view.channels_last)
+    prepare = ToDevice(processes.device, mean=view.mean, std=view.std,
+                       channels_last=view.channels_last)
+    batches = evaluation_batches(
+        source, rank=processes.rank, world_size=processes.world_size, size=view.size,
+        crop_pct=view.crop_pct, interpolation=view.interpolation, batch_size=view.batch_size,
+        prepare=prepare, budget_gib=0.0, workers=workers)
     with ProgressBar(f"validate {view.place.name}", len(batches), shown=processes.is_main) as bar:
-        return evaluate([model.to(device) for model in models], batches, columns=columns, bar=bar,
-                        num_classes=len(source.classes), prepare=prepare, amp=view.amp,
-                        processes=processes, data_errors=(DataError,))
-
-
-def set_precision(tf32: bool) -> None:
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32
+        return evaluate([model.to(processes.device) for model in models], bar.over(batches),
+                        columns=columns, num_classes=len(source.classes), amp=view.amp,
+                        processes=processes)
 
 
 def run(args: argparse.Namespace, processes: Processes) -> None:
-    together = partial(processes.together, errors=USER_ERRORS)
+    together = processes.together
     subjects: list[Subject] = together(lambda: open_checkpoints(args))
     numbers = range(len(subjects))
     places = [list(dict.fromkeys(args.data or [Place(subject.recipe.data.name,
@@ -283,7 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run(parse_arguments(arguments), distributed.start())
         return 0
-    except USER_ERRORS as error:
+    except OneLineError as error:
         complain("eval.py", error)
         return 2
     finally:

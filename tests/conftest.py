@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitinit.command_line import overrides, resolve_recipe
-from vitinit.recipe import dump_recipe
+from vitinit.recipe.files import dump_recipe
+from vitinit.recipe.resolve import overrides, resolve_recipe
 from vitinit.train.metrics import METRICS
 
 REPOSITORY = Path(__file__).resolve().parent.parent

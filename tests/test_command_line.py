@@ -11,19 +11,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch.utils.data import DataLoader
 
-from vitinit.command_line import (USER_ERRORS, Parser, complain, fresh_recipe, moved, overrides,
-                                  resolve_recipe)
+from vitinit.command_line import Parser, complain
 from vitinit.data.draw import CropAndFlip, Erasing, RandAugment
 from vitinit.data.images import DataError
 from vitinit.data.mix import Mixing
 from vitinit.init import INITS, init_function
 from vitinit.models import MODELS, VisionTransformer
-from vitinit.recipe import RecipeError, dump_recipe, load_recipe, parse_override, resolve_options
-from vitinit.sections import Init, Model
+from vitinit.recipe.files import RecipeError, dump_recipe, load_recipe, parse_override
+from vitinit.recipe.resolve import fresh_recipe, moved, overrides, resolve_options, resolve_recipe
+from vitinit.recipe.sections import Init, Model
+from vitinit.recipe.values import to_toml
 from vitinit.train.checkpoint import CheckpointError
-from vitinit.values import to_toml
+from vitinit.train.distributed import LaunchError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FLAGS = ["--recipe", "--init", "--data-dir", "--out-dir", "--seed", "--resume", "--dry-run",
@@ -55,15 +55,17 @@ def refusal(path: Path, sets: list[str], **flags) -> str:
     return message
 
 
+def resolved(args, said: list[str]):
+    """The recipe of a parsed command line; what is set aside goes to `said`."""
+    return fresh_recipe(args.recipe, recipes=REPOSITORY / "recipes", say=said.append,
+                        init=args.init, seed=args.seed, data_dir=args.data_dir, sets=args.set)
+
+
 def fresh(train_program, *arguments: object):
     """What train.py makes of a command line that starts a new run, and what it says."""
     said = []
     args = train_program.parse_arguments([str(argument) for argument in arguments])
-    return fresh_recipe(args, REPOSITORY / "recipes", said.append), said
-
-
-def cannot_read(batch: list) -> None:
-    raise DataError("pictures/a: b.png: cannot be read: Input/output error")
+    return resolved(args, said), said
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -285,7 +287,7 @@ def test_an_option_that_was_set_is_refused_not_set_aside(train_program, tmp_path
     args = train_program.parse_arguments(["--recipe", str(path), "--init", "mimetic",
                                           "--set", "init.options.rank=5"])
     with pytest.raises(RecipeError) as caught:
-        fresh_recipe(args, REPOSITORY / "recipes", said.append)
+        resolved(args, said)
     assert str(caught.value).startswith("--set init.options.rank=5: ")
     assert "'rank'" in str(caught.value)
     line, = said
@@ -467,7 +469,7 @@ def test_a_run_that_moved_has_its_pictures_elsewhere_and_all_else_as_it_was(tmp_
 
 
 @pytest.mark.parametrize("rank", [None, "0"])
-@pytest.mark.parametrize("kind", USER_ERRORS)
+@pytest.mark.parametrize("kind", [RecipeError, DataError, CheckpointError, LaunchError])
 def test_the_main_process_complains_in_one_line(monkeypatch, capsys, rank, kind):
     if rank is None:
         monkeypatch.delenv("RANK", raising=False)
@@ -482,32 +484,6 @@ def test_the_other_processes_keep_silent(monkeypatch, capsys, rank):
     monkeypatch.setenv("RANK", rank)
     complain("train.py", RecipeError("anything"))
     assert capsys.readouterr() == ("", "")
-
-
-def test_people_mend_errors_of_recipes_data_and_checkpoints():
-    assert {RecipeError, DataError, CheckpointError} <= set(USER_ERRORS)
-
-
-@pytest.mark.parametrize("kind", [DataError, CheckpointError])
-def test_of_a_traceback_only_the_last_line_is_printed(monkeypatch, capsys, kind):
-    monkeypatch.delenv("RANK", raising=False)
-    complain("train.py", kind(
-        f"Caught {kind.__name__} in DataLoader worker process 0.\n"
-        "Original Traceback (most recent call last):\n"
-        '  File "images.py", line 47, in decode_image\n'
-        f"{kind.__module__}.{kind.__qualname__}: a/b.png: cannot be read\n"))
-    assert capsys.readouterr().err == "train.py: a/b.png: cannot be read\n"
-
-
-def test_a_real_worker_has_its_error_printed_as_one_line(monkeypatch, capsys):
-    monkeypatch.delenv("RANK", raising=False)
-    batches = DataLoader([1, 2], num_workers=1, collate_fn=cannot_read,
-                         multiprocessing_context="fork")
-    with pytest.raises(DataError, match="Traceback") as caught:
-        next(iter(batches))
-    complain("train.py", caught.value)
-    assert capsys.readouterr().err == (
-        "train.py: pictures/a: b.png: cannot be read: Input/output error\n")
 
 
 # ---------------------------------------------------------------------------------------------

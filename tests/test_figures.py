@@ -10,7 +10,7 @@ from PIL import Image
 
 from vitinit.figures import __main__ as figures
 from vitinit.figures.curves import draw_curves
-from vitinit.runs import finished_groups
+from vitinit.runs.groups import finished_groups
 
 
 def run(monkeypatch, *arguments: object) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from vitinit import sweep
 from vitinit.figures.__main__ import parse_arguments as parse_figure
-from vitinit.recipe import find_recipe
+from vitinit.recipe.files import find_recipe
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
 

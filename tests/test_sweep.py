@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vitinit import sweep
-from vitinit.recipe import RecipeError
+from vitinit.recipe.files import RecipeError
 
 SHORT = dict(schedule__epochs="2", mix__probability="0", augment__repeats="1")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitinit.recipe import load_recipe
+from vitinit.recipe.files import load_recipe
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 TIMES = ("seconds", "images_per_second")

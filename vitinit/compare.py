@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .figures.curves import draw_curves
-from .markdown import table
-from .runs import Group, Run, finished_groups
+from .runs.groups import Group, Run, finished_groups
+from .runs.markdown import table
 
 CONFIDENCE = 0.95
 BISECTIONS = 100                # each halves an interval of doubles, which have 53 bits

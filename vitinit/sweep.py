@@ -19,12 +19,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from .command_line import USER_ERRORS, Parser, complain, fresh_recipe
+from .command_line import Parser, complain
 from .compare import compare
-from .recipe import Recipe, RecipeError
-from .runs import FREE_KEYS, flat, read_run
-from .train.run_folder import RunFolder
-from .values import shown
+from .messages import OneLineError
+from .recipe.files import RecipeError
+from .recipe.resolve import fresh_recipe
+from .recipe.sections import Recipe
+from .recipe.values import shown
+from .runs.folder import RunFolder
+from .runs.groups import FREE_KEYS, flat, read_run
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TRAIN = REPOSITORY / "train.py"
@@ -132,9 +135,8 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
     """One run, its recipe resolved and held against what its folder has already."""
     sets = args.set + sets
     try:
-        recipe = fresh_recipe(argparse.Namespace(recipe=args.recipe, init=init, seed=seed,
-                                                 data_dir=args.data_dir, set=sets),
-                              REPOSITORY / "recipes", lambda line: None)
+        recipe = fresh_recipe(args.recipe, init=init, seed=seed, data_dir=args.data_dir, sets=sets,
+                              recipes=REPOSITORY / "recipes", say=lambda line: None)
     except RecipeError as error:
         raise RecipeError(f"--variant {variant}: {error}" if variant else str(error)) from None
     name = "-".join(filter(None, [recipe.name, recipe.init.name, variant, f"s{seed}"]))
@@ -254,7 +256,7 @@ def sweep(args: argparse.Namespace) -> int:
 def main(arguments: list[str] | None = None) -> int:
     try:
         return sweep(parse_arguments(arguments))
-    except USER_ERRORS as error:
+    except OneLineError as error:
         complain("vitinit.sweep", error)
         return 2
 

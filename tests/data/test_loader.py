@@ -17,15 +17,16 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-
+from torch.utils.data import DataLoader
 from vitinit.data.datasets import ImageFolder, PicturesInMemory
 from vitinit.data.draw import (CropAndFlip, Draws, Erasing, RandAugment, SampleDraws, SampleKey,
                                stack_draws)
 from vitinit.data.images import DataError, crop_and_flip, resize_and_centre_crop
 from vitinit.data.loader import (GRACE_SECONDS, Batch, EvalViews, TrainBatch, TrainViews,
-                                 eval_loader, steps, train_loader)
+                                 eval_loader, train_loader)
 from vitinit.data.loader import _leave_signals_to_parent as leave_signals_to_parent
 from vitinit.data.mix import Mixing
+from vitinit.data.pipeline import TrainingBatches
 from vitinit.data.sampler import TrainSampler, plan_batches
 from vitinit.data.to_device import TrainToDevice
 
@@ -175,8 +176,15 @@ def test_one_loader_with_workers_goes_through_epochs_as_fresh_ones_do(folder):
     assert equal(second, copies(loader_of(folder, epoch=1, step=1)))
 
 
+def steps_of(loader) -> list[list[TrainBatch]]:
+    """The micro-batches of each step of the epoch that the sampler was built for."""
+    sampler = loader.batch_sampler
+    batches = TrainingBatches(loader, sampler, prepare=None)
+    return [step.batches for step in batches.steps(epoch=sampler.epoch)]
+
+
 def test_an_epochs_micro_batches_make_up_its_larger_batches(folder):
-    small = [list(micro) for micro in steps(loader_of(folder), accumulation=3)]
+    small = steps_of(loader_of(folder))
     large = list(loader_of(folder, max_batch=6))
     assert [len(micro_batches) for micro_batches in small] == [3, 3, 3]
     assert equal(list(map(joined, small)), large)
@@ -184,7 +192,7 @@ def test_an_epochs_micro_batches_make_up_its_larger_batches(folder):
 
 def test_steps_without_accumulation_hold_one_batch_each(folder):
     loader = loader_of(folder, max_batch=6)
-    assert equal([only for only, in steps(loader, accumulation=1)], copies(loader))
+    assert equal([only for only, in steps_of(loader)], copies(loader))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -287,10 +295,22 @@ def test_a_broken_file_ends_the_epoch_with_its_name(tmp_path, workers):
         Image.new("RGB", (17, 19), (number, 0, 0)).save(path)
     broken: Path = tmp_path / "ant" / "4.png"
     broken.write_bytes(broken.read_bytes()[:41])
-    last_line = re.escape(f"{broken}: not a readable picture") + r"[^\n]*\n?\Z"
-    with pytest.raises(DataError, match=last_line) as error:
+    one_line = r"\A" + re.escape(f"{broken}: not a readable picture") + r"[^\n]*\Z"
+    with pytest.raises(DataError, match=one_line) as error:
         copies(loader_of(ImageFolder(tmp_path), workers=workers, repeats=1))
     traceback.clear_frames(error.tb)             # they hold the loader, and the loader its worker
+
+
+def cannot_read(batch: list) -> None:
+    raise DataError("pictures/a: b.png: cannot be read: Input/output error")
+
+
+def test_a_workers_error_comes_as_that_worker_raised_it():
+    batches = DataLoader([1, 2], num_workers=1, collate_fn=cannot_read, multiprocessing_context="fork")
+    with pytest.raises(DataError) as caught:
+        next(iter(batches))
+    assert str(caught.value) == "pictures/a: b.png: cannot be read: Input/output error"
+    traceback.clear_frames(caught.tb)
 
 
 def test_an_epoch_goes_on_after_ctrl_c_and_one_sigterm_to_its_worker(folder):

@@ -12,17 +12,24 @@ import pytest
 import torch
 
 from vitinit.train import distributed
+from vitinit.messages import OneLineError
 from vitinit.train.distributed import LaunchError, Processes, StopRequest
 
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 
+def raising(error: Exception):
+    def action() -> None:
+        raise error
+    return action
+
+
 def test_alone_everything_is_ones_own():
     values = torch.tensor([1.0, 2.0])
     assert ALONE.sum(values) is values and ALONE.maximum(7) == 7 and ALONE.is_main
-    assert ALONE.together(lambda: 3, (ValueError,)) == 3
-    with pytest.raises(ValueError, match="mine"):
-        ALONE.together(lambda: int("mine"), (ValueError,))
+    assert ALONE.together(lambda: 3) == 3
+    with pytest.raises(LaunchError, match="mine"):
+        ALONE.together(raising(LaunchError("mine")))
 
 
 def worker(rank: int, port_file: str, results: str) -> None:
@@ -35,14 +42,14 @@ def worker(rank: int, port_file: str, results: str) -> None:
     for broken in (0, 1):                            # the error of either is raised on both
         def action(broken=broken):
             if rank == broken:
-                raise KeyError(f"folder of {rank}")
+                raise LaunchError(f"folder of {rank}")
             return "fine"
         try:
-            lines.append(processes.together(action, (KeyError,)))
-        except KeyError as error:
+            lines.append(processes.together(action))
+        except OneLineError as error:
             lines.append(error.args[0])
-    lines.append(str(processes.together(lambda: rank, (KeyError,))))
-    processes.main_only(lambda: lines.append("written"), (KeyError,))
+    lines.append(str(processes.together(lambda: rank)))
+    processes.main_only(lambda: lines.append("written"))
     Path(f"{results}{rank}").write_text("\n".join(lines))
     distributed.stop()
 

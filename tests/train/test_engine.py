@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -12,13 +13,16 @@ import torch.nn.functional as F
 
 import vitinit
 from vitinit.data.mix import smooth_one_hot
+from vitinit.data.pipeline import Step
+from vitinit.messages import OneLineError
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models.layers import draw_keep
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
 from vitinit.train.engine import evaluate, train_epoch
-from vitinit.train.metrics import Diverged, Progress, ProgressBar
+from vitinit.train.metrics import Diverged, Progress
 from vitinit.train.optim import adamw
+from vitinit.train.state import TrainState
 
 CPU = torch.device("cpu")
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=CPU)
@@ -77,6 +81,14 @@ def as_it_is(batch, *_):
     return batch
 
 
+def numbered(steps, micro_batch: int = GLOBAL_BATCH, *, prepare=soft, first: int = 0
+             ) -> Iterator[Step]:
+    """Lists of micro-batches as the engine takes them."""
+    for number, parts in enumerate(steps, first):
+        yield Step(number, parts, prepare,
+                   lambda micro: slice(micro * micro_batch, (micro + 1) * micro_batch))
+
+
 def trained(micro_batch: int = GLOBAL_BATCH, *, drop_path: float = 0.0, amp: str = "off",
             clip_norm: float = 0.0, scaler=None, ema_decay: float = 0.0, steps=None,
             lr_at=lambda step: 1e-2, stop=None, count: int = STEPS, progress=None, prepare=soft):
@@ -89,15 +101,13 @@ def trained(micro_batch: int = GLOBAL_BATCH, *, drop_path: float = 0.0, amp: str
             return None
         return draw_keep(model.drop_path_rates, GLOBAL_BATCH,
                          keyed_generator(0, Stream.DROP_PATH, step))
+    state = TrainState(model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
+                       scaler or torch.amp.GradScaler("cpu", enabled=False), ema, progress)
+    parts = itertools.islice(steps or batches(micro_batch), count)
     yielded = list(train_epoch(
-        model=model, forward=model, steps=iter(steps or batches(micro_batch)), count=count,
-        prepare=prepare, progress=progress, lr_at=lr_at, keep_at=keep_at,
-        positions=lambda micro: slice(micro * micro_batch, (micro + 1) * micro_batch),
-        optimizer=adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
-        scaler=scaler or torch.amp.GradScaler("cpu", enabled=False), ema=ema, amp=amp,
-        clip_norm=clip_norm, processes=ALONE, stop=stop or Request(),
-        save_due=lambda step: False, data_errors=(KeyError,),
-        bar=ProgressBar("x", STEPS, shown=False)))
+        state, model, numbered(parts, micro_batch, prepare=prepare, first=progress.step),
+        lr_at=lr_at, keep_at=keep_at, amp=amp, clip_norm=clip_norm, every_steps=0,
+        processes=ALONE, stop=stop or Request()))
     return model, progress, ema, yielded
 
 
@@ -151,13 +161,12 @@ def test_the_loss_is_the_mean_of_minus_target_times_log_softmax(micro_batch):
         for parameter in by_hand.parameters():
             parameter -= 0.3 * parameter.grad
     model = small_model()
-    list(train_epoch(
-        model=model, forward=model, steps=soft_batches(micro_batch), count=1, prepare=as_it_is,
-        progress=Progress(), lr_at=lambda step: 0.3, keep_at=lambda step: None,
-        positions=lambda micro: slice(None), optimizer=torch.optim.SGD(model.parameters()),
-        scaler=torch.amp.GradScaler("cpu", enabled=False), ema=None, amp="off", clip_norm=0.0,
-        processes=ALONE, stop=Request(), save_due=lambda step: False, data_errors=(KeyError,),
-        bar=ProgressBar("x", 1, shown=False)))
+    state = TrainState(model, torch.optim.SGD(model.parameters()),
+                       torch.amp.GradScaler("cpu", enabled=False), None, Progress())
+    first = itertools.islice(soft_batches(micro_batch), 1)
+    list(train_epoch(state, model, numbered(first, prepare=as_it_is), lr_at=lambda step: 0.3,
+                     keep_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=0,
+                     processes=ALONE, stop=Request()))
     assert_close(model, by_hand.float(), atol=1e-6)
 
 
@@ -255,18 +264,12 @@ def test_a_request_during_the_last_step_is_not_lost():
 def test_checkpoints_are_asked_for_when_due_with_complete_sums():
     sums = []
     progress = Progress()
-
-    def due(step: int) -> bool:
-        return step % 2 == 0
     model = small_model()
-    for number in train_epoch(
-            model=model, forward=model, steps=batches(GLOBAL_BATCH), count=STEPS,
-            prepare=soft, progress=progress, lr_at=lambda step: 1e-2,
-            keep_at=lambda step: None, positions=lambda micro: slice(None),
-            optimizer=adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
-            scaler=torch.amp.GradScaler("cpu", enabled=False), ema=None, amp="off", clip_norm=0.0,
-            processes=ALONE, stop=Request(), save_due=due, data_errors=(KeyError,),
-            bar=ProgressBar("x", STEPS, shown=False)):
+    state = TrainState(model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
+                       torch.amp.GradScaler("cpu", enabled=False), None, progress)
+    for number in train_epoch(state, model, numbered(batches(GLOBAL_BATCH)),
+                              lr_at=lambda step: 1e-2, keep_at=lambda step: None, amp="off",
+                              clip_norm=0.0, every_steps=2, processes=ALONE, stop=Request()):
         sums.append((number, progress.step, progress.loss_sum))
     assert [(number, step) for number, step, _ in sums] == [(0, 2), (0, 4)]
     assert 0 < sums[0][2] < sums[1][2] < progress.loss_sum
@@ -275,9 +278,9 @@ def test_checkpoints_are_asked_for_when_due_with_complete_sums():
 def test_broken_data_is_raised_after_the_steps_before_it_are_counted():
     def broken():
         yield from itertools.islice(batches(GLOBAL_BATCH), 2)
-        raise KeyError("picture 7")
+        raise OneLineError("image 7")
     progress = Progress()
-    with pytest.raises(KeyError, match="picture 7"):
+    with pytest.raises(OneLineError, match="image 7"):
         trained(steps=broken(), progress=progress)
     assert progress.step == 2 and progress.loss_sum > 0
 
@@ -285,17 +288,15 @@ def test_broken_data_is_raised_after_the_steps_before_it_are_counted():
 def test_broken_data_is_raised_by_evaluation():
     def broken():
         yield torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.long)
-        raise KeyError("picture 7")
-    with pytest.raises(KeyError, match="picture 7"):
-        evaluate([small_model()], broken(), num_classes=CLASSES, prepare=as_it_is, amp="off",
-                 processes=ALONE, data_errors=(KeyError,), bar=ProgressBar("x", 1, shown=False))
+        raise OneLineError("image 7")
+    with pytest.raises(OneLineError, match="image 7"):
+        evaluate([small_model()], broken(), num_classes=CLASSES, amp="off", processes=ALONE)
 
 
 def evaluated(models, images, labels, size: int, num_classes: int = CLASSES, columns=None):
     """`evaluate` on these images, `size` at a time."""
     return evaluate(models, zip(images.split(size), labels.split(size)), num_classes=num_classes,
-                    prepare=as_it_is, amp="off", processes=ALONE, data_errors=(KeyError,),
-                    bar=ProgressBar("x", 1, shown=False), columns=columns)
+                    amp="off", processes=ALONE, columns=columns)
 
 
 def counted_by_hand(model, images, labels, chosen):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vitinit
-from vitinit.recipe import load_recipe
+from vitinit.recipe.files import load_recipe
 from vitinit.train.optim import adamw, learning_rate, parameter_groups, scaled_lr
 
 DEIT = dict(shape="cosine", peak=1e-3, epochs=300, warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5)

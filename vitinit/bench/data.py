@@ -19,7 +19,7 @@ from ..data.draw import RandAugment, SampleDraws, SampleKey, stack_draws
 from ..data.loader import TrainBatch, TrainViews, train_loader
 from ..data.mix import Mix, Mixing, mix_images
 from ..data.to_device import TrainToDevice
-from ..train.run_folder import describe_device
+from ..train.device import describe_device
 from .timing import best_seconds, device_to_time
 
 

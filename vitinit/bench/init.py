@@ -8,7 +8,7 @@ from ..filters import convolution_matrix, impulse_kernel, ordered_offsets
 from ..init import init_weights
 from ..init.impulse import normalised_code
 from ..models import build_model
-from ..train.run_folder import describe_device
+from ..train.device import describe_device
 from .timing import best_seconds
 
 

@@ -13,14 +13,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..data.datasets import LoosePictures
-from ..data.loader import train_loader
+from ..data.draw import SampleDraws
+from ..data.pipeline import training_batches
+from ..data.sampler import TrainSampler, plan_batches
 from ..init import init_weights
 from ..models import build_model
 from ..train.engine import AMP_DTYPES, autocast
 from ..train.optim import adamw
-from ..train.run_folder import describe_device, peak_memory
+from ..train.device import describe_device, peak_memory
 from ..train.throughput import TIMED_PASSES, WARMUP_PASSES
-from .data import batches_of_keys, deit_device_part, deit_views
+from .data import deit_device_part
 from .timing import best_seconds, device_to_time
 
 
@@ -30,6 +32,19 @@ def forward_flops(model: torch.nn.Module, images: torch.Tensor) -> float:
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         model(images)
     return counter.get_total_flops()
+
+
+def from_files(source: LoosePictures, size: int, batch: int, workers: int, device: torch.device
+               ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches with DeiT's augmentation, epoch after epoch, as training takes them."""
+    sampler = TrainSampler(len(source), plan_batches(batch, batch, 1), rank=0, seed=0,
+                           repeats=-(-batch // len(source)))
+    batches = training_batches(source, sampler=sampler, draws=SampleDraws(0, (size, size)),
+                               prepare=deit_device_part(device), budget_gib=0.0, workers=workers)
+    for epoch in itertools.count():
+        for step in batches.steps(epoch=epoch):
+            for images, targets, _ in step:
+                yield images, targets
 
 
 def bench_step(name: str, *, batch: int, image_size: int, amp: str, compiled: bool,
@@ -82,10 +97,7 @@ def bench_step(name: str, *, batch: int, image_size: int, amp: str, compiled: bo
           f"{flops / seconds / 1e12:.2f} TFLOP/s, {100 * flops / seconds / matrix_rate:.0f} % of "
           f"this device's measured {matrix_rate / 1e12:.2f} TFLOP/s in a {side}³ {amp} product")
     if folder is not None:
-        source, prepare = LoosePictures(folder, 100_000), deit_device_part(device)
-        loader = train_loader(deit_views(source, image_size),
-                              batches_of_keys(len(source), batch, warmup + steps),
-                              workers=workers, pin_memory=device.type == "cuda")
-        fed = seconds_a_step(prepare(some, number, 0) for number, some in enumerate(loader))
+        source = LoosePictures(folder, 100_000)
+        fed = seconds_a_step(from_files(source, image_size, batch, workers, device))
         print(f"from {len(source)} files with {workers} workers: {batch / fed:.1f} images/s, "
               f"{100 * (fed / seconds - 1):+.1f} % of the synthetic step")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,21 +31,29 @@ class Batch(NamedTuple):
 class TrainBatch(NamedTuple):
     """What training loads: cropped and flipped, with everything that is still to be done."""
 
-    images: Tensor          # (B, 3, H, W) uint8
+    images: Tensor          # (B, 3, H, W) uint8; (B, 4) int64 where they are still to be cut out
     labels: Tensor          # (B,) int64
     draws: Draws            # B of them, on the host
 
 
 class TrainViews(Dataset):
-    """Training views by sample key."""
+    """Training views by sample key: an image, its label, and the draws that are still to be done.
 
-    def __init__(self, source: Source, draws: SampleDraws) -> None:
-        self.source, self.draws = source, draws
+    decode: False where all images stand on the device and are as large as the model sees them. Then
+        a view is described instead of made: (image index, top, left, 1 if it is mirrored).
+    """
+
+    def __init__(self, source: Source, draws: SampleDraws, *, decode: bool = True) -> None:
+        self.source, self.draws, self.decode = source, draws, decode
 
     def __getitem__(self, key: SampleKey) -> tuple[Tensor, int, Draws]:
-        picture = self.source.picture(key.index)
-        view = self.draws.view(key, *picture.shape[1:])
-        image = crop_and_flip(picture, view.box, view.flip, self.draws.size, view.interpolation)
+        if self.decode:
+            image = self.source.picture(key.index)                       # (3, h, w)
+            view = self.draws.view(key, *image.shape[1:])
+            image = crop_and_flip(image, view.box, view.flip, self.draws.size, view.interpolation)
+        else:
+            view = self.draws.view(key, *self.draws.size)
+            image = torch.tensor([key.index, view.box.top, view.box.left, int(view.flip)])
         return image, int(self.source.labels[key.index]), self.draws.for_device(key)
 
 
@@ -76,13 +83,6 @@ def train_loader(views: TrainViews, sampler: TrainSampler, *, workers: int,
                         persistent_workers=workers > 0)
 
 
-def steps(loader: Iterable[TrainBatch], accumulation: int) -> Iterator[list[TrainBatch]]:
-    """The micro-batches of one step at a time."""
-    batches = iter(loader)
-    for first in batches:
-        yield [first, *itertools.islice(batches, accumulation - 1)]
-
-
 def eval_loader(views: EvalViews, *, batch_size: int, workers: int,
                 pin_memory: bool) -> DataLoader:
     """All views in order; the last batch may be smaller."""
@@ -110,7 +110,7 @@ def _stack_for_training(samples: list[tuple[Tensor, int, Draws]]) -> TrainBatch:
 
 
 def _stack_images(images: Sequence[Tensor]) -> Tensor:
-    batch = torch.empty(len(images), *images[0].shape, dtype=torch.uint8)
+    batch = torch.empty(len(images), *images[0].shape, dtype=images[0].dtype)
     if torch.utils.data.get_worker_info() is not None:
         batch.share_memory_()       # written once, where the training process reads it
     return torch.stack(images, out=batch)

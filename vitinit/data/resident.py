@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from .datasets import PicturesInMemory, Source
-from .draw import CropAndFlip, Draws, SampleDraws, SampleKey, stack_draws
-from .loader import (Batch, EvalViews, TrainBatch, TrainViews, batch_loader, eval_loader,
-                     train_loader)
-from .sampler import TrainSampler
+from .draw import CropAndFlip
+from .loader import Batch, TrainBatch
 
 GIB = 2**30
 
@@ -83,44 +80,18 @@ def resident_source(source: Source, device: torch.device, size: tuple[int, int],
 # ---------------------------------------------------------------------------------------------
 
 
-class DrawnViews(Dataset):
-    """What workers make by sample key: which picture, which window of it, and the other draws."""
-
-    def __init__(self, draws: SampleDraws) -> None:
-        self.draws = draws
-
-    def __getitem__(self, key: SampleKey) -> tuple[int, tuple[int, int, int], Draws]:
-        view = self.draws.view(key, *self.draws.size)
-        window = (view.box.top, view.box.left, int(view.flip))
-        return key.index, window, self.draws.for_device(key)
-
-
 class ResidentTrainLoader:
     """Micro-batches in the sampler's order, cut on the device; `sampler.start` before each pass."""
 
-    def __init__(self, resident: Resident, views: DrawnViews, sampler: TrainSampler, *,
-                 workers: int) -> None:
-        self.resident = resident
-        self.draws: DataLoader = batch_loader(views, _stack, workers, pin_memory=False,
-                                              batch_sampler=sampler,
-                                              persistent_workers=workers > 0)
-
-    def __len__(self) -> int:
-        return len(self.draws)
+    def __init__(self, resident: Resident, windows: DataLoader) -> None:
+        """windows: of `TrainViews` that do not decode."""
+        self.resident, self.windows = resident, windows
 
     def __iter__(self) -> Iterator[TrainBatch]:
         device = self.resident.pictures.device
-        for indices, windows, draws in self.draws:
-            indices = torch.from_numpy(indices).to(device, non_blocking=True)
-            windows = torch.from_numpy(windows).to(device, non_blocking=True)
-            yield TrainBatch(self.resident.cut(indices, windows), self.resident.labels[indices],
-                             draws)
-
-
-def _stack(samples: list[tuple[int, tuple[int, int, int], Draws]]
-           ) -> tuple[np.ndarray, np.ndarray, Draws]:
-    indices, windows, draws = zip(*samples)
-    return np.array(indices), np.array(windows), stack_draws(draws)
+        for batch in self.windows:
+            windows = batch.images.to(device, non_blocking=True)         # (B, 4)
+            yield batch._replace(images=self.resident.cut(windows[:, 0], windows[:, 1:]))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -143,35 +114,3 @@ class ResidentEvalLoader:
         for start in range(0, len(self.labels), self.batch_size):
             part = slice(start, start + self.batch_size)
             yield Batch(self.pictures[part], self.labels[part])
-
-
-# ---------------------------------------------------------------------------------------------
-# Either way
-# ---------------------------------------------------------------------------------------------
-
-
-def training_batches(source: Source, sampler: TrainSampler, draws: SampleDraws, *,
-                     device: torch.device, budget_gib: float, workers: int,
-                     advance: Callable[[], None]) -> ResidentTrainLoader | DataLoader:
-    """From the device if the set fits there and its crops only move pixels, else from workers."""
-    if only_moves_pixels(draws.crop, draws.size):
-        resident = resident_source(source, device, draws.size, budget_gib, advance)
-        if resident is not None:
-            return ResidentTrainLoader(resident, DrawnViews(draws), sampler, workers=workers)
-    return train_loader(TrainViews(source, draws), sampler, workers=workers,
-                        pin_memory=device.type == "cuda")
-
-
-def evaluation_batches(source: Source, *, rank: int, world_size: int, device: torch.device,
-                       budget_gib: float, workers: int, size: tuple[int, int], crop_pct: float,
-                       interpolation: str, batch_size: int,
-                       advance: Callable[[], None]) -> ResidentEvalLoader | DataLoader:
-    """Likewise; whole pictures are taken as they are only at crop_pct = 1."""
-    share = dict(rank=rank, world_size=world_size)
-    if crop_pct == 1.0:
-        resident = resident_source(source, device, size, budget_gib, advance)
-        if resident is not None:
-            return ResidentEvalLoader(resident, batch_size=batch_size, **share)
-    return eval_loader(EvalViews(source, size=size, crop_pct=crop_pct, interpolation=interpolation,
-                                 **share),
-                       batch_size=batch_size, workers=workers, pin_memory=device.type == "cuda")

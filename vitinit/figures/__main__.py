@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..init import INITS
-from ..runs import finished_groups
+from ..runs.groups import finished_groups
 from .attention import draw_attention
 from .augmentation import draw_batch, draw_operations
 from .curves import draw_curves

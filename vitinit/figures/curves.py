@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..runs import Group
+from ..runs.groups import Group
 from .plot import COLOURS, LINES, pyplot, save
 
 

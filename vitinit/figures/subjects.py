@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,15 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..command_line import fresh_recipe, loaded
 from ..data.augment import normalise
 from ..data.datasets import LoosePictures
 from ..data.images import resize_and_centre_crop
 from ..init import init_weights
 from ..models import SimpleViT, VisionTransformer, build_model
-from ..recipe import Recipe, RecipeError, from_dict
+from ..recipe.files import RecipeError, from_dict
+from ..recipe.resolve import fresh_recipe
+from ..recipe.sections import Recipe
+from ..runs.folder import RunFolder, checkpoint_file
+from ..runs.trained import loaded
 from ..train.checkpoint import CheckpointError, load
-from ..train.run_folder import RunFolder, checkpoint_file
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -36,9 +37,7 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
     """Each recipe's model by each init, as `train.py` starts it; None is the recipe's own init."""
     for name in recipes:
         for init in inits:
-            words = argparse.Namespace(recipe=name, init=init, seed=seed, set=list(sets),
-                                       data_dir=None)
-            recipe = fresh_recipe(words, RECIPES, print)
+            recipe = fresh_recipe(name, recipes=RECIPES, say=print, init=init, seed=seed, sets=sets)
             if recipe.init.checkpoint:
                 raise RecipeError(f"recipe {recipe.name} starts from init.checkpoint = "
                                   f"{recipe.init.checkpoint}; show a run of it, by --run and "

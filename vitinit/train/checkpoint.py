@@ -12,10 +12,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from ..messages import OneLineError
+
 PREFIXES = ("module.", "_orig_mod.")    # what DistributedDataParallel and torch.compile put in front
 
 
-class CheckpointError(ValueError):
+class CheckpointError(OneLineError):
     """What is wrong with a checkpoint or run folder, in one line."""
 
 

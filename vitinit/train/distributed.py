@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..messages import OneLineError
 
-class LaunchError(ValueError):
+
+class LaunchError(OneLineError):
     """What is wrong with how the processes were started, in one line."""
 
 
@@ -60,8 +62,8 @@ class Processes:
                 for buffer in model.buffers():
                     dist.broadcast(buffer, src=0)
 
-    def together(self, action: Callable[[], Any], errors: tuple[type[Exception], ...]) -> Any:
-        """Run `action` on every process; if one of `errors` is raised on any, raise it on all.
+    def together(self, action: Callable[[], Any]) -> Any:
+        """Run `action` on every process; if a OneLineError is raised on any, raise it on all.
 
         So that a folder missing on one machine ends the run everywhere, with one message, instead
         of leaving the others to wait for it.
@@ -69,7 +71,7 @@ class Processes:
         result = failure = None
         try:
             result = action()
-        except errors as error:
+        except OneLineError as error:
             failure = error
         if self.world_size > 1:
             failures: list[Exception | None] = [None] * self.world_size
@@ -79,9 +81,9 @@ class Processes:
             raise failure from None
         return result
 
-    def main_only(self, action: Callable[[], Any], errors: tuple[type[Exception], ...]) -> None:
+    def main_only(self, action: Callable[[], Any]) -> None:
         """`together`, with something to do on the main process alone (files it writes)."""
-        self.together(action if self.is_main else lambda: None, errors)
+        self.together(action if self.is_main else lambda: None)
 
 
 def environment_rank() -> int:

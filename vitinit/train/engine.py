@@ -12,20 +12,34 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..messages import OneLineError
 from .distributed import Processes, StopRequest
-from .ema import Ema
-from .metrics import Diverged, Progress, ProgressBar
+from .metrics import Diverged, Progress
+from .state import TrainState
 
 SETTLE_EVERY = 10               # steps between two looks at the losses, which wait for the device
 BROKEN_DATA = 1_000             # agreed on like a signal's number, and larger than any
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-Prepared = tuple[Tensor, Tensor]     # images (B, 3, H, W) float; targets (B, K) or labels (B,)
+
+class Step(Protocol):
+    """One global batch: this process' share of it, as `train_epoch` needs it."""
+
+    number: int                                      # global, from 0
+    def __len__(self) -> int: ...                    # micro-batches
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, slice]]: ...
+
+
+def set_precision(tf32: bool) -> None:
+    """Whether float32 matrix products and convolutions may run in TensorFloat-32 on CUDA."""
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
 
 
 def autocast(device: torch.device, amp: str) -> torch.autocast:
@@ -40,39 +54,35 @@ class Losses:
     def __init__(self, progress: Progress, processes: Processes) -> None:
         self.progress, self.processes = progress, processes
         self.pending: list[Tensor] = []
-        self.note = ""                               # for the progress bar, until the first look
 
     def settle(self) -> None:
         """Average over the processes, add to the epoch; Diverged on all of them together."""
         if self.pending:
             mean = self.processes.sum(torch.stack(self.pending)) / self.processes.world_size
             self.pending = []
-            losses = mean.tolist()
-            self.progress.add_losses(losses)
-            self.note = f"loss {losses[-1]:.3f}"
+            self.progress.add_losses(mean.tolist())
 
 
-def train_epoch(*, model: nn.Module, forward: Callable[..., Tensor], steps: Iterator[list],
-                count: int, prepare: Callable[..., Prepared], progress: Progress,
-                lr_at: Callable[[int], float], keep_at: Callable[[int], Tensor | None],
-                positions: Callable[[int], slice], optimizer: torch.optim.Optimizer,
-                scaler: torch.amp.GradScaler, ema: Ema | None, amp: str, clip_norm: float,
-                processes: Processes, stop: StopRequest, save_due: Callable[[int], bool],
-                data_errors: tuple[type[Exception], ...], bar: ProgressBar) -> Iterator[int]:
-    """Train on `count` global batches; yields where the caller should write a checkpoint.
+def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterable[Step], *,
+                lr_at: Callable[[int], float], keep_at: Callable[[int], Tensor | None], amp: str,
+                clip_norm: float, every_steps: int, processes: Processes,
+                stop: StopRequest) -> Iterator[int]:
+    """Train on the global batches of `steps`; yields where the caller should write a checkpoint.
 
-    It yields 0 for a checkpoint that `save_due` asked for, and a signal's number where the
-    processes have agreed to stop. At each yield, and at the end, `progress` is complete.
+    It yields 0 after every so many steps of the run as `every_steps` says (0: never), and a signal's
+    number where the processes have agreed to stop. At each yield, and at the end, the state's
+    progress is complete.
 
-    model: the bare model, whose parameters are clipped and averaged; forward: the same, compiled
-        or wrapped for several processes; called as forward(images, keep).
-    steps: lists of micro-batches; prepare(batch, step, micro_step) turns one into images and
-        targets on the device. The loss is the mean over images of −Σ target · log softmax(logits).
+    forward: the state's model, compiled or wrapped for several processes; called as
+        forward(images, keep).
+    steps: of each, its global number, its length, and by iterating its micro-batches: images,
+        targets, and which of the global batch they are. The loss is the mean over images of
+        −Σ target · log softmax(logits).
     lr_at: step → learning rate. keep_at: step → stochastic-depth factors (branches, global batch),
-        or None; positions: micro-step → which columns of them are this process'.
-    Raises Diverged on all processes together, and one of data_errors likewise.
+        or None.
+    Raises Diverged on all processes together, and a OneLineError of `steps` likewise.
     """
-    losses = Losses(progress, processes)
+    progress, losses = state.progress, Losses(state.progress, processes)
     device = processes.device
     # DistributedDataParallel, compiled or not, has no_sync: gradients stay local until the last.
     synchronise_later = getattr(forward, "no_sync", contextlib.nullcontext)
@@ -84,72 +94,65 @@ def train_epoch(*, model: nn.Module, forward: Callable[..., Tensor], steps: Iter
         losses.settle()
         progress.seconds = seconds_before + time.perf_counter() - began
 
-    first = progress.step
-    for step in range(first, first + count):
+    steps = iter(steps)
+    while True:
         # Every process has its whole share of the step before any of them begins, so that broken
         # data or a signal on one of them finds all of them between two steps.
-        micro_batches, problem, request = [], None, stop.number
+        step, problem, request = None, None, stop.number
         try:
             if not request:                          # else workers may be ending, too
-                micro_batches = next(steps)
-        except data_errors as error:
+                step = next(steps, None)
+        except OneLineError as error:
             problem = error
         verdict = processes.maximum(BROKEN_DATA if problem else request)
         if verdict:
             settle()
-            require_finite_weights(model, progress.step)
-            processes.together(lambda: _raise(problem), data_errors)
+            require_finite_weights(state.model, progress.step)
+            processes.together(lambda: _raise(problem))
             yield verdict
             return
+        if step is None:                             # on all processes: the epoch is over
+            break
 
-        lr = lr_at(step)
-        for group in optimizer.param_groups:
+        lr = lr_at(step.number)
+        for group in state.optimizer.param_groups:
             group["lr"] = lr
-        keep = keep_at(step)                                             # (branches, global batch)
+        keep = keep_at(step.number)                                      # (branches, global batch)
         step_loss = torch.zeros((), device=device)
-        for micro_step, batch in enumerate(micro_batches):
-            images, targets = prepare(batch, step, micro_step)
-            kept = () if keep is None else (
-                keep[:, positions(micro_step)].to(device, non_blocking=True),)
-            last = micro_step == len(micro_batches) - 1
-            with contextlib.nullcontext() if last else synchronise_later():
+        for micro_step, (images, targets, places) in enumerate(step, 1):
+            factors = () if keep is None else (keep[:, places].to(device, non_blocking=True),)
+            with contextlib.nullcontext() if micro_step == len(step) else synchronise_later():
                 with autocast(device, amp):
-                    logits = forward(images, *kept)                      # (B, K)
+                    logits = forward(images, *factors)                   # (B, K)
                 loss = F.cross_entropy(logits.float(), targets)
-                scaler.scale(loss / len(micro_batches)).backward()
-            step_loss += loss.detach() / len(micro_batches)
-        if _update(model, optimizer, scaler, clip_norm):
-            if ema is not None:
-                ema.update(model)
-        else:
-            progress.skipped_steps += 1
+                state.scaler.scale(loss / len(step)).backward()
+            step_loss += loss.detach() / len(step)
+        _update(state, clip_norm)
 
         losses.pending.append(step_loss)
-        due = save_due(step + 1)
-        if due or (step + 1) % SETTLE_EVERY == 0:
+        due = every_steps > 0 and (step.number + 1) % every_steps == 0
+        if due or (step.number + 1) % SETTLE_EVERY == 0:
             settle()
-        bar.advance(losses.note)
         if due:
-            require_finite_weights(model, progress.step)
+            require_finite_weights(state.model, progress.step)
             yield 0
     settle()
-    require_finite_weights(model, progress.step)
-    verdict = processes.maximum(stop.number)
-    if verdict:
-        yield verdict
+    require_finite_weights(state.model, progress.step)
 
 
-def _update(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
-            clip_norm: float) -> bool:
-    """One optimiser step; False if GradScaler skipped it because gradients overflowed in fp16."""
+def _update(state: TrainState, clip_norm: float) -> None:
+    """One optimiser step; none if GradScaler finds that gradients overflowed in fp16."""
     if clip_norm > 0:
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-    scale = scaler.get_scale()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-    return scaler.get_scale() >= scale               # it falls exactly when a step was skipped
+        state.scaler.unscale_(state.optimizer)
+        torch.nn.utils.clip_grad_norm_(state.model.parameters(), clip_norm)
+    scale = state.scaler.get_scale()
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    state.optimizer.zero_grad(set_to_none=True)
+    if state.scaler.get_scale() < scale:             # it falls exactly when a step was skipped
+        state.progress.skipped_steps += 1
+    elif state.ema is not None:
+        state.ema.update(state.model)
 
 
 def require_finite_weights(model: nn.Module, step: int) -> None:
@@ -180,19 +183,19 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(models: Sequence[nn.Module], batches: Iterable, *, num_classes: int,
-             prepare: Callable[..., Prepared], amp: str, processes: Processes,
-             data_errors: tuple[type[Exception], ...], bar: ProgressBar,
+def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
+             num_classes: int, amp: str, processes: Processes,
              columns: Sequence[Tensor | None] | None = None) -> list[Evaluation]:
-    """Exact loss and accuracy of each model, in one pass over the pictures.
+    """Exact loss and accuracy of each model, in one pass over the images.
 
+    batches: images (B, 3, H, W) and labels (B,) on the device.
     num_classes: K, those of the labels. columns: of each model, which of its logits belong to these
         classes, (K,) int64 in the labels' order; the others are left out of ranking and softmax.
         None: the model has these classes in this order.
 
     Each process counts its own images once, then the counts are summed. Processes may have
-    different numbers of batches, so `models` must not communicate. One of `data_errors` on any
-    process is raised on all of them.
+    different numbers of batches, so `models` must not communicate. A OneLineError of
+    `batches` on any process is raised on all of them.
     """
     device, problem = processes.device, None
     totals = torch.zeros(len(models), 2, dtype=torch.float64, device=device)     # loss, top 5
@@ -203,8 +206,7 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable, *, num_classes: int
     for model in models:
         model.eval()
     try:
-        for batch in batches:
-            images, labels = prepare(batch)
+        for images, labels in batches:
             for index, model in enumerate(models):
                 with autocast(device, amp):
                     logits = model(images)                               # (B, classes of the model)
@@ -216,10 +218,9 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable, *, num_classes: int
                 totals[index] += torch.stack([loss, ranked.sum()]).double()
                 hits[index].index_add_(0, labels, ranked[:, 0].long())
             counts.index_add_(0, labels, torch.ones_like(labels))
-            bar.advance()
-    except data_errors as error:
+    except OneLineError as error:
         problem = error
-    processes.together(lambda: _raise(problem), data_errors)
+    processes.together(lambda: _raise(problem))
     for numbers in (totals, hits, counts):
         processes.sum(numbers)
     images = int(counts.sum())

@@ -6,16 +6,17 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from .checkpoint import write_text_atomically
 
 PLAIN_LINE_SECONDS = 30.0       # between two progress lines where there is no terminal
+T = TypeVar("T")
 
 
 # The keys of a line of metrics.jsonl, in order.
@@ -38,6 +39,7 @@ class Progress:
     seconds: float = 0.0        # of the running epoch, training alone
     skipped_steps: int = 0      # since the start; steps whose gradients overflowed in fp16
     best: float | None = None   # the best value so far of what checkpoint.best_by names
+    note = ""                   # the last loss in words, for people; not saved
 
     def add_losses(self, losses: list[float]) -> None:
         """Count steps in; raises Diverged, naming the first step that is to blame."""
@@ -47,6 +49,7 @@ class Progress:
             self.loss_sum += loss
             self.epoch_steps += 1
             self.step += 1
+            self.note = f"loss {loss:.3f}"
 
     def improves(self, value: float | None, by: str) -> bool:
         """Whether `value` of the metric `by` is the best so far, which it then becomes."""
@@ -129,6 +132,12 @@ class ProgressBar:
             print(", ".join(filter(None, [f"{self.what}: {self.done}/{self.total}", note,
                                           f"{left:.0f} s left"])), flush=True)
             self.last_line = now
+
+    def over(self, items: Iterable[T], note: Callable[[], str] = lambda: "") -> Iterator[T]:
+        """The items, each counted once it has been worked on."""
+        for item in items:
+            yield item
+            self.advance(note())
 
     def __enter__(self) -> ProgressBar:
         return self

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .device import peak_memory
 from .engine import autocast
 from .metrics import ProgressBar
-from .run_folder import peak_memory
+
 
 WARMUP_PASSES, TIMED_PASSES = 10, 40    # as many as in timm's benchmark.py
 

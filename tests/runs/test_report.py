@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from vitinit.data.eval_sets import Place
-from vitinit.report import Finding, report
+from vitinit.runs.report import Finding, report
 from vitinit.train.engine import Evaluation
 from vitinit.train.throughput import Throughput
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from vitinit.train.checkpoint import CheckpointError
-from vitinit.train.run_folder import RunFolder, describe_device, git_commit, peak_memory
+from vitinit.runs.folder import RunFolder, git_commit
+from vitinit.train.device import describe_device, peak_memory
 
 
 def test_a_new_folder_holds_the_recipe_and_every_start(tmp_path, monkeypatch):

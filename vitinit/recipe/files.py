@@ -1,39 +1,29 @@
-"""Recipes: one experiment each, as a complete and flat TOML file.
-
-A recipe is read once, checked once and then frozen:
-
-    file  →  --init, --seed, --data-dir, --set  →  typed sections  →  cross-checks  →  Recipe
+"""Recipes as files: read, overridden, checked, written out again.
 
 Every key must be there and no key may be there twice or for nothing, so that `diff` between two
 recipes shows every difference between two experiments. Whatever is wrong ends in a `RecipeError`
 of one line that names the place, the key, what was expected and the nearest valid key.
-
-The two free tables, `[model.options]` and `[init.options]`, hold departures from documented
-defaults; `resolve_options` checks them against the signature of the function that takes them.
 Standard library only.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..messages import OneLineError
 from .sections import SECTIONS, Init, Model, Recipe, contradictions
 from .values import convert, describe, nearest, nearest_choice, plain, shown, to_toml, within
 
 
-class RecipeError(ValueError):
+class RecipeError(OneLineError):
     """What is wrong with a recipe or an override, in one line."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("\\n".join(message.splitlines()))   # a newline in what was quoted
 
 
 class Override(NamedTuple):
@@ -183,51 +173,8 @@ def _section(section: type, title: str, body: dict[str, Any], source: str,
 
 
 # ---------------------------------------------------------------------------------------------
-# Options, comparing, writing
+# Writing
 # ---------------------------------------------------------------------------------------------
-
-
-def resolve_options(function: Callable, options: Mapping[str, Any], *, title: str,
-                    source: Callable[[str], str], fixed: Mapping[str, Any],
-                    given: Iterable[str]) -> dict[str, Any]:
-    """All keyword options of `function`: its defaults, then `fixed`, then `options`, type-checked.
-
-    function: a function or class whose keyword-only parameters are the options.
-    title: how errors call the table. source: option → where its value was written.
-    given: keyword parameters that the caller passes itself; they are no options.
-    """
-    kinds = typing.get_type_hints(function.__init__ if isinstance(function, type) else function)
-    known = {name: parameter for name, parameter in inspect.signature(function).parameters.items()
-             if parameter.kind is parameter.KEYWORD_ONLY and name not in set(given)}
-    resolved = {name: parameter.default for name, parameter in known.items()
-                if parameter.default is not parameter.empty} | dict(fixed)
-    for name, value in options.items():
-        if name not in known:
-            raise RecipeError(f"{source(name)}: {title} has no key '{name}'{nearest(name, known)}")
-        try:
-            resolved[name] = convert(value, kinds[name])
-        except TypeError:
-            raise RecipeError(f"{source(name)}: {title} {name} is {shown(value)}, expected "
-                              f"{describe(kinds[name])}{nearest_choice(value, kinds[name])}"
-                              ) from None
-    return resolved
-
-
-def differences(ours: Recipe, overrides: Sequence[Override]) -> list[str]:
-    """What the user wrote that differs from a run's own recipe, one phrase an override."""
-    found = []
-    for key, value, text in overrides:
-        place: Any = ours.as_dict()
-        try:
-            for part in key.split("."):
-                place = place[part]
-        except (KeyError, TypeError):
-            valid = place if isinstance(place, dict) else SECTIONS
-            raise RecipeError(f"{text}: there is no '{part}'{nearest(part, valid)}") from None
-        same_size = key == "data.image_size" and place == [value, value]
-        if plain(value) != place and not same_size:
-            found.append(f"{text} differs from the run's {key} = {to_toml(place)}")
-    return found
 
 
 def dump_recipe(recipe: Recipe) -> str:

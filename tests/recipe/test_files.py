@@ -1,4 +1,4 @@
-"""recipe.py: what a recipe accepts, what it refuses and in which words, and that it writes back."""
+"""What a recipe accepts, what it refuses and in which words, and that it writes back."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from typing import Any, Literal
 import pytest
 import torchvision
 
-from vitinit import sections
-from vitinit.command_line import resolve_recipe
 from vitinit.data import datasets, draw
 from vitinit.data.mix import Mixing
 from vitinit.init import init_function
 from vitinit.models import MODELS, VisionTransformer
-from vitinit.recipe import (SECTIONS, Override, Recipe, RecipeError, differences, dump_recipe,
-                            find_recipe, from_dict, load_recipe, parse_override, resolve_options,
-                            with_options)
-from vitinit.values import to_toml
+from vitinit.recipe import sections
+from vitinit.recipe.files import (Override, RecipeError, dump_recipe, find_recipe, from_dict,
+                                  load_recipe, parse_override, with_options)
+from vitinit.recipe.resolve import resolve_options, resolve_recipe
+from vitinit.recipe.sections import SECTIONS, Recipe
+from vitinit.recipe.values import to_toml
+from vitinit.runs.resume import differences
 
-SHIPPED = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.toml"))
+SHIPPED = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.toml"))
 
 RECIPE = """\
 [run]

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .data.eval_sets import Place
+from ..data.eval_sets import Place
+from ..train.checkpoint import write_text_atomically
+from ..train.engine import Evaluation
+from ..train.throughput import Throughput
 from .markdown import table
-from .train.checkpoint import write_text_atomically
-from .train.engine import Evaluation
-from .train.throughput import Throughput
 
 
 @dataclass(frozen=True)

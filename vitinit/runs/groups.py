@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .train.checkpoint import CheckpointError
-from .train.metrics import METRICS
-from .train.run_folder import RunFolder
-from .values import to_toml
+from ..recipe.values import to_toml
+from ..train.checkpoint import CheckpointError
+from ..train.metrics import METRICS
+from .folder import RunFolder
 
 # What the runs of one experiment may differ in: the seed, and where and how pictures are read.
 FREE_KEYS = ("run.seed", "data.root", "data.workers", "data.on_device_gib")

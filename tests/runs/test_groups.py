@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vitinit.runs import FREE_KEYS, finished_groups, group_runs, read_run
+from vitinit.runs.groups import FREE_KEYS, finished_groups, group_runs, read_run
 from vitinit.train.checkpoint import CheckpointError
 from vitinit.train.metrics import METRICS
 

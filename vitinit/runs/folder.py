@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import platform
-import resource
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -20,8 +19,8 @@ from typing import Any
 
 import torch
 
-from .checkpoint import CheckpointError, load, save_atomically, write_text_atomically
-from .metrics import MetricsFile
+from ..train.checkpoint import CheckpointError, load, save_atomically, write_text_atomically
+from ..train.metrics import MetricsFile
 
 
 class RunFolder:
@@ -94,18 +93,3 @@ def git_commit(repository: Path) -> str:
         return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-
-
-def describe_device(device: torch.device) -> str:
-    """Hardware in words, for run.json."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads, {platform.machine()}"
-
-
-def peak_memory(device: torch.device) -> str:
-    """The most memory this process held so far, in words."""
-    if device.type == "cuda":
-        return f"{torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB on the GPU"
-    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return f"{kibibytes / 2**20:.2f} GiB"

@@ -1,0 +1,125 @@
+"""The recipe of a run: the file, then the command line, then every option written out.
+
+    file  →  --init, --seed, --data-dir, --set  →  typed sections  →  cross-checks  →  Recipe
+
+The two free tables, `[model.options]` and `[init.options]`, hold departures from documented
+defaults; `resolve_options` checks them against the signature of the function that takes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..init import INITS, init_function
+from ..models import MODELS
+from .files import Override, RecipeError, find_recipe, load_recipe, parse_override, with_options
+from .sections import Recipe
+from .values import convert, describe, nearest, nearest_choice, shown, to_toml
+
+
+def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str | None = None,
+              sets: Sequence[str]) -> list[Override]:
+    """Everything on the command line that changes a recipe, in the order in which it applies."""
+    flags = {"data.root": ("--data-dir", data_dir), "init.name": ("--init", init),
+             "run.seed": ("--seed", seed)}
+    return [Override(key, value, f"{flag} {value}") for key, (flag, value) in flags.items()
+            if value is not None] + [parse_override(text) for text in sets]
+
+
+def resolve_options(function: Callable, options: Mapping[str, Any], *, title: str,
+                    source: Callable[[str], str], fixed: Mapping[str, Any],
+                    given: Iterable[str]) -> dict[str, Any]:
+    """All keyword options of `function`: its defaults, then `fixed`, then `options`, type-checked.
+
+    function: a function or class whose keyword-only parameters are the options.
+    title: how errors call the table. source: option → where its value was written.
+    given: keyword parameters that the caller passes itself; they are no options.
+    """
+    kinds = typing.get_type_hints(function.__init__ if isinstance(function, type) else function)
+    known = {name: parameter for name, parameter in inspect.signature(function).parameters.items()
+             if parameter.kind is parameter.KEYWORD_ONLY and name not in set(given)}
+    resolved = {name: parameter.default for name, parameter in known.items()
+                if parameter.default is not parameter.empty} | dict(fixed)
+    for name, value in options.items():
+        if name not in known:
+            raise RecipeError(f"{source(name)}: {title} has no key '{name}'{nearest(name, known)}")
+        try:
+            resolved[name] = convert(value, kinds[name])
+        except TypeError:
+            raise RecipeError(f"{source(name)}: {title} {name} is {shown(value)}, expected "
+                              f"{describe(kinds[name])}{nearest_choice(value, kinds[name])}"
+                              ) from None
+    return resolved
+
+
+def resolve_recipe(path: Path, changes: list[Override]) -> Recipe:
+    """The recipe at `path` with `changes` applied and every option of model and init written out.
+
+    Raises RecipeError for whatever is wrong, unknown models, inits and their options included.
+    """
+    recipe = load_recipe(path, changes)
+
+    def source(key: str) -> str:
+        """Where the value of `key`, or the table that holds it, was written last."""
+        return next((change.text for change in reversed(changes)
+                     if f"{key}.".startswith(f"{change.key}.")), str(path))
+
+    def resolved(section: str, function: Callable, fixed: Mapping[str, Any],
+                 given: tuple[str, ...]) -> dict[str, Any]:
+        chosen = getattr(recipe, section)
+        return resolve_options(function, chosen.options, fixed=fixed, given=given,
+                               title=f"[{section}.options] of {chosen.name}",
+                               source=lambda name: source(f"{section}.options.{name}"))
+
+    for section, table in (("model", MODELS), ("init", INITS)):
+        name = getattr(recipe, section).name
+        if name not in table:
+            raise RecipeError(f"{source(f'{section}.name')}: {section}.name is '{name}'"
+                              f"{nearest(name, table)}")
+    family, sizes = MODELS[recipe.model.name]
+    try:
+        init = init_function(recipe.init.name, family)
+    except ValueError as error:
+        raise RecipeError(f"{source('init.name')}: {error}") from None
+    return with_options(recipe, model=resolved("model", family, sizes, ("num_classes", "image_size")),
+                        init=resolved("init", init, {}, ("generator",)))
+
+
+def fresh_recipe(name: str | None, *, recipes: Path, say: Callable[[str], None],
+                 init: str | None = None, seed: int | None = None, data_dir: str | None = None,
+                 sets: Sequence[str] = ()) -> Recipe:
+    """The recipe `name` (in the folder `recipes`, or a path), then the command line's changes,
+    every option resolved.
+
+    `init` keeps those of the recipe's options that it has, too, such as `base`; `say` is told which
+    are set aside.
+    """
+    if name is None:
+        raise RecipeError("--recipe is missing; for example --recipe quickstart")
+    path = find_recipe(name, recipes)
+    changes = overrides(init=init, seed=seed, data_dir=data_dir, sets=sets)
+    if init in INITS:
+        from_file = [change for change in changes if not change.key.startswith("init.options")]
+        recipe = load_recipe(path, from_file)
+        options, (family, _) = recipe.init.options, MODELS.get(recipe.model.name, (None, {}))
+        function = INITS[init].get(family)      # None is complained of below
+        known = inspect.signature(function).parameters if function else options
+        set_aside = {key: value for key, value in options.items() if key not in known}
+        if set_aside:
+            kept = {key: value for key, value in options.items() if key in known}
+            changes.insert(0, Override("init.options", kept, str(path)))     # the file wrote them
+            say(f"--init {init} has none of these options of the recipe, which are set aside: "
+                f"{to_toml(set_aside)}")
+    return resolve_recipe(path, changes)
+
+
+def moved(recipe: Recipe, data_dir: str | None) -> Recipe:
+    """The recipe for the same pictures in another place, if one was given."""
+    if data_dir is None:
+        return recipe
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, root=data_dir))
