@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
+
 from vitinit.data.datasets import ImageFolder, PicturesInMemory
 from vitinit.data.draw import (CropAndFlip, Draws, Erasing, RandAugment, SampleDraws, SampleKey,
                                stack_draws)
