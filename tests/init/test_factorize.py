@@ -38,10 +38,10 @@ def transcription(code: torch.Tensor, maps: torch.Tensor, rank: int, width: int,
 def test_query_key_products_equal_the_transcription(rank, width):
     code, maps = layer_normalised(drawn(TOKENS, DIM)), drawn(2, TOKENS, TOKENS, seed=1)
     query, key = query_key_factors(maps, code_basis(code, rank), width, norm=7.0)
-    assert query.shape == key.shape == (2, DIM, width)
+    assert query.shape == key.shape == (2, width, DIM)
     for head in range(2):
         expected = transcription(code, maps[head], rank, width, norm=7.0)
-        torch.testing.assert_close(query[head] @ key[head].T, expected, rtol=0, atol=1e-8)
+        torch.testing.assert_close(query[head].T @ key[head], expected, rtol=0, atol=1e-8)
         assert query[head].norm().item() == pytest.approx(7.0)
         assert key[head].norm().item() == pytest.approx(7.0)
 
@@ -52,7 +52,7 @@ def test_a_map_within_reach_of_the_code_is_recovered():
     wanted = drawn(DIM, 3, seed=1) @ drawn(3, DIM, seed=2)
     maps = code @ wanted @ code.T
     query, key = query_key_factors(maps[None], code_basis(code, DIM - 1), 11, norm=1.0)
-    logits = (code @ query[0]) @ (code @ key[0]).T
+    logits = (code @ query[0].T) @ (code @ key[0].T).T
     torch.testing.assert_close(logits / logits.norm(), maps / maps.norm(), rtol=0, atol=1e-10)
 
 
@@ -93,8 +93,8 @@ def test_factors_wider_than_the_basis_are_padded_with_zeros():
     """As many columns as the head has channels, whatever the code's rank."""
     code, maps = layer_normalised(drawn(TOKENS, DIM)), drawn(3, TOKENS, TOKENS, seed=1)
     for factor in query_key_factors(maps, code_basis(code, 7), 11, norm=2.0):
-        assert factor.shape == (3, DIM, 11)
-        assert (factor[..., 7:] == 0).all() and (factor[..., :7] != 0).any(-2).all()
+        assert factor.shape == (3, 11, DIM)
+        assert (factor[:, 7:] == 0).all() and (factor[:, :7] != 0).any(-1).all()
 
 
 def test_a_batch_of_maps_is_factorised_one_by_one():
@@ -103,7 +103,7 @@ def test_a_batch_of_maps_is_factorised_one_by_one():
     query, key = query_key_factors(maps, basis, 5, norm=2.0)
     for head in range(3):
         alone, other = query_key_factors(maps[head], basis, 5, norm=2.0)
-        torch.testing.assert_close(query[head] @ key[head].T, alone @ other.T, rtol=0, atol=1e-10)
+        torch.testing.assert_close(query[head].T @ key[head], alone.T @ other, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("rank", [3, 23])

@@ -57,11 +57,11 @@ def initialised(model, seed: int = 0, **options):
 
 
 def query_and_key(block) -> tuple[Tensor, Tensor]:
-    """(h, C or N, d) each."""
+    """(h, d, C or N) each."""
     attention = block.attn
     if getattr(attention, "reads", "") == "free":
-        return attention.query.detach(), attention.key.detach()
-    return attention.q_weight.mT.detach(), attention.k_weight.mT.detach()
+        return attention.query.mT.detach(), attention.key.mT.detach()
+    return attention.q_weight.detach(), attention.k_weight.detach()
 
 
 def impulse_maps(offsets: list[Offset], grid: tuple[int, int] = GRID) -> Tensor:
@@ -121,11 +121,11 @@ def test_solutions_equal_steps_written_out(float64, free, renorm_every):
     tokens = None if free else torch.randn(35, 11, generator=seeded(1))
     options = dict(rank=13, logit_scale=0.83, steps=23, step_size=0.02, renorm_every=renorm_every)
     query, key = solve(maps, tokens, generator=seeded(3), **options)
-    assert query.shape == key.shape == (3, 35 if free else 11, 13)
+    assert query.shape == key.shape == (3, 13, 35 if free else 11)
     expected = solved_by_hand(maps, torch.eye(35) if free else tokens, **options)
     for head, (left, right) in enumerate(expected):
-        torch.testing.assert_close(query[head], left, rtol=0, atol=1e-9)
-        torch.testing.assert_close(key[head], right, rtol=0, atol=1e-9)
+        torch.testing.assert_close(query[head].T, left, rtol=0, atol=1e-9)
+        torch.testing.assert_close(key[head].T, right, rtol=0, atol=1e-9)
 
 
 def sincos_tokens(grid: tuple[int, int] = GRID) -> Tensor:
@@ -137,7 +137,7 @@ def solved_maps(steps: int, *, step_size: float, renorm_every: int, grid=GRID) -
     query, key = solve(impulse_maps(OFF_CENTRE, grid), tokens, rank=17, logit_scale=17 ** -0.5,
                        steps=steps, step_size=step_size, renorm_every=renorm_every,
                        generator=seeded())
-    return ((tokens @ query) @ (tokens @ key).mT * 17 ** -0.5).softmax(-1)
+    return ((tokens @ query.mT) @ (tokens @ key.mT).mT * 17 ** -0.5).softmax(-1)
 
 
 def mean_squared_error(maps: Tensor, grid=GRID) -> float:
@@ -179,7 +179,7 @@ def test_renormalisation_brings_columns_back_to_the_first_mean_norm():
     bound = (13 * 3) ** -0.5
     drawn = torch.empty(3, 44, 13).uniform_(-bound, bound, generator=seeded(5)).norm(dim=1)
     assert drawn.std() > 0.02 * drawn.mean()         # there was something to bring back
-    for norms in (query.norm(dim=1), key.norm(dim=2)):
+    for norms in (query.norm(dim=2), key.norm(dim=1)):
         torch.testing.assert_close(norms, torch.full_like(norms, drawn.mean().item()), rtol=1e-5,
                                    atol=0)
 
@@ -189,7 +189,7 @@ def test_renormalisation_happens_every_so_many_steps():
     for steps in (21, 22):                           # 22: the last step follows the one at 21
         query, _ = solve(impulse_maps(OFF_CENTRE), sincos_tokens(), rank=13, logit_scale=0.3,
                          steps=steps, step_size=0.003, renorm_every=7, generator=seeded(5))
-        norms = query.norm(dim=1)
+        norms = query.norm(dim=2)
         spreads.append((norms.std() / norms.mean()).item())
     assert spreads[1] < 0.5 * spreads[0]
 
@@ -371,7 +371,7 @@ def test_maps_are_sharp_on_the_pseudo_input_that_was_drawn(monkeypatch, kind):
     assert len(drawn) == 2 and torch.equal(*drawn) == (kind == "code")
     for block, tokens in zip(model.blocks, drawn):
         query, key = query_and_key(block)
-        maps = ((tokens @ query) @ (tokens @ key).mT / 22 ** 0.5).softmax(-1)
+        maps = ((tokens @ query.mT) @ (tokens @ key.mT).mT / 22 ** 0.5).softmax(-1)
         assert target_mass(maps, ordered_offsets(3)[:2], GRID).min() > 25 / 35
     if "code" not in kind:                           # noise says nothing of the code
         on_code = target_mass(on_the_code_alone(model)[0], ordered_offsets(3)[:2], GRID)

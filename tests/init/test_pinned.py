@@ -4,7 +4,7 @@ What is pinned is what another machine reproduces. Bits are the same with equal 
 another number of threads single factors change sign, while the products Q·Kᵀ and V·proj stay. So of
 each model three things are pinned, each as its projection on fixed directions and its norm: Q·Kᵀ of
 all heads, V·proj of all heads, and all other tensors. The largest difference between one thread and
-two is 1.7e-5 of the norm (Q·Kᵀ of ViT-B's impulse; V·proj 2.6e-6, the rest 1.1e-14; torch 2.14.1, two
+two is 1.7e-5 of the norm (Q·Kᵀ of ViT-B's impulse; V·proj 2.6e-6, the rest 1.1e-14; torch 2.15.0, two
 cores of a shared x86-64 server), and kernels without AVX pass, too; the tolerance is 1e-4 of it.
 
 `python tests/init/test_pinned.py` writes pinned_weights.json anew. That is only right where an init's

@@ -1,7 +1,7 @@
 """From a wanted token-to-token map to the weights that produce it.
 
-All inits here end in a factorisation. A map over channels, (D, D), is split into two factors of
-inner width r; a map over tokens, (N, N), first has to be pulled back through the position code.
+`mimetic` and `impulse` end in a factorisation. A map over channels, (D, D), is split into two factors
+of inner width r; a map over tokens, (N, N), first has to be pulled back through the position code.
 """
 
 from __future__ import annotations
@@ -80,11 +80,12 @@ def numerical_rank(code: Tensor) -> int:
 
 def query_key_factors(maps: Tensor, basis: CodeBasis, width: int,
                       norm: float) -> tuple[Tensor, Tensor]:
-    """Q, K, each (..., D, width), for which X Q Kᵀ Xᵀ is nearest to `maps` at the basis' rank.
+    """Q, K, each (..., width, D) as weights have it, for which X Qᵀ K Xᵀ is nearest to `maps` at the
+    basis' rank.
 
-    maps: (..., N, N). Algorithm 1 of arXiv 2505.19985: M̂ = X⁺ M X⁺ᵀ = U S Vᵀ, Q = U√S, K = V√S,
+    maps: (..., N, N). Algorithm 1 of arXiv 2505.19985: M̂ = X⁺ M X⁺ᵀ = U S Vᵀ, Qᵀ = U√S, Kᵀ = V√S,
     each divided by its Frobenius norm and multiplied by `norm`. As M̂ = W C Wᵀ with orthonormal W,
-    the SVD is that of the (rank, rank) core C. Columns beyond the rank are zero.
+    the SVD is that of the (rank, rank) core C. Rows beyond the rank are zero.
     """
     core = basis.inverse @ maps @ basis.inverse.mT                       # (..., r, r)
     left, values, right = torch.linalg.svd(core)
@@ -93,5 +94,5 @@ def query_key_factors(maps: Tensor, basis: CodeBasis, width: int,
     key = basis.directions @ (right.mT[..., :width] * roots)
     padding = (0, width - query.shape[-1])
     return tuple(torch.nn.functional.pad(
-        norm * factor / torch.linalg.matrix_norm(factor, keepdim=True), padding)
+        norm * factor / torch.linalg.matrix_norm(factor, keepdim=True), padding).mT
         for factor in (query, key))

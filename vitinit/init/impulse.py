@@ -98,9 +98,9 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
         noise = torch.empty_like(maps)
         nn.init.trunc_normal_(noise, std=noise_std, generator=generator)
         maps = torch.where(maps == 0, noise_scale * noise, maps)
-        query, key = query_key_factors(maps, basis, head_dim, qk_norm)   # each (h, D, d)
-        block.attn.q_weight.copy_(query.mT)
-        block.attn.k_weight.copy_(key.mT)
+        query, key = query_key_factors(maps, basis, head_dim, qk_norm)   # each (h, d, D)
+        block.attn.q_weight.copy_(query)
+        block.attn.k_weight.copy_(key)
         if value_init == "mimetic":
             write_values(block.attn, alpha=value_alpha, beta=value_beta, generator=generator)
 

@@ -93,13 +93,13 @@ def impulse_gd(model: VisionTransformer | SimpleViT, *, generator: torch.Generat
             scale = getattr(attention, "logit_scale", attention.head_dim ** -0.5)
             solution = solve(maps, tokens, rank=attention.head_dim, logit_scale=scale, steps=steps,
                              step_size=step_size, renorm_every=renorm_every, generator=generator)
-        query, key = solution                                            # (h, C or N, d) each
+        query, key = solution                                            # (h, d, C or N) each
         if free:
-            attention.query.copy_(query)
-            attention.key.copy_(key)
+            attention.query.copy_(query.mT)                              # (h, N, d)
+            attention.key.copy_(key.mT)
         else:
-            attention.q_weight.copy_(query.mT)
-            attention.k_weight.copy_(key.mT)
+            attention.q_weight.copy_(query)
+            attention.k_weight.copy_(key)
 
 
 def draw_pseudo_input(model: VisionTransformer | SimpleViT, kind: PseudoInput,
@@ -120,15 +120,15 @@ def draw_pseudo_input(model: VisionTransformer | SimpleViT, kind: PseudoInput,
 
 def solve(maps: Tensor, tokens: Tensor | None, *, rank: int, logit_scale: float, steps: int,
           step_size: float, renorm_every: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Q and K, each (h, C, rank), with softmax(logit_scale · X̃ Q Kᵀ X̃ᵀ) ≈ maps, (h, N, N).
+    """Q and K, each (h, rank, C), with softmax(logit_scale · X̃ Qᵀ K X̃ᵀ) ≈ maps, (h, N, N).
 
-    tokens: X̃, (N, C), or None for the identity: then Q and K are (h, N, rank) and mixed directly.
+    tokens: X̃, (N, C), or None for the identity: then Q and K are (h, rank, N) and mixed directly.
     """
     heads, count, _ = maps.shape
     rows = count if tokens is None else tokens.shape[1]
-    bound = (rank * heads) ** -0.5                   # as in the papers' code
+    bound = (rank * heads) ** -0.5
     query, key = (maps.new_empty(heads, rows, rank).uniform_(-bound, bound, generator=generator)
-                  .requires_grad_() for _ in range(2))
+                  .requires_grad_() for _ in range(2))                   # as the papers' code has them
     norm = query.detach().norm(dim=1).mean()
     optimizer = torch.optim.Adam([query, key], lr=step_size)
     for step in range(steps):
@@ -142,4 +142,4 @@ def solve(maps: Tensor, tokens: Tensor | None, *, rank: int, logit_scale: float,
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return query.detach(), key.detach()
+    return query.detach().mT, key.detach().mT

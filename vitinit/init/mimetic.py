@@ -72,12 +72,12 @@ def mimetic_simple_vit(model: SimpleViT, *, generator: torch.Generator,
         for head in range(attention.num_heads):
             product = noisy_identity(size, qk_alpha, qk_beta, like, generator)
             unused = (0, max(attention.head_dim - size, 0))
-            query, key = (F.pad(factor, unused) for factor in
-                          balanced_factors(product, min(attention.head_dim, size)))
+            left, right = (F.pad(factor, unused) for factor in
+                           balanced_factors(product, min(attention.head_dim, size)))  # (size, d)
             if free:
-                attention.query[head], attention.key[head] = query, key  # (N, d) each
+                attention.query[head], attention.key[head] = left, right
             else:
-                attention.q_weight[head], attention.k_weight[head] = query.mT, key.mT
+                attention.q_weight[head], attention.k_weight[head] = left.mT, right.mT
 
 
 def attentions(model: VisionTransformer | SwinTransformer) -> list[Attention]:
@@ -91,9 +91,9 @@ def write_queries_keys(attention: Attention, *, alpha: float, beta: float,
     dim = attention.proj.in_features
     for head in range(attention.num_heads):
         product = noisy_identity(dim, alpha, beta, attention.q_weight, generator)
-        query, key = balanced_factors(product, attention.head_dim)       # each (D, d)
-        attention.q_weight[head] = query.mT
-        attention.k_weight[head] = key.mT
+        left, right = balanced_factors(product, attention.head_dim)      # each (D, d)
+        attention.q_weight[head] = left.mT
+        attention.k_weight[head] = right.mT
 
 
 def write_values(attention: Attention, *, alpha: float, beta: float,
