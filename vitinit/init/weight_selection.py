@@ -65,5 +65,10 @@ def widths(name: str, ndim: int) -> tuple[int, ...]:
 
 
 def evenly_spaced(large: int, small: int) -> Tensor:
-    """(small,) indices into `large` elements: 0, s, 2s, … with s = large / small, rounded down."""
+    """(small,) indices into `large` elements: 0, s, 2s, … with s = large / small, rounded down.
+
+    Where the smaller width divides the larger these are the paper's. Elsewhere its code rounds
+    linspace(0, large − 1, small), which takes other channels from each third of a packed qkv; these
+    take the same.
+    """
     return torch.arange(small) * large // small

@@ -11,7 +11,8 @@ from torch import nn
 
 LINEAR_SCALING_BATCH = 512      # base_lr is meant for this global batch (DeiT, arXiv 2012.12877, §6)
 
-# Names that are never decayed, whatever their shape, as DeiT and Swin list them.
+# Names that are never decayed, whatever their shape, as DeiT, Swin and timm 1.0 list them. One differs:
+# DeiT's own code decays dist_token; timm 1.0 does not, and neither is it here.
 UNDECAYED_NAMES = {"pos_embed", "cls_token", "dist_token", "reg_token",
                    "relative_position_bias_table"}
 
