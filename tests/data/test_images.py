@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import io
+import os
+import socket
 import struct
+import warnings
 import zlib
 
 import numpy as np
@@ -12,20 +14,15 @@ import torch
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
+from vitinit.bench.broken_files import (SIZES, WAYS, broken_files, encoded, image,
+                                        png_of_16_bits, png_chunk, valid_files)
+from vitinit.bench.corrupt import outcome
+from vitinit.data import images
 from vitinit.data.images import (Box, DataError, crop, crop_and_flip, decode_image, from_pillow,
-                                 resize, resize_and_centre_crop)
+                                 jpeg_size, resize, resize_and_centre_crop)
 
 PILLOWS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 TORCHVISIONS = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}
-
-
-def photo(height: int, width: int, seed: int = 0) -> Image.Image:
-    """Smooth waves and a little noise: what a photograph looks like to a filter."""
-    row, column = np.mgrid[:height, :width]
-    waves = np.stack([np.sin(column / 29 + row / 17), np.cos(column / 23 - row / 31),
-                      np.sin(row / 13 - column / 19)], axis=-1)
-    noise = np.random.default_rng(seed).normal(0, 12, waves.shape)
-    return Image.fromarray((125 + 100 * waves + noise).clip(0, 255).round().astype(np.uint8))
 
 
 def planes(picture: Image.Image) -> np.ndarray:
@@ -33,27 +30,8 @@ def planes(picture: Image.Image) -> np.ndarray:
     return np.asarray(picture.convert("RGB")).transpose(2, 0, 1)
 
 
-def encoded(picture: Image.Image, file_format: str, **options) -> bytes:
-    buffer = io.BytesIO()
-    picture.save(buffer, file_format, **options)
-    return buffer.getvalue()
-
-
-def png_of_16_bits(values: np.ndarray) -> bytes:
-    """A PNG of (H, W) or (H, W, 3) 16-bit values; Pillow cannot write the latter."""
-    def chunk(name: bytes, content: bytes) -> bytes:
-        checksum = zlib.crc32(name + content)
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", checksum)
-    height, width = values.shape[:2]
-    colour_type = 0 if values.ndim == 2 else 2
-    header = struct.pack(">IIBBBBB", width, height, 16, colour_type, 0, 0, 0)
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
-    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
-            + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
-
-
-RGB = photo(29, 43)
-SECOND = photo(29, 43, seed=1)
+RGB = image(29, 43)
+SECOND = image(29, 43, seed=1)
 GREY = RGB.convert("L")
 PALETTE = RGB.quantize(61)
 ALPHA = Image.fromarray(np.random.default_rng(2).integers(0, 256, (29, 43), dtype=np.uint8))
@@ -116,12 +94,23 @@ def test_an_animation_decodes_to_its_first_frame(tmp_path, name, first):
     assert np.array_equal(decode_image(str(path)).numpy(), planes(first))
 
 
+def test_a_jpeg_of_several_pictures_decodes_to_its_first(tmp_path):
+    (tmp_path / "two.jpg").write_bytes(encoded(RGB, "MPO", **FRAMES))
+    with Image.open(tmp_path / "two.jpg") as reference:
+        assert reference.format == "MPO" and reference.n_frames == 2
+        assert np.array_equal(decode_image(str(tmp_path / "two.jpg")).numpy(), planes(reference))
+
+
+# Of 16 bits the higher 8 are kept, as Pillow does with colours: every level stands for 256 values,
+# and what was 8 bits once (v · 257) comes back.
 @pytest.mark.parametrize("shape", [(29, 43), (29, 43, 3)])
-def test_a_16_bit_png_is_divided_by_257(tmp_path, shape):
+def test_of_a_16_bit_png_the_higher_byte_is_kept(tmp_path, shape):
     values = np.random.default_rng(3).integers(0, 2**16, shape)
-    values[0, :3].flat[:3] = (0, 256, 65535)
+    values[0, :4].flat[:4] = (0, 255, 256, 65535)
+    values[1] = 257 * (values[1] // 257)
     (tmp_path / "deep.png").write_bytes(png_of_16_bits(values))
-    eight_bits = np.broadcast_to(values.reshape(29, 43, -1) // 257, (29, 43, 3))
+    eight_bits = np.broadcast_to(values.reshape(29, 43, -1) >> 8, (29, 43, 3))
+    assert np.array_equal(values[1] >> 8, values[1] // 257)
     picture = decode_image(str(tmp_path / "deep.png"))
     assert picture.dtype == torch.uint8
     assert np.array_equal(picture.numpy(), eight_bits.transpose(2, 0, 1))
@@ -167,7 +156,7 @@ def test_from_pillow_keeps_every_pixel():
     ((97, 131), 0.005), ((131, 97), 0.005), ((223, 401), 0.006), ((211, 101), 0.005),
     ((59, 307), 0.005), ((13, 503), 0.25)])
 def test_resize_is_within_one_grey_level_of_pillows(interpolation, size, share):
-    picture = photo(211, 307)
+    picture = image(211, 307)
     ours = resize(from_pillow(picture), size, interpolation).numpy()
     pillows = planes(picture.resize(size[::-1], PILLOWS[interpolation]))
     assert ours.dtype == np.uint8 and ours.shape == (3, *size)
@@ -199,7 +188,7 @@ def test_crop_equals_slicing_the_zero_padded_picture(box):
 @pytest.mark.parametrize("box", [Box(17, 23, 131, 149), Box(-19, -11, 211, 307)], ids=str)
 @pytest.mark.parametrize("flip", [False, True])
 def test_crop_and_flip_equals_pillows_steps(interpolation, box, flip):
-    picture = photo(211, 307)
+    picture = image(211, 307)
     top, left, height, width = box
     expected = picture.crop((left, top, left + width, top + height))     # black outside, too
     expected = expected.resize((89, 71), PILLOWS[interpolation])
@@ -215,7 +204,7 @@ def test_crop_and_flip_equals_pillows_steps(interpolation, box, flip):
 @pytest.mark.parametrize("height, width", [(307, 401), (401, 307), (257, 263), (101, 103),
                                            (256, 379), (389, 256), (224, 224), (139, 797)])
 def test_the_evaluation_view_equals_torchvisions_to_one_grey_level(interpolation, height, width):
-    picture = from_pillow(photo(height, width))
+    picture = from_pillow(image(height, width))
     reference = v2.Compose([v2.Resize(256, TORCHVISIONS[interpolation], antialias=True),
                             v2.CenterCrop(224)])
     ours = resize_and_centre_crop(picture, (224, 224), 0.875, interpolation)
@@ -231,7 +220,7 @@ def test_the_evaluation_view_equals_torchvisions_to_one_grey_level(interpolation
     (32, 0.875, 36), (288, 0.95, 303), (63, 0.7, 90), (135, 0.54, 250)])
 def test_a_picture_already_at_the_evaluation_size_is_only_cut(size, crop_pct, shorter):
     longer = shorter + 10
-    picture = from_pillow(photo(shorter, longer))
+    picture = from_pillow(image(shorter, longer))
     top, left = round((shorter - size) / 2), round((longer - size) / 2)
     view = resize_and_centre_crop(picture, (size, size), crop_pct, "bilinear")
     assert torch.equal(view, picture[:, top:top + size, left:left + size])
@@ -242,17 +231,161 @@ def test_a_picture_already_at_the_evaluation_size_is_only_cut(size, crop_pct, sh
 @pytest.mark.parametrize("height, width, between", [(211, 307, (110, 160)), (307, 211, (216, 149)),
                                                     (220, 298, (110, 149)), (89, 97, (136, 149))])
 def test_a_rectangular_evaluation_view_covers_its_target(height, width, between):
-    picture = from_pillow(photo(height, width))
+    picture = from_pillow(image(height, width))
     whole = v2.functional.resize(picture, between, InterpolationMode.BICUBIC, antialias=True)
     expected = v2.functional.center_crop(whole, (97, 131))
     assert torch.equal(resize_and_centre_crop(picture, (97, 131), 0.875, "bicubic"), expected)
 
 
 @pytest.mark.parametrize("name", ["grey.tiff", "grey.pgm"])
-def test_16_bit_grey_that_pillow_reads_is_divided_by_257(tmp_path, name):
+def test_of_16_bit_grey_that_pillow_reads_the_higher_byte_is_kept(tmp_path, name):
     values = np.random.default_rng(0).integers(0, 65536, (29, 37)).astype(np.uint16)
     Image.fromarray(values).save(tmp_path / name)
     picture = decode_image(str(tmp_path / name))
     assert picture.shape == (3, 29, 37) and picture.dtype == torch.uint8
     for channel in picture.numpy():
-        assert np.array_equal(channel, values // 257)
+        assert np.array_equal(channel, values >> 8)
+
+
+def test_32_bit_grey_is_cut_off_at_both_ends(tmp_path):
+    Image.fromarray(np.array([[-70_000, -1, 300, 65_535, 70_000]], np.int32)).save(tmp_path / "x.tif")
+    assert decode_image(str(tmp_path / "x.tif"))[0].tolist() == [[0, 0, 1, 255, 255]]
+
+
+# ---------------------------------------------------------------------------------------------
+# Damaged, dangerous and strange files
+# ---------------------------------------------------------------------------------------------
+
+
+def test_valid_files_of_every_format_equal_pillows_rgb(tmp_path):
+    for height, width in SIZES:
+        for name, content in valid_files(height, width).items():
+            (tmp_path / name).write_bytes(content)
+            picture = decode_image(str(tmp_path / name)).numpy()
+            if "grey_16" not in name:                # which Pillow's convert clips
+                with Image.open(tmp_path / name) as reference:
+                    assert np.array_equal(picture, planes(reference)), name
+            assert picture.shape == (3, height, width), name
+
+
+def test_a_broken_file_is_decoded_or_refused_in_one_line(tmp_path, monkeypatch):
+    """In this process, where a signal would end the tests; `vitinit.bench corrupt` does more."""
+    def prints(*words, **options):
+        raise AssertionError(f"Pillow warns: {words}")
+    monkeypatch.setattr(warnings, "showwarning", prints)
+    files = broken_files(4 * len(SIZES) * len(valid_files(1, 1)), seed=1)
+    counts = {"decoded": 0, "refused": 0}
+    for name, content in files:
+        (tmp_path / name).write_bytes(content)
+        found = outcome(decode_image, str(tmp_path / name))
+        assert found.kind in counts, (name, found)
+        counts[found.kind] += 1
+    assert min(counts.values()) > 100
+
+
+def test_every_broken_file_is_made_anew_by_its_seed():
+    one, two, other = (broken_files(300, seed) for seed in (0, 0, 1))
+    assert one == two
+    assert sum(mine != theirs for mine, theirs in zip(one, other)) > 200
+    assert {name[7:].split("_")[0] for name, _ in one} == {way.__name__.split("_")[0] for way in WAYS}
+
+
+def bomb(file_format: str, height: int, width: int) -> bytes:
+    """A small file whose header promises height × width pixels."""
+    if file_format == "PNG":
+        header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+        return (b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header)
+                + png_chunk(b"IDAT", zlib.compress(bytes(1000))) + png_chunk(b"IEND", b""))
+    content = encoded(image(13, 17), "JPEG")
+    place = content.index(b"\xff\xc0") + 5
+    return content[:place] + struct.pack(">HH", height, width) + content[place + 4:]
+
+
+@pytest.mark.parametrize("height, width", [(20_011, 20_021), (10_007, 10_009)])
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG"])
+def test_more_pixels_than_pillow_takes_for_harmless_are_refused(tmp_path, file_format, height,
+                                                                width, monkeypatch):
+    # Pillow refuses the larger one and only warns of the smaller one.
+    (tmp_path / "bomb.jpg").write_bytes(bomb(file_format, height, width))
+    for decoder in ("decode_jpeg", "from_pillow"):
+        monkeypatch.setattr(images, decoder, None)   # neither gets so far
+    line = refusal(tmp_path / "bomb.jpg")
+    assert "too large a picture" in line and str(height * width) in line
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_rows": 1},
+                                     {"exif": TURNED}, {"comment": b"\xff\xc0" * 99}], ids=str)
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_the_size_in_a_jpegs_header_is_pillows(mode, options):
+    content = encoded(image(31, 59).convert(mode), "JPEG", **options)
+    assert jpeg_size(content) == (31, 59)
+    assert jpeg_size(content[:2] + b"garbage\xff\xff\x00" + content[2:]) == (31, 59)
+    assert jpeg_size(content[:content.index(b"\xff\xda")].replace(b"\xff\xc0", b"\xff\xfe")
+                     .replace(b"\xff\xc2", b"\xff\xfe")) == (0, 0)
+    assert jpeg_size(content[:3]) == jpeg_size(b"\xff\xd8\xff\xff") == (0, 0)
+
+
+def test_a_jpeg_that_torchvision_refuses_goes_to_pillow(tmp_path, monkeypatch):
+    def refuses(*_, **__):
+        raise RuntimeError("no")
+    monkeypatch.setattr(images, "decode_jpeg", refuses)
+    (tmp_path / "rgb.jpg").write_bytes(FILES["rgb.jpg"])
+    with Image.open(tmp_path / "rgb.jpg") as reference:
+        assert np.array_equal(decode_image(str(tmp_path / "rgb.jpg")).numpy(), planes(reference))
+
+
+def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe.jpg")
+    assert "not a regular file" in refusal(tmp_path / "pipe.jpg")
+    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
+    assert "not a regular file" in refusal(tmp_path / "zero.jpg")
+    with socket.socket(socket.AF_UNIX) as listener:
+        monkeypatch.chdir(tmp_path)                  # a socket's path must be short
+        listener.bind("socket.jpg")
+        assert "No such device" in refusal(tmp_path / "socket.jpg")
+
+
+@pytest.mark.parametrize("name, reason", [("a\0b.jpg", "zero byte"), (300 * "x", "File name too long")])
+def test_a_name_that_no_file_can_have_is_refused_in_one_line(name, reason):
+    with pytest.raises(DataError, match=reason) as error:
+        decode_image(name)
+    assert str(error.value).isprintable()
+
+
+def test_what_a_name_holds_cannot_break_or_colour_the_line(tmp_path):
+    name = "a\n\x1b[31mred.jpg"
+    (tmp_path / name).write_bytes(b"no picture")
+    with pytest.raises(DataError) as error:
+        decode_image(str(tmp_path / name))
+    assert str(error.value).startswith(rf"{tmp_path}/a\n\x1b[31mred.jpg: not a readable picture")
+
+
+# ---------------------------------------------------------------------------------------------
+# Extreme shapes
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5003), (5003, 1), (2, 3), (211, 307)], ids=str)
+@pytest.mark.parametrize("size", [(1, 1), (224, 224), (7, 499)], ids=str)
+@pytest.mark.parametrize("crop_pct", [5e-324, 1e-30, 1e-3, 0.875, 1.0])
+def test_the_evaluation_view_of_an_extreme_shape_is_a_view(shape, size, crop_pct):
+    picture = torch.full((3, *shape), 83, dtype=torch.uint8)
+    view = resize_and_centre_crop(picture, size, crop_pct, "bicubic")
+    assert view.shape == (3, *size) and (view == 83).all()
+
+
+def test_cutting_the_centre_out_first_is_nearly_the_same_view(monkeypatch):
+    picture = from_pillow(image(211, 307))
+    whole = resize_and_centre_crop(picture, (224, 224), 0.25, "bicubic")
+    monkeypatch.setattr(images, "IMMENSE", 10_000)
+    part = resize_and_centre_crop(picture, (224, 224), 0.25, "bicubic")
+    assert not torch.equal(part, whole)
+    # Whole pixels: off by up to half of one, which is two of the view.
+    assert (part.int() - whole.int()).abs().float().mean() < 5
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("shape", [(2, 1), (3, 400), (31, 37)])
+def test_one_pixel_can_be_left_of_any_layout(layout, shape):
+    picture = torch.full((1, 3, *shape), 71, dtype=torch.uint8).contiguous(memory_format=layout)[0]
+    assert resize(picture, (1, 1), "bicubic").flatten().tolist() == [71, 71, 71]

@@ -17,12 +17,13 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 from torchvision.datasets import CIFAR10, CIFAR100, SVHN, Flowers102, Food101, OxfordIIITPet
-from torchvision.datasets.folder import make_dataset
 
+from ..messages import in_brief
 from . import layouts, shapes
+from .folders import EXTENSIONS, class_folders, pictures_below, pictures_of_classes
 from .images import DataError, decode_image
+from .one_at_a_time import one_at_a_time
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 VALIDATION_FOLDERS = ("val", "test")
 
 
@@ -82,15 +83,17 @@ class ImageFolder(PictureFiles):
     """
 
     def __init__(self, folder: Path) -> None:
+        if not os.path.isdir(folder):
+            raise DataError(f"{folder}: no such folder; an image folder holds train/<class>/… and "
+                            f"{' or '.join(f'{name}/<class>/…' for name in VALIDATION_FOLDERS)}")
         classes = class_folders(folder)
-        samples = make_dataset(str(folder), {name: i for i, name in enumerate(classes)},
-                               is_valid_file=lambda path: is_picture(path, folder),
-                               allow_empty=True)
-        super().__init__([path for path, _ in samples], [label for _, label in samples], classes)
-        empty = set(range(len(self.classes))) - set(self.labels.tolist())
-        if empty:
-            raise DataError(f"{folder / self.classes[min(empty)]}: no picture in this class; "
-                            f"expected files ending in {', '.join(EXTENSIONS)}")
+        paths = pictures_of_classes(folder, classes)
+        for name, found in zip(classes, paths):
+            if not found:
+                raise DataError(f"{folder / name}: no picture in this class; expected files ending "
+                                f"in {', '.join(EXTENSIONS)}")
+        super().__init__([path for found in paths for path in found],
+                         np.repeat(np.arange(len(classes)), [len(found) for found in paths]), classes)
 
 
 class LoosePictures:
@@ -100,8 +103,8 @@ class LoosePictures:
     """
 
     def __init__(self, folder: Path, count: int) -> None:
-        self.paths = sorted(str(path) for path in Path(folder).rglob("*")
-                            if is_picture(str(path), folder))[:count]
+        found = pictures_below(str(folder)) if os.path.isdir(folder) else []
+        self.paths = sorted(found)[:count]
         if not self.paths:
             raise DataError(f"{folder}: no pictures in it")
         self.classes, self.labels = [""], np.zeros(len(self.paths), dtype=np.int64)
@@ -113,24 +116,6 @@ class LoosePictures:
         return decode_image(self.paths[index])
 
 
-def is_picture(path: str, root: Path) -> bool:
-    """By its ending; hidden files and folders (.ipynb_checkpoints, macOS' ._x.jpg) do not count."""
-    parts = Path(path).relative_to(root).parts
-    return path.lower().endswith(EXTENSIONS) and not any(part.startswith(".") for part in parts)
-
-
-def class_folders(folder: Path) -> list[str]:
-    """The names of the class folders in `folder`, sorted; hidden ones left out."""
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; an image folder holds train/<class>/… and "
-                        f"{' or '.join(f'{name}/<class>/…' for name in VALIDATION_FOLDERS)}")
-    names = sorted(entry.name for entry in os.scandir(folder)
-                   if entry.is_dir() and not entry.name.startswith("."))
-    if not names:
-        raise DataError(f"{folder}: no class folders in it; expected {folder}/<class>/<picture>")
-    return names
-
-
 # ---------------------------------------------------------------------------------------------
 # Image folders
 # ---------------------------------------------------------------------------------------------
@@ -140,10 +125,10 @@ def open_folder(root: Path, split: str) -> ImageFolder:
     """train/<class>/… and val/<class>/… or test/<class>/…, of the same classes."""
     if split == "train":
         return ImageFolder(root / "train")
-    present = [name for name in VALIDATION_FOLDERS if (root / name).is_dir()]
+    present = [name for name in VALIDATION_FOLDERS if os.path.isdir(root / name)]
     folder = root / (present[0] if present else VALIDATION_FOLDERS[0])
     source = ImageFolder(folder)
-    if (root / "train").is_dir():
+    if os.path.isdir(root / "train"):
         ours, theirs = set(source.classes), set(class_folders(root / "train"))
         for extra, there, not_there in ((ours - theirs, folder, root / "train"),
                                         (theirs - ours, root / "train", folder)):
@@ -159,7 +144,7 @@ def open_imagenet(root: Path, split: str) -> ImageFolder:
     Its archive of validation pictures unpacks into one flat folder, which is an error.
     """
     folder = root / split
-    if folder.is_dir() and not any(entry.is_dir() for entry in os.scandir(folder)):
+    if os.path.isdir(folder) and not any(os.path.isdir(entry.path) for entry in os.scandir(folder)):
         raise DataError(f"{folder}: no class folders in it; ImageNet's pictures must lie in "
                         f"{folder}/<wnid>/, the 50,000 of validation, too (valprep.sh of "
                         "github.com/soumith/imagenetloader.torch moves them)")
@@ -197,7 +182,7 @@ class DataSet:
     num_classes: int | None
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
-    download: Callable[[str], object] | None = None
+    download: Callable[[Path], object] | None = None
     needs_scipy: bool = False
 
 
@@ -210,7 +195,7 @@ def _from_files(list_pictures: Callable[[Path, str], layouts.Listed]
     return lambda root, split: PictureFiles(*list_pictures(root, split))
 
 
-def _download_svhn(root: str) -> None:
+def _download_svhn(root: Path) -> None:
     for split in ("train", "test"):
         SVHN(root, split=split, download=True)
 
@@ -260,17 +245,23 @@ DATA_SETS: dict[str, DataSet] = {
 }
 
 
-def download(name: str, root: str) -> None:
-    """Fetch a data set that torchvision offers, unless it is there; raises DataError offline."""
+def download(name: str, root: str, say: Callable[[str], object] = print) -> None:
+    """Fetch a data set that torchvision offers, unless it is there; raises DataError offline.
+
+    Of several processes that see the same folder, whatever machines they are on, one does it and
+    the others wait. say: gets a line when this one waits, or cannot tell whether it should.
+    """
     data_set = DATA_SETS[name]
     if data_set.download is None:
         return
     _require_scipy(name)                             # before hours of downloading
+    folder = folder_of(root)
     try:
-        data_set.download(root)
-    except (OSError, RuntimeError) as error:         # urllib's errors are OSErrors
-        raise DataError(f"{name}: not complete in {root} and cannot be downloaded ({error}); "
-                        f"put there {data_set.holds}") from None
+        with one_at_a_time(folder / f".{name}.downloading", say):
+            data_set.download(folder)
+    except (OSError, RuntimeError, ValueError) as error:     # urllib's errors are OSErrors
+        raise DataError(f"{name}: not complete in {folder} and cannot be downloaded "
+                        f"({in_brief(error)}); put there {data_set.holds}") from None
 
 
 def open_split(name: str, root: str, split: str, num_classes: int | None) -> Source:
@@ -281,14 +272,17 @@ def open_split(name: str, root: str, split: str, num_classes: int | None) -> Sou
     """
     data_set = DATA_SETS[name]
     _require_scipy(name)
+    folder = folder_of(root)
     try:
-        source = data_set.open(Path(root), split)
-    except (OSError, RuntimeError) as error:         # torchvision's own is a RuntimeError
+        source = data_set.open(folder, split)
+    except DataError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:     # torchvision's own is a RuntimeError
         reason = "no such folder"
-        if Path(root).is_dir():
+        if os.path.isdir(folder):
             reason = (f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else
                       "a file is missing or damaged")
-        raise DataError(f"{root}: no complete {name} in it ({reason}); expected "
+        raise DataError(f"{folder}: no complete {name} in it ({reason}); expected "
                         f"{data_set.holds}") from None
     found = len(source.classes)
     if num_classes not in (None, found):
@@ -301,6 +295,16 @@ def open_split(name: str, root: str, split: str, num_classes: int | None) -> Sou
         raise DataError(f"{root}: class '{source.classes[min(empty)]}' of {name} has no picture in "
                         f"its {split} split")
     return source
+
+
+def folder_of(root: str) -> Path:
+    """A data set's folder as it is written in a recipe or on a command line; ~ is the home folder.
+
+    Raises DataError for what no path can hold.
+    """
+    if "\0" in root:
+        raise DataError(f"{root}: a path holds no zero byte")
+    return Path(os.path.expanduser(root))
 
 
 def _require_scipy(name: str) -> None:

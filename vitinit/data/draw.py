@@ -26,6 +26,7 @@ from .images import Box
 
 CROP_ATTEMPTS = 10              # as in torchvision and timm, before the centre is taken
 ERASE_ATTEMPTS = 10             # likewise, before the picture is left as it is
+BEYOND = 1e15                   # pixels a side, more than any picture has; infinity has no integer
 MAX_MAGNITUDE = 10.0            # where RandAugment's operations reach their full extent
 
 
@@ -81,6 +82,18 @@ class CropAndFlip:
         return View(box, flip, interpolation)
 
 
+def draw_sides(rng: np.random.Generator, pixels: int, share: tuple[float, float],
+               ratio: tuple[float, float]) -> tuple[int, int]:
+    """The sides of a box whose area is a uniform share of `pixels`, first over second log-uniform.
+
+    In whole pixels, so 0 for less than half of one.
+    """
+    area = pixels * rng.uniform(*share)
+    quotient = math.exp(rng.uniform(math.log(ratio[0]), math.log(ratio[1])))
+    first, second = math.sqrt(area * quotient), math.sqrt(area / quotient)
+    return round(min(first, BEYOND)), round(min(second, BEYOND))
+
+
 def draw_crop(rng: np.random.Generator, height: int, width: int, *, scale: tuple[float, float],
               ratio: tuple[float, float], padding: int) -> Box:
     """A random resized crop (Szegedy et al., arXiv 1409.4842; torchvision's and timm's version).
@@ -90,19 +103,16 @@ def draw_crop(rng: np.random.Generator, height: int, width: int, *, scale: tuple
     centre of the picture, at the nearest ratio allowed. scale = ratio = (1, 1) on a square picture
     is a random shift by up to `padding` pixels.
     """
-    log_ratio = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(CROP_ATTEMPTS):
-        area = height * width * rng.uniform(*scale)
-        aspect = math.exp(rng.uniform(*log_ratio))
-        box_width = round(math.sqrt(area * aspect))
-        box_height = round(math.sqrt(area / aspect))
+        box_width, box_height = draw_sides(rng, height * width, scale, ratio)
         if 0 < box_width <= width + 2 * padding and 0 < box_height <= height + 2 * padding:
             top = int(rng.integers(-padding, height + padding - box_height, endpoint=True))
             left = int(rng.integers(-padding, width + padding - box_width, endpoint=True))
             return Box(top, left, box_height, box_width)
     aspect = min(max(width / height, ratio[0]), ratio[1])
-    box_height = min(height, round(width / aspect))
-    box_width = min(width, round(height * aspect))
+    # At an extreme ratio less than a pixel is left of a side, or more than any picture has.
+    box_height = max(1, round(min(height, width / aspect)))
+    box_width = max(1, round(min(width, height * aspect)))
     return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
 
 
@@ -177,7 +187,8 @@ class RandAugment:
         """
         chosen = rng.integers(len(self.operations), size=self.layers)
         applied = rng.random(self.layers) < self.probability
-        magnitudes = rng.normal(self.magnitude, self.magnitude_std, self.layers)
+        # abs: numpy takes -0.0 for negative.
+        magnitudes = rng.normal(self.magnitude, abs(self.magnitude_std), self.layers)
         signs = np.where(rng.random(self.layers) < 0.5, -1.0, 1.0)
         share_bicubic = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}[self.interpolation]
         bicubic = rng.random(self.layers) < share_bicubic
@@ -235,11 +246,8 @@ class Erasing:
         if rng.random() >= self.probability:
             return NOTHING, 0
         noise_key = int(rng.integers(2**63))
-        log_ratio = math.log(self.ratio[0]), math.log(self.ratio[1])
         for _ in range(ERASE_ATTEMPTS):
-            area = height * width * rng.uniform(*self.area)
-            aspect = math.exp(rng.uniform(*log_ratio))
-            box_height, box_width = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            box_height, box_width = draw_sides(rng, height * width, self.area, self.ratio)
             if 0 < box_height < height and 0 < box_width < width:
                 top = int(rng.integers(height - box_height, endpoint=True))
                 left = int(rng.integers(width - box_width, endpoint=True))

@@ -13,6 +13,7 @@ out (`class_subsets.class_indices`).
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from .class_subsets import imagenet_wnids
-from .datasets import DATA_SETS, ImageFolder, PictureFiles, Source, class_folders, open_split
+from .datasets import DATA_SETS, ImageFolder, PictureFiles, Source, folder_of, open_split
+from .folders import class_folders
 from .images import DataError
 
 
@@ -65,7 +67,7 @@ def open_to_evaluate(name: str, root: str) -> Source:
     Raises DataError for what is missing, damaged, incomplete or laid out differently.
     """
     if name in EVAL_SETS:
-        return open_eval_set(name, Path(root))
+        return open_eval_set(name, folder_of(root))
     source = open_split(name, root, "val", None)
     expected, found = DATA_SETS[name].num_classes, len(source.classes)
     if expected not in (None, found):
@@ -78,7 +80,7 @@ def open_eval_set(name: str, root: Path) -> PictureFiles:
     """One of EVAL_SETS; its classes are wnids whatever its folders are called."""
     known = EVAL_SETS[name]
     where = f"the folder {known.unpacked} of its archive, {known.holds}"
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise DataError(f"{root}: no such folder; {name} is {where}")
     folders, wnids = class_folders(root), imagenet_wnids()
     classes = [str(number) for number in range(len(wnids))] if known.numbered else wnids

@@ -7,6 +7,11 @@ torch's antialiased uint8 interpolation is fastest there.
 from __future__ import annotations
 
 import io
+import math
+import os
+import stat
+import struct
+import warnings
 from typing import NamedTuple
 
 import numpy as np
@@ -14,10 +19,16 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from torchvision.io import ImageReadMode
-from torchvision.io import decode_image as decode_common_formats
+from torchvision.io import ImageReadMode, decode_jpeg
 
-from ..messages import OneLineError
+from ..messages import OneLineError, in_brief
+
+IMMENSE = 10**8                 # pixels; more of them are not made to keep a few
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM")   # Pillow's names
+JPEG_START = b"\xff\xd8\xff"
+# Markers: SOF0 … SOF15, without DHT, JPG and DAC among them; TEM and RST0 … RST7 have no content.
+FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+MARKERS_ALONE = frozenset({0x00, 0x01, *range(0xD0, 0xD9)})
 
 
 class DataError(OneLineError):
@@ -36,41 +47,82 @@ class Box(NamedTuple):
 def decode_image(path: str) -> Tensor:
     """The picture in a file as RGB, (3, H, W) uint8.
 
-    JPEG, PNG and still WebP by torchvision, whatever their name says; all else by Pillow (of an
-    animation the first frame). Transparency is dropped as Pillow's convert("RGB") drops it, and the
-    EXIF rotation of JPEGs is ignored. 16-bit grey is divided by 257. Raises DataError naming the
-    file if it is missing, empty, truncated or no picture.
+    JPEG by torchvision, which is fast; all else by Pillow, which no damaged file brings down (of an
+    animation the first frame). What a file is, its first bytes say, not its name. Transparency is
+    dropped as Pillow's convert("RGB") drops it, and the EXIF rotation of JPEGs is ignored. Of 16
+    bits the higher 8 are kept. Raises DataError naming the file if it is missing, no regular file,
+    empty, truncated, no picture, or of more pixels than Pillow takes for harmless
+    (Image.MAX_IMAGE_PIXELS, 89,478,485).
     """
+    content = read_file(path)
+    if content.startswith(JPEG_START):
+        height, width = jpeg_size(content)
+        if 0 < height * width <= (Image.MAX_IMAGE_PIXELS or math.inf):
+            try:
+                encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                return decode_jpeg(encoded, mode=ImageReadMode.RGB)
+            except RuntimeError:                     # Pillow says better what is wrong
+                pass
+    return _decode_with_pillow(path, content)
+
+
+def read_file(path: str) -> bytes:
+    """The content of a regular file; a pipe or a device, which may never end, is a DataError."""
     try:
-        with open(path, "rb") as file:
-            content = file.read()
+        # Without O_NONBLOCK, opening a pipe would wait for somebody to write into it.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with open(descriptor, "rb") as file:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return file.read()
+        reason = "not a regular file"
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    if content.startswith(b"GIF8"):                  # torchvision decodes every frame of them
-        return _decode_with_pillow(path, content)
+        reason = error.strerror
+    except ValueError:
+        reason = "its name holds a zero byte"
+    raise DataError(f"{path}: cannot be read: {reason}")
+
+
+def jpeg_size(content: bytes) -> tuple[int, int]:
+    """(height, width) in the frame header of a JPEG; (0, 0) if there is none (ITU-T T.81, annex B).
+
+    Goes from marker to marker as libjpeg does, which skips what is no marker.
+    """
+    place = len(JPEG_START) - 1                      # the first marker's own 0xFF
     try:
-        encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        picture = decode_common_formats(encoded, mode=ImageReadMode.RGB)
-    except (RuntimeError, ValueError):               # ValueError: an empty file has no buffer
-        return _decode_with_pillow(path, content)
-    if picture.dtype == torch.uint16:
-        picture = (picture.to(torch.int32) // 257).to(torch.uint8)
-    return picture
+        while (place := content.index(0xFF, place)) >= 0:
+            while content[place] == 0xFF:            # any number of them may stand before a marker
+                place += 1
+            marker, place = content[place], place + 1
+            if marker in FRAME_HEADERS:
+                return struct.unpack_from(">HH", content, place + 3)   # after length and precision
+            if marker in (0xD9, 0xDA):               # the end, or the picture's data
+                break
+            if marker not in MARKERS_ALONE:
+                place += struct.unpack_from(">H", content, place)[0]
+    except (ValueError, IndexError, struct.error):   # the file ends
+        pass
+    return 0, 0
 
 
 def _decode_with_pillow(path: str, content: bytes) -> Tensor:
-    """For what torchvision does not read or not as wanted. A truncated file is an error, too."""
+    """For all but sound JPEGs. A truncated file is an error, too."""
     try:
-        with Image.open(io.BytesIO(content)) as picture:
-            if picture.mode == "I" or picture.mode.startswith("I;16"):
-                # 16-bit grey, which convert("RGB") would clip to white.
-                grey = np.minimum(np.asarray(picture) // 257, 255).astype(np.uint8)
-                picture = Image.fromarray(grey)
-            return from_pillow(picture.convert("RGB"))
+        # Pillow prints warnings of damaged files and of too many pixels; the latter is an error here.
+        with warnings.catch_warnings(action="ignore"):
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(content), formats=FORMATS) as picture:
+                if picture.mode == "I" or picture.mode.startswith("I;16"):
+                    # 16-bit grey, which convert("RGB") would clip to white. Of 16-bit colours Pillow
+                    # keeps the higher byte by itself.
+                    grey = (np.asarray(picture) // 256).clip(0, 255).astype(np.uint8)
+                    picture = Image.fromarray(grey)
+                return from_pillow(picture.convert("RGB"))
     except UnidentifiedImageError:
-        reason = "of no known format" if content else "empty"
+        reason = f"none of {', '.join(FORMATS)}" if content else "empty"
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise DataError(f"{path}: too large a picture ({in_brief(error)})") from None
     except Exception as error:                       # Pillow's plug-ins raise many kinds
-        reason = str(error) or type(error).__name__
+        reason = in_brief(error)
     raise DataError(f"{path}: not a readable picture, {len(content)} bytes ({reason})")
 
 
@@ -84,6 +136,8 @@ def resize(picture: Tensor, size: tuple[int, int], interpolation: str) -> Tensor
     """(3, H, W) → (3, *size) uint8, antialiased like Pillow; "bilinear" or "bicubic"."""
     if tuple(picture.shape[1:]) == size:
         return picture
+    if size == (1, 1):                               # to which torch resizes this layout alone
+        picture = picture.permute(1, 2, 0).contiguous().permute(2, 0, 1)
     return F.interpolate(picture[None], size, mode=interpolation, antialias=True)[0]
 
 
@@ -112,15 +166,22 @@ def resize_and_centre_crop(picture: Tensor, size: tuple[int, int], crop_pct: flo
     """The evaluation view: resize until it covers size / crop_pct, cut out the centre.
 
     For a square size this is Resize(floor(size / crop_pct)) of the shorter side, then
-    CenterCrop(size), as in timm and DeiT: .875 makes 256 of 224.
+    CenterCrop(size), as in timm and DeiT: .875 makes 256 of 224. Where that would be an immense
+    picture (of a line of pixels, or at a tiny crop_pct), its centre is cut out of the original,
+    rounded to whole pixels, and resized alone.
     """
     height, width = picture.shape[1:]
     # 1e-9: floor(224 / 0.875) must not become 255 by rounding.
-    wanted = [int(side / crop_pct + 1e-9) for side in size]
+    wanted = [int(min(side / crop_pct, IMMENSE) + 1e-9) for side in size]
     if wanted[0] * width >= wanted[1] * height:      # the height decides
         target = (wanted[0], int(wanted[0] * width / height))
     else:
         target = (int(wanted[1] * height / width), wanted[1])
+    if target[0] * target[1] > max(IMMENSE, 4 * size[0] * size[1]):
+        part = [max(1, round(side * old / new))
+                for side, old, new in zip(size, (height, width), target)]
+        centre = Box((height - part[0]) // 2, (width - part[1]) // 2, *part)
+        return resize(crop(picture, centre), size, interpolation)
     picture = resize(picture, target, interpolation)
     top = round((picture.shape[1] - size[0]) / 2)
     left = round((picture.shape[2] - size[1]) / 2)

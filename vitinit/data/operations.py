@@ -84,9 +84,12 @@ def solarize_add(images: Tensor, addend: Tensor) -> Tensor:
 
 
 def blend(plain: Tensor, images: Tensor, factor: Tensor) -> Tensor:
-    """plain + factor · (images − plain), clipped and truncated to uint8 as Pillow does."""
+    """plain + factor · (images − plain), clipped and truncated to uint8 as Pillow does.
+
+    plain: whole numbers, so that a factor of 256 goes as far as any larger one.
+    """
     plain = plain.float()
-    return (plain + factor.float() * (images.float() - plain)).clamp(0, 255).to(torch.uint8)
+    return (plain + factor.clamp(max=256.0).float() * (images.float() - plain)).clamp(0, 255).to(torch.uint8)
 
 
 def grey(images: Tensor) -> Tensor:
@@ -131,6 +134,7 @@ def sharpness(images: Tensor, factor: Tensor) -> Tensor:
 
 def affine_matrix(operation: Operation, argument: float, height: int, width: int) -> np.ndarray:
     """(2, 3): (x, y, 1) in the new image → (x, y) in the old, in pixels from the top left corner."""
+    argument = float(argument)                       # numpy would warn of what becomes infinite
     match operation:
         case Operation.ShearX:
             return np.array([[1.0, argument, 0.0], [0.0, 1.0, 0.0]])

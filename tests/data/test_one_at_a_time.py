@@ -1,0 +1,129 @@
+"""Two processes that need the same download: one does it, the other finds it there."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from vitinit.data import datasets, one_at_a_time
+from vitinit.data.datasets import download
+from vitinit.data.images import DataError
+
+FORK = multiprocessing.get_context("fork")
+
+
+def fetch(root: Path, begun, go_on, said) -> None:
+    """A process whose download writes its number into a list, unless the data is there."""
+    def stub(folder: Path) -> None:
+        if not (folder / "data").exists():
+            with open(folder / "downloads", "a") as log:
+                log.write(f"{os.getpid()}\n")
+            begun.set()
+            assert go_on.wait(60)
+            (folder / "data").write_text("whole")
+    datasets.DATA_SETS["cifar10"] = stub_set(stub)
+    download("cifar10", str(root), said.put)
+
+
+def stub_set(stub) -> datasets.DataSet:
+    return datasets.DataSet(lambda *_: None, "data", 10, (0.5,) * 3, (0.5,) * 3, download=stub)
+
+
+def started(root: Path):
+    begun, go_on, said = FORK.Event(), FORK.Event(), FORK.Queue()
+    process = FORK.Process(target=fetch, args=(root, begun, go_on, said), daemon=True)
+    process.start()
+    return process, begun, go_on, said
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    return tmp_path / "not yet" / "there"
+
+
+def test_of_two_processes_one_downloads_and_the_other_finds_it_there(root):
+    first, begun, go_on, _ = started(root)
+    assert begun.wait(60)
+    second, other_begun, _, said = started(root)
+    assert said.get(timeout=60) == f"{root}: waiting for another process that downloads into it"
+    assert not other_begun.is_set()
+    go_on.set()
+    for process in (first, second):
+        process.join(60)
+        assert process.exitcode == 0
+    assert not other_begun.is_set() and (root / "downloads").read_text() == f"{first.pid}\n"
+    assert sorted(os.listdir(root)) == ["data", "downloads"]     # no lock is left
+
+
+def test_a_killed_download_leaves_the_lock_to_the_next(root):
+    first, begun, _, _ = started(root)
+    assert begun.wait(60)
+    second, other_begun, go_on, said = started(root)
+    assert "waiting" in said.get(timeout=60)
+    first.kill()
+    assert other_begun.wait(60)
+    go_on.set()
+    second.join(60)
+    assert second.exitcode == 0 and (root / "data").exists()
+    assert (root / "downloads").read_text() == f"{first.pid}\n{second.pid}\n"
+
+
+def test_a_lock_file_that_was_taken_away_is_made_anew(tmp_path, monkeypatch):
+    """Whoever waited holds the file that the other removed; a third would make another."""
+    path, real, removed = tmp_path / ".lock", one_at_a_time.fcntl.lockf, []
+
+    def lockf(descriptor, operation):
+        if not removed:
+            removed.append(os.fstat(descriptor).st_ino)
+            path.unlink()
+        real(descriptor, operation)
+    monkeypatch.setattr(one_at_a_time.fcntl, "lockf", lockf)
+    with one_at_a_time.one_at_a_time(path, print):
+        assert removed and path.exists()
+    assert not path.exists()
+
+
+def test_where_files_cannot_be_locked_it_goes_on_with_one_line(tmp_path, monkeypatch):
+    def lockf(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr(one_at_a_time.fcntl, "lockf", lockf)
+    said = []
+    with one_at_a_time.one_at_a_time(tmp_path / ".lock", said.append):
+        assert said == [f"{tmp_path}: files cannot be locked there (No locks available); make sure "
+                        "that no second process downloads into it"]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_needs_no_lock(monkeypatch, tmp_path):
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    monkeypatch.setattr(os, "open", read_only)
+    said = []
+    with one_at_a_time.one_at_a_time(tmp_path / ".lock", said.append):
+        assert said == []
+
+
+def test_a_failed_download_gives_the_lock_back(root, monkeypatch):
+    def fails(folder: Path) -> None:
+        assert os.listdir(folder) == [".cifar10.downloading"]
+        raise RuntimeError("File not found or corrupted.\n" + 99 * "x ")
+    monkeypatch.setitem(datasets.DATA_SETS, "cifar10", stub_set(fails))
+    for _ in range(2):
+        with pytest.raises(DataError, match="cifar10: not complete in .*File not found or corrupted"):
+            download("cifar10", str(root))
+    assert os.listdir(root) == []
+
+
+def test_ctrl_c_while_waiting_gives_the_file_back(tmp_path, monkeypatch):
+    def lockf(descriptor, operation):
+        raise BlockingIOError if operation & one_at_a_time.fcntl.LOCK_NB else KeyboardInterrupt
+    monkeypatch.setattr(one_at_a_time.fcntl, "lockf", lockf)
+    before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else None
+    with pytest.raises(KeyboardInterrupt):
+        one_at_a_time.locked(tmp_path / ".lock", print)
+    if before is not None:
+        assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,207 @@
+"""Valid image files of every format, and seeded ways to break them."""
+
+from __future__ import annotations
+
+import functools
+import io
+import struct
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+from PIL import Image
+
+SIZES = ((1, 1), (13, 17), (61, 47), (128, 160))     # height, width
+EXTREMES = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
+PNG_START = b"\x89PNG\r\n\x1a\n"
+
+
+# ---------------------------------------------------------------------------------------------
+# Valid files
+# ---------------------------------------------------------------------------------------------
+
+
+def image(height: int, width: int, seed: int = 0) -> Image.Image:
+    """Smooth waves and a little noise: what a photograph looks like to a filter; RGB."""
+    row, column = np.mgrid[:height, :width]
+    waves = np.stack([np.sin(column / 29 + row / 17), np.cos(column / 23 - row / 31),
+                      np.sin(row / 13 - column / 19)], axis=-1)
+    noise = np.random.default_rng(seed).normal(0, 12, waves.shape)
+    return Image.fromarray((125 + 100 * waves + noise).clip(0, 255).round().astype(np.uint8))
+
+
+def encoded(picture: Image.Image, file_format: str, **options) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, file_format, **options)
+    return buffer.getvalue()
+
+
+def png_chunk(name: bytes, content: bytes) -> bytes:
+    checksum = zlib.crc32(name + content)
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", checksum)
+
+
+def png_of_16_bits(values: np.ndarray) -> bytes:
+    """A PNG of 16-bit values, (H, W) or, which Pillow cannot write, (H, W, 3)."""
+    height, width = values.shape[:2]
+    colour_type = 0 if values.ndim == 2 else 2
+    header = struct.pack(">IIBBBBB", width, height, 16, colour_type, 0, 0, 0)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    return (PNG_START + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", zlib.compress(rows))
+            + png_chunk(b"IEND", b""))
+
+
+@functools.cache
+def valid_files(height: int, width: int) -> dict[str, bytes]:
+    """One file of every format and mode, by a name with the format's ending."""
+    rgb = image(height, width)
+    grey, palette = rgb.convert("L"), rgb.quantize(61)
+    rgba = Image.merge("RGBA", (*rgb.split(), grey))
+    deep = np.random.default_rng(1).integers(0, 2**16, (height, width, 3))
+    turned = Image.Exif()
+    turned[0x0112] = 6                               # orientation: a quarter turn
+    frames = dict(save_all=True, append_images=[rgb.transpose(Image.Transpose.FLIP_LEFT_RIGHT)])
+    return {
+        "rgb.jpg": encoded(rgb, "JPEG"),
+        "full_chroma.jpg": encoded(rgb, "JPEG", quality=97, subsampling=0),
+        "progressive.jpg": encoded(rgb, "JPEG", progressive=True),
+        "grey.jpg": encoded(grey, "JPEG"),
+        "cmyk.jpg": encoded(rgb.convert("CMYK"), "JPEG"),
+        "turned.jpg": encoded(rgb, "JPEG", exif=turned),
+        "restarts.jpeg": encoded(rgb, "JPEG", restart_marker_rows=1),
+        "rgb.png": encoded(rgb, "PNG"),
+        "grey.png": encoded(grey, "PNG"),
+        "palette.png": encoded(palette, "PNG"),
+        "palette_transparent.png": encoded(palette, "PNG", transparency=5),
+        "rgba.png": encoded(rgba, "PNG"),
+        "one_bit.png": encoded(rgb.convert("1"), "PNG"),
+        "turned.png": encoded(rgb, "PNG", exif=turned),
+        "grey_16.png": png_of_16_bits(deep[..., 0]),
+        "rgb_16.png": png_of_16_bits(deep),
+        "still.gif": encoded(palette, "GIF"),
+        "transparent.gif": encoded(palette, "GIF", transparency=5),
+        "animated.gif": encoded(rgb, "GIF", **frames),
+        "lossless.webp": encoded(rgb, "WEBP", lossless=True),
+        "lossy.webp": encoded(rgb, "WEBP", quality=61),
+        "rgba.webp": encoded(rgba, "WEBP", lossless=True, exact=True),
+        "animated.webp": encoded(rgb, "WEBP", **frames),
+        "rgb.bmp": encoded(rgb, "BMP"),
+        "palette.bmp": encoded(palette, "BMP"),
+        "rgb.tiff": encoded(rgb, "TIFF"),
+        "lzw.tif": encoded(rgb, "TIFF", compression="tiff_lzw"),
+        "deflate.tif": encoded(palette, "TIFF", compression="tiff_adobe_deflate"),
+        "jpeg.tif": encoded(rgb, "TIFF", compression="jpeg"),
+        "fax.tif": encoded(rgb.convert("1"), "TIFF", compression="group4"),
+        "grey_16.tiff": encoded(Image.fromarray(deep[..., 0].astype(np.uint16)), "TIFF"),
+        "rgb.ppm": encoded(rgb, "PPM"),
+        "grey.pgm": encoded(grey, "PPM"),
+        "grey_16.pgm": encoded(Image.fromarray(deep[..., 0].astype(np.uint16)), "PPM"),
+    }
+
+
+# ---------------------------------------------------------------------------------------------
+# Ways to break one: (content, rng) → content
+# ---------------------------------------------------------------------------------------------
+
+
+def flip_a_bit(content: bytearray, rng: np.random.Generator) -> bytearray:
+    content[rng.integers(len(content))] ^= 1 << int(rng.integers(8))
+    return content
+
+
+def flip_bits(content: bytearray, rng: np.random.Generator) -> bytearray:
+    for place in rng.integers(len(content), size=2 + len(content) // int(rng.integers(20, 500))):
+        content[place] ^= 1 << int(rng.integers(8))
+    return content
+
+
+def flip_a_bit_of_the_head(content: bytearray, rng: np.random.Generator) -> bytearray:
+    content[rng.integers(min(64, len(content)))] ^= 1 << int(rng.integers(8))
+    return content
+
+
+def truncate(content: bytearray, rng: np.random.Generator) -> bytearray:
+    return content[:int(rng.integers(len(content)))]
+
+
+def cut_out(content: bytearray, rng: np.random.Generator) -> bytearray:
+    start, length = int(rng.integers(len(content))), int(rng.integers(1, 100))
+    return content[:start] + content[start + length:]
+
+
+def insert(content: bytearray, rng: np.random.Generator) -> bytearray:
+    start = int(rng.integers(len(content)))
+    return content[:start] + rng.bytes(int(rng.integers(1, 100))) + content[start:]
+
+
+def repeat_a_part(content: bytearray, rng: np.random.Generator) -> bytearray:
+    start, end = sorted(rng.integers(len(content), size=2).tolist())
+    return content[:end] + content[start:]
+
+
+def blank_a_part(content: bytearray, rng: np.random.Generator) -> bytearray:
+    start, end = sorted(rng.integers(len(content), size=2).tolist())
+    return content[:start] + bytes(end - start) + content[end:]
+
+
+def extreme_number(content: bytearray, rng: np.random.Generator) -> bytearray:
+    """Sizes, lengths, offsets: one, two or four bytes, at the head where most of them stand."""
+    value, width = int(rng.choice(EXTREMES)), int(rng.choice((1, 2, 4)))
+    place = int(rng.integers(min(len(content), int(rng.choice((64, 1024))))))
+    order = "big" if rng.random() < 0.5 else "little"
+    return content[:place] + (value % 256**width).to_bytes(width, order) + content[place + width:]
+
+
+def garbage_after_the_head(content: bytearray, rng: np.random.Generator) -> bytearray:
+    kept = int(rng.integers(2, 40))
+    return content[:kept] + rng.bytes(len(content))
+
+
+def garbage(content: bytearray, rng: np.random.Generator) -> bytearray:
+    return bytearray(rng.bytes(len(content)))
+
+
+def nothing(content: bytearray, rng: np.random.Generator) -> bytearray:
+    return bytearray()
+
+
+WAYS: tuple[Callable[[bytearray, np.random.Generator], bytearray], ...] = (
+    flip_a_bit, flip_bits, flip_a_bit_of_the_head, truncate, cut_out, insert, repeat_a_part,
+    blank_a_part, extreme_number, extreme_number, garbage_after_the_head, garbage, nothing)
+
+
+def png_with_right_checksums(content: bytes) -> bytes:
+    """A broken PNG whose chunks pass their checksums all the same."""
+    mended, place = bytearray(content), len(PNG_START)
+    while place + 12 <= len(mended):
+        end = place + 8 + int.from_bytes(mended[place:place + 4], "big")
+        if end + 4 > len(mended):
+            break
+        mended[end:end + 4] = zlib.crc32(mended[place + 4:end]).to_bytes(4, "big")
+        place = end + 4
+    return bytes(mended)
+
+
+def broken(content: bytes, rng: np.random.Generator, way: int) -> bytes:
+    """The file broken in one of WAYS; of PNGs every second with right checksums again."""
+    changed = bytes(WAYS[way % len(WAYS)](bytearray(content), rng))
+    if changed.startswith(PNG_START) and rng.random() < 0.5:
+        changed = png_with_right_checksums(changed)
+    return changed
+
+
+def broken_files(count: int, seed: int = 0) -> list[tuple[str, bytes]]:
+    """`count` (name, content): every file of `valid_files` in every size and way, again and again.
+
+    File i is a pure function of (seed, i).
+    """
+    valid = [found for size in SIZES for found in valid_files(*size).items()]
+    result = []
+    for number in range(count):
+        rng = np.random.default_rng((seed, number))
+        name, content = valid[number % len(valid)]
+        # A whole round of the valid files goes by before a file meets its next way.
+        way = number + number // len(valid)
+        result.append((f"{number:06}_{WAYS[way % len(WAYS)].__name__}_{name}",
+                       broken(content, rng, way)))
+    return result

@@ -1,0 +1,117 @@
+"""Which files under a folder are its pictures, and which folders its classes.
+
+Files count by their ending; hidden files and folders (.ipynb_checkpoints, macOS' ._x.jpg) do not, nor
+does what is no file, such as a pipe. Links to files are files.
+
+Links to folders are followed if they lead out of the listing: not to a folder that is part of it, nor
+to one that holds such a folder. So a link that leads back (b/loop → ..) brings in nothing, neither
+others' pictures nor itself again.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePath
+
+from .images import DataError
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+class Places:
+    """Folders that are listed already, by their real paths."""
+
+    def __init__(self) -> None:
+        self.listed: set[str] = set()
+        self.above: set[str] = set()                 # the listed ones and all that hold one
+
+    def add(self, real: str) -> None:
+        self.listed.add(real)
+        self.above.update(lineage(real))
+
+    def meet(self, real: str) -> bool:
+        """Whether a folder is one of them, lies in one, or holds one."""
+        return real in self.above or not self.listed.isdisjoint(lineage(real))
+
+
+def lineage(path: str) -> list[str]:
+    """A path and all folders above it."""
+    return [path, *map(str, PurePath(path).parents)]
+
+
+def class_folders(folder: Path) -> list[str]:
+    """The names of the folders in `folder`, sorted; hidden ones left out. DataError without any."""
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder)
+                       if not entry.name.startswith(".") and os.path.isdir(entry.path))
+    except OSError as error:
+        raise DataError(f"{folder}: {error.strerror}") from None
+    if not names:
+        raise DataError(f"{folder}: no class folders in it; expected {folder}/<class>/<picture>")
+    return names
+
+
+def pictures_of_classes(folder: Path, classes: list[str]) -> list[list[str]]:
+    """The paths of each class' pictures, `folder`/<class>/**/<picture>, in alphabetical order.
+
+    Raises DataError for a class that is a link back into the data set.
+    """
+    whole = Places()
+    whole.add(os.path.realpath(folder))
+    links = {name: os.path.realpath(folder / name) for name in classes
+             if os.path.islink(folder / name)}
+    for name, real in links.items():
+        if whole.meet(real):
+            raise DataError(f"{folder / name}: a link that leads back into {folder}")
+    for real in links.values():
+        whole.add(real)
+    return [pictures_below(str(folder / name), whole) for name in classes]
+
+
+def pictures_below(folder: str, whole: Places | None = None) -> list[str]:
+    """The paths of all pictures under `folder`, folder by folder in alphabetical order.
+
+    whole: other folders of the same data set, into which no link is followed. Raises DataError for a
+    folder that cannot be listed and for a link that leads nowhere.
+    """
+    here = Places()
+    here.add(os.path.realpath(folder))
+    names: dict[str, list[str]] = {}                 # by folder
+    waiting = [folder]
+    while waiting:
+        place = waiting.pop()
+        try:
+            with os.scandir(place) as entries:
+                names[place], folders = sort_out(entries)
+        except OSError as error:
+            raise DataError(f"{place}: {error.strerror}") from None
+        for entry in folders:
+            if entry.is_symlink():
+                real = os.path.realpath(entry.path)
+                if here.meet(real) or (whole is not None and whole.meet(real)):
+                    continue
+                here.add(real)
+            waiting.append(entry.path)
+    return [os.path.join(place, name) for place in sorted(names) for name in sorted(names[place])]
+
+
+def sort_out(entries: os.ScandirIterator) -> tuple[list[str], list[os.DirEntry]]:
+    """What of one folder's entries is a picture, by name, and what a folder."""
+    names, folders = [], []
+    for entry in entries:
+        name = entry.name
+        if name.startswith("."):
+            continue
+        picture = name.lower().endswith(EXTENSIONS)
+        if not entry.is_symlink():                   # which costs no look at the disk
+            if picture and entry.is_file():
+                names.append(name)
+            elif entry.is_dir():
+                folders.append(entry)
+        elif picture and os.path.isfile(entry.path):
+            names.append(name)
+        elif os.path.isdir(entry.path):
+            folders.append(entry)
+        elif picture and not os.path.exists(entry.path):
+            raise DataError(f"{entry.path}: a link to {os.readlink(entry.path)}, which is not there")
+    return names, folders
