@@ -1,0 +1,35 @@
+"""A trained model, from its checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from ..models import build_model
+from ..models.convert import native_names
+from ..recipe.files import RecipeError
+from ..recipe.sections import Recipe
+from ..train.checkpoint import load_model, model_state
+from ..train.transfer import change_size
+
+
+def loaded(recipe: Recipe, state: dict, path: Path, name: str,
+           image_size: tuple[int, int] | None = None) -> nn.Module:
+    """The recipe's model with the checkpoint's weights under "model" or "ema".
+
+    image_size: (height, width), another than the recipe's, to fit the model to.
+    """
+    def built(size: tuple[int, int], place: str) -> nn.Module:
+        try:
+            return build_model(recipe.model.name, num_classes=recipe.data.num_classes,
+                               image_size=size, **recipe.model.options)
+        except ValueError as error:
+            raise RecipeError(f"{place}: {error}") from None
+    model = built(recipe.data.image_size, f"recipe {recipe.name}")
+    load_model(model, native_names(model_state(state, path, name)), path)
+    if image_size in (None, recipe.data.image_size):
+        return model
+    resized = built(image_size, f"{path} at {image_size[0]}×{image_size[1]}")
+    change_size(model, resized, path)
+    return resized
