@@ -36,6 +36,23 @@ def test_convolution_matrix_is_conv2d(kernel_size, circular):
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (1, 7), (2, 3), (4, 1)])
+def test_a_kernel_need_not_be_square(shape):
+    generator = torch.Generator().manual_seed(1)
+    kernel = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    image = torch.randn(*GRID, generator=generator, dtype=torch.float64)
+    expected = F.conv2d(image[None, None], kernel[None, None], padding="same")[0, 0]
+    matrix = convolution_matrix(kernel, GRID)
+    torch.testing.assert_close((matrix @ image.flatten()).view(GRID), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(9,), (1, 3, 3)])
+def test_a_kernel_of_other_than_two_dimensions_is_one_line(shape):
+    with pytest.raises(ValueError, match=r"kernel has the shape \(.*\), expected \(down, right\)"):
+        convolution_matrix(torch.ones(shape), GRID)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("kernel_size", [2, 3, 5])
 def test_torch_pads_same_as_the_reference_does(kernel_size):
     """The convention that the module documents is torch's own."""

@@ -290,6 +290,78 @@ def test_the_peak_is_that_of_the_logits_without_prefix_tokens_and_counts_zeros_a
 def test_one_offset_a_head_is_needed():
     with pytest.raises(ValueError, match="2 heads but 1 offsets"):
         target_mass(torch.ones(2, 15, 15), [(0, 0)], GRID)
+    with pytest.raises(ValueError, match="no heads but 1 offsets"):
+        target_mass(torch.ones(15, 15), [(0, 0)], GRID)
+
+
+def attention_like(*batch: int) -> torch.Tensor:
+    """(*batch, 2 heads, 16, 16): softmaxes whose rows are sharp, with a prefix token."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(*batch, 2, 16, 16, dtype=torch.float64, generator=generator)
+    return (5.0 * logits).softmax(-1)
+
+
+READINGS = {"target_mass": lambda weights: target_mass(weights, [(0, 1), (-1, 0)], GRID),
+            "logit_peak": lambda weights: logit_peak(weights, GRID),
+            "mean_kernel": lambda weights: mean_kernel(weights, GRID, radius=2)}
+
+
+@pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
+def test_any_number_of_dimensions_before_the_heads_is_read(read):
+    """Without a batch the reading is the batch's of one; mean_kernel keeps those dimensions."""
+    weights = attention_like(3, 5)
+    whole, alone = read(weights), read(weights[1, 2])
+    torch.testing.assert_close(alone, read(weights[1, 2][None]).view(alone.shape))
+    if read is READINGS["mean_kernel"]:
+        assert whole.shape == (3, 5, 2, 5, 5)
+        torch.testing.assert_close(whole[1, 2], alone)
+    else:
+        assert whole.shape == alone.shape == (2,)
+        every = torch.stack([read(matrices) for matrices in weights.flatten(0, 1)])
+        torch.testing.assert_close(every.mean(0), whole)
+
+
+@pytest.mark.parametrize("dtype, near", [(torch.float16, 2e-3), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
+def test_half_precision_is_read_as_float32(read, dtype, near):
+    """Entries that are normal numbers in fp16: what underflows there is lost to any reading."""
+    weights = (0.01 + attention_like(3)) / 1.16
+    found = read(weights.to(dtype))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), read(weights), rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_zeros_and_rows_without_mass_are_numbers_in_every_precision(dtype):
+    one_hot, on_prefix = torch.eye(15).to(dtype)[None, None], torch.zeros(1, 16, 16, dtype=dtype)
+    on_prefix[..., 0] = 1.0
+    assert logit_peak(one_hot, GRID).item() == pytest.approx(87.3 * 14 / 15, abs=0.05)
+    assert target_mass(on_prefix, [(0, 1)], GRID).tolist() == [0.0]
+    assert (mean_kernel(on_prefix, GRID, radius=1) == 0).all()
+
+
+def test_a_radius_beyond_the_grid_adds_zeros_round_the_kernel():
+    weights = attention_like(3)
+    small, large = mean_kernel(weights, GRID, radius=2), mean_kernel(weights, GRID, radius=7)
+    torch.testing.assert_close(large[..., 5:10, 5:10], small)
+    assert large.isfinite().all()
+    reached = torch.zeros(15, 15, dtype=torch.bool)
+    reached[7 - 2:7 + 3, 7 - 4:7 + 5] = True         # 3 rows and 5 columns reach so far
+    assert ((large != 0) == reached).all()
+
+
+@pytest.mark.parametrize("offset", [(3, 0), (0, -5)])
+def test_an_offset_without_any_target_is_one_line(offset):
+    with pytest.raises(ValueError, match=r"offset \(.*\) has no target on a 3×5 grid"):
+        target_mass(torch.ones(1, 15, 15), [offset], GRID)
+
+
+@pytest.mark.parametrize("shape", [(2, 14, 14), (2, 15, 14), (15,)])
+@pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
+def test_matrices_smaller_than_the_grid_are_one_line(read, shape):
+    with pytest.raises(ValueError, match="at least 15, the cells of a 3×5 grid") as caught:
+        read(torch.ones(shape))
+    assert "\n" not in str(caught.value)
 
 
 def test_the_mean_kernel_of_a_convolution_matrix_is_its_kernel():

@@ -12,6 +12,8 @@ arXiv 2505.19985, §4). Grids are (height, width); token n is at row n // width,
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
@@ -106,10 +108,15 @@ def shift_targets(offset: Offset, grid: tuple[int, int], *, circular: bool = Fal
 def convolution_matrix(kernel: Tensor, grid: tuple[int, int], *, circular: bool = False) -> Tensor:
     """The (N, N) matrix M for which M @ x.flatten() is conv2d(x, kernel) with padding "same".
 
-    kernel: (f, f). circular wraps round at the borders instead of padding with zeros.
+    kernel: (f_down, f_right), square or not. circular wraps round at the borders instead of padding
+    with zeros. Raises ValueError for a kernel of other than two dimensions.
     """
+    if kernel.ndim != 2:
+        raise ValueError(f"kernel has the shape {tuple(kernel.shape)}, expected (down, right)")
     matrix = kernel.new_zeros(grid[0] * grid[1], grid[0] * grid[1])
-    for weight, offset in zip(kernel.flatten(), kernel_offsets(len(kernel))):
+    centre = [(size - 1) // 2 for size in kernel.shape]
+    for cell in product(*map(range, kernel.shape)):
+        weight, offset = kernel[cell], (cell[0] - centre[0], cell[1] - centre[1])
         targets = shift_targets(offset, grid, circular=circular)
         rows = (targets >= 0).nonzero()[:, 0]
         # Cells of a kernel larger than a circular grid fall on the same entry, hence +=.

@@ -29,7 +29,7 @@ from .models.conv_mixer import DenseMixing, DepthwiseConv
 from .models.swin import SwinBlock
 
 
-TINY = torch.finfo(torch.float32).tiny
+TINY = torch.finfo(torch.float32).tiny      # what has rounded to zero counts as this
 
 
 @torch.no_grad()
@@ -143,23 +143,47 @@ def _depthwise_reader(mixing: DepthwiseConv | DenseMixing) -> Reader:
     return read
 
 
+# ---------------------------------------------------------------------------------------------
+# What attention matrices are near to; half precision is read as float32
+# ---------------------------------------------------------------------------------------------
+
+
+def among_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
+    """(..., N, N) → (..., cells, cells): without prefix tokens, at least in float32.
+
+    Raises ValueError where N is less than the cells of the grid.
+    """
+    cells = grid[0] * grid[1]
+    if weights.ndim < 2 or min(weights.shape[-2:]) < cells:
+        raise ValueError(f"weights have the shape {tuple(weights.shape)}, expected (..., N, N) with N "
+                         f"at least {cells}, the cells of a {grid[0]}×{grid[1]} grid")
+    return weights[..., -cells:, -cells:].to(torch.promote_types(weights.dtype, torch.float32))
+
+
+def shares_of_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The same, each row divided by its sum; a row that is all on prefix tokens is zero."""
+    patches = among_patches(weights, grid)
+    return patches / patches.sum(dim=-1, keepdim=True).clamp(min=TINY)
+
+
 def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int]) -> Tensor:
     """The share of attention on each head's target token, (h,): 1 is a perfect shift.
 
     weights: (..., h, N, N) with N = grid cells, or that plus prefix tokens, which come first. Their
         rows are left out, and the other rows are normalised over the patch tokens alone.
-    offsets: one (down, right) a head. Rows whose target is off the grid are left out of the mean.
+    offsets: one (down, right) per head. Rows whose target is off the grid are left out of the mean.
+    Raises ValueError for another number of heads, or an offset that leads no token to another.
     """
-    cells = grid[0] * grid[1]
-    if weights.shape[-3] != len(offsets):
-        raise ValueError(f"{weights.shape[-3]} heads but {len(offsets)} offsets")
-    patches = weights[..., -cells:, -cells:]
-    # A row that is all on prefix tokens has no mass anywhere else.
-    patches = patches / patches.sum(dim=-1, keepdim=True).clamp(min=TINY)    # (..., h, cells, cells)
+    patches = shares_of_patches(weights, grid)                           # (..., h, cells, cells)
+    if patches.ndim < 3 or patches.shape[-3] != len(offsets):
+        heads = patches.shape[-3] if patches.ndim > 2 else "no"
+        raise ValueError(f"{heads} heads but {len(offsets)} offsets")
     masses = []
     for head, offset in enumerate(offsets):
         targets = shift_targets(offset, grid).to(weights.device)
         rows = (targets >= 0).nonzero()[:, 0]
+        if not len(rows):
+            raise ValueError(f"offset {tuple(offset)} has no target on a {grid[0]}×{grid[1]} grid")
         masses.append(patches[..., head, rows, targets[rows]].mean())
     return torch.stack(masses)
 
@@ -171,25 +195,23 @@ def logit_peak(weights: Tensor, grid: tuple[int, int]) -> Tensor:
     about 30 on a softmax is saturated: its gradient is lost to rounding. What has rounded to zero
     itself counts as 87 below 1.
     """
-    cells = grid[0] * grid[1]
-    logits = weights[..., -cells:, -cells:].clamp(min=TINY).log()        # up to a constant a row
+    logits = among_patches(weights, grid).clamp(min=TINY).log()          # up to a constant per row
     peaks = (logits.amax(-1) - logits.mean(-1)).mean(-1)                 # (..., h)
-    return peaks.flatten(0, -2).mean(0)
+    return peaks.reshape(-1, peaks.shape[-1]).mean(0)
 
 
 def mean_kernel(weights: Tensor, grid: tuple[int, int], radius: int) -> Tensor:
     """Mean attention by offset, (..., 2·radius + 1, 2·radius + 1): the kernel that a head is nearest
-    to being. Entry [radius + down, radius + right] averages over the tokens that have a token there.
+    to being. Entry [radius + down, radius + right] averages over the tokens that have a token there, and
+    is 0 where none has: no attention can go there.
 
     weights: (..., N, N), prefix tokens first and left out, as in `target_mass`.
     """
-    cells = grid[0] * grid[1]
-    patches = weights[..., -cells:, -cells:]
-    patches = patches / patches.sum(dim=-1, keepdim=True).clamp(min=TINY)
+    patches = shares_of_patches(weights, grid)
     kernel = []
     for down in range(-radius, radius + 1):
         for right in range(-radius, radius + 1):
-            targets = shift_targets((down, right), grid)
+            targets = shift_targets((down, right), grid).to(weights.device)
             rows = (targets >= 0).nonzero()[:, 0]
-            kernel.append(patches[..., rows, targets[rows]].mean(dim=-1))
+            kernel.append(patches[..., rows, targets[rows]].sum(dim=-1) / max(len(rows), 1))
     return torch.stack(kernel, dim=-1).unflatten(-1, (2 * radius + 1, 2 * radius + 1))

@@ -30,7 +30,7 @@ FAMILIES = {        # one small model of each: the table's name and its sizes
 }
 VIT_INITS = [name for name, families in INITS.items() if VisionTransformer in families]
 QUICK = {"impulse_gd": dict(steps=7)}               # options of inits that search for a while
-EMBEDDINGS = ("pos_embed", "cls_token", "dist_token", "relative_position_bias_table")
+EMBEDDINGS = ("pos_embed", "cls_token", "dist_token", "reg_token", "relative_position_bias_table")
 
 
 def drawn_by(name: str, seed: int = 0, family: str = "vit", **options) -> dict[str, torch.Tensor]:
@@ -266,6 +266,6 @@ def test_an_init_that_a_family_has_not_lists_those_that_it_has(family, kind):
 
 def test_a_parameter_that_no_rule_covers_is_an_error():
     model = vitinit.build_model("vit_tiny", **SIZES)
-    model.reg_token = nn.Parameter(torch.zeros(1, 1, 66))
-    with pytest.raises(ValueError, match="no rule for reg_token"):
+    model.scale_token = nn.Parameter(torch.zeros(1, 1, 66))
+    with pytest.raises(ValueError, match="no rule for scale_token"):
         vitinit.init_weights(model, "default", generator=torch.Generator())

@@ -251,6 +251,6 @@ def test_impossible_sizes_are_errors(sizes, message):
 def test_dense_filters_refuse_images_of_another_size_in_one_line():
     model = vitinit.build_model("convmixer_256_8", num_classes=3, image_size=(6, 10), patch_size=2,
                                 embed_dim=5, depth=1, kernel_size=3, dense_filters=True)
-    with pytest.raises(ValueError, match="dense filters mix 15 places, and the map has 5×7") as caught:
+    with pytest.raises(ValueError, match="built for images of 6×10 pixels and got 10×14") as caught:
         model(torch.zeros(2, 3, 10, 14))
     assert "\n" not in str(caught.value)

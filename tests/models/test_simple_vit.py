@@ -107,6 +107,20 @@ def test_logits_and_gradients_equal_a_transcription(reading, heads):
 
 @each_reading
 @pytest.mark.parametrize("heads", HEADS)
+def test_attention_equals_its_matrices_times_the_values_in_float32(reading, heads):
+    """Fused, or one product for all images, against softmax and values of each image by itself."""
+    model = redrawn(**reading | heads).float()
+    attention, code = model.blocks[0].attn, model.pos_embed
+    x = torch.randn(5, 15, 20, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        weights = attention.mixing_weights(x, code).expand(5, -1, -1, -1)
+        values = attention.value(x).unflatten(2, (attention.num_heads, -1)).transpose(1, 2)
+        expected = attention.proj((weights @ values).transpose(1, 2).flatten(2))
+        assert (attention(x, code) - expected).norm() / expected.norm() < 1e-6
+
+
+@each_reading
+@pytest.mark.parametrize("heads", HEADS)
 def test_mixing_matrices_equal_the_transcriptions_softmax(reading, heads):
     options = reading | heads
     model, images = redrawn(**options), drawn_images()

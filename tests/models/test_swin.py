@@ -179,6 +179,35 @@ def test_windows_are_masked_attention_on_the_map(grid, window, shifted, shift):
     torch.testing.assert_close(block.mix_windows(x), expected, rtol=0, atol=1e-12)
 
 
+def windows_as_a_batch(attn: WindowAttention, windows: torch.Tensor,
+                       mask: torch.Tensor | None) -> torch.Tensor:
+    """Attention with a bias for every window of the batch, (B·M, h, w², w²)."""
+    q, k, v = attn.queries_keys_values(windows)
+    bias = attn.relative_bias()[None]
+    if mask is not None:
+        bias = (bias + mask[:, None]).repeat(windows.shape[0] // mask.shape[0], 1, 1, 1)
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    return attn.proj(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_windows_folded_into_heads_are_windows_of_a_batch(masked):
+    """Outputs and gradients, in float32; and what is added to the logits has no batch in it."""
+    block = redraw(SwinBlock(6, grid=(6, 10), num_heads=2, window=(3, 5), shifted=True,
+                             mlp_ratio=2.0, qkv_bias=True)).float()
+    mask = block.mask if masked else None
+    assert block.attn.bias(mask).shape == (1, 8 if masked else 2, 15, 15)
+    results = []
+    for function in (block.attn, lambda x, mask: windows_as_a_batch(block.attn, x, mask)):
+        windows = drawn(7 * 4, 15, 6).float().requires_grad_()
+        block.zero_grad()
+        output = function(windows, mask)
+        (output * drawn(7 * 4, 15, 6, seed=2)).sum().backward()
+        results.append([output, windows.grad, *(p.grad.clone() for p in block.attn.parameters())])
+    for folded, batched in zip(*results):
+        torch.testing.assert_close(folded, batched, rtol=1e-6, atol=1e-6)
+
+
 def test_the_fused_path_equals_the_pure_one_with_bias_and_mask():
     block = redraw(SwinBlock(6, grid=(6, 10), num_heads=2, window=(3, 5), shifted=True,
                              mlp_ratio=2.0, qkv_bias=True))

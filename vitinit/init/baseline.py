@@ -12,7 +12,7 @@ from ..models.conv_mixer import DenseMixing
 
 EMBED_STD = 0.02            # of position codes and class tokens, in ViT, DeiT and timm
 CUT_NORMAL_STD = 0.87962566103423978    # of a standard normal cut at ± 2
-EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "relative_position_bias_table",
+EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "reg_token", "relative_position_bias_table",
               "query", "key"}
 
 
@@ -27,7 +27,7 @@ def default(model: nn.Module, *, generator: torch.Generator) -> None:
     | Linear weights                              | normal, std .02                             |
     | Linear biases                               | 0                                           |
     | pos_embed, cls_token, dist_token,           | normal, std .02                             |
-    |   relative_position_bias_table              |                                             |
+    |   reg_token, relative_position_bias_table   |                                             |
     | patch_embed.proj                            | PyTorch's own: U(±1/√fan_in), weight, bias  |
     | LayerNorm                                   | weight 1, bias 0                            |
 
@@ -96,7 +96,8 @@ def torch_default(model: nn.Module, *, generator: torch.Generator) -> None:
     |---------------------------------------------|---------------------------------------------|
     | Linear, Conv2d, dense filters of a          | U(±1/√fan_in), weight and bias              |
     |   ConvMixer                                 |                                             |
-    | pos_embed, relative_position_bias_table     | normal, std .02                             |
+    | pos_embed, reg_token,                       | normal, std .02                             |
+    |   relative_position_bias_table              |                                             |
     | cls_token, dist_token                       | 0                                           |
     | query, key of a SimpleViT, if free          | U(±1/√N)                                    |
     | LayerNorm, BatchNorm                        | weight 1, bias 0, running mean 0, variance 1 |

@@ -125,7 +125,7 @@ def clear_channels(model: VisionTransformer, count: int) -> None:
     for layer in writers:
         layer.weight[:count] = 0.0
         layer.bias[:count] = 0.0
-    for name in ("cls_token", "dist_token"):
+    for name in ("cls_token", "dist_token", "reg_token"):
         if hasattr(model, name):
             getattr(model, name)[..., :count] = 0.0
     for block in model.blocks:
@@ -214,7 +214,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     |                                            |   other channels, inner channels dealt to the |
     |                                            |   heads at random                             |
     | if `reserve`: patch_embed.proj, attn.proj, | 0 in their rows for the D_p channels, weight  |
-    |   mlp.fc2, cls_token, dist_token; V        |   and bias; V in those columns                |
+    |   mlp.fc2, cls_, dist_, reg_token; V       |   and bias; V in those columns                |
     | unless `mlp_reads_code`: mlp.fc1           | 0 in the D_p columns                          |
     | everything else                            | as `base` drew it                             |
 

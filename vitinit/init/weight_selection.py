@@ -17,6 +17,7 @@ from torch import Tensor, nn
 # of these tensors, which count tokens, windows' places or pixels, none may be thinned out.
 WIDTHS = {
     "pos_embed": (-1,),                              # (1, N, C)
+    "reg_token": (-1,),                              # (1, registers, C)
     "relative_position_bias_table": (1,),            # (places, heads)
     "mlp_tokens.fc1.weight": (0,),                   # (hidden, N)
     "mlp_tokens.fc2.weight": (1,),                   # (N, hidden)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+import os
 from typing import Any
 
+import torch
 from torch import nn
 
 from .conv_mixer import ConvMixer
@@ -15,6 +18,9 @@ from .vit import VisionTransformer
 
 __all__ = ["MODELS", "ConvMixer", "MlpMixer", "SimpleViT", "SwinTransformer", "VisionTransformer",
            "build_model"]
+
+GIB = 2**30
+LAYER_BYTES = 4096      # of a layer's own dictionaries, about: without them depth 10**9 would do
 
 VIT_TINY = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
 VIT_SMALL = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
@@ -58,10 +64,45 @@ def build_model(name: str, *, num_classes: int, image_size: int | tuple[int, int
     """The model `name` with its table's sizes, of which `sizes` replaces or adds any.
 
     For example `build_model("vit_tiny", num_classes=10, image_size=32, patch_size=2)`.
-    Raises ValueError for an unknown name or sizes that do not fit together.
+    Raises ValueError, of one line, for an unknown name, sizes that do not fit together, and sizes of
+    which the weights alone would not fit into this machine's memory.
     """
     if name not in MODELS:
         near = difflib.get_close_matches(name, MODELS, n=3) or sorted(MODELS)
         raise ValueError(f"there is no model '{name}'; near: {', '.join(near)}")
     model, defaults = MODELS[name]
-    return model(num_classes=num_classes, image_size=image_size, **defaults | sizes)
+    arguments = dict(num_classes=num_classes, image_size=image_size, **defaults | sizes)
+    inspect.signature(model).bind(**arguments)       # an unknown option stays a TypeError
+    try:
+        if torch.get_default_device().type != "meta":            # which stores no weights
+            _require_memory(name, model, arguments)
+        return model(**arguments)
+    except (TypeError, RuntimeError, ArithmeticError, MemoryError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0][:120]
+        raise ValueError(f"{name} cannot be built with these sizes: {reason}") from None
+
+
+def _require_memory(name: str, model: type[nn.Module], arguments: dict[str, Any]) -> None:
+    """Raise ValueError if the weights are more than the machine's memory, before any is stored.
+
+    Built without storage, and with one block per stage, of which the others are copies in size.
+    """
+    staged = "depths" in arguments
+    depths = arguments["depths"] if staged else (arguments["depth"],)
+    if not all(depth > 0 for depth in depths):
+        return                                       # of which the constructor complains
+    with torch.device("meta"):
+        probe = model(**arguments | ({"depths": (1,) * len(depths)} if staged else {"depth": 1}))
+    needed = _bytes(probe) + sum((depth - 1) * _bytes(stage.blocks[0]) for depth, stage in
+                                 zip(depths, probe.layers if staged else [probe]))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise ValueError(f"{name} with these sizes has weights of {needed // GIB:,} GiB, and this "
+                         f"machine {memory // GIB:,} GiB of memory")
+
+
+def _bytes(module: nn.Module) -> int:
+    """What its weights take, and what Python takes for each of its layers."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return (sum(tensor.numel() * tensor.element_size() for tensor in tensors) +
+            LAYER_BYTES * sum(1 for _ in module.modules()))

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .layers import patch_grid, require_positive, to_pair
+from .layers import patch_grid, require_image_size, require_positive, to_pair
 
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
@@ -77,10 +77,6 @@ class DenseMixing(nn.Module):
         return self.weight[torch.arange(dim, device=self.weight.device) % len(self.weight)]
 
     def forward(self, x: Tensor) -> Tensor:
-        places = self.weight.shape[2]
-        if x.shape[2] * x.shape[3] != places:
-            raise ValueError(f"dense filters mix {places} places, and the map has {x.shape[2]}×"
-                             f"{x.shape[3]}; they fit images of one size alone")
         mixed = torch.einsum("cnm, bcm -> bcn", self.matrices(), x.flatten(2))
         return (mixed + self.bias[:, None]).unflatten(2, x.shape[2:])
 
@@ -97,7 +93,8 @@ class ConvMixer(nn.Module):
     """ConvMixer for images (B, 3, H, W) → logits (B, num_classes).
 
     image_size, patch_size: one integer or (height, width); the patches must tile the image. No weight
-    depends on image_size, so other images work, too. There is no stochastic depth.
+    depends on image_size, so other images that the patches tile work, too; what they do not tile is
+    a ValueError. There is no stochastic depth.
     num_filters: distinct depthwise filters of a block, shared by the channels in turn; 0: one each.
     softmax_filters: see DepthwiseConv. dense_filters: see DenseMixing; then images of another size do
         not fit.
@@ -127,7 +124,9 @@ class ConvMixer(nn.Module):
             raise ValueError("softmax_filters and dense_filters are both true; expected at most one")
         act, patch = ACTIVATIONS[activation], to_pair(patch_size)
         self.num_classes, self.kernel_size = num_classes, kernel_size
-        self.grid = patch_grid(to_pair(image_size), patch)
+        self.image_size, self.patch_size = to_pair(image_size), patch
+        self.dense_filters = dense_filters
+        self.grid = patch_grid(self.image_size, patch)
         self.stem = nn.Sequential(nn.Conv2d(3, embed_dim, kernel_size=patch, stride=patch), act(),
                                   nn.BatchNorm2d(embed_dim))
 
@@ -149,5 +148,8 @@ class ConvMixer(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """images: (B, 3, H, W), normalised."""
-        x = self.blocks(self.stem(images))                               # (B, C, H, W)
+        size = self.image_size if self.dense_filters else tuple(images.shape[-2:])
+        require_image_size(images, size)
+        patch_grid(size, self.patch_size)            # else the stem would cut off the last rows
+        x = self.blocks(self.stem(images))                               # (B, C, h, w)
         return self.head(x.mean(dim=(2, 3)))

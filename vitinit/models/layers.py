@@ -6,11 +6,14 @@ Shape legend: see attention.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+
+LARGEST = 2**63         # beyond any side of a tensor
 
 
 def to_pair(value: int | Sequence[int]) -> tuple[int, int]:
@@ -18,14 +21,25 @@ def to_pair(value: int | Sequence[int]) -> tuple[int, int]:
     if isinstance(value, int):
         return value, value
     height, width = value
-    return int(height), int(width)
+    return index(height), index(width)               # raises TypeError for a fraction
 
 
 def require_positive(**sizes: float | Sequence[int]) -> None:
-    """Raise ValueError naming the first size that is not more than zero."""
+    """Raise ValueError naming the first size that is not a number more than zero, and a possible one."""
     for name, value in sizes.items():
-        if min(value if isinstance(value, Sequence) else [value]) <= 0:
-            raise ValueError(f"{name} is {value}, expected more than 0")
+        for part in value if isinstance(value, Sequence) else [value]:
+            if not part > 0:                         # nor is NaN
+                raise ValueError(f"{name} is {value}, expected more than 0")
+            if part >= LARGEST:
+                raise ValueError(f"{name} is {value}, expected less than 2**63")
+
+
+def hidden_width(dim: int, ratio: float, name: str) -> int:
+    """dim · ratio rounded down, of an MLP; ValueError names the ratio where nothing is left."""
+    if dim * ratio < 1:
+        raise ValueError(f"{name} is {ratio}, which leaves an MLP of {dim} channels no hidden one; "
+                         f"expected at least 1 / {dim}")
+    return int(dim * ratio)
 
 
 def patch_grid(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
@@ -35,6 +49,20 @@ def patch_grid(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tupl
                          f"{image_size[0]}×{image_size[1]}; image_size must be a multiple of "
                          "patch_size on both sides")
     return image_size[0] // patch_size[0], image_size[1] // patch_size[1]
+
+
+def require_image_size(images: Tensor, size: tuple[int, int]) -> None:
+    """Raise ValueError unless images is (B, 3, *size).
+
+    Sizes are compared as numbers, not as tensors, so that the check costs nothing in a compiled or
+    exported model.
+    """
+    if images.ndim != 4 or images.shape[1] != 3:
+        raise ValueError(f"the model takes images of shape (B, 3, {size[0]}, {size[1]}) and got "
+                         f"{tuple(images.shape)}")
+    if images.shape[2] != size[0] or images.shape[3] != size[1]:
+        raise ValueError(f"the model was built for images of {size[0]}×{size[1]} pixels and got "
+                         f"{images.shape[2]}×{images.shape[3]}")
 
 
 class PatchEmbed(nn.Module):
@@ -52,10 +80,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(3, embed_dim, kernel_size=patch_size, stride=patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
-        if tuple(images.shape[-2:]) != self.image_size:
-            raise ValueError(f"the model was built for images of {self.image_size[0]}×"
-                             f"{self.image_size[1]} pixels and got {images.shape[-2]}×"
-                             f"{images.shape[-1]}")
+        require_image_size(images, self.image_size)
         return rearrange(self.proj(images), "b c h w -> b (h w) c")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .layers import Mlp, PatchEmbed, add_branch, require_positive, to_pair
+from .layers import Mlp, PatchEmbed, add_branch, hidden_width, require_positive, to_pair
 
 NORM_EPS = 1e-6
 
@@ -67,8 +67,9 @@ class MlpMixer(nn.Module):
         self.grid = self.stem.grid
         self.blocks = nn.ModuleList(
             MixerBlock(self.grid[0] * self.grid[1], embed_dim,
-                       tokens_hidden=int(embed_dim * tokens_ratio),
-                       channels_hidden=int(embed_dim * channels_ratio)) for _ in range(depth))
+                       tokens_hidden=hidden_width(embed_dim, tokens_ratio, "tokens_ratio"),
+                       channels_hidden=hidden_width(embed_dim, channels_ratio, "channels_ratio"))
+            for _ in range(depth))
         self.norm = nn.LayerNorm(embed_dim, eps=NORM_EPS)
         self.head = nn.Linear(embed_dim, num_classes)
 

@@ -9,14 +9,17 @@ position code (N, C).
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import attention_weights
-from .layers import Mlp, patch_grid, require_positive, sincos_position_code, to_pair
+from .layers import (Mlp, hidden_width, patch_grid, require_image_size, require_positive,
+                     sincos_position_code, to_pair)
 
 Reading = Literal["content", "mixed", "position", "free"]
 
@@ -75,24 +78,33 @@ class SimpleAttention(nn.Module):
         """(h, d, C), unless K is free"""
         return self.qk.weight.unflatten(0, (2, self.num_heads, self.head_dim))[1]
 
-    def mixing_weights(self, x: Tensor, code: Tensor) -> Tensor:
-        """The matrices that `forward` applies: (B, h, N, N), for "position" and "free" (1, h, N, N).
+    def queries_keys(self, x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+        """Q and K, each (B, h, N, d), for "position" and "free" (1, h, N, d).
 
         x: (B, N, C), normalised; code: P, (N, C).
         """
         if self.reads == "free":
-            query, key = self.query[None], self.key[None]
-        else:
-            z = {"content": lambda: x, "position": lambda: code[None],
-                 "mixed": lambda: self.alpha * x + (1.0 - self.alpha) * code}[self.reads]()
-            query, key = rearrange(self.qk(z), "b n (two h d) -> two b h n d", two=2,
-                                   h=self.num_heads)
+            return self.query[None], self.key[None]
+        z = {"content": lambda: x, "position": lambda: code[None],
+             "mixed": lambda: self.alpha * x + (1.0 - self.alpha) * code}[self.reads]()
+        query, key = rearrange(self.qk(z), "b n (two h d) -> two b h n d", two=2, h=self.num_heads)
+        return query, key
+
+    def mixing_weights(self, x: Tensor, code: Tensor) -> Tensor:
+        """The matrices that `forward` applies: (B, h, N, N), for "position" and "free" (1, h, N, N)."""
+        query, key = self.queries_keys(x, code)
         # attention_weights divides by √d; here the scale is a choice.
         return attention_weights(query * (self.logit_scale * self.head_dim ** 0.5), key)
 
     def forward(self, x: Tensor, code: Tensor) -> Tensor:
-        values = rearrange(self.value(x), "b n (h d) -> b h n d", h=self.num_heads)
-        mixed = self.mixing_weights(x, code) @ values                    # (B, h, N, d)
+        values = self.value(x)                                           # (B, N, h·d)
+        if self.reads in ("position", "free"):       # one matrix per head serves all images
+            values = rearrange(values, "b n (h d) -> h n (b d)", h=self.num_heads)
+            mixed = self.mixing_weights(x, code)[0] @ values             # (h, N, B·d)
+            return self.proj(rearrange(mixed, "h n (b d) -> b n (h d)", b=x.shape[0]))
+        query, key = self.queries_keys(x, code)
+        values = rearrange(values, "b n (h d) -> b h n d", h=self.num_heads)
+        mixed = F.scaled_dot_product_attention(query, key, values, scale=self.logit_scale)
         return self.proj(rearrange(mixed, "b h n d -> b n (h d)"))
 
 
@@ -104,7 +116,7 @@ class SimpleBlock(nn.Module):
         self.norm1 = nn.LayerNorm(dim)
         self.attn = attention
         self.norm2 = nn.LayerNorm(dim)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio, "mlp_ratio"))
 
     def forward(self, x: Tensor, code: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x), code)
@@ -142,17 +154,17 @@ class SimpleViT(nn.Module):
                          mlp_ratio=mlp_ratio)
         if reads not in ("content", "mixed", "position", "free"):
             raise ValueError(f'reads is {reads!r}, expected "content", "mixed", "position" or "free"')
-        if not 0.0 <= alpha <= 1.0 or logit_scale < 0.0 or head_dim < 0:
+        if not (0.0 <= alpha <= 1.0 and 0.0 <= logit_scale < math.inf and head_dim >= 0):
             raise ValueError(f"alpha is {alpha}, logit_scale {logit_scale} and head_dim {head_dim}; "
-                             "expected 0 ≤ alpha ≤ 1 and the others ≥ 0")
+                             "expected 0 ≤ alpha ≤ 1, the others ≥ 0 and finite")
         if input_code and reads != "content":
             raise ValueError(f'reads = "{reads}" brings the position code into attention; expected '
                              "input_code = false")
         if not head_dim and embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} does not divide into num_heads {num_heads}")
         self.num_classes, self.alpha, self.input_code = num_classes, alpha, input_code
-        patch = to_pair(patch_size)
-        self.grid = patch_grid(to_pair(image_size), patch)
+        patch, self.image_size = to_pair(patch_size), to_pair(image_size)
+        self.grid = patch_grid(self.image_size, patch)
         self.patch_embed = SimplePatchEmbed(patch_size=patch, embed_dim=embed_dim)
         self.register_buffer("pos_embed", sincos_position_code(self.grid, embed_dim))    # (N, C)
         self.blocks = nn.ModuleList(SimpleBlock(embed_dim, SimpleAttention(
@@ -167,6 +179,7 @@ class SimpleViT(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """images: (B, 3, H, W), normalised."""
+        require_image_size(images, self.image_size)
         x = self.patch_embed(images)                                     # (B, N, C)
         if self.input_code:
             x = self.alpha * x + (1.0 - self.alpha) * self.pos_embed

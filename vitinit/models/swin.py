@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from itertools import product
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .attention import Attention
-from .layers import Mlp, PatchEmbed, add_branch, drop_path_rates, require_positive, to_pair
+from .attention import Attention, attention_weights
+from .layers import (Mlp, PatchEmbed, add_branch, drop_path_rates, hidden_width, require_positive,
+                     to_pair)
 
 MASKED = -100.0                 # added to the logits of pairs that the shift brought together
 
@@ -47,22 +49,38 @@ class WindowAttention(Attention):
         return rearrange(self.relative_position_bias_table[self.relative_position_index],
                          "query key h -> h query key")
 
-    def with_mask(self, count: int, mask: Tensor | None) -> Tensor:
-        """What is added to the logits of `count` windows: (1 or count, h, w², w²).
+    # The windows of an image count as heads, so that one bias serves all images of a batch: it is
+    # (M·h, w², w²) with a mask, however large the batch, and (h, w², w²) without one. --------------
+
+    def bias(self, mask: Tensor | None) -> Tensor:
+        """What is added to the logits: (1, M·h, w², w²), or (1, h, w², w²) without a mask.
 
         mask: (M, w², w²), 0 or MASKED, for the windows of one map in order, or None.
         """
-        bias = self.relative_bias()[None]
         if mask is None:
-            return bias
-        return (bias + mask[:, None]).repeat(count // len(mask), 1, 1, 1)
+            return self.relative_bias()[None]
+        return rearrange(self.relative_bias() + mask[:, None], "m h query key -> 1 (m h) query key")
+
+    def folded(self, x: Tensor, windows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of (B·M, w², C): three of (B, M·h, w², d), M = windows."""
+        # Each by itself: in one tensor, the values alone would keep all three for the backward pass.
+        q, k, v = (rearrange(part, "(b m) h n d -> b (m h) n d", m=windows)
+                   for part in self.queries_keys_values(x))
+        return q, k, v
 
     def mixing_weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return super().mixing_weights(x, self.with_mask(len(x), mask))
+        """The matrices that `forward` applies to x: (B·M, w², C) → (B·M, h, w², w²)."""
+        windows = 1 if mask is None else mask.shape[0]
+        q, k, _ = self.folded(x, windows)
+        return rearrange(attention_weights(q, k, self.bias(mask)),
+                         "b (m h) query key -> (b m) h query key", m=windows)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x: (B·M, w², C), the windows of an image one after another."""
-        return super().forward(x, self.with_mask(len(x), mask))
+        """x: (B·M, w², C), the windows of an image one after another; mask: see `bias`."""
+        windows = 1 if mask is None else mask.shape[0]
+        q, k, v = self.folded(x, windows)                                # each (B, M·h, w², d)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias(mask))
+        return self.proj(rearrange(x, "b (m h) n d -> (b m) n (h d)", m=windows))
 
 
 def shift_mask(grid: tuple[int, int], window: tuple[int, int],
@@ -96,7 +114,7 @@ class SwinBlock(nn.Module):
         self.norm1 = nn.LayerNorm(dim)
         self.attn = WindowAttention(dim, num_heads=num_heads, window=window, qkv_bias=qkv_bias)
         self.norm2 = nn.LayerNorm(dim)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio, "mlp_ratio"))
         self.register_buffer("mask", shift_mask(grid, window, self.shift), persistent=False)
 
     def mix_windows(self, x: Tensor) -> Tensor:

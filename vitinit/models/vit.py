@@ -1,6 +1,7 @@
 """Vision Transformer (Dosovitskiy et al., arXiv 2010.11929), as DeiT trains it (arXiv 2012.12877).
 
-    image → patches → + class token, + position code → blocks → norm → class token or mean → head
+    image → patches → + class token, + registers, + position embedding → blocks → norm
+    → class token or mean → head
 
 Names in the state dict, parameter counts and outputs are those of timm and of DeiT's checkpoints.
 Shape legend: see attention.py.
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention
-from .layers import (Mlp, PatchEmbed, add_branch, drop_path_rates, require_positive,
-                     sincos_position_code, to_pair)
+from .layers import (LARGEST, Mlp, PatchEmbed, add_branch, drop_path_rates, hidden_width,
+                     require_positive, sincos_position_code, to_pair)
 
+PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
 NORM_EPS = 1e-6         # of every LayerNorm in ViT and DeiT (PyTorch's own default is 1e-5)
 
 
@@ -29,7 +31,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim, eps=NORM_EPS)
         self.attn = Attention(dim, num_heads=num_heads, qkv_bias=qkv_bias)
         self.norm2 = nn.LayerNorm(dim, eps=NORM_EPS)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio, "mlp_ratio"))
 
     def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
         """x: (B, N, C); keep: (2, B) stochastic-depth factors of the two branches, or None."""
@@ -43,7 +45,13 @@ class VisionTransformer(nn.Module):
 
     image_size, patch_size: one integer or (height, width); the patches must tile the image.
     pool: "class" reads the class token, "mean" has none and averages the patch tokens.
-    pos_embed: "learned", or "sincos", which is fixed (a buffer, zeros for the class token).
+    fc_norm: the last norm stands after mean pooling, not before it, as in MAE's fine-tuned models
+        (arXiv 2111.06377, appendix A.1) and timm's `fc_norm`, which is its name in the state dict.
+    num_registers: tokens that take part in attention and are read by nothing else (Darcet et al.,
+        "Vision Transformers Need Registers", arXiv 2309.16588, §2.2), `reg_token` in the state dict.
+        A class token beside mean pooling, as MAE's fine-tuned models have it, is one of these.
+    pos_embed: "learned", or "sincos", which is fixed (a buffer). Either has an entry for each token,
+        those before the patches included; "sincos" has zeros for these.
     distilled: DeiT's distillation token and its head beside the class token's; the logits are the
         mean of both heads' (arXiv 2012.12877, §4). There is no teacher here.
     drop_path: stochastic-depth rate of the last block, rising linearly from 0 in the first; used by
@@ -57,7 +65,7 @@ class VisionTransformer(nn.Module):
                  mlp_ratio: float = 4.0, qkv_bias: bool = True, drop_path: float = 0.0,
                  pool: Literal["class", "mean"] = "class",
                  pos_embed: Literal["learned", "sincos"] = "learned",
-                 distilled: bool = False) -> None:
+                 distilled: bool = False, num_registers: int = 0, fc_norm: bool = False) -> None:
         super().__init__()
         require_positive(num_classes=num_classes, image_size=image_size, patch_size=patch_size,
                          embed_dim=embed_dim, depth=depth, num_heads=num_heads,
@@ -70,17 +78,23 @@ class VisionTransformer(nn.Module):
         if distilled and pool != "class":
             raise ValueError(f'a distillation token stands beside a class token; pool is "{pool}", '
                              'expected "class"')
-        self.num_classes = num_classes
+        if fc_norm and pool != "mean":
+            raise ValueError(f'fc_norm stands after mean pooling; pool is "{pool}", expected "mean"')
+        if not 0 <= num_registers < LARGEST:
+            raise ValueError(f"num_registers is {num_registers}, expected at least 0")
+        self.num_classes, self.pool, self.distilled = num_classes, pool, distilled
         self.drop_path_rates = drop_path_rates(drop_path, depth)
-        self.num_prefix_tokens = (pool == "class") + distilled
+        self.num_prefix_tokens = (pool == "class") + distilled + num_registers
 
         self.patch_embed = PatchEmbed(image_size=to_pair(image_size),
                                       patch_size=to_pair(patch_size), embed_dim=embed_dim)
         self.grid = self.patch_embed.grid
-        if self.num_prefix_tokens:
+        if pool == "class":
             self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         if distilled:
             self.dist_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        if num_registers:
+            self.reg_token = nn.Parameter(torch.zeros(1, num_registers, embed_dim))
         num_tokens = self.num_prefix_tokens + self.grid[0] * self.grid[1]
         code = torch.zeros(1, num_tokens, embed_dim)
         if pos_embed == "learned":
@@ -91,7 +105,8 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.ModuleList(
             Block(embed_dim, num_heads=num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias)
             for _ in range(depth))
-        self.norm = nn.LayerNorm(embed_dim, eps=NORM_EPS)
+        norm = nn.LayerNorm(embed_dim, eps=NORM_EPS)
+        self.norm, self.fc_norm = (nn.Identity(), norm) if fc_norm else (norm, nn.Identity())
         self.head = nn.Linear(embed_dim, num_classes)
         if distilled:
             self.head_dist = nn.Linear(embed_dim, num_classes)
@@ -101,20 +116,20 @@ class VisionTransformer(nn.Module):
         return isinstance(self.pos_embed, nn.Parameter)
 
     def embed(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) → (B, N, C): patches, class and distillation token before them, the code."""
-        x = self.patch_embed(images)
-        before = [getattr(self, name) for name in ("cls_token", "dist_token")[:self.num_prefix_tokens]]
-        x = torch.cat([*(token.expand(len(x), -1, -1) for token in before), x], dim=1)
+        """(B, 3, H, W) → (B, N, C): prefix tokens and patches, each plus its position embedding."""
+        x = self.patch_embed(images)                                     # (B, patches, C)
+        before = [getattr(self, name) for name in PREFIX_TOKENS if hasattr(self, name)]
+        x = torch.cat([*(token.expand(x.shape[0], -1, -1) for token in before), x], dim=1)
         return x + self.pos_embed
 
     def classify(self, x: Tensor) -> Tensor:
-        """(B, N, C) → (B, num_classes): the head on the class token, or on the tokens' mean."""
+        """(B, N, C) → (B, num_classes): the head on the class token, or on the patch tokens' mean."""
         x = self.norm(x)
-        if self.num_prefix_tokens == 0:
-            return self.head(x.mean(dim=1))
-        if self.num_prefix_tokens == 1:
+        if self.distilled:
+            return (self.head(x[:, 0]) + self.head_dist(x[:, 1])) / 2
+        if self.pool == "class":
             return self.head(x[:, 0])
-        return (self.head(x[:, 0]) + self.head_dist(x[:, 1])) / 2
+        return self.head(self.fc_norm(x[:, self.num_prefix_tokens:].mean(dim=1)))
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
         """images: (B, 3, H, W), normalised. keep: (2·depth, B) from `draw_keep`, or None."""
