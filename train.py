@@ -33,7 +33,7 @@ from vitinit.init import INITS, init_weights
 from vitinit.init.weight_selection import select_weights
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models import build_model
-from vitinit.models.convert import native_names
+from vitinit.models.convert import native_tensors
 from vitinit.models.layers import draw_keep
 from vitinit.recipe.files import RecipeError, dump_recipe
 from vitinit.recipe.sections import Recipe
@@ -175,7 +175,7 @@ def fine_tune(model: nn.Module, path: Path, weights: str, fit: str) -> Transfer:
     """Another run's weights into the initialised model; a run's folder means its last.pt."""
     path = checkpoint_file(path)
     state = load(path)
-    tensors = native_names(model_state(state, path, weights))
+    tensors = native_tensors(model_state(state, path, weights))
     if fit == "select":
         try:
             tensors = select_weights(model, tensors)

@@ -10,7 +10,7 @@ from torchvision.models import VisionTransformer as TorchvisionViT
 from torchvision.models import swin_t, vit_b_16
 
 import vitinit
-from vitinit.models.convert import native_names
+from vitinit.models.convert import native_tensors
 
 SMALL = {
     "vit_tiny": dict(image_size=(12, 20), patch_size=4, embed_dim=15, depth=2, num_heads=3),
@@ -59,7 +59,7 @@ def outputs_agree(ours: nn.Module, theirs: nn.Module, height: int, width: int) -
 def test_every_name_of_torchvisions_models_finds_its_place(theirs, ours):
     with torch.device("meta"):
         theirs, ours = theirs(), vitinit.build_model(ours, num_classes=1000, image_size=224)
-    converted = {name: value.shape for name, value in native_names(theirs.state_dict()).items()}
+    converted = {name: value.shape for name, value in native_tensors(theirs.state_dict()).items()}
     assert converted == {name: value.shape for name, value in ours.state_dict().items()}
 
 
@@ -68,7 +68,7 @@ def test_torchvisions_vit_gives_the_same_outputs_here():
                                    hidden_dim=15, mlp_dim=60, num_classes=11))
     ours = vitinit.build_model("vit_tiny", num_classes=11,
                                **SMALL["vit_tiny"] | dict(image_size=20))
-    ours.double().load_state_dict(native_names(theirs.state_dict()))
+    ours.double().load_state_dict(native_tensors(theirs.state_dict()))
     outputs_agree(ours, theirs, 20, 20)
 
 
@@ -78,14 +78,14 @@ def test_torchvisions_vit_of_old_checkpoints_has_other_names_in_its_mlp():
     old = {name.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): value
            for name, value in state.items()}
     assert old.keys() != state.keys()
-    assert same_tensors(native_names(old), native_names(state))
+    assert same_tensors(native_tensors(old), native_tensors(state))
 
 
 def test_torchvisions_swin_gives_the_same_outputs_here():
     theirs = redraw(TorchvisionSwin(patch_size=[2, 2], embed_dim=6, depths=[2, 2, 3],
                                     num_heads=[3, 2, 2], window_size=[3, 3], num_classes=11))
     ours = vitinit.build_model("swin_tiny", num_classes=11, **SMALL["swin_tiny"])
-    ours.double().load_state_dict(native_names(theirs.state_dict()))
+    ours.double().load_state_dict(native_tensors(theirs.state_dict()))
     outputs_agree(ours, theirs, 24, 48)
 
 
@@ -104,7 +104,7 @@ def test_microsofts_swin_merges_a_stage_earlier_and_carries_buffers():
     for name in ("head.weight", "layers.1.downsample.reduction.weight",
                  "layers.0.blocks.1.attn_mask", "layers.2.blocks.2.attn.relative_position_index"):
         assert name in theirs
-    assert same_tensors(native_names(theirs), ours)
+    assert same_tensors(native_tensors(theirs), ours)
 
 
 class AddedTo(nn.Module):
@@ -137,7 +137,7 @@ def test_the_authors_conv_mixer_gives_the_same_outputs_here(depth):
     theirs = redraw(authors_conv_mixer(13, depth, kernel_size=3, patch_size=4, classes=11))
     ours = vitinit.build_model("convmixer_256_8", num_classes=11,
                                **SMALL["convmixer_256_8"] | dict(depth=depth)).double().eval()
-    ours.load_state_dict(native_names(theirs.state_dict()))
+    ours.load_state_dict(native_tensors(theirs.state_dict()))
     outputs_agree(ours, theirs, 12, 20)
 
 
@@ -148,7 +148,7 @@ def test_the_authors_conv_mixer_gives_the_same_outputs_here(depth):
 def test_our_own_names_stay_and_so_does_the_callers_dict(name):
     state = dict(small(name).state_dict())
     before = dict(state)
-    converted = native_names(state)
+    converted = native_tensors(state)
     assert same_tensors(converted, state) and converted is not state
     assert list(converted) == list(before)
 
@@ -156,12 +156,12 @@ def test_our_own_names_stay_and_so_does_the_callers_dict(name):
 def test_a_layout_that_nobody_knows_comes_back_as_it_is():
     state = {name: torch.zeros(3) for name in ("0.weight", "features.0.weight", "head.weight",
                                                "attn_mask", "layers.0.downsample.weight")}
-    assert same_tensors(native_names(state), state)
+    assert same_tensors(native_tensors(state), state)
 
 
 def test_converting_leaves_the_given_dict_alone():
     state = TorchvisionViT(image_size=8, patch_size=4, num_layers=1, num_heads=3, hidden_dim=15,
                            mlp_dim=60).state_dict()
     names = list(state)
-    native_names(state)
+    native_tensors(state)
     assert list(state) == names

@@ -11,7 +11,7 @@ from torchvision.models import SwinTransformer as TorchvisionSwin
 from torchvision.models import swin_t
 
 import vitinit
-from vitinit.models.convert import native_names
+from vitinit.models.convert import native_tensors
 from vitinit.models.swin import PatchMerging, SwinBlock, WindowAttention
 
 SMALL = dict(num_classes=5, image_size=(12, 24), patch_size=(2, 3), embed_dim=6, depths=(2, 3),
@@ -58,14 +58,14 @@ def test_outputs_and_gradients_equal_torchvisions(image_size, patch, window, dep
     ours = vitinit.build_model("swin_tiny", num_classes=11, image_size=image_size, embed_dim=6,
                                patch_size=patch, depths=depths, num_heads=heads,
                                window_size=window).double()
-    ours.load_state_dict(native_names(theirs.state_dict()))
+    ours.load_state_dict(native_tensors(theirs.state_dict()))
     images = drawn(2, 3, *image_size)
     logits, expected = ours(images), theirs(images)
     assert logits.std() > 0.1                        # not a comparison of zeros
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
     logits.square().sum().backward()
     expected.square().sum().backward()
-    gradients = native_names({name: p.grad for name, p in theirs.named_parameters()})
+    gradients = native_tensors({name: p.grad for name, p in theirs.named_parameters()})
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-9)
 
@@ -73,7 +73,7 @@ def test_outputs_and_gradients_equal_torchvisions(image_size, patch, window, dep
 def test_swin_tiny_equals_torchvisions_swin_t():
     theirs = redraw_wide(swin_t(weights=None)).eval()
     ours = vitinit.build_model("swin_tiny", num_classes=1000, image_size=224).double()
-    ours.load_state_dict(native_names(theirs.state_dict()))
+    ours.load_state_dict(native_tensors(theirs.state_dict()))
     images = drawn(1, 3, 224, 224)
     with torch.no_grad():
         logits = ours(images)

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torchvision.models import VisionTransformer as TorchvisionViT
 
 import vitinit
+from vitinit.mixing import mixing_matrices, target_mass
 from vitinit.models import MODELS
-from vitinit.models.convert import native_names
+from vitinit.models.convert import native_tensors
 
 SMALL = dict(patch_size=4, embed_dim=15, depth=2, num_heads=3)
 
@@ -31,7 +32,7 @@ def test_outputs_and_gradients_equal_torchvisions():
                                    hidden_dim=21, mlp_dim=84, num_classes=11)).eval()
     ours = vitinit.build_model("vit_tiny", num_classes=11, image_size=20, patch_size=4,
                                embed_dim=21, depth=3, num_heads=3).double()
-    ours.load_state_dict(native_names(theirs.state_dict()))
+    ours.load_state_dict(native_tensors(theirs.state_dict()))
     images = torch.randn(2, 3, 20, 20, generator=torch.Generator().manual_seed(1),
                          dtype=torch.float64)
     logits = ours(images)
@@ -39,7 +40,7 @@ def test_outputs_and_gradients_equal_torchvisions():
     torch.testing.assert_close(logits, theirs(images), rtol=0, atol=1e-9)
     logits.square().sum().backward()
     theirs(images).square().sum().backward()
-    gradients = native_names({name: p.grad for name, p in theirs.named_parameters()})
+    gradients = native_tensors({name: p.grad for name, p in theirs.named_parameters()})
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-9)
 
@@ -52,7 +53,7 @@ def test_vit_base_equals_torchvisions_vit_b_16():
         values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.data.copy_(values / (parameter[0].numel() if parameter.ndim > 1 else 4) ** 0.5)
     ours = vitinit.build_model("vit_base", num_classes=1000, image_size=224).double()
-    ours.load_state_dict(native_names(theirs.state_dict()))
+    ours.load_state_dict(native_tensors(theirs.state_dict()))
     images = torch.randn(1, 3, 224, 224, generator=generator, dtype=torch.float64)
     with torch.no_grad():
         logits = ours(images)
@@ -228,3 +229,80 @@ def test_every_model_of_the_table_is_built_by_its_name():
         blocks = sum(sizes["depths"]) if "depths" in sizes else sizes["depth"]
         drops = "keep" in inspect.signature(kind.forward).parameters
         assert len(model.drop_path_rates) == 2 * blocks * drops, name
+
+
+# Registers, and the norm after pooling -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool, distilled", [("class", False), ("class", True), ("mean", False)])
+@pytest.mark.parametrize("fc_norm", [False, True])
+@pytest.mark.parametrize("pos_embed", ["learned", "sincos"])
+def test_registers_take_part_in_attention_and_are_not_read(pool, distilled, fc_norm, pos_embed):
+    """arXiv 2309.16588, §2.2: they stand between the other tokens before the patches and these."""
+    if fc_norm and pool == "class":
+        return
+    model = redraw(vitinit.build_model("vit_tiny", num_classes=13, image_size=(12, 20), pool=pool,
+                                       distilled=distilled, num_registers=5, fc_norm=fc_norm,
+                                       pos_embed=pos_embed, **SMALL | dict(embed_dim=12)))
+    before = (pool == "class") + distilled + 5
+    assert model.num_prefix_tokens == before and model.pos_embed.shape == (1, before + 15, 12)
+    assert model.state_dict()["reg_token"].shape == (1, 5, 12)
+    norms = {"norm.weight", "fc_norm.weight"} & model.state_dict().keys()
+    assert norms == {"fc_norm.weight" if fc_norm else "norm.weight"}
+    if pos_embed == "sincos":
+        assert (model.pos_embed[:, :before] == 0).all() and (model.pos_embed[:, before:] != 0).any()
+    images = torch.randn(7, 3, 12, 20, generator=torch.Generator().manual_seed(1)).double()
+    tokens = [getattr(model, name) for name in ("cls_token", "dist_token", "reg_token")
+              if hasattr(model, name)]
+    x = torch.cat([*(token.repeat(7, 1, 1) for token in tokens), model.patch_embed(images)], dim=1)
+    x = x + model.pos_embed
+    torch.testing.assert_close(model.embed(images), x)
+    for block in model.blocks:
+        x = block(x)
+    if distilled:
+        x = model.norm(x)
+        expected = (model.head(x[:, 0]) + model.head_dist(x[:, 1])) / 2
+    elif fc_norm:
+        expected = model.head(model.fc_norm(x[:, 5:].mean(1)))
+    else:
+        x = model.norm(x)
+        expected = model.head(x[:, 0] if pool == "class" else x[:, 5:].mean(1))
+    logits = model(images)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
+    logits.square().sum().backward()
+    assert all(p.grad.abs().max() > 1e-6 for p in model.parameters())
+    model.reg_token.data.neg_()                      # they are attended to
+    assert not torch.allclose(model(images), logits, atol=1e-3)
+
+
+def test_without_registers_the_mean_is_over_all_tokens_to_the_bit():
+    model = redraw(vitinit.build_model("vit_tiny", num_classes=13, image_size=(12, 20), pool="mean",
+                                       **SMALL)).float()
+    images = torch.randn(7, 3, 12, 20, generator=torch.Generator().manual_seed(1))
+    x = model.embed(images)
+    for block in model.blocks:
+        x = block(x)
+    assert torch.equal(model(images), model.head(model.norm(x).mean(dim=1)))
+
+
+@pytest.mark.parametrize("init", ["default", "torch", "mimetic", "impulse", "deep_impulse",
+                                  "conditioned"])
+def test_inits_work_with_registers(init):
+    """What an impulse aims at are patches: their attention is what it is without registers."""
+    def built(**options):
+        model = vitinit.build_model("vit_tiny", num_classes=13, image_size=32, patch_size=4,
+                                    embed_dim=96, depth=2, num_heads=3, pool="mean", **options)
+        vitinit.init_weights(model, init, generator=torch.Generator().manual_seed(0))
+        return model
+    model, plain = built(num_registers=3), built()
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    assert model(images).isfinite().all()
+    assert model.reg_token.std() > 0.01 and not torch.equal(*model.reg_token[0, :2])
+    masses = []
+    for one in (model, plain):
+        weights = mixing_matrices(one, images, blocks=[0])[0]            # (B, h, N, N)
+        assert weights.shape[-1] == 64 + one.num_prefix_tokens
+        masses.append(target_mass(weights, [(0, 0), (-1, 0), (0, 1)], (8, 8)))
+    if init in ("impulse", "deep_impulse"):
+        torch.testing.assert_close(*masses, rtol=0, atol=0.1)
+        assert masses[0].min() > 10 / 64

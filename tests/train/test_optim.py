@@ -30,6 +30,27 @@ def test_decayed_and_exempt_counts_are_deits(name, decayed, exempt):
     assert {id(model.pos_embed), id(model.cls_token), id(model.head.bias)} <= exempt_ids
 
 
+@pytest.mark.parametrize("name, sizes, tables", [
+    ("vit_tiny_distilled", dict(image_size=32, depth=2, num_registers=3),
+     {"pos_embed", "cls_token", "dist_token", "reg_token"}),
+    ("vit_tiny", dict(image_size=32, depth=2, pool="mean", fc_norm=True), {"pos_embed"}),
+    ("swin_tiny", dict(image_size=56, depths=(2, 1), num_heads=(3, 6)), {
+        "layers.0.blocks.0.attn.relative_position_bias_table",
+        "layers.0.blocks.1.attn.relative_position_bias_table",
+        "layers.1.blocks.0.attn.relative_position_bias_table"}),
+    ("mixer_s32", dict(image_size=64, depth=2), set()),
+    ("convmixer_256_8", dict(image_size=32, depth=2), set())])
+def test_what_is_exempt_is_every_vector_and_these_tables(name, sizes, tables):
+    """Swin (arXiv 2103.14030, its code): absolute and relative position embeddings do not decay."""
+    model = vitinit.build_model(name, num_classes=10, **sizes)
+    decayed, exempt = parameter_groups(model, weight_decay=0.05)
+    names = {id(p): key for key, p in model.named_parameters()}
+    vectors = {key for key, p in model.named_parameters() if p.ndim < 2}
+    assert {names[id(p)] for p in exempt["params"]} == vectors | tables
+    assert {names[id(p)] for p in decayed["params"]} == set(names.values()) - vectors - tables
+    assert tables <= set(names.values())
+
+
 def test_frozen_parameters_are_in_no_group():
     model = vitinit.build_model("vit_tiny", num_classes=10, image_size=32, depth=1)
     model.head.weight.requires_grad_(False)

@@ -7,11 +7,11 @@ from pathlib import Path
 from torch import nn
 
 from ..models import build_model
-from ..models.convert import native_names
+from ..models.convert import native_tensors
 from ..recipe.files import RecipeError
 from ..recipe.sections import Recipe
-from ..train.checkpoint import load_model, model_state
-from ..train.transfer import change_size
+from ..train.checkpoint import model_state
+from ..train.transfer import change_size, load_exactly
 
 
 def loaded(recipe: Recipe, state: dict, path: Path, name: str,
@@ -27,7 +27,7 @@ def loaded(recipe: Recipe, state: dict, path: Path, name: str,
         except ValueError as error:
             raise RecipeError(f"{place}: {error}") from None
     model = built(recipe.data.image_size, f"recipe {recipe.name}")
-    load_model(model, native_names(model_state(state, path, name)), path)
+    load_exactly(model, native_tensors(model_state(state, path, name)), path)
     if image_size in (None, recipe.data.image_size):
         return model
     resized = built(image_size, f"{path} at {image_size[0]}×{image_size[1]}")

@@ -1,0 +1,362 @@
+"""Other people's ViTs: here the function that their published formulas give, or one line that says why not.
+
+Each original is written out from its paper's or repository's forward pass, in float64.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import vitinit
+from vitinit.models.convert import native_tensors
+from vitinit.train.checkpoint import CheckpointError
+from vitinit.train.transfer import change_size, load_exactly, start_from
+
+PATH = Path("theirs.pth")
+WIDTH, HEADS, DEPTH, CLASSES, REGISTERS = 21, 3, 2, 7, 5
+HIDDEN = 4 * WIDTH
+PATCH = (2, 3)
+
+# layout: which tokens there are, where positions are added, how LayerScale is called, what is read
+LAYOUTS = {
+    "DINOv2": dict(scale="ls{}.gamma", positions="class and patches", read="class", head=False),
+    "DINOv2 with registers": dict(scale="ls{}.gamma", registers="register_tokens",
+                                  positions="class and patches", read="class", head=False),
+    "DINOv2 with registers, timm": dict(scale="ls{}.gamma", registers="reg_token",
+                                        positions="patches", read="class", head=False),
+    "registers with positions, timm": dict(registers="reg_token", positions="all", read="class"),
+    "DeiT-III": dict(scale="gamma_{}", positions="patches", read="class"),
+    "DeiT-III, timm": dict(scale="ls{}.gamma", positions="patches", read="class"),
+    "MAE, fine-tuned": dict(positions="all", read="mean"),
+    "mean-pooled, timm": dict(class_token=False, positions="all", read="mean"),
+    "mean-pooled with registers, timm": dict(class_token=False, registers="reg_token",
+                                             positions="patches", read="mean"),
+    "mean-pooled with both, timm": dict(registers="reg_token", positions="all", read="mean"),
+}
+each_layout = pytest.mark.parametrize("name", LAYOUTS)
+squares = [name for name, layout in LAYOUTS.items() if "scale" in layout or "registers" in layout]
+
+
+def theirs(name: str, grid: tuple[int, int] = (5, 5)) -> dict[str, Tensor]:
+    """A checkpoint of that layout, all random."""
+    return drawn_tensors(grid=grid, **LAYOUTS[name])
+
+
+def drawn_tensors(*, positions: str, read: str, grid: tuple[int, int], scale: str = "",
+                  registers: str = "", class_token: bool = True, head: bool = True
+                  ) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    entries = {"all": class_token + REGISTERS * bool(registers), "class and patches": 1,
+               "patches": 0}[positions]
+    shapes = {"cls_token": (1, 1, WIDTH)} if class_token else {}
+    shapes |= {"pos_embed": (1, entries + grid[0] * grid[1], WIDTH),
+               "patch_embed.proj.weight": (WIDTH, 3, *PATCH), "patch_embed.proj.bias": (WIDTH,)}
+    shapes |= {registers: (1, REGISTERS, WIDTH)} if registers else {}
+    for block in range(DEPTH):
+        layers = {"norm1": (WIDTH,), "attn.qkv": (3 * WIDTH, WIDTH), "attn.proj": (WIDTH, WIDTH),
+                  "norm2": (WIDTH,), "mlp.fc1": (HIDDEN, WIDTH), "mlp.fc2": (WIDTH, HIDDEN)}
+        for layer, shape in layers.items():
+            shapes[f"blocks.{block}.{layer}.weight"] = shape
+            shapes[f"blocks.{block}.{layer}.bias"] = shape[:1]
+        shapes |= {f"blocks.{block}.{scale.format(branch)}": (WIDTH,) for branch in "12" if scale}
+    norm = "norm" if read == "class" else "fc_norm"
+    shapes |= {f"{norm}.weight": (WIDTH,), f"{norm}.bias": (WIDTH,)}
+    shapes |= {"head.weight": (CLASSES, WIDTH), "head.bias": (CLASSES,)} if head else {}
+    return {key: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.4
+            for key, shape in shapes.items()}
+
+
+def images(grid: tuple[int, int] = (5, 5)) -> Tensor:
+    return torch.randn(2, 3, PATCH[0] * grid[0], PATCH[1] * grid[1], dtype=torch.float64,
+                       generator=torch.Generator().manual_seed(4))
+
+
+def written_out(tensors: dict[str, Tensor], pictures: Tensor, *, positions: str, read: str,
+                scale: str = "", registers: str = "", class_token: bool = True, head: bool = True
+                ) -> Tensor:
+    """The original's logits, or what its classifier would read where it has none."""
+    def norm(x: Tensor, layer: str) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        return scaled * tensors[f"{layer}.weight"] + tensors[f"{layer}.bias"]
+
+    def linear(x: Tensor, layer: str) -> Tensor:
+        return x @ tensors[f"{layer}.weight"].T + tensors[f"{layer}.bias"]
+
+    patches = F.conv2d(pictures, tensors["patch_embed.proj.weight"],
+                       tensors["patch_embed.proj.bias"], stride=PATCH).flatten(2).mT
+    one = [tensors["cls_token"].repeat(2, 1, 1)] if class_token else []
+    some = [tensors[registers].repeat(2, 1, 1)] if registers else []
+    if positions == "patches":                       # DeiT-III, timm's no_embed_class
+        x = torch.cat([*one, *some, patches + tensors["pos_embed"]], dim=1)
+    elif positions == "class and patches":           # DINOv2: registers come in afterwards
+        x = torch.cat([*one, patches], dim=1) + tensors["pos_embed"]
+        x = torch.cat([x[:, :1], *some, x[:, 1:]], dim=1)
+    else:
+        x = torch.cat([*one, *some, patches], dim=1) + tensors["pos_embed"]
+
+    for block in (f"blocks.{index}" for index in range(DEPTH)):
+        gammas = [tensors[f"{block}.{scale.format(branch)}"] if scale else 1.0 for branch in "12"]
+        q, k, v = linear(norm(x, f"{block}.norm1"), f"{block}.attn.qkv").split(WIDTH, dim=-1)
+        mixed = []
+        for part in torch.arange(WIDTH).chunk(HEADS):
+            logits = q[..., part] @ k[..., part].mT / len(part) ** 0.5
+            mixed.append(logits.softmax(-1) @ v[..., part])
+        x = x + gammas[0] * linear(torch.cat(mixed, dim=-1), f"{block}.attn.proj")
+        hidden = linear(norm(x, f"{block}.norm2"), f"{block}.mlp.fc1")
+        hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
+        x = x + gammas[1] * linear(hidden, f"{block}.mlp.fc2")
+
+    if read == "class":
+        x = norm(x, "norm")[:, 0]
+    else:                                            # tokens before the patches are not averaged
+        x = norm(x[:, x.shape[1] - patches.shape[1]:].mean(1), "fc_norm")
+    return linear(x, "head") if head else x
+
+
+def ours(name: str, grid: tuple[int, int] = (5, 5), **sizes) -> nn.Module:
+    """Our model for that layout, all random, in float64; the classifier passes what it reads where
+    the original has none."""
+    layout = LAYOUTS[name]
+    read, extra = layout["read"], bool(layout.get("registers")) * REGISTERS
+    if read == "mean":
+        extra += layout.get("class_token", True)     # a class token that is not pooled
+    options = dict(pool=read, fc_norm=read == "mean", num_registers=extra) | sizes
+    model = vitinit.build_model("vit_tiny", num_classes=CLASSES, patch_size=PATCH, depth=DEPTH,
+                                image_size=(PATCH[0] * grid[0], PATCH[1] * grid[1]),
+                                embed_dim=WIDTH, num_heads=HEADS, **options).double().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(generator=generator)
+    return model
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+# ---------------------------------------------------------------------------------------------
+# The same function
+# ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("grid", [(5, 5), (3, 11)])
+@each_layout
+def test_outputs_are_the_originals(name, grid):
+    """Also on a grid that is no square, where only the model tells which tokens have positions."""
+    tensors, layout = theirs(name, grid), LAYOUTS[name]
+    before = {key: value.clone() for key, value in tensors.items()}
+    expected = written_out(tensors, images(grid), **layout)
+    assert expected.std() > 0.1
+    model = ours(name, grid)
+    if layout.get("head", True):
+        load_exactly(model, native_tensors(tensors), PATH)
+        torch.testing.assert_close(model(images(grid)), expected, rtol=0, atol=1e-10)
+        loaded, model = snapshot(model), ours(name, grid)
+    else:
+        loaded = None
+    report = start_from(model, native_tensors(tensors), PATH, None)
+    if loaded is None:                               # a bare backbone: its classifier is new
+        assert report.kept == ["head.weight", "head.bias"]
+        model.head = nn.Identity()
+    else:
+        assert report.kept == [] and report.dropped == []
+        assert all(torch.equal(value, loaded[key]) for key, value in model.state_dict().items())
+    assert report.resized == []
+    torch.testing.assert_close(model(images(grid)), expected, rtol=0, atol=1e-10)
+    assert all(torch.equal(tensors[key], value) for key, value in before.items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", squares)
+def test_resized_positions_are_those_of_the_patches_alone(name):
+    """Square grids are recognised without the model's; tokens before the patches keep what they had."""
+    tensors = theirs(name)
+    model, same = ours(name, (3, 7)), ours(name)
+    report = start_from(model, native_tensors(tensors), PATH, None)
+    start_from(same, native_tensors(tensors), PATH, None)
+    before = model.num_prefix_tokens
+    assert report.resized == ["pos_embed 5×5 → 3×7"]
+    assert torch.equal(model.pos_embed[:, :before], same.pos_embed[:, :before])
+    # The checkpoint's own patch positions come last, whatever stands before them.
+    image = tensors["pos_embed"][:, -25:].float().mT.unflatten(2, (5, 5))
+    expected = F.interpolate(image, (3, 7), mode="bicubic", antialias=True).flatten(2).mT
+    torch.testing.assert_close(model.pos_embed[:, before:].float(), expected, rtol=0, atol=1e-6)
+    again = ours(name, (7, 2))
+    change_size(same, again, PATH)
+    assert torch.equal(again.pos_embed[:, :before], same.pos_embed[:, :before])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_layer_scale_is_rounded_once(dtype):
+    tensors = {key: value.to(dtype) for key, value in theirs("DeiT-III").items()}
+    gamma, weight = tensors["blocks.1.gamma_2"], tensors["blocks.1.mlp.fc2.weight"]
+    folded = native_tensors(tensors)["blocks.1.mlp.fc2.weight"]
+    assert folded.dtype == torch.float32
+    assert torch.equal(folded, (gamma.double()[:, None] * weight.double()).float())
+    in_full = {key: value.double() for key, value in tensors.items()}
+    model = ours("DeiT-III").float()
+    load_exactly(model, native_tensors(tensors), PATH)
+    expected = written_out(in_full, images(), **LAYOUTS["DeiT-III"])
+    torch.testing.assert_close(model(images().float()).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("model, width", [("vit_small", 384), ("vit_base", 768)])
+@pytest.mark.parametrize("registers", [0, 4])
+def test_every_tensor_of_dinov2_finds_its_place(model, width, registers):
+    """The published names and shapes of ViT-S/14 and ViT-B/14, which are for images of 518 pixels."""
+    shapes = {"cls_token": (1, 1, width), "pos_embed": (1, 1 + 37**2, width),
+              "mask_token": (1, width), "patch_embed.proj.weight": (width, 3, 14, 14),
+              "patch_embed.proj.bias": (width,), "norm.weight": (width,), "norm.bias": (width,)}
+    shapes |= {"register_tokens": (1, registers, width)} if registers else {}
+    for block in (f"blocks.{index}" for index in range(12)):
+        for layer, shape in (("norm1", (width,)), ("attn.qkv", (3 * width, width)),
+                             ("attn.proj", (width, width)), ("norm2", (width,)),
+                             ("mlp.fc1", (4 * width, width)), ("mlp.fc2", (width, 4 * width))):
+            shapes |= {f"{block}.{layer}.weight": shape, f"{block}.{layer}.bias": shape[:1]}
+        shapes |= {f"{block}.ls1.gamma": (width,), f"{block}.ls2.gamma": (width,)}
+    with torch.device("meta"):
+        ours = vitinit.build_model(model, num_classes=CLASSES, image_size=518, patch_size=14,
+                                   num_registers=registers)
+        found = native_tensors({name: torch.empty(shape) for name, shape in shapes.items()})
+    places = {name: value.shape for name, value in found.items()}
+    assert places.pop("mask_token") == (1, width)
+    assert places == {name: value.shape for name, value in ours.state_dict().items()
+                      if not name.startswith("head.")}
+
+
+# ---------------------------------------------------------------------------------------------
+# What no forward pass reads, and what may be new
+# ---------------------------------------------------------------------------------------------
+
+
+def test_what_belongs_to_pretraining_is_dropped_and_named():
+    pretraining = {"mask_token": torch.zeros(1, WIDTH), "decoder_embed.weight": torch.zeros(3, WIDTH),
+                   "decoder_blocks.0.norm1.weight": torch.zeros(3), "decoder_pos_embed":
+                   torch.zeros(1, 26, 3), "decoder_pred.bias": torch.zeros(5)}
+    tensors, model = theirs("DeiT-III"), ours("DeiT-III")
+    load_exactly(model, native_tensors(tensors | pretraining), PATH)
+    report = start_from(ours("DeiT-III"), native_tensors(tensors | pretraining), PATH, None)
+    assert report.dropped == list(pretraining)
+    plain = ours("DeiT-III")
+    load_exactly(plain, native_tensors(tensors), PATH)
+    assert all(torch.equal(value, plain.state_dict()[key])
+               for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["DINOv2", "DINOv2 with registers"])
+def test_a_backbone_without_a_classifier_cannot_be_evaluated(name):
+    message = refusal(load_exactly, ours(name), theirs(name))
+    assert message == (f"{PATH}: holds no classifier (head.weight, head.bias), so that there is nothing "
+                       "to evaluate; init.checkpoint fine-tunes it")
+
+
+@pytest.mark.parametrize("head", ["none", "other classes"])
+def test_a_new_classifier_may_stand_behind_a_norm_of_another_place(head):
+    """As MAE fine-tunes (main_finetune.py): the encoder's norm goes, fc_norm and head are drawn."""
+    tensors = drawn_tensors(grid=(5, 5), positions="all", read="class", head=head != "none")
+    if head == "other classes":
+        tensors |= {"head.weight": torch.zeros(13, WIDTH), "head.bias": torch.zeros(13)}
+    model = ours("MAE, fine-tuned")
+    own = snapshot(model)
+    report = start_from(model, native_tensors(tensors), PATH, None)
+    assert report.kept == ["fc_norm.weight", "fc_norm.bias", "head.weight", "head.bias"]
+    assert report.dropped[:2] == ["norm.weight", "norm.bias"]
+    assert all(torch.equal(model.state_dict()[key], own[key]) for key in report.kept)
+    assert torch.equal(model.reg_token, tensors["cls_token"])
+    same_classes = tensors | {"head.weight": torch.zeros(CLASSES, WIDTH),
+                              "head.bias": torch.zeros(CLASSES)}
+    message = refusal(start_from, ours("MAE, fine-tuned"), same_classes)
+    assert "surplus: norm.weight, norm.bias; missing: fc_norm.weight, fc_norm.bias" in message
+    assert message.endswith("; what would fit: model.options.fc_norm=false")
+
+
+def test_registers_may_be_added():
+    tensors = drawn_tensors(grid=(5, 5), positions="all", read="class")
+    model = ours("DINOv2 with registers")
+    own = snapshot(model)
+    report = start_from(model, tensors, PATH, None)
+    assert report.kept == ["reg_token"]
+    assert torch.equal(model.reg_token, own["reg_token"])
+    assert torch.equal(model.pos_embed[:, :1], tensors["pos_embed"][:, :1])
+    assert torch.equal(model.pos_embed[:, 1:6], own["pos_embed"][:, 1:6])
+    assert torch.equal(model.pos_embed[:, 6:], tensors["pos_embed"][:, 1:])
+
+
+# ---------------------------------------------------------------------------------------------
+# What is refused
+# ---------------------------------------------------------------------------------------------
+
+
+def refusal(load, model: nn.Module, tensors: dict[str, Tensor]) -> str:
+    """The one line with which the checkpoint is refused; the model is as it was, to the bit."""
+    before = snapshot(model)
+    arguments = (None,) if load is start_from else ()
+    with pytest.raises(CheckpointError) as caught:
+        load(model, native_tensors(tensors), PATH, *arguments)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    message = str(caught.value)
+    assert message.startswith(f"{PATH}: ") and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("load", [start_from, load_exactly])
+@pytest.mark.parametrize("stranger", [
+    "norm_pre.weight", "blocks.1.attn.q_norm.weight", "blocks.0.attn.k_norm.bias",
+    "blocks.0.mlp.w12.weight", "blocks.0.attn1.proj.weight", "blocks.0.gamma_1_1",
+    "blocks.0.attn.relative_position_bias_table", "blocks.1.ls3.gamma", "pre_logits.fc.weight",
+    "patch_embed.norm.weight", "rope.periods", "attn_pool.latent", "blocks.0.mlp.norm.weight"])
+def test_a_tensor_without_a_place_is_one_line_that_names_it(stranger, load):
+    tensors = theirs("DeiT-III") | {stranger: torch.ones(WIDTH)}
+    assert f"surplus: {stranger}" in refusal(load, ours("DeiT-III"), tensors)
+
+
+@pytest.mark.parametrize("load", [start_from, load_exactly])
+@pytest.mark.parametrize("lost", ["blocks.0.norm1.bias", "norm.weight", "pos_embed",
+                                  "blocks.1.mlp.fc2.weight", "patch_embed.proj.bias"])
+def test_a_tensor_that_the_checkpoint_lacks_is_one_line_that_names_it(lost, load):
+    tensors = drawn_tensors(grid=(5, 5), positions="all", read="class")
+    del tensors[lost]
+    assert f"missing: {lost}" in refusal(load, ours("DINOv2"), tensors)
+
+
+@pytest.mark.parametrize("load", [start_from, load_exactly])
+def test_a_gamma_of_a_layer_that_is_not_there_is_refused_with_the_layer(load):
+    """SwiGLU (DINOv2's giant): w12 and w3 in the place of fc1 and fc2."""
+    tensors = theirs("DINOv2") | {"head.weight": torch.zeros(CLASSES, WIDTH),
+                                  "head.bias": torch.zeros(CLASSES)}
+    for part in ("weight", "bias"):
+        tensors[f"blocks.0.mlp.w3.{part}"] = tensors.pop(f"blocks.0.mlp.fc2.{part}")
+    message = refusal(load, ours("DINOv2"), tensors)
+    for name in ("blocks.0.mlp.w3.weight", "blocks.0.ls2.gamma", "blocks.0.mlp.fc2.weight"):
+        assert name in message
+
+
+@pytest.mark.parametrize("load", [start_from, load_exactly])
+@pytest.mark.parametrize("name, sizes, advice", [
+    ("MAE, fine-tuned", dict(num_registers=0), "num_registers=1"),
+    ("MAE, fine-tuned", dict(pool="class", fc_norm=False, num_registers=0),
+     "pool=mean, model.options.fc_norm=true, model.options.num_registers=1"),
+    ("mean-pooled, timm", dict(fc_norm=False), "pool=mean, model.options.fc_norm=true"),
+    ("mean-pooled with both, timm", dict(num_registers=0), f"num_registers={REGISTERS + 1}"),
+    ("mean-pooled with registers, timm", dict(num_registers=0), f"num_registers={REGISTERS}"),
+    ("registers with positions, timm", dict(num_registers=0), f"num_registers={REGISTERS}"),
+    ("DeiT-III", dict(qkv_bias=False), "qkv_bias=true")])
+def test_the_line_says_which_option_would_do(name, sizes, advice, load):
+    message = refusal(load, ours(name, **sizes), theirs(name))
+    assert message.endswith(f"; what would fit: model.options.{advice}")
+
+
+@pytest.mark.parametrize("load", [start_from, load_exactly])
+def test_another_number_of_registers_is_refused(load):
+    tensors = theirs("registers with positions, timm")
+    message = refusal(load, ours("registers with positions, timm", num_registers=2), tensors)
+    assert f"reg_token (1, {REGISTERS}, {WIDTH}) where the model has (1, 2, {WIDTH})" in message
