@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
+import time
 
 import pytest
 import torch
 
 import vitinit
 from vitinit.bench import __main__ as bench
+from vitinit.bench import corrupt
 from vitinit.bench.data import batches_of_keys
+from vitinit.bench.pixels import decibels
 from vitinit.bench.step import forward_flops
+from vitinit.data.images import DataError
 from vitinit.filters import ordered_offsets
 from vitinit.init.impulse import normalised_code
 from vitinit.mixing import target_mass
@@ -95,3 +101,48 @@ def test_what_the_init_bench_measures_works():
     code, attention = normalised_code(model), model.blocks[0].attn
     weights = attention_weights(code @ attention.q_weight.mT, code @ attention.k_weight.mT)
     assert target_mass(weights, ordered_offsets(3)[:3], model.grid).min() > 0.9
+
+
+def test_operations_are_measured_beside_pillows(monkeypatch, capsys, picture_tree):
+    printed = run(monkeypatch, capsys, "pixels", "--data-dir", picture_tree, "--image-size", 23,
+                  "--count", 5, "--rounds", 1)
+    assert "5 photographs at 23 px, 1 draws each" in printed
+    assert re.search(r"^one of the ten on colours +100\.0 % +inf dB +0$", printed, flags=re.MULTILINE)
+    assert len(re.findall(r"^(?:one|two) of.*|^one geometric.* dB +[01]$", printed, re.MULTILINE)) == 5
+
+
+def test_decibels_are_those_of_the_mean_square():
+    one, two = torch.zeros(3, 7, 5, dtype=torch.uint8), torch.full((3, 7, 5), 255, dtype=torch.uint8)
+    assert decibels(one, two) == 0 and decibels(one, one) == float("inf")
+    assert decibels(one, one + 1) == pytest.approx(48.1308, abs=1e-4)       # 20 log10(255)
+
+
+def test_broken_files_are_counted_by_format(monkeypatch, capsys):
+    printed = run(monkeypatch, capsys, "corrupt", "--count", 272, "--workers", 2)
+    counts = [int(count) for count in printed.splitlines()[-1].split()[1:]]
+    assert "272 broken files, seed 0" in printed and sum(counts[:2]) == 272
+    assert counts[2:5] == [0, 0, 0]
+
+
+def test_files_that_end_or_halt_the_process_are_noticed(monkeypatch, tmp_path):
+    def decode(path: str) -> None:
+        match int(path):
+            case 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case 5:
+                time.sleep(600)
+            case 7:
+                raise DataError("another.jpg: broken")
+            case 8:
+                raise KeyError("no DataError")
+            case 9:
+                os.write(2, b"libimage: warning\n")
+            case even if even % 2 == 0:
+                raise DataError(f"{path}: broken")
+    monkeypatch.setattr(corrupt, "PATIENCE", 1.0)
+    found = corrupt.outcomes(decode, [str(number) for number in range(12)], workers=1)
+    assert [result.kind for result in found] == [
+        "refused", "decoded", "refused", "signal", "refused", "hung", "refused", "traceback",
+        "traceback", "decoded", "refused", "decoded"]
+    assert found[9].printed == "libimage: warning\n" and not found[11].printed
+    assert "-9" in found[3].words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import pickle
@@ -16,7 +17,7 @@ import torchvision
 from PIL import Image
 
 from vitinit.data import shapes
-from vitinit.data.datasets import ImageFolder, LoosePictures, download, open_split
+from vitinit.data.datasets import DATA_SETS, ImageFolder, LoosePictures, download, open_split
 from vitinit.data.images import DataError
 
 CIFAR_FILES = {          # name: (folder, training files, meta file, key of names, key of labels)
@@ -238,3 +239,56 @@ def test_hidden_files_are_no_pictures_at_any_depth(tmp_path):
         Image.new("RGB", (7, 5)).save(path)
     source = ImageFolder(tmp_path)
     assert [os.fsdecode(path) for path in source.paths] == [str(kept)]
+
+
+# ---------------------------------------------------------------------------------------------
+# Messages
+# ---------------------------------------------------------------------------------------------
+
+
+def fails(error: Exception):
+    def fail(*_, **__):
+        raise error
+    return fail
+
+
+ESSAY = "Dataset not found or corrupted.\n\x1b[1mYou can use download=True. " + 99 * "etc. "
+
+
+@pytest.mark.parametrize("name", DATA_SETS)
+@pytest.mark.parametrize("error", [RuntimeError(ESSAY), ValueError(ESSAY), OSError(28, ESSAY),
+                                   URLError(OSError(101, ESSAY)), OSError(13, ESSAY, "x/y")],
+                         ids=["runtime", "value", "system", "network", "file"])
+def test_what_is_wrong_with_a_set_is_one_short_line(name, error, monkeypatch, tmp_path):
+    root = tmp_path / "a\nb"
+    root.mkdir()
+    shown = f"{tmp_path}/a\\nb"
+    known = dataclasses.replace(DATA_SETS[name], needs_scipy=False, open=fails(error),
+                                download=fails(error) if DATA_SETS[name].download else None)
+    monkeypatch.setitem(DATA_SETS, name, known)
+    lines = [refusal(open_split, name, str(root), "val", 10)]
+    if known.download:
+        lines.append(refusal(download, name, str(root)))
+    for line in lines:
+        assert line.isprintable() and shown in line
+        assert len(line.replace(shown, "")) <= 200, line
+
+
+@pytest.mark.parametrize("name", DATA_SETS)
+@pytest.mark.parametrize("root", ["a\0b", 300 * "x", "/dev/null"])
+def test_a_root_that_is_no_folder_is_one_line(name, root, monkeypatch, tmp_path, offline):
+    if name == "shapes":                             # which lies in none
+        return
+    monkeypatch.chdir(tmp_path)
+    pytest.importorskip("scipy.io")
+    for function, arguments in ((open_split, ("train", None)), (open_split, ("val", None)),
+                                (download, ())):
+        if function is open_split or DATA_SETS[name].download:
+            line = refusal(function, name, root, *arguments)
+            assert line.isprintable() and len(line) <= 200 + 2 * len(root)
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch, tmp_path):
+    write_tree(tmp_path / "photos", "train/ant/1.png")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(open_split("image_folder", "~/photos", "train", 1)) == 1

@@ -44,7 +44,8 @@ def test_every_crop_of_every_shape_becomes_a_view(ratio, scale):
 
 
 # At 2 × 2 pixels and a ratio of 9, the centre is .2 of a pixel high; at 7, two thirds of one.
-@pytest.mark.parametrize("ratio, box", [(9.0, (0, 0, 1, 2)), (3.0, (0, 0, 1, 2)), (1 / 9, (0, 0, 2, 1))])
+@pytest.mark.parametrize("ratio, box", [(9.0, (0, 0, 1, 2)), (3.0, (0, 0, 1, 2)),
+                                        (1 / 9, (0, 0, 2, 1))])
 def test_of_a_flat_centre_one_row_is_left(ratio, box):
     view = CropAndFlip(scale=(1.0, 1.0), ratio=(ratio, ratio)).draw(np.random.default_rng(0), 2, 2)
     assert tuple(view.box) == box
@@ -71,8 +72,8 @@ def test_operations_of_any_extent_leave_an_image_that_its_batch_does_not_change(
     assert np.isfinite(draws.arguments).all() and len(set(draws.operations.flat)) == 15
     together = rand_augment(images, draws, (0, 1, 2))
     for index in range(15):
-        alone = rand_augment(images[index:index + 1], Draws(*(part[index:index + 1] for part in draws)),
-                             (0, 1, 2))
+        its_draws = Draws(*(part[index:index + 1] for part in draws))
+        alone = rand_augment(images[index:index + 1], its_draws, (0, 1, 2))
         assert torch.equal(together[index], alone[0])
 
 

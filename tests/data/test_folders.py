@@ -10,7 +10,7 @@ import pytest
 from torchvision.datasets.folder import make_dataset
 
 from vitinit.data.datasets import ImageFolder, LoosePictures
-from vitinit.data.folders import EXTENSIONS, class_folders, pictures_below
+from vitinit.data.folders import EXTENSIONS, class_folders, images_below
 from vitinit.data.images import DataError
 
 
@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_listed_is_one_line(tmp_path, folder):
         assert str(error.value).isprintable() and str(error.value).startswith(f"{tmp_path}/")
 
 
-@pytest.mark.parametrize("function", [class_folders, lambda path: pictures_below(str(path))])
+@pytest.mark.parametrize("function", [class_folders, lambda path: images_below(str(path))])
 def test_a_file_in_the_place_of_a_folder_is_one_line(tmp_path, function):
     tree(tmp_path, "a.jpg")
     with pytest.raises(DataError, match="a.jpg: Not a directory"):

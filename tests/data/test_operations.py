@@ -11,9 +11,10 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageEnhance, ImageOps
+from PIL import Image
 from torch import Tensor
 
+from vitinit.bench import pixels
 from vitinit.data import augment, shapes
 from vitinit.data.augment import rand_augment
 from vitinit.data.draw import ALL_OPERATIONS, Draws, Operation, RandAugment, stack_draws
@@ -24,7 +25,6 @@ from vitinit.keys import Stream, keyed_generator
 FILL = RandAugment().fill
 PLAIN_NAMES = [operation.name for operation in PLAIN]
 GEOMETRIC_NAMES = [operation.name for operations in GEOMETRIC.values() for operation in operations]
-RESAMPLING = {False: Image.Resampling.BILINEAR, True: Image.Resampling.BICUBIC}
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -79,32 +79,7 @@ PICTURES = {
 
 def with_pillow(picture: Image.Image, operation: Operation, argument: float, bicubic: bool = True,
                 fill: tuple[int, int, int] = FILL) -> Image.Image:
-    match operation.name:
-        case "AutoContrast":
-            return ImageOps.autocontrast(picture)
-        case "Equalize":
-            return ImageOps.equalize(picture)
-        case "Invert":
-            return ImageOps.invert(picture)
-        case "Posterize" if argument == 0:                   # which Pillow refuses
-            return Image.new("RGB", picture.size, "black")
-        case "Posterize":
-            return ImageOps.posterize(picture, int(argument))
-        case "Solarize":
-            return ImageOps.solarize(picture, int(argument))
-        case "SolarizeAdd":
-            table = [min(255, level + int(argument)) if level < 128 else level
-                     for level in range(256)]
-            return picture.point(table * 3)
-        case "Color" | "Contrast" | "Brightness" | "Sharpness" as name:
-            return getattr(ImageEnhance, name)(picture).enhance(argument)
-        case "Rotate":
-            return picture.rotate(argument, RESAMPLING[bicubic], fillcolor=fill)
-    matrix = {"ShearX": (1, argument, 0, 0, 1, 0), "ShearY": (1, 0, 0, argument, 1, 0),
-              "TranslateX": (1, 0, argument * picture.width, 0, 1, 0),
-              "TranslateY": (1, 0, 0, 0, 1, argument * picture.height)}[operation.name]
-    return picture.transform(picture.size, Image.Transform.AFFINE, matrix, RESAMPLING[bicubic],
-                             fillcolor=fill)
+    return pixels.with_pillow(picture, operation, argument, bicubic, fill)
 
 
 def draws_of(*images: list[tuple]) -> Draws:

@@ -6,6 +6,8 @@
     python -m vitinit.bench step --model vit_base --batch 64 --amp bf16 --compile
     python -m vitinit.bench step --model vit_base --batch 64 --amp bf16 --compile \\
         --data-dir /data/imagenet/train --workers 16
+    python -m vitinit.bench pixels --data-dir /data/imagenet/train
+    python -m vitinit.bench corrupt --count 1440
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ import torch
 from ..data.images import DataError
 from ..models import MODELS, VisionTransformer
 from ..train.engine import AMP_DTYPES
+from .corrupt import bench_corrupt
 from .data import bench_augment, bench_loader
 from .init import bench_init
+from .pixels import bench_pixels
 from .step import bench_step
 
 
@@ -33,7 +37,15 @@ def main() -> None:
     loader.add_argument("--data-dir", type=Path, required=True)
     augment = benches.add_parser("augment", help="milliseconds of the device's part")
     augment.add_argument("--batch", type=int, default=256)
-    for bench in (loader, augment):
+    pixels = benches.add_parser("pixels", help="RandAugment's operations against Pillow's")
+    pixels.add_argument("--data-dir", type=Path, required=True)
+    pixels.add_argument("--count", type=int, default=200, help="photographs")
+    pixels.add_argument("--rounds", type=int, default=2, help="draws for each")
+    corrupt = benches.add_parser("corrupt", help="broken files: none may end the program")
+    corrupt.add_argument("--count", type=int, default=1440)
+    corrupt.add_argument("--seed", type=int, default=0)
+    corrupt.add_argument("--workers", type=int, default=os.cpu_count())
+    for bench in (loader, augment, pixels):
         bench.add_argument("--image-size", type=int, default=224)
     step = benches.add_parser("step", help="images a second of a training step")
     step.add_argument("--batch", type=int, default=64)
@@ -54,6 +66,11 @@ def main() -> None:
             bench_loader(args.data_dir, args.image_size)
         elif args.bench == "augment":
             bench_augment(args.batch, args.image_size)
+        elif args.bench == "pixels":
+            bench_pixels(args.data_dir, args.image_size, args.count, args.rounds)
+        elif args.bench == "corrupt":
+            if bench_corrupt(args.count, args.seed, args.workers):
+                raise SystemExit(1)
         else:
             bench_step(args.model, batch=args.batch, image_size=args.image_size, amp=args.amp,
                        compiled=args.compile, folder=args.data_dir, workers=args.workers)

@@ -20,11 +20,12 @@ from torchvision.datasets import CIFAR10, CIFAR100, SVHN, Flowers102, Food101, O
 
 from ..messages import in_brief
 from . import layouts, shapes
-from .folders import EXTENSIONS, class_folders, pictures_below, pictures_of_classes
+from .folders import EXTENSIONS, class_folders, images_below, images_of_classes
 from .images import DataError, decode_image
 from .one_at_a_time import one_at_a_time
 
 VALIDATION_FOLDERS = ("val", "test")
+QUOTED = 50                     # characters of another library's error
 
 
 class Source(Protocol):
@@ -87,13 +88,13 @@ class ImageFolder(PictureFiles):
             raise DataError(f"{folder}: no such folder; an image folder holds train/<class>/… and "
                             f"{' or '.join(f'{name}/<class>/…' for name in VALIDATION_FOLDERS)}")
         classes = class_folders(folder)
-        paths = pictures_of_classes(folder, classes)
+        paths = images_of_classes(folder, classes)
         for name, found in zip(classes, paths):
             if not found:
                 raise DataError(f"{folder / name}: no picture in this class; expected files ending "
                                 f"in {', '.join(EXTENSIONS)}")
         super().__init__([path for found in paths for path in found],
-                         np.repeat(np.arange(len(classes)), [len(found) for found in paths]), classes)
+                         np.repeat(np.arange(len(classes)), list(map(len, paths))), classes)
 
 
 class LoosePictures:
@@ -103,7 +104,7 @@ class LoosePictures:
     """
 
     def __init__(self, folder: Path, count: int) -> None:
-        found = pictures_below(str(folder)) if os.path.isdir(folder) else []
+        found = images_below(str(folder)) if os.path.isdir(folder) else []
         self.paths = sorted(found)[:count]
         if not self.paths:
             raise DataError(f"{folder}: no pictures in it")
@@ -236,8 +237,8 @@ DATA_SETS: dict[str, DataSet] = {
         **IMAGENET, download=partial(Flowers102, download=True), needs_scipy=True),
     "pets": DataSet(
         _from_files(layouts.list_pets),
-        "oxford-iiit-pet/ with images/ and annotations/ (images.tar.gz and annotations.tar.gz "
-        "unpacked)", 37, **IMAGENET, download=partial(OxfordIIITPet, download=True)),
+        "oxford-iiit-pet/ with images/ and annotations/ (two archives unpacked)", 37,
+        **IMAGENET, download=partial(OxfordIIITPet, download=True)),
     "tiny_imagenet": DataSet(
         _from_files(layouts.list_tiny_imagenet),
         "wnids.txt, train/ and val/ (cs231n.stanford.edu/tiny-imagenet-200.zip unpacked)", 200,
@@ -260,8 +261,9 @@ def download(name: str, root: str, say: Callable[[str], object] = print) -> None
         with one_at_a_time(folder / f".{name}.downloading", say):
             data_set.download(folder)
     except (OSError, RuntimeError, ValueError) as error:     # urllib's errors are OSErrors
-        raise DataError(f"{name}: not complete in {folder} and cannot be downloaded "
-                        f"({in_brief(error)}); put there {data_set.holds}") from None
+        reason = in_brief(getattr(error, "reason", error), QUOTED)
+        raise DataError(f"{name}: not complete in {folder} and cannot be downloaded ({reason}); "
+                        f"put there {data_set.holds}") from None
 
 
 def open_split(name: str, root: str, split: str, num_classes: int | None) -> Source:
@@ -280,8 +282,9 @@ def open_split(name: str, root: str, split: str, num_classes: int | None) -> Sou
     except (OSError, RuntimeError, ValueError) as error:     # torchvision's own is a RuntimeError
         reason = "no such folder"
         if os.path.isdir(folder):
-            reason = (f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else
-                      "a file is missing or damaged")
+            reason = "a file is missing or damaged"
+            if isinstance(error, OSError) and error.filename:
+                reason = f"{error.filename}: {in_brief(error.strerror, QUOTED)}"
         raise DataError(f"{folder}: no complete {name} in it ({reason}); expected "
                         f"{data_set.holds}") from None
     found = len(source.classes)

@@ -1,11 +1,11 @@
-"""Which files under a folder are its pictures, and which folders its classes.
+"""Which files under a folder are its images, and which folders its classes.
 
-Files count by their ending; hidden files and folders (.ipynb_checkpoints, macOS' ._x.jpg) do not, nor
-does what is no file, such as a pipe. Links to files are files.
+Files count by their ending; hidden files and folders (.ipynb_checkpoints, macOS' ._x.jpg) do not,
+nor does what is no file, such as a pipe. Links to files are files.
 
-Links to folders are followed if they lead out of the listing: not to a folder that is part of it, nor
-to one that holds such a folder. So a link that leads back (b/loop → ..) brings in nothing, neither
-others' pictures nor itself again.
+Links to folders are followed if they lead out of the listing: not to a folder that is part of it,
+nor to one that holds such a folder. So a link that leads back (b/loop → ..) brings in nothing,
+neither others' images nor itself again.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def class_folders(folder: Path) -> list[str]:
     return names
 
 
-def pictures_of_classes(folder: Path, classes: list[str]) -> list[list[str]]:
-    """The paths of each class' pictures, `folder`/<class>/**/<picture>, in alphabetical order.
+def images_of_classes(folder: Path, classes: list[str]) -> list[list[str]]:
+    """The paths of each class' images, `folder`/<class>/**/<image>, in alphabetical order.
 
     Raises DataError for a class that is a link back into the data set.
     """
@@ -65,14 +65,14 @@ def pictures_of_classes(folder: Path, classes: list[str]) -> list[list[str]]:
             raise DataError(f"{folder / name}: a link that leads back into {folder}")
     for real in links.values():
         whole.add(real)
-    return [pictures_below(str(folder / name), whole) for name in classes]
+    return [images_below(str(folder / name), whole) for name in classes]
 
 
-def pictures_below(folder: str, whole: Places | None = None) -> list[str]:
-    """The paths of all pictures under `folder`, folder by folder in alphabetical order.
+def images_below(folder: str, whole: Places | None = None) -> list[str]:
+    """The paths of all images under `folder`, folder by folder in alphabetical order.
 
-    whole: other folders of the same data set, into which no link is followed. Raises DataError for a
-    folder that cannot be listed and for a link that leads nowhere.
+    whole: other folders of the same data set, into which no link is followed. Raises DataError for
+    a folder that cannot be listed and for a link that leads nowhere.
     """
     here = Places()
     here.add(os.path.realpath(folder))
@@ -96,22 +96,23 @@ def pictures_below(folder: str, whole: Places | None = None) -> list[str]:
 
 
 def sort_out(entries: os.ScandirIterator) -> tuple[list[str], list[os.DirEntry]]:
-    """What of one folder's entries is a picture, by name, and what a folder."""
+    """What of one folder's entries is an image, by name, and what a folder."""
     names, folders = [], []
     for entry in entries:
         name = entry.name
         if name.startswith("."):
             continue
-        picture = name.lower().endswith(EXTENSIONS)
+        image = name.lower().endswith(EXTENSIONS)
         if not entry.is_symlink():                   # which costs no look at the disk
-            if picture and entry.is_file():
+            if image and entry.is_file():
                 names.append(name)
             elif entry.is_dir():
                 folders.append(entry)
-        elif picture and os.path.isfile(entry.path):
+        elif image and os.path.isfile(entry.path):
             names.append(name)
         elif os.path.isdir(entry.path):
             folders.append(entry)
-        elif picture and not os.path.exists(entry.path):
-            raise DataError(f"{entry.path}: a link to {os.readlink(entry.path)}, which is not there")
+        elif image and not os.path.exists(entry.path):
+            target = os.readlink(entry.path)
+            raise DataError(f"{entry.path}: a link to {target}, which is not there")
     return names, folders

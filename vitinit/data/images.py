@@ -107,13 +107,13 @@ def jpeg_size(content: bytes) -> tuple[int, int]:
 def _decode_with_pillow(path: str, content: bytes) -> Tensor:
     """For all but sound JPEGs. A truncated file is an error, too."""
     try:
-        # Pillow prints warnings of damaged files and of too many pixels; the latter is an error here.
+        # Pillow prints warnings of damaged files, and of too many pixels, which is an error here.
         with warnings.catch_warnings(action="ignore"):
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(content), formats=FORMATS) as picture:
                 if picture.mode == "I" or picture.mode.startswith("I;16"):
-                    # 16-bit grey, which convert("RGB") would clip to white. Of 16-bit colours Pillow
-                    # keeps the higher byte by itself.
+                    # 16-bit grey, which convert("RGB") would clip to white. Of 16-bit colours
+                    # Pillow keeps the higher byte by itself.
                     grey = (np.asarray(picture) // 256).clip(0, 255).astype(np.uint8)
                     picture = Image.fromarray(grey)
                 return from_pillow(picture.convert("RGB"))

@@ -26,7 +26,7 @@ def one_at_a_time(lock_file: Path, say: Callable[[str], object]) -> Iterator[Non
         yield
     finally:
         if descriptor is not None:
-            lock_file.unlink(missing_ok=True)        # still locked: those who wait look for it again
+            lock_file.unlink(missing_ok=True)        # while locked: those who wait look for it again
             os.close(descriptor)
 
 
@@ -42,7 +42,7 @@ def locked(lock_file: Path, say: Callable[[str], object]) -> int | None:
         try:
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):   # what POSIX allows for a lock held elsewhere
+            except (BlockingIOError, PermissionError):   # POSIX allows both for a lock held elsewhere
                 if not waiting:
                     say(f"{lock_file.parent}: waiting for another process that downloads into it")
                 waiting = True
@@ -54,8 +54,8 @@ def locked(lock_file: Path, say: Callable[[str], object]) -> int | None:
         except OSError as error:
             os.close(descriptor)
             lock_file.unlink(missing_ok=True)
-            say(f"{lock_file.parent}: files cannot be locked there ({error.strerror}); make sure that "
-                "no second process downloads into it")
+            say(f"{lock_file.parent}: files cannot be locked there ({error.strerror}); make sure "
+                "that no second process downloads into it")
             return None
         except BaseException:                        # Ctrl-C while waiting
             os.close(descriptor)

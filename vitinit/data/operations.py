@@ -89,7 +89,8 @@ def blend(plain: Tensor, images: Tensor, factor: Tensor) -> Tensor:
     plain: whole numbers, so that a factor of 256 goes as far as any larger one.
     """
     plain = plain.float()
-    return (plain + factor.clamp(max=256.0).float() * (images.float() - plain)).clamp(0, 255).to(torch.uint8)
+    factor = factor.clamp(max=256.0).float()
+    return (plain + factor * (images.float() - plain)).clamp(0, 255).to(torch.uint8)
 
 
 def grey(images: Tensor) -> Tensor:
