@@ -64,7 +64,8 @@ def planned(model: VisionTransformer, *, code_channels: float, period: float, ma
     if used < 1:
         raise ValueError(f"head_dim is {attention.head_dim}, and {code_channels:g} of {dim} channels "
                          f"are for the code of a {model.grid[0]}×{model.grid[1]} grid; init "
-                         f"'deep_impulse' needs {2 + marks} and {2 + MARKS * marks} for a wave")
+                         f"'deep_impulse' needs {2 + marks} and {2 + MARKS * marks} for a wave; raise "
+                         "code_channels, or have fewer and wider heads")
     if reserve and code_size(frequencies, marks) == dim:
         raise ValueError(f"code_channels is {code_channels:g} and the code has all {dim} channels, so "
                          "that none is left for images; use a smaller share, or reserve = false")

@@ -54,6 +54,7 @@ from .factorize import balanced_factors
 from .fourier_code import wave_code, with_marks
 from .impulse import OFFSETS, head_offsets
 from .mimetic import noisy_identity
+from .options import require_not_negative
 from .stream_scales import stream_scales
 
 CHOICES = {"offsets": OFFSETS, "target": ("impulse", "gaussian"), "code": ("fourier", "random"),
@@ -228,6 +229,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
                   code_rms=code_rms, period=period)
     check_choices(offsets=offsets, target=target, code=code, waves_of_heads=waves_of_heads,
                   value_init=value_init, marks=marks, reserve=reserve)
+    require_not_negative(value_alpha=value_alpha)
     cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size
     plan = planned(model, code_channels=code_channels, period=period, marks=marks,
                    disjoint=waves_of_heads == "disjoint", reserve=reserve)

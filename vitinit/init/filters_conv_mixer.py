@@ -41,7 +41,7 @@ def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
     size = model.kernel_size
     if kind not in ("random", "box", "gaussian", "permutation"):
         raise ValueError(f'kind is {kind!r}, expected "random", "box", "gaussian" or "permutation"')
-    if not 1 <= cells <= size**2 or sigma <= 0:
+    if not 1 <= cells <= size**2 or not sigma > 0:
         raise ValueError(f"cells is {cells} and sigma {sigma}; expected 1 ≤ cells ≤ {size**2}, the "
                          "cells of the model's kernel, and sigma > 0")
     first = model.depthwise(model.blocks[0])

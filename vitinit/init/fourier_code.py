@@ -63,6 +63,8 @@ def gaussian_weights(frequencies: Tensor, grid: tuple[int, int], period: float,
     """
     away = displacements(grid, period)                                   # (M, 2)
     wanted = -away.square().sum(1) / (2.0 * sigma**2)
+    if not wanted.isfinite().all():
+        raise ValueError(f"sigma is {sigma}, so small that its square is 0; use a larger one")
     shapes = (away @ frequencies.T).cos()                                # (M, K)
     shapes = torch.cat([shapes, torch.ones(len(away), 1, dtype=torch.float64)], dim=1)
     return torch.linalg.lstsq(shapes, wanted[:, None]).solution[:-1, 0]
@@ -95,8 +97,8 @@ def impulse_weights(frequencies: Tensor, grid: tuple[int, int], period: float,
     logit = smallest_reaching(reached, STEEPEST)
     if logit is None:
         raise ValueError(f"so few waves as {len(frequencies)} cannot give one token of a {grid[0]}×"
-                         f"{grid[1]} grid a mass of {mass:g}; use more channels or a lower "
-                         "target_mass")
+                         f"{grid[1]} grid a mass of {mass:g}; use more channels, a lower target_mass "
+                         "or a shorter period")
     return torch.full((len(frequencies),), logit / len(frequencies), dtype=torch.float64)
 
 

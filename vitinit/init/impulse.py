@@ -14,12 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from ..filters import Offset, convolution_matrix, impulse_kernel, offsets_on_grid
+from ..mixing import target_mass
+from ..models.attention import attention_weights
 from ..models.vit import VisionTransformer
 from .baseline import draw_base
 from .factorize import code_basis, numerical_rank, query_key_factors
 from .mimetic import write_values
+from .options import require_not_negative
 
 OFFSETS = ("ordered", "rotating", "random")
+RELEASED_RANK = 64      # head_dim of ViT-T, S and B
+NEAR_UNIFORM = 2.0      # times what a token gets of uniform attention: less in all heads is refused
 
 
 @torch.no_grad()
@@ -46,7 +51,7 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     |   attn.proj.weight                        |   value_alpha · Z − value_beta · I             |
     | everything else                           | as `base` drew it                              |
 
-    Options; the defaults are what the released code does, which goes beyond the paper's text:
+    Options; defaults are what the released code does beyond the paper's text:
 
     kernel_size: f of the f×f impulse kernels; paper: 3.
     offsets: "ordered", the same in every block: head h takes offset h, modulo their number, of
@@ -54,7 +59,7 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
         the last one stopped (ours); "random", one draw a head and block.
     pos_embed_scale: from std .02 to .36, so that patches do not drown the code; not in the paper.
     qk_norm: Frobenius norm γ of each head's Q and K; paper: 2, which leaves ViT-T's map flat.
-    rank: directions of the position code that are kept; 0: min(head_dim, numerical rank).
+    rank: directions of the position code that are kept, at most head_dim; 0: see `default_rank`.
     impulse_scale, noise_scale, noise_std: the map is impulse_scale · H, plus noise_scale times a
         normal of noise_std cut at ±2, where H is zero (paper: 40 H + Z). Rows whose target is off
         the grid are all noise, a fresh one for every head and block.
@@ -62,28 +67,28 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     value_alpha, value_beta: of the mimetic V·proj (arXiv 2305.09828).
 
     The class token's row of pos_embed is left out of the solve, and so is attention's 1/√d, both as
-    released. Raises ValueError for a model without a learned position code, and for a code that
-    cannot tell the tokens apart.
+    released. Raises ValueError for a code that is fixed or cannot tell tokens apart, options out of
+    range, and maps next to uniform in all heads.
     """
     if not model.learns_positions:
-        _refuse(model.pos_embed[0, model.num_prefix_tokens:],
-                "the model's fixed 2-D sin-cos position code")
+        _refuse(model.pos_embed[0, model.num_prefix_tokens:], "the model's fixed sin-cos position code")
     if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
         raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected one of '
                          f'{", ".join(OFFSETS)}, and "mimetic" or "base"')
     if rank < 0 or qk_norm <= 0 or impulse_scale <= 0:
         raise ValueError(f"rank is {rank}, qk_norm {qk_norm} and impulse_scale {impulse_scale}; "
                          "expected rank ≥ 0 and the others > 0")
+    require_not_negative(noise_scale=noise_scale, noise_std=noise_std, value_alpha=value_alpha)
     cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size, before any draw
     draw_base(model, base, generator)
 
     model.pos_embed.mul_(pos_embed_scale)
     code = normalised_code(model)                                        # (N, D)
     found = numerical_rank(code)
-    if found < min(code.shape[0], code.shape[1] - 1):
-        _refuse(code, "the model's position code")
+    if found < min(len(code), code.shape[1] - 1):
+        _refuse(code, f"the model's position code, pos_embed_scale = {pos_embed_scale:g}")
     head_dim = model.blocks[0].attn.head_dim
-    basis = code_basis(code, min(rank or head_dim, head_dim, found))
+    basis = code_basis(code, min(rank or default_rank(*code.shape), head_dim, found))
 
     # The impulse maps repeat from block to block; only their noise is drawn anew.
     @cache
@@ -94,15 +99,33 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     for number, block in enumerate(model.blocks):
         heads = head_offsets(block.attn.num_heads, cells, offsets, generator,
                              first=number * block.attn.num_heads)
-        maps = torch.stack([impulse_map(cell) for cell in heads])        # (h, N, N)
-        noise = torch.empty_like(maps)
-        nn.init.trunc_normal_(noise, std=noise_std, generator=generator)
-        maps = torch.where(maps == 0, noise_scale * noise, maps)
+        maps = with_noise(torch.stack([impulse_map(cell) for cell in heads]), noise_scale,
+                          noise_std, generator)                          # (h, N, N)
         query, key = query_key_factors(maps, basis, head_dim, qk_norm)   # each (h, d, D)
         block.attn.q_weight.copy_(query)
         block.attn.k_weight.copy_(key)
+        if number == 0:
+            _refuse_uniform(attention_weights(code @ query.mT, code @ key.mT), heads, model.grid)
         if value_init == "mimetic":
             write_values(block.attn, alpha=value_alpha, beta=value_beta, generator=generator)
+
+
+def default_rank(tokens: int, dim: int) -> int:
+    """Directions of a position code, (N, D), beyond which noise covers the maps, however wide a head.
+
+    min(max(64, N // 2), D // 3); ours. 64 is every released model's head_dim, and small grids keep so
+    many: ViT-B with patch 32 has .998 of its attention on off-centre targets with 24 directions of
+    49, and 1.000 with all. Few wide heads are near full rank without this: README has the table.
+    """
+    return max(min(max(RELEASED_RANK, tokens // 2), dim // 3), 1)
+
+
+def with_noise(maps: Tensor, scale: float, std: float, generator: torch.Generator) -> Tensor:
+    """`maps` with scale times a normal of that std, cut at ±2, where they are zero."""
+    noise = torch.zeros_like(maps)
+    if std > 0:                                      # trunc_normal_ divides by it
+        nn.init.trunc_normal_(noise, std=std, generator=generator)
+    return torch.where(maps == 0, scale * noise, maps)
 
 
 def normalised_code(model: VisionTransformer) -> Tensor:
@@ -122,6 +145,16 @@ def head_offsets(num_heads: int, cells: list[Offset], offsets: str, generator: t
         return [cells[draw] for draw in draws]
     start = first if offsets == "rotating" else 0
     return [cells[(start + head) % len(cells)] for head in range(num_heads)]
+
+
+def _refuse_uniform(weights: Tensor, offsets: list[Offset], grid: tuple[int, int]) -> None:
+    """weights: (h, N, N), on the code alone. ValueError unless a head is well above uniform maps."""
+    uniform = 1.0 / (grid[0] * grid[1])
+    best = target_mass(weights, offsets, grid).max().item()
+    if not best >= min(NEAR_UNIFORM * uniform, 0.5 + 0.5 * uniform):     # NaN is not, either
+        raise ValueError(f"init 'impulse' comes out next to uniform in all heads: at best {best:.2g} of "
+                         f"a head's attention is on its target, where {uniform:.2g} is uniform; use "
+                         "more, narrower heads, a larger qk_norm, or init 'deep_impulse'")
 
 
 def _refuse(code: Tensor, what: str) -> None:

@@ -42,6 +42,8 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
                          "set softmax_filters = false")
     if offsets not in OFFSETS:
         raise ValueError(f'offsets is {offsets!r}, expected one of {", ".join(OFFSETS)}')
+    if gain == 0:
+        raise ValueError("gain is 0, so that no filter picks a neighbour; expected another number")
     size = model.kernel_size
     if not 0 <= kernel_size <= size:
         raise ValueError(f"kernel_size is {kernel_size}, expected at most the model's {size}, or 0 "

@@ -75,7 +75,7 @@ def impulse_gd(model: VisionTransformer | SimpleViT, *, generator: torch.Generat
                          'token, which has none, would draw the attention; set pool = "mean"')
     if offsets not in ("ordered", "random"):
         raise ValueError(f'offsets is {offsets!r}, expected "ordered" or "random"')
-    if steps < 1 or step_size <= 0 or renorm_every < 0:
+    if steps < 1 or not step_size > 0 or renorm_every < 0:
         raise ValueError(f"steps is {steps}, step_size {step_size} and renorm_every {renorm_every}; "
                          "expected steps ≥ 1, step_size > 0 and renorm_every ≥ 0")
     cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size, before any draw

@@ -11,6 +11,7 @@ from ..models.layers import Mlp
 from ..models.mlp_mixer import MlpMixer
 from .baseline import draw_base
 from .impulse import head_offsets
+from .options import require_positive
 
 
 @torch.no_grad()
@@ -41,6 +42,9 @@ def impulse_mixer(model: MlpMixer, *, generator: torch.Generator,
     """
     if offsets not in ("ordered", "random"):
         raise ValueError(f'offsets is {offsets!r}, expected "ordered" or "random"')
+    if gain == 0:
+        raise ValueError("gain is 0, so that no token is shifted; expected another number")
+    require_positive(linear_bias=linear_bias)        # GELU is straight far above 0 alone
     tokens = model.grid[0] * model.grid[1]
     hidden = model.blocks[0].mlp_tokens.fc1.out_features
     if hidden < tokens:
@@ -52,7 +56,7 @@ def impulse_mixer(model: MlpMixer, *, generator: torch.Generator,
     for block, offset in zip(model.blocks, head_offsets(len(model.blocks), cells, offsets,
                                                         generator)):
         shift = convolution_matrix(impulse_kernel(offset, kernel_size), model.grid)
-        write_linear_map(block.mlp_tokens, shift, gain=gain, linear_bias=linear_bias)
+        write_linear_map(block.mlp_tokens, shift, gain=gain, linear_bias=float(linear_bias))
 
 
 def write_linear_map(mlp: Mlp, matrix: torch.Tensor, *, gain: float, linear_bias: float) -> None:

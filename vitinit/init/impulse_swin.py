@@ -12,6 +12,7 @@ from ..models.swin import SwinTransformer
 from .baseline import draw_base
 from .impulse import OFFSETS, head_offsets
 from .mimetic import write_values
+from .options import require_not_negative
 
 
 @torch.no_grad()
@@ -40,11 +41,12 @@ def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
     kernel_size, offsets: as for ViT; a kernel that reaches beyond a window is an error.
     value_init: "base" as the paper's text has it; mimetic V·proj as its code has for ViT.
     """
-    if not 0.0 < target_mass < 1.0:
-        raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
     if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
         raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected one of '
                          f'{", ".join(OFFSETS)}, and "mimetic" or "base"')
+    if not 0.0 < target_mass < 1.0:
+        raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
+    require_not_negative(value_alpha=value_alpha)
     blocks = [block for stage in model.layers for block in stage.blocks]
     narrowest = min(min(block.window) for block in blocks)
     if kernel_size // 2 >= narrowest:

@@ -15,6 +15,7 @@ from ..models import SimpleViT, SwinTransformer, VisionTransformer
 from ..models.attention import Attention
 from .baseline import draw_base
 from .factorize import balanced_factors
+from .options import require_not_negative
 
 
 @torch.no_grad()
@@ -44,6 +45,7 @@ def mimetic(model: VisionTransformer | SwinTransformer, *, generator: torch.Gene
     if qk_init not in ("mimetic", "base") or value_init not in ("mimetic", "base"):
         raise ValueError(f'qk_init is {qk_init!r} and value_init is {value_init!r}; expected "mimetic" '
                          'or "base"')
+    require_not_negative(qk_alpha=qk_alpha, value_alpha=value_alpha)
     draw_base(model, base, generator)
     for attention in attentions(model):
         if qk_init == "mimetic":
@@ -64,6 +66,7 @@ def mimetic_simple_vit(model: SimpleViT, *, generator: torch.Generator,
     | attn.query, attn.key, if free   | the same of matrices (N, N): their product is the logits  |
     | everything else                 | as `base` drew it: V and proj, too                       |
     """
+    require_not_negative(qk_alpha=qk_alpha)
     draw_base(model, base, generator)
     for attention in (block.attn for block in model.blocks):
         free = attention.reads == "free"
@@ -113,7 +116,10 @@ def write_values(attention: Attention, *, alpha: float, beta: float,
 
 def noisy_identity(dim: int, alpha: float, beta: float, like: Tensor,
                    generator: torch.Generator) -> Tensor:
-    """(D, D): alpha · Z + beta · I, Z uniform with mean 0 and variance 1/D."""
+    """(D, D): alpha · Z + beta · I, Z uniform with mean 0 and variance 1/D; alpha ≥ 0.
+
+    Z and −Z are as likely, so that a negative alpha would say nothing else.
+    """
     bound = alpha * (3.0 / dim) ** 0.5               # U(-b, b) has variance b² / 3
     matrix = torch.empty(dim, dim, dtype=like.dtype).uniform_(-bound, bound, generator=generator)
     matrix.diagonal().add_(beta)

@@ -1,0 +1,175 @@
+"""Whatever stands in an init's options or is given as its model: finite weights, or one line."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import vitinit
+from vitinit.init import INITS, init_function, init_weights
+from vitinit.models import MODELS, VisionTransformer
+
+VIT = ("vit_tiny", dict(patch_size=4, embed_dim=36, depth=2, num_heads=2))
+MODELS_TRIED = {        # names and sizes for images of 12×20 pixels
+    "vit": VIT,
+    "swin": ("swin_tiny", dict(patch_size=4, embed_dim=8, depths=(2,), num_heads=(2,),
+                               window_size=(3, 5))),
+    "mixer, wide": ("mixer_s16", dict(patch_size=4, embed_dim=62, depth=1)),
+    "mixer, narrow": ("mixer_s16", dict(patch_size=4, embed_dim=34, depth=1)),
+    "conv_mixer": ("convmixer_256_8", dict(patch_size=4, embed_dim=7, depth=1, kernel_size=3)),
+    "simple_vit": ("simple_vit", dict(patch_size=4, embed_dim=36, depth=1, num_heads=2,
+                                      reads="position", input_code=False)),
+    "simple_vit, free": ("simple_vit", dict(patch_size=4, embed_dim=36, depth=1, num_heads=2,
+                                            reads="free", input_code=False)),
+}
+BESIDE = {              # options beside the one that is tried, which it has an effect with
+    ("impulse", "value_alpha"): [{}, dict(value_init="mimetic")],
+    ("impulse", "value_beta"): [{}, dict(value_init="mimetic")],
+    ("deep_impulse", "sigma"): [{}, dict(target="gaussian")],
+    ("deep_impulse", "target_mass"): [{}, dict(code="random", code_channels=0.9)],
+    ("filters", "sigma"): [dict(kind="gaussian")], ("filters", "cells"): [dict(kind="box")],
+}
+ODD = [0, 0.0, -0.0, -1, -1.0, -0.4, 1e-300, 1e-30, 1e30, 1e38, -1e30, 1e308, -1e308, math.nan,
+       math.inf, -math.inf, 2**31, 2**63, -(2**63), 10**400, True, None, "1", [0.5], [0.5, 0.5, 0.5],
+       [math.nan, 0.5], [0.9, 1e-300]]
+QUICK = {"impulse_gd": dict(steps=2)}
+
+
+def built(family: str) -> nn.Module:
+    name, sizes = MODELS_TRIED[family]
+    return vitinit.build_model(name, num_classes=3, image_size=(12, 20), **sizes)
+
+
+def tries() -> Iterator[tuple[str, str, str, Any, dict]]:
+    """(family, init, option, value, other options): every number that is an option, at odd values."""
+    for family, (name, _) in MODELS_TRIED.items():
+        for init, functions in INITS.items():
+            function = functions.get(MODELS[name][0])
+            for option, parameter in inspect.signature(function).parameters.items() if function else ():
+                if isinstance(parameter.default, (int, float)):
+                    for value in ODD:
+                        if option != "steps" or value != value or value in (0, -1, -0.4, True, "1"):
+                            for others in BESIDE.get((init, option), [{}]):
+                                if others.keys() <= inspect.signature(function).parameters.keys():
+                                    yield family, init, option, value, others
+
+
+def outcome(family: str, init: str, option: str, value: Any, others: dict) -> str | None:
+    """The message of its ValueError, or None where all weights are finite."""
+    model = built(family)
+    try:
+        init_weights(model, init, generator=torch.Generator().manual_seed(0),
+                     **QUICK.get(init, {}) | others | {option: value})
+    except ValueError as error:
+        return str(error)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    return None
+
+
+SOME = random.Random(0).sample(list(tries()), 150)
+
+
+def test_odd_numbers_give_finite_weights_or_a_line_that_names_the_option():
+    for family, init, option, value, others in SOME:
+        case = f"{family}: {init} {option}={value!r:.40} {others}"
+        try:
+            message = outcome(family, init, option, value, others)
+        except Exception as error:
+            pytest.fail(f"{case}: {type(error).__name__}: {error}")
+        if message is not None:
+            assert "\n" not in message and len(message) < 300 + len(repr(value)), case
+            assert option in message or "next to uniform" in message, f"{case}: {message}"
+
+
+@pytest.mark.parametrize("family, init, options, message", [
+    ("vit", "impulse", dict(noise_std=-1.0), "noise_std is -1.0, expected noise_std ≥ 0"),
+    ("vit", "impulse", dict(noise_scale=-0.5), "noise_scale is -0.5, expected noise_scale ≥ 0"),
+    ("vit", "impulse", dict(value_alpha=-0.4), "value_alpha is -0.4, expected value_alpha ≥ 0"),
+    ("vit", "deep_impulse", dict(value_alpha=-0.4), "value_alpha is -0.4, expected"),
+    ("swin", "impulse", dict(value_alpha=-0.4), "value_alpha is -0.4, expected"),
+    ("vit", "mimetic", dict(qk_alpha=-0.1), "qk_alpha is -0.1, expected qk_alpha ≥ 0"),
+    ("simple_vit", "mimetic", dict(qk_alpha=-0.1), "qk_alpha is -0.1, expected qk_alpha ≥ 0"),
+    ("vit", "impulse", dict(value_beta=1e308), r"init 'impulse' with value_beta=1e\+308 "),
+    ("vit", "impulse", dict(pos_embed_scale=1e30), r"pos_embed_scale = 1e\+30"),
+    ("vit", "impulse", dict(qk_norm=1e-300), "next to uniform in all heads"),
+    ("vit", "impulse", dict(qk_norm=math.nan), "qk_norm is nan, expected a finite number"),
+    ("vit", "impulse", dict(qk_norm=10**400), r"qk_norm is 1000+… \(401 characters\), expected a finite"),
+    ("vit", "impulse", dict(kernel_size=3.0), "kernel_size is 3.0, expected an integer"),
+    ("vit", "impulse", dict(rank=True), "rank is True, expected an integer"),
+    ("vit", "deep_impulse", dict(marks=1), "marks is 1, expected true or false"),
+    ("vit", "deep_impulse", dict(target_mass=(0.5,)),
+     r"target_mass is \(0.5,\), expected a finite number or 2 of them"),
+    ("vit", "deep_impulse", dict(target_mass="half"), "target_mass is 'half', expected a finite"),
+    ("conv_mixer", "impulse", dict(gain=0.0), "gain is 0, so that no filter picks a neighbour"),
+    ("conv_mixer", "deep_impulse", dict(gain=-0.0), "gain is 0"),
+    ("mixer, wide", "impulse", dict(gain=0), "gain is 0, so that no token is shifted"),
+    ("mixer, narrow", "impulse", dict(linear_bias=0.0), "linear_bias is 0.0, expected linear_bias > 0"),
+])
+def test_bounds_are_lines_with_option_value_and_what_is_expected(family, init, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        init_weights(built(family), init, generator=torch.Generator(), **options)
+    assert "\n" not in str(error.value)
+
+
+def test_no_noise_at_all_leaves_the_impulses_alone():
+    """No noise is no noise, whichever of its two factors is zero."""
+    model = built("vit")
+    init_weights(model, "impulse", generator=torch.Generator().manual_seed(0), noise_std=0.0)
+    scaled = built("vit")
+    init_weights(scaled, "impulse", generator=torch.Generator().manual_seed(0), noise_scale=0.0,
+                 value_init="base")
+    for ours, theirs in zip(model.blocks, scaled.blocks):
+        for part in ("q_weight", "k_weight"):
+            torch.testing.assert_close(getattr(ours.attn, part), getattr(theirs.attn, part))
+
+
+# ---------------------------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------------------------
+
+
+class Child(VisionTransformer):
+    """A model of somebody else, who changed nothing that inits see."""
+
+
+@pytest.mark.parametrize("init", ["impulse", "deep_impulse", "mimetic", "default"])
+def test_subclasses_and_compiled_models_get_the_weights_of_the_model_itself(init):
+    name, sizes = VIT
+    sizes = MODELS[name][1] | sizes | dict(num_classes=3, image_size=(12, 20))
+    plain, child, wrapped = VisionTransformer(**sizes), Child(**sizes), VisionTransformer(**sizes)
+    compiled = torch.compile(wrapped) if init == "impulse" else wrapped  # whose import takes seconds
+    for model in (plain, child, compiled):
+        init_weights(model, init, generator=torch.Generator().manual_seed(0))
+    for other in (child, wrapped):
+        assert all(torch.equal(value, other.state_dict()[key])
+                   for key, value in plain.state_dict().items())
+    assert init_function(init, Child) is INITS[init][VisionTransformer]
+
+
+def test_other_classes_are_told_which_inits_their_ancestor_has():
+    with pytest.raises(ValueError, match="'filters' is not defined for a Child; it has: default, torch"):
+        init_function("filters", Child)
+    with pytest.raises(ValueError, match="not defined for a Linear; it has: none"):
+        init_weights(nn.Linear(2, 3), "default", generator=torch.Generator())
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda model: model.half(), "^cls_token is float16 on cpu; .* call init_weights before .half"),
+    (lambda model: model.bfloat16(), "^cls_token is bfloat16 on cpu; "),
+    (lambda model: model.to("meta"), r"^cls_token is float32 on meta; .* or \.to\(device\)"),
+    (lambda model: (model.blocks[1].half(), model)[1], "^blocks.1.norm1.weight is float16 on cpu")])
+@pytest.mark.parametrize("init", ["default", "impulse"])
+def test_models_on_a_device_or_in_half_precision_are_one_line(init, change, message):
+    model = change(built("vit"))
+    generator = torch.Generator()
+    state = generator.get_state()
+    with pytest.raises(ValueError, match=message) as error:
+        init_weights(model, init, generator=generator)
+    assert "\n" not in str(error.value) and torch.equal(generator.get_state(), state)

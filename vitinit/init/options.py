@@ -1,0 +1,77 @@
+"""What an init's options may be, in one line each: option, value, what is expected.
+
+Kinds and finiteness follow from an init's signature and are checked for all at once; bounds stand
+in the inits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+KINDS = {int: "an integer", float: "a finite number", bool: "true or false"}
+
+
+def require_kinds(init: Callable[..., None], options: Mapping[str, Any]) -> None:
+    """ValueError for the first option that is not of its annotated kind; NaN and ∞ are no numbers.
+
+    Words are left to the inits, which know those that they take.
+    """
+    hints = get_type_hints(init)
+    for name, value in options.items():
+        if name in hints and not _fits(hints[name], value):
+            raise ValueError(f"{name} is {_shown(value)}, expected {_in_words(hints[name])}")
+
+
+def require_positive(**options: float) -> None:
+    for name, value in options.items():
+        if not value > 0:                            # NaN is neither
+            raise ValueError(f"{name} is {value}, expected {name} > 0")
+
+
+def require_not_negative(**options: float) -> None:
+    for name, value in options.items():
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}, expected {name} ≥ 0")
+
+
+def given_numbers(options: Mapping[str, Any]) -> str:
+    """" with a=1, b=2": the options that are numbers, to stand in a message; "" without any."""
+    numbers = [f"{name}={_shown(value)}" for name, value in options.items()
+               if not isinstance(value, (bool, str))]
+    return f" with {', '.join(numbers)}" if numbers else ""
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    if isinstance(hint, UnionType):
+        return any(_fits(part, value) for part in get_args(hint))
+    if get_origin(hint) is tuple:
+        parts = get_args(hint)
+        return (isinstance(value, Sequence) and len(value) == len(parts)
+                and all(map(_fits, parts, value)))
+    if hint not in KINDS:
+        return True
+    if hint is bool or isinstance(value, bool):
+        return hint is bool and isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, Integral)
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:                            # an integer beyond the largest float
+        return False
+
+
+def _in_words(hint: Any) -> str:
+    if isinstance(hint, UnionType):
+        return " or ".join(map(_in_words, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return f"{len(get_args(hint))} of them"
+    return KINDS[hint]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:30]}… ({len(text)} characters)"
