@@ -101,14 +101,12 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     # Which images a step has, and which of them this process takes.
     mixing = Mixing(**vars(recipe.mix))
     try:
-        plan = plan_batches(optim.global_batch, optim.max_batch_per_process, processes.world_size)
+        plan = plan_batches(optim.global_batch, optim.max_batch_per_process, processes.world_size,
+                            group=mixing.group if mixing.mixes else 1)
         sampler = TrainSampler(len(train_set), plan, rank=processes.rank, seed=recipe.run.seed,
                                repeats=augment.repeats)
     except ValueError as error:
         raise RecipeError(str(error)) from None
-    if plan.micro_batch == 1 and mixing.mixes:
-        raise RecipeError("[mix] finds no partners in micro-batches of one image; raise "
-                          "optim.max_batch_per_process or set mix.probability=0")
 
     # What becomes of an image on its way to the model.
     crop = CropAndFlip(scale=augment.crop_scale, ratio=augment.crop_ratio, flip=augment.flip,
@@ -122,7 +120,7 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     prepare_to_train = TrainToDevice(
         processes.device, **as_input, fill=recipe.rand_augment.fill, erase_fill=erasing.fill,
         erase_after_mix=augment.erase_after_mix, mixing=mixing, num_classes=data.num_classes,
-        seed=recipe.run.seed, rank=processes.rank)
+        seed=recipe.run.seed)
 
     loading = dict(budget_gib=0.0 if dry_run else data.on_device_gib, workers=data.workers)
     with ProgressBar("decode", len(train_set) + len(val_set), shown=processes.is_main) as bar:
@@ -287,6 +285,10 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
         forward, measured = torch.compile(forward), [torch.compile(one) for one in measured]
 
     say(summary(recipe, data, model, transfer, lr_at, processes))
+    for caution in data.plan.cautions(
+            repeats=recipe.augment.repeats,
+            max_batch_per_process=recipe.optim.max_batch_per_process):
+        say(f"warning {caution}")
     if args.dry_run:
         images, _ = next(iter(data.val_batches))
         with torch.no_grad():

@@ -409,8 +409,8 @@ def test_every_key_of_the_augmentation_reaches_what_draws_or_applies_it(
                              operations=("Invert", "Rotate"), rotate_degrees=0.53,
                              shear_factor=0.59, translate_share=0.61, enhance_factor=0.67,
                              posterize_bits=5, solarize_levels=109, solarize_add_levels=113),
-        "mix": dict(mixup_alpha=0.73, cutmix_alpha=0.79, probability=0.83, switch_probability=0.89,
-                    label_smoothing=0.07)}
+        "mix": dict(group=6, mixup_alpha=0.73, cutmix_alpha=0.79, probability=0.83,
+                    switch_probability=0.89, label_smoothing=0.07)}
     sets = {f"{title}.{key}": to_toml(value) for title, body in written.items()
             for key, value in body.items()}
     assert train_program.main(small_run(tmp_path / "run", "--dry-run", **sets)) == 0
@@ -426,21 +426,41 @@ def test_every_key_of_the_augmentation_reaches_what_draws_or_applies_it(
         (101, 103, 107), "const", True)
 
 
-@pytest.mark.parametrize("changes", [
-    dict(optim__max_batch_per_process="1"),
-    dict(optim__global_batch="13"),                  # of at most 4: 13 micro-batches of one image
-    dict(optim__max_batch_per_process="1", mix__mixup_alpha="0.0"),
-    dict(optim__max_batch_per_process="1", mix__cutmix_alpha="0.0")])
-def test_mixing_micro_batches_of_one_image_is_refused_in_one_line(
-        train_program, small_run, tmp_path, monkeypatch, capsys, changes):
+@pytest.mark.parametrize("changes, line", [
+    (dict(optim__max_batch_per_process="1"),
+     "optim.max_batch_per_process = 1, but images are mixed in pairs; expected at least 2, or "
+     "mix.probability = 0"),
+    (dict(optim__global_batch="13"),
+     "optim.global_batch = 13 does not divide into groups of mix.group = 4 images; the nearest "
+     "batches that do are 12 and 16"),
+    (dict(mix__group="7"),
+     "mix.group = 7 is odd, but images are mixed in pairs; the nearest that are even are 6 and 8"),
+    (dict(optim__max_batch_per_process="1", mix__mixup_alpha="0.0"), "mixed in pairs"),
+    (dict(optim__max_batch_per_process="1", mix__cutmix_alpha="0.0"), "mixed in pairs")])
+def test_what_leaves_an_image_without_a_partner_is_refused_in_one_line_where_images_are_mixed(
+        train_program, small_run, tmp_path, monkeypatch, capsys, changes, line):
     monkeypatch.delenv("RANK", raising=False)
     arguments = small_run(tmp_path / "run", "--dry-run", **changes)
     assert train_program.main(arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith("train.py: [mix] finds no partners") and error.count("\n") == 1
+    assert error.startswith("train.py: ") and line in error and error.count("\n") == 1
     for off in ({"mix__probability": "0"}, {"mix__mixup_alpha": "0", "mix__cutmix_alpha": "0"}):
         arguments = small_run(tmp_path / "run", "--dry-run", **changes | off)
         assert train_program.main(arguments) == 0
+
+
+@pytest.mark.parametrize("changes, lines", [
+    (dict(), []), (dict(augment__repeats="3"), []),
+    (dict(augment__repeats="4"), ["1 of the mix.group = 4 images that share a draw of mixing are"]),
+    (dict(augment__repeats="4", mix__probability="0"), []),
+    (dict(optim__global_batch="13", mix__probability="0"), ["micro-batches have 1 image(s): "])])
+def test_batches_that_are_hardly_meant_are_a_warning_at_the_start(
+        train_program, small_run, tmp_path, monkeypatch, capsys, changes, lines):
+    monkeypatch.delenv("RANK", raising=False)
+    assert train_program.main(small_run(tmp_path / "run", "--dry-run", **changes)) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert len(warnings) == len(lines)
+    assert all(line.startswith(f"warning {said}") for line, said in zip(warnings, lines))
 
 
 @pytest.mark.parametrize("repeats, batch, views", [

@@ -247,7 +247,10 @@ def test_a_run_starts_from_every_other_element_of_a_wider_and_deeper_run(train_p
 @pytest.mark.parametrize("changes, message", [
     (dict(init__checkpoint="nowhere.pt"), "nowhere.pt: no such checkpoint"),
     (dict(init__checkpoint_weights="EMA"), 'one of "model", "ema"'),
-    (dict(optim__max_batch_per_process="1"), "[mix] finds no partners in micro-batches of one"),
+    (dict(optim__max_batch_per_process="1"), "max_batch_per_process = 1, but images are mixed in"),
+    (dict(optim__global_batch="14"), "14 does not divide into groups of mix.group = 4 images"),
+    (dict(mix__group="5"), "mix.group = 5 is odd"),
+    (dict(mix__group="1"), "mix.group"),
 ])
 def test_what_cannot_be_started_is_one_line(train_program, small_run, tmp_path, capsys, changes,
                                             message):
@@ -381,17 +384,13 @@ def test_what_does_not_fit_together_is_one_line(train_program, small_run, tmp_pa
 
 def test_two_processes_equal_one(train_program, eval_program, small_run, repository, tmp_path,
                                  capsys):
-    """The same global batches, stochastic depth included: weights within 1e-5 a step.
-
-    Without mixing, whose partners stay within a micro-batch.
-    """
+    """The same global batches, mixing and stochastic depth included: weights within 1e-5 a step."""
     one, two = tmp_path / "one", tmp_path / "two"
-    assert train_program.main(small_run(one, mix__probability="0")) == 0
-    result = subprocess.run([*TORCHRUN, str(repository / "train.py"),
-                             *small_run(two, mix__probability="0")],
+    assert train_program.main(small_run(one)) == 0
+    result = subprocess.run([*TORCHRUN, str(repository / "train.py"), *small_run(two)],
                             capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
-    assert "12 = 2 process(es) × 2 micro-batch(es) × 3 images" in result.stdout
+    assert "12 = 2 process(es) × 3 micro-batch(es) × 2 images" in result.stdout
     ours, theirs = checkpoint(one), checkpoint(two)
     for name, value in ours["model"].items():
         torch.testing.assert_close(theirs["model"][name], value, rtol=0, atol=12 * 1e-5)
@@ -419,14 +418,14 @@ def test_the_first_fifty_losses_of_two_processes_equal_one_processs(train_progra
                                                                     repository, tmp_path):
     """Each epoch is one step here, so that the metrics hold the loss of every step."""
     one, two = tmp_path / "one", tmp_path / "two"
-    changes = dict(mix__probability="0", optim__global_batch="34", optim__max_batch_per_process="17",
+    changes = dict(mix__group="12", optim__global_batch="36", optim__max_batch_per_process="18",
                    schedule__epochs="50", schedule__warmup_epochs="5", eval__every_epochs="50",
                    checkpoint__every_epochs="50")
     assert train_program.main(small_run(one, **changes)) == 0
     result = subprocess.run([*TORCHRUN, str(repository / "train.py"), *small_run(two, **changes)],
                             capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
-    assert "34 = 2 process(es) × 1 micro-batch(es) × 17 images" in result.stdout
+    assert "36 = 2 process(es) × 1 micro-batch(es) × 18 images" in result.stdout
     losses = [[row["train_loss"] for row in metrics(folder)] for folder in (one, two)]
     assert len(losses[0]) == 50
     for step, (ours, theirs) in enumerate(zip(*losses)):
@@ -485,7 +484,7 @@ def test_every_family_trains_resumes_and_evaluates(train_program, eval_program, 
     sets = {"data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
             "data.workers": "0", "optim.global_batch": "12", "optim.max_batch_per_process": "4",
             "schedule.epochs": "2", "schedule.warmup_epochs": "1", "engine.compile": "false",
-            "engine.amp": "off", "mix.mixup_alpha": "0.8", "augment.erase_probability": "0.5",
+            "engine.amp": "off", "mix.group": "4", "mix.mixup_alpha": "0.8", "augment.erase_probability": "0.5",
             "ema.decay": "0.9"}
     sets |= {f"model.options.{key}": value for key, value in FAMILIES[model].items()}
 

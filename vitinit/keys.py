@@ -22,7 +22,7 @@ class Stream(IntEnum):
     SHAPES = 4          # one embedded picture: counters (split, index); its seed is fixed
     RAND_AUGMENT = 5    # one sample's operations: counters (epoch, index, repeat)
     ERASE = 6           # one sample's erased box and its noise: counters (epoch, index, repeat)
-    MIX = 7             # mixup or cutmix of a micro-batch: counters (step, rank, micro-step)
+    MIX = 7             # mixup or cutmix of a group of images: counters (step, group)
     SUBSET = 8          # the order of a class' images, of which a subset takes the first: (class,)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -73,10 +74,10 @@ def pictures(count: int, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(values).to(dtype)
 
 
-def mixed_one_by_one(images: np.ndarray, mix: Mix) -> np.ndarray:
+def mixed_one_by_one(images: np.ndarray, mixes: Sequence[Mix]) -> np.ndarray:
     """mix_images as a loop over images in numpy, as timm's collate function does it."""
     mixed = []
-    for image, partner in zip(images, images[::-1]):
+    for image, partner, mix in zip(images, images[::-1], mixes, strict=True):
         image = image.copy()
         if mix.box is not None:
             for row in range(mix.box.top, mix.box.top + mix.box.height):
@@ -151,7 +152,7 @@ def test_the_share_of_mixup_is_beta_distributed(alpha):
 
 def test_deits_mixing_is_the_default():
     assert Mixing() == Mixing(mixup_alpha=0.8, cutmix_alpha=1.0, probability=1.0,
-                              switch_probability=0.5, label_smoothing=0.1)
+                              switch_probability=0.5, label_smoothing=0.1, group=64)
 
 
 @pytest.mark.parametrize("switch_probability", [0.0, 0.3, 0.5, 1.0])
@@ -195,10 +196,31 @@ def test_mixing_is_said_to_mix_if_and_only_if_it_ever_does(alphas, probability, 
 def test_mixed_images_equal_a_loop_over_them(mix, dtype, count):
     images = pictures(count, dtype)
     before = images.clone()
-    mixed = mix_images(images, mix)
+    mixed = mix_images(images, [mix] * count)
     assert mixed.dtype == dtype
-    np.testing.assert_array_equal(mixed.numpy(), mixed_one_by_one(images.numpy(), mix))
+    np.testing.assert_array_equal(mixed.numpy(), mixed_one_by_one(images.numpy(), [mix] * count))
     assert torch.equal(images, before)
+
+
+PAIRS = {"of every kind": MIXES, "none": [UNMIXED, UNMIXED],
+         "two shares": [MIXES[1], MIXES[3]], "a share or none": [UNMIXED, MIXES[1]],
+         "two boxes": [MIXES[4], MIXES[6]], "a box or none": [UNMIXED, MIXES[4]]}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("halves", PAIRS.values(), ids=PAIRS)
+def test_every_pair_of_a_batch_is_mixed_in_its_own_way_as_if_it_were_alone(halves, dtype):
+    mixes = [*halves, *reversed(halves)]
+    images = pictures(len(mixes), dtype)
+    mixed = mix_images(images, mixes)
+    assert mixed.dtype == dtype
+    np.testing.assert_array_equal(mixed.numpy(), mixed_one_by_one(images.numpy(), mixes))
+    targets = smooth_one_hot(torch.arange(len(mixes)), 19, 0.1)
+    mixed_targets = mix_targets(targets, mixes)
+    for place, mix in enumerate(halves):
+        pair = [place, len(mixes) - 1 - place]
+        assert torch.equal(mixed[pair], mix_images(images[pair], [mix] * 2))
+        assert torch.equal(mixed_targets[pair], mix_targets(targets[pair], [mix] * 2))
 
 
 @pytest.mark.parametrize("share", [0.5, 0.25, 0.7, 0.1, 1 / 3, 0.998])
@@ -206,7 +228,7 @@ def test_bytes_are_rounded_to_the_nearest_as_rint_does(share):
     """Every pair of levels. At ½ and ¼ there are ties, which go to the even level."""
     levels = np.arange(256, dtype=np.uint8)
     one, two = np.meshgrid(levels, levels)
-    mixed = mix_images(torch.from_numpy(np.stack([one, two]))[:, None], Mix(share, None))
+    mixed = mix_images(torch.from_numpy(np.stack([one, two]))[:, None], [Mix(share, None)] * 2)
     exact = one.astype(np.float32) * share + two.astype(np.float32) * (1.0 - share)
     np.testing.assert_array_equal(mixed[0, 0].numpy(), np.rint(exact).astype(np.uint8))
     assert abs(mixed[0, 0].numpy() - (share * one + (1 - share) * two)).max() < 0.5 + 1e-4
@@ -215,7 +237,7 @@ def test_bytes_are_rounded_to_the_nearest_as_rint_does(share):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 def test_cutmix_pastes_exactly_the_partners_box(dtype):
     images = pictures(5, dtype)
-    mixed = mix_images(images, Mix(0.9, Box(3, 5, 4, 6)))
+    mixed = mix_images(images, [Mix(0.9, Box(3, 5, 4, 6))] * 5)
     inside = torch.zeros(11, 13, dtype=torch.bool)
     inside[3:7, 5:11] = True
     assert torch.equal(mixed[..., inside], images.flip(0)[..., inside])
@@ -227,10 +249,11 @@ def test_cutmix_pastes_exactly_the_partners_box(dtype):
 def test_the_middle_of_an_odd_batch_stays_as_it_is(mix, count):
     middle = count // 2
     exact, floats = pictures(count, torch.uint8), pictures(count, torch.float32)
-    assert torch.equal(mix_images(exact, mix)[middle], exact[middle])
-    torch.testing.assert_close(mix_images(floats, mix)[middle], floats[middle], rtol=1e-6, atol=0)
+    assert torch.equal(mix_images(exact, [mix] * count)[middle], exact[middle])
+    torch.testing.assert_close(mix_images(floats, [mix] * count)[middle], floats[middle],
+                               rtol=1e-6, atol=0)
     targets = smooth_one_hot(torch.arange(count), 7, 0.1)
-    torch.testing.assert_close(mix_targets(targets, mix)[middle], targets[middle], rtol=0,
+    torch.testing.assert_close(mix_targets(targets, [mix] * count)[middle], targets[middle], rtol=0,
                                atol=1e-6)
 
 
@@ -270,7 +293,7 @@ def test_the_loss_equals_pytorchs_with_label_smoothing(smoothing):
 @pytest.mark.parametrize("count", COUNTS)
 def test_mixed_targets_are_a_distribution_and_equal_float64_arithmetic(mix, count):
     labels = torch.from_numpy(np.random.default_rng(count).integers(0, 11, count))
-    targets = mix_targets(smooth_one_hot(labels, 11, 0.1), mix)
+    targets = mix_targets(smooth_one_hot(labels, 11, 0.1), [mix] * count)
     expected = np.full((count, 11), 0.1 / 11)
     for i in range(count):
         expected[i, labels[i]] += 0.9 * mix.share
@@ -282,7 +305,7 @@ def test_mixed_targets_are_a_distribution_and_equal_float64_arithmetic(mix, coun
 
 def test_a_thousand_mixed_targets_sum_to_one():
     labels = torch.arange(0, 1000, 7)
-    targets = mix_targets(smooth_one_hot(labels, 1000, 0.1), Mix(0.3137, None))
+    targets = mix_targets(smooth_one_hot(labels, 1000, 0.1), [Mix(0.3137, None)] * 143)
     np.testing.assert_allclose(targets.double().sum(1), 1.0, rtol=0, atol=1e-6)
 
 
@@ -292,7 +315,7 @@ def test_the_loss_of_mixed_targets_is_the_mix_of_both_losses():
     labels = torch.randint(17, (23,), generator=generator)
     own, partners = (F.cross_entropy(logits, wanted, label_smoothing=0.1)
                      for wanted in (labels, labels.flip(0)))
-    targets = mix_targets(smooth_one_hot(labels, 17, 0.1), Mix(0.3, None)).double()
+    targets = mix_targets(smooth_one_hot(labels, 17, 0.1), [Mix(0.3, None)] * 23).double()
     torch.testing.assert_close(F.cross_entropy(logits, targets), 0.3 * own + 0.7 * partners,
                                rtol=1e-6, atol=0)
 
@@ -300,5 +323,5 @@ def test_the_loss_of_mixed_targets_is_the_mix_of_both_losses():
 def test_mixing_targets_leaves_them_alone():
     targets = smooth_one_hot(torch.tensor([2, 0, 4]), 5, 0.1)
     before = targets.clone()
-    mix_targets(targets, Mix(0.3, None))
+    mix_targets(targets, [Mix(0.3, None)] * 3)
     assert torch.equal(targets, before)

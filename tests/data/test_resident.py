@@ -44,7 +44,8 @@ def in_memory(height: int = SIDE, width: int = SIDE, count: int = COUNT) -> Pict
 
 
 def sampler(*, rank: int = 0, world_size: int = 1, step: int = 0) -> TrainSampler:
-    made = TrainSampler(COUNT, plan_batches(6, 3, world_size), rank=rank, seed=SEED, repeats=2)
+    made = TrainSampler(COUNT, plan_batches(6, 3, world_size, group=1), rank=rank,
+                        seed=SEED, repeats=2)
     made.start(epoch=3, step=step)
     return made
 

@@ -1,4 +1,4 @@
-"""Who takes which image: nothing depends on the number of processes, micro-batches or resumes."""
+"""Who carries which image, and which are mixed: nothing depends on processes or micro-batches."""
 
 from __future__ import annotations
 
@@ -15,26 +15,53 @@ IMAGENET = 1_281_167
 
 
 def sampler(rank: int, world_size: int, *, global_batch: int = 18, max_batch: int = 3,
-            count: int = COUNT, seed: int = SEED, repeats: int = 1) -> TrainSampler:
-    plan = plan_batches(global_batch, max_batch, world_size)
+            count: int = COUNT, seed: int = SEED, repeats: int = 1, group: int = 1) -> TrainSampler:
+    plan = plan_batches(global_batch, max_batch, world_size, group=group)
     return TrainSampler(count, plan, rank=rank, seed=seed, repeats=repeats)
 
 
 def share(one: TrainSampler) -> list[SampleKey]:
-    """What one process takes in an epoch, one after another."""
+    """What one process carries in an epoch, one after another."""
     return [key for micro_batch in one for key in micro_batch]
+
+
+def by_position(one: TrainSampler) -> list[dict[int, SampleKey]]:
+    """The same: of each step, which image of the global batch is which view."""
+    plan, found = one.plan, []
+    for number, keys in enumerate(one):
+        micro_step = number % plan.accumulation
+        if micro_step == 0:
+            found.append({})
+        positions = plan.positions(one.rank, micro_step).tolist()
+        assert not found[-1].keys() & set(positions)
+        found[-1] |= dict(zip(positions, keys, strict=True))
+    return found
+
+
+def in_order(one: TrainSampler) -> list[SampleKey]:
+    """The same, each step in the order of the global batch."""
+    return [key for step in by_position(one) for _, key in sorted(step.items())]
 
 
 def global_batches(world_size: int, *, epoch: int, global_batch: int = 18,
                    **options: int) -> list[list[SampleKey]]:
-    """Each step's samples in the order of the global batch: the processes take turns."""
+    """Each step's samples in the order of the global batch, of all processes together."""
     processes = [sampler(rank, world_size, global_batch=global_batch, **options)
                  for rank in range(world_size)]
     for one in processes:
         one.start(epoch=epoch, step=0)
-    turns = zip(*map(share, processes), strict=True)
-    keys = [key for turn in turns for key in turn]
-    return [keys[first:first + global_batch] for first in range(0, len(keys), global_batch)]
+    batches = []
+    for shares in zip(*map(by_position, processes), strict=True):
+        whole = {position: key for one in shares for position, key in one.items()}
+        assert sorted(whole) == list(range(global_batch)) and sum(map(len, shares)) == global_batch
+        batches.append([whole[position] for position in range(global_batch)])
+    return batches
+
+
+def micro_batches(plan: BatchPlan) -> list[list[list[int]]]:
+    """Positions, by process and micro-step."""
+    return [[plan.positions(rank, micro_step).tolist() for micro_step in range(plan.accumulation)]
+            for rank in range(plan.world_size)]
 
 
 def views_in_order(order: np.ndarray, repeats: int) -> np.ndarray:
@@ -50,61 +77,171 @@ def deits_share(order: np.ndarray, *, repeats: int, rank: int, world_size: int) 
     return views[rank::world_size][:len(order) // 256 * 256 // world_size]
 
 
-@pytest.mark.parametrize("global_batch, max_batch, world_size, micro_batch, accumulation", [
-    (1024, 256, 1, 256, 4), (1024, 256, 8, 128, 1), (1024, 100, 4, 64, 4), (18, 5, 1, 3, 6),
-    (18, 99, 2, 9, 1), (7, 6, 1, 1, 7), (6, 1, 2, 1, 3), (30, 10, 1, 10, 3)])
-def test_the_micro_batch_is_the_largest_that_divides(global_batch, max_batch, world_size,
-                                                     micro_batch, accumulation):
-    plan = plan_batches(global_batch, max_batch, world_size)
-    assert plan == BatchPlan(global_batch, world_size, micro_batch)
+# ---------------------------------------------------------------------------------------------
+# The plan
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("global_batch, max_batch, world_size, group, micro_batch, accumulation", [
+    (1024, 256, 1, 1, 256, 4), (1024, 256, 8, 1, 128, 1), (1024, 100, 4, 1, 64, 4),
+    (18, 5, 1, 1, 3, 6), (18, 99, 2, 1, 9, 1), (7, 6, 1, 1, 1, 7), (6, 1, 2, 1, 1, 3),
+    (30, 10, 1, 1, 10, 3), (1021, 256, 1, 1, 1, 1021),
+    (1024, 256, 1, 64, 256, 4), (1024, 256, 8, 64, 128, 1), (1024, 100, 4, 256, 64, 4),
+    (18, 5, 1, 6, 2, 9), (30, 15, 1, 6, 10, 3), (30, 15, 3, 30, 10, 1), (30, 3, 5, 10, 2, 3),
+    (34, 33, 1, 2, 2, 17), (34, 34, 1, 34, 34, 1)])
+def test_the_micro_batch_is_the_largest_that_divides_into_pairs_if_any(
+        global_batch, max_batch, world_size, group, micro_batch, accumulation):
+    plan = plan_batches(global_batch, max_batch, world_size, group=group)
+    assert plan == BatchPlan(global_batch, world_size, micro_batch, group)
     assert plan.accumulation == accumulation
     assert plan.per_process == global_batch // world_size
+    assert plan.groups == global_batch // group
 
 
-@pytest.mark.parametrize("max_batch", [1, 2, 5, 7, 12, 100])
-@pytest.mark.parametrize("global_batch, world_size", [(12, 1), (30, 5), (26, 2), (60, 3)])
-def test_micro_batches_fit_and_make_up_the_global_batch(global_batch, max_batch, world_size):
-    plan = plan_batches(global_batch, max_batch, world_size)
-    assert 1 <= plan.micro_batch <= max_batch
+@pytest.mark.parametrize("max_batch", [2, 5, 7, 12, 100])
+@pytest.mark.parametrize("group", [1, 2, 6])
+@pytest.mark.parametrize("global_batch, world_size", [(12, 1), (30, 5), (36, 2), (60, 3)])
+def test_micro_batches_fit_and_make_up_the_global_batch(global_batch, max_batch, world_size, group):
+    plan = plan_batches(global_batch, max_batch, world_size, group=group)
+    assert 1 <= plan.micro_batch <= max_batch and plan.micro_batch % min(group, 2) == 0
     assert plan.micro_batch * plan.accumulation * world_size == global_batch
 
 
-@pytest.mark.parametrize("global_batch, world_size, below, above", [(100, 3, 99, 102),
-                                                                   (7, 5, 5, 10), (2, 3, 3, 3)])
-def test_a_global_batch_that_does_not_divide_is_refused(global_batch, world_size, below, above):
+@pytest.mark.parametrize("global_batch, world_size, group, nearest", [
+    (100, 3, 1, (99, 102)), (7, 5, 1, (5, 10)), (2, 3, 1, (3,)),
+    (96, 5, 32, (160,)), (66, 6, 6, (60, 72)), (1024, 3, 256, (768, 1536))])
+def test_a_global_batch_that_does_not_divide_into_processes_is_refused(global_batch, world_size,
+                                                                       group, nearest):
     with pytest.raises(ValueError) as error:
-        plan_batches(global_batch, 17, world_size)
+        plan_batches(global_batch, 17, world_size, group=group)
+    line = str(error.value)
+    assert "\n" not in line and f"global_batch = {global_batch}: " in line
+    assert f"into {world_size} processes" in line
+    assert line.endswith(f"the nearest batches that do are {' and '.join(map(str, nearest))}")
+    for batch in nearest:
+        assert plan_batches(batch, 17, world_size, group=group).global_batch == batch
+
+
+@pytest.mark.parametrize("global_batch, world_size, group, batches, groups", [
+    (100, 1, 64, (64, 128), (50, 100)), (100, 3, 64, (192,), (50, 100)),
+    (64, 1, 256, (256,), (64,)), (1021, 1, 256, (768, 1024), ()), (30, 1, 4, (28, 32), (2, 6)), (30, 2, 8, (24, 32), (6, 10))])
+def test_a_global_batch_that_does_not_divide_into_groups_is_refused(global_batch, world_size, group,
+                                                                    batches, groups):
+    with pytest.raises(ValueError) as error:
+        plan_batches(global_batch, 17, world_size, group=group)
     line = str(error.value)
     assert "\n" not in line and f"global_batch = {global_batch} " in line
-    assert f"{below} and {above}" in line and below % world_size == above % world_size == 0
+    assert f"mix.group = {group} " in line
+    tail = f", or mix.group = {' or '.join(map(str, groups))}" if groups else ""
+    assert line.endswith(f"batches that do are {' and '.join(map(str, batches))}{tail}")
+    for batch in batches:
+        assert plan_batches(batch, 17, world_size, group=group).groups == batch // group
+    assert all(global_batch % size == size % 2 == 0 for size in groups)
 
 
-@pytest.mark.parametrize("world_size, max_batch", [(1, 30), (1, 7), (2, 4), (3, 5), (6, 1)])
-def test_a_process_takes_every_world_sizeth_image_of_the_global_batch(world_size, max_batch):
-    plan = plan_batches(30, max_batch, world_size)
-    shares = [[position for micro_step in range(plan.accumulation)
-               for position in range(30)[plan.positions(rank, micro_step)]]
-              for rank in range(world_size)]
-    assert shares == [[rank + k * world_size for k in range(plan.per_process)]
-                      for rank in range(world_size)]
-    assert sorted(sum(shares, [])) == list(range(30))
+@pytest.mark.parametrize("group", [3, 63, 255])
+def test_an_odd_group_is_refused_because_its_middle_has_no_partner(group):
+    nearest = f"{group - 1} and {group + 1}"
+    with pytest.raises(ValueError, match=rf"mix\.group = {group} is odd, .* {nearest}$"):
+        plan_batches(2 * group, 17, 1, group=group)
 
 
-@pytest.mark.parametrize("world_size, max_batch", [(1, 30), (1, 7), (2, 4), (3, 5), (6, 1)])
-def test_every_micro_step_takes_one_micro_batch_of_the_positions(world_size, max_batch):
-    plan = plan_batches(30, max_batch, world_size)
+def test_a_micro_batch_of_one_holds_no_pair():
+    assert plan_batches(12, 1, 2, group=1).micro_batch == 1
+    with pytest.raises(ValueError, match=r"max_batch_per_process = 1, .* pairs"):
+        plan_batches(12, 1, 2, group=4)
+
+
+CARRIED = [(1, 60), (1, 14), (1, 2), (2, 8), (3, 10), (5, 60), (6, 5), (10, 3), (30, 7)]
+
+
+@pytest.mark.parametrize("world_size, max_batch", CARRIED)
+@pytest.mark.parametrize("group", [1, 2, 4, 6, 10, 12, 20, 30, 60])
+def test_a_step_carries_every_image_once_and_equally_many_everywhere(world_size, max_batch, group):
+    plan = plan_batches(60, max_batch, world_size, group=group)
+    carried = micro_batches(plan)
+    assert sorted(sum(sum(carried, []), [])) == list(range(60))
+    assert {len(one) for process in carried for one in process} == {plan.micro_batch}
+
+
+@pytest.mark.parametrize("world_size, max_batch", CARRIED)
+@pytest.mark.parametrize("group", [2, 4, 6, 10, 12, 20, 30, 60])
+def test_partners_are_the_mirrored_images_of_a_group_and_stand_opposite_each_other(
+        world_size, max_batch, group):
+    """By the definition: the groups are every G-th image, and each is mixed with its reverse."""
+    groups = [list(range(60))[first::60 // group] for first in range(60 // group)]
+    partner = {image: other for one in groups for image, other in zip(one, reversed(one))}
+    group_of = {image: number for number, one in enumerate(groups) for image in one}
+    plan = plan_batches(60, max_batch, world_size, group=group)
+    for rank, process in enumerate(micro_batches(plan)):
+        for micro_step, positions in enumerate(process):
+            assert [partner[image] for image in positions] == positions[::-1]
+            assert plan.mixing_groups(rank, micro_step).tolist() == [
+                group_of[image] for image in positions]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+def test_micro_batches_as_large_as_groups_are_the_groups_in_order_as_in_deit(world_size):
+    plan = plan_batches(60, 10, world_size, group=10)
+    assert plan.micro_batch == 10
     for rank in range(world_size):
         for micro_step in range(plan.accumulation):
-            assert len(range(30)[plan.positions(rank, micro_step)]) == plan.micro_batch
+            first = micro_step * world_size + rank
+            assert plan.positions(rank, micro_step).tolist() == list(range(60))[first::6]
+
+
+@pytest.mark.parametrize("group", [1, 10])
+@pytest.mark.parametrize("world_size, max_batch", [(1, 30), (1, 7), (2, 4), (3, 5), (6, 2)])
+def test_a_process_takes_every_world_sizeth_image_where_groups_allow_it(world_size, max_batch,
+                                                                        group):
+    plan = plan_batches(60, max_batch, world_size, group=group)
+    for rank, process in enumerate(micro_batches(plan)):
+        assert sorted(sum(process, [])) == list(range(60))[rank::world_size]
+
+
+@pytest.mark.parametrize("group, repeats, again", [
+    (64, 3, 42), (32, 3, 11), (16, 3, 0), (64, 1, 0), (64, 2, 32), (32, 2, 0), (2, 9, 0),
+    (1, 9, 0)])
+def test_views_of_one_image_in_one_group_are_a_caution_that_counts_them(group, repeats, again):
+    plan = plan_batches(64, 64, 1, group=group)
+    lines = plan.cautions(repeats=repeats, max_batch_per_process=64)
+    group_zero = [position // repeats for position in range(64)[::64 // group]]
+    assert again == len(group_zero) - len(set(group_zero))
+    assert len(lines) == (again > 0)
+    for line in lines:
+        assert line.startswith(f"{again} of the mix.group = {group} images") and "\n" not in line
+        assert f"({64 // group}) than augment.repeats = {repeats}" in line
+
+
+@pytest.mark.parametrize("global_batch, max_batch, group, said", [
+    (1021, 256, 1, 1), (34, 33, 34, 2), (1024, 256, 1, None), (1024, 100, 64, None),
+    (6, 100, 1, None), (60, 30, 2, None), (58, 30, 1, None)])
+def test_micro_batches_under_half_of_what_may_be_are_a_caution(global_batch, max_batch, group,
+                                                               said):
+    plan = plan_batches(global_batch, max_batch, 1, group=group)
+    lines = plan.cautions(repeats=1, max_batch_per_process=max_batch)
+    assert len(lines) == (said is not None)
+    for line in lines:
+        assert line.startswith(f"micro-batches have {said} image(s)") and "\n" not in line
+        assert str(global_batch) in line and f"max_batch_per_process = {max_batch}" in line
+
+
+# ---------------------------------------------------------------------------------------------
+# The epoch
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 3, 7])
-@pytest.mark.parametrize("world_size, max_batch", [(1, 3), (1, 18), (2, 3), (2, 4), (3, 2), (6, 1)])
-def test_global_batches_are_the_same_for_any_number_of_processes(world_size, max_batch, repeats):
+@pytest.mark.parametrize("world_size, max_batch, group", [
+    (1, 3, 1), (1, 18, 1), (2, 3, 1), (2, 4, 1), (3, 2, 1), (6, 1, 1),
+    (1, 18, 18), (1, 18, 6), (1, 3, 6), (3, 6, 6), (3, 2, 18), (9, 2, 6), (3, 4, 2)])
+def test_global_batches_are_the_same_for_any_number_of_processes(world_size, max_batch, group,
+                                                                 repeats):
     views = views_in_order(epoch_order(SEED, 2, COUNT), repeats).tolist()
     expected = [[SampleKey(2, *view) for view in views[step * 18:(step + 1) * 18]]
                 for step in range(5)]                        # 101 // 18
-    assert global_batches(world_size, epoch=2, max_batch=max_batch, repeats=repeats) == expected
+    assert global_batches(world_size, epoch=2, max_batch=max_batch, repeats=repeats,
+                          group=group) == expected
 
 
 def test_without_repeats_an_epoch_is_the_order_of_the_images_cut_into_batches():
@@ -175,8 +312,9 @@ def test_an_imagenet_epoch_is_as_long_as_deits(world_size, per_process, repeats)
         assert len(one) * one.plan.micro_batch == per_process
 
 
-def test_an_imagenet_epoch_of_one_process_is_deits():
-    one = sampler(11, 16, count=IMAGENET, global_batch=1024, max_batch=64, repeats=3)
+@pytest.mark.parametrize("group", [1, 64])
+def test_an_imagenet_epoch_of_one_process_is_deits(group):
+    one = sampler(11, 16, count=IMAGENET, global_batch=1024, max_batch=64, repeats=3, group=group)
     expected = deits_share(epoch_order(SEED, 0, IMAGENET), repeats=3, rank=11, world_size=16)
     assert len(expected) == 80_064
     assert share(one) == [(0, *view) for view in expected.tolist()]
@@ -188,15 +326,16 @@ def test_an_imagenet_epoch_with_three_repeats_sees_a_third_of_the_images():
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 3, 5])
+@pytest.mark.parametrize("group", [1, 32])
 @pytest.mark.parametrize("world_size, max_batch", [(1, 256), (2, 64), (8, 5)])
-def test_each_process_takes_what_deits_sampler_gives_it(world_size, max_batch, repeats):
+def test_each_process_takes_what_deits_sampler_gives_it(world_size, max_batch, repeats, group):
     for rank in range(world_size):                           # a batch of 256: lengths agree, too
         one = sampler(rank, world_size, count=1009, global_batch=256, max_batch=max_batch,
-                      repeats=repeats)
+                      repeats=repeats, group=group)
         one.start(epoch=7, step=0)
         expected = deits_share(epoch_order(SEED, 7, 1009), repeats=repeats, rank=rank,
                                world_size=world_size)
-        assert share(one) == [(7, *view) for view in expected.tolist()]
+        assert in_order(one) == [(7, *view) for view in expected.tolist()]
 
 
 @pytest.mark.parametrize("repeats, whole, rest", [(1, 90, 0), (2, 45, 0), (3, 30, 0), (7, 12, 6)])
@@ -216,6 +355,28 @@ def test_views_of_one_image_go_to_different_processes_if_there_are_enough(world_
     for rank in range(world_size):
         indices = [key.index for key in share(sampler(rank, world_size, repeats=repeats))]
         assert len(indices) == 90 // world_size == len(set(indices))
+
+
+@pytest.mark.parametrize("world_size, max_batch", [(1, 64), (1, 960), (2, 30), (3, 128), (8, 256)])
+def test_groups_are_deits_64_different_images_for_any_number_of_processes(world_size, max_batch):
+    """15 groups of 64 at three repeats: as on DeiT's machines, no image meets a view of itself, and
+    the views of none share a draw of mixing."""
+    groups: dict[tuple[int, int], list[SampleKey]] = {}
+    for rank in range(world_size):
+        one = sampler(rank, world_size, count=2003, global_batch=960, max_batch=max_batch, repeats=3,
+                      group=64)
+        for number, keys in enumerate(one):
+            step, micro_step = divmod(number, one.plan.accumulation)
+            for group, key in zip(one.plan.mixing_groups(rank, micro_step).tolist(), keys):
+                groups.setdefault((step, group), []).append(key)
+    assert sorted(groups) == [(step, group) for step in range(2) for group in range(15)]
+    assert {len({key.index for key in keys}) for keys in groups.values()} == {64}
+    assert {len(keys) for keys in groups.values()} == {64}
+    draws: dict[tuple[int, int], set[int]] = {}
+    for (step, group), keys in groups.items():
+        for key in keys:
+            draws.setdefault((step, key.index), set()).add(group)
+    assert {len(found) for found in draws.values()} == {3}
 
 
 @pytest.mark.parametrize("repeats", [2, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ from torchvision.transforms import v2
 from vitinit.data.augment import erase, normal_quantiles, normalise, rand_augment
 from vitinit.data.draw import Draws, Erasing, RandAugment, SampleDraws, SampleKey, stack_draws
 from vitinit.data.loader import Batch, TrainBatch
-from vitinit.data.mix import UNMIXED, Mix, Mixing, mix_images
+from vitinit.data.mix import (UNMIXED, Mix, Mixing, mix_images, mix_targets,
+                              smooth_one_hot)
 from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.keys import Stream, keyed_generator
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZE, FILL, CLASSES = (11, 13), (17, 131, 251), 19
-SEED, STEP, RANK, MICRO_STEP = 23, 5, 2, 3
+SEED, STEP, GROUP = 23, 5, 11
 MIXUP, CUTMIX, NO_MIXING = Mixing(cutmix_alpha=0), Mixing(mixup_alpha=0), Mixing(probability=0)
 CPU = torch.device("cpu")
 
@@ -38,27 +40,30 @@ def without_draws(batch: TrainBatch) -> TrainBatch:
 
 def door_of(**changes) -> TrainToDevice:
     options = dict(mean=MEAN, std=STD, channels_last=False, fill=FILL, erase_fill="pixel",
-                   erase_after_mix=False, mixing=Mixing(), num_classes=CLASSES, seed=SEED,
-                   rank=RANK)
+                   erase_after_mix=False, mixing=Mixing(), num_classes=CLASSES, seed=SEED)
     return TrainToDevice(CPU, **options | changes)
 
 
+def one_group(batch: TrainBatch, group: int = GROUP) -> np.ndarray:
+    return np.full(len(batch.labels), group)
+
+
 def prepare(batch: TrainBatch, **changes) -> tuple[Tensor, Tensor]:
-    return door_of(**changes)(batch, STEP, MICRO_STEP)
+    return door_of(**changes)(batch, STEP, one_group(batch))
 
 
-def mix_of(mixing: Mixing) -> Mix:
-    return mixing.draw(keyed_generator(SEED, Stream.MIX, STEP, RANK, MICRO_STEP), *SIZE)
+def mix_of(mixing: Mixing, group: int = GROUP) -> Mix:
+    return mixing.draw(keyed_generator(SEED, Stream.MIX, STEP, group), *SIZE)
 
 
-def in_deits_order(batch: TrainBatch, mix: Mix, fill: str) -> Tensor:
+def in_deits_order(batch: TrainBatch, mixes: Sequence[Mix], fill: str) -> Tensor:
     augmented = rand_augment(batch.images, batch.draws, FILL)
     erased = erase(normalise(augmented, MEAN, STD), batch.draws, fill, normal_quantiles())
-    return mix_images(erased, mix)
+    return mix_images(erased, mixes)
 
 
-def in_timms_order(batch: TrainBatch, mix: Mix, fill: str) -> Tensor:
-    mixed = mix_images(rand_augment(batch.images, batch.draws, FILL), mix)
+def in_timms_order(batch: TrainBatch, mixes: Sequence[Mix], fill: str) -> Tensor:
+    mixed = mix_images(rand_augment(batch.images, batch.draws, FILL), mixes)
     assert mixed.dtype == torch.uint8
     return erase(normalise(mixed, MEAN, STD), batch.draws, fill, normal_quantiles())
 
@@ -108,13 +113,26 @@ def test_training_with_nothing_to_do_sees_what_evaluation_sees(erase_after_mix):
 @pytest.mark.parametrize("fill", ["pixel", "rand", "const"])
 @pytest.mark.parametrize("mixing", [MIXUP, CUTMIX, Mixing(), NO_MIXING])
 def test_both_orders_are_those_of_the_functions_by_hand(mixing, fill, count):
-    batch, mix = batch_of(count), mix_of(mixing)
+    batch, mixes = batch_of(count), [mix_of(mixing)] * count
     ours, _ = prepare(batch, mixing=mixing, erase_fill=fill)
     assert ours.dtype == torch.float32 and ours.shape == (count, 3, *SIZE)
-    assert torch.equal(ours, in_deits_order(batch, mix, fill))
+    assert torch.equal(ours, in_deits_order(batch, mixes, fill))
     ours, _ = prepare(batch, mixing=mixing, erase_fill=fill, erase_after_mix=True)
     assert ours.dtype == torch.float32
-    assert torch.equal(ours, in_timms_order(batch, mix, fill))
+    assert torch.equal(ours, in_timms_order(batch, mixes, fill))
+
+
+@pytest.mark.parametrize("mixing", [MIXUP, CUTMIX, Mixing(), Mixing(probability=0.5)])
+def test_each_pair_of_a_micro_batch_is_mixed_as_its_own_group_draws(mixing):
+    groups = [11, 3, 0, 7, 3, 3, 7, 0, 3, 11]
+    batch, mixes = batch_of(len(groups)), [mix_of(mixing, group) for group in groups]
+    assert len(set(mixes)) > 1 + (mixing.probability == 1)
+    ours, targets = door_of(mixing=mixing)(batch, STEP, np.array(groups))
+    assert torch.equal(ours, in_deits_order(batch, mixes, "pixel"))
+    assert torch.equal(targets, mix_targets(
+        smooth_one_hot(batch.labels, CLASSES, mixing.label_smoothing), mixes))
+    ours, _ = door_of(mixing=mixing, erase_after_mix=True)(batch, STEP, np.array(groups))
+    assert torch.equal(ours, in_timms_order(batch, mixes, "pixel"))
 
 
 @pytest.mark.parametrize("fill", ["pixel", "rand", "const"])
@@ -159,26 +177,24 @@ def test_images_are_mixed_as_bytes_only_before_erasing():
 # ---------------------------------------------------------------------------------------------
 
 
-def test_every_seed_step_process_and_micro_step_has_a_mix_of_its_own():
+def test_every_seed_step_and_group_has_a_mix_of_its_own():
     batch, images_seen, targets_seen = without_draws(batch_of(2)), set(), set()
-    for seed, rank in itertools.product(range(3), repeat=2):
-        door = door_of(mixing=MIXUP, seed=seed, rank=rank)
-        for step, micro_step in itertools.product(range(3), repeat=2):
-            images, targets = door(batch, step, micro_step)
-            images_seen.add(images.numpy().tobytes())
-            targets_seen.add(targets.numpy().tobytes())
-    assert len(images_seen) == len(targets_seen) == 3**4
+    for seed, step, group in itertools.product(range(3), repeat=3):
+        images, targets = door_of(mixing=MIXUP, seed=seed)(batch, step, one_group(batch, group))
+        images_seen.add(images.numpy().tobytes())
+        targets_seen.add(targets.numpy().tobytes())
+    assert len(images_seen) == len(targets_seen) == 3**3
 
 
 def test_the_same_key_gives_the_same_mix_whatever_came_before():
-    batch, door, other = batch_of(), door_of(), door_of(rank=RANK + 1)
-    images, targets = door(batch, STEP, MICRO_STEP)
-    for step in range(3):
-        door(batch, step, MICRO_STEP)
-        other(batch, STEP, step)
+    batch, door = batch_of(), door_of()
+    images, targets = door(batch, STEP, one_group(batch))
+    for other in range(3):
+        door(batch, other, one_group(batch))
+        door(batch, STEP, one_group(batch, other))
     np.random.seed(0)
     torch.manual_seed(0)
-    same_images, same_targets = door(batch, STEP, MICRO_STEP)
+    same_images, same_targets = door(batch, STEP, one_group(batch))
     assert torch.equal(images, same_images) and torch.equal(targets, same_targets)
 
 

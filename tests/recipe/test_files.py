@@ -81,6 +81,7 @@ cutmix_alpha = 0.73
 probability = 0.79
 switch_probability = 0.83
 label_smoothing = 0.1
+group = 38
 
 [eval]
 crop_pct = 0.875
@@ -196,6 +197,7 @@ KEYS = {
     "mix.probability": ("a number ≥ 0 and ≤ 1", ["0.0", "1.0"], ["-0.1", "1.1"]),
     "mix.switch_probability": ("a number ≥ 0 and ≤ 1", ["0.0", "1.0"], ["-0.1", "1.1"]),
     "mix.label_smoothing": ("a number ≥ 0 and < 1", ["0.0", "0.9999999"], ["-0.1", "1.0"]),
+    "mix.group": ("an integer ≥ 2", ["2", "1024"], ["1", "0", "-2"]),
     "eval.crop_pct": ("a number > 0 and ≤ 1", ["1e-9", "1.0"], ["0.0", "1.1"]),
     "eval.interpolation": ('one of "bilinear", "bicubic"', ['"bilinear"', '"bicubic"'],
                            ['"nearest"']),

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 import vitinit
 from vitinit.data.mix import smooth_one_hot
 from vitinit.data.pipeline import Step
+from vitinit.data.sampler import BatchPlan
 from vitinit.messages import OneLineError
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models.layers import draw_keep
@@ -59,7 +61,13 @@ def batches(micro_batch: int, bad_step: int | None = None):
         if step == bad_step:
             images[3] = float("nan")
         labels = torch.randint(CLASSES, (GLOBAL_BATCH,), generator=generator)
-        yield list(zip(images.split(micro_batch), labels.split(micro_batch)))
+        plan = plan_of(micro_batch)
+        carried = [plan.positions(0, micro_step) for micro_step in range(plan.accumulation)]
+        yield [(images[places], labels[places]) for places in carried]
+
+
+def plan_of(micro_batch: int) -> BatchPlan:
+    return BatchPlan(GLOBAL_BATCH, world_size=1, micro_batch=micro_batch, group=1)
 
 
 def soft_batches(micro_batch: int):
@@ -70,7 +78,7 @@ def soft_batches(micro_batch: int):
                 .softmax(dim=1)) for images, _ in parts]
 
 
-def soft(batch, step: int, micro_step: int, *, smoothing: float = 0.1):
+def soft(batch, step: int, groups: np.ndarray, *, smoothing: float = 0.1):
     """A batch with labels, prepared."""
     images, labels = batch
     return images, smooth_one_hot(labels, CLASSES, smoothing)
@@ -85,8 +93,7 @@ def numbered(steps, micro_batch: int = GLOBAL_BATCH, *, prepare=soft, first: int
              ) -> Iterator[Step]:
     """Lists of micro-batches as the engine takes them."""
     for number, parts in enumerate(steps, first):
-        yield Step(number, parts, prepare,
-                   lambda micro: slice(micro * micro_batch, (micro + 1) * micro_batch))
+        yield Step(number, parts, prepare, plan_of(micro_batch), 0)
 
 
 def trained(micro_batch: int = GLOBAL_BATCH, *, drop_path: float = 0.0, amp: str = "off",
@@ -171,18 +178,19 @@ def test_the_loss_is_the_mean_of_minus_target_times_log_softmax(micro_batch):
 
 
 @pytest.mark.parametrize("first", [0, 40])
-def test_each_micro_batch_is_prepared_under_its_own_step_and_micro_step(first):
+def test_each_micro_batch_is_prepared_under_its_own_step_and_groups(first):
     """Counted from the start of the run, so that a resumed one goes on with the same draws."""
     prepared, all_steps = [], list(batches(4))
 
-    def prepare(batch, step: int, micro_step: int):
-        prepared.append((batch[0], step, micro_step))
-        return soft(batch, step, micro_step)
+    def prepare(batch, step: int, groups: np.ndarray):
+        prepared.append((batch[0], step, groups))
+        return soft(batch, step, groups)
     trained(4, steps=all_steps, prepare=prepare, progress=Progress(step=first))
-    assert [place for _, *place in prepared] == [
-        [step, micro_step] for step in range(first, first + STEPS) for micro_step in range(3)]
-    for images, step, micro_step in prepared:
-        assert images is all_steps[step - first][micro_step][0]
+    assert [step for _, step, _ in prepared] == [
+        step for step in range(first, first + STEPS) for _ in range(3)]
+    for place, (images, step, groups) in enumerate(prepared):
+        assert images is all_steps[step - first][place % 3][0]
+        assert groups.tolist() == list(range(GLOBAL_BATCH))[place % 3::3]
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 4, 6])

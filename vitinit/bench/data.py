@@ -31,7 +31,7 @@ def deit_views(source: LoosePictures, size: int) -> TrainViews:
 def deit_device_part(device: torch.device, num_classes: int = 1000) -> TrainToDevice:
     return TrainToDevice(device, mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=True,
                          fill=RandAugment().fill, erase_fill="pixel", erase_after_mix=False,
-                         mixing=Mixing(), num_classes=num_classes, seed=0, rank=0)
+                         mixing=Mixing(), num_classes=num_classes, seed=0)
 
 
 def torchvisions_pipeline(size: int) -> transforms.Compose:
@@ -77,10 +77,11 @@ def bench_loader(folder: Path, size: int, batch: int = 50) -> None:
         deque(batches, maxlen=0)
         return time.perf_counter() - began
 
+    one_group = np.zeros(batch, np.int64)            # all mixed by one draw
     decode = rate(lambda: [source.picture(index) for index in indices])
     worker = rate(lambda: deque(loaded(), maxlen=0))
     through = count / min(seconds_through_a_worker() for _ in range(3))
-    whole = rate(lambda: [prepare(some, 0, number) for number, some in enumerate(loaded())])
+    whole = rate(lambda: [prepare(some, number, one_group) for number, some in enumerate(loaded())])
     pillow = rate(theirs)
     print(f"{len(source)} pictures to {size} px in batches of {batch}, images/s/core, best of three\n"
           f"decode alone                               {decode:6.0f}\n"
@@ -116,8 +117,8 @@ def bench_augment(batch: int, size: int) -> None:
         "RandAugment": lambda: rand_augment(loaded.images, draws, prepare.fill),
         "normalise": lambda: prepare.normalised(loaded.images),
         "erase": lambda: prepare.erased(floats, loaded),
-        "mixup": lambda: mix_images(floats, Mix(0.3, None)),
-        "all, as in training": lambda: prepare(loaded, 0, 0),
+        "mixup": lambda: mix_images(floats, [Mix(0.3, None)] * batch),
+        "all, as in training": lambda: prepare(loaded, 0, np.zeros(batch, np.int64)),
     }
     print(f"{batch}×3×{size}×{size} on {describe_device(device)}, ms, best of three")
     for name, action in parts.items():

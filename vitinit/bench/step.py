@@ -37,7 +37,9 @@ def forward_flops(model: torch.nn.Module, images: torch.Tensor) -> float:
 def from_files(source: LoosePictures, size: int, batch: int, workers: int, device: torch.device
                ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches with DeiT's augmentation, epoch after epoch, as training takes them."""
-    sampler = TrainSampler(len(source), plan_batches(batch, batch, 1), rank=0, seed=0,
+    # An odd batch is not of pairs; what its mixing costs is the same.
+    plan = plan_batches(batch, batch, 1, group=batch if batch % 2 == 0 else 1)
+    sampler = TrainSampler(len(source), plan, rank=0, seed=0,
                            repeats=-(-batch // len(source)))
     batches = training_batches(source, sampler=sampler, draws=SampleDraws(0, (size, size)),
                                prepare=deit_device_part(device), budget_gib=0.0, workers=workers)

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from .datasets import Source
@@ -17,7 +18,7 @@ from .draw import SampleDraws
 from .loader import Batch, EvalViews, TrainBatch, TrainViews, eval_loader, train_loader
 from .resident import (ResidentEvalLoader, ResidentTrainLoader, only_moves_pixels,
                        resident_source)
-from .sampler import TrainSampler
+from .sampler import BatchPlan, TrainSampler
 from .to_device import ToDevice, TrainToDevice
 
 
@@ -26,20 +27,23 @@ class Step:
     """This process' share of one global batch, here as a whole and on the host.
 
     Iterating gives for each micro-batch: images (B, 3, H, W) and targets (B, K) on the device, and
-    which of the global batch they are.
+    which of the global batch they are, (B,).
     """
 
     number: int                 # global, from 0
     batches: list[TrainBatch]
     prepare: TrainToDevice
-    positions: Callable[[int], slice]   # of a micro-step
+    plan: BatchPlan
+    rank: int
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, slice]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
         for micro_step, batch in enumerate(self.batches):
-            yield *self.prepare(batch, self.number, micro_step), self.positions(micro_step)
+            groups = self.plan.mixing_groups(self.rank, micro_step)
+            yield (*self.prepare(batch, self.number, groups),
+                   self.plan.positions(self.rank, micro_step))
 
 
 class TrainingBatches:
@@ -65,7 +69,7 @@ class TrainingBatches:
         batches = iter(self.batches)
         for number in range(epoch * self.steps_per_epoch + done, (epoch + 1) * self.steps_per_epoch):
             yield Step(number, list(itertools.islice(batches, plan.accumulation)), self.prepare,
-                       lambda micro_step: plan.positions(rank, micro_step))
+                       plan, rank)
 
 
 class EvaluationBatches:

@@ -51,12 +51,12 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
     kinds = {"mixup": Mixing(cutmix_alpha=0.0), "cutmix": Mixing(mixup_alpha=0.0)}
     batches = train_loader(views, keys, workers=0, pin_memory=False)
     for step, (row, batch, (kind, mixing)) in enumerate(zip(axes, batches, kinds.items())):
-        mix = mixing.draw(keyed_generator(seed, Stream.MIX, step, 0, 0), *size)
+        mix = mixing.draw(keyed_generator(seed, Stream.MIX, step, 0), *size)
         images = rand_augment(batch.images, batch.draws, settings.fill)
         images = erase(normalise(images, IMAGENET_MEAN, IMAGENET_STD), batch.draws, "pixel",
                        normal_quantiles())
         # Back to what eyes see; noise of erased boxes is cut off at black and white.
-        mixed = mix_images(images, mix) * torch.tensor(IMAGENET_STD).view(3, 1, 1)
+        mixed = mix_images(images, [mix] * count) * torch.tensor(IMAGENET_STD).view(3, 1, 1)
         mixed = (mixed + torch.tensor(IMAGENET_MEAN).view(3, 1, 1)).clamp(0, 1)
         for place, (axis, tile) in enumerate(zip(row, mixed)):
             axis.imshow(tile.permute(1, 2, 0).numpy())

@@ -82,13 +82,14 @@ class RandAugment:
 
 @dataclass(frozen=True)
 class Mix:
-    """Mixup and cutmix of whole micro-batches, and the targets."""
+    """Mixup and cutmix of groups of images, and the targets."""
 
     mixup_alpha: float = number(minimum=0.0)        # of Beta(α, α); 0: no mixup
     cutmix_alpha: float = number(minimum=0.0)       # likewise
-    probability: float = number(minimum=0.0, maximum=1.0)         # that a batch is mixed
+    probability: float = number(minimum=0.0, maximum=1.0)         # that a group is mixed
     switch_probability: float = number(minimum=0.0, maximum=1.0)  # cutmix where both are on
     label_smoothing: float = number(minimum=0.0, below=1.0)
+    group: int = number(minimum=2)                  # images per draw: even, and divides global_batch
 
 
 @dataclass(frozen=True)

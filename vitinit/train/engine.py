@@ -3,7 +3,8 @@ model.
 
 A *step* is one update of the weights from one global batch. Each process works through its share in
 micro-batches, gradients accumulating; DistributedDataParallel averages them over the processes
-during the last one. So a step means the same for any number of processes and any micro-batch.
+during the last one. So a step means the same for any number of processes and any micro-batch; only
+models with BatchNorm see which images came in one micro-batch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ class Step(Protocol):
 
     number: int                                      # global, from 0
     def __len__(self) -> int: ...                    # micro-batches
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, slice]]: ...
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]: ...
 
 
 def set_precision(tf32: bool) -> None:

@@ -1,0 +1,131 @@
+"""A step is the same whatever carries it: what the model sees of a global batch, mixed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from vitinit.data.augment import erase, normal_quantiles, normalise, rand_augment
+from vitinit.data.datasets import PicturesInMemory
+from vitinit.data.draw import (CropAndFlip, Erasing, RandAugment, SampleDraws, SampleKey,
+                               epoch_order, stack_draws)
+from vitinit.data.images import crop_and_flip
+from vitinit.data.mix import Mix, Mixing, smooth_one_hot
+from vitinit.data.pipeline import training_batches
+from vitinit.data.sampler import TrainSampler, plan_batches
+from vitinit.data.to_device import TrainToDevice
+from vitinit.keys import Stream, keyed_generator
+
+CPU = torch.device("cpu")
+SIDE, COUNT, CLASSES, SEED, REPEATS = 7, 29, 5, 31, 3
+GLOBAL_BATCH, GROUP, EPOCHS = 24, 8, 4                       # one step an epoch, three groups
+MEAN, STD = (0.5, 0.4, 0.3), (0.3, 0.2, 0.1)
+DRAWS = SampleDraws(SEED, (SIDE, SIDE),
+                    CropAndFlip(scale=(1.0, 1.0), ratio=(1.0, 1.0), padding=2),
+                    RandAugment(probability=0.7), Erasing(probability=0.5))
+MIXING = Mixing(probability=0.9)
+
+
+class Carriers(NamedTuple):
+    """What a run may change between two steps."""
+
+    world_size: int
+    max_batch: int
+    workers: int = 0
+    resident: bool = False
+
+
+def pictures() -> PicturesInMemory:
+    rng = np.random.default_rng(2)
+    pixels = rng.integers(0, 256, (COUNT, 3, SIDE, SIDE), dtype=np.uint8)
+    return PicturesInMemory(torch.from_numpy(pixels), rng.integers(0, CLASSES, COUNT), [""] * COUNT)
+
+
+def carried(how: Carriers, *, erase_after_mix: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """Images and targets of every step, in the order of the global batch, of all processes."""
+    plan = plan_batches(GLOBAL_BATCH, how.max_batch, how.world_size, group=GROUP)
+    found = [(torch.full((GLOBAL_BATCH, 3, SIDE, SIDE), torch.nan),
+              torch.full((GLOBAL_BATCH, CLASSES), torch.nan)) for _ in range(EPOCHS)]
+    source = pictures()
+    for rank in range(how.world_size):
+        sampler = TrainSampler(COUNT, plan, rank=rank, seed=SEED, repeats=REPEATS)
+        prepare = TrainToDevice(
+            CPU, mean=MEAN, std=STD, channels_last=False, fill=(17, 131, 251), erase_fill="pixel",
+            erase_after_mix=erase_after_mix, mixing=MIXING, num_classes=CLASSES, seed=SEED)
+        batches = training_batches(source, sampler=sampler, draws=DRAWS, prepare=prepare,
+                                   budget_gib=float(how.resident), workers=how.workers)
+        assert batches.resident == how.resident
+        for epoch in range(EPOCHS):
+            step, = batches.steps(epoch=epoch)
+            assert step.number == epoch and len(step) == plan.accumulation
+            for images, targets, positions in step:
+                found[epoch][0][positions], found[epoch][1][positions] = images, targets
+    return found
+
+
+def mixed(images: Tensor, mix: Mix) -> Tensor:
+    """A whole group with itself reversed, by timm's lines."""
+    if mix.box is not None:
+        rows, columns = (slice(mix.box[0], mix.box[0] + mix.box[2]),
+                         slice(mix.box[1], mix.box[1] + mix.box[3]))
+        images = images.clone()
+        images[..., rows, columns] = images.flip(0)[..., rows, columns]
+        return images
+    blend = images.float() * mix.share + images.flip(0).float() * (1.0 - mix.share)
+    return blend if images.is_floating_point() else blend.round().to(torch.uint8)
+
+
+def by_definition(*, erase_after_mix: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """The same: each view made alone, then every G-th image of a global batch mixed as a batch."""
+    source, found = pictures(), []
+    for step in range(EPOCHS):
+        views = np.repeat(epoch_order(SEED, step, COUNT), REPEATS)[:GLOBAL_BATCH].tolist()
+        keys = [SampleKey(step, index, place % REPEATS) for place, index in enumerate(views)]
+        images = []
+        for key in keys:
+            view = DRAWS.view(key, SIDE, SIDE)
+            images.append(crop_and_flip(source.picture(key.index), view.box, view.flip,
+                                        (SIDE, SIDE), view.interpolation))
+        draws = stack_draws([DRAWS.for_device(key) for key in keys])
+        images = rand_augment(torch.stack(images), draws, (17, 131, 251))
+        targets = smooth_one_hot(torch.from_numpy(source.labels[views]), CLASSES, 0.1)
+
+        def ready(images: Tensor) -> Tensor:
+            return erase(normalise(images, MEAN, STD), draws, "pixel", normal_quantiles())
+        images = images if erase_after_mix else ready(images)
+        groups, images, targets = GLOBAL_BATCH // GROUP, images.clone(), targets.clone()
+        for group in range(groups):
+            mix = MIXING.draw(keyed_generator(SEED, Stream.MIX, step, group), SIDE, SIDE)
+            own = slice(group, None, groups)
+            images[own] = mixed(images[own], mix)
+            targets[own] = targets[own] * mix.share + targets[own].flip(0) * (1.0 - mix.share)
+        found.append((ready(images) if erase_after_mix else images, targets))
+    return found
+
+
+CARRIERS = [Carriers(1, 24), Carriers(1, 8), Carriers(1, 2), Carriers(1, 12, workers=2),
+            Carriers(2, 12), Carriers(2, 4, workers=1), Carriers(3, 8), Carriers(4, 5),
+            Carriers(6, 100), Carriers(12, 2)]
+
+
+@pytest.mark.parametrize("erase_after_mix", [False, True])
+@pytest.mark.parametrize("how", [*CARRIERS, *(how._replace(resident=True) for how in CARRIERS)],
+                         ids=str)
+def test_a_mixed_global_batch_is_the_same_to_the_bit_whatever_carries_it(how, erase_after_mix):
+    ours = carried(how, erase_after_mix=erase_after_mix)
+    expected = by_definition(erase_after_mix=erase_after_mix)
+    for (images, targets), (other_images, other_targets) in zip(ours, expected, strict=True):
+        assert images.numpy().tobytes() == other_images.numpy().tobytes()
+        assert targets.numpy().tobytes() == other_targets.numpy().tobytes()
+
+
+def test_steps_and_groups_are_mixed_by_both_kinds_so_that_equal_steps_mean_something():
+    mixes = [MIXING.draw(keyed_generator(SEED, Stream.MIX, step, group), SIDE, SIDE)
+             for step in range(EPOCHS) for group in range(GLOBAL_BATCH // GROUP)]
+    assert len(set(mixes)) >= 10
+    assert sum(mix.box is not None for mix in mixes) > 2
+    assert sum(mix.box is None and mix.share < 1 for mix in mixes) > 2
