@@ -16,6 +16,11 @@ table; the last lines, or FILE of --json, are JSON, one object for each checkpoi
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)     # no traceback of what is being imported
+
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,9 +46,10 @@ from vitinit.runs.report import Finding, report
 from vitinit.runs.trained import loaded
 from vitinit.train import distributed
 from vitinit.train.checkpoint import load
-from vitinit.train.device import describe_device
+from vitinit.train.device import describe_device, memory_for
 from vitinit.train.distributed import Processes
 from vitinit.train.engine import Evaluation, evaluate, set_precision
+from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import ProgressBar
 from vitinit.train.throughput import TIMED_PASSES, WARMUP_PASSES, Throughput, throughput
 
@@ -217,8 +223,8 @@ def view_of(subject: Subject, place: Place) -> View:
 
 
 def one_pass(view: View, source: Source, models: Sequence[nn.Module],
-             columns: Sequence[Tensor | None], workers: int,
-             processes: Processes) -> list[Evaluation]:
+             columns: Sequence[Tensor | None], workers: int, processes: Processes,
+             stop: StopRequest) -> list[Evaluation]:
     """All `models` over all pictures of `source`, each decoded once."""
     prepare = ToDevice(processes.device, mean=view.mean, std=view.std,
                        channels_last=view.channels_last)
@@ -226,13 +232,14 @@ def one_pass(view: View, source: Source, models: Sequence[nn.Module],
         source, rank=processes.rank, world_size=processes.world_size, size=view.size,
         crop_pct=view.crop_pct, interpolation=view.interpolation, batch_size=view.batch_size,
         prepare=prepare, budget_gib=0.0, workers=workers)
-    with ProgressBar(f"validate {view.place.name}", len(batches), shown=processes.is_main) as bar:
+    with (ProgressBar(f"validate {view.place.name}", len(batches), shown=processes.is_main) as bar,
+          memory_for("eval.batch_size", view.batch_size, processes.rank)):
         return evaluate([model.to(processes.device) for model in models], bar.over(batches),
                         columns=columns, num_classes=len(source.classes), amp=view.amp,
-                        processes=processes)
+                        processes=processes, stop=stop)
 
 
-def run(args: argparse.Namespace, processes: Processes) -> None:
+def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> None:
     together = processes.together
     subjects: list[Subject] = together(lambda: open_checkpoints(args))
     numbers = range(len(subjects))
@@ -266,7 +273,7 @@ def run(args: argparse.Namespace, processes: Processes) -> None:
         found = iter(one_pass(
             view, sources[view.place], [model for number in members for model in models[number]],
             [columns[number, view.place] for number in members for _ in models[number]],
-            max(subjects[number].recipe.data.workers for number in members), processes))
+            max(subjects[number].recipe.data.workers for number in members), processes, stop))
         for number in members:
             results[number, view.place] = [next(found) for _ in models[number]]
 
@@ -302,13 +309,16 @@ def speed(subject: Subject, model: nn.Module, processes: Processes) -> Throughpu
 
 def main(arguments: list[str] | None = None) -> int:
     try:
-        run(parse_arguments(arguments), distributed.start())
-        return 0
+        args = parse_arguments(arguments)
+        with StopRequest() as stop, distributed.joined() as processes:
+            run(args, processes, stop)
+            return 0
+    except Interrupted as interrupted:
+        complain("eval.py", interrupted)
+        return 128 + interrupted.number
     except OneLineError as error:
         complain("eval.py", error)
         return 2
-    finally:
-        distributed.stop()
 
 
 if __name__ == "__main__":

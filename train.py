@@ -8,6 +8,11 @@ Read it from top to bottom:
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)     # no traceback of what is being imported
+
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -42,10 +47,11 @@ from vitinit.runs.folder import checkpoint_file
 from vitinit.runs.resume import choose_run
 from vitinit.train import distributed
 from vitinit.train.checkpoint import CheckpointError, load, model_state
-from vitinit.train.device import describe_device, peak_memory
-from vitinit.train.distributed import Processes, StopRequest
+from vitinit.train.device import describe_device, memory_for, peak_memory
+from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
 from vitinit.train.engine import Evaluation, evaluate, set_precision, train_epoch
+from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import METRICS, Diverged, Progress, ProgressBar, epoch_line
 from vitinit.train.optim import adamw, learning_rate, scaled_lr
 from vitinit.train.state import TrainState
@@ -261,7 +267,7 @@ def metrics_row(progress: Progress, lr: float, global_batch: int,
 # ---------------------------------------------------------------------------------------------
 
 
-def train(args: argparse.Namespace, processes: Processes) -> int:
+def train(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> int:
     """One run from its command line to its last line; returns the exit status."""
     say = partial(print, flush=True) if processes.is_main else lambda *_: None
 
@@ -303,6 +309,10 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
             folder.save((state.state_dict() if to_resume else state.weights()) | {
                 "recipe": recipe.as_dict(), "classes": list(map(str, data.whole_set.classes))}, path)
 
+    def save_last() -> None:
+        """last.pt; all processes wait until the main one has written it."""
+        processes.main_only(lambda: write(folder.last, to_resume=True))
+
     def set_up_folder() -> None:
         if not resumed:
             folder.create(dump_recipe(recipe), again=args.resume == "auto")
@@ -320,27 +330,32 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
         with ProgressBar("validate", len(data.val_batches), shown=processes.is_main) as bar:
             processes.share_buffers(measured)
             return evaluate(measured, bar.over(data.val_batches), amp=recipe.engine.amp,
-                            num_classes=recipe.data.num_classes, processes=processes)
+                            num_classes=recipe.data.num_classes, processes=processes, stop=stop)
 
-    stop = StopRequest()
+    stop.defer()                                     # from here on there is something to save
     for epoch in range(progress.epochs, epochs):
+        evaluated = (epoch + 1) % recipe.eval.every_epochs == 0 or epoch + 1 == epochs
+        kept = (epoch + 1) % recipe.checkpoint.every_epochs == 0 or epoch + 1 == epochs
         steps = data.train_batches.steps(epoch=epoch, done=progress.epoch_steps)
         try:
-            with ProgressBar(f"epoch {epoch + 1}/{epochs}", data.train_batches.steps_per_epoch,
-                             initial=progress.epoch_steps, shown=processes.is_main) as bar:
-                for signal_number in train_epoch(
+            with (ProgressBar(f"epoch {epoch + 1}/{epochs}", data.train_batches.steps_per_epoch,
+                              initial=progress.epoch_steps, shown=processes.is_main) as bar,
+                  memory_for("optim.max_batch_per_process", data.plan.micro_batch, processes.rank)):
+                for _ in train_epoch(
                         state, forward, bar.over(steps, lambda: progress.note), lr_at=lr_at,
                         keep_at=keep_at, amp=recipe.engine.amp, clip_norm=recipe.optim.clip_norm,
                         every_steps=recipe.checkpoint.every_steps, processes=processes, stop=stop):
-                    write(folder.last, to_resume=True)
-                    if signal_number:
-                        say(f"stopped by signal {signal_number} after step {progress.step:,}; "
-                            f"go on with --resume {folder.path}")
-                        return 128 + signal_number
-            due = (epoch + 1) % recipe.eval.every_epochs == 0 or epoch + 1 == epochs
-            results = measure() if due else []
-        except DataError:
-            write(folder.last, to_resume=True)
+                    save_last()
+            if evaluated and kept:
+                save_last()                          # so no accident of evaluation costs the epoch
+            with memory_for("eval.batch_size", recipe.eval.batch_size, processes.rank):
+                results = measure() if evaluated else []
+        except (Interrupted, DataError) as reason:
+            save_last()
+            if isinstance(reason, Interrupted):
+                say(f"stopped by signal {reason.number} after step {progress.step:,}; go on with "
+                    f"--resume {folder.path}")
+                return 128 + reason.number
             say(f"the run is safe at step {progress.step:,}; once the data is mended, go on with "
                 f"--resume {folder.path}")
             raise
@@ -357,8 +372,8 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
             write(folder.best)
         if epoch + 1 in recipe.checkpoint.keep_epochs:
             write(folder.kept(epoch + 1))
-        if (epoch + 1) % recipe.checkpoint.every_epochs == 0 or epoch + 1 == epochs:
-            write(folder.last, to_resume=True)
+        if kept:
+            save_last()
 
     say(f"done    {epochs} epochs, best {recipe.checkpoint.best_by} {progress.best:.2f}, peak memory "
         f"{peak_memory(processes.device)}; everything is in {folder.path}")
@@ -367,12 +382,15 @@ def train(args: argparse.Namespace, processes: Processes) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     try:
-        return train(parse_arguments(arguments), distributed.start())
+        args = parse_arguments(arguments)
+        with StopRequest() as stop, distributed.joined() as processes:
+            return train(args, processes, stop)
+    except Interrupted as interrupted:
+        complain("train.py", f"{interrupted} while starting, before the first step")
+        return 128 + interrupted.number
     except (OneLineError, Diverged) as error:
         complain("train.py", error)
         return 1 if isinstance(error, Diverged) else 2
-    finally:
-        distributed.stop()
 
 
 if __name__ == "__main__":

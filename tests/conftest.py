@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,7 @@ from PIL import Image
 
 from vitinit.recipe.files import dump_recipe
 from vitinit.recipe.resolve import overrides, resolve_recipe
+from vitinit.train.interruption import STOP_SIGNALS, StopRequest
 from vitinit.train.metrics import METRICS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -31,18 +33,55 @@ def load_program(name: str) -> ModuleType:
     return module
 
 
+@pytest.fixture(autouse=True, scope="session")
+def signals_are_heard() -> None:
+    """A shell in the background may have started the tests with some of them ignored."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else
+                      signal.SIG_DFL)
+
+
 @pytest.fixture
 def repository() -> Path:
     return REPOSITORY
 
 
 @pytest.fixture
-def train_program() -> Iterator[ModuleType]:
-    """train.py; the signal handlers that a run installs are taken out again."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield load_program("train")
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+def train_program() -> ModuleType:
+    return load_program("train")
+
+
+class StopBefore(StopRequest):
+    """Stands in for StopRequest: SIGTERM comes when the run waits for its `at`-th thing, from 0.
+
+    It waits for each step, for the end of the epoch's steps, and likewise for evaluation's batches.
+    """
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.waits = at, 0
+
+    def __call__(self) -> StopBefore:
+        return self
+
+    def __enter__(self) -> StopBefore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        if self.waits == self.at:
+            self.number = signal.SIGTERM
+        self.waits += 1
+        with super().at_once():
+            yield
+
+
+@pytest.fixture
+def stop_before() -> type[StopBefore]:
+    return StopBefore
 
 
 @pytest.fixture

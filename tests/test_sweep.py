@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import PropertyMock
 
 import pytest
 import torch
@@ -153,7 +152,8 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, capsys, started)
 
 
 def test_finished_runs_are_skipped_and_cut_off_ones_go_on(small_run, tmp_path, capsys, started,
-                                                          train_program, monkeypatch):
+                                                          train_program, stop_before,
+                                                          monkeypatch):
     """A sweep cut short in its second run equals one that was not, and the third time does nothing.
 
     The run that was cut off takes its place in the table as if nothing had happened.
@@ -164,9 +164,9 @@ def test_finished_runs_are_skipped_and_cut_off_ones_go_on(small_run, tmp_path, c
 
     first = [*arguments[:arguments.index("--seeds")], "--seeds", "0"]
     with monkeypatch.context() as patch:
-        # Four steps and one look more an epoch, 10 looks a run; SIGTERM comes in the 17th.
-        looks = PropertyMock(side_effect=[0] * 16 + [signal.SIGTERM])
-        patch.setattr(train_program, "StopRequest", type("StopRequest", (), {"number": looks}))
+        # An epoch waits twelve times: for four steps and their end, six batches and theirs. SIGTERM
+        # comes in the second run, before the second step of its second epoch.
+        patch.setattr(train_program, "StopRequest", stop_before(24 + 12 + 1))
         assert sweep.main(first) == 1
     printed = capsys.readouterr()
     assert printed.err == (f"vitinit.sweep: {folders[1]} failed: ended with status 143\n")

@@ -56,19 +56,8 @@ def assert_same_run(first: Path, second: Path) -> None:
     assert_identical(without_times(metrics(first)), without_times(metrics(second)))
 
 
-class StopBefore:
-    """Stands in for StopRequest: SIGTERM comes before step `at` of this sitting."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.looks = at, 0
-
-    def __call__(self) -> StopBefore:
-        return self
-
-    @property
-    def number(self) -> int:
-        self.looks += 1
-        return signal.SIGTERM if self.looks > self.at else 0
+# What a run of `small_run` waits for in an epoch: four steps and their end, six batches and theirs.
+WAITS = 12
 
 
 def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_run, tmp_path,
@@ -103,14 +92,14 @@ def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_r
 
 
 @pytest.mark.parametrize("steps_before", [2, 4, 7])
-def test_resuming_equals_never_having_stopped(train_program, small_run, tmp_path, monkeypatch,
+def test_resuming_equals_never_having_stopped(train_program, stop_before, small_run, tmp_path, monkeypatch,
                                               steps_before):
     """Stopped within the first epoch, right at its end, within the second: the same to the bit."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert train_program.main(small_run(straight)) == 0
     with monkeypatch.context() as patch:
-        # One look before each step and one after each epoch's last.
-        patch.setattr(train_program, "StopRequest", StopBefore(steps_before + steps_before // 5))
+        before = WAITS + steps_before - 4 if steps_before > 4 else steps_before
+        patch.setattr(train_program, "StopRequest", stop_before(before))
         assert train_program.main(small_run(stopped)) == 128 + signal.SIGTERM
     assert checkpoint(stopped)["step"] == steps_before
     assert train_program.main(["--resume", str(stopped)]) == 0
@@ -118,7 +107,7 @@ def test_resuming_equals_never_having_stopped(train_program, small_run, tmp_path
     assert len(json.loads((stopped / "run.json").read_text())) == 2
 
 
-def test_metrics_after_the_checkpoint_are_cut_back(train_program, small_run, tmp_path):
+def test_metrics_after_the_checkpoint_are_cut_back(train_program, stop_before, small_run, tmp_path):
     """A run killed two epochs after its last checkpoint does those epochs again, once."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert train_program.main(small_run(straight)) == 0
@@ -128,13 +117,13 @@ def test_metrics_after_the_checkpoint_are_cut_back(train_program, small_run, tmp
     assert [row["epoch"] for row in metrics(killed)] == [1, 2, 3]
     # Put an older training checkpoint back: that of a run of the same recipe stopped after step 4.
     early = tmp_path / "early"
-    train_program.StopRequest = StopBefore(4)
+    train_program.StopRequest = stop_before(4)
     train_program.main(small_run(early))
     state = checkpoint(early)
     assert_identical(state["model"], first_epoch["model"])
     state["recipe"] = checkpoint(killed)["recipe"]
     torch.save(state, killed / "last.pt")
-    train_program.StopRequest = StopBefore(10**6)
+    train_program.StopRequest = stop_before(10**6)
     assert train_program.main(["--resume", str(killed)]) == 0
     assert_identical(without_times(metrics(killed)), without_times(metrics(straight)))
 
@@ -147,12 +136,12 @@ def test_workers_change_nothing(train_program, small_run, tmp_path):
     assert_identical(first["model"], second["model"])
 
 
-def test_resume_auto_starts_fresh_and_then_continues(train_program, small_run, tmp_path,
+def test_resume_auto_starts_fresh_and_then_continues(train_program, stop_before, small_run, tmp_path,
                                                      monkeypatch, capsys):
     folder = tmp_path / "run"
     arguments = small_run(folder, "--resume", "auto")
     with monkeypatch.context() as patch:
-        patch.setattr(train_program, "StopRequest", StopBefore(3))
+        patch.setattr(train_program, "StopRequest", stop_before(3))
         assert train_program.main(arguments) == 128 + signal.SIGTERM
     assert f"go on with --resume {folder}" in capsys.readouterr().out
     assert train_program.main(arguments) == 0
@@ -181,10 +170,10 @@ def test_a_folder_with_a_run_is_never_overwritten(train_program, small_run, tmp_
     (["--out-dir", "elsewhere"], "--out-dir elsewhere differs from --resume"),
     (["--dry-run"], "--dry-run and --resume exclude each other"),
 ])
-def test_a_resumed_run_goes_on_as_it_began(train_program, small_run, tmp_path, capsys, more,
+def test_a_resumed_run_goes_on_as_it_began(train_program, stop_before, small_run, tmp_path, capsys, more,
                                            message):
     folder = tmp_path / "run"
-    train_program.StopRequest = StopBefore(1)
+    train_program.StopRequest = stop_before(1)
     train_program.main(small_run(folder))
     capsys.readouterr()
     assert train_program.main(["--resume", str(folder), *more]) == 2
@@ -201,14 +190,14 @@ def test_resuming_what_is_not_there_is_one_line(train_program, tmp_path, capsys,
     assert message in error and error.count("\n") == 1
 
 
-def test_a_run_starts_from_another_runs_weights(train_program, small_run, tmp_path, capsys):
+def test_a_run_starts_from_another_runs_weights(train_program, stop_before, small_run, tmp_path, capsys):
     """At another resolution, from the average; a resumed run does not read them again."""
     first, second = tmp_path / "first", tmp_path / "second"
     assert train_program.main(small_run(first)) == 0
     capsys.readouterr()
     how = dict(init__checkpoint=str(first), init__checkpoint_weights="ema", data__image_size="12",
                checkpoint__keep_epochs="[0]")
-    train_program.StopRequest = StopBefore(5)
+    train_program.StopRequest = stop_before(5)
     assert train_program.main(small_run(second, **how)) == 128 + signal.SIGTERM
     assert "tensors loaded; pos_embed 2×2 → 3×3 resized" in capsys.readouterr().out
     before, after = checkpoint(first)["ema"]["model"], checkpoint(second, "epoch_0000.pt")["model"]
@@ -216,7 +205,7 @@ def test_a_run_starts_from_another_runs_weights(train_program, small_run, tmp_pa
     for name, value in before.items():
         assert name == "pos_embed" or torch.equal(after[name], value)
     (first / "last.pt").unlink()
-    train_program.StopRequest = StopBefore(10**6)
+    train_program.StopRequest = stop_before(10**6)
     assert train_program.main(["--resume", str(second)]) == 0
 
 
@@ -476,7 +465,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_every_family_trains_resumes_and_evaluates(train_program, eval_program, tmp_path,
+def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, eval_program, tmp_path,
                                                    picture_tree, capsys, model):
     """All augmentation on; BatchNorm's statistics travel, too."""
     recipe = {"swin_tiny": "cifar10_swin_tiny", "mixer_s16": "cifar10_mixer",
@@ -495,9 +484,9 @@ def test_every_family_trains_resumes_and_evaluates(train_program, eval_program, 
 
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert train_program.main(arguments(straight)) == 0
-    train_program.StopRequest = StopBefore(2)
+    train_program.StopRequest = stop_before(2)
     assert train_program.main(arguments(stopped)) == 128 + signal.SIGTERM
-    train_program.StopRequest = StopBefore(10**6)
+    train_program.StopRequest = stop_before(10**6)
     assert train_program.main(["--resume", str(stopped)]) == 0
     assert_same_run(straight, stopped)
     capsys.readouterr()

@@ -24,6 +24,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def complain(program: str, error: Exception) -> None:
-    """One line on standard error, by the main process alone."""
-    if environment_rank() == 0:
+    """One line on standard error: by the main process, and where one alone knows of it by that one."""
+    if environment_rank() == 0 or getattr(error, "of_one_process", False):
         print(f"{program}: {error}", file=sys.stderr, flush=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +11,7 @@ import torch
 
 from vitinit.train import distributed
 from vitinit.messages import OneLineError
-from vitinit.train.distributed import LaunchError, Processes, StopRequest
+from vitinit.train.distributed import LaunchError, Processes
 
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -61,19 +59,6 @@ def test_two_processes_agree_on_sums_signals_and_errors(tmp_path):
     found = [(tmp_path / f"result{rank}").read_text().split("\n") for rank in (0, 1)]
     assert found[0] == ["3.0", "15", "folder of 0", "folder of 1", "0", "written"]
     assert found[1] == ["3.0", "15", "folder of 0", "folder of 1", "1"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_request_remembers_the_signal_and_nothing_else_happens(number):
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        request = StopRequest()
-        assert request.number == 0
-        os.kill(os.getpid(), number)
-        assert request.number == number
-    finally:
-        for n, handler in handlers.items():
-            signal.signal(n, handler)
 
 
 def test_start_reads_the_launchers_environment(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
 from collections.abc import Iterator
 from functools import partial
 
@@ -22,6 +23,7 @@ from vitinit.models.layers import draw_keep
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
 from vitinit.train.engine import evaluate, train_epoch
+from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import Diverged, Progress
 from vitinit.train.optim import adamw
 from vitinit.train.state import TrainState
@@ -32,18 +34,6 @@ GLOBAL_BATCH, STEPS, CLASSES = 12, 5, 7
 # A key's bias has a zero gradient (softmax ignores what is added to a whole row), which is a
 # rounding error in practice. AdamW's usual eps of 1e-8 would scale that error up to a full step.
 EPS = 1e-4
-
-
-class Request:
-    """A stop request that nobody made, or that comes before step `at`."""
-
-    def __init__(self, at: int | None = None) -> None:
-        self.at, self.looks = at, 0
-
-    @property
-    def number(self) -> int:
-        self.looks += 1
-        return 15 if self.at is not None and self.looks > self.at else 0
 
 
 def small_model(drop_path: float = 0.0) -> torch.nn.Module:
@@ -99,7 +89,7 @@ def numbered(steps, micro_batch: int = GLOBAL_BATCH, *, prepare=soft, first: int
 def trained(micro_batch: int = GLOBAL_BATCH, *, drop_path: float = 0.0, amp: str = "off",
             clip_norm: float = 0.0, scaler=None, ema_decay: float = 0.0, steps=None,
             lr_at=lambda step: 1e-2, stop=None, count: int = STEPS, progress=None, prepare=soft):
-    """Train; returns (model, progress, ema, what was yielded)."""
+    """Train; returns (model, progress, ema, the signal that ended it or 0)."""
     model, progress = small_model(drop_path), progress or Progress()
     ema = Ema(model, decay=ema_decay, warmup=False) if ema_decay else None
 
@@ -111,11 +101,16 @@ def trained(micro_batch: int = GLOBAL_BATCH, *, drop_path: float = 0.0, amp: str
     state = TrainState(model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
                        scaler or torch.amp.GradScaler("cpu", enabled=False), ema, progress)
     parts = itertools.islice(steps or batches(micro_batch), count)
-    yielded = list(train_epoch(
-        state, model, numbered(parts, micro_batch, prepare=prepare, first=progress.step),
-        lr_at=lr_at, keep_at=keep_at, amp=amp, clip_norm=clip_norm, every_steps=0,
-        processes=ALONE, stop=stop or Request()))
-    return model, progress, ema, yielded
+    ended_by = 0
+    try:
+        for _ in train_epoch(
+                state, model, numbered(parts, micro_batch, prepare=prepare, first=progress.step),
+                lr_at=lr_at, keep_at=keep_at, amp=amp, clip_norm=clip_norm, every_steps=0,
+                processes=ALONE, stop=stop or StopRequest()):
+            pass
+    except Interrupted as interrupted:
+        ended_by = interrupted.number
+    return model, progress, ema, ended_by
 
 
 def assert_close(first: torch.nn.Module, second: torch.nn.Module, atol: float) -> None:
@@ -141,10 +136,10 @@ def test_it_is_the_loop_that_one_would_write_by_hand(smoothing):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         losses.append(loss.item())
-    ours, progress, _, yielded = trained(clip_norm=0.5, prepare=partial(soft, smoothing=smoothing))
+    ours, progress, _, ended_by = trained(clip_norm=0.5, prepare=partial(soft, smoothing=smoothing))
     assert_close(ours, model, atol=1e-6)
     assert progress.loss_sum == pytest.approx(sum(losses), rel=1e-6)
-    assert progress.step == STEPS and yielded == []
+    assert progress.step == STEPS and ended_by == 0
 
 
 @pytest.mark.parametrize("micro_batch", [GLOBAL_BATCH, 4])
@@ -173,7 +168,7 @@ def test_the_loss_is_the_mean_of_minus_target_times_log_softmax(micro_batch):
     first = itertools.islice(soft_batches(micro_batch), 1)
     list(train_epoch(state, model, numbered(first, prepare=as_it_is), lr_at=lambda step: 0.3,
                      keep_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=0,
-                     processes=ALONE, stop=Request()))
+                     processes=ALONE, stop=StopRequest()))
     assert_close(model, by_hand.float(), atol=1e-6)
 
 
@@ -257,16 +252,16 @@ def test_a_non_finite_loss_stops_and_names_the_step():
         trained(steps=batches(GLOBAL_BATCH, bad_step=2))
 
 
-def test_a_stop_request_ends_between_two_steps():
-    model, progress, _, yielded = trained(stop=Request(at=3))
-    assert yielded == [15] and progress.step == 3
+def test_a_stop_request_ends_between_two_steps(stop_before):
+    model, progress, _, ended_by = trained(stop=stop_before(3))
+    assert ended_by == signal.SIGTERM and progress.step == 3
     straight, *_ = trained(count=3)
     assert_close(model, straight, atol=0)
 
 
-def test_a_request_during_the_last_step_is_not_lost():
-    _, progress, _, yielded = trained(stop=Request(at=STEPS))
-    assert yielded == [15] and progress.step == STEPS
+def test_a_request_during_the_last_step_is_not_lost(stop_before):
+    _, progress, _, ended_by = trained(stop=stop_before(STEPS))
+    assert ended_by == signal.SIGTERM and progress.step == STEPS
 
 
 def test_checkpoints_are_asked_for_when_due_with_complete_sums():
@@ -275,12 +270,12 @@ def test_checkpoints_are_asked_for_when_due_with_complete_sums():
     model = small_model()
     state = TrainState(model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
                        torch.amp.GradScaler("cpu", enabled=False), None, progress)
-    for number in train_epoch(state, model, numbered(batches(GLOBAL_BATCH)),
-                              lr_at=lambda step: 1e-2, keep_at=lambda step: None, amp="off",
-                              clip_norm=0.0, every_steps=2, processes=ALONE, stop=Request()):
-        sums.append((number, progress.step, progress.loss_sum))
-    assert [(number, step) for number, step, _ in sums] == [(0, 2), (0, 4)]
-    assert 0 < sums[0][2] < sums[1][2] < progress.loss_sum
+    for _ in train_epoch(state, model, numbered(batches(GLOBAL_BATCH)), lr_at=lambda step: 1e-2,
+                         keep_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=2,
+                         processes=ALONE, stop=StopRequest()):
+        sums.append((progress.step, progress.loss_sum))
+    assert [step for step, _ in sums] == [2, 4]
+    assert 0 < sums[0][1] < sums[1][1] < progress.loss_sum
 
 
 def test_broken_data_is_raised_after_the_steps_before_it_are_counted():
@@ -298,13 +293,14 @@ def test_broken_data_is_raised_by_evaluation():
         yield torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.long)
         raise OneLineError("image 7")
     with pytest.raises(OneLineError, match="image 7"):
-        evaluate([small_model()], broken(), num_classes=CLASSES, amp="off", processes=ALONE)
+        evaluate([small_model()], broken(), num_classes=CLASSES, amp="off", processes=ALONE,
+                 stop=StopRequest())
 
 
 def evaluated(models, images, labels, size: int, num_classes: int = CLASSES, columns=None):
     """`evaluate` on these images, `size` at a time."""
     return evaluate(models, zip(images.split(size), labels.split(size)), num_classes=num_classes,
-                    amp="off", processes=ALONE, columns=columns)
+                    amp="off", processes=ALONE, stop=StopRequest(), columns=columns)
 
 
 def counted_by_hand(model, images, labels, chosen):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ..messages import own_words
 from .datasets import Source
 from .draw import Draws, SampleDraws, SampleKey, stack_draws
-from .images import crop_and_flip, resize_and_centre_crop
+from .images import DataError, crop_and_flip, resize_and_centre_crop
 from .sampler import TrainSampler
 
 
@@ -77,26 +78,55 @@ class EvalViews(Dataset):
 
 
 def train_loader(views: TrainViews, sampler: TrainSampler, *, workers: int,
-                 pin_memory: bool) -> DataLoader:
+                 pin_memory: bool) -> Loader:
     """Micro-batches in the sampler's order; `sampler.start` before each iteration."""
     return batch_loader(views, _stack_for_training, workers, pin_memory, batch_sampler=sampler,
                         persistent_workers=workers > 0)
 
 
 def eval_loader(views: EvalViews, *, batch_size: int, workers: int,
-                pin_memory: bool) -> DataLoader:
+                pin_memory: bool) -> Loader:
     """All views in order; the last batch may be smaller."""
     return batch_loader(views, _stack, workers, pin_memory, batch_size=batch_size)
 
 
+class Loader(DataLoader):
+    """torch's, but what ends its worker processes is a DataError, raised where a batch is awaited."""
+
+    def __iter__(self) -> Iterator[Batch | TrainBatch]:
+        batches = super().__iter__()
+        if self.num_workers:
+            # torch would raise a worker's death out of a signal handler, in the middle of a step.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            yield from batches
+        except (RuntimeError, OSError, MemoryError) as error:
+            raise DataError(self._explained(error)) from None
+
+    def _explained(self, error: Exception) -> str:
+        """One line for what workers die of. Raises `error` again if it is something else."""
+        text = own_words(str(error))
+        lower = f"lower data.workers, now {self.num_workers}"
+        if "exited unexpectedly" in text or "killed by signal" in text:
+            return (f"a worker process of the loader was killed, for example because memory ran out; "
+                    f"{lower}, or make room")
+        if "No space left on device" in text or "unable to mmap" in text:
+            return ("batches find no room in /dev/shm on their way from the worker processes; "
+                    f"{lower}, or optim.max_batch_per_process, or give /dev/shm more room (a "
+                    "container's --shm-size); data.workers=0 needs none")
+        if isinstance(error, MemoryError) or "can't allocate memory" in text:
+            return f"a worker process of the loader ran out of memory; {lower}"
+        raise error
+
+
 def batch_loader(views: Dataset, stack: Callable, workers: int, pin_memory: bool,
-                 **batching) -> DataLoader:
-    """torch's DataLoader, whose workers leave signals to the training process and end with it."""
+                 **batching) -> Loader:
+    """A loader whose workers leave signals to the training process and end with it."""
     if workers:
         atexit.unregister(_end_workers)              # once is enough
         atexit.register(_end_workers)
-    return DataLoader(views, num_workers=workers, pin_memory=pin_memory, collate_fn=stack,
-                      worker_init_fn=_leave_signals_to_parent, **batching)
+    return Loader(views, num_workers=workers, pin_memory=pin_memory, collate_fn=stack,
+                  worker_init_fn=_leave_signals_to_parent, **batching)
 
 
 def _stack(samples: list[tuple[Tensor, int]]) -> Batch:
@@ -117,11 +147,13 @@ def _stack_images(images: Sequence[Tensor]) -> Tensor:
 
 
 def _leave_signals_to_parent(worker: int) -> None:
-    """Ctrl-C and SIGTERM often reach all processes of a run; the training process decides.
+    """What asks a run to end often reaches all of its processes; the training process decides.
 
     So a worker outlives a SIGTERM for a while, to let its parent finish a step and a checkpoint.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)                         # the training process'
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE_SECONDS))
 
 

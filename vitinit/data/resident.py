@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from .datasets import PicturesInMemory, Source
 from .draw import CropAndFlip
-from .loader import Batch, TrainBatch
+from .loader import Batch, Loader, TrainBatch
 
 GIB = 2**30
 
@@ -83,7 +82,7 @@ def resident_source(source: Source, device: torch.device, size: tuple[int, int],
 class ResidentTrainLoader:
     """Micro-batches in the sampler's order, cut on the device; `sampler.start` before each pass."""
 
-    def __init__(self, resident: Resident, windows: DataLoader) -> None:
+    def __init__(self, resident: Resident, windows: Loader) -> None:
         """windows: of `TrainViews` that do not decode."""
         self.resident, self.windows = resident, windows
 

@@ -7,17 +7,22 @@ are several; alone there is one, and every function here is then a no-op.
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..messages import OneLineError
+from ..messages import OneLineError, in_brief
+from .interruption import Interrupted, StopRequest
+
+BROKEN_DATA = 1_000             # agreed on like a signal's number, and larger than any
+ALL_DONE = -1                   # likewise, and smaller than any
+T = TypeVar("T")
 
 
 class LaunchError(OneLineError):
@@ -86,6 +91,40 @@ class Processes:
         self.together(action if self.is_main else lambda: None)
 
 
+def agreed(items: Iterable[T], processes: Processes, stop: StopRequest) -> Iterator[T | None]:
+    """The items, each given out once every process has its own; None where it has no more.
+
+    So broken data or a signal on one process finds all of them between two items: Interrupted, or
+    the OneLineError of `items`, is raised on all of them together. Whoever is asked to stop while
+    waiting for an item waits no longer.
+    """
+    items = iter(items)
+    while True:
+        item = problem = None
+        try:
+            with stop.at_once():
+                item = next(items, None)
+        except Interrupted as interrupted:
+            request = interrupted.number
+        except OneLineError as error:
+            request, problem = BROKEN_DATA, error
+        else:
+            request = ALL_DONE if item is None else 0
+        verdict = processes.maximum(request)
+        if verdict == ALL_DONE:
+            return
+        if verdict == BROKEN_DATA:
+            processes.together(lambda: _raise(problem))
+        if verdict:
+            raise Interrupted(verdict)
+        yield item
+
+
+def _raise(problem: Exception | None) -> None:
+    if problem is not None:
+        raise problem
+
+
 def environment_rank() -> int:
     """The rank that the launcher gave this process, before anything is connected."""
     return int(os.environ.get("RANK", 0))
@@ -111,6 +150,21 @@ def start() -> Processes:
     return Processes(environment_rank(), local_rank, world_size, device)
 
 
+@contextmanager
+def joined() -> Iterator[Processes]:
+    """`start`, and `stop` at the end. Where another process dies in between, LaunchError says so."""
+    try:
+        processes = start()
+        yield processes
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "by peer" not in str(error):
+            raise
+        raise LaunchError(f"another process of the run has ended, and says why itself "
+                          f"({in_brief(error)})") from None
+    finally:
+        stop()
+
+
 def stop() -> None:
     """Leave the process group, if one was joined; in torch 2.6 `leave_program` does it instead."""
     if dist.is_initialized() and not torch.__version__.startswith("2.6."):
@@ -128,18 +182,3 @@ def leave_program(status: int) -> NoReturn:
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
-
-
-class StopRequest:
-    """Remembers Ctrl-C and SIGTERM, so that the run can end at a step boundary instead of anywhere.
-
-    `number` is the signal's number, or 0 as long as none came.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._remember)
-
-    def _remember(self, number: int, frame: Any) -> None:
-        self.number = number

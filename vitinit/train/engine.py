@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..messages import OneLineError
-from .distributed import Processes, StopRequest
+from .distributed import Processes, agreed
+from .interruption import Interrupted, StopRequest
 from .metrics import Diverged, Progress
 from .state import TrainState
 
 SETTLE_EVERY = 10               # steps between two looks at the losses, which wait for the device
-BROKEN_DATA = 1_000             # agreed on like a signal's number, and larger than any
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,6 +49,21 @@ def autocast(device: torch.device, amp: str) -> torch.autocast:
     return torch.autocast(device.type, dtype=AMP_DTYPES[amp], enabled=amp != "off")
 
 
+class Clock:
+    """Adds the seconds of training to the epoch's."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.restart()
+
+    def restart(self) -> None:
+        self.began = time.perf_counter()
+
+    def settle(self) -> None:
+        self.progress.seconds += time.perf_counter() - self.began
+        self.restart()
+
+
 class Losses:
     """The losses of recent steps. They stay on the device until `settle`, so that launching the
     next step need not wait for the last one to finish."""
@@ -68,12 +83,11 @@ class Losses:
 def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterable[Step], *,
                 lr_at: Callable[[int], float], keep_at: Callable[[int], Tensor | None], amp: str,
                 clip_norm: float, every_steps: int, processes: Processes,
-                stop: StopRequest) -> Iterator[int]:
+                stop: StopRequest) -> Iterator[None]:
     """Train on the global batches of `steps`; yields where the caller should write a checkpoint.
 
-    It yields 0 after every so many steps of the run as `every_steps` says (0: never), and a signal's
-    number where the processes have agreed to stop. At each yield, and at the end, the state's
-    progress is complete.
+    That is after every so many steps of the run as `every_steps` says (0: never). At each yield, at
+    the end, and when Interrupted or a OneLineError ends it, the state is whole, between two steps.
 
     forward: the state's model, compiled or wrapped for several processes; called as
         forward(images, keep).
@@ -82,64 +96,48 @@ def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterab
         −Σ target · log softmax(logits).
     lr_at: step → learning rate. keep_at: step → stochastic-depth factors (branches, global batch),
         or None.
-    Raises Diverged on all processes together, and a OneLineError of `steps` likewise.
+    Raises Diverged on all processes together; Interrupted and a OneLineError of `steps` likewise.
     """
     progress, losses = state.progress, Losses(state.progress, processes)
     device = processes.device
     # DistributedDataParallel, compiled or not, has no_sync: gradients stay local until the last.
     synchronise_later = getattr(forward, "no_sync", contextlib.nullcontext)
     forward.train()
-    began = time.perf_counter()
-    seconds_before = progress.seconds
+    clock = Clock(progress)
 
     def settle() -> None:
         losses.settle()
-        progress.seconds = seconds_before + time.perf_counter() - began
+        clock.settle()
+        require_finite_weights(state.model, progress.step)
 
-    steps = iter(steps)
-    while True:
-        # Every process has its whole share of the step before any of them begins, so that broken
-        # data or a signal on one of them finds all of them between two steps.
-        step, problem, request = None, None, stop.number
-        try:
-            if not request:                          # else workers may be ending, too
-                step = next(steps, None)
-        except OneLineError as error:
-            problem = error
-        verdict = processes.maximum(BROKEN_DATA if problem else request)
-        if verdict:
-            settle()
-            require_finite_weights(state.model, progress.step)
-            processes.together(lambda: _raise(problem))
-            yield verdict
-            return
-        if step is None:                             # on all processes: the epoch is over
-            break
+    try:
+        for step in agreed(steps, processes, stop):
+            lr = lr_at(step.number)
+            for group in state.optimizer.param_groups:
+                group["lr"] = lr
+            keep = keep_at(step.number)                                  # (branches, global batch)
+            step_loss = torch.zeros((), device=device)
+            for micro_step, (images, targets, places) in enumerate(step, 1):
+                factors = () if keep is None else (keep[:, places].to(device, non_blocking=True),)
+                with contextlib.nullcontext() if micro_step == len(step) else synchronise_later():
+                    with autocast(device, amp):
+                        logits = forward(images, *factors)               # (B, K)
+                    loss = F.cross_entropy(logits.float(), targets)
+                    state.scaler.scale(loss / len(step)).backward()
+                step_loss += loss.detach() / len(step)
+            _update(state, clip_norm)
 
-        lr = lr_at(step.number)
-        for group in state.optimizer.param_groups:
-            group["lr"] = lr
-        keep = keep_at(step.number)                                      # (branches, global batch)
-        step_loss = torch.zeros((), device=device)
-        for micro_step, (images, targets, places) in enumerate(step, 1):
-            factors = () if keep is None else (keep[:, places].to(device, non_blocking=True),)
-            with contextlib.nullcontext() if micro_step == len(step) else synchronise_later():
-                with autocast(device, amp):
-                    logits = forward(images, *factors)                   # (B, K)
-                loss = F.cross_entropy(logits.float(), targets)
-                state.scaler.scale(loss / len(step)).backward()
-            step_loss += loss.detach() / len(step)
-        _update(state, clip_norm)
-
-        losses.pending.append(step_loss)
-        due = every_steps > 0 and (step.number + 1) % every_steps == 0
-        if due or (step.number + 1) % SETTLE_EVERY == 0:
-            settle()
-        if due:
-            require_finite_weights(state.model, progress.step)
-            yield 0
+            losses.pending.append(step_loss)
+            if every_steps > 0 and (step.number + 1) % every_steps == 0:
+                settle()
+                yield
+                clock.restart()                      # what the caller does is not training
+            elif (step.number + 1) % SETTLE_EVERY == 0:
+                losses.settle()
+    except (Interrupted, OneLineError):
+        settle()
+        raise
     settle()
-    require_finite_weights(state.model, progress.step)
 
 
 def _update(state: TrainState, clip_norm: float) -> None:
@@ -167,11 +165,6 @@ def require_finite_weights(model: nn.Module, step: int) -> None:
         raise Diverged(f"the weights after step {step} are not finite")
 
 
-def _raise(problem: Exception | None) -> None:
-    if problem is not None:
-        raise problem
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """Over every image of the split once."""
@@ -186,7 +179,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
-             num_classes: int, amp: str, processes: Processes,
+             num_classes: int, amp: str, processes: Processes, stop: StopRequest,
              columns: Sequence[Tensor | None] | None = None) -> list[Evaluation]:
     """Exact loss and accuracy of each model, in one pass over the images.
 
@@ -199,7 +192,7 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor
     different numbers of batches, so `models` must not communicate. A OneLineError of
     `batches` on any process is raised on all of them.
     """
-    device, problem = processes.device, None
+    device = processes.device
     totals = torch.zeros(len(models), 2, dtype=torch.float64, device=device)     # loss, top 5
     hits = torch.zeros(len(models), num_classes, dtype=torch.int64, device=device)
     counts = torch.zeros(num_classes, dtype=torch.int64, device=device)
@@ -207,22 +200,21 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor
                for chosen in columns or [None] * len(models)]
     for model in models:
         model.eval()
-    try:
-        for images, labels in batches:
-            for index, model in enumerate(models):
-                with autocast(device, amp):
-                    logits = model(images)                               # (B, classes of the model)
-                if columns[index] is not None:
-                    logits = logits[:, columns[index]]                   # (B, K)
-                logits = logits.float()
-                ranked = logits.topk(min(5, num_classes)).indices == labels[:, None]
-                loss = F.cross_entropy(logits, labels, reduction="sum")
-                totals[index] += torch.stack([loss, ranked.sum()]).double()
-                hits[index].index_add_(0, labels, ranked[:, 0].long())
-            counts.index_add_(0, labels, torch.ones_like(labels))
-    except OneLineError as error:
-        problem = error
-    processes.together(lambda: _raise(problem))
+    for batch in agreed(batches, processes, stop):
+        if batch is None:                            # others have more
+            continue
+        images, labels = batch
+        for index, model in enumerate(models):
+            with autocast(device, amp):
+                logits = model(images)                               # (B, classes of the model)
+            if columns[index] is not None:
+                logits = logits[:, columns[index]]                   # (B, K)
+            logits = logits.float()
+            ranked = logits.topk(min(5, num_classes)).indices == labels[:, None]
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+            totals[index] += torch.stack([loss, ranked.sum()]).double()
+            hits[index].index_add_(0, labels, ranked[:, 0].long())
+        counts.index_add_(0, labels, torch.ones_like(labels))
     for numbers in (totals, hits, counts):
         processes.sum(numbers)
     images = int(counts.sum())

@@ -1,0 +1,207 @@
+"""Real signals in every phase of a run: the run that goes on equals the one that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitinit.data import datasets, to_device
+from vitinit.train import checkpoint, engine
+from vitinit.train.interruption import STOP_SIGNALS
+
+TRAINED = ("model", "ema", "optimizer", "scaler", "step")
+
+
+def left_by(folder: Path) -> tuple[dict, list[dict]]:
+    """What a run leaves, without times: the state, and its lines of metrics."""
+    state = torch.load(folder / "last.pt", weights_only=True)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return ({key: state[key] for key in TRAINED},
+            [{key: value for key, value in row.items() if key not in ("seconds", "images_per_second")}
+             for row in rows])
+
+
+def same(first: object, second: object) -> bool:
+    """Equal to the bit, tensors and all."""
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return first == second
+
+
+def signalling(function: Callable, call: int, number: int) -> Callable:
+    """`function`, which sends this process the signal at its `call`-th call, from 1."""
+    calls = []
+
+    def signalled(*arguments, **keywords):
+        calls.append(None)
+        if len(calls) == call:
+            os.kill(os.getpid(), number)
+        return function(*arguments, **keywords)
+    return signalled
+
+
+# Phase → what is called in it, in which call the signal comes (the epochs have 4 steps of 12 images
+# in micro-batches of 4, and 6 batches of evaluation), and the step after which the run is saved.
+PHASES = {
+    "decode": (datasets.PictureFiles, "picture", 30, 2),
+    "step": (engine, "_update", 6, 6),
+    "save": (checkpoint.torch, "save", 2, None),
+    "validation": (to_device.ToDevice, "normalised", 12 + 3, 4),
+    "last batch of validation": (to_device.ToDevice, "normalised", 12 + 6, 4),
+    "between epochs": ("train_program", "epoch_line", 1, 4),
+}
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_in_any_phase_costs_nothing(train_program, small_run, tmp_path, monkeypatch, capsys,
+                                             number):
+    straight = tmp_path / "straight"
+    two_epochs = dict(schedule__epochs="2", checkpoint__every_steps="2")
+    assert train_program.main(small_run(straight, **two_epochs)) == 0
+    # Each signal meets every third phase, SIGTERM all of them.
+    chosen = list(PHASES) if number == signal.SIGTERM else \
+        list(PHASES)[list(STOP_SIGNALS).index(number)::3]
+    for phase in chosen:
+        place, name, call, step = PHASES[phase]
+        place = train_program if place == "train_program" else place
+        folder = tmp_path / phase
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, signalling(getattr(place, name), call, number))
+            assert train_program.main(small_run(folder, **two_epochs)) == 128 + number, phase
+        assert f"stopped by signal {int(number)} after step" in capsys.readouterr().out
+        if step is not None:
+            assert torch.load(folder / "last.pt", weights_only=True)["step"] == step, phase
+        assert train_program.main(["--resume", str(folder)]) == 0
+        assert same(left_by(straight), left_by(folder)), phase
+
+
+def test_a_signal_while_starting_is_one_line(train_program, small_run, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(train_program, "open_split",
+                      signalling(train_program.open_split, 1, signal.SIGINT))
+        assert train_program.main(small_run(tmp_path / "run")) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == (
+        "train.py: stopped by SIGINT while starting, before the first step\n")
+    assert not (tmp_path / "run").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_read_that_never_ends_is_not_waited_for(train_program, small_run, tmp_path, monkeypatch):
+    """As on a file server that is gone: the signal comes while the first step's images are awaited."""
+    reader, writer = os.pipe()
+
+    def hanging(self, index: int):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return os.read(reader, 1)                    # nobody writes
+    monkeypatch.setattr(datasets.PictureFiles, "picture", hanging)
+    assert train_program.main(small_run(tmp_path / "run")) == 128 + signal.SIGTERM
+    os.close(reader), os.close(writer)
+
+
+def test_evaluation_stops_at_a_signal_with_one_line(train_program, eval_program, small_run, tmp_path,
+                                                    monkeypatch, capsys):
+    assert train_program.main(small_run(tmp_path / "run", schedule__epochs="1",
+                                        schedule__warmup_epochs="0")) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(to_device.ToDevice, "normalised",
+                        signalling(to_device.ToDevice.normalised, 2, signal.SIGINT))
+    assert eval_program.main([str(tmp_path / "run")]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "eval.py: stopped by SIGINT\n"
+
+
+def test_a_killed_worker_is_one_line_and_costs_no_step(train_program, small_run, tmp_path,
+                                                       monkeypatch, capsys):
+    """As the kernel kills it where memory runs out."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    one_epoch = dict(schedule__epochs="1", schedule__warmup_epochs="0", data__workers="1")
+    assert train_program.main(small_run(straight, **one_epoch)) == 0
+    capsys.readouterr()
+    with monkeypatch.context() as patch:             # workers are forks, and know this too
+        real = datasets.PictureFiles.picture
+        patch.setattr(datasets.PictureFiles, "picture", signalling(real, 30, signal.SIGKILL))
+        assert train_program.main(small_run(killed, **one_epoch)) == 2
+    output = capsys.readouterr()
+    assert "a worker process of the loader was killed" in output.err
+    assert "lower data.workers, now 1" in output.err and output.err.count("\n") == 1
+    assert f"--resume {killed}" in output.out
+    assert train_program.main(["--resume", str(killed)]) == 0
+    assert same(left_by(straight), left_by(killed))
+
+
+@pytest.mark.parametrize("where, key, value", [
+    ("_update", "optim.max_batch_per_process", 4), ("evaluate", "eval.batch_size", 4)])
+def test_running_out_of_memory_names_the_key_to_lower(train_program, small_run, tmp_path, monkeypatch,
+                                                      capsys, where, key, value):
+    def full(*arguments, **keywords):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has …")
+    monkeypatch.setattr(engine if where == "_update" else train_program, where, full)
+    assert train_program.main(small_run(tmp_path / "run")) == 2
+    assert capsys.readouterr().err == (
+        f"train.py: process 0 ran out of memory on the GPU; lower {key}, for example --set "
+        f"{key}={value // 2} where it takes {value} images now\n")
+
+
+# ---------------------------------------------------------------------------------------------
+# Two processes, started by torchrun
+# ---------------------------------------------------------------------------------------------
+
+# train.py, in which one process gets a signal in one call of a function.
+DRIVER = """
+import importlib, os, signal, sys
+path, place, name, call, rank, number = sys.argv[1:7]
+sys.path.insert(0, os.path.dirname(path))
+import train
+if os.environ["RANK"] == rank:
+    owner = importlib.import_module(place.partition(":")[0])
+    if ":" in place:
+        owner = getattr(owner, place.partition(":")[2])
+    real, calls = getattr(owner, name), []
+    def signalled(*arguments, **keywords):
+        calls.append(None)
+        if len(calls) == int(call):
+            os.kill(os.getpid(), int(number))
+        return real(*arguments, **keywords)
+    setattr(owner, name, signalled)
+train.distributed.leave_program(train.main(sys.argv[7:]))
+"""
+
+
+def run_two(tmp_path: Path, repository: Path, *words: object) -> subprocess.CompletedProcess:
+    """torchrun of DRIVER on two processes."""
+    program = tmp_path / "driver.py"
+    program.write_text(DRIVER)
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         str(program), str(repository / "train.py"), *map(str, words)],
+        capture_output=True, text=True, timeout=300)
+
+
+def test_one_processs_signal_in_validation_ends_both_and_costs_nothing(small_run, repository,
+                                                                       tmp_path):
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    epochs = dict(schedule__epochs="2", data__workers="1")
+    nowhere = ["vitinit.train.engine", "_update", 10**6, 0, 15]
+    result = run_two(tmp_path, repository, *nowhere, *small_run(straight, **epochs))
+    assert result.returncode == 0, result.stderr
+
+    # The second process has five batches of evaluation; it hears of the signal in the second.
+    number = signal.SIGTERM
+    result = run_two(tmp_path, repository, "vitinit.data.to_device:ToDevice", "normalised", WAY + 2, 1,
+                     int(number), *small_run(stopped, **epochs))
+    assert f"stopped by signal {int(number)} after step 4" in result.stdout, result.stderr
+    assert 'train.py", line' not in result.stderr    # torchrun's report has a traceback of its own
+    result = run_two(tmp_path, repository, *nowhere, "--resume", stopped)
+    assert result.returncode == 0, result.stderr
+    assert same(left_by(straight), left_by(stopped))

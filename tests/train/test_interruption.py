@@ -1,0 +1,147 @@
+"""StopRequest by real signals, and what two processes agree on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitinit.messages import OneLineError
+from vitinit.train import distributed
+from vitinit.train.distributed import Processes, agreed
+from vitinit.train.interruption import STOP_SIGNALS, Interrupted, StopRequest
+
+ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_is_raised_at_first_and_remembered_once_deferred(number):
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        with pytest.raises(Interrupted) as caught:
+            os.kill(os.getpid(), number)
+        assert caught.value.number == stop.number == number
+    with StopRequest() as stop:
+        stop.defer()
+        os.kill(os.getpid(), number)
+        assert stop.number == number
+        with pytest.raises(Interrupted), stop.at_once():
+            raise AssertionError("what came before is not forgotten")
+    assert signal.getsignal(number) is before
+
+
+def test_within_at_once_a_signal_ends_what_waits_and_afterwards_it_is_remembered_again():
+    with StopRequest() as stop:
+        stop.defer()
+        with pytest.raises(Interrupted), stop.at_once():
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise AssertionError("nothing ended the wait")
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.number == signal.SIGTERM         # the first one counts
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)        # as nohup leaves it
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.number == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+# The main thread locks a mutex that it holds already, in C, where no Python handler ever runs. A
+# thread of its own sends the signals once it does.
+HANGING = """
+import ctypes, os, signal, threading
+from vitinit.train.interruption import StopRequest
+library = ctypes.CDLL(None)
+mutex = ctypes.create_string_buffer(64)
+library.pthread_mutex_lock(mutex)
+def interrupt():
+    for number in {signals}:
+        signal.pthread_kill(threading.main_thread().ident, number)
+        handled.wait({wait})
+handled = threading.Event()
+with StopRequest(second_seconds=0.0) as stop:
+    stop.defer()
+    threading.Thread(target=interrupt, daemon=True).start()
+    library.pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_second_ctrl_c_ends_even_what_hangs_outside_of_python():
+    program = HANGING.format(signals=[int(signal.SIGTERM), int(signal.SIGINT)], wait=0.01)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                            timeout=120)
+    assert result.returncode == 128 + signal.SIGINT
+    assert result.stderr == "ended at once by a second Ctrl-C\n"
+
+
+# ---------------------------------------------------------------------------------------------
+# What processes agree on
+# ---------------------------------------------------------------------------------------------
+
+
+def broken(count: int):
+    yield from range(count)
+    raise OneLineError(f"broken after {count}")
+
+
+def interrupted(count: int):
+    yield from range(count)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    yield count
+
+
+def test_alone_the_items_come_one_by_one_and_end():
+    assert list(agreed(range(3), ALONE, StopRequest())) == [0, 1, 2]
+    seen = []
+    with pytest.raises(OneLineError, match="broken after 2"):
+        for item in agreed(broken(2), ALONE, StopRequest()):
+            seen.append(item)
+    assert seen == [0, 1]
+
+
+def worker(rank: int, meeting: str, results: str) -> None:
+    """One of two processes; this file is its program."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank,
+                                         world_size=2)
+    processes, lines = Processes(rank, rank, 2, torch.device("cpu")), []
+    cases = [(range(2), range(5)), (broken(3), range(5)), (range(5), broken(1)),
+             (range(5), interrupted(2)), (range(1), interrupted(3))]
+    for case in cases:
+        seen = []
+        with StopRequest() as stop:
+            stop.defer()
+            try:
+                for item in agreed(case[rank], processes, stop):
+                    seen.append(item)
+                how = "end"
+            except (OneLineError, Interrupted) as error:
+                how = str(error)
+        lines.append(f"{seen} {how}")
+    Path(f"{results}{rank}").write_text("\n".join(lines))
+    distributed.stop()
+
+
+def test_two_processes_go_on_and_end_together(tmp_path):
+    members = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path / "meet"),
+                                 str(tmp_path / "result")]) for rank in (0, 1)]
+    assert [member.wait(120) for member in members] == [0, 0]
+    first, second = [(tmp_path / f"result{rank}").read_text().split("\n") for rank in (0, 1)]
+    assert first == ["[0, 1, None, None, None] end", "[0, 1, 2] broken after 3",
+                     "[0] broken after 1", "[0, 1] stopped by SIGUSR1",
+                     "[0, None, None] stopped by SIGUSR1"]
+    assert second == ["[0, 1, 2, 3, 4] end", "[0, 1, 2] broken after 3", "[0] broken after 1",
+                      "[0, 1] stopped by SIGUSR1", "[0, 1, 2] stopped by SIGUSR1"]
+
+
+if __name__ == "__main__":
+    worker(int(sys.argv[1]), sys.argv[2], sys.argv[3])
