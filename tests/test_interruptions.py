@@ -58,8 +58,8 @@ PHASES = {
     "decode": (datasets.PictureFiles, "picture", 30, 2),
     "step": (engine, "_update", 6, 6),
     "save": (checkpoint.torch, "save", 2, None),
-    "validation": (to_device.ToDevice, "normalised", 12 + 3, 4),
-    "last batch of validation": (to_device.ToDevice, "normalised", 12 + 6, 4),
+    "validation": (to_device.ToDevice, "__call__", 3, 4),
+    "last batch of validation": (to_device.ToDevice, "__call__", 6, 4),
     "between epochs": ("train_program", "epoch_line", 1, 4),
 }
 
@@ -115,8 +115,8 @@ def test_evaluation_stops_at_a_signal_with_one_line(train_program, eval_program,
     assert train_program.main(small_run(tmp_path / "run", schedule__epochs="1",
                                         schedule__warmup_epochs="0")) == 0
     capsys.readouterr()
-    monkeypatch.setattr(to_device.ToDevice, "normalised",
-                        signalling(to_device.ToDevice.normalised, 2, signal.SIGINT))
+    monkeypatch.setattr(to_device.ToDevice, "__call__",
+                        signalling(to_device.ToDevice.__call__, 2, signal.SIGINT))
     assert eval_program.main([str(tmp_path / "run")]) == 128 + signal.SIGINT
     assert capsys.readouterr().err == "eval.py: stopped by SIGINT\n"
 
@@ -198,7 +198,7 @@ def test_one_processs_signal_in_validation_ends_both_and_costs_nothing(small_run
 
     # The second process has five batches of evaluation; it hears of the signal in the second.
     number = signal.SIGTERM
-    result = run_two(tmp_path, repository, "vitinit.data.to_device:ToDevice", "normalised", WAY + 2, 1,
+    result = run_two(tmp_path, repository, "vitinit.data.to_device:ToDevice", "__call__", 2, 1,
                      int(number), *small_run(stopped, **epochs))
     assert f"stopped by signal {int(number)} after step 4" in result.stdout, result.stderr
     assert 'train.py", line' not in result.stderr    # torchrun's report has a traceback of its own
