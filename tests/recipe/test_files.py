@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import json
+import math
 import tomllib
 import typing
 from collections.abc import Callable
@@ -163,7 +164,7 @@ KEYS = {
     "augment.crop_scale": ("a list of 2 numbers > 0 and ≤ 1", ["[1e-9, 1.0]"],
                            ["[0.0, 1.0]", "[0.5, 1.1]"]),
     "augment.crop_ratio": ("a list of 2 numbers > 0", ["[1e-9, 9.0]"], ["[0.0, 1.0]"]),
-    "augment.crop_padding": ("an integer ≥ 0", ["0"], ["-1"]),
+    "augment.crop_padding": ("an integer ≥ 0 and < 2^31", ["0", "2147483647"], ["-1", "2147483648"]),
     "augment.flip": ("a number ≥ 0 and ≤ 1", ["0.0", "1.0"], ["-0.1", "1.1"]),
     "augment.interpolation": ('one of "bilinear", "bicubic", "random"',
                               ['"bilinear"', '"bicubic"', '"random"'], ['"nearest"']),
@@ -484,6 +485,13 @@ def test_a_number_may_be_written_as_an_integer(tmp_path, key, written, expected)
     assert value == expected
     for item in value if isinstance(value, tuple) else (value,):
         assert type(item) is float
+
+
+@pytest.mark.parametrize("key", ["rand_augment.magnitude_std", "optim.weight_decay", "ema.decay"])
+def test_a_negative_zero_is_zero(tmp_path, key):
+    """It is ≥ 0, but neither a standard deviation nor a logarithm's argument takes it for 0."""
+    value = value_of(load_recipe(saved(tmp_path, edited(key, "-0.0"))), key)
+    assert value == 0.0 and math.copysign(1.0, value) == 1.0
 
 
 # ---------------------------------------------------------------------------------------------

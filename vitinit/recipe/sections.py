@@ -50,7 +50,7 @@ class Augment:
     repeats: int = number(minimum=1)                # views of an image side by side in an epoch
     crop_scale: tuple[float, float] = number(above=0.0, maximum=1.0)  # share of the image's area
     crop_ratio: tuple[float, float] = number(above=0.0)               # width over height
-    crop_padding: int = number(minimum=0)           # black pixels on each side before the crop
+    crop_padding: int = number(minimum=0, below=2**31)  # black pixels on each side before the crop
     flip: float = number(minimum=0.0, maximum=1.0)  # probability of a horizontal flip
     interpolation: Literal["bilinear", "bicubic", "random"]           # random: by sample
     erase_probability: float = number(minimum=0.0, maximum=1.0)

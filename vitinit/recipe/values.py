@@ -86,7 +86,8 @@ def describe(kind: Any, bounds: Mapping[str, float | None] = types.MappingProxyT
 
 
 def _number(value: float) -> str:
-    return "2^63" if value == 2**63 else f"{value:g}"
+    is_power = value >= 2**20 and value & (value - 1) == 0 if type(value) is int else False
+    return f"2^{value.bit_length() - 1}" if is_power else f"{value:g}"
 
 
 def convert(value: Any, kind: Any) -> Any:
@@ -113,7 +114,7 @@ def convert(value: Any, kind: Any) -> Any:
     elif kind is float:
         try:
             if type(value) in (int, float) and math.isfinite(value):
-                return float(value)
+                return float(value) + 0.0            # of a negative zero, zero
         except OverflowError:                        # an integer beyond what a float can hold
             pass
     elif origin is Mapping or kind is dict:
