@@ -35,6 +35,7 @@ from vitinit.data.subset import stratified_part
 from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.messages import OneLineError
 from vitinit.init import INITS, init_weights
+from vitinit.init.code_mass import code_mass, shortfall
 from vitinit.init.weight_selection import select_weights
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models import build_model
@@ -147,11 +148,13 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
 
 
 def initial_state(recipe: Recipe, processes: Processes, kept: dict[str, Any] | None,
-                  path: Path) -> tuple[TrainState, Transfer | None]:
-    """What training starts with: `kept`, the checkpoint at `path`, or step 0.
+                  path: Path) -> tuple[TrainState, list[str]]:
+    """What training starts with, and lines about it: `kept`, the checkpoint at `path`, or step 0.
 
     At step 0 the model has the weights of its init, and another run's where the recipe names one.
-    The init draws on the CPU from its own generator, so that they are the same on every machine.
+    The init draws on the CPU from its own generator. With equal threads and kernels that gives every
+    process the same bits; with others Q·Kᵀ and V·proj agree to 1e-4 and single factors may change
+    sign. So all processes take the main one's weights, before the moving average copies them.
     """
     init, optim = recipe.init, recipe.optim
     try:
@@ -162,17 +165,32 @@ def initial_state(recipe: Recipe, processes: Processes, kept: dict[str, Any] | N
                          generator=torch.Generator().manual_seed(recipe.run.seed))
     except ValueError as error:
         raise RecipeError(f"recipe {recipe.name}: {error}") from None
-    transfer = processes.together(lambda: fine_tune(
-        model, Path(init.checkpoint), init.checkpoint_weights,
-        init.checkpoint_fit)) if init.checkpoint and kept is None else None
+    notes = []
+    if kept is None and init.checkpoint:
+        transfer = processes.together(lambda: fine_tune(
+            model, Path(init.checkpoint), init.checkpoint_weights, init.checkpoint_fit))
+        notes = [f"start   {init.checkpoint}, {init.checkpoint_fit}: {transfer}"]
+    elif kept is None and processes.is_main:
+        notes = what_the_init_achieved(model, init.name, init.options)
     model.to(processes.device)
+    if kept is None:
+        processes.share_weights(model)
     optimizer = adamw(model, weight_decay=optim.weight_decay, betas=optim.betas, eps=optim.eps)
     scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.engine.amp == "fp16")
     ema = Ema(model, decay=recipe.ema.decay, warmup=recipe.ema.warmup) if recipe.ema.decay else None
     state = TrainState(model, optimizer, scaler, ema, Progress())
     if kept is not None:
         state.load_state_dict(kept, path)
-    return state, transfer
+    return state, notes
+
+
+def what_the_init_achieved(model: nn.Module, name: str, options: dict[str, Any]) -> list[str]:
+    """How much attention is on the targets, where the init has any, and what would help if little."""
+    mass = code_mass(model, name, options)
+    if mass is None:
+        return []
+    short = shortfall(mass, model, name, options)
+    return [f"mass    {mass}", *([f"warning {short}"] if short else [])]
 
 
 def fine_tune(model: nn.Module, path: Path, weights: str, fit: str) -> Transfer:
@@ -212,16 +230,18 @@ def drop_path_of(model: nn.Module, recipe: Recipe) -> Callable[[int], Tensor | N
 # ---------------------------------------------------------------------------------------------
 
 
-def summary(recipe: Recipe, data: Data, model: nn.Module, transfer: Transfer | None,
+def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
             lr_at: Callable[[int], float], processes: Processes) -> str:
-    """Everything that will happen, in words: recipe, data, model, init, batches, steps, rates."""
+    """Everything that will happen, in words: recipe, data, model, init, batches, steps, rates.
+
+    notes: lines about the weights that training starts with.
+    """
     schedule, augment, mix = recipe.schedule, recipe.augment, recipe.mix
     peak = scaled_lr(recipe.optim.base_lr, recipe.optim.lr_scaling, recipe.optim.global_batch)
     steps_per_epoch = data.train_batches.steps_per_epoch
     epochs = schedule.epochs + schedule.cooldown_epochs
     part = f" of {len(data.whole_set):,}" if len(data.train_set) < len(data.whole_set) else ""
     where = ", all on the device" if data.train_batches.resident else ""
-    start = f"start   {recipe.init.checkpoint}, {recipe.init.checkpoint_fit}: {transfer}\n"
     return (
         f"recipe  {recipe.name}, seed {recipe.run.seed}\n"
         f"data    {recipe.data.name}{recipe.data.root and ' ' + recipe.data.root}: "
@@ -235,7 +255,7 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, transfer: Transfer | N
         f"model   {recipe.model.name}: {sum(p.numel() for p in model.parameters()):,} parameters, "
         f"{to_toml(recipe.model.options)}\n"
         f"init    {recipe.init.name}: {to_toml(recipe.init.options)}\n"
-        + (start if transfer else "") +
+        + "".join(f"{note}\n" for note in notes) +
         f"batch   {recipe.optim.global_batch} = {processes.world_size} process(es) × "
         f"{data.plan.accumulation} micro-batch(es) × {data.plan.micro_batch} images, on "
         f"{describe_device(processes.device)}\n"
@@ -274,7 +294,7 @@ def train(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> 
     # A new run, or one to continue. -------------------------------------------------------------
     folder, kept, recipe = choose_run(args, processes, REPOSITORY / "recipes", say)
     data = open_data(recipe, processes, dry_run=args.dry_run)
-    state, transfer = initial_state(recipe, processes, kept, folder.last)
+    state, notes = initial_state(recipe, processes, kept, folder.last)
     resumed, kept = kept is not None, None           # its tensors need no second place in memory
     model, progress = state.model, state.progress
     epochs = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
@@ -290,7 +310,7 @@ def train(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> 
     if recipe.engine.compile:
         forward, measured = torch.compile(forward), [torch.compile(one) for one in measured]
 
-    say(summary(recipe, data, model, transfer, lr_at, processes))
+    say(summary(recipe, data, model, notes, lr_at, processes))
     for caution in data.plan.cautions(
             repeats=recipe.augment.repeats,
             max_batch_per_process=recipe.optim.max_batch_per_process):

@@ -56,6 +56,15 @@ class Processes:
         dist.all_reduce(box, op=dist.ReduceOp.MAX)
         return int(box)
 
+    def share_weights(self, model: torch.nn.Module) -> None:
+        """Give every process the main one's parameters and buffers.
+
+        From one seed and the same code each process may compute others, if threads or CPUs differ.
+        """
+        if self.world_size > 1:
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.detach(), src=0)
+
     def share_buffers(self, models: Sequence[torch.nn.Module]) -> None:
         """Give every process the main one's buffers: BatchNorm's running statistics.
 

@@ -1,0 +1,179 @@
+"""What an init achieves on the code alone: against attention written out, and in words."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import vitinit
+from vitinit.filters import ordered_offsets
+from vitinit.init.code_mass import CodeMass, code_mass, shortfall
+from vitinit.init.impulse import head_offsets, normalised_code
+from vitinit.mixing import target_mass
+
+VIT = ("vit_tiny", dict(image_size=(20, 28), patch_size=4, embed_dim=57, depth=3, num_heads=3))
+
+
+def initialised(name: str, sizes: dict, init: str, **options) -> nn.Module:
+    model = vitinit.build_model(name, num_classes=7, **sizes)
+    vitinit.init_weights(model, init, generator=torch.Generator().manual_seed(3), **options)
+    return model
+
+
+def measured(init: str, sizes: dict | None = None, **options) -> CodeMass:
+    return code_mass(initialised(VIT[0], VIT[1] | (sizes or {}), init, **options), init, options)
+
+
+@torch.no_grad()
+def written_out(model: nn.Module, block: int, offsets: list[tuple[int, int]]) -> torch.Tensor:
+    """(h,) masses, by the formula: biases, 1/√d and all."""
+    code, attention = normalised_code(model).double(), model.blocks[block].attn
+    dim, width = attention.proj.in_features, attention.head_dim
+    query, key = (code @ attention.qkv.weight.double()[rows].T + attention.qkv.bias.double()[rows]
+                  for rows in (slice(0, dim), slice(dim, 2 * dim)))      # (N, D) each
+    masses = []
+    for head, offset in enumerate(offsets):
+        rows = slice(head * width, (head + 1) * width)
+        logits = (query[:, rows] @ key[:, rows].T / width**0.5).exp()
+        masses.append(target_mass((logits / logits.sum(1, keepdim=True))[None], [offset],
+                                  model.grid)[0])
+    return torch.stack(masses)
+
+
+@pytest.mark.parametrize("options", [{}, dict(base="torch", kernel_size=5),
+                                     dict(offsets="rotating", qk_norm=4.0), dict(offsets="random")])
+def test_of_impulse_it_is_the_attention_on_the_normalised_code(options):
+    """Random offsets are found, where one is clearly looked at; the true ones are drawn again here."""
+    model = initialised(*VIT, "impulse", **options)
+    found = code_mass(model, "impulse", options)
+    generator = torch.Generator().manual_seed(3)
+    vitinit.init_weights(vitinit.build_model(VIT[0], num_classes=7, **VIT[1]),
+                         options.get("base", "default"), generator=generator)
+    cells = ordered_offsets(options.get("kernel_size", 3))
+    # After block 0 its noise and values are drawn, so that only its random offsets are known here.
+    for block in range(1 if options.get("offsets") == "random" else 3):
+        offsets = head_offsets(3, cells, options.get("offsets", "ordered"), generator,
+                               first=3 * block)
+        masses = written_out(model, block, offsets)
+        centre = torch.tensor([offset == (0, 0) for offset in offsets])
+        for values, chosen in ((found.centre, centre), (found.others, ~centre)):
+            expected = masses[chosen].mean().item()              # NaN where there is none
+            assert values[block] == pytest.approx(expected, abs=1e-5, nan_ok=True)
+    assert found.uniform == [1 / 35] * 3
+
+
+@pytest.mark.parametrize("options, expected", [
+    ({}, [0.9] * 3), (dict(target_mass=(0.8, 0.2)), [0.8, 0.5, 0.2]),
+    (dict(reserve=False, marks=False, target_mass=0.5), [0.5] * 3)])
+def test_of_deep_impulse_it_is_the_mass_that_was_asked_for(options, expected):
+    """Which is solved for round the borders: rows with a target on the grid have that, too."""
+    found = measured("deep_impulse", **options)
+    for values in (found.centre, found.others):
+        for value, wanted in zip(values, expected):
+            assert math.isnan(value) or value == pytest.approx(wanted, abs=1e-4)
+    assert sum(map(math.isnan, found.centre)) == 2   # 9 heads in all, of which one looks at itself
+
+
+@pytest.mark.parametrize("init, mass", [("impulse", 0.9), ("impulse", 0.6), ("deep_impulse", 0.6)])
+def test_of_a_swin_it_is_what_the_bias_gives_within_a_window(init, mass):
+    sizes = dict(image_size=(24, 40), patch_size=2, embed_dim=22, depths=(2, 2), num_heads=(2, 11),
+                 window_size=(3, 5))
+    model = initialised("swin_tiny", sizes, init, target_mass=mass)
+    found = code_mass(model, init, dict(target_mass=mass))
+    assert len(found.uniform) == 4 and found.uniform[0] == 1 / 15
+    for value in found.centre + found.others:
+        assert math.isnan(value) or value == pytest.approx(mass, abs=1e-5)
+    assert math.isnan(found.centre[1]) == (init == "deep_impulse")
+
+
+@pytest.mark.parametrize("reads", ["content", "mixed", "position", "free"])
+def test_of_a_simple_vit_it_is_at_least_what_was_asked_for(reads):
+    sizes = dict(image_size=(20, 28), patch_size=4, embed_dim=132, depth=2, num_heads=11, reads=reads,
+                 input_code=reads == "content")
+    model = initialised("simple_vit", sizes, "impulse", target_mass=0.8)
+    found = code_mass(model, "impulse", dict(target_mass=0.8))
+    least = 0.79 if reads == "content" else 0.8
+    assert least < min(found.centre + found.others) <= max(found.centre + found.others) < 0.95
+
+
+def test_of_mimetic_it_is_the_mass_on_the_token_itself():
+    found = measured("mimetic")
+    assert min(found.centre) > 0.5 and all(map(math.isnan, found.others))
+    assert measured("mimetic", qk_init="base") is None
+
+
+@pytest.mark.parametrize("name, sizes, init", [
+    (*VIT, "default"), (*VIT, "conditioned"),
+    ("mixer_s16", dict(image_size=12, patch_size=4, embed_dim=20, depth=1), "impulse"),
+    ("convmixer_256_8", dict(image_size=12, patch_size=4, embed_dim=9, depth=1), "deep_impulse"),
+    ("swin_tiny", dict(image_size=8, patch_size=2, embed_dim=6, depths=(1,), num_heads=(2,),
+                       window_size=4), "mimetic")])
+def test_where_attention_cannot_miss_there_is_nothing_to_measure(name, sizes, init):
+    assert code_mass(initialised(name, sizes, init), init, {}) is None
+
+
+def test_measuring_leaves_weights_modes_and_random_states_alone():
+    model = initialised(*VIT, "impulse", offsets="random")
+    before, state = {key: value.clone() for key, value in model.state_dict().items()}, torch.get_rng_state()
+    code_mass(model, "impulse", dict(offsets="random"), sharper=2.0)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state) and model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------
+# In words
+# ---------------------------------------------------------------------------------------------
+
+
+def test_the_line_has_means_or_the_way_from_the_first_block_to_the_last():
+    nan = math.nan
+    assert str(CodeMass([0.987, 0.991], [0.05, 0.049], [1 / 784] * 2)) == (
+        ".99 / .05 (uniform .0013) on the targets of centre / other heads")
+    assert str(CodeMass([nan, nan], [0.3, 0.02], [0.0051] * 2)) == (
+        ".30 … .02 (uniform .0051) on the targets of other heads")
+    assert str(CodeMass([1.0], [nan], [0.25])) == "1.00 (uniform .25) on the targets of centre heads"
+
+
+LARGE = dict(image_size=56, patch_size=4, embed_dim=96, num_heads=3, depth=1)         # 196 tokens
+
+
+def test_what_a_warning_promises_of_qk_norm_is_what_that_gives():
+    model = initialised("vit_tiny", LARGE, "impulse")
+    found = code_mass(model, "impulse", {})
+    line = shortfall(found, model, "impulse", {})
+    promised = code_mass(model, "impulse", {}, sharper=2.0)
+    given = code_mass(initialised("vit_tiny", LARGE, "impulse", qk_norm=14.0), "impulse", {})
+    assert promised.others == pytest.approx(given.others, rel=1e-3)
+    assert found.others[0] < 0.3 and given.others[0] > 1.1 * found.others[0]
+    text = f"{given.others[0]:.2g}".removeprefix("0")
+    assert "other heads have only ." in line and f"qk_norm = 14 would give {text}, " in line
+    assert "deep_impulse" in line and "\n" not in line and len(line) < 260
+
+
+def test_short_is_less_than_three_tenths_or_than_nine_tenths_of_what_was_asked_for():
+    model = initialised(*VIT, "deep_impulse")
+    for others, options, short in (([0.31] * 3, {}, False), ([0.31, 0.29, 0.31], {}, True),
+                                   ([0.05] * 3, dict(target_mass=0.05), False),
+                                   ([0.04] * 3, dict(target_mass=0.05), True),
+                                   ([0.3, 0.07, 0.02], dict(target_mass=[0.3, 0.02]), True),
+                                   ([0.3, 0.09, 0.02], dict(target_mass=[0.3, 0.02]), False),
+                                   ([math.nan] * 3, {}, False)):
+        mass = CodeMass([1.0] * 3, others, [1 / 35] * 3)
+        assert bool(shortfall(mass, model, "deep_impulse", options)) == short, (others, options)
+    mass = CodeMass([0.1] * 3, [0.1] * 3, [1 / 35] * 3)
+    assert shortfall(mass, model, "deep_impulse", {}).startswith("centre heads have only .10 of")
+    assert shortfall(mass, model, "mimetic", {}) == ""
+
+
+def test_gradient_descent_is_told_what_sharpens_it():
+    options = dict(steps=2, pseudo_input="normal")
+    model = initialised(*VIT, "impulse_gd", **options)
+    assert "pseudo_input = \"code\" would" in shortfall(code_mass(model, "impulse_gd", options), model,
+                                                      "impulse_gd", options)
+    model = initialised(*VIT, "impulse_gd", steps=2, offsets="ordered")
+    line = shortfall(code_mass(model, "impulse_gd", dict(offsets="ordered")), model, "impulse_gd", {})
+    assert "renorm_every = 0" in line and "init impulse needs no descent" in line

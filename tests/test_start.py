@@ -1,0 +1,86 @@
+"""What a run starts with: the main process' weights everywhere, and lines that say what they achieve."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def worker(results: str) -> None:
+    """One of torchrun's processes; this file is its program. Rank 1's init draws other weights."""
+    sys.path.insert(0, str(REPOSITORY))
+    import train
+    from vitinit.recipe.files import load_recipe, parse_override
+    from vitinit.train import distributed
+
+    processes = distributed.start()
+    drawn = {}
+
+    def init_weights(model, name, *, generator, **options):
+        generator.manual_seed(100 + processes.rank)
+        train_init(model, name, generator=generator, **options)
+        drawn.update({key: value.clone() for key, value in model.state_dict().items()})
+    train_init, train.init_weights = train.init_weights, init_weights
+    recipe = load_recipe(REPOSITORY / "recipes" / "quickstart.toml", [
+        parse_override(text) for text in ("model.options.depth=1", "model.options.embed_dim=24",
+                                          "ema.decay=0.9", "init.name=impulse")])
+    state, notes = train.initial_state(recipe, processes, None, Path("none"))
+    torch.save({"drawn": drawn, "model": state.model.state_dict(), "notes": notes,
+                "ema": state.ema.model.state_dict()}, f"{results}{processes.rank}")
+    distributed.leave_program(0)
+
+
+def test_all_processes_and_their_moving_averages_start_with_the_main_ones_weights(tmp_path):
+    """Whatever the others' inits drew: with other CPUs they would not draw the same bits."""
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                    "--nproc_per_node=2", __file__, str(tmp_path / "rank")], check=True, timeout=240,
+                   env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    main, other = (torch.load(tmp_path / f"rank{rank}") for rank in (0, 1))
+    assert not torch.equal(main["drawn"]["head.weight"], other["drawn"]["head.weight"])
+    for key, value in main["drawn"].items():
+        for found in (main["model"], main["ema"], other["model"], other["ema"]):
+            assert torch.equal(found[key], value), key
+    assert main["notes"][0].startswith("mass    ")
+    assert other["notes"] == []                      # the main process speaks for all
+
+
+def test_the_mass_on_the_targets_stands_below_the_init(train_program, small_run, tmp_path, capsys):
+    assert train_program.main(small_run(tmp_path / "run", "--dry-run", init="deep_impulse",
+                                        model__options__patch_size="2",
+                                        model__options__embed_dim="48")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    init = next(number for number, line in enumerate(lines) if line.startswith("init "))
+    assert lines[init + 1] == ("mass    .90 / .90 (uniform .062) on the targets of centre / other "
+                               "heads")
+    assert lines[init + 2].startswith("batch ")
+
+
+def test_heads_that_fall_short_are_a_warning_with_what_would_help(train_program, small_run, tmp_path,
+                                                                  capsys):
+    assert train_program.main(small_run(
+        tmp_path / "run", "--dry-run", "--set", "init.options.qk_norm=3.0", init="impulse",
+        data__image_size="32", model__options__patch_size="2", model__options__embed_dim="48")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    mass = next(number for number, line in enumerate(lines) if line.startswith("mass "))
+    assert lines[mass + 1].startswith("warning ") and "qk_norm = 6 would give ." in lines[mass + 1]
+
+
+def test_baselines_and_runs_that_start_from_a_checkpoint_have_no_such_line(train_program, small_run,
+                                                                           tmp_path, capsys):
+    assert train_program.main(small_run(tmp_path / "run", init="default",
+                                        schedule__epochs="1")) == 0
+    assert train_program.main(small_run(
+        tmp_path / "tuned", "--dry-run", "--set", f"init.checkpoint={tmp_path / 'run'}",
+        init="mimetic")) == 0
+    printed = capsys.readouterr().out
+    assert "\nstart   " in printed and "mass  " not in printed
+
+
+if __name__ == "__main__":
+    worker(sys.argv[1])
