@@ -51,7 +51,8 @@ from vitinit.train.checkpoint import CheckpointError, load, model_state
 from vitinit.train.device import describe_device, memory_for, peak_memory
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
-from vitinit.train.engine import Evaluation, evaluate, set_precision, train_epoch
+from vitinit.train.engine import (Evaluation, evaluate, normalises_over_images, set_precision,
+                                  train_epoch)
 from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import METRICS, Diverged, Progress, ProgressBar, epoch_line
 from vitinit.train.optim import adamw, learning_rate, scaled_lr
@@ -193,6 +194,14 @@ def what_the_init_achieved(model: nn.Module, name: str, options: dict[str, Any])
     return [f"mass    {mass}", *([f"warning {short}"] if short else [])]
 
 
+def require_same_micro_batch(model: nn.Module, now: int, before: int) -> None:
+    """RecipeError where a run goes on in other micro-batches, and its model would notice."""
+    if now != before and normalises_over_images(model):
+        raise RecipeError(f"this run's BatchNorm has seen micro-batches of {before} images, and they "
+                          f"would have {now} now; go on with as many processes and the same "
+                          "optim.max_batch_per_process as before")
+
+
 def fine_tune(model: nn.Module, path: Path, weights: str, fit: str) -> Transfer:
     """Another run's weights into the initialised model; a run's folder means its last.pt."""
     path = checkpoint_file(path)
@@ -295,6 +304,10 @@ def train(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> 
     folder, kept, recipe = choose_run(args, processes, REPOSITORY / "recipes", say)
     data = open_data(recipe, processes, dry_run=args.dry_run)
     state, notes = initial_state(recipe, processes, kept, folder.last)
+    if kept is not None:
+        plan = data.plan
+        require_same_micro_batch(state.model, plan.micro_batch,
+                                 kept.get("micro_batch", plan.micro_batch))
     resumed, kept = kept is not None, None           # its tensors need no second place in memory
     model, progress = state.model, state.progress
     epochs = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
@@ -327,7 +340,8 @@ def train(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> 
     def write(path: Path, *, to_resume: bool = False) -> None:
         if processes.is_main:
             folder.save((state.state_dict() if to_resume else state.weights()) | {
-                "recipe": recipe.as_dict(), "classes": list(map(str, data.whole_set.classes))}, path)
+                "recipe": recipe.as_dict(), "micro_batch": data.plan.micro_batch,
+                "classes": list(map(str, data.whole_set.classes))}, path)
 
     def save_last() -> None:
         """last.pt; all processes wait until the main one has written it."""

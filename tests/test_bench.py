@@ -16,6 +16,7 @@ from vitinit.bench import __main__ as bench
 from vitinit.bench import corrupt
 from vitinit.bench.data import batches_of_keys
 from vitinit.bench.pixels import decibels
+from vitinit.bench.memory import saved_bytes
 from vitinit.bench.step import forward_flops
 from vitinit.data.images import DataError
 from vitinit.filters import ordered_offsets
@@ -48,6 +49,28 @@ def test_forward_flops_are_those_of_the_matrix_products():
              + 2 * 2 * tokens * width * 4 * width)  # MLP
     expected = batch * (2 * tokens * 48 * width + 2 * block + 2 * width * 7)
     assert forward_flops(model, torch.zeros(batch, 3, 20, 20)) == expected
+
+
+@pytest.mark.parametrize("amp, wide", [("off", 4), ("bf16", 2)])
+def test_what_an_image_keeps_for_the_backward_pass_is_what_each_layer_needs(amp, wide):
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 5 * 7, 11),
+                                torch.nn.GELU(), torch.nn.Linear(11, 13))
+    model.drop_path_rates = ()
+    # The inputs of both products and of GELU; log-softmax and targets, which stay in float32.
+    expected = wide * (105 + 11 + 11) + 4 * (13 + 13)
+    copy = 2 * 11 * 13 if amp == "bf16" else 0       # of the second weight; the first needs none
+    for count in (2, 3):
+        assert saved_bytes(model, torch.zeros(count, 3, 5, 7), amp) == count * expected + copy
+
+
+def test_memory_says_how_many_images_of_a_recipe_fit(monkeypatch, capsys):
+    half, tenth = (run(monkeypatch, capsys, "memory", "--recipe", "quickstart", "--card-gib", gib)
+                   for gib in (1, 0.1))
+    assert re.search(r"quickstart +1\.5 MiB per image at amp off, 0\.01 GiB .* of 50 images at most "
+                     r"50 in half of 1 GiB", half)
+    assert "at most 10 in half of 0.1 GiB" in tenth  # 50 need more than 42 MiB; pairs need an even number
+    with pytest.raises(SystemExit, match="^vitinit.bench: .*no-such-recipe"):
+        run(monkeypatch, capsys, "memory", "--recipe", "no-such-recipe")
 
 
 def test_the_loader_is_measured_beside_torchvisions_pipeline(monkeypatch, capsys, picture_tree):

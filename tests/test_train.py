@@ -473,8 +473,8 @@ def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, e
     sets = {"data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
             "data.workers": "0", "optim.global_batch": "12", "optim.max_batch_per_process": "4",
             "schedule.epochs": "2", "schedule.warmup_epochs": "1", "engine.compile": "false",
-            "engine.amp": "off", "mix.group": "4", "mix.mixup_alpha": "0.8", "augment.erase_probability": "0.5",
-            "ema.decay": "0.9"}
+            "engine.amp": "off", "mix.group": "4", "mix.mixup_alpha": "0.8",
+            "augment.erase_probability": "0.5", "ema.decay": "0.9"}
     sets |= {f"model.options.{key}": value for key, value in FAMILIES[model].items()}
 
     def arguments(folder: Path) -> list[str]:
@@ -487,6 +487,18 @@ def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, e
     train_program.StopRequest = stop_before(2)
     assert train_program.main(arguments(stopped)) == 128 + signal.SIGTERM
     train_program.StopRequest = stop_before(10**6)
+
+    # Only BatchNorm sees which images come in one micro-batch.
+    kept = checkpoint(stopped)
+    assert kept["micro_batch"] == 4
+    torch.save(kept | {"micro_batch": 6}, stopped / "last.pt")
+    if model == "convmixer_256_8":
+        capsys.readouterr()
+        assert train_program.main(["--resume", str(stopped)]) == 2
+        error = capsys.readouterr().err
+        assert "micro-batches of 6 images, and they would have 4" in error
+        assert error.count("\n") == 1
+        torch.save(kept, stopped / "last.pt")
     assert train_program.main(["--resume", str(stopped)]) == 0
     assert_same_run(straight, stopped)
     capsys.readouterr()

@@ -6,6 +6,7 @@
     python -m vitinit.bench step --model vit_base --batch 64 --amp bf16 --compile
     python -m vitinit.bench step --model vit_base --batch 64 --amp bf16 --compile \\
         --data-dir /data/imagenet/train --workers 16
+    python -m vitinit.bench memory --recipe deit_base swin_tiny --card-gib 24
     python -m vitinit.bench pixels --data-dir /data/imagenet/train
     python -m vitinit.bench corrupt --count 1440
 """
@@ -18,14 +19,18 @@ from pathlib import Path
 
 import torch
 
-from ..data.images import DataError
+from ..messages import OneLineError
 from ..models import MODELS, VisionTransformer
+from ..recipe.files import find_recipe, load_recipe
 from ..train.engine import AMP_DTYPES
 from .corrupt import bench_corrupt
 from .data import bench_augment, bench_loader
 from .init import bench_init
+from .memory import bench_memory
 from .pixels import bench_pixels
 from .step import bench_step
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 def main() -> None:
@@ -54,6 +59,9 @@ def main() -> None:
     step.add_argument("--compile", action="store_true")
     step.add_argument("--data-dir", type=Path, help="also feed it from the pictures in this folder")
     step.add_argument("--workers", type=int, default=os.cpu_count())
+    memory = benches.add_parser("memory", help="images of a recipe that fit on a card")
+    memory.add_argument("--recipe", nargs="+", required=True, help="names in recipes/, or paths")
+    memory.add_argument("--card-gib", type=float, default=24.0)
     vits = [name for name, (family, _) in MODELS.items() if family is VisionTransformer]
     for bench, models in ((init, vits), (step, list(MODELS))):
         bench.add_argument("--model", choices=models, default="vit_base")
@@ -71,10 +79,13 @@ def main() -> None:
         elif args.bench == "corrupt":
             if bench_corrupt(args.count, args.seed, args.workers):
                 raise SystemExit(1)
+        elif args.bench == "memory":
+            for name in args.recipe:
+                bench_memory(load_recipe(find_recipe(name, RECIPES)), args.card_gib)
         else:
             bench_step(args.model, batch=args.batch, image_size=args.image_size, amp=args.amp,
                        compiled=args.compile, folder=args.data_dir, workers=args.workers)
-    except DataError as error:
+    except OneLineError as error:
         raise SystemExit(f"vitinit.bench: {error}") from None
 
 

@@ -49,6 +49,11 @@ def autocast(device: torch.device, amp: str) -> torch.autocast:
     return torch.autocast(device.type, dtype=AMP_DTYPES[amp], enabled=amp != "off")
 
 
+def normalises_over_images(model: nn.Module) -> bool:
+    """Whether a step depends on which images share a micro-batch, as BatchNorm's statistics do."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
 class Clock:
     """Adds the seconds of training to the epoch's."""
 
