@@ -347,6 +347,8 @@ def train(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> 
         """last.pt; all processes wait until the main one has written it."""
         processes.main_only(lambda: write(folder.last, to_resume=True))
 
+    stop.defer()                                     # from here on there is something to save
+
     def set_up_folder() -> None:
         if not resumed:
             folder.create(dump_recipe(recipe), again=args.resume == "auto")
@@ -366,7 +368,6 @@ def train(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> 
             return evaluate(measured, bar.over(data.val_batches), amp=recipe.engine.amp,
                             num_classes=recipe.data.num_classes, processes=processes, stop=stop)
 
-    stop.defer()                                     # from here on there is something to save
     for epoch in range(progress.epochs, epochs):
         evaluated = (epoch + 1) % recipe.eval.every_epochs == 0 or epoch + 1 == epochs
         kept = (epoch + 1) % recipe.checkpoint.every_epochs == 0 or epoch + 1 == epochs
@@ -409,7 +410,8 @@ def train(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> 
         if kept:
             save_last()
 
-    say(f"done    {epochs} epochs, best {recipe.checkpoint.best_by} {progress.best:.2f}, peak memory "
+    best = "none" if progress.best is None else f"{progress.best:.2f}"
+    say(f"done    {epochs} epochs, best {recipe.checkpoint.best_by} {best}, peak memory "
         f"{peak_memory(processes.device)}; everything is in {folder.path}")
     return 0
 

@@ -52,8 +52,11 @@ class Progress:
             self.note = f"loss {loss:.3f}"
 
     def improves(self, value: float | None, by: str) -> bool:
-        """Whether `value` of the metric `by` is the best so far, which it then becomes."""
-        if value is None:
+        """Whether `value` of the metric `by` is the best so far, which it then becomes.
+
+        NaN and infinity are never best, since nothing could be better than NaN later.
+        """
+        if value is None or not math.isfinite(value):
             return False
         better = self.best is None or (value < self.best if by == "val_loss" else value > self.best)
         if better:

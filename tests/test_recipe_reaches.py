@@ -1,0 +1,153 @@
+"""Every key of the recipe's second half reaches what it names; the first half's do in the rooms' tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitinit.recipe import sections
+from vitinit.recipe.values import to_toml
+from vitinit.runs.folder import RunFolder
+from vitinit.train.engine import Evaluation, set_precision
+
+# No two values of one type are equal, and none is a default of the function that takes it.
+WRITTEN = {
+    "optim": dict(global_batch=12, max_batch_per_process=2, base_lr=3e-3, lr_scaling="linear",
+                  weight_decay=0.07, betas=[0.83, 0.97], eps=5e-5, clip_norm=0.61),
+    "schedule": dict(shape="cosine", epochs=3, cooldown_epochs=2, warmup_epochs=1, warmup_lr=2e-5,
+                     min_lr=1e-6, step_on="epoch"),
+    "ema": dict(decay=0.71, warmup=True),
+    "engine": dict(amp="bf16", compile=False, channels_last=True, tf32=True),
+    "eval": dict(crop_pct=0.77, interpolation="bilinear", batch_size=5, every_epochs=3),
+    "checkpoint": dict(every_epochs=2, every_steps=3, keep_epochs=[0, 4], best_by="val_loss"),
+}
+
+
+@pytest.fixture
+def seen(train_program, small_run, tmp_path, monkeypatch) -> dict:
+    """What each function was called with in a run with the recipe above, by its name."""
+    calls: dict[str, list[tuple[tuple, dict]]] = {}
+    for name in ("adamw", "scaled_lr", "plan_batches", "learning_rate", "Ema", "set_precision",
+                 "ToDevice", "TrainToDevice", "evaluation_batches", "train_epoch", "evaluate"):
+        def recorded(*arguments, name=name, real=getattr(train_program, name), **options):
+            calls.setdefault(name, []).append((arguments, options))
+            return real(*arguments, **options)
+        monkeypatch.setattr(train_program, name, recorded)
+    sets = {f"{title}__{key}": to_toml(value) for title, body in WRITTEN.items()
+            for key, value in body.items()}
+    assert train_program.main(small_run(tmp_path / "run", **sets)) == 0
+    return calls
+
+
+def test_every_key_of_the_second_half_is_in_this_test():
+    for title, body in WRITTEN.items():
+        fields = {field.name for field in dataclasses.fields(sections.SECTIONS[title])}
+        assert fields == set(body), title
+
+
+def test_every_key_reaches_what_it_names(seen, tmp_path):
+    def options(name: str) -> dict:
+        return seen[name][0][1]
+    optim, schedule, evaluation = WRITTEN["optim"], WRITTEN["schedule"], WRITTEN["eval"]
+    assert options("adamw") == dict(weight_decay=0.07, betas=(0.83, 0.97), eps=5e-5)
+    assert seen["scaled_lr"][0][0] == (3e-3, "linear", 12)
+    assert seen["plan_batches"][0][0][:2] == (12, 2)
+    assert options("learning_rate") == dict(
+        {key: schedule[key] for key in ("shape", "epochs", "warmup_epochs", "warmup_lr", "min_lr",
+                                        "step_on")}, steps_per_epoch=4, peak=3e-3 * 12 / 512)
+    assert options("Ema") == dict(decay=0.71, warmup=True)
+    assert seen["set_precision"][0][0] == (True,)
+    assert options("ToDevice")["channels_last"] is options("TrainToDevice")["channels_last"] is True
+    assert {key: options("evaluation_batches")[key] for key in ("crop_pct", "interpolation",
+                                                                "batch_size")} == {
+        key: evaluation[key] for key in ("crop_pct", "interpolation", "batch_size")}
+    assert len(seen["train_epoch"]) == schedule["epochs"] + schedule["cooldown_epochs"] == 5
+    for _, keywords in seen["train_epoch"]:
+        assert (keywords["amp"], keywords["clip_norm"], keywords["every_steps"]) == ("bf16", 0.61, 3)
+    assert [keywords["amp"] for _, keywords in seen["evaluate"]] == ["bf16"] * 2
+
+    # Evaluated after epochs 3 and 5, kept after 0 and 4, at min_lr from epoch 4 on.
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [row["val_loss"] is not None for row in rows] == [False, False, True, False, True]
+    assert [row["lr"] for row in rows[3:]] == [1e-6, 1e-6]
+    assert {path.name for path in (tmp_path / "run").glob("epoch_*.pt")} == {
+        "epoch_0000.pt", "epoch_0004.pt"}
+
+
+def test_checkpoints_are_written_when_the_recipe_says(train_program, small_run, tmp_path,
+                                                      monkeypatch):
+    """last.pt at step 0, after every fifth step and every second epoch, and at the end."""
+    written = []
+    real = RunFolder.save
+
+    def recorded(self, state, path: Path, *others, **options):
+        if path.name == "last.pt":
+            written.append((state["progress"]["step"], state["progress"]["epochs"]))
+        return real(self, state, path, *others, **options)
+    monkeypatch.setattr(RunFolder, "save", recorded)
+    assert train_program.main(small_run(tmp_path / "run", checkpoint__every_epochs="2",
+                                        checkpoint__every_steps="5", eval__every_epochs="3")) == 0
+    # Epochs are of four steps. The third is the last, evaluated, and so saved before and after.
+    assert [place for place in written if place != (0, 0)] == [
+        (5, 1), (8, 2), (10, 2), (12, 2), (12, 3)]
+
+
+@pytest.mark.parametrize("best_by, epoch", [("val_top1", 2), ("val_loss", 3), ("ema_top1", 1)])
+def test_the_best_checkpoint_is_best_by_what_the_recipe_says(train_program, small_run, tmp_path,
+                                                             monkeypatch, best_by, epoch):
+    """Epochs whose loss, top-1 and the average's top-1 are best at different times; one is NaN."""
+    found = iter([(float("nan"), 30.0, 60.0), (1.5, 50.0, 40.0), (1.2, 40.0, 50.0)])
+
+    def scripted(*arguments, **options):
+        loss, top1, ema_top1 = next(found)
+        return [Evaluation(loss, top1, 90.0, 21, [7] * 3, [7] * 3),
+                Evaluation(1.0, ema_top1, 90.0, 21, [7] * 3, [7] * 3)]
+    monkeypatch.setattr(train_program, "evaluate", scripted)
+    assert train_program.main(small_run(tmp_path / "run", checkpoint__best_by=best_by)) == 0
+    best = torch.load(tmp_path / "run" / "best.pt", weights_only=True)
+    assert best["progress"]["epochs"] == epoch
+
+
+def test_compile_compiles_what_trains_and_what_is_measured(train_program, small_run, tmp_path,
+                                                           monkeypatch):
+    compiled = []
+    monkeypatch.setattr(train_program.torch, "compile",
+                        lambda model: compiled.append(model) or model)
+    for wanted in ("true", "false"):
+        assert train_program.main(small_run(tmp_path / wanted, "--dry-run",
+                                            engine__compile=wanted)) == 0
+    assert len(compiled) == 3                        # the model to train, and model and average
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_tf32_is_switched_where_it_says(wanted):
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        set_precision(wanted)
+        assert torch.get_float32_matmul_precision() == ("high" if wanted else "highest")
+        assert torch.backends.cudnn.allow_tf32 is wanted
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_mixed_precision_resumes_to_the_bit(train_program, stop_before, small_run, tmp_path,
+                                            monkeypatch, amp):
+    """The loss scale too, which grows and falls as it goes."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    how = dict(engine__amp=amp, schedule__epochs="2")
+    assert train_program.main(small_run(straight, **how)) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(train_program, "StopRequest", stop_before(3))
+        assert train_program.main(small_run(stopped, **how)) == 143
+    assert train_program.main(["--resume", str(stopped)]) == 0
+    first, second = (torch.load(folder / "last.pt", weights_only=True)
+                     for folder in (straight, stopped))
+    assert first["scaler"] == second["scaler"] and bool(first["scaler"]) == (amp == "fp16")
+    for name, value in first["model"].items():
+        assert torch.equal(value, second["model"][name]), name
