@@ -178,6 +178,9 @@ train.distributed.leave_program(train.main(sys.argv[7:]))
 """
 
 
+NOWHERE = ["vitinit.train.engine", "_update", 10**6, 0, 15]
+
+
 def run_two(tmp_path: Path, repository: Path, *words: object) -> subprocess.CompletedProcess:
     """torchrun of DRIVER on two processes."""
     program = tmp_path / "driver.py"
@@ -188,12 +191,31 @@ def run_two(tmp_path: Path, repository: Path, *words: object) -> subprocess.Comp
         capture_output=True, text=True, timeout=300)
 
 
+def test_two_processes_with_batch_norm_measure_the_model_that_is_saved(eval_program, picture_tree,
+                                                                       repository, tmp_path, capsys):
+    """Each has seen other images, so its own running statistics are not those of last.pt."""
+    run = tmp_path / "run"
+    sets = {"data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
+            "data.workers": "0", "optim.global_batch": "12", "optim.max_batch_per_process": "6",
+            "mix.group": "12", "schedule.epochs": "1", "schedule.warmup_epochs": "0",
+            "engine.compile": "false", "engine.amp": "off", "model.options.patch_size": "2",
+            "model.options.embed_dim": "12", "model.options.depth": "2",
+            "model.options.kernel_size": "3"}
+    result = run_two(tmp_path, repository, *NOWHERE, "--recipe", "cifar10_convmixer", "--out-dir", run,
+                     "--data-dir", picture_tree,
+                     *(word for key, value in sets.items() for word in ("--set", f"{key}={value}")))
+    assert result.returncode == 0, result.stderr
+    row = json.loads((run / "metrics.jsonl").read_text())
+    assert eval_program.main([str(run)]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["model"]["loss"] == pytest.approx(row["val_loss"], rel=1e-5)
+
+
 def test_one_processs_signal_in_validation_ends_both_and_costs_nothing(small_run, repository,
                                                                        tmp_path):
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     epochs = dict(schedule__epochs="2", data__workers="1")
-    nowhere = ["vitinit.train.engine", "_update", 10**6, 0, 15]
-    result = run_two(tmp_path, repository, *nowhere, *small_run(straight, **epochs))
+    result = run_two(tmp_path, repository, *NOWHERE, *small_run(straight, **epochs))
     assert result.returncode == 0, result.stderr
 
     # The second process has five batches of evaluation; it hears of the signal in the second.
@@ -202,6 +224,6 @@ def test_one_processs_signal_in_validation_ends_both_and_costs_nothing(small_run
                      int(number), *small_run(stopped, **epochs))
     assert f"stopped by signal {int(number)} after step 4" in result.stdout, result.stderr
     assert 'train.py", line' not in result.stderr    # torchrun's report has a traceback of its own
-    result = run_two(tmp_path, repository, *nowhere, "--resume", stopped)
+    result = run_two(tmp_path, repository, *NOWHERE, "--resume", stopped)
     assert result.returncode == 0, result.stderr
     assert same(left_by(straight), left_by(stopped))

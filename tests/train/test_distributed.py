@@ -48,6 +48,10 @@ def worker(rank: int, port_file: str, results: str) -> None:
             lines.append(error.args[0])
     lines.append(str(processes.together(lambda: rank)))
     processes.main_only(lambda: lines.append("written"))
+    norm = torch.nn.BatchNorm1d(3)
+    norm.running_mean.fill_(rank + 5.0)
+    processes.share_buffers([torch.nn.Sequential(norm)])
+    lines.append(str(norm.running_mean.tolist()))
     Path(f"{results}{rank}").write_text("\n".join(lines))
     distributed.stop()
 
@@ -57,8 +61,9 @@ def test_two_processes_agree_on_sums_signals_and_errors(tmp_path):
                                  str(tmp_path / "result")]) for rank in (0, 1)]
     assert [member.wait(120) for member in members] == [0, 0]
     found = [(tmp_path / f"result{rank}").read_text().split("\n") for rank in (0, 1)]
-    assert found[0] == ["3.0", "15", "folder of 0", "folder of 1", "0", "written"]
-    assert found[1] == ["3.0", "15", "folder of 0", "folder of 1", "1"]
+    assert found[0] == ["3.0", "15", "folder of 0", "folder of 1", "0", "written",
+                        "[5.0, 5.0, 5.0]"]
+    assert found[1] == ["3.0", "15", "folder of 0", "folder of 1", "1", "[5.0, 5.0, 5.0]"]
 
 
 def test_start_reads_the_launchers_environment(monkeypatch):

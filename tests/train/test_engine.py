@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import signal
@@ -375,3 +376,55 @@ def test_of_fewer_than_five_classes_all_are_in_the_top_five():
                                 embed_dim=12, depth=1, num_heads=3)
     result, = evaluated([model], torch.randn(5, 3, 8, 8), torch.arange(5) % 3, 5, num_classes=3)
     assert result.top5 == 100.0
+
+
+# ---------------------------------------------------------------------------------------------
+# What wraps the model, and the mode that it is in
+# ---------------------------------------------------------------------------------------------
+
+
+class Wrapped:
+    """As DistributedDataParallel: gradients are exchanged in every backward outside of no_sync."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.calls, self.silent = model, [], False
+
+    def train(self) -> None:
+        self.model.train()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.silent = True
+        yield
+        self.silent = False
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls.append(self.silent)
+        return self.model(images)
+
+
+def trained_once(model: torch.nn.Module, forward, micro_batch: int) -> None:
+    state = TrainState(model, torch.optim.SGD(model.parameters()),
+                       torch.amp.GradScaler("cpu", enabled=False), None, Progress())
+    first = itertools.islice(batches(micro_batch), 2)
+    for _ in train_epoch(state, forward, numbered(first, micro_batch), lr_at=lambda step: 0.1,
+                         keep_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=0,
+                         processes=ALONE, stop=StopRequest()):
+        pass
+
+
+def test_gradients_are_exchanged_once_a_step():
+    forward = Wrapped(small_model())
+    trained_once(forward.model, forward, micro_batch=4)
+    assert forward.calls == [True, True, False] * 2
+
+
+def test_it_trains_in_training_mode_whatever_mode_the_model_was_in():
+    """Else BatchNorm would train on statistics that never change."""
+    model = vitinit.build_model("convmixer_256_8", num_classes=CLASSES, image_size=8, patch_size=2,
+                                embed_dim=12, depth=1, kernel_size=3).eval()
+    vitinit.init_weights(model, "default", generator=torch.Generator().manual_seed(0))
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    trained_once(model, model, micro_batch=6)
+    assert all(not torch.equal(value, before[name]) for name, value in model.named_buffers())
+    assert len(before) > 0
