@@ -304,7 +304,7 @@ def test_signal_handlers_are_taken_out_again():
 
 @pytest.mark.parametrize("sent, arrives", [
     (signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM),
-    (signal.SIGHUP, signal.SIGTERM)])
+    (signal.SIGHUP, signal.SIGTERM), (signal.SIGUSR1, signal.SIGTERM)])
 def test_a_signal_is_handed_on_as_one_that_train_py_knows(sent, arrives):
     """The program sends it to this process, its parent, and waits for what comes back."""
     code = ("import os, signal, sys\n"
@@ -315,6 +315,16 @@ def test_a_signal_is_handed_on_as_one_that_train_py_knows(sent, arrives):
     with sweep.Launcher() as launcher:
         assert launcher.run([sys.executable, "-c", code]) == arrives.name
     assert launcher.stopped_by == sent
+
+
+@pytest.mark.parametrize("set_to, arrives", [(None, "600"), ("90", "90")])
+def test_torchrun_is_told_to_wait_for_a_checkpoint(monkeypatch, set_to, arrives):
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    if set_to is not None:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", set_to)
+    code = "import os, sys; sys.exit(os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])"
+    with sweep.Launcher() as launcher:
+        assert launcher.run([sys.executable, "-c", code]) == arrives
 
 
 def test_ctrl_c_ends_the_sweep_once_the_running_run_has_saved(small_run, tmp_path, repository):

@@ -12,6 +12,7 @@ has saved its checkpoint. A run that fails is reported at the end; the others go
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import subprocess
@@ -28,10 +29,10 @@ from .recipe.sections import Recipe
 from .recipe.values import shown
 from .runs.folder import RunFolder
 from .runs.groups import FREE_KEYS, flat, read_run
+from .train.interruption import STOP_SIGNALS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TRAIN = REPOSITORY / "train.py"
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -193,14 +194,16 @@ class Launcher:
     def _stop(self, number: int, frame: object) -> None:
         self.stopped_by = number
         if self.process is not None:
-            # train.py knows SIGINT and SIGTERM; of a closed terminal it hears as of the latter.
-            self.process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            # Of a closed terminal and a time limit it hears as of SIGTERM, which every torchrun knows.
+            self.process.send_signal(number if number == signal.SIGINT else signal.SIGTERM)
 
     def run(self, command: list[str]) -> str | None:
         """None if the program ended well, else its error in a line; what it prints is passed on."""
         error = ""
+        # Else torchrun would kill what has not saved its checkpoint after 30 s.
+        environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **os.environ}
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace",
-                              start_new_session=True) as self.process:
+                              env=environment, start_new_session=True) as self.process:
             for line in self.process.stderr:
                 sys.stderr.write(line)
                 # Of all that torchrun prints after a failure, train.py's own line says why.
