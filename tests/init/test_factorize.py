@@ -89,6 +89,19 @@ def test_balanced_factors_of_a_singular_matrix_are_finite_and_exact():
     assert (left == 0).all() and right.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_directions_that_a_singular_matrix_lacks_get_nothing_left_and_little_right(dtype):
+    """Rounding, divided by the root of rounding, is nothing that a weight should hold: of such
+    directions the right factor carries the floor √eps · S₀, the left one rounding alone."""
+    for seed in range(20):                           # rounding falls on either side of zero
+        matrix = (drawn(23, 5, seed=seed) @ drawn(5, 23, seed=100 + seed)).to(dtype)
+        largest = torch.linalg.matrix_norm(matrix, 2)
+        left, right = balanced_factors(matrix, 23)
+        floor = (largest * torch.finfo(dtype).eps**0.5).sqrt()
+        torch.testing.assert_close(right[:, 5:].norm(dim=0), floor.expand(18), rtol=0.2, atol=0)
+        assert (left[:, 5:].norm(dim=0) <= 0.1 * floor).all()
+
+
 def test_factors_wider_than_the_basis_are_padded_with_zeros():
     """As many columns as the head has channels, whatever the code's rank."""
     code, maps = layer_normalised(drawn(TOKENS, DIM)), drawn(3, TOKENS, TOKENS, seed=1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch.nn.functional import layer_norm
 
 import vitinit
-from vitinit.filters import convolution_matrix, impulse_kernel, ordered_offsets
+from vitinit.filters import convolution_matrix, impulse_kernel, ordered_offsets, shift_targets
 from vitinit.init.impulse import default_rank, head_offsets, normalised_code
 from vitinit.mixing import mixing_matrices, target_mass
 from vitinit.models.attention import attention_weights
@@ -81,19 +83,18 @@ def test_heads_look_at_their_targets(name, image_size, sizes, centre, shifted):
 
 
 def test_the_attention_of_an_initialised_layer_is_a_convolution():
-    """Mixing z by attention equals conv2d with the head's impulse, within what the mass implies."""
+    """Mixing z, of unit variance, by attention equals conv2d with the head's impulse. Measured: at most
+    .0066 on average over the tokens that have a target; any other offset gives about 1."""
     model = initialised(built(image_size=32, patch_size=4, embed_dim=96, num_heads=3, depth=1))
-    offsets = ordered_offsets(3)[:3]
     weights = code_attention(model)
-    mass = target_mass(weights, offsets, model.grid)
     z = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
-    for head, offset in enumerate(offsets):
-        matrix = convolution_matrix(impulse_kernel(offset, 3), model.grid)
-        rows = matrix.sum(1) > 0                     # rows whose target is on the grid
-        expected = torch.nn.functional.conv2d(
-            z[None, None], impulse_kernel(offset, 3)[None, None], padding=1).flatten()
-        error = (weights[head] @ z.flatten() - expected)[rows].abs().mean()
-        assert error <= 2 * (1 - mass[head]) * z.abs().max() + 1e-6
+    for head, offset in enumerate([(0, 0), (-1, 0), (0, 1)]):
+        for other in ordered_offsets(3):
+            kernel = impulse_kernel(other, 3)[None, None]
+            expected = torch.nn.functional.conv2d(z[None, None], kernel, padding=1).flatten()
+            rows = torch.nn.functional.conv2d(torch.ones(1, 1, 8, 8), kernel, padding=1).flatten() == 1
+            error = (weights[head] @ z.flatten() - expected)[rows].abs().mean()
+            assert error < 0.02 if other == offset else error > 0.5, (head, other)
 
 
 def test_a_rectangular_grid_larger_kernels_and_many_heads():
@@ -177,12 +178,33 @@ def test_the_class_tokens_code_is_left_out_of_the_solve_but_scaled():
                                layer_norm(model.pos_embed[0, 1:], (96,), eps=1e-6))
 
 
-@pytest.mark.parametrize("scale", [18.0, 1.0])
-def test_all_off_centre_rows_without_a_target_are_noise(scale):
-    """A border row of a shifted head has no target; its attention is nowhere near one token."""
-    model = initialised(built(), pos_embed_scale=scale)
-    up = code_attention(model)[1].view(14, 14, 196)  # head 1 looks up
-    assert up[0].max() < 0.9 < up[1:].max(-1).values.mean() + 0.2
+@pytest.mark.parametrize("head, offset", [(1, (-1, 0)), (2, (0, 1))])
+def test_rows_without_a_target_are_noise(head, offset):
+    """A border row of a shifted head has no target, and its attention is on no one token: measured, the
+    largest share is .10 and .14 there, .78 and .79 elsewhere."""
+    model = initialised(built(depth=1))
+    largest = code_attention(model)[head].amax(1)    # (N,)
+    lost = shift_targets(offset, (14, 14)) < 0
+    assert lost.sum() == 14
+    assert largest[lost].mean() < 0.2 and largest[lost].max() < 0.5 < 0.7 < largest[~lost].mean()
+
+
+@pytest.mark.parametrize("alpha, beta", [(0.3, 0.7), (0.6, -0.2)])
+def test_values_and_projections_multiply_to_the_noisy_identity(alpha, beta):
+    """x @ V.T @ proj.T = x @ (αZ − βI), with the Z that is drawn after the block's noise."""
+    sizes = dict(image_size=(20, 28), patch_size=4, embed_dim=57, depth=2, num_heads=3)
+    model = initialised(built(**sizes).double(), seed=3, value_alpha=alpha, value_beta=beta)
+    generator = torch.Generator().manual_seed(3)
+    vitinit.init_weights(built(**sizes).double(), "default", generator=generator)
+    for block in model.blocks:
+        torch.nn.init.trunc_normal_(torch.empty(3, 35, 35, dtype=torch.float64), std=0.6,
+                                    generator=generator)
+        bound = 3**0.5 / 57**0.5
+        drawn = torch.empty(57, 57, dtype=torch.float64).uniform_(-bound * alpha, bound * alpha,
+                                                                   generator=generator)
+        product = block.attn.proj.weight @ block.attn.v_weight.flatten(0, 1)
+        torch.testing.assert_close(product.T.detach(), drawn - beta * torch.eye(57).double(),
+                                   rtol=0, atol=1e-8)
 
 
 def test_so_many_directions_that_every_map_is_uniform_are_refused_with_what_would_help():
@@ -202,6 +224,19 @@ def test_sincos_codes_are_refused_with_the_reason():
     model = built(image_size=224, pos_embed="sincos")
     with pytest.raises(ValueError, match=r"numerical rank is \d+ for 196 tokens.*uniform.*learned"):
         initialised(model)
+
+
+def test_a_learned_code_that_lacks_directions_is_refused_however_many_it_has(monkeypatch):
+    """The same code for every second token: 32 directions are many, but not one for each token."""
+    module = sys.modules["vitinit.init.impulse"]
+    draw_base = module.draw_base
+
+    def doubled(model, base, generator):
+        draw_base(model, base, generator)
+        model.pos_embed[:, 2::2] = model.pos_embed[:, 1::2]
+    monkeypatch.setattr(module, "draw_base", doubled)
+    with pytest.raises(ValueError, match="numerical rank is 32 for 64 tokens"):
+        initialised(built(image_size=32, patch_size=4, embed_dim=96))
 
 
 def test_a_learned_code_that_cannot_tell_tokens_apart_is_refused():

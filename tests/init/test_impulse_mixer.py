@@ -9,9 +9,7 @@ from torch.nn.functional import gelu
 
 import vitinit
 from vitinit.filters import convolution_matrix, impulse_kernel, ordered_offsets
-from vitinit.init import INITS
-from vitinit.init.impulse_mixer import impulse_mixer, write_linear_map
-from vitinit.models import MlpMixer
+from vitinit.init.impulse_mixer import write_linear_map
 from vitinit.models.layers import Mlp
 
 GRID, TOKENS = (3, 5), 15
@@ -185,7 +183,9 @@ def test_ordered_offsets_take_turns_over_the_blocks(kernel_size):
 
 
 def test_deep_impulse_of_a_mixer_is_its_impulse_whose_offsets_rotate_already():
-    assert INITS["deep_impulse"][MlpMixer] is INITS["impulse"][MlpMixer] is impulse_mixer
+    deep, plain = (initialised(WIDE, name, seed=3) for name in ("deep_impulse", "impulse"))
+    assert found_offsets(deep) == (2 * ordered_offsets(3))[:11]
+    assert all(torch.equal(value, plain.state_dict()[key]) for key, value in deep.state_dict().items())
 
 
 def test_random_offsets_are_drawn_for_each_block_from_the_generator():

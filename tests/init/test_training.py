@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 
 import numpy as np
 import pytest
@@ -74,13 +75,37 @@ def test_no_family_is_left_out():
     assert classes == {family for family, _ in MODELS.values()}
 
 
+FUNCTIONS = {       # by module and name: what stands for whom in the table, said a second time
+    "default": dict.fromkeys(("vit", "swin", "mixer", "conv_mixer", "simple_vit"), "baseline.default"),
+    "torch": dict.fromkeys(("vit", "swin", "mixer", "conv_mixer", "simple_vit"),
+                           "baseline.torch_default"),
+    "mimetic": {"vit": "mimetic.mimetic", "swin": "mimetic.mimetic",
+                "simple_vit": "mimetic.mimetic_simple_vit"},
+    "impulse": {"vit": "impulse.impulse", "swin": "impulse_swin.impulse_swin",
+                "mixer": "impulse_mixer.impulse_mixer",
+                "conv_mixer": "impulse_conv_mixer.impulse_conv_mixer",
+                "simple_vit": "impulse_simple_vit.impulse_simple_vit"},
+    "deep_impulse": {"vit": "deep_impulse.deep_impulse", "swin": "impulse_swin.deep_impulse_swin",
+                     "mixer": "impulse_mixer.impulse_mixer",
+                     "conv_mixer": "impulse_conv_mixer.deep_impulse_conv_mixer"},
+    "conditioned": {"vit": "conditioned.conditioned", "swin": "conditioned.conditioned"},
+    "filters": {"conv_mixer": "filters_conv_mixer.filters_conv_mixer"},
+    "impulse_gd": {"vit": "impulse_gd.impulse_gd", "simple_vit": "impulse_gd.impulse_gd"},
+}
+
+
+def test_the_table_is_complete_and_has_each_init_at_its_place():
+    pairs = [(family.partition(",")[0], name) for family, name in PAIRS]
+    assert set(pairs) == {(family, name) for name, families in FUNCTIONS.items() for family in families}
+
+
 @pytest.mark.parametrize("family, name", PAIRS)
 def test_an_init_by_its_name_is_the_function_of_the_models_family(family, name):
-    """The same weights, from the same seed, whether by name or by the function in the table."""
+    """The same weights, from the same seed, whether by name or by the function itself."""
+    module, _, function_name = FUNCTIONS[name][family.partition(",")[0]].partition(".")
+    function = getattr(importlib.import_module(f"vitinit.init.{module}"), function_name)
     by_name, by_function, options = built(family), built(family), OPTIONS.get(name, {})
     vitinit.init_weights(by_name, name, generator=torch.Generator().manual_seed(5), **options)
-    function = init_function(name, type(by_function))
-    assert function is INITS[name][type(by_function)]
     function(by_function, generator=torch.Generator().manual_seed(5), **options)
     ours, theirs = by_name.state_dict(), by_function.state_dict()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
