@@ -200,7 +200,7 @@ def test_two_processes_with_batch_norm_measure_the_model_that_is_saved(eval_prog
             "mix.group": "12", "schedule.epochs": "1", "schedule.warmup_epochs": "0",
             "engine.compile": "false", "engine.amp": "off", "model.options.patch_size": "2",
             "model.options.embed_dim": "12", "model.options.depth": "2",
-            "model.options.kernel_size": "3"}
+            "model.options.kernel_size": "3", "optim.base_lr": "0.05"}
     result = run_two(tmp_path, repository, *NOWHERE, "--recipe", "cifar10_convmixer", "--out-dir", run,
                      "--data-dir", picture_tree,
                      *(word for key, value in sets.items() for word in ("--set", f"{key}={value}")))
