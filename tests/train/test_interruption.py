@@ -45,6 +45,26 @@ def test_within_at_once_a_signal_ends_what_waits_and_afterwards_it_is_remembered
         assert stop.number == signal.SIGTERM         # the first one counts
 
 
+def test_where_nothing_can_be_raised_the_signal_is_remembered_without_a_word(monkeypatch):
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+
+    class Last:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+    with StopRequest() as stop:
+        del [Last()][0]
+        assert stop.number == signal.SIGTERM and said == []
+    assert sys.unraisablehook == said.append
+
+    class Other:
+        def __del__(self) -> None:
+            raise KeyError("is still heard")
+    with StopRequest():
+        del [Other()][0]
+    assert len(said) == 1 and isinstance(said[0].exc_value, KeyError)
+
+
 def test_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)        # as nohup leaves it
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -49,11 +50,13 @@ class StopRequest:
         os.set_blocking(self.writer, False)
         self.old_writer = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(self.reader,), daemon=True).start()
+        self.old_hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
+        sys.unraisablehook = self.old_hook
         signal.set_wakeup_fd(self.old_writer)
         os.close(self.writer)                        # so the thread reads an end, and ends
 
@@ -76,6 +79,11 @@ class StopRequest:
         self.number = self.number or number
         if self.raises:
             raise Interrupted(self.number)
+
+    def _unraisable(self, what: Any) -> None:
+        """A finaliser, or what Python does around a fork, swallows Interrupted; it is remembered."""
+        if not isinstance(what.exc_value, Interrupted):
+            self.old_hook(what)
 
     def _watch(self, reader: int) -> None:
         first = None                                 # when the first signal came
