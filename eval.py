@@ -22,6 +22,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)     # no traceback of what is being imported
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,7 +109,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.data and args.data_dir is not None:
         raise RecipeError(f"--data-dir {args.data_dir}: the folder of the recipe's own data set, "
                           "which --data replaces; expected one of the two")
-    if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
+    if args.json and (os.path.isdir(args.json) or not os.path.isdir(args.json.parent)):
         raise RecipeError(f"--json {args.json}: expected a file in a folder that exists")
     return args
 
@@ -134,7 +135,10 @@ class Subject(NamedTuple):
 
 def open_checkpoints(args: argparse.Namespace) -> list[Subject]:
     """Every checkpoint with the recipe that says how to evaluate it, and its classes' names."""
-    files = [(path, load(path)) for path in map(checkpoint_file, args.checkpoint)]
+    # Tensors stay on disk until a model takes them; an optimiser's are none that one takes.
+    files = [(path, {key: part for key, part in load(path, mmap=True).items()
+                     if key not in ("optimizer", "scaler")})
+             for path in map(checkpoint_file, args.checkpoint)]
     if args.recipe is not None and all("recipe" in state for _, state in files):
         raise RecipeError(f"--recipe {args.recipe}: {files[0][0]} brings its own recipe; --recipe "
                           "is for checkpoints that hold none")

@@ -44,7 +44,8 @@ from vitinit.models.layers import draw_keep
 from vitinit.recipe.files import RecipeError, dump_recipe
 from vitinit.recipe.sections import Recipe
 from vitinit.recipe.values import to_toml
-from vitinit.runs.folder import checkpoint_file
+from vitinit.runs.folder import checkpoint_file, disk_space
+from vitinit.runs.lock import RunLock
 from vitinit.runs.resume import choose_run
 from vitinit.train import distributed
 from vitinit.train.checkpoint import CheckpointError, load, model_state
@@ -296,19 +297,23 @@ def metrics_row(progress: Progress, lr: float, global_batch: int,
 # ---------------------------------------------------------------------------------------------
 
 
-def train(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> int:
+def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: StopRequest) -> int:
     """One run from its command line to its last line; returns the exit status."""
     say = partial(print, flush=True) if processes.is_main else lambda *_: None
 
     # A new run, or one to continue. -------------------------------------------------------------
-    folder, kept, recipe = choose_run(args, processes, REPOSITORY / "recipes", say)
+    chosen = choose_run(args, processes, REPOSITORY / "recipes", lock, say)
+    if chosen is None:
+        return 0
+    folder, kept, recipe = chosen
     data = open_data(recipe, processes, dry_run=args.dry_run)
-    state, notes = initial_state(recipe, processes, kept, folder.last)
+    state, notes = initial_state(recipe, processes, kept, folder.read_from)
     if kept is not None:
         plan = data.plan
         require_same_micro_batch(state.model, plan.micro_batch,
                                  kept.get("micro_batch", plan.micro_batch))
-    resumed, kept = kept is not None, None           # its tensors need no second place in memory
+    resumed = kept is not None
+    chosen = kept = None                             # its tensors need no second place in memory
     model, progress = state.model, state.progress
     epochs = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
     lr_at = learning_rate_of(recipe, data.train_batches.steps_per_epoch)
@@ -332,16 +337,18 @@ def train(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> 
         images, _ = next(iter(data.val_batches))
         with torch.no_grad():
             logits = model.eval()(images[:data.plan.micro_batch])
+        space = disk_space(model, ema=state.ema is not None, kept=len(recipe.checkpoint.keep_epochs))
+        say(f"disk    {space}")
         say(f"dry run: images {tuple(images.shape)} → logits {tuple(logits.shape)}; nothing was "
             "written")
         return 0
 
     # Run folder. --------------------------------------------------------------------------------
     def write(path: Path, *, to_resume: bool = False) -> None:
-        if processes.is_main:
-            folder.save((state.state_dict() if to_resume else state.weights()) | {
-                "recipe": recipe.as_dict(), "micro_batch": data.plan.micro_batch,
-                "classes": list(map(str, data.whole_set.classes))}, path)
+        """For the main process alone."""
+        folder.save((state.state_dict() if to_resume else state.weights()) | {
+            "recipe": recipe.as_dict(), "micro_batch": data.plan.micro_batch,
+            "classes": list(map(str, data.whole_set.classes))}, path)
 
     def save_last() -> None:
         """last.pt; all processes wait until the main one has written it."""
@@ -350,12 +357,16 @@ def train(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> 
     stop.defer()                                     # from here on there is something to save
 
     def set_up_folder() -> None:
-        if not resumed:
-            folder.create(dump_recipe(recipe), again=args.resume == "auto")
-            if 0 in recipe.checkpoint.keep_epochs:
-                write(folder.kept(0))
+        folder.make()
+        lock.take(folder.path, say)
+        if resumed:
+            folder.tidy(progress.epochs)
         else:
-            folder.metrics.cut_back(progress.epochs)
+            folder.require_unused(starts_again=args.resume is not None)
+            folder.record_recipe(dump_recipe(recipe))
+            write(folder.last, to_resume=True)       # so that a restart finds this run, not none
+        if progress.step == 0 and 0 in recipe.checkpoint.keep_epochs:
+            write(folder.kept(0))
         folder.record_start(REPOSITORY, processes=processes.world_size,
                             device=describe_device(processes.device))
     processes.main_only(set_up_folder)
@@ -399,14 +410,17 @@ def train(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> 
         progress.finish_epoch()
         say(epoch_line(row, epochs))
 
-        # Metrics first: a run that dies before last.pt is written cuts the line back on resume.
-        if processes.is_main:
-            folder.metrics.append(row)
         best_by = recipe.checkpoint.best_by
-        if progress.improves(row[best_by], best_by):
-            write(folder.best)
-        if epoch + 1 in recipe.checkpoint.keep_epochs:
-            write(folder.kept(epoch + 1))
+        is_best = progress.improves(row[best_by], best_by)
+
+        def record() -> None:
+            # Metrics first: a run that dies before last.pt is written cuts the line back on resume.
+            folder.metrics.append(row)
+            if is_best:
+                write(folder.best)
+            if epoch + 1 in recipe.checkpoint.keep_epochs:
+                write(folder.kept(epoch + 1))
+        processes.main_only(record)
         if kept:
             save_last()
 
@@ -419,8 +433,8 @@ def train(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> 
 def main(arguments: list[str] | None = None) -> int:
     try:
         args = parse_arguments(arguments)
-        with StopRequest() as stop, distributed.joined() as processes:
-            return train(args, processes, stop)
+        with StopRequest() as stop, distributed.joined() as processes, RunLock() as lock:
+            return train(args, processes, lock, stop)
     except Interrupted as interrupted:
         complain("train.py", f"{interrupted} while starting, before the first step")
         return 128 + interrupted.number

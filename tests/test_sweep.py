@@ -119,7 +119,12 @@ GOOD = ["--recipe", "quickstart", "--seeds", "0"]
     ([*GOOD, "--init", "default,default"], "two runs would share the folder runs/quickstart-d"),
     ([*GOOD, "--set", "schedule.epoch=3"], "no key 'epoch'; did you mean 'epochs'?"),
     (["--recipe", "quickstart", "--seeds", "0,1", "--set", "run.seed=7"],
-     "quickstart-default-s0 and runs/quickstart-default-s1 would be the same run; seeds go by"),
+     "--set run.seed=7: seeds go by --seeds, which names the runs' folders"),
+    ([*GOOD, "--variant", "a", "run.seed=7"], "--set run.seed=7: seeds go by --seeds"),
+    (["--recipe", "quickstart", "--seeds", "0-99999999"], "expected at most 1000 runs in a sweep"),
+    (["--recipe", "quickstart", "--seeds", "1" * 5000], "is no seed; expected such as 0-4"),
+    (["--recipe", "quickstart", "--seeds", "0-501", "--init", "default,mimetic"],
+     "502 seeds, 2 inits and 1 variants are 1004 runs; expected at most 1000 in a sweep"),
     ([*GOOD, "--variant", "schedule.epochs=3"], "--variant schedule.epochs=3: expected a name of"),
     ([*GOOD, "--variant", "a/b", "schedule.epochs=3"], "--variant a/b schedule.epochs=3: expected"),
     ([*GOOD, "--variant", "long", "schedule.epoch=3"], "--variant long: --set schedule.epoch=3: "),
@@ -210,15 +215,48 @@ def test_a_run_whose_last_checkpoint_lags_behind_its_metrics_is_not_done(small_r
     assert not run.finished and run.state == "to go on after 1 of 2 epochs"
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(small_run, tmp_path,
-                                                                        started):
+def test_a_run_without_its_last_checkpoint_goes_on_from_the_one_before(small_run, tmp_path, started):
     arguments = small_run(tmp_path, "--seeds", "0", **SHORT)
     folder = tmp_path / "quickstart-mimetic-s0"
     assert sweep.main(arguments) == 0
     before = losses(folder)
     (folder / "last.pt").unlink()
+    assert planned(*arguments)[0].state == "to go on after 1 of 2 epochs"
     assert sweep.main(arguments) == 0
     assert started == [folder] * 2 and losses(folder) == before
+
+
+def test_a_run_without_any_checkpoint_is_done_or_refused_and_never_started_over(
+        small_run, tmp_path, capsys, started):
+    """What counts is its metrics.jsonl, of which nothing is lost."""
+    arguments = small_run(tmp_path, "--seeds", "0", **SHORT)
+    folder = tmp_path / "quickstart-mimetic-s0"
+    assert sweep.main(arguments) == 0
+    for path in folder.glob("*.pt"):
+        path.unlink()
+    lines = (folder / "metrics.jsonl").read_text()
+    capsys.readouterr()
+    assert sweep.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "plan    1 runs, 1 of them done" in printed and "| mimetic | 1 |" in printed
+    (folder / "metrics.jsonl").write_text(lines.splitlines()[0] + "\n")
+    assert sweep.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "holds metrics.jsonl of 1 of 2 epochs but no last.pt to go on from" in error
+    assert error.count("\n") == 1 and started == [folder]
+    assert (folder / "metrics.jsonl").read_text() == lines.splitlines()[0] + "\n"
+
+
+def test_a_sweep_that_sets_a_key_twice_goes_on(small_run, tmp_path, started, train_program,
+                                               monkeypatch):
+    arguments = small_run(tmp_path, "--seeds", "0", "--variant", "high", "optim.eps=1e-2", **SHORT)
+    folder = tmp_path / "quickstart-mimetic-high-s0"
+    number = PropertyMock(side_effect=[0, 0, 0, *[signal.SIGTERM] * 9])
+    with monkeypatch.context() as patch:
+        patch.setattr(train_program, "StopRequest", type("Stop", (), {"number": number}))
+        assert sweep.main(arguments) == 1
+    assert sweep.main(arguments) == 0
+    assert started == [folder] * 2 and len(losses(folder)) == 2
 
 
 def test_a_failing_run_is_reported_at_the_end_and_the_others_go_on(small_run, tmp_path, capfd,
@@ -254,11 +292,14 @@ def test_a_folder_that_holds_another_run_stops_the_sweep_before_it_starts(small_
     assert started == []
 
 
-def test_an_unreadable_checkpoint_stops_the_sweep_before_it_starts(small_run, tmp_path, capsys,
-                                                                  started):
+def test_unreadable_checkpoints_stop_the_sweep_before_it_starts(small_run, tmp_path, capsys, started):
+    """Both of them; from the one before the last a run goes on."""
     arguments = small_run(tmp_path, "--seeds", "0", **SHORT)
+    folder = tmp_path / "quickstart-mimetic-s0"
     assert sweep.main(arguments) == 0
-    (tmp_path / "quickstart-mimetic-s0" / "last.pt").write_bytes(b"torn")
+    (folder / "last.pt").write_bytes(b"torn")
+    assert planned(*arguments)[0].done == 1
+    (folder / "previous.pt").write_bytes(b"torn")
     capsys.readouterr()
     assert sweep.main(arguments) == 2
     error = capsys.readouterr().err

@@ -66,7 +66,8 @@ def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_r
     arguments = small_run(folder, init="impulse", checkpoint__keep_epochs="[0, 2]")
     assert train_program.main(arguments) == 0
     assert sorted(os.listdir(folder)) == ["best.pt", "epoch_0000.pt", "epoch_0002.pt", "last.pt",
-                                          "metrics.jsonl", "recipe.toml", "run.json"]
+                                          "metrics.jsonl", "previous.pt", "recipe.toml",
+                                          "run.json", "run.lock"]
     rows = metrics(folder)
     assert [list(row) for row in rows] == [ROW] * 3
     assert [row["epoch"] for row in rows] == [1, 2, 3]
@@ -166,7 +167,7 @@ def test_a_folder_with_a_run_is_never_overwritten(train_program, small_run, tmp_
     (["--init", "impulse"], '--init impulse differs from the run\'s init.name = "mimetic"'),
     (["--recipe", "deit_tiny"], "--recipe deit_tiny differs from the run's recipe quickstart"),
     (["--set", "optim.eps=1e-8"], "--set optim.eps=1e-8 differs from the run's optim.eps = 0.0001"),
-    (["--set", "optim.epss=1"], "there is no 'epss'; did you mean 'eps'?"),
+    (["--set", "optim.epss=1"], "[optim] has no key 'epss'; did you mean 'eps'?"),
     (["--out-dir", "elsewhere"], "--out-dir elsewhere differs from --resume"),
     (["--dry-run"], "--dry-run and --resume exclude each other"),
 ])
@@ -182,7 +183,8 @@ def test_a_resumed_run_goes_on_as_it_began(train_program, stop_before, small_run
 
 
 @pytest.mark.parametrize("target, message", [
-    ("nothing", "no such run folder"), ("empty", "no such checkpoint")])
+    ("nothing", "no such run folder"),
+    ("empty", "holds no checkpoint to go on from yet; the command that started it, with --resume")])
 def test_resuming_what_is_not_there_is_one_line(train_program, tmp_path, capsys, target, message):
     (tmp_path / "empty").mkdir()
     assert train_program.main(["--resume", str(tmp_path / target)]) == 2

@@ -10,7 +10,6 @@ folder.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -18,7 +17,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from .command_line import Parser
 from .figures.curves import draw_curves
+from .messages import one_line
 from .runs.groups import Group, Run, finished_groups
 from .runs.markdown import table
 
@@ -179,15 +180,14 @@ def compare(folders: Sequence[Path], out: Path | None = None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m vitinit.compare", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="python -m vitinit.compare", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, help="folder for comparison.md and curves.png")
-    args = parser.parse_args()
     try:
+        args = parser.parse_args()
         compare(args.runs, args.out)
     except (ValueError, OSError) as error:
-        sys.exit(f"vitinit.compare: {error}")
+        sys.exit(f"vitinit.compare: {one_line(error)}")
 
 
 if __name__ == "__main__":

@@ -23,16 +23,18 @@ from pathlib import Path
 from .command_line import Parser, complain
 from .compare import compare
 from .messages import OneLineError
-from .recipe.files import RecipeError
+from .recipe.files import RecipeError, parse_override
 from .recipe.resolve import fresh_recipe
 from .recipe.sections import Recipe
-from .recipe.values import shown
 from .runs.folder import RunFolder
-from .runs.groups import FREE_KEYS, flat, read_run
+from .runs.groups import read_run
+from .runs.resume import left_without_checkpoint
 from .train.interruption import STOP_SIGNALS
+from .train.state import restored_progress
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TRAIN = REPOSITORY / "train.py"
+MOST_RUNS = 1_000               # of a sweep; each is planned before the first starts
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,11 @@ class PlannedRun:
     folder: Path
     recipe: Recipe
     arguments: list[str]
-    done: int | None            # epochs safe in last.pt; None where there is no last.pt yet
+    done: int | None            # epochs safe in last.pt; None where there is no run yet
 
     @property
     def epochs(self) -> int:
-        return self.recipe.schedule.epochs + self.recipe.schedule.cooldown_epochs
+        return recipe_epochs(self.recipe)
 
     @property
     def finished(self) -> bool:
@@ -92,10 +94,12 @@ def parse_seeds(text: str) -> list[int]:
     """'0-2,7' → [0, 1, 2, 7]; raises RecipeError for anything else."""
     seeds: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip(), flags=re.ASCII)
+        found = re.fullmatch(r"(\d{1,19})(?:-(\d{1,19}))?", part.strip(), flags=re.ASCII)
         span = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
         if not span:
             raise RecipeError(f"--seeds {text}: '{part}' is no seed; expected such as 0-4 or 0,2,5")
+        if len(seeds) + span.stop - span.start > MOST_RUNS:
+            raise RecipeError(f"--seeds {text}: expected at most {MOST_RUNS} runs in a sweep")
         seeds += span
     if len(set(seeds)) < len(seeds):
         raise RecipeError(f"--seeds {text}: names a seed twice")
@@ -117,7 +121,14 @@ def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
         if not re.fullmatch(r"[\w.-]+", name):
             raise RecipeError(f"--variant {' '.join([name, *sets])}: expected a name of letters, "
                               "digits, '_', '-' and '.' first, then section.key=value")
+    for change in map(parse_override, [*args.set, *(text for _, *sets in variants for text in sets)]):
+        if change.key == "run.seed":
+            raise RecipeError(f"{change.text}: seeds go by --seeds, which names the runs' folders")
     inits = args.init.split(",") if args.init is not None else [None]
+    count = len(args.seeds) * len(inits) * len(variants)
+    if count > MOST_RUNS:
+        raise RecipeError(f"{len(args.seeds)} seeds, {len(inits)} inits and {len(variants)} variants "
+                          f"are {count} runs; expected at most {MOST_RUNS} in a sweep")
     runs = [plan_run(args, init, seed, name, sets)
             for seed in args.seeds for init in inits for name, *sets in variants]
     for number, run in enumerate(runs):
@@ -150,21 +161,23 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
     return PlannedRun(folder, recipe, arguments, epochs_done(folder, recipe))
 
 
-def epochs_done(path: Path, recipe: Recipe) -> int | None:
-    """The finished epochs of the run in this folder, None for no run that could be continued.
+def recipe_epochs(recipe: Recipe) -> int:
+    return recipe.schedule.epochs + recipe.schedule.cooldown_epochs
 
-    Raises RecipeError if that is a run of another recipe.
+
+def epochs_done(path: Path, recipe: Recipe) -> int | None:
+    """The finished epochs of the run in this folder, None where there is none yet.
+
+    A finished run may have lost its checkpoints. Raises RecipeError if that is a run of another
+    recipe, and CheckpointError if it is an unfinished one without a checkpoint to go on from.
     """
     folder = RunFolder(path)
-    if not folder.last.exists():
-        return None
-    expected, found = flat(recipe.as_dict()), read_run(path).keys
-    for key in dict.fromkeys([*expected, *found]):
-        if key != "name" and found.get(key) != expected.get(key) and (
-                key == "run.seed" or key not in FREE_KEYS):
-            raise RecipeError(f"{path}: holds another run, its {key} is {shown(found.get(key))} "
-                              f"and not {shown(expected.get(key))}; choose another --out-dir")
-    return folder.load_last(mmap=True)["progress"]["epochs"]
+    if not folder.holds_checkpoint():
+        return recipe_epochs(recipe) if left_without_checkpoint(folder, recipe) else None
+    other = read_run(path).departure(recipe)
+    if other:
+        raise RecipeError(f"{other}; choose another --out-dir")
+    return restored_progress(folder.load_last(glance=True)["progress"], folder.read_from).epochs
 
 
 # ---------------------------------------------------------------------------------------------

@@ -3,58 +3,194 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from vitinit.train.checkpoint import CheckpointError
-from vitinit.runs.folder import RunFolder, git_commit
+from vitinit.runs.folder import RunFolder, disk_space, git_commit
+from vitinit.train import checkpoint
+from vitinit.train.checkpoint import CheckpointError, load
 from vitinit.train.device import describe_device, peak_memory
+
+
+STATE = {"model": {}, "optimizer": {}, "recipe": {}}
+
+
+def training_state(step: int) -> dict:
+    return STATE | {"progress": {"step": step}, "weights": torch.full((501,), float(step))}
+
+
+def flip_a_bit(path: Path) -> None:
+    """In the middle of the file's largest tensor, where nothing but its values is."""
+    content = bytearray(path.read_bytes())
+    place = content.index(torch.full((501,), 1.0).numpy().tobytes()[:64]) + 1001
+    content[place] ^= 4
+    path.write_bytes(content)
 
 
 def test_a_new_folder_holds_the_recipe_and_every_start(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "runs" / "a")
-    folder.create("[run]\nseed = 0\n")
+    folder.make()
+    folder.record_recipe("[run]\nseed = 0\n")
     assert folder.recipe.read_text() == "[run]\nseed = 0\n"
     for count in (1, 2):
         monkeypatch.setattr(sys, "argv", ["train.py", f"--start={count}"])
         folder.record_start(tmp_path, processes=3, device="CPU")
         starts = json.loads(folder.info.read_text())
-        assert len(starts) == count
+        assert len(starts) == count == len(folder.starts())
         assert starts[-1]["command"] == ["train.py", f"--start={count}"]
         assert starts[-1]["processes"] == 3 and starts[-1]["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize("name", ["last.pt", "metrics.jsonl"])
-def test_a_folder_that_holds_a_run_is_refused(tmp_path, name):
-    (tmp_path / name).write_text("x")
-    with pytest.raises(CheckpointError, match="already holds a run; continue it with --resume"):
-        RunFolder(tmp_path).create("")
-    assert (tmp_path / name).read_text() == "x"
-
-
-def test_a_folder_whose_run_never_reached_a_checkpoint_can_be_used_again(tmp_path):
-    for _ in range(2):
-        RunFolder(tmp_path / "a").create("")
-
-
-def test_metrics_without_a_checkpoint_go_where_the_run_starts_again(tmp_path):
+def test_a_recipe_that_is_there_stays(tmp_path):
     folder = RunFolder(tmp_path)
-    folder.metrics.append({"epoch": 1})
-    folder.create("", again=True)
-    assert folder.metrics.rows() == []
-    folder.metrics.append({"epoch": 1})
-    folder.save({}, folder.last)
-    with pytest.raises(CheckpointError, match="already holds a run"):
-        folder.create("", again=True)
-    assert folder.metrics.rows() == [{"epoch": 1}]
+    folder.recipe.write_text("# mine\n")
+    folder.record_recipe("[run]\nseed = 0\n")
+    assert folder.recipe.read_text() == "# mine\n"
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be written: Not a directory"):
-        RunFolder(tmp_path / "file" / "run").create("")
+# ---------------------------------------------------------------------------------------------
+# What is there
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, words, again", [
+    ("last.pt", "already holds a run; continue it with --resume", False),
+    ("previous.pt", "already holds a run; continue it with --resume", False),
+    ("metrics.jsonl", "already holds metrics.jsonl; choose another --out-dir", False),
+    ("best.pt", "already holds best.pt; choose another --out-dir", False),
+    ("epoch_0003.pt", "already holds epoch_0003.pt; choose another --out-dir", False),
+    ("recipe.toml", "already holds recipe.toml, of a run without a checkpoint", True),
+    ("run.json", "already holds run.json, of a run without a checkpoint", True)])
+def test_a_file_of_a_run_keeps_a_new_one_out(tmp_path, name, words, again):
+    """A recipe and a start on record are no results: what they belong to may start again."""
+    folder = RunFolder(tmp_path)
+    folder.require_unused()
+    (tmp_path / name).write_text("x")
+    with pytest.raises(CheckpointError, match=words):
+        folder.require_unused()
+    assert folder.results() == ([] if again else [name])
+    if again:
+        folder.require_unused(starts_again=True)
+    else:
+        with pytest.raises(CheckpointError, match="already holds"):
+            folder.require_unused(starts_again=True)
+    assert os.listdir(tmp_path) == [name] and (tmp_path / name).read_text() == "x"
+
+
+def test_an_empty_file_of_metrics_is_no_result(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "run.lock").write_text("process 1")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert RunFolder(tmp_path).results() == []
+    RunFolder(tmp_path).require_unused()
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"null", b"{}", b"[null]", b"[[]]", b"\xff[]",
+                                     b"[" * 10**5])
+def test_a_record_of_starts_that_is_none_is_one_line_and_stays(tmp_path, content):
+    folder = RunFolder(tmp_path)
+    folder.info.write_bytes(content)
+    for action in (folder.starts, lambda: folder.record_start(tmp_path, processes=1, device="")):
+        with pytest.raises(CheckpointError, match=r"run\.json: not what a run writes") as caught:
+            action()
+        assert "\n" not in str(caught.value) and "move it away" in str(caught.value)
+    assert folder.info.read_bytes() == content
+
+
+# ---------------------------------------------------------------------------------------------
+# The last checkpoint, and the one before it
+# ---------------------------------------------------------------------------------------------
+
+
+def test_each_last_checkpoint_becomes_the_previous_one(tmp_path):
+    folder = RunFolder(tmp_path)
+    for step in (1, 2, 3):
+        folder.save(training_state(step), folder.last)
+        folder.save({"step": step}, folder.best)
+    assert load(folder.last)["progress"]["step"] == 3
+    assert load(folder.previous)["progress"]["step"] == 2
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt", "previous.pt"]
+
+
+@pytest.mark.parametrize("fails_at", range(4))
+def test_wherever_saving_is_cut_off_a_whole_checkpoint_is_found(tmp_path, monkeypatch, fails_at):
+    """At its first sync, at either rename, at the folder's sync: as if the process were killed."""
+    folder = RunFolder(tmp_path)
+    for step in (1, 2):
+        folder.save(training_state(step), folder.last)
+
+    class Killed(BaseException):
+        pass
+
+    calls = []
+
+    def counted(real):
+        def call(*arguments):
+            if len(calls) == fails_at:
+                raise Killed
+            calls.append(real)
+            return real(*arguments)
+        return call
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(checkpoint.os, name, counted(getattr(os, name)))
+    monkeypatch.setattr(Path, "unlink", lambda path: None)       # nobody tidies up after a kill
+    with pytest.raises(Killed):
+        folder.save(training_state(3), folder.last)
+    monkeypatch.undo()
+    said = []
+    state = folder.load_last(say=said.append)
+    assert state["progress"]["step"] == [2, 2, 2, 3][fails_at]
+    assert folder.read_from == (folder.previous if fails_at == 2 else folder.last)
+    assert [line.endswith(f"going on from {folder.previous}") for line in said] == \
+        [True] * (fails_at == 2)
+
+
+def test_a_flipped_bit_is_noticed_and_the_run_goes_on_from_the_checkpoint_before(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.save(training_state(0), folder.last)
+    folder.save(training_state(1), folder.last)
+    flip_a_bit(folder.last)
+    assert torch.load(folder.last)["weights"].unique().numel() == 2      # torch does not notice
+    said = []
+    assert folder.load_last(say=said.append)["progress"]["step"] == 0
+    line, = said
+    assert "last.pt: damaged after it was written, the checksum of" in line
+    assert line.endswith(f"; going on from {folder.previous}")
+
+    # What is damaged does not take the place of the whole one, at the next save either.
+    (tmp_path / "best.pt.partial").write_bytes(b"cut short")
+    folder.tidy(0)
+    folder.save(training_state(5), folder.last)
+    assert sorted(os.listdir(tmp_path)) == ["damaged.pt", "last.pt", "metrics.jsonl", "previous.pt"]
+    assert load(folder.previous)["progress"]["step"] == 0
+    assert RunFolder(tmp_path).load_last()["progress"]["step"] == 5
+
+
+def test_two_damaged_checkpoints_are_one_line(tmp_path):
+    folder = RunFolder(tmp_path)
+    for _ in range(2):
+        folder.save(training_state(1), folder.last)
+    flip_a_bit(folder.last)
+    folder.previous.write_bytes(folder.previous.read_bytes()[:-100])
+    with pytest.raises(CheckpointError) as caught:
+        folder.load_last()
+    message = str(caught.value)
+    assert "last.pt: damaged" in message and "previous.pt: not a readable" in message
+    assert "\n" not in message and folder.read_from == folder.last
+
+
+def test_a_last_checkpoint_that_may_not_be_read_is_not_passed_over(tmp_path):
+    """What is wrong with the disk, and not with the file, may be mended: nothing is done twice."""
+    folder = RunFolder(tmp_path)
+    folder.save(training_state(0), folder.previous)
+    folder.last.mkdir()
+    with pytest.raises(CheckpointError, match=r"last\.pt: cannot be read: Is a directory"):
+        folder.load_last()
 
 
 def test_a_checkpoint_that_is_no_runs_cannot_be_resumed(tmp_path):
@@ -62,6 +198,54 @@ def test_a_checkpoint_that_is_no_runs_cannot_be_resumed(tmp_path):
     folder.save({"model": {}}, folder.last)
     with pytest.raises(CheckpointError, match="not a training checkpoint, it cannot be resumed"):
         folder.load_last()
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "progress", "recipe"])
+def test_a_part_of_another_kind_is_one_line(tmp_path, part):
+    folder = RunFolder(tmp_path)
+    folder.save(training_state(1) | {part: [1]}, folder.last)
+    with pytest.raises(CheckpointError, match=f"cannot be resumed; expected a dictionary '{part}'"):
+        folder.load_last()
+
+
+# ---------------------------------------------------------------------------------------------
+# Disks that refuse
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written: Not a directory"):
+        RunFolder(tmp_path / "file" / "run").make()
+
+
+def test_a_folder_that_vanished_is_one_line_for_whatever_is_written(tmp_path):
+    folder = RunFolder(tmp_path / "gone")
+    for action in (lambda: folder.save({}, folder.last), lambda: folder.record_recipe(""),
+                   lambda: folder.record_start(tmp_path, processes=1, device=""),
+                   lambda: folder.metrics.append({"epoch": 1}), lambda: folder.tidy(1)):
+        with pytest.raises(CheckpointError, match="cannot be written: No such file or directory"):
+            action()
+
+
+def test_what_a_run_takes_on_disk_is_what_its_files_have(tmp_path):
+    """Within what an archive adds to its tensors."""
+    model = nn.Linear(301, 293)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 301)).sum().backward()
+    optimizer.step()
+    weights = {"model": model.state_dict(), "ema": model.state_dict()}
+    torch.save(weights, tmp_path / "best.pt")
+    torch.save(weights | {"optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    whole, best = 4 * 293 * 302 * 4, 2 * 293 * 302 * 4
+    assert disk_space(model, ema=True, kept=2) == (
+        "last.pt and previous.pt 1.42 MB each, best.pt 708 kB, 2 kept epochs 708 kB each; 6.37 MB "
+        "at most")
+    # An archive's tensors are one when they share their memory, as the model's and its EMA's here.
+    assert (tmp_path / "last.pt").stat().st_size == pytest.approx(whole - best / 2, rel=0.02)
+    assert 3 * whole + 3 * best == pytest.approx(6.37e6, rel=1e-3)
+    assert disk_space(model, ema=False, kept=0).startswith(
+        "last.pt and previous.pt 1.06 MB each, best.pt 354 kB; ")
 
 
 def test_the_commit_is_the_repositorys_and_unknown_elsewhere(tmp_path, repository):

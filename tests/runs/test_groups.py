@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -65,10 +66,19 @@ def test_a_run_without_metrics_or_starts_is_unfinished(written_run):
 @pytest.mark.parametrize("name, content, message", [
     ("recipe.toml", None, "a: not a run's folder, there is no recipe.toml in it"),
     ("recipe.toml", "seed = ", "recipe.toml: not what a run writes: Invalid value"),
-    ("recipe.toml", "[run]\nseed = 1\n", "recipe.toml: lacks the key 'model.name', so it is no"),
-    ("metrics.jsonl", "{}\n", "metrics.jsonl: line 1 lacks 'epoch', so it is no run's"),
-    ("metrics.jsonl", "{'epoch': 1}\n", "metrics.jsonl: not what a run writes: Expecting property"),
-    ("run.json", "[", "run.json: not what a run writes: Expecting value"),
+    ("recipe.toml", "version = 5\n[run]\nseed = 1\n", "recipe.toml: lacks the key 'model.name', so"),
+    ("recipe.toml", "[run]\nseed = 1\n", "recipe.toml: not what a run writes: is no recipe of ver"),
+    ("recipe.toml", "version = 99\n", "is a recipe of version 99, and this code knows 1 to"),
+    ("recipe.toml", "version = 5\n[run]\nseed = true\n[model]\nname = 3\n[init]\nname = ''\n"
+     "[schedule]\nepochs = 1\ncooldown_epochs = 0\n", "run.seed is true, expected an integer"),
+    ("metrics.jsonl", "{}\n", "metrics.jsonl: line 1 names no epoch"),
+    ("metrics.jsonl", '{"epoch": 1}\n', "metrics.jsonl: line 1 lacks 'lr', so it is no run's"),
+    ("metrics.jsonl", "{'epoch': 1}\n", "metrics.jsonl: line 1 is no JSON object (Expecting prop"),
+    ("run.json", "[", "run.json: not what a run writes (Expecting value"),
+    ("run.json", "[{}]", "run.json: start 1 lacks 'command', so it is no run's"),
+    ("run.json", "null", "run.json: not what a run writes, expected a list of objects"),
+    ("run.json", '[{"command": ["train.py"], "git_commit": "", "torch": "", "python": "", '
+     '"processes": 1}]', "run.json: start 1 lacks 'device', so it is no run's"),
 ])
 def test_a_broken_folder_is_one_line_that_names_the_file(written_run, name, content, message):
     folder = written_run("a", [1.0])
@@ -78,6 +88,26 @@ def test_a_broken_folder_is_one_line_that_names_the_file(written_run, name, cont
     with pytest.raises(CheckpointError) as caught:
         read_run(folder)
     assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name, value, words", [
+    ("val_top1", math.nan, "has nan for 'val_top1'"), ("seconds", None, "has no 'seconds'"),
+    ("val_top1", "50", "has '50' for 'val_top1'"), ("ema_top1", True, "has true for 'ema_top1'")])
+def test_a_metric_that_is_no_number_is_one_line(written_run, name, value, words):
+    folder = written_run("a", [1.0, 2.0])
+    first, second = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in
+                                                  (first, second | {name: value})))
+    with pytest.raises(CheckpointError) as caught:
+        read_run(folder)
+    assert str(caught.value) == f"{folder / 'metrics.jsonl'}: line 2 {words}, so it is no run's"
+
+
+def test_a_validation_loss_that_is_none_is_a_metric_all_the_same(written_run):
+    folder = written_run("a", [1.0])
+    row = json.loads((folder / "metrics.jsonl").read_text())
+    (folder / "metrics.jsonl").write_text(json.dumps(row | {"val_loss": math.nan}) + "\n")
+    assert math.isnan(read_run(folder).rows[0]["val_loss"])
 
 
 def test_a_folder_that_is_not_there_is_one_line(tmp_path):
@@ -103,12 +133,34 @@ def test_a_group_is_one_experiment_with_all_its_seeds(written_run):
 
 
 def test_where_and_how_pictures_are_read_and_the_recipes_name_do_not_set_runs_apart(written_run):
-    assert FREE_KEYS == ("run.seed", "data.root", "data.workers", "data.on_device_gib")
+    assert FREE_KEYS == ("run.seed", "data.root", "data.workers", "data.on_device_gib",
+                         "eval.batch_size", "optim.max_batch_per_process", "engine.compile",
+                         "checkpoint.every_steps")
     assert grouped(written_run("a", [1.0]), written_run("b", [1.0], seed=1, sets=("data.root=x",)),
                    written_run("c", [1.0], seed=2, sets=("data.workers=3",)),
                    written_run("d", [1.0], seed=3, recipe="runs/a/recipe.toml"),
-                   written_run("e", [1.0], seed=4, sets=("data.on_device_gib=0.5",))
-                   ) == {"default": [0, 1, 2, 3, 4]}
+                   written_run("e", [1.0], seed=4, sets=("data.on_device_gib=0.5",)),
+                   written_run("f", [1.0], seed=5, sets=("optim.max_batch_per_process=10",
+                                                         "engine.compile=true")),
+                   ) == {"default": [0, 1, 2, 3, 4, 5]}
+
+
+def test_a_model_with_batch_norm_is_told_apart_by_its_micro_batch(written_run):
+    model = ("model.name=convmixer_256_8", "model.options={}")
+    assert grouped(written_run("a", [1.0], sets=model),
+                   written_run("b", [1.0], seed=1, sets=(*model, "optim.max_batch_per_process=10"))
+                   ) == {"default, optim.max_batch_per_process = 50": [0],
+                         "default, optim.max_batch_per_process = 10": [1]}
+
+
+def test_an_option_that_came_after_a_run_counts_as_left_alone(written_run):
+    old, new = (written_run(name, [1.0], seed=seed, init="mimetic")
+                for seed, name in enumerate(("old", "new")))
+    text = (old / "recipe.toml").read_text()
+    assert 'value_init = "mimetic"\n' in text and "mlp_ratio = 4.0\n" in text
+    (old / "recipe.toml").write_text(text.replace('value_init = "mimetic"\n', "")
+                                     .replace("mlp_ratio = 4.0\n", ""))
+    assert grouped(old, new) == {"mimetic": [0, 1]}
 
 
 def test_a_label_names_only_the_keys_that_differ(written_run):

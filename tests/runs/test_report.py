@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
 
 from vitinit.data.eval_sets import Place
-from vitinit.runs.report import Finding, report
+from vitinit.runs.report import Finding, report, write_json
+from vitinit.train.checkpoint import CheckpointError
 from vitinit.train.engine import Evaluation
 from vitinit.train.throughput import Throughput
 
@@ -62,3 +70,60 @@ def test_several_findings_are_a_table_and_a_line_of_json_each(tmp_path, capsys):
     assert first["throughput"] == {"images_per_second": 200.0, "milliseconds": 20.0,
                                    "batch_size": 4, "peak_memory": "1.00 GiB"}
     assert "ema" not in first and "throughput" not in second and second["model_classes"] == 5
+
+
+# ---------------------------------------------------------------------------------------------
+# Where the JSON goes
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_regular_file_is_replaced_and_a_link_leads_to_one(tmp_path):
+    target, link = tmp_path / "there" / "out.json", tmp_path / "link.json"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    for text in ("new\n", "other\n"):
+        write_json(text, link)                       # at first it leads to nothing
+        assert target.read_text() == text and link.is_symlink()
+    node = target.stat().st_ino
+    write_json("third\n", target)
+    assert target.stat().st_ino != node              # whole or not at all: a new file in its place
+    assert os.listdir(target.parent) == ["out.json"]
+
+
+def test_devices_and_pipes_are_written_through(tmp_path):
+    before = os.stat("/dev/null")
+    link = tmp_path / "nothing"
+    link.symlink_to("/dev/null")
+    for path in (link.parent / "nothing", type(link)("/dev/null")):
+        write_json("text\n", path)
+    assert link.is_symlink() and stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    assert os.stat("/dev/null").st_ino == before.st_ino
+
+    pipe, found = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: found.append(pipe.read_text()))
+    reader.start()
+    write_json("text\n", pipe)
+    reader.join()
+    assert found == ["text\n"] and pipe.is_fifo()
+
+
+def test_where_the_program_prints_to_is_printed_to(tmp_path, repository):
+    """As `eval.py --json /dev/stdout > file`: what was printed before stays, what follows, too."""
+    out = tmp_path / "out.txt"
+    code = ("import sys; from pathlib import Path; from vitinit.runs.report import write_json; "
+            "print('before'); [write_json(name + '\\n', Path(name)) for name in sys.argv[1:]]; "
+            "print('after')")
+    with open(out, "w") as file:
+        subprocess.run([sys.executable, "-c", code, "/dev/stdout", out], stdout=file, check=True,
+                       cwd=repository)
+    assert out.read_text() == f"before\n/dev/stdout\n{out}\nafter\n"
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path):
+    for path, words in ((tmp_path / "gone" / "a.json", "No such file"), (tmp_path, "Is a directory"),
+                        (tmp_path / ("x" * 300), "File name too long")):
+        with pytest.raises(CheckpointError, match=f"cannot be written: {words}") as caught:
+            write_json("text\n", path)
+        assert "\n" not in str(caught.value)
+    assert os.listdir(tmp_path) == []

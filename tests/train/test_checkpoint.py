@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 
 import pytest
 import torch
 from torch import nn
 
 from vitinit.train import checkpoint
-from vitinit.train.checkpoint import (CheckpointError, load, load_model, model_state,
+from vitinit.train.checkpoint import (CheckpointError, Damaged, load, load_model, model_state,
                                       save_atomically)
 
 
@@ -32,18 +33,64 @@ def test_a_crash_while_saving_leaves_the_old_checkpoint(tmp_path, monkeypatch, s
         raise OSError("disk full")
     monkeypatch.setattr(*{"save": (checkpoint.torch, "save"), "fsync": (checkpoint.os, "fsync"),
                           "replace": (checkpoint.os, "replace")}[step], crash)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(CheckpointError, match=r"a\.pt: cannot be written: disk full"):
         save_atomically({"step": 2}, path)
     monkeypatch.undo()
-    assert load(path) == {"step": 1}
+    assert load(path) == {"step": 1} and os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_a_file_that_outgrows_its_limit_is_one_line_and_leaves_nothing_behind(tmp_path):
+    """The system's own refusal in the middle of torch's writing, as a full disk's."""
+    path = tmp_path / "a.pt"
+    save_atomically({"step": 1}, path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"a\.pt: cannot be written: File too large"):
+            save_atomically({"weights": [torch.ones(5_003)] + [torch.ones(50_021)] * 3}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert load(path) == {"step": 1} and os.listdir(tmp_path) == ["a.pt"]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "container", "directory"])
+def test_whatever_byte_changes_the_checkpoint_is_refused(tmp_path, kind):
+    path = tmp_path / "a.pt"
+    save_atomically({"weights": torch.arange(1009.0), "names": ["alpha", "beta"]}, path)
+    content = path.read_bytes()
+    place = {"tensor": content.index(torch.arange(500.0, 520.0).numpy().tobytes()),
+             "container": content.index(b"alpha"),
+             "directory": content.index(b"PK\x01\x02") + 17}[kind]
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1:])
+    with pytest.raises(Damaged, match=r"a\.pt: (damaged after|not a readable)") as caught:
+        load(path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < len(str(path)) + 130
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(3, 5).to_sparse(), torch.ones(3, device="meta")])
+def test_tensors_without_values_one_by_one_are_refused(tmp_path, tensor):
+    path = tmp_path / "a.pt"
+    torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"state": [{"m": tensor}]}}, path)
+    with pytest.raises(Damaged, match=r"a\.pt: holds a tensor that is .*, expected dense ones"):
+        load(path)
+
+
+def test_infinities_and_nans_are_named(tmp_path):
+    good = {"whole": torch.tensor([2**40]), "w": torch.ones(3)}
+    checkpoint.require_finite(good, "model", tmp_path / "a.pt")
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(CheckpointError, match=r"a\.pt: model 'b' is not finite"):
+            checkpoint.require_finite(good | {"b": torch.tensor([1.0, value])}, "model",
+                                      tmp_path / "a.pt")
 
 
 def test_a_file_that_would_run_code_is_refused(tmp_path):
     path = tmp_path / "a.pt"
     torch.save({"model": os.path.join}, path)
-    with pytest.raises(CheckpointError, match=r"a\.pt: not a readable checkpoint") as error:
+    with pytest.raises(CheckpointError) as error:
         load(path)
-    assert "\n" not in str(error.value)
+    assert str(error.value) == (f"{path}: not a readable checkpoint (it asks for posixpath.join, and "
+                                "only tensors and plain values are read)")
 
 
 def test_a_namespace_as_in_official_deit_checkpoints_is_allowed(tmp_path):

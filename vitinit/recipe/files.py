@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from ..messages import OneLineError
 from .sections import SECTIONS, Init, Model, Recipe, contradictions
+from .upgrade import VERSION, processes_of, upgraded
 from .values import convert, describe, nearest, nearest_choice, plain, shown, to_toml, within
 
 
@@ -71,21 +72,42 @@ def find_recipe(name: str, folder: Path) -> Path:
 
 
 def load_recipe(path: Path, overrides: Sequence[Override] = ()) -> Recipe:
-    """Read the recipe at `path`, apply `overrides` in order, check everything; RecipeError."""
+    """Read the recipe at `path`, apply `overrides` in order, check everything; RecipeError.
+
+    What a run wrote (it bears a version, or lies beside a run.json) may be of earlier days; what a
+    person wrote is complete as it stands.
+    """
+    path = Path(path)
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        runs = path.name == "recipe.toml" and os.path.exists(path.with_name("run.json"))
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:    # TOML's, Unicode's, too long or too deep
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
-    return _build(table, Path(path).stem, str(path), overrides)
+    if "version" in table or runs:
+        table = _of_today(table, str(path), processes_of(path.parent))
+    return _build(table, path.stem, str(path), overrides)
 
 
 def from_dict(table: Mapping[str, Any], source: str,
-              overrides: Sequence[Override] = ()) -> Recipe:
-    """What `Recipe.as_dict` gave, for instance in a checkpoint; `source` is what errors name."""
+              overrides: Sequence[Override] = (), *, processes: int = 1) -> Recipe:
+    """What `Recipe.as_dict` gave, for instance in a checkpoint; `source` is what errors name.
+
+    It may be of any earlier version. processes: that its run had, see `upgraded`.
+    """
+    if not isinstance(table, Mapping):
+        raise RecipeError(f"{source}: its recipe is {shown(table)}, expected a table of sections")
     sections = {name: value for name, value in table.items() if name != "name"}
-    return _build(sections, str(table.get("name", "unnamed")), source, overrides)
+    return _build(_of_today(sections, source, processes), str(table.get("name", "unnamed")), source,
+                  overrides)
+
+
+def _of_today(table: Mapping[str, Any], source: str, processes: int) -> dict[str, Any]:
+    try:
+        return upgraded(table, processes=processes)
+    except ValueError as error:
+        raise RecipeError(f"{source}: {error}") from None
 
 
 def with_options(recipe: Recipe, *, model: Mapping[str, Any], init: Mapping[str, Any]) -> Recipe:
@@ -179,9 +201,9 @@ def _section(section: type, title: str, body: dict[str, Any], source: str,
 
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe as TOML that `load_recipe` reads back to an equal one (its name aside)."""
-    lines = []
+    lines = [f"version = {VERSION}", ""]
     for title, body in recipe.as_dict().items():
-        if title == "name":
+        if title in ("name", "version"):
             continue
         lines.append(f"[{title}]")
         lines += [f"{key} = {to_toml(value)}" for key, value in body.items()

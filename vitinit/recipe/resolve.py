@@ -19,7 +19,7 @@ from ..init import INITS, init_function
 from ..models import MODELS
 from .files import Override, RecipeError, find_recipe, load_recipe, parse_override, with_options
 from .sections import Recipe
-from .values import convert, describe, nearest, nearest_choice, shown, to_toml
+from .values import convert, describe, nearest, nearest_choice, plain, shown, to_toml
 
 
 def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str | None = None,
@@ -88,6 +88,31 @@ def resolve_recipe(path: Path, changes: list[Override]) -> Recipe:
         raise RecipeError(f"{source('init.name')}: {error}") from None
     return with_options(recipe, model=resolved("model", family, sizes, ("num_classes", "image_size")),
                         init=resolved("init", init, {}, ("generator",)))
+
+
+def with_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's recipe with the options of model and init that it lacks, at their defaults.
+
+    So an option that came after the run counts as left alone. Names that are unknown stay as they
+    are, and so does a table of another form.
+    """
+    table = {title: dict(body) if isinstance(body, Mapping) else body
+             for title, body in table.items()}
+    model, init = table.get("model"), table.get("init")
+    family, sizes = MODELS.get(model.get("name"), (None, {})) if isinstance(model, dict) else (None, {})
+    if family is None or not isinstance(init, dict):
+        return table
+    try:
+        functions = [(model, family, sizes), (init, init_function(init.get("name"), family), {})]
+    except ValueError:
+        functions = [(model, family, sizes)]
+    for section, function, fixed in functions:
+        defaults = {name: parameter.default
+                    for name, parameter in inspect.signature(function).parameters.items()
+                    if parameter.kind is parameter.KEYWORD_ONLY
+                    and parameter.default is not parameter.empty}
+        section["options"] = plain(defaults | fixed | dict(section.get("options", {})))
+    return table
 
 
 def fresh_recipe(name: str | None, *, recipes: Path, say: Callable[[str], None],

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .upgrade import VERSION
 from .values import PAIR, number, plain
 
 
@@ -178,11 +179,16 @@ class Recipe:
     checkpoint: Checkpoint
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain nested containers; `from_dict` reads them back."""
-        return {name: ({key: plain(value) for key, value in vars(section).items()}
-                       if dataclasses.is_dataclass(section) else section)
-                for name, section in vars(self).items()}
+        """Plain nested containers, with the version; `from_dict` reads them back."""
+        sections = {name: ({key: plain(value) for key, value in vars(section).items()}
+                           if dataclasses.is_dataclass(section) else section)
+                    for name, section in vars(self).items()}
+        return {"version": VERSION} | sections
 
+
+# What belongs to the machine and not to the experiment: it may change while a run is resumed.
+MACHINE_KEYS = ("data.workers", "data.on_device_gib", "eval.batch_size",
+                "optim.max_batch_per_process", "engine.compile", "checkpoint.every_steps")
 
 SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items() if name != "name"}
 

@@ -6,21 +6,30 @@ Only recipe.toml, run.json and metrics.jsonl are read, so a folder may have lost
 from __future__ import annotations
 
 import argparse
-import json
+import math
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..recipe.values import to_toml
+from ..messages import in_brief
+from ..recipe.resolve import with_defaults
+from ..recipe.sections import MACHINE_KEYS, Recipe
+from ..recipe.upgrade import processes_of, upgraded
+from ..recipe.values import describe, shown, to_toml
 from ..train.checkpoint import CheckpointError
 from ..train.metrics import METRICS
 from .folder import RunFolder
 
-# What the runs of one experiment may differ in: the seed, and where and how pictures are read.
-FREE_KEYS = ("run.seed", "data.root", "data.workers", "data.on_device_gib")
-NEEDED_KEYS = ("run.seed", "model.name", "init.name", "schedule.epochs", "schedule.cooldown_epochs")
+# What the runs of one experiment may differ in: the seed, the data's place, and the machine.
+FREE_KEYS = ("run.seed", "data.root", *MACHINE_KEYS)
+NEEDED_KEYS = {"run.seed": int, "model.name": str, "init.name": str, "schedule.epochs": int,
+               "schedule.cooldown_epochs": int}
+NEEDED_OF_START = {"command": list, "git_commit": str, "torch": str, "python": str,
+                   "processes": int, "device": str}
+FINITE = ("val_top1", "val_top5", "ema_top1", "ema_top5", "seconds")    # metrics that always are
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,17 @@ class Run:
     @property
     def experiment(self) -> dict[str, Any]:
         """The keys that tell experiments apart."""
-        return {key: value for key, value in self.keys.items() if key not in FREE_KEYS}
+        return {key: value for key, value in self.keys.items() if not is_free(key, self.keys)}
+
+    def departure(self, recipe: Recipe) -> str | None:
+        """What makes this another experiment, or another seed, than `recipe`; None: nothing."""
+        expected = keys_of(with_defaults(recipe.as_dict()))
+        for key in dict.fromkeys([*expected, *self.keys]):
+            if self.keys.get(key) != expected.get(key) and (
+                    key == "run.seed" or not is_free(key, self.keys)):
+                return (f"{self.path}: holds another run, its {key} is {shown(self.keys.get(key))} "
+                        f"and not {shown(expected.get(key))}")
+        return None
 
 
 @dataclass(frozen=True)
@@ -78,40 +97,76 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return keys
 
 
+def keys_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What `Recipe.as_dict` gave as "section.key" → value, without the recipe's name and version."""
+    return flat({title: body for title, body in recipe.items() if title not in ("name", "version")})
+
+
+def is_free(key: str, keys: Mapping[str, Any]) -> bool:
+    """Whether runs that differ in `key` are one experiment."""
+    if key == "optim.max_batch_per_process":         # a ConvMixer's BatchNorm sees it
+        return not str(keys["model.name"]).startswith("convmixer_")
+    if key == "mix.group":
+        return not keys.get("mix.probability") or not (keys.get("mix.mixup_alpha") or
+                                                       keys.get("mix.cutmix_alpha"))
+    return key in FREE_KEYS
+
+
 def read_run(path: Path) -> Run:
-    """The run in the folder `path`, finished or not.
+    """The run in the folder `path`, finished or not, its recipe with the keys of today.
 
     Raises CheckpointError if it is no run's folder or one of its files cannot be understood.
     """
     folder = RunFolder(path)
-    if not folder.recipe.is_file():
+    if not os.path.isfile(folder.recipe):
         raise CheckpointError(f"{path}: not a run's folder, there is no recipe.toml in it")
-    file = folder.recipe
     try:
-        keys = flat(tomllib.loads(file.read_text(encoding="utf-8")))
-        file = folder.info
-        starts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-        file = folder.metrics.path
-        rows = folder.metrics.rows()
+        table = upgraded(tomllib.loads(folder.recipe.read_text(encoding="utf-8")),
+                         processes=processes_of(path))
+        keys = flat(with_defaults(table))
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
-    except ValueError as error:                      # TOML's, JSON's and Unicode's
-        raise CheckpointError(f"{file}: not what a run writes: {error}") from None
-    for key in NEEDED_KEYS:
+        raise CheckpointError(f"{folder.recipe}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:    # TOML's, Unicode's, and an upgrade's
+        raise CheckpointError(f"{folder.recipe}: not what a run writes: {in_brief(error)}"
+                              ) from None
+    for key, kind in NEEDED_KEYS.items():
         if key not in keys:
             raise CheckpointError(f"{folder.recipe}: lacks the key '{key}', so it is no run's")
+        if type(keys[key]) is not kind:
+            raise CheckpointError(f"{folder.recipe}: {key} is {shown(keys[key])}, expected "
+                                  f"{describe(kind)}")
+    starts, rows = folder.starts(), folder.metrics.rows()
+    for number, start in enumerate(starts, 1):
+        for key, kind in NEEDED_OF_START.items():
+            if not isinstance(start.get(key), kind):
+                raise CheckpointError(f"{folder.info}: start {number} lacks '{key}', so it is no "
+                                      "run's")
     for number, row in enumerate(rows, 1):
-        missing = [name for name in METRICS if name not in row]
-        if missing:
-            raise CheckpointError(f"{file}: line {number} lacks '{missing[0]}', so it is no run's")
+        for name in METRICS:
+            problem = _problem(name, row)
+            if problem:
+                raise CheckpointError(f"{folder.metrics.path}: line {number} {problem}, so it is no "
+                                      "run's")
     return Run(path, _recipe_name(starts), keys, rows, starts)
+
+
+def _problem(name: str, row: Mapping[str, Any]) -> str | None:
+    """What is wrong with a metric: it is a number, or null where nothing was measured."""
+    if name not in row:
+        return f"lacks '{name}'"
+    value = row[name]
+    if value is None:
+        return "has no 'seconds'" if name == "seconds" else None
+    if type(value) not in (int, float) or name in FINITE and not math.isfinite(value):
+        return f"has {shown(value)} for '{name}'"
+    return None
 
 
 def _recipe_name(starts: list[dict[str, Any]]) -> str:
     """The name of the recipe that the first start names; recipe.toml does not hold it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe", default="recipe")
-    words = starts[0]["command"][1:] if starts else []
+    words = list(map(str, starts[0]["command"][1:])) if starts else []
     return Path(parser.parse_known_args(words)[0].recipe).stem
 
 

@@ -10,7 +10,7 @@ from ..models import build_model
 from ..models.convert import native_tensors
 from ..recipe.files import RecipeError
 from ..recipe.sections import Recipe
-from ..train.checkpoint import model_state
+from ..train.checkpoint import model_state, require_finite
 from ..train.transfer import change_size, load_exactly
 
 
@@ -27,7 +27,9 @@ def loaded(recipe: Recipe, state: dict, path: Path, name: str,
         except ValueError as error:
             raise RecipeError(f"{place}: {error}") from None
     model = built(recipe.data.image_size, f"recipe {recipe.name}")
-    load_exactly(model, native_tensors(model_state(state, path, name)), path)
+    tensors = model_state(state, path, name)
+    require_finite(tensors, name, path)              # what they classify would be chance
+    load_exactly(model, native_tensors(tensors), path)
     if image_size in (None, recipe.data.image_size):
         return model
     resized = built(image_size, f"{path} at {image_size[0]}×{image_size[1]}")

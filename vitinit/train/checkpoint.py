@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
+import re
+import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from ..messages import OneLineError
+from ..messages import OneLineError, in_brief
 
 PREFIXES = ("module.", "_orig_mod.")    # what DistributedDataParallel and torch.compile put in front
 
@@ -21,28 +24,56 @@ class CheckpointError(OneLineError):
     """What is wrong with a checkpoint or run folder, in one line."""
 
 
-def save_atomically(state: Mapping[str, Any], path: Path) -> None:
-    """Write `state` to `path`; whatever happens meanwhile, `path` is the old file or the new one."""
-    with _replacement(path) as file:
+class NoCheckpoint(CheckpointError):
+    """There is no such file."""
+
+
+class Damaged(CheckpointError):
+    """The file is no checkpoint, or not the one any more that was written."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing
+# ---------------------------------------------------------------------------------------------
+
+
+def save_atomically(state: Mapping[str, Any], path: Path, *, keep: Path | None = None) -> None:
+    """Write `state` to `path`; whatever happens meanwhile, `path` is the old file or the new one.
+
+    keep: where the old file goes. For a moment there is only that one, then. Raises CheckpointError
+    if it cannot be written; nothing has changed then.
+    """
+    with _replacement(path, keep) as file:
         torch.save(dict(state), file)
 
 
 def write_text_atomically(text: str, path: Path) -> None:
     """The same for a small text file."""
     with _replacement(path) as file:
-        file.write(text.encode("utf-8"))
+        file.write(text.encode("utf-8", "backslashreplace"))
 
 
 @contextmanager
-def _replacement(path: Path) -> Iterator[BinaryIO]:
+def _replacement(path: Path, keep: Path | None = None) -> Iterator[BinaryIO]:
     """A temporary file that becomes `path` once it is written and on disk."""
     temporary = path.with_name(path.name + ".partial")
-    with open(temporary, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync_folder(path.parent)
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if keep is not None and path.exists():
+            os.replace(path, keep)
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        # torch's writer says of a full disk only that its position is not what it expected.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(error, Exception) and isinstance(cause, OSError):
+            raise CheckpointError(f"{path}: cannot be written: {cause.strerror or cause}") from None
+        raise
 
 
 def _sync_folder(folder: Path) -> None:
@@ -54,13 +85,18 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def load(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+# ---------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------
+
+
+def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, Any]:
     """A checkpoint's containers, tensors on the CPU; raises CheckpointError naming the file.
 
     Files are read with weights_only=True: nothing in them is executed. Official DeiT checkpoints
     also hold the argparse.Namespace that made them, which is allowed. A .safetensors file counts
-    as a bare state dict. mmap: leave the tensors on disk until they are used, where a few plain
-    values are all that is wanted.
+    as a bare state dict. mmap: leave the tensors on disk until they are used. verify: see `verify`;
+    it reads the whole file.
     """
     try:
         if path.suffix == ".safetensors":
@@ -70,18 +106,63 @@ def load(path: Path, *, mmap: bool = False) -> dict[str, Any]:
                 raise CheckpointError(f"{path}: reading it needs the extra 'safetensors': "
                                       "pip install 'vitinit[safetensors]'") from None
             return load_file(path)
+        archive = zipfile.is_zipfile(path)           # else of torch < 1.6, which cannot be mapped
+        if archive and verify:
+            require_checksums(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and archive)
+        _require_plain_tensors(state, path)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such checkpoint") from None
+        raise NoCheckpoint(f"{path}: no such checkpoint") from None
     except CheckpointError:
         raise
-    except Exception as error:                       # zip, pickle and I/O errors of many kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "empty file"
-        raise CheckpointError(f"{path}: not a readable checkpoint ({reason[:160]})") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except Exception as error:                       # zip, pickle and torch errors of many kinds
+        raise Damaged(f"{path}: not a readable checkpoint ({_reason(error, path)})") from None
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: holds a {type(state).__name__}, expected a dictionary")
+        raise Damaged(f"{path}: holds a {type(state).__name__}, expected a dictionary")
     return state
+
+
+def require_checksums(path: Path) -> None:
+    """Damaged if a byte of torch's zip archive changed after it was written.
+
+    torch.save writes a CRC-32 of every tensor and torch.load reads none of them.
+    """
+    with zipfile.ZipFile(path) as archive:
+        broken = archive.testzip()
+    if broken is not None:
+        raise Damaged(f"{path}: damaged after it was written, the checksum of {broken} in it is "
+                      "wrong")
+
+
+def _require_plain_tensors(state: Any, path: Path) -> None:
+    """Damaged if a tensor in these containers has no values in memory, one by one."""
+    if isinstance(state, Tensor):
+        if state.layout != torch.strided or state.device.type != "cpu" or state.is_quantized:
+            raise Damaged(f"{path}: holds a tensor that is {str(state.layout).split('.')[-1]} on "
+                          f"{state.device}, expected dense ones")
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            _require_plain_tensors(value, path)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            _require_plain_tensors(value, path)
+
+
+def _reason(error: Exception, path: Path) -> str:
+    """Why torch cannot read a file, without its advice on how to read it unsafely."""
+    wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if wanted:
+        return f"it asks for {wanted[1]}, and only tensors and plain values are read"
+    if path.stat().st_size == 0:
+        return "empty file"
+    if "zip archive" in str(error) or isinstance(error, zipfile.BadZipFile):
+        return "a damaged archive, or one cut short"
+    if isinstance(error, (pickle.UnpicklingError, EOFError)):
+        return "no pickle of tensors and plain values"
+    return in_brief(error)
 
 
 def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> dict[str, Tensor]:
@@ -92,10 +173,11 @@ def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> di
     """
     if name == "ema":
         tensors = state.get("ema", state.get("model_ema")) or {}         # None: a run without one
-        tensors = tensors.get("model", tensors)
+        tensors = tensors.get("model", tensors) if isinstance(tensors, Mapping) else {}
     else:
         tensors = state.get("model", state)
-    if not tensors or not all(isinstance(value, Tensor) for value in tensors.values()):
+    if not isinstance(tensors, Mapping) or not tensors or not all(
+            isinstance(key, str) for key in tensors) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise CheckpointError(f"{path}: no model in it; expected a state dict under the key "
                               f"'{name}'" + (", or a bare one" if name == "model" else ""))
     return {_without_prefixes(key): value for key, value in tensors.items()}
@@ -119,6 +201,14 @@ def load_model(model: torch.nn.Module, tensors: Mapping[str, Tensor], path: Path
     if problems:
         raise CheckpointError(f"{path}: does not fit the model; {'; '.join(problems)}")
     model.load_state_dict(dict(tensors))
+
+
+def require_finite(tensors: Mapping[str, Tensor], what: str, path: Path) -> None:
+    """CheckpointError that names the first tensor with an infinity or a NaN in it."""
+    for name, value in tensors.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise CheckpointError(f"{path}: {what} '{name}' is not finite, the run diverged before "
+                                  "it was written")
 
 
 def shortened(names: list[str], limit: int = 5) -> str:

@@ -136,14 +136,33 @@ def _raise(problem: Exception | None) -> None:
 
 def environment_rank() -> int:
     """The rank that the launcher gave this process, before anything is connected."""
-    return int(os.environ.get("RANK", 0))
+    return int(os.environ["RANK"]) if "RANK" in os.environ else _number("SLURM_PROCID")
+
+
+def require_ranks() -> None:
+    """LaunchError if this is one of several tasks of `srun` without a rank: each would be a lone
+    run, all in one folder."""
+    tasks = max(_number("SLURM_NTASKS"), _number("SLURM_PROCID") + 1)
+    if "RANK" not in os.environ and tasks > 1:
+        raise LaunchError(
+            f"SLURM has {tasks} tasks here, and none has a RANK; start one torchrun a machine: srun "
+            "--ntasks-per-node=1 torchrun --nproc_per_node=GPUS …, or set RANK, WORLD_SIZE, "
+            "LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each task (RANK=0 alone: a single process)")
+
+
+def _number(name: str) -> int:
+    """That the environment gives, or 0."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def start() -> Processes:
     """Join the other processes, if there are any, and choose the device: CUDA if present.
 
-    Raises LaunchError if there are more processes than GPUs.
+    Raises LaunchError if there are more processes than GPUs, or if SLURM started several that do
+    not know of each other.
     """
+    require_ranks()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     cuda = torch.cuda.is_available()

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from .checkpoint import write_text_atomically
+from ..messages import in_brief
+from .checkpoint import CheckpointError, write_text_atomically
 
 PLAIN_LINE_SECONDS = 30.0       # between two progress lines where there is no terminal
 T = TypeVar("T")
@@ -58,7 +59,8 @@ class Progress:
         """
         if value is None or not math.isfinite(value):
             return False
-        better = self.best is None or (value < self.best if by == "val_loss" else value > self.best)
+        better = (self.best is None or math.isnan(self.best)     # as a run of earlier days had it
+                  or (value < self.best if by == "val_loss" else value > self.best))
         if better:
             self.best = value
         return better
@@ -92,24 +94,54 @@ class MetricsFile:
         self.path = path
 
     def append(self, row: Mapping[str, Any]) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from None
 
     def rows(self) -> list[dict[str, Any]]:
-        """One dictionary an epoch; none where there is no file yet."""
-        return [json.loads(line) for line in self._lines()]
+        """One dictionary an epoch; none where there is no file yet. Blank lines count for nothing.
+
+        Raises CheckpointError, naming the line, for what is no run's: no JSON object, no epoch, or
+        an epoch that does not come after the one of the line before, as where two runs wrote.
+        """
+        rows: list[dict[str, Any]] = []
+        for number, line in self._lines():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:        # JSON's and Unicode's
+                raise self._broken(number, f"is no JSON object ({in_brief(error)})") from None
+            if not isinstance(row, dict):
+                raise self._broken(number, f"is {in_brief(row)}, expected a JSON object")
+            epoch, before = row.get("epoch"), rows[-1]["epoch"] if rows else 0
+            if type(epoch) is not int:
+                raise self._broken(number, "names no epoch")
+            if epoch <= before:
+                raise self._broken(number, f"is epoch {epoch} after epoch {before}; two runs may "
+                                           "have written here")
+            rows.append(row)
+        return rows
 
     def cut_back(self, epochs: int) -> None:
         """Keep the lines of the first `epochs` epochs, as a checkpoint taken then knows them."""
-        kept = [line for line in self._lines() if json.loads(line)["epoch"] <= epochs]
-        write_text_atomically("".join(line + "\n" for line in kept), self.path)
+        kept = [row for row in self.rows() if row["epoch"] <= epochs]
+        write_text_atomically("".join(json.dumps(row) + "\n" for row in kept), self.path)
 
-    def _lines(self) -> list[str]:
-        """Whole lines only: one that a crash cut short is no line."""
-        if not self.path.exists():
+    def _broken(self, number: int, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: line {number} {problem}; mend the file or move it "
+                               "away")
+
+    def _lines(self) -> list[tuple[int, bytes]]:
+        """Whole lines with their numbers: one that a crash cut short is no line."""
+        try:
+            text = self.path.read_bytes()
+        except FileNotFoundError:
             return []
-        text = self.path.read_text(encoding="utf-8")
-        return text[:text.rfind("\n") + 1].splitlines()
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from None
+        return [(number, line) for number, line in enumerate(text.split(b"\n")[:-1], 1)
+                if line.strip()]
 
 
 class ProgressBar:

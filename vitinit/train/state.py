@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .checkpoint import load_model
+from ..messages import in_brief
+from .checkpoint import CheckpointError, load_model, model_state, require_finite
 from .ema import Ema
 from .metrics import Progress
 
@@ -36,10 +39,99 @@ class TrainState:
                                  "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], path: Path) -> None:
-        """What `state_dict` gave; `path` is what errors name."""
-        load_model(self.model, state["model"], path)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.progress = Progress(**state["progress"])
+        """What `state_dict` gave; `path` is what errors name.
+
+        Everything is held against what this state is made of before anything is changed. Raises
+        CheckpointError for what does not fit. The optimiser's hyper-parameters stay its own: the
+        recipe states them all.
+        """
+        progress = restored_progress(state.get("progress"), path)
+        require_finite(model_state(state, path), "model", path)
         if self.ema is not None:
-            self.ema.load_state_dict(state["ema"])
+            average = state.get("ema")
+            if not isinstance(average, Mapping) or type(average.get("updates")) is not int:
+                raise CheckpointError(f"{path}: holds no moving average, which the recipe asks for")
+            require_finite(model_state(state, path, "ema"), "ema", path)
+        moments = self._fitting_moments(state.get("optimizer"), progress, path)
+        scaling = self._fitting_scaling(state.get("scaler"), path)
+
+        load_model(self.model, state["model"], path)
+        if self.ema is not None:
+            load_model(self.ema.model, state["ema"]["model"], path)
+            self.ema.updates = state["ema"]["updates"]
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
+        self.scaler.load_state_dict(scaling)
+        self.progress = progress
+
+    def _fitting_moments(self, state: Any, progress: Progress, path: Path) -> dict[int, Any]:
+        """Adam's moments by the parameters' numbers, each of its parameter's shape and kind."""
+        groups = self.optimizer.param_groups
+        numbers = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]
+        try:
+            theirs = [group["params"] for group in state["param_groups"]]
+            moments = dict(state["state"])
+        except (TypeError, KeyError, ValueError):
+            raise CheckpointError(f"{path}: its optimizer is no state of AdamW") from None
+        if theirs != numbers:
+            raise CheckpointError(
+                f"{path}: its optimizer has parameter groups of {_counts(theirs)} tensors, and the "
+                f"model's have {_counts(numbers)}")
+        parameters = {number: parameter for numbers_, group in zip(numbers, groups)
+                      for number, parameter in zip(numbers_, group["params"])}
+        trained = {number for number, parameter in parameters.items() if parameter.requires_grad}
+        updated = progress.step > progress.skipped_steps
+        if moments.keys() != (trained if updated else set()):
+            raise CheckpointError(f"{path}: its optimizer has moments of {len(moments)} tensors at "
+                                  f"step {progress.step}, expected "
+                                  f"{len(trained) if updated else 0}")
+        for number, values in moments.items():
+            if not isinstance(values, Mapping) or values.keys() != {"step", "exp_avg", "exp_avg_sq"}:
+                raise CheckpointError(f"{path}: its optimizer holds no moments of AdamW for tensor "
+                                      f"{number}")
+            count, parameter = values["step"], parameters[number]
+            if not isinstance(count, Tensor) or count.numel() != 1 or not count >= 1:
+                raise CheckpointError(f"{path}: its optimizer has counted no steps of tensor "
+                                      f"{number}")
+            for name in ("exp_avg", "exp_avg_sq"):
+                value = values[name]
+                if not isinstance(value, Tensor) or value.shape != parameter.shape or (
+                        value.dtype != parameter.dtype):
+                    found = (f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else
+                             type(value).__name__)
+                    raise CheckpointError(
+                        f"{path}: its optimizer's {name} of tensor {number} is {found} where the "
+                        f"model has {tuple(parameter.shape)} {parameter.dtype}")
+                require_finite({str(number): value}, f"optimizer's {name}", path)
+        return moments
+
+    def _fitting_scaling(self, state: Any, path: Path) -> dict[str, Any]:
+        own = self.scaler.state_dict()
+        if not isinstance(state, Mapping) or state.keys() != own.keys() or not all(
+                type(value) in (int, float) and math.isfinite(value) for value in state.values()):
+            raise CheckpointError(f"{path}: its loss scaling is not that of the recipe's engine.amp; "
+                                  f"expected {', '.join(own) or 'none'}")
+        return dict(state)
+
+
+def restored_progress(state: Any, path: Path) -> Progress:
+    """What `Progress.state_dict` gave; CheckpointError for unknown keys and other types."""
+    own = Progress()
+    known = own.state_dict()
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path}: its progress is {in_brief(state)}, expected a dictionary")
+    for key, value in state.items():
+        if key not in known:
+            raise CheckpointError(f"{path}: its progress has an unknown key '{in_brief(key)}'")
+        if isinstance(known[key], int):
+            fits = type(value) is int and value >= 0
+        elif key == "best":
+            fits = value is None or type(value) in (int, float)
+        else:
+            fits = type(value) in (int, float) and math.isfinite(value) and value >= 0
+        if not fits:
+            raise CheckpointError(f"{path}: its progress has {key} = {in_brief(value)}")
+    return Progress(**state)
+
+
+def _counts(groups: list[Any]) -> str:
+    return " + ".join(str(len(group)) if isinstance(group, list) else "?" for group in groups)

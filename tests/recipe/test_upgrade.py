@@ -1,0 +1,129 @@
+"""Recipes of earlier days: what runs wrote at this repository's past commits, read today.
+
+tests/runs/data/<commit>/ holds what a run of that commit's train.py left: `quickstart` on three
+classes of small pictures, a ViT of one block, stopped by a signal within its second or third epoch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitinit.recipe.files import RecipeError, dump_recipe, from_dict, load_recipe
+from vitinit.recipe.resolve import with_defaults
+from vitinit.recipe.upgrade import STEPS, VERSION, notes, processes_of, upgraded, version_of
+from vitinit.runs.groups import read_run
+
+PAST = Path(__file__).resolve().parents[1] / "runs" / "data"
+VERSIONS = {"0c0940f": 1, "6bde95e": 2, "e89ec2a": 3, "004f0a5": 4, "75c8dd7": 4}
+
+
+def stored(commit: str) -> dict:
+    return torch.load(PAST / commit / "last.pt")["recipe"]
+
+
+@pytest.mark.parametrize("commit, version", VERSIONS.items())
+def test_a_recipe_of_a_past_commit_has_the_keys_of_today(commit, version):
+    table = stored(commit)
+    assert version_of(table) == version and "version" not in table
+    recipe = from_dict(table, "last.pt")
+    assert load_recipe(PAST / commit / "recipe.toml").as_dict() == recipe.as_dict() | {
+        "name": "recipe"}
+    assert read_run(PAST / commit).departure(recipe) is None
+    # What was written then is as it was, and the new keys do what was done before they were.
+    ours = recipe.as_dict()
+    for title in table.keys() - {"name"}:
+        for key in table[title].keys() - {"label_smoothing"}:
+            assert ours[title][key] == table[title][key]
+    assert ours["mix"]["label_smoothing"] == 0.1 and ours["mix"]["group"] == 4
+    assert ours["mix"]["mixup_alpha"] == (0.0 if version == 1 else 0.8)
+    assert (ours["init"]["checkpoint_fit"], ours["schedule"]["shape"]) == ("exact", "cosine")
+    assert ours["data"]["subset"] == 1.0 and recipe.rand_augment.layers == (version > 1)
+    assert with_defaults(ours)["init"]["options"]["value_init"] == "mimetic"
+
+
+def test_every_version_has_a_step_and_a_folder_of_its_day():
+    assert list(STEPS) == list(range(2, VERSION + 1))
+    assert set(VERSIONS) == {path.name for path in PAST.iterdir()}
+    assert set(VERSIONS.values()) == set(range(1, VERSION))
+
+
+def test_what_a_run_writes_bears_the_version_of_today(tmp_path):
+    recipe = from_dict(stored("0c0940f"), "last.pt")
+    assert recipe.as_dict()["version"] == VERSION
+    (tmp_path / "recipe.toml").write_text(dump_recipe(recipe))
+    assert (tmp_path / "recipe.toml").read_text().startswith(f"version = {VERSION}\n\n[run]\n")
+    assert load_recipe(tmp_path / "recipe.toml").as_dict() == recipe.as_dict() | {"name": "recipe"}
+    assert {"version": VERSION} | upgraded(recipe.as_dict()) == recipe.as_dict()
+
+
+def test_a_recipe_that_a_person_writes_is_complete_as_it_stands(tmp_path):
+    """A key that is forgotten is an error, not a recipe of the day before the key."""
+    text = dump_recipe(from_dict(stored("75c8dd7"), "last.pt"))
+    file = tmp_path / "recipe.toml"
+    file.write_text(text.replace(f"version = {VERSION}\n", "").replace("group = 4\n", ""))
+    with pytest.raises(RecipeError, match=r"\[mix\] lacks the key 'group'"):
+        load_recipe(file)
+    (tmp_path / "run.json").write_text("[]")         # now it is a run's, of the day before
+    assert load_recipe(file).mix.group == 4
+
+
+@pytest.mark.parametrize("global_batch, most, processes, group", [
+    (1024, 64, 1, 64), (1024, 64, 8, 64), (1024, 256, 8, 128), (60, 16, 1, 12), (60, 16, 3, 10),
+    (50, 50, 1, 50), (50, 25, 1, 10), (12, 1, 1, 2), (15, 15, 1, 2)])
+def test_the_group_is_the_micro_batch_of_those_days(global_batch, most, processes, group):
+    """The largest even part of a process' images that fitted; 2 where nothing could be mixed."""
+    table = stored("75c8dd7")
+    table["optim"] |= {"global_batch": global_batch, "max_batch_per_process": most}
+    assert upgraded(table, processes=processes)["mix"]["group"] == group
+    table["mix"]["group"] = 34
+    assert upgraded(table, processes=processes)["mix"]["group"] == 34
+
+
+def test_a_deep_impulse_of_before_its_marks_had_none():
+    table = stored("75c8dd7")
+    table["init"] = table["init"] | {"name": "deep_impulse", "options": {"base": "torch"}}
+    assert upgraded(table)["init"]["options"] == {"marks": False, "base": "torch"}
+    table["init"]["options"]["marks"] = True
+    assert upgraded(table)["init"]["options"]["marks"] is True
+
+
+def test_a_run_that_mixed_by_micro_batches_is_told_so_once():
+    assert notes(stored("0c0940f")) == []            # it mixed nothing
+    for commit in ("6bde95e", "75c8dd7"):
+        assert len(notes(stored(commit))) == 1
+        assert notes(from_dict(stored(commit), "last.pt").as_dict()) == []
+    still = stored("75c8dd7")
+    still["mix"]["probability"] = 0.0
+    assert notes(still) == []
+
+
+@pytest.mark.parametrize("table, words", [
+    ({"version": VERSION + 1}, f"recipe of version {VERSION + 1}, and this code knows 1 to"),
+    ({"version": "5"}, "is a recipe of version '5'"), ({"version": True}, "version True"),
+    ({"version": 0}, "version 0"), ({"version": 2}, "is no recipe of version 2: 'init'"),
+    ({}, "is no recipe of version 1"), ({"version": 4, "mix": 3, "optim": {}}, "of version 4"),
+    ({"mix": 1, "schedule": 2, "data": 3}, "is no recipe of version"),
+    ([1], "its recipe is [1], expected a table"), (None, "its recipe is None")])
+def test_what_no_run_wrote_is_one_line(table, words):
+    with pytest.raises(RecipeError) as caught:
+        from_dict(table, "last.pt")
+    assert str(caught.value).startswith("last.pt: ") and words in str(caught.value)
+
+
+@pytest.mark.parametrize("content, processes", [
+    ('[{"processes": 2}, {"processes": 8}]', 8), ("[]", 1), ("null", 1), ("[{}]", 1), ("{", 1),
+    ('[{"processes": "8"}]', 1), ('[{"processes": 0}]', 1), (None, 1)])
+def test_a_runs_processes_are_those_of_its_last_start(tmp_path, content, processes):
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    assert processes_of(tmp_path) == processes
+
+
+def test_past_runs_say_how_they_were_started():
+    for commit in VERSIONS:
+        start, = json.loads((PAST / commit / "run.json").read_text())
+        assert start["git_commit"].startswith(commit)

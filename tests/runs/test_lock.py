@@ -1,0 +1,113 @@
+"""One writer for a run's folder: the lock goes with its process, however that ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from vitinit.runs.lock import Occupied, RunLock
+
+def forked(action: Callable[[], None]) -> int:
+    """The number of a child that does `action`, then waits to be killed."""
+    ready, written = os.pipe()
+    child = os.fork()
+    if child == 0:
+        action()
+        os.write(written, b"done")
+        while True:
+            signal.pause()
+    assert os.read(ready, 4) == b"done"
+    os.close(ready)
+    os.close(written)
+    return child
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds the lock of tmp_path, and a worker that it forked then."""
+    workers = tmp_path / "worker"
+
+    lock = RunLock()
+
+    def hold() -> None:
+        lock.take(tmp_path, print)
+        workers.write_text(str(forked(lambda: None)))
+    process = forked(hold)
+    worker = int(workers.read_text())
+    workers.unlink()
+    yield process, worker
+    os.kill(worker, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+def test_a_second_process_is_told_who_holds_the_folder(tmp_path, holder):
+    process, _ = holder
+    with RunLock() as lock, pytest.raises(Occupied) as caught:
+        lock.take(tmp_path, print)
+    words = f"another run is writing here (process {process} on {socket.gethostname()}, since 20"
+    assert str(caught.value).startswith(f"{tmp_path}: {words}") and "\n" not in str(caught.value)
+
+
+def test_a_killed_process_keeps_no_lock_though_its_child_lives_on(tmp_path, holder):
+    process, worker = holder
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    os.kill(worker, 0)                               # raises if it were gone
+    with RunLock() as lock:
+        lock.take(tmp_path, print)
+    assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_lock_is_given_back_at_the_end(tmp_path):
+    def is_free() -> bool:
+        """As another process sees it."""
+        check = ("import fcntl, sys\nwith open(sys.argv[1], 'a') as file:\n"
+                 "    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)")
+        return subprocess.run([sys.executable, "-c", check, tmp_path / "run.lock"],
+                              capture_output=True).returncode == 0
+    with RunLock() as lock:
+        lock.take(tmp_path, print)
+        assert not is_free()
+        lock.take(tmp_path, print)                   # again is fine, and changes nothing
+        assert not is_free()
+    assert is_free()
+
+
+def test_without_locks_a_run_goes_on_with_a_line(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    said = []
+    with RunLock() as lock:
+        lock.take(tmp_path, said.append)
+    assert said == [f"lock    {tmp_path}: this file system has no locks (No locks available), so "
+                    "nothing keeps a second run out"]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    with RunLock() as lock, pytest.raises(Occupied, match="gone: cannot be written: No such"):
+        lock.take(tmp_path / "gone", print)
+
+
+@pytest.mark.parametrize("how", ["auto", "folder"])
+def test_a_second_run_reads_and_writes_nothing(train_program, small_run, tmp_path, holder, capsys,
+                                               how):
+    """Not even what it could not understand: the other one may be writing it."""
+    (tmp_path / "metrics.jsonl").write_text("half a li")
+    (tmp_path / "last.pt").write_bytes(b"half a checkpo")
+    resume = {"auto": "auto", "folder": str(tmp_path)}[how]
+    assert train_program.main(small_run(tmp_path, "--resume", resume)) == 2
+    error = capsys.readouterr().err
+    assert "another run is writing here" in error and error.count("\n") == 1
+    assert (tmp_path / "metrics.jsonl").read_text() == "half a li"

@@ -1,0 +1,119 @@
+"""Recipes that runs of earlier days wrote, as they read today.
+
+A recipe that a run writes (recipe.toml and its checkpoints) carries `version`, the number of the
+set of keys that it was written with. Each step below says literally what one set became in the
+next, with the value that makes the key do what was done before there was one. Recipes that people
+write need no version: without one they are of today, so that a forgotten key is an error.
+
+A change of keys adds one to VERSION, and one function to STEPS.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .values import plain
+
+VERSION = 5
+Table = dict[str, Any]
+
+
+def to_2(table: Table, processes: int) -> None:
+    """DeiT's augmentation got its keys, and label smoothing moved to the other targets."""
+    table["augment"] |= {
+        "repeats": 1, "erase_probability": 0.0, "erase_area": [0.02, 1 / 3],
+        "erase_ratio": [0.3, 10 / 3], "erase_fill": "pixel", "erase_after_mix": False}
+    table["rand_augment"] = {
+        "layers": 0, "probability": 0.5, "magnitude": 9.0, "magnitude_std": 0.5,
+        "fill": [128, 128, 128], "interpolation": "bicubic",
+        "operations": ["AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize",
+                       "SolarizeAdd", "Color", "Contrast", "Brightness", "Sharpness", "ShearX",
+                       "ShearY", "TranslateX", "TranslateY"],
+        "rotate_degrees": 30.0, "shear_factor": 0.3, "translate_share": 0.45,
+        "enhance_factor": 0.9, "posterize_bits": 4, "solarize_levels": 256,
+        "solarize_add_levels": 110}
+    table["mix"] = {
+        "mixup_alpha": 0.0, "cutmix_alpha": 0.0, "probability": 1.0, "switch_probability": 0.5,
+        "label_smoothing": table["optim"].pop("label_smoothing")}
+    table["init"] |= {"checkpoint": "", "checkpoint_weights": "model"}
+
+
+def to_3(table: Table, processes: int) -> None:
+    """Weight selection, and ConvMixer's schedule."""
+    table["init"]["checkpoint_fit"] = "exact"
+    table["schedule"]["shape"] = "cosine"
+
+
+def to_4(table: Table, processes: int) -> None:
+    """Subsets of a data set, and small sets on the device."""
+    table["data"] |= {"subset": 1.0, "images_per_class": 0, "subset_seed": 0, "on_device_gib": 0.0}
+
+
+def to_5(table: Table, processes: int) -> None:
+    """From here on recipes bear their version. Images are mixed in groups, which were the
+    micro-batches, and `marks`, which changed an init, is there to be left out."""
+    mix, optim = table["mix"], table["optim"]
+    most = min(optim["max_batch_per_process"], optim["global_batch"] // processes)
+    groups = [size for size in range(2, most + 1, 2)             # a group is pairs of images
+              if optim["global_batch"] // processes % size == 0]
+    mix.setdefault("group", groups[-1] if groups else 2)
+    if table["init"]["name"] == "deep_impulse" and table["model"]["name"].startswith("vit_"):
+        table["init"]["options"] = {"marks": False} | table["init"].get("options", {})
+
+
+STEPS: dict[int, Callable[[Table, int], None]] = {2: to_2, 3: to_3, 4: to_4, 5: to_5}
+
+
+def version_of(table: Mapping[str, Any]) -> Any:
+    """The version that a run's recipe bears; those of before there were any go by their keys."""
+    if "version" in table:
+        return table["version"]
+    mix, schedule, data = (table.get(title) for title in ("mix", "schedule", "data"))
+    if not isinstance(mix, Mapping):
+        return 1
+    if not isinstance(schedule, Mapping) or "shape" not in schedule:
+        return 2
+    return 4 if isinstance(data, Mapping) and "subset" in data else 3
+
+
+def upgraded(table: Mapping[str, Any], *, processes: int = 1) -> Table:
+    """A run's recipe, of whatever version, with today's keys, and without its version.
+
+    processes: that the run was started with; training of some earlier versions depended on it.
+    Raises ValueError, in words, for a version that this code does not know, and for a table that
+    lacks what its version says it has.
+    """
+    table = plain(table)
+    version = version_of(table)
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise ValueError(f"is a recipe of version {version!r}, and this code knows 1 to {VERSION}; "
+                         "newer code wrote it")
+    for step in range(version + 1, VERSION + 1):
+        try:
+            STEPS[step](table, processes)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"is no recipe of version {version}: {error} is missing or something "
+                             "else") from None
+    return {key: value for key, value in table.items() if key != "version"}
+
+
+def processes_of(run: Path) -> int:
+    """How many processes the run in this folder had when it was last started; 1 if nobody knows."""
+    try:
+        processes = json.loads((run / "run.json").read_text(encoding="utf-8"))[-1]["processes"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return 1
+    return processes if type(processes) is int and processes > 0 else 1
+
+
+def notes(table: Mapping[str, Any]) -> list[str]:
+    """What a run of this recipe is told when it goes on: where training is not quite as before."""
+    mix = table.get("mix", {})
+    mixes = mix.get("probability") and (mix.get("mixup_alpha") or mix.get("cutmix_alpha"))
+    if "group" in mix or not mixes:
+        return []
+    return ["this run began when images were mixed by micro-batches; from here on they are mixed by "
+            "groups of mix.group, which is not to the bit what was before"]
