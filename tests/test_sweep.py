@@ -248,12 +248,11 @@ def test_a_run_without_any_checkpoint_is_done_or_refused_and_never_started_over(
 
 
 def test_a_sweep_that_sets_a_key_twice_goes_on(small_run, tmp_path, started, train_program,
-                                               monkeypatch):
+                                               monkeypatch, stop_before):
     arguments = small_run(tmp_path, "--seeds", "0", "--variant", "high", "optim.eps=1e-2", **SHORT)
     folder = tmp_path / "quickstart-mimetic-high-s0"
-    number = PropertyMock(side_effect=[0, 0, 0, *[signal.SIGTERM] * 9])
     with monkeypatch.context() as patch:
-        patch.setattr(train_program, "StopRequest", type("Stop", (), {"number": number}))
+        patch.setattr(train_program, "StopRequest", stop_before(3))
         assert sweep.main(arguments) == 1
     assert sweep.main(arguments) == 0
     assert started == [folder] * 2 and len(losses(folder)) == 2
