@@ -68,7 +68,7 @@ PHASES = {
 def test_a_signal_in_any_phase_costs_nothing(train_program, small_run, tmp_path, monkeypatch, capsys,
                                              number):
     straight = tmp_path / "straight"
-    two_epochs = dict(schedule__epochs="2", checkpoint__every_steps="2")
+    two_epochs = dict(schedule__epochs="2", checkpoint__every_steps="5")
     assert train_program.main(small_run(straight, **two_epochs)) == 0
     # Each signal meets every third phase, SIGTERM all of them.
     chosen = list(PHASES) if number == signal.SIGTERM else \

@@ -21,6 +21,7 @@ from vitinit.data.sampler import BatchPlan
 from vitinit.messages import OneLineError
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models.layers import draw_keep
+from vitinit.train import engine
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
 from vitinit.train.engine import evaluate, train_epoch
@@ -277,6 +278,21 @@ def test_checkpoints_are_asked_for_when_due_with_complete_sums():
         sums.append((progress.step, progress.loss_sum))
     assert [step for step, _ in sums] == [2, 4]
     assert 0 < sums[0][1] < sums[1][1] < progress.loss_sum
+
+
+def test_the_seconds_of_an_epoch_are_those_of_training_alone(monkeypatch):
+    """Each look at this clock takes a second; what the caller does at a checkpoint takes a thousand."""
+    clock = itertools.count()
+    offset = [0]
+    monkeypatch.setattr(engine.time, "perf_counter", lambda: offset[0] + next(clock))
+    model, progress = small_model(), Progress()
+    state = TrainState(model, torch.optim.SGD(model.parameters()),
+                       torch.amp.GradScaler("cpu", enabled=False), None, progress)
+    for _ in train_epoch(state, model, numbered(batches(GLOBAL_BATCH)), lr_at=lambda step: 1e-2,
+                         keep_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=2,
+                         processes=ALONE, stop=StopRequest()):
+        offset[0] += 1000
+    assert 0 < progress.seconds < 100
 
 
 def test_broken_data_is_raised_after_the_steps_before_it_are_counted():

@@ -35,6 +35,10 @@ def test_a_signal_is_raised_at_first_and_remembered_once_deferred(number):
     assert signal.getsignal(number) is before
 
 
+def test_terminals_launchers_and_slurm_are_heard():
+    assert set(STOP_SIGNALS) == {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
+
+
 def test_within_at_once_a_signal_ends_what_waits_and_afterwards_it_is_remembered_again():
     with StopRequest() as stop:
         stop.defer()
