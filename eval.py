@@ -30,14 +30,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vitinit.command_line import Parser, complain
+from vitinit.command_line import Parser, run_program
 from vitinit.data.class_subsets import class_indices, imagenet_wnids
 from vitinit.data.datasets import DATA_SETS, Source, download, is_wnid, open_split
 from vitinit.data.eval_sets import EVAL_SETS, Place, open_to_evaluate
 from vitinit.data.images import DataError
 from vitinit.data.pipeline import evaluation_batches
 from vitinit.data.to_device import ToDevice
-from vitinit.messages import OneLineError
 from vitinit.recipe.files import Override, RecipeError, find_recipe, from_dict
 from vitinit.recipe.resolve import moved, overrides, resolve_recipe
 from vitinit.recipe.sections import Recipe
@@ -50,7 +49,7 @@ from vitinit.train.checkpoint import load
 from vitinit.train.device import describe_device, memory_for
 from vitinit.train.distributed import Processes
 from vitinit.train.engine import Evaluation, evaluate, set_precision
-from vitinit.train.interruption import Interrupted, StopRequest
+from vitinit.train.interruption import StopRequest
 from vitinit.train.metrics import ProgressBar
 from vitinit.train.throughput import TIMED_PASSES, WARMUP_PASSES, Throughput, throughput
 
@@ -312,17 +311,11 @@ def speed(subject: Subject, model: nn.Module, processes: Processes) -> Throughpu
 
 
 def main(arguments: list[str] | None = None) -> int:
-    try:
+    def program() -> None:
         args = parse_arguments(arguments)
         with StopRequest() as stop, distributed.joined() as processes:
             run(args, processes, stop)
-            return 0
-    except Interrupted as interrupted:
-        complain("eval.py", interrupted)
-        return 128 + interrupted.number
-    except OneLineError as error:
-        complain("eval.py", error)
-        return 2
+    return run_program("eval.py", program)
 
 
 if __name__ == "__main__":

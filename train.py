@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitinit.command_line import Parser, complain
+from vitinit.command_line import Parser, building, integer, run_program
 from vitinit.data.datasets import Source, download, open_split
 from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleDraws
 from vitinit.data.images import DataError
@@ -33,7 +33,6 @@ from vitinit.data.pipeline import (EvaluationBatches, TrainingBatches, evaluatio
 from vitinit.data.sampler import BatchPlan, TrainSampler, plan_batches
 from vitinit.data.subset import stratified_part
 from vitinit.data.to_device import ToDevice, TrainToDevice
-from vitinit.messages import OneLineError
 from vitinit.init import INITS, init_weights
 from vitinit.init.code_mass import code_mass, shortfall
 from vitinit.init.weight_selection import select_weights
@@ -55,7 +54,7 @@ from vitinit.train.ema import Ema
 from vitinit.train.engine import (Evaluation, evaluate, normalises_over_images, set_precision,
                                   train_epoch)
 from vitinit.train.interruption import Interrupted, StopRequest
-from vitinit.train.metrics import METRICS, Diverged, Progress, ProgressBar, epoch_line
+from vitinit.train.metrics import METRICS, Progress, ProgressBar, epoch_line
 from vitinit.train.optim import adamw, learning_rate, scaled_lr
 from vitinit.train.state import TrainState
 from vitinit.train.transfer import Transfer, start_from
@@ -70,7 +69,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data-dir", help="data.root: folder of the data set")
     parser.add_argument("--out-dir", type=Path,
                         help="folder of this run; default runs/<recipe>-<init>-s<seed>")
-    parser.add_argument("--seed", type=int, help="run.seed")
+    parser.add_argument("--seed", type=integer(0, 2**63), help="run.seed")
     parser.add_argument("--resume", metavar="RUN",
                         help="continue the run in this folder; 'auto': the one in --out-dir if any")
     parser.add_argument("--dry-run", action="store_true",
@@ -109,13 +108,11 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
 
     # Which images a step has, and which of them this process takes.
     mixing = Mixing(**vars(recipe.mix))
-    try:
+    with building(f"recipe {recipe.name}", "optim"):
         plan = plan_batches(optim.global_batch, optim.max_batch_per_process, processes.world_size,
                             group=mixing.group if mixing.mixes else 1)
         sampler = TrainSampler(len(train_set), plan, rank=processes.rank, seed=recipe.run.seed,
                                repeats=augment.repeats)
-    except ValueError as error:
-        raise RecipeError(str(error)) from None
 
     # What becomes of an image on its way to the model.
     crop = CropAndFlip(scale=augment.crop_scale, ratio=augment.crop_ratio, flip=augment.flip,
@@ -158,26 +155,27 @@ def initial_state(recipe: Recipe, processes: Processes, kept: dict[str, Any] | N
     process the same bits; with others Q·Kᵀ and V·proj agree to 1e-4 and single factors may change
     sign. So all processes take the main one's weights, before the moving average copies them.
     """
-    init, optim = recipe.init, recipe.optim
-    try:
+    init, optim, source = recipe.init, recipe.optim, f"recipe {recipe.name}"
+    with building(source, "model"):
         model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
                             image_size=recipe.data.image_size, **recipe.model.options)
+    with building(source, "init"):
         if kept is None:
             init_weights(model, init.name, **init.options,
                          generator=torch.Generator().manual_seed(recipe.run.seed))
-    except ValueError as error:
-        raise RecipeError(f"recipe {recipe.name}: {error}") from None
     notes = []
     if kept is None and init.checkpoint:
         transfer = processes.together(lambda: fine_tune(
             model, Path(init.checkpoint), init.checkpoint_weights, init.checkpoint_fit))
         notes = [f"start   {init.checkpoint}, {init.checkpoint_fit}: {transfer}"]
     elif kept is None and processes.is_main:
-        notes = what_the_init_achieved(model, init.name, init.options)
+        with building(source, "init"):
+            notes = what_the_init_achieved(model, init.name, init.options)
     model.to(processes.device)
     if kept is None:
         processes.share_weights(model)
-    optimizer = adamw(model, weight_decay=optim.weight_decay, betas=optim.betas, eps=optim.eps)
+    with building(source, "optim"):
+        optimizer = adamw(model, weight_decay=optim.weight_decay, betas=optim.betas, eps=optim.eps)
     scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.engine.amp == "fp16")
     ema = Ema(model, decay=recipe.ema.decay, warmup=recipe.ema.warmup) if recipe.ema.decay else None
     state = TrainState(model, optimizer, scaler, ema, Progress())
@@ -306,7 +304,8 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
     if chosen is None:
         return 0
     folder, kept, recipe = chosen
-    data = open_data(recipe, processes, dry_run=args.dry_run)
+    with building(f"recipe {recipe.name}", "data"):
+        data = open_data(recipe, processes, dry_run=args.dry_run)
     state, notes = initial_state(recipe, processes, kept, folder.read_from)
     if kept is not None:
         plan = data.plan
@@ -334,8 +333,8 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
             max_batch_per_process=recipe.optim.max_batch_per_process):
         say(f"warning {caution}")
     if args.dry_run:
-        images, _ = next(iter(data.val_batches))
-        with torch.no_grad():
+        with building(f"recipe {recipe.name}", "model"), torch.no_grad():
+            images, _ = next(iter(data.val_batches))
             logits = model.eval()(images[:data.plan.micro_batch])
         space = disk_space(model, ema=state.ema is not None, kept=len(recipe.checkpoint.keep_epochs))
         say(f"disk    {space}")
@@ -431,16 +430,11 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
 
 
 def main(arguments: list[str] | None = None) -> int:
-    try:
+    def program() -> int:
         args = parse_arguments(arguments)
         with StopRequest() as stop, distributed.joined() as processes, RunLock() as lock:
             return train(args, processes, lock, stop)
-    except Interrupted as interrupted:
-        complain("train.py", f"{interrupted} while starting, before the first step")
-        return 128 + interrupted.number
-    except (OneLineError, Diverged) as error:
-        complain("train.py", error)
-        return 1 if isinstance(error, Diverged) else 2
+    return run_program("train.py", program, stopped=" while starting, before the first step")
 
 
 if __name__ == "__main__":

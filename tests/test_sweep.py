@@ -112,7 +112,7 @@ GOOD = ["--recipe", "quickstart", "--seeds", "0"]
     (["--recipe", "quickstart"], "the following arguments are required: --seeds"),
     (["--recipe", "quickstrat", "--seeds", "0"], "no such recipe in"),
     ([*GOOD, "--seeds", "0,0"], "--seeds 0,0: names a seed twice"),
-    ([*GOOD, "--nproc", "0"], "--nproc 0: expected a number of processes ≥ 1"),
+    ([*GOOD, "--nproc", "0"], "--nproc: 0: expected an integer ≥ 1"),
     ([*GOOD, "--init", "default,impuls"], "--init impuls: init.name is 'impuls'; did you mean"),
     ([*GOOD, "--init", "default,"], "--init : init.name is ''"),
     ([*GOOD, "--init", "default,filters"], "'filters' is not defined for a VisionTransformer"),

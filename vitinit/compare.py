@@ -17,9 +17,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import Parser
+from .command_line import Parser, run_program
 from .figures.curves import draw_curves
-from .messages import one_line
 from .runs.groups import Group, Run, finished_groups
 from .runs.markdown import table
 
@@ -179,16 +178,16 @@ def compare(folders: Sequence[Path], out: Path | None = None) -> None:
         print(f"\nwrote {out / 'comparison.md'} and {out / 'curves.png'}")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m vitinit.compare", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, help="folder for comparison.md and curves.png")
-    try:
-        args = parser.parse_args()
+
+    def program() -> None:
+        args = parser.parse_args(arguments)
         compare(args.runs, args.out)
-    except (ValueError, OSError) as error:
-        sys.exit(f"vitinit.compare: {one_line(error)}")
+    return run_program("vitinit.compare", program)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,6 +12,8 @@ IN_BRIEF = 120                  # characters of what another library says
 class OneLineError(ValueError):
     """Something for the user to mend, said in one line, whatever the line quotes."""
 
+    status = 2                  # with which a program ends for it
+
     def __init__(self, text: object = "") -> None:
         super().__init__(one_line(own_words(str(text))))
 

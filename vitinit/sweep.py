@@ -20,9 +20,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from .command_line import Parser, complain
+from .command_line import Parser, integer, run_program
 from .compare import compare
-from .messages import OneLineError
 from .recipe.files import RecipeError, parse_override
 from .recipe.resolve import fresh_recipe
 from .recipe.sections import Recipe
@@ -78,14 +77,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data-dir", help="data.root: folder of the data set")
     parser.add_argument("--out-dir", type=Path, default=Path("runs"),
                         help="folder of the runs' folders; default runs")
-    parser.add_argument("--nproc", type=int, default=1,
+    parser.add_argument("--nproc", type=integer(1, 2**15), default=1,
                         help="processes of a run, started by torchrun if more than 1")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="override any key of the recipe in every run; may be repeated")
     args = parser.parse_args(arguments)
-    if args.nproc < 1:
-        raise RecipeError(f"--nproc {args.nproc}: expected a number of processes ≥ 1")
     args.seeds = parse_seeds(args.seeds)
     return args
 
@@ -270,11 +267,7 @@ def sweep(args: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    try:
-        return sweep(parse_arguments(arguments))
-    except OneLineError as error:
-        complain("vitinit.sweep", error)
-        return 2
+    return run_program("vitinit.sweep", lambda: sweep(parse_arguments(arguments)))
 
 
 if __name__ == "__main__":

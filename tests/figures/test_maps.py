@@ -8,6 +8,7 @@ import torch
 
 import vitinit
 from vitinit.figures import maps, plot
+from vitinit.figures.__main__ import main
 from vitinit.mixing import mixing_matrices
 
 
@@ -86,9 +87,7 @@ def test_a_model_without_these_maps_is_one_line(complains):
               "--recipe", "cifar10_convmixer")
 
 
-def test_a_folder_that_is_not_there_is_one_line(tmp_path, monkeypatch, sizes):
-    from vitinit.figures import __main__ as figures
-    monkeypatch.setattr("sys.argv", ["figures", "maps", "--recipe", "quickstart", *sizes, "--out",
-                                     str(tmp_path / "absent" / "a.png")])
-    with pytest.raises(SystemExit, match="vitinit.figures: .*No such file or directory"):
-        figures.main()
+def test_a_folder_that_is_not_there_is_one_line(tmp_path, capsys, sizes):
+    out = tmp_path / "absent" / "a.png"
+    assert main(["maps", "--recipe", "quickstart", *sizes, "--out", str(out)]) == 2
+    assert capsys.readouterr().err == f"vitinit.figures: {out}: No such file or directory\n"

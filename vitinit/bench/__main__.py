@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 import torch
 
-from ..messages import OneLineError
+from ..command_line import Parser, integer, one_of, real, run_program
 from ..models import MODELS, VisionTransformer
 from ..recipe.files import find_recipe, load_recipe
 from ..train.engine import AMP_DTYPES
@@ -33,41 +34,47 @@ from .step import bench_step
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m vitinit.bench", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(prog="python -m vitinit.bench", description=__doc__)
+    size, workers, seed = integer(1), integer(0, 2**15), integer(0, 2**63)
     benches = parser.add_subparsers(dest="bench", required=True)
     init = benches.add_parser("init", help="seconds of each init")
     loader = benches.add_parser("loader", help="images a second and core, against torchvision")
     loader.add_argument("--data-dir", type=Path, required=True)
     augment = benches.add_parser("augment", help="milliseconds of the device's part")
-    augment.add_argument("--batch", type=int, default=256)
+    augment.add_argument("--batch", type=size, default=256)
     pixels = benches.add_parser("pixels", help="RandAugment's operations against Pillow's")
     pixels.add_argument("--data-dir", type=Path, required=True)
-    pixels.add_argument("--count", type=int, default=200, help="photographs")
-    pixels.add_argument("--rounds", type=int, default=2, help="draws for each")
+    pixels.add_argument("--count", type=size, default=200, help="photographs")
+    pixels.add_argument("--rounds", type=size, default=2, help="draws for each")
     corrupt = benches.add_parser("corrupt", help="broken files: none may end the program")
-    corrupt.add_argument("--count", type=int, default=1440)
-    corrupt.add_argument("--seed", type=int, default=0)
-    corrupt.add_argument("--workers", type=int, default=os.cpu_count())
+    corrupt.add_argument("--count", type=size, default=1440)
+    corrupt.add_argument("--seed", type=seed, default=0)
+    corrupt.add_argument("--workers", type=integer(1, 2**15), default=os.cpu_count())
     for bench in (loader, augment, pixels):
-        bench.add_argument("--image-size", type=int, default=224)
+        bench.add_argument("--image-size", type=size, default=224)
     step = benches.add_parser("step", help="images a second of a training step")
-    step.add_argument("--batch", type=int, default=64)
-    step.add_argument("--image-size", type=int, default=224)
-    step.add_argument("--amp", choices=list(AMP_DTYPES), default="bf16")
+    step.add_argument("--batch", type=size, default=64)
+    step.add_argument("--image-size", type=size, default=224)
+    step.add_argument("--amp", type=one_of(AMP_DTYPES), default="bf16",
+                      help=", ".join(AMP_DTYPES))
     step.add_argument("--compile", action="store_true")
     step.add_argument("--data-dir", type=Path, help="also feed it from the pictures in this folder")
-    step.add_argument("--workers", type=int, default=os.cpu_count())
+    step.add_argument("--workers", type=workers, default=os.cpu_count())
     memory = benches.add_parser("memory", help="images of a recipe that fit on a card")
     memory.add_argument("--recipe", nargs="+", required=True, help="names in recipes/, or paths")
-    memory.add_argument("--card-gib", type=float, default=24.0)
+    memory.add_argument("--card-gib", type=real(above=0.0), default=24.0)
     vits = [name for name, (family, _) in MODELS.items() if family is VisionTransformer]
     for bench, models in ((init, vits), (step, list(MODELS))):
-        bench.add_argument("--model", choices=models, default="vit_base")
-    args = parser.parse_args()
-    print(f"torch {torch.__version__}, {os.cpu_count()} cores")
-    try:
+        bench.add_argument("--model", type=one_of(models), default="vit_base",
+                           help=", ".join(models))
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    def program() -> int:
+        args = parse_arguments(arguments)
+        print(f"torch {torch.__version__}, {os.cpu_count()} cores")
         if args.bench == "init":
             bench_init(args.model)
         elif args.bench == "loader":
@@ -77,17 +84,16 @@ def main() -> None:
         elif args.bench == "pixels":
             bench_pixels(args.data_dir, args.image_size, args.count, args.rounds)
         elif args.bench == "corrupt":
-            if bench_corrupt(args.count, args.seed, args.workers):
-                raise SystemExit(1)
+            return min(bench_corrupt(args.count, args.seed, args.workers), 1)
         elif args.bench == "memory":
             for name in args.recipe:
                 bench_memory(load_recipe(find_recipe(name, RECIPES)), args.card_gib)
         else:
             bench_step(args.model, batch=args.batch, image_size=args.image_size, amp=args.amp,
                        compiled=args.compile, folder=args.data_dir, workers=args.workers)
-    except OneLineError as error:
-        raise SystemExit(f"vitinit.bench: {error}") from None
+        return 0
+    return run_program("vitinit.bench", program)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..command_line import building
 from ..models import build_model
 from ..recipe.sections import Recipe
 from ..train.engine import autocast
@@ -42,7 +43,7 @@ def id_of(tensor: Tensor) -> int:
 def bench_memory(recipe: Recipe, card_gib: float) -> None:
     """Counted on shapes alone, by the kernels of the CPU."""
     height, width = recipe.data.image_size
-    with FakeTensorMode():
+    with building(f"recipe {recipe.name}", "model"), FakeTensorMode():
         model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
                             image_size=recipe.data.image_size, **recipe.model.options).train()
         two, four = (saved_bytes(model, torch.zeros(count, 3, height, width), recipe.engine.amp)

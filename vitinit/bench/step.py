@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..command_line import building
 from ..data.datasets import LoosePictures
 from ..data.draw import SampleDraws
 from ..data.pipeline import training_batches
@@ -56,8 +57,9 @@ def bench_step(name: str, *, batch: int, image_size: int, amp: str, compiled: bo
     device, wait = device_to_time()
     warmup, steps = (WARMUP_PASSES, TIMED_PASSES) if device.type == "cuda" else (1, 3)
     torch.set_float32_matmul_precision("high")
-    model = build_model(name, num_classes=1000, image_size=image_size)
-    init_weights(model, "default", generator=torch.Generator().manual_seed(0))
+    with building("step", "model"):
+        model = build_model(name, num_classes=1000, image_size=image_size)
+        init_weights(model, "default", generator=torch.Generator().manual_seed(0))
     model.to(device)
     optimizer = adamw(model, weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8)
     images = torch.randn(batch, 3, image_size, image_size, device=device)

@@ -23,6 +23,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..command_line import Parser, integer, one_of, real, run_program
 from ..init import INITS
 from ..runs.groups import finished_groups
 from .attention import draw_attention
@@ -32,33 +33,40 @@ from .equivariance import draw_equivariance
 from .kernels import draw_filters, draw_kernels
 from .maps import KINDS, draw_maps
 from .mass import draw_mass
-from .plot import pyplot
+from .plot import FigureError, pyplot
 from .spectrum import draw_spectrum
 from .subjects import Subject, fresh, of_runs
 
 
 def numbers(text: str) -> list[int]:
     """0,10,300"""
-    return [int(word) for word in text.split(",")]
+    try:
+        return list(map(integer(0), text.split(",")))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text}: expected numbers such as 0,10,300") from None
 
 
 def place(text: str) -> tuple[int, int]:
     """ROW,COLUMN or DOWN,RIGHT"""
-    row, column = numbers(text)
+    try:
+        row, column = map(integer(-2**15, 2**15), text.split(","))
+    except (argparse.ArgumentTypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text}: expected two numbers such as 3,5") from None
     return row, column
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m vitinit.figures", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="python -m vitinit.figures", description=__doc__)
     figures = parser.add_subparsers(dest="figure", required=True)
+    size, seed, init = integer(1), integer(0, 2**63), one_of(INITS)
+    index = integer(-2**31)                          # of which the model says how many it has
 
-    def figure(name: str, text: str) -> argparse.ArgumentParser:
+    def figure(name: str, text: str) -> Parser:
         added = figures.add_parser(name, help=text, description=text)
         added.add_argument("--out", type=Path, required=True, help="PNG file to write")
         return added
 
-    def of_models(name: str, text: str) -> argparse.ArgumentParser:
+    def of_models(name: str, text: str) -> Parser:
         """A figure of models: fresh ones of recipes, or what runs left."""
         added = figure(name, text)
         whose = added.add_mutually_exclusive_group(required=True)
@@ -66,9 +74,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                            help="models fresh from their init")
         whose.add_argument("--run", nargs="+", type=Path, metavar="RUN",
                            help="run folders or their checkpoints")
-        added.add_argument("--init", nargs="+", metavar="NAME", choices=list(INITS),
-                           help="for --recipe: these inits in place of the recipe's")
-        added.add_argument("--seed", type=int, help="for --recipe: run.seed")
+        added.add_argument("--init", nargs="+", metavar="NAME", type=init,
+                           help="for --recipe: in place of the recipe's these inits, of "
+                                f"{', '.join(INITS)}")
+        added.add_argument("--seed", type=seed, help="for --recipe: run.seed")
         added.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                            help="for --recipe: override any key")
         added.add_argument("--epochs", type=numbers, default=[], metavar="0,10,300",
@@ -76,47 +85,48 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         added.add_argument("--weights", choices=["model", "ema"], help="for --run, default model")
         return added
 
-    def of_photographs(added: argparse.ArgumentParser) -> None:
+    def of_photographs(added: Parser) -> None:
         added.add_argument("--data-dir", type=Path, required=True, help="a folder with photographs")
-        added.add_argument("--count", type=int, default=24, help="the first so many of them")
+        added.add_argument("--count", type=size, default=24, help="the first so many of them")
 
     kernels = figure("kernels", "the kernels that heads start as")
     kernels.add_argument("--inits", nargs="+", default=["default", "mimetic", "impulse"],
-                         choices=list(INITS))
-    kernels.add_argument("--embed-dim", type=int, default=288)
-    kernels.add_argument("--num-heads", type=int, default=9)
-    kernels.add_argument("--patch-size", type=int, default=4)
-    kernels.add_argument("--block", type=int, default=0)
+                         type=init, help=", ".join(INITS))
+    kernels.add_argument("--embed-dim", type=size, default=288)
+    kernels.add_argument("--num-heads", type=size, default=9)
+    kernels.add_argument("--patch-size", type=size, default=4)
+    kernels.add_argument("--block", type=integer(0), default=0)
     maps = of_models("maps", "Q Kᵀ, P Q Kᵀ Pᵀ and its softmax for every head of ViTs")
-    maps.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    maps.add_argument("--blocks", nargs="+", type=int, default=[0])
-    maps.add_argument("--heads", nargs="+", type=int, help="default: all")
+    maps.add_argument("--kinds", nargs="+", type=one_of(KINDS), default=list(KINDS),
+                      help=", ".join(KINDS))
+    maps.add_argument("--blocks", nargs="+", type=index, default=[0])
+    maps.add_argument("--heads", nargs="+", type=index, help="default: all")
     attention = of_models("attention", "where tokens of a photograph look")
     attention.add_argument("picture", type=Path)
-    attention.add_argument("--blocks", nargs="+", type=int, default=[0])
-    attention.add_argument("--heads", nargs="+", type=int, default=[0, 1, 2])
+    attention.add_argument("--blocks", nargs="+", type=index, default=[0])
+    attention.add_argument("--heads", nargs="+", type=index, default=[0, 1, 2])
     attention.add_argument("--queries", nargs="+", type=place, default=[], metavar="ROW,COLUMN",
                            help="patches that look, counted from 0; default: the one in the middle")
     mass = of_models("mass", "share of attention on the impulse's targets, by depth")
     of_photographs(mass)
-    mass.add_argument("--kernel-size", type=int, default=3, help="of the impulses, ordered offsets")
+    mass.add_argument("--kernel-size", type=size, default=3, help="of the impulses, ordered offsets")
     equivariance = of_models("equivariance", "whether tokens move with the picture, by depth")
     of_photographs(equivariance)
     equivariance.add_argument("--step", type=place, default=(1, 1), metavar="DOWN,RIGHT",
                               help="how many patches pictures are moved by")
     of_photographs(of_models("spectrum", "singular values and ranks of patch embeddings"))
     filters = of_models("filters", "a ConvMixer's depthwise filters or a Swin's position bias")
-    filters.add_argument("--blocks", nargs="+", type=int, default=[0])
-    filters.add_argument("--columns", nargs="+", type=int, default=[0, 1, 2],
+    filters.add_argument("--blocks", nargs="+", type=index, default=[0])
+    filters.add_argument("--columns", nargs="+", type=index, default=[0, 1, 2],
                          help="channels or heads, default: the first three")
     curves = figure("curves", "validation top-1 of runs by epoch")
     curves.add_argument("runs", nargs="+", type=Path)
     operations = figure("operations", "a photograph under each of RandAugment's")
     operations.add_argument("picture", type=Path)
-    operations.add_argument("--magnitude", type=float, default=9.0)
+    operations.add_argument("--magnitude", type=real(minimum=0.0, maximum=10.0), default=9.0)
     batch = figure("batch", "batches after the whole augmentation")
     batch.add_argument("--data-dir", type=Path, required=True, help="a folder with pictures in it")
-    batch.add_argument("--seed", type=int, default=0)
+    batch.add_argument("--seed", type=seed, default=0)
     return parser.parse_args(arguments)
 
 
@@ -126,7 +136,7 @@ def subjects(args: argparse.Namespace) -> Iterator[Subject]:
         else {"--epochs": args.epochs, "--weights": args.weights}
     for option, given in unused.items():
         if given:
-            raise ValueError(f"{option} goes with {'--recipe' if args.run else '--run'}")
+            raise FigureError(f"{option} goes with {'--recipe' if args.run else '--run'}")
     if args.run:
         return of_runs(args.run, args.epochs, args.weights or "model")
     return fresh(args.recipe, args.init or [None], seed=args.seed, sets=args.set)
@@ -162,15 +172,14 @@ def draw(args: argparse.Namespace) -> None:
         draw_batch(args.out, args.data_dir, seed=args.seed)
 
 
-def main() -> None:
-    args = parse_arguments()
-    pyplot()                                         # says at once, in one line, what is missing
-    try:
+def main(arguments: list[str] | None = None) -> int:
+    def program() -> None:
+        args = parse_arguments(arguments)
+        pyplot()                                     # says at once, in one line, what is missing
         draw(args)
-    except (ValueError, OSError) as error:           # OSError: --out cannot be written
-        sys.exit(f"vitinit.figures: {error}")
-    print(f"wrote {args.out}")
+        print(f"wrote {args.out}")
+    return run_program("vitinit.figures", program)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

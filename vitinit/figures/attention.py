@@ -10,7 +10,7 @@ from torch import Tensor
 from ..data.images import decode_image
 from ..mixing import block_grids, mixing_matrices
 from ..models import SimpleViT, SwinTransformer, VisionTransformer
-from .plot import OVERLAY, pyplot, save
+from .plot import OVERLAY, FigureError, pyplot, save
 from .subjects import Subject, as_input, require_indices, require_family, view
 
 LUMA = (0.299, 0.587, 0.114)    # ITU-R BT.601: grey as the eye weighs red, green and blue
@@ -25,7 +25,7 @@ def heat_maps(weights: Tensor, grid: tuple[int, int], query: tuple[int, int]) ->
     """
     cells, (row, column) = grid[0] * grid[1], query
     if not (0 <= row < grid[0] and 0 <= column < grid[1]):
-        raise ValueError(f"query {row},{column} is not on the {grid[0]}×{grid[1]} grid of patches")
+        raise FigureError(f"query {row},{column} is not on the {grid[0]}×{grid[1]} grid of patches")
     return weights[:, -cells:, -cells:][:, row * grid[1] + column].unflatten(-1, grid)
 
 

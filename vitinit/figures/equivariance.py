@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..models import VisionTransformer
-from .plot import Line, colours_of, draw_panels
+from .plot import FigureError, Line, colours_of, draw_panels
 from .subjects import Subject, photographs, require_family
 
 BATCH = 8                       # images a forward pass
@@ -50,7 +50,7 @@ def draw_equivariance(out: Path, subjects: Iterable[Subject], *, folder: Path, c
                       step: tuple[int, int]) -> None:
     """One panel a recipe, one line an init or run and epoch; the numbers are printed, too."""
     if count < 2:
-        raise ValueError(f"--count {count}: what differs between pictures takes two at least")
+        raise FigureError(f"--count {count}: what differs between pictures takes two at least")
     found: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for subject in subjects:
         require_family(subject, "equivariance", VisionTransformer)

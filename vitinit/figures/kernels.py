@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..command_line import building
 from ..data import shapes
 from ..data.augment import normalise
 from ..init import init_weights
@@ -15,7 +16,7 @@ from ..keys import Stream, keyed_generator
 from ..mixing import mean_kernel, mixing_matrices
 from ..models import ConvMixer, SwinTransformer, build_model
 from ..models.conv_mixer import DenseMixing
-from .plot import Row, draw_grid, pyplot, save
+from .plot import FigureError, Row, draw_grid, pyplot, save
 from .subjects import Subject, require_family, require_indices
 
 RADIUS = 3                      # of the kernels of attention, in patches
@@ -39,9 +40,11 @@ def draw_kernels(out: Path, *, inits: list[str], embed_dim: int, num_heads: int,
     figure, axes = plt.subplots(len(inits), num_heads, squeeze=False, layout="constrained",
                                 figsize=(1.35 * num_heads + 1.6, 1.45 * len(inits) + 0.5))
     for number, (row, name) in enumerate(zip(axes, inits)):
-        model = build_model("vit_tiny", num_classes=10, image_size=32, patch_size=patch_size,
-                            embed_dim=embed_dim, num_heads=num_heads, depth=block + 1, pool="mean")
-        init_weights(model, name, generator=torch.Generator().manual_seed(0))
+        with building("kernels", "model"):
+            model = build_model("vit_tiny", num_classes=10, image_size=32, patch_size=patch_size,
+                                embed_dim=embed_dim, num_heads=num_heads, depth=block + 1,
+                                pool="mean")
+            init_weights(model, name, generator=torch.Generator().manual_seed(0))
         weights = mixing_matrices(model, pictures, blocks=[block])[block]  # (B, h, N, N)
         kernels = mean_kernel(weights, model.grid, RADIUS).mean(0)        # (h, 2r + 1, 2r + 1)
         for head, axis in enumerate(row):
@@ -69,7 +72,7 @@ def held_kernels(model: nn.Module, block: int, columns: Sequence[int]) -> Tensor
         require_indices("block", [block], len(model.blocks))
         mixing = model.depthwise(model.blocks[block])
         if isinstance(mixing, DenseMixing):
-            raise ValueError("dense_filters = true leaves no filters to show, but N×N matrices")
+            raise FigureError("dense_filters = true leaves no filters to show, but N×N matrices")
         require_indices("channel", columns, mixing.out_channels)
         return mixing.kernels().detach()[list(columns), 0]
     blocks = [block for stage in model.layers for block in stage.blocks]

@@ -14,7 +14,7 @@ from ..filters import Offset, offsets_on_grid
 from ..init.impulse import head_offsets
 from ..mixing import logit_peak, mixing_matrices, target_mass
 from ..models import SimpleViT, VisionTransformer
-from .plot import Line, colours_of, draw_panels
+from .plot import FigureError, Line, colours_of, draw_panels
 from .subjects import Subject, photographs, require_family
 
 BATCH = 8                       # images a forward pass; all attention matrices of it are in memory
@@ -32,16 +32,16 @@ class Masses(NamedTuple):
 def block_targets(subject: Subject, kernel_size: int) -> list[list[Offset]]:
     """The offset of every head of every block: as the init assigned them, or would in order.
 
-    Raises ValueError where the init gave heads other targets than those that are measured.
+    Raises FigureError where the init gave heads other targets than those that are measured.
     """
     options, blocks = subject.recipe.init.options, subject.model.blocks
     assignment = options.get("offsets", "ordered")
     if assignment == "random":
-        raise ValueError('init.options.offsets = "random" drew the targets of recipe '
-                         f"{subject.recipe.name}; 'mass' knows those of \"ordered\" and \"rotating\"")
+        raise FigureError('init.options.offsets = "random" drew the targets of recipe '
+                          f"{subject.recipe.name}; 'mass' knows those of \"ordered\" and \"rotating\"")
     if options.get("kernel_size", kernel_size) != kernel_size:
-        raise ValueError(f"the init of recipe {subject.recipe.name} has kernel_size = "
-                         f"{options['kernel_size']}; give --kernel-size {options['kernel_size']}")
+        raise FigureError(f"the init of recipe {subject.recipe.name} has kernel_size = "
+                          f"{options['kernel_size']}; give --kernel-size {options['kernel_size']}")
     cells, heads = offsets_on_grid(kernel_size, subject.model.grid), blocks[0].attn.num_heads
     return [head_offsets(heads, cells, assignment, torch.Generator(), first=number * heads)
             for number in range(len(blocks))]
@@ -63,11 +63,11 @@ def masses_by_block(model: VisionTransformer | SimpleViT, images: Tensor,
 
 
 def summarised(masses: Tensor, targets: list[list[Offset]]) -> Masses:
-    """masses: (blocks, h), of these targets. Raises ValueError where no head looks aside."""
+    """masses: (blocks, h), of these targets. Raises FigureError where no head looks aside."""
     centre = torch.tensor([[offset == (0, 0) for offset in heads] for heads in targets])
     if centre.all():
-        raise ValueError("every head's target is its own token; 'mass' compares it with other "
-                         "offsets")
+        raise FigureError("every head's target is its own token; 'mass' compares it with other "
+                          "offsets")
     hidden = torch.tensor(torch.nan)
     return Masses(masses.mean(1), torch.where(centre, masses, hidden).nanmean(1),
                   torch.where(centre, hidden, masses).nanmean(1))

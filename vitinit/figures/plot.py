@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from PIL import Image
 from torch import Tensor
 
+from ..messages import OneLineError, in_brief
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -23,6 +25,10 @@ DIVERGING = "RdBu_r"            # blue below 0, white, red above; ColorBrewer li
 LEVELS = 63                     # of colour in a map, odd, so that 0 is white; more cost space
 DPI = 100
 LETTER = 0.07                   # inches across, in a legend of 8 points
+
+
+class FigureError(OneLineError):
+    """What is asked of a figure and cannot be drawn, in one line."""
 
 
 def pyplot() -> ModuleType:
@@ -38,8 +44,12 @@ def pyplot() -> ModuleType:
 
 def save(figure: Figure, out: Path, dpi: int = DPI) -> None:
     """A PNG file; the figure is closed, since pyplot would keep it in memory."""
-    figure.savefig(out, dpi=dpi, format="png")
-    pyplot().close(figure)
+    try:
+        figure.savefig(out, dpi=dpi, format="png")
+    except ValueError as error:                      # matplotlib's limit is 65,535 pixels a side
+        raise FigureError(f"{out}: cannot be drawn: {in_brief(error)}") from None
+    finally:
+        pyplot().close(figure)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .plot import COLOURS, LINES, pyplot, save
+from .plot import COLOURS, LINES, FigureError, pyplot, save
 from .subjects import Subject, photographs
 
 SMALL = 0.01                    # of the largest singular value: directions below it hardly matter
@@ -34,8 +34,8 @@ def patch_embeddings(model: nn.Module, images: Tensor) -> Tensor:
     A ViT's and a Mixer's is linear; SimpleViT's and Swin's end in their LayerNorm.
     """
     if not hasattr(model, "patch_embed"):
-        raise ValueError(f"figure 'spectrum' needs patch embeddings; a {type(model).__name__} "
-                         "has none")
+        raise FigureError(f"figure 'spectrum' needs patch embeddings; a {type(model).__name__} "
+                          "has none")
     return model.patch_embed(images).flatten(1, -2)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..command_line import building
 from ..data.augment import normalise
 from ..data.datasets import LoosePictures
 from ..data.images import resize_and_centre_crop
@@ -20,6 +21,7 @@ from ..recipe.sections import Recipe
 from ..runs.folder import RunFolder, checkpoint_file
 from ..runs.trained import loaded
 from ..train.checkpoint import CheckpointError, load
+from .plot import FigureError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -42,10 +44,12 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
                 raise RecipeError(f"recipe {recipe.name} starts from init.checkpoint = "
                                   f"{recipe.init.checkpoint}; show a run of it, by --run and "
                                   "--epochs 0")
-            model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
-                                image_size=recipe.data.image_size, **recipe.model.options)
-            init_weights(model, recipe.init.name, **recipe.init.options,
-                         generator=torch.Generator().manual_seed(recipe.run.seed))
+            with building(f"recipe {recipe.name}", "model"):
+                model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
+                                    image_size=recipe.data.image_size, **recipe.model.options)
+            with building(f"recipe {recipe.name}", "init"):
+                init_weights(model, recipe.init.name, **recipe.init.options,
+                             generator=torch.Generator().manual_seed(recipe.run.seed))
             yield Subject(recipe, recipe.init.name, model.eval())
 
 
@@ -82,20 +86,20 @@ def described(path: Path) -> str:
 
 
 def require_family(subject: Subject, figure: str, *families: type[nn.Module]) -> None:
-    """ValueError unless the model is one of `families`, by default ViT and SimpleViT."""
+    """FigureError unless the model is one of `families`, by default ViT and SimpleViT."""
     families = families or (VisionTransformer, SimpleViT)
     if not isinstance(subject.model, families):
-        raise ValueError(f"recipe {subject.recipe.name} makes a {type(subject.model).__name__}; "
-                         f"figure '{figure}' is defined for "
-                         f"{' and '.join(family.__name__ for family in families)}")
+        raise FigureError(f"recipe {subject.recipe.name} makes a {type(subject.model).__name__}; "
+                          f"figure '{figure}' is defined for "
+                          f"{' and '.join(family.__name__ for family in families)}")
 
 
 def require_indices(what: str, indices: Sequence[int], count: int) -> None:
-    """ValueError for a block, head or channel that is not there."""
+    """FigureError for a block, head or channel that is not there."""
     for index in indices:
         if not 0 <= index < count:
-            raise ValueError(f"{what} {index} is asked for, but the model has {what}s "
-                             f"0…{count - 1}")
+            raise FigureError(f"{what} {index} is asked for, but the model has {what}s "
+                              f"0…{count - 1}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -118,6 +122,6 @@ def photographs(folder: Path, count: int, recipe: Recipe) -> Tensor:
     """The first `count` photographs under `folder` as inputs, (count, 3, H, W)."""
     source = LoosePictures(folder, count)
     if len(source) < count:
-        raise ValueError(f"{folder}: holds {len(source)} pictures, and {count} are asked for")
+        raise FigureError(f"{folder}: holds {len(source)} pictures, and {count} are asked for")
     return as_input(torch.stack([view(source.picture(index), recipe) for index in range(count)]),
                     recipe)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch import nn
 
+from ..command_line import building
 from ..models import build_model
 from ..models.convert import native_tensors
-from ..recipe.files import RecipeError
 from ..recipe.sections import Recipe
 from ..train.checkpoint import model_state, require_finite
 from ..train.transfer import change_size, load_exactly
@@ -21,11 +21,9 @@ def loaded(recipe: Recipe, state: dict, path: Path, name: str,
     image_size: (height, width), another than the recipe's, to fit the model to.
     """
     def built(size: tuple[int, int], place: str) -> nn.Module:
-        try:
+        with building(place, "model"):
             return build_model(recipe.model.name, num_classes=recipe.data.num_classes,
                                image_size=size, **recipe.model.options)
-        except ValueError as error:
-            raise RecipeError(f"{place}: {error}") from None
     model = built(recipe.data.image_size, f"recipe {recipe.name}")
     tensors = model_state(state, path, name)
     require_finite(tensors, name, path)              # what they classify would be chance

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from ..messages import in_brief
+from ..messages import OneLineError, in_brief
 from .checkpoint import CheckpointError, write_text_atomically
 
 PLAIN_LINE_SECONDS = 30.0       # between two progress lines where there is no terminal
@@ -25,8 +25,10 @@ METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_to
            "ema_top1", "ema_top5", "skipped_steps", "seconds")
 
 
-class Diverged(RuntimeError):
+class Diverged(OneLineError):
     """The loss or a weight became infinite or NaN; the message names the step."""
+
+    status = 1                  # the recipe is sound, its training is not
 
 
 @dataclass

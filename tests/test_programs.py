@@ -1,0 +1,163 @@
+"""All programs alike: a wrong argument, a file that cannot be written, Ctrl-C, a fault of their own."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from vitinit import compare, sweep
+from vitinit.bench import __main__ as bench
+from vitinit.command_line import building, integer, one_of, real, run_program
+from vitinit.figures import __main__ as figures
+from vitinit.messages import OneLineError
+from vitinit.recipe.files import RecipeError
+from vitinit.train.interruption import Interrupted
+from vitinit.train.metrics import Diverged
+
+PROGRAMS = {"vitinit.bench": bench.main, "vitinit.compare": compare.main,
+            "vitinit.figures": figures.main, "vitinit.sweep": sweep.main}
+
+
+def line_of(capsys) -> str:
+    line, = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("program, arguments, words", [
+    ("vitinit.bench", "augment --batch 0", "--batch: 0: expected an integer ≥ 1"),
+    ("vitinit.bench", "step --image-size 0", "--image-size: 0: expected an integer ≥ 1"),
+    ("vitinit.bench", "step --workers -1", "--workers: -1: expected an integer ≥ 0"),
+    ("vitinit.bench", "pixels --data-dir x --count -1", "--count: -1: expected an integer ≥ 1"),
+    ("vitinit.bench", "corrupt --workers 0", "--workers: 0: expected an integer ≥ 1"),
+    ("vitinit.bench", "memory --recipe quickstart --card-gib nan", "nan: expected a number > 0"),
+    ("vitinit.bench", "init --model vit_bse", "there is no 'vit_bse'; did you mean 'vit_base'?"),
+    ("vitinit.bench", "step --amp fp8", "there is no 'fp8'; valid: bf16, fp16, off"),
+    ("vitinit.bench", "", "required: bench"), ("vitinit.bench", "init --seed 3", "unrecognized"),
+    ("vitinit.figures", "", "required: figure"), ("vitinit.figures", "maps", "required: --out"),
+    ("vitinit.figures", "kernels --out a --patch-size 0", "--patch-size: 0: expected an integer ≥ 1"),
+    ("vitinit.figures", "kernels --out a --block -1", "--block: -1: expected an integer ≥ 0"),
+    ("vitinit.figures", "maps --recipe a --out a --init defualt", "did you mean 'default'?"),
+    ("vitinit.figures", "maps --run a --out a --epochs 1,x", "1,x: expected numbers such as 0,10"),
+    ("vitinit.figures", "attention p --recipe a --out a --queries 3", "3: expected two numbers"),
+    ("vitinit.figures", "operations p --out a --magnitude 11", "11: expected a number ≥ 0 and ≤ 10"),
+    ("vitinit.compare", "", "required: RUN"), ("vitinit.compare", "a --seeds 3", "unrecognized"),
+    ("vitinit.sweep", "--recipe quickstart", "required: --seeds")])
+def test_a_wrong_argument_is_one_line(capsys, program, arguments, words):
+    assert PROGRAMS[program](arguments.split()) == 2
+    line = line_of(capsys)
+    assert line.startswith(f"{program}: ") and words in line and len(line) <= 200
+
+
+@pytest.mark.parametrize("read, text, value", [
+    (integer(1), "7", 7), (integer(0, 3), "2", 2), (integer(-5), "-5", -5), (real(), "1e3", 1000.0),
+    (real(above=0.0, maximum=1.0), "1", 1.0), (one_of({"a": 1, "b": 2}), "b", "b")])
+def test_arguments_within_bounds_are_read(read, text, value):
+    assert read(text) == value
+
+
+@pytest.mark.parametrize("read, text", [
+    (integer(1), "0"), (integer(0, 3), "3"), (integer(0), "1.0"), (integer(0), "9" * 5000),
+    (real(), "inf"), (real(), "x"), (real(above=0.0), "0"), (one_of(["a", "b"]), "c")])
+def test_arguments_beyond_them_are_refused(read, text):
+    with pytest.raises(Exception, match="expected|there is no 'c'; valid: a, b") as caught:
+        read(text)
+    assert type(caught.value).__name__ == "ArgumentTypeError"
+
+
+@pytest.mark.parametrize("error, status, line", [
+    (OneLineError("a\nb: gone"), 2, r"p: a\nb: gone"), (Diverged("loss is nan"), 1, "p: loss is nan"),
+    (KeyboardInterrupt(), 130, "p: stopped by SIGINT, early"),
+    (Interrupted(signal.SIGTERM), 143, "p: stopped by SIGTERM, early"),
+    (FileNotFoundError(2, "No such file or directory", "x\x1b/y"), 2,
+     r"p: x\x1b/y: No such file or directory"), (OSError(24, "Too many open files"), 2,
+                                                "p: Too many open files")])
+def test_what_ends_a_program_is_one_line_and_a_status(capsys, error, status, line):
+    def program() -> None:
+        raise error
+    assert run_program("p", program, stopped=", early") == status
+    assert line_of(capsys) == line
+
+
+def test_a_fault_of_a_program_is_not_hidden():
+    with pytest.raises(KeyError):
+        run_program("p", lambda: {}["fault"])
+    assert run_program("p", lambda: None) == 0 and run_program("p", lambda: 3) == 3
+
+
+def test_lines_that_nobody_reads_any_more_are_no_error(capfd):
+    """As of `python -m vitinit.compare … | head -1`."""
+    import subprocess
+    program = ("from vitinit.command_line import run_program; import sys\n"
+               "def main():\n    while True: print('line')\n"
+               "sys.exit(run_program('p', main))")
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "line\n"
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() == 141
+
+
+# ---------------------------------------------------------------------------------------------
+# What is built from a recipe
+# ---------------------------------------------------------------------------------------------
+
+
+def built(action, capsys=None) -> str:
+    with pytest.raises(RecipeError) as caught, building("recipe r", "model"):
+        action()
+    return str(caught.value)
+
+
+def a_fault() -> None:
+    {}["depth"]
+
+
+def test_what_nobody_foresaw_names_the_section_and_the_line_of_ours():
+    line = a_fault.__code__.co_firstlineno + 1
+    assert built(a_fault) == ("recipe r: [model] cannot be built with these values: KeyError: 'depth' "
+                              f"(at tests/test_programs.py:{line})")
+    # Of another library the words, of ours the line that called it.
+    message = built(lambda: torch.zeros(2, 3).view(4))
+    assert message.startswith("recipe r: [model] cannot be built with these values: RuntimeError: "
+                              "shape '[4]' is invalid") and "(at tests/test_programs.py:" in message
+    message = built(lambda: np.stack([]))            # a ValueError, but not in our words
+    assert "ValueError: need at least one array" in message and "test_programs.py:" in message
+
+
+def test_what_our_parts_say_themselves_stays_as_it_is():
+    def foreseen() -> None:
+        raise ValueError("patches do not "
+                         "fit")
+    assert built(foreseen) == "recipe r: patches do not fit"
+
+    def error_of_ours() -> None:
+        raise RecipeError("--set a: wrong")
+    assert built(error_of_ours) == "--set a: wrong"
+
+
+def test_memory_that_is_not_there_is_said_so():
+    message = built(lambda: torch.empty(2**60, dtype=torch.uint8))
+    assert message.startswith("recipe r: [model] takes more memory than there is (")
+    assert len(message) <= 200 and "test_programs" not in message
+    with pytest.raises(Interrupted), building("recipe r", "model"):
+        raise Interrupted(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("target, section", [
+    ("build_model", "model"), ("init_weights", "init"), ("open_split", "data"),
+    ("code_mass", "init"), ("SampleDraws", "data"), ("adamw", "optim")])
+def test_train_says_in_which_section_it_failed(train_program, monkeypatch, capsys, small_run,
+                                               tmp_path, target, section):
+    """Whatever fails in there, in a dry run as in a real one."""
+    def fault(*arguments, **options):
+        raise IndexError("no such thing")
+    monkeypatch.setattr(train_program, target, fault)
+    for more in ([], ["--dry-run"]):
+        assert train_program.main(small_run(tmp_path / "run", *more)) == 2
+        assert line_of(capsys).startswith(f"train.py: recipe quickstart: [{section}] cannot be built "
+                                          "with these values: IndexError: no such thing (at ")
+        assert not (tmp_path / "run").exists()
