@@ -260,6 +260,7 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
     models = together(lambda: [[loaded(subject.recipe, subject.state, subject.path, name,
                                        subject.size) for name in subject.weights]
                                for subject in subjects])
+    subjects = [subject._replace(state=dict.fromkeys(subject.weights, True)) for subject in subjects]
     models = [[torch.compile(model) if subject.recipe.engine.compile else model
                for model in its_models] for subject, its_models in zip(subjects, models)]
     speeds = [speed(subject, its_models[0], processes) if args.throughput else None

@@ -317,3 +317,30 @@ def test_how_to_evaluate_can_be_set_beside_a_runs_own_recipe(eval_program, one_e
     assert results[1]["loss"] != results[0]["loss"]
     assert results[2]["loss"] == pytest.approx(results[0]["loss"], rel=1e-6)
     assert results[2]["per_class"] == results[0]["per_class"]
+
+
+@pytest.mark.parametrize("name", ["model", "ema"])
+def test_weights_that_are_not_finite_are_one_line_and_no_accuracy(eval_program, one_epoch_run,
+                                                                  tmp_path, capsys, name):
+    state = torch.load(one_epoch_run / "last.pt")
+    tensors = state["model"] if name == "model" else state["ema"]["model"]
+    tensors["head.bias"][1] = float("nan")
+    path = tmp_path / "diverged.pt"
+    torch.save(state, path)
+    assert eval_program.main([str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"eval.py: {path}: {name} 'head.bias' is not finite")
+    assert printed.err.count("\n") == 1 and "top-1" not in printed.out
+
+
+def test_what_no_model_takes_is_not_kept(eval_program, one_epoch_run, monkeypatch):
+    """Neither the optimiser nor, until a model has copied them, the weights: they stay on disk."""
+    real, ways = eval_program.load, []
+
+    def load(path: Path, **how: bool) -> dict:
+        ways.append(how)
+        return real(path, **how)
+    monkeypatch.setattr(eval_program, "load", load)
+    subject, = eval_program.open_checkpoints(eval_program.parse_arguments([str(one_epoch_run)]))
+    assert subject.state.keys() & {"model", "ema", "optimizer", "scaler"} == {"model", "ema"}
+    assert ways == [{"mmap": True}]

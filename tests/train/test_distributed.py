@@ -86,3 +86,24 @@ def test_more_processes_than_gpus_is_one_line(monkeypatch):
 if __name__ == "__main__":
     worker(int(sys.argv[1]), *sys.argv[2:])
     distributed.leave_program(0)
+
+
+@pytest.mark.parametrize("environment, tasks", [
+    ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, 4), ({"SLURM_PROCID": "2"}, 3),
+    ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, 0), ({"SLURM_NTASKS": "4", "RANK": "0"}, 0),
+    ({"SLURM_NTASKS": "(null)"}, 0), ({}, 0)])
+def test_tasks_of_slurm_without_ranks_are_one_line_with_the_right_command(monkeypatch, environment,
+                                                                          tasks):
+    """Each would be a run of its own, in one folder. One task speaks for all."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_NTASKS", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if not tasks:
+        assert distributed.start().world_size == 1
+        return
+    with pytest.raises(distributed.LaunchError, match=f"SLURM has {tasks} tasks .* srun "
+                       "--ntasks-per-node=1 torchrun") as caught:
+        distributed.start()
+    assert "\n" not in str(caught.value)
+    assert distributed.environment_rank() == int(environment["SLURM_PROCID"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
+import pytest
 import torch
 
 import vitinit
+from vitinit.train.checkpoint import CheckpointError
 from vitinit.train.ema import Ema
 from vitinit.train.metrics import Progress
 from vitinit.train.optim import adamw
@@ -51,3 +54,106 @@ def test_what_is_saved_comes_back_in_another_state():
 def test_what_is_evaluated_holds_no_optimiser():
     state = fresh_state(0)
     assert state.weights().keys() == state.state_dict().keys() - {"optimizer", "scaler"}
+
+
+# ---------------------------------------------------------------------------------------------
+# What does not fit
+# ---------------------------------------------------------------------------------------------
+
+
+def trained_state() -> dict:
+    """A checkpoint after one step, its tensors its own."""
+    state = fresh_state(0)
+    state.model.train()(torch.ones(2, 3, 8, 8)).square().mean().backward()
+    state.optimizer.step()
+    state.ema.update(state.model)
+    state.progress.add_losses([1.0])
+    return copy.deepcopy(state.state_dict())
+
+
+NAN = float("nan")
+WRONG = [
+    (("progress",), None, "its progress is None, expected a dictionary"),
+    (("progress", "epoch"), 3, "its progress has an unknown key 'epoch'"),
+    (("progress", "step"), -1, "its progress has step = -1"),
+    (("progress", "step"), 1.0, "its progress has step = 1.0"),
+    (("progress", "step"), True, "its progress has step = True"),
+    (("progress", "loss_sum"), NAN, "its progress has loss_sum = nan"),
+    (("progress", "best"), "50", "its progress has best = 50"),
+    (("model", "head.bias"), torch.full((7,), NAN), "model 'head.bias' is not finite"),
+    (("model",), {}, "no model in it"),
+    (("ema",), None, "holds no moving average, which the recipe asks for"),
+    (("ema", "updates"), 1.0, "holds no moving average"),
+    (("ema", "model", "head.bias"), torch.full((7,), NAN), "ema 'head.bias' is not finite"),
+    (("ema", "model", "head.bias"), torch.zeros(3), "head.bias (3,) where the model has (7,)"),
+    (("optimizer",), {}, "its optimizer is no state of AdamW"),
+    (("optimizer",), [], "its optimizer is no state of AdamW"),
+    (("optimizer", "state"), {}, "has moments of 0 tensors at step 1, expected"),
+    (("optimizer", "state"), [1], "its optimizer is no state of AdamW"),
+    (("optimizer", "param_groups"), [], "parameter groups of  tensors, and the model's have"),
+    (("optimizer", "state", 1), {"exp_avg": torch.ones(1)}, "no moments of AdamW for tensor 1"),
+    (("optimizer", "state", 1, "exp_avg"), torch.ones(3), "exp_avg of tensor 1 is (3,) torch.float32"),
+    (("optimizer", "state", 1, "exp_avg_sq"), [0.0], "exp_avg_sq of tensor 1 is list where"),
+    (("optimizer", "state", 1, "step"), 1, "has counted no steps of tensor 1"),
+    (("optimizer", "state", 1, "step"), torch.tensor(NAN), "has counted no steps of tensor 1"),
+    (("scaler",), {}, "its loss scaling is not that of the recipe's engine.amp; expected scale"),
+    (("scaler", "scale"), NAN, "its loss scaling is not that"),
+]
+
+
+@pytest.mark.parametrize("place, value, words", WRONG,
+                         ids=[f"{number} {'.'.join(map(str, row[0]))}"
+                              for number, row in enumerate(WRONG)])
+def test_what_does_not_fit_is_one_line_and_changes_nothing(place, value, words):
+    state, ours = trained_state(), fresh_state(1)
+    *parents, last = place
+    part = state
+    for key in parents:
+        part = part[key]
+    part[last] = value
+    before = copy.deepcopy(ours.model.state_dict())
+    with pytest.raises(CheckpointError) as caught:
+        ours.load_state_dict(state, Path("last.pt"))
+    message = str(caught.value)
+    assert message.startswith("last.pt: ") and words in message and "\n" not in message
+    if place[:2] != ("ema", "model"):                # whose shapes are held against its own
+        assert all(torch.equal(value, before[name])
+                   for name, value in ours.model.state_dict().items())
+    assert not ours.optimizer.state and ours.progress == Progress()
+
+
+def test_moments_of_another_kind_of_number_are_refused():
+    """In a kernel that updates all tensors at once they would end the program without a word."""
+    state = trained_state()
+    moments = state["optimizer"]["state"][2]
+    moments["exp_avg"] = moments["exp_avg"].double()
+    with pytest.raises(CheckpointError, match="exp_avg of tensor 2 is .* torch.float64 where the"):
+        fresh_state(1).load_state_dict(state, Path("last.pt"))
+
+
+def test_hyper_parameters_are_the_recipes_and_not_the_checkpoints():
+    state, ours = trained_state(), fresh_state(1)
+    for group in state["optimizer"]["param_groups"]:
+        group |= {"betas": (0.1, 0.2), "weight_decay": NAN, "fused": True, "more": 3}
+    ours.load_state_dict(state, Path("last.pt"))
+    assert {group["betas"] for group in ours.optimizer.param_groups} == {(0.9, 0.99)}
+    assert [group["weight_decay"] for group in ours.optimizer.param_groups] == [
+        group["weight_decay"] for group in fresh_state(2).optimizer.param_groups]
+
+
+def test_at_step_0_there_are_no_moments_and_after_skipped_steps_neither():
+    state = fresh_state(0)
+    for steps in (0, 3):
+        kept = copy.deepcopy(state.state_dict())
+        kept["progress"] |= {"step": steps, "skipped_steps": steps}
+        theirs = fresh_state(1)
+        theirs.load_state_dict(kept, Path("last.pt"))
+        assert not theirs.optimizer.state and theirs.progress.step == steps
+
+
+def test_progress_of_earlier_days_may_lack_what_came_later():
+    state = trained_state()
+    del state["progress"]["skipped_steps"]
+    ours = fresh_state(1)
+    ours.load_state_dict(state, Path("last.pt"))
+    assert ours.progress.skipped_steps == 0 and ours.progress.step == 1

@@ -41,9 +41,9 @@ class TrainState:
     def load_state_dict(self, state: dict[str, Any], path: Path) -> None:
         """What `state_dict` gave; `path` is what errors name.
 
-        Everything is held against what this state is made of before anything is changed. Raises
-        CheckpointError for what does not fit. The optimiser's hyper-parameters stay its own: the
-        recipe states them all.
+        Everything is held against what this state is made of: moments of another shape would end
+        the program within a kernel. Raises CheckpointError for what does not fit. The optimiser's
+        hyper-parameters stay its own: the recipe states them all.
         """
         progress = restored_progress(state.get("progress"), path)
         require_finite(model_state(state, path), "model", path)
