@@ -342,6 +342,18 @@ def test_an_epoch_goes_on_after_ctrl_c_and_one_sigterm_to_its_worker(folder):
     assert equal(batches, copies(loader_of(folder)))
 
 
+@pytest.mark.parametrize("error, heard", [(BrokenPipeError(32, "Broken pipe"), False),
+                                          (EOFError(), False), (KeyError("a mistake"), True)])
+def test_a_worker_says_nothing_of_a_parent_that_hung_up(capfd, error, heard):
+    def work():
+        leave_signals_to_parent(0)
+        sys.excepthook(type(error), error, None)
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0 and (capfd.readouterr().err != "") is heard
+
+
 def test_a_worker_outlives_signals_for_a_while():
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

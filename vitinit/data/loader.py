@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,10 +152,17 @@ def _leave_signals_to_parent(worker: int) -> None:
 
     So a worker outlives a SIGTERM for a while, to let its parent finish a step and a checkpoint.
     """
+    sys.excepthook = _unless_the_parent_left
     signal.set_wakeup_fd(-1)                         # the training process'
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE_SECONDS))
+
+
+def _unless_the_parent_left(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """A worker's thread hands batches over; a run that ends may hang up while it does."""
+    if not issubclass(kind, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _end_workers() -> None:
