@@ -444,3 +444,31 @@ def test_it_trains_in_training_mode_whatever_mode_the_model_was_in():
     trained_once(model, model, micro_batch=6)
     assert all(not torch.equal(value, before[name]) for name, value in model.named_buffers())
     assert len(before) > 0
+
+
+def test_compiled_and_wrapped_for_several_processes_it_trains_as_bare(tmp_path):
+    """DistributedDataParallel under torch.compile, as train.py wraps, in a group of one process.
+
+    Traced as for inductor, but run by PyTorch: what is tested is the wrapping, no_sync above all.
+    """
+    bare, wrapped = small_model(), small_model()
+    trained_once(bare, bare, micro_batch=4)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0,
+                                         world_size=1)
+    try:
+        parallel = torch.nn.parallel.DistributedDataParallel(wrapped, gradient_as_bucket_view=True)
+        forward = torch.compile(parallel, backend="aot_eager")
+        exchanged = []
+        parallel.register_comm_hook(exchanged, counting_hook)
+        trained_once(wrapped, forward, micro_batch=4)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert_close(wrapped, bare, atol=1e-6)
+    assert len(exchanged) == 2                       # one bucket, once in each of two steps
+
+
+def counting_hook(exchanged: list, bucket):
+    exchanged.append(bucket.index())
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
