@@ -99,7 +99,8 @@ def with_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
     table = {title: dict(body) if isinstance(body, Mapping) else body
              for title, body in table.items()}
     model, init = table.get("model"), table.get("init")
-    family, sizes = MODELS.get(model.get("name"), (None, {})) if isinstance(model, dict) else (None, {})
+    name = model.get("name") if isinstance(model, dict) else None
+    family, sizes = MODELS[name] if isinstance(name, str) and name in MODELS else (None, {})
     if family is None or not isinstance(init, dict):
         return table
     try:

@@ -177,7 +177,7 @@ def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> di
     else:
         tensors = state.get("model", state)
     if not isinstance(tensors, Mapping) or not tensors or not all(
-            isinstance(key, str) for key in tensors) or not all(isinstance(value, Tensor) for value in tensors.values()):
+            isinstance(key, str) and isinstance(value, Tensor) for key, value in tensors.items()):
         raise CheckpointError(f"{path}: no model in it; expected a state dict under the key "
                               f"'{name}'" + (", or a bare one" if name == "model" else ""))
     return {_without_prefixes(key): value for key, value in tensors.items()}
