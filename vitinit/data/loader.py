@@ -95,11 +95,11 @@ class Loader(DataLoader):
     """torch's, but what ends its worker processes is a DataError, raised where a batch is awaited."""
 
     def __iter__(self) -> Iterator[Batch | TrainBatch]:
-        batches = super().__iter__()
-        if self.num_workers:
-            # torch would raise a worker's death out of a signal handler, in the middle of a step.
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
+            batches = super().__iter__()
+            if self.num_workers:
+                # torch would raise a worker's death out of a signal handler, amid a step.
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             yield from batches
         except (RuntimeError, OSError, MemoryError) as error:
             raise DataError(self._explained(error)) from None

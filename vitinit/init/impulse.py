@@ -66,12 +66,12 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     value_init: "mimetic" as released, or "base", as the paper's text has it.
     value_alpha, value_beta: of the mimetic V·proj (arXiv 2305.09828).
 
-    The class token's row of pos_embed is left out of the solve, and so is attention's 1/√d, both as
-    released. Raises ValueError for a code that is fixed or cannot tell tokens apart, options out of
-    range, and maps next to uniform in all heads.
+    The class token's row of pos_embed and attention's 1/√d are left out of the solve, as released.
+    Raises ValueError for a code that is fixed or has too few directions, and for uniform maps.
     """
     if not model.learns_positions:
-        _refuse(model.pos_embed[0, model.num_prefix_tokens:], "the model's fixed sin-cos position code")
+        _refuse(model.pos_embed[0, model.num_prefix_tokens:],
+                "the model's fixed 2-D sin-cos position code")
     if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
         raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected one of '
                          f'{", ".join(OFFSETS)}, and "mimetic" or "base"')
