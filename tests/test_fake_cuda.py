@@ -31,7 +31,10 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_no_device_is_mixed_up_and_nothing_is_waited_for(name):
+def test_no_device_is_mixed_up_and_nothing_is_waited_for(name, monkeypatch):
+    # autocast would switch itself off where there is no GPU.
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *arguments, **options: True)
     draws = SampleDraws(0, (SIZE, SIZE), rand_augment=RandAugment(probability=1.0))
     drawn = stack_draws([draws.for_device(SampleKey(0, index)) for index in range(BATCH)])
     with FakeTensorMode():
@@ -53,6 +56,7 @@ def test_no_device_is_mixed_up_and_nothing_is_waited_for(name):
             with torch.autocast("cuda", dtype=amp, enabled=amp != torch.float32):
                 logits = model.train()(prepared, *keep)
             assert logits.device == CUDA and logits.shape == (BATCH, CLASSES)
+            assert logits.dtype == amp
         measured, truth = ToDevice(CUDA, **as_input)(Batch(images, labels))
         with torch.no_grad():
             assert model.eval()(measured).device == truth.device == CUDA

@@ -98,7 +98,7 @@ def test_directions_that_a_singular_matrix_lacks_get_nothing_left_and_little_rig
         largest = torch.linalg.matrix_norm(matrix, 2)
         left, right = balanced_factors(matrix, 23)
         floor = (largest * torch.finfo(dtype).eps**0.5).sqrt()
-        torch.testing.assert_close(right[:, 5:].norm(dim=0), floor.expand(18), rtol=0.2, atol=0)
+        torch.testing.assert_close(right[:, 5:].norm(dim=0), floor.expand(18), rtol=0.5, atol=0)
         assert (left[:, 5:].norm(dim=0) <= 0.1 * floor).all()
 
 

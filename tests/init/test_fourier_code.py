@@ -221,7 +221,7 @@ def test_a_mass_out_of_reach_is_an_error_of_one_line(grid, count, period):
     steepest = (STEEPEST / count * code @ code.T).softmax(1).diagonal()
     assert steepest.min() < 0.9
     with pytest.raises(ValueError, match=rf"^so few waves as {count} cannot give one token of a {grid[0]}×"
-                       rf"{grid[1]} grid a mass of 0.9; use more channels or a lower") as error:
+                       rf"{grid[1]} grid a mass of 0.9; use more channels, a lower target_mass or") as error:
         impulse_weights(frequencies, grid, period, 0.9)
     assert "\n" not in str(error.value)
 
