@@ -69,8 +69,7 @@ def named_set(text: str) -> Place:
     name, _, root = text.partition("=")
     known = [*DATA_SETS, *EVAL_SETS]
     if name not in known:
-        raise argparse.ArgumentTypeError(f"{text}: there is no data set '{name}'"
-                                         f"{nearest(name, known)}")
+        raise argparse.ArgumentTypeError(f"there is no data set '{name}'{nearest(name, known)}")
     if bool(root) == (name == "shapes"):
         raise argparse.ArgumentTypeError(
             f"{text}: expected " + ("shapes alone, which lies in no folder" if root else

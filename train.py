@@ -14,6 +14,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)     # no traceback of what is being imported
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,12 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitinit.command_line import Parser, building, integer, run_program
 from vitinit.data.datasets import Source, download, open_split
-from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleDraws
+from vitinit.data.draw import (ALL_OPERATIONS, CropAndFlip, Erasing, RandAugment, SampleDraws,
+                               SampleKey)
 from vitinit.data.images import DataError
 from vitinit.data.mix import Mixing
 from vitinit.data.pipeline import (EvaluationBatches, TrainingBatches, evaluation_batches,
                                    training_batches)
-from vitinit.data.sampler import BatchPlan, TrainSampler, plan_batches
+from vitinit.data.sampler import BatchPlan, TrainSampler, plan_batches, require_full_batch
 from vitinit.data.subset import stratified_part
 from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.init import INITS, init_weights
@@ -43,7 +45,7 @@ from vitinit.models.layers import draw_keep
 from vitinit.recipe.files import RecipeError, dump_recipe
 from vitinit.recipe.sections import Recipe
 from vitinit.recipe.values import to_toml
-from vitinit.runs.folder import checkpoint_file, disk_space
+from vitinit.runs.folder import RunFolder, checkpoint_file, disk_space
 from vitinit.runs.lock import RunLock
 from vitinit.runs.resume import choose_run
 from vitinit.train import distributed
@@ -54,12 +56,13 @@ from vitinit.train.ema import Ema
 from vitinit.train.engine import (Evaluation, evaluate, normalises_over_images, set_precision,
                                   train_epoch)
 from vitinit.train.interruption import Interrupted, StopRequest
-from vitinit.train.metrics import METRICS, Progress, ProgressBar, epoch_line
+from vitinit.train.metrics import METRICS, Diverged, Progress, ProgressBar, epoch_line
 from vitinit.train.optim import adamw, learning_rate, scaled_lr
 from vitinit.train.state import TrainState
 from vitinit.train.transfer import Transfer, start_from
 
 REPOSITORY = Path(__file__).resolve().parent
+CROWDED = 8                     # loader workers a core, from which on it is said
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -109,6 +112,7 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     # Which images a step has, and which of them this process takes.
     mixing = Mixing(**vars(recipe.mix))
     with building(f"recipe {recipe.name}", "optim"):
+        require_full_batch(len(train_set), augment.repeats, optim.global_batch)
         plan = plan_batches(optim.global_batch, optim.max_batch_per_process, processes.world_size,
                             group=mixing.group if mixing.mixes else 1)
         sampler = TrainSampler(len(train_set), plan, rank=processes.rank, seed=recipe.run.seed,
@@ -121,6 +125,12 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
                       ratio=augment.erase_ratio, fill=augment.erase_fill)
     draws = SampleDraws(seed=recipe.run.seed, size=data.image_size, crop=crop,
                         rand_augment=RandAugment(**vars(recipe.rand_augment)), erasing=erasing)
+    with building(f"recipe {recipe.name}", "augment"):   # one draw, before thousands in workers
+        key = SampleKey(0, 0)
+        draws.view(key, *data.image_size)
+        mixing.draw(keyed_generator(recipe.run.seed, Stream.MIX, 0, 0), *data.image_size)
+    with building(f"recipe {recipe.name}", "rand_augment"):
+        draws.for_device(key)
     as_input = dict(mean=data.mean, std=data.std, channels_last=recipe.engine.channels_last)
     prepare_to_measure = ToDevice(processes.device, **as_input)
     prepare_to_train = TrainToDevice(
@@ -214,6 +224,18 @@ def fine_tune(model: nn.Module, path: Path, weights: str, fit: str) -> Transfer:
     return start_from(model, tensors, path, state.get("grid"))
 
 
+def cautions(recipe: Recipe) -> list[str]:
+    """What is possible but hardly meant, a line for each."""
+    layers, workers, cores = recipe.rand_augment.layers, recipe.data.workers, os.cpu_count() or 1
+    lines = []
+    if layers > len(ALL_OPERATIONS):
+        lines.append(f"rand_augment.layers = {layers:,}: every image goes through so many operations, "
+                     f"of which there are {len(ALL_OPERATIONS)} kinds")
+    if workers > CROWDED * cores:
+        lines.append(f"data.workers = {workers:,} on a machine of {cores} cores")
+    return lines
+
+
 def learning_rate_of(recipe: Recipe, steps_per_epoch: int) -> Callable[[int], float]:
     """step → learning rate; base_lr is scaled by the global batch here, and nowhere else."""
     optim, schedule = recipe.optim, recipe.schedule
@@ -290,6 +312,13 @@ def metrics_row(progress: Progress, lr: float, global_batch: int,
     return row
 
 
+def what_is_left(folder: RunFolder) -> str:
+    """Of a run that diverged: its last checkpoint, which is from before that."""
+    step = folder.load_last(glance=True)["progress"]["step"]
+    return (f"; {folder.read_from} holds the state after {step:,} steps, which would go the same "
+            "way again: start anew with a lower optim.base_lr, say, or optim.clip_norm")
+
+
 # ---------------------------------------------------------------------------------------------
 # The run
 # ---------------------------------------------------------------------------------------------
@@ -331,6 +360,8 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
     for caution in data.plan.cautions(
             repeats=recipe.augment.repeats,
             max_batch_per_process=recipe.optim.max_batch_per_process):
+        say(f"warning {caution}")
+    for caution in cautions(recipe):
         say(f"warning {caution}")
     if args.dry_run:
         with building(f"recipe {recipe.name}", "model"), torch.no_grad():
@@ -404,6 +435,9 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
             say(f"the run is safe at step {progress.step:,}; once the data is mended, go on with "
                 f"--resume {folder.path}")
             raise
+        except Diverged as diverged:
+            left = what_is_left(folder) if processes.is_main else ""
+            raise Diverged(f"{diverged}{left}") from None
 
         row = metrics_row(progress, lr_at(progress.step - 1), recipe.optim.global_batch, results)
         progress.finish_epoch()

@@ -257,7 +257,7 @@ WRONG = [                   # arguments after a run's folder, part of the line t
     (["--set", "eval.crop_pc=0.9"], "can change; did you mean 'eval.crop_pct'?"),
     (["--set", "eval.crop_pct=1.5"], "--set eval.crop_pct=1.5: eval.crop_pct is 1.5, expected"),
     (["--recipe", "quickstart"], "brings its own recipe; --recipe is for checkpoints"),
-    (["--data", "shape"], "shape: there is no data set 'shape'; did you mean 'shapes'?"),
+    (["--data", "shape"], "there is no data set 'shape'; did you mean 'shapes'?"),
     (["--data", "cifar10"], "cifar10: expected cifar10=DIR, the folder of the data set"),
     (["--data", "shapes=x"], "shapes=x: expected shapes alone, which lies in no folder"),
     (["--data", "image_folder=nowhere"], "nowhere/val: no such folder"),

@@ -342,6 +342,7 @@ def test_a_diverging_run_ends_and_leaves_the_last_good_checkpoint(
                                         checkpoint__every_steps="1")) == 1
     error = capsys.readouterr().err
     assert "the weights after step 2 are not finite" in error and error.count("\n") == 1
+    assert f"{folder / 'last.pt'} holds the state after 1 steps, which would go" in error
     last = checkpoint(folder)
     assert last["step"] == 1                         # the first step's rate is still warmup_lr
     assert all(value.isfinite().all() for value in last["model"].values())

@@ -111,9 +111,10 @@ def run_program(name: str, program: Callable[[], int | None], *, stopped: str = 
 def building(source: str, section: str) -> Iterator[None]:
     """Where the values of a section become data, a model or weights. Also a decorator.
 
-    source: of the values, such as "recipe quickstart". What the parts foresee they say themselves, by OneLineError or ValueError. Whatever else is raised
-    becomes a RecipeError, too: it names the section, what was raised and, for whoever mends the
-    program, the innermost line of ours that it went through.
+    source: of the values, such as "recipe quickstart". What the parts foresee they say themselves,
+    by OneLineError or ValueError. Whatever else is raised becomes a RecipeError, too: it names the
+    section, what was raised and, for whoever mends the program, the innermost line of ours that it
+    went through.
     """
     try:
         yield

@@ -158,7 +158,8 @@ KEYS = {
                         ["[61, 0]", "[0, 61]", "0", "-61"]),
     "data.mean": ("a list of 3 numbers ≥ 0 and ≤ 1", ["[0.0, 0.5, 1.0]"],
                   ["[0.5, 0.5, 1.1]", "[-0.1, 0.5, 0.5]"]),
-    "data.std": ("a list of 3 numbers > 0", ["[1e-9, 0.5, 9.0]"], ["[0.5, 0.0, 0.5]"]),
+    "data.std": ("a list of 3 numbers ≥ 1.4013e-45 and < 3.40282e+38", ["[1e-9, 0.5, 9.0]"],
+                 ["[0.5, 0.0, 0.5]"]),
     "data.workers": ("an integer ≥ 0", ["0"], ["-1"]),
     "data.on_device_gib": ("a number ≥ 0", ["0.0", "9.0"], ["-0.1"]),
     "augment.repeats": ("an integer ≥ 1", ["1"], ["0"]),
@@ -212,14 +213,14 @@ KEYS = {
     "init.checkpoint_weights": ('one of "model", "ema"', ['"model"', '"ema"'], ['"last"', '""']),
     "init.checkpoint_fit": ('one of "exact", "select"', ['"exact"', '"select"'], ['"fit"', '""']),
     "init.options": ("a table", ["{}", "{rank = 2}"], []),
-    "optim.global_batch": ("an integer ≥ 1", ["1"], ["0"]),
-    "optim.max_batch_per_process": ("an integer ≥ 1", ["1"], ["0"]),
-    "optim.base_lr": ("a number > 0", ["1e-9"], ["0.0", "-1e-3"]),
+    "optim.global_batch": ("an integer ≥ 1 and < 2^31", ["1"], ["0", "2147483648"]),
+    "optim.max_batch_per_process": ("an integer ≥ 1 and < 2^31", ["1"], ["0"]),
+    "optim.base_lr": ("a number > 0 and < 3.40282e+38", ["1e-9"], ["0.0", "-1e-3", "1e39"]),
     "optim.lr_scaling": ('one of "linear", "none"', ['"linear"', '"none"'], ['"sqrt"']),
-    "optim.weight_decay": ("a number ≥ 0", ["0.0"], ["-0.1"]),
+    "optim.weight_decay": ("a number ≥ 0 and < 3.40282e+38", ["0.0"], ["-0.1", "1e39"]),
     "optim.betas": ("a list of 2 numbers ≥ 0 and < 1", ["[0.0, 0.9999999]"],
                     ["[0.9, 1.0]", "[-0.1, 0.9]"]),
-    "optim.eps": ("a number > 0", ["1e-30"], ["0.0"]),
+    "optim.eps": ("a number ≥ 1.4013e-45 and < 3.40282e+38", ["1e-30"], ["0.0", "1e-46", "1e308"]),
     "optim.clip_norm": ("a number ≥ 0", ["0.0"], ["-1.0"]),
     "schedule.shape": ('one of "cosine", "one_cycle"', ['"cosine"'], ['"linear"', '""']),
     "schedule.epochs": ("an integer ≥ 1", ["1"], ["0"]),
@@ -261,6 +262,7 @@ WRONG_TYPES = {
     "a list of integers": ["3", '"3"', "[3.0]", "[true]", '["3"]', "[[3]]", "{}"],
     "a table": ["3", '"a"', "[]", "true"],
 }
+from vitinit.train.optim import scaled_lr
 
 
 def resolve(function: Callable, options: dict[str, Any], *, where: str,
@@ -468,7 +470,9 @@ def test_an_empty_options_table_may_be_left_out(tmp_path, title):
 @pytest.mark.parametrize("key, written", [(key, written) for key, (_, good, _) in KEYS.items()
                                           for written in good])
 def test_a_key_accepts_values_up_to_its_bounds(tmp_path, key, written):
-    value = value_of(load_recipe(saved(tmp_path, edited(key, written))), key)
+    low = edited("schedule.warmup_lr", "0.0", edited("schedule.min_lr", "0.0"))  # below any peak
+    text = edited(key, written, low if key.startswith("optim.") else RECIPE)
+    value = value_of(load_recipe(saved(tmp_path, text)), key)
     expected = tomllib.loads(f"v = {written}")["v"]
     assert value == (tuple(expected) if isinstance(expected, list) else expected)
 
@@ -648,6 +652,11 @@ def test_a_number_too_large_for_its_type_is_refused(tmp_path, key, digits):
     ({"schedule.shape": '"one_cycle"', "schedule.warmup_epochs": "1"},
      "schedule.warmup_epochs", 'schedule.shape = "one_cycle"'),
     ({"schedule.warmup_epochs": "14"}, "schedule.warmup_epochs", "schedule.epochs = 13"),
+    ({"schedule.min_lr": "1e-4"}, "schedule.min_lr", "optim.base_lr = 0.001 · 47 / 512 = 9.17969e-05"),
+    ({"schedule.warmup_lr": "1.1e-3", "optim.lr_scaling": '"none"'}, "schedule.warmup_lr",
+     "above the learning rate's peak, optim.base_lr = 0.001"),
+    ({"optim.base_lr": "1e38", "optim.global_batch": "2000"}, "optim.base_lr",
+     "more than float32 holds"),
     ({"ema.decay": "0.0", "ema.warmup": "true"}, "ema.warmup", "ema.decay = 0"),
     ({"ema.decay": "0.0", "checkpoint.best_by": '"ema_top1"'}, "checkpoint.best_by",
      "ema.decay = 0"),
@@ -689,6 +698,8 @@ def test_a_contradiction_is_blamed_on_whichever_of_its_keys_was_set(tmp_path, fi
     {"data.subset": "0.5", "data.images_per_class": "0"},
     {"schedule.warmup_epochs": "13"},
     {"schedule.shape": '"one_cycle"', "schedule.warmup_epochs": "0"},
+    {"schedule.min_lr": "0.001", "schedule.warmup_lr": "0.001", "optim.lr_scaling": '"none"'},
+    {"schedule.min_lr": repr(scaled_lr(1e-3, "linear", 47))},    # as the engine calculates it
     {"ema.decay": "0.0", "ema.warmup": "false"},
     {"ema.warmup": "true", "checkpoint.best_by": '"ema_top1"'},
     {"checkpoint.keep_epochs": "[0, 17]"},

@@ -9,6 +9,7 @@
     python -m vitinit.bench memory --recipe deit_base swin_tiny --card-gib 24
     python -m vitinit.bench pixels --data-dir /data/imagenet/train
     python -m vitinit.bench corrupt --count 1440
+    python -m vitinit.bench fuzz --count 2000
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..recipe.files import find_recipe, load_recipe
 from ..train.engine import AMP_DTYPES
 from .corrupt import bench_corrupt
 from .data import bench_augment, bench_loader
+from .fuzz import bench_fuzz
 from .init import bench_init
 from .memory import bench_memory
 from .pixels import bench_pixels
@@ -51,6 +53,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     corrupt.add_argument("--count", type=size, default=1440)
     corrupt.add_argument("--seed", type=seed, default=0)
     corrupt.add_argument("--workers", type=integer(1, 2**15), default=os.cpu_count())
+    fuzz = benches.add_parser("fuzz", help="odd recipes and command lines: each ends in one line")
+    fuzz.add_argument("--count", type=size, default=2000)
+    fuzz.add_argument("--seed", type=seed, default=0)
     for bench in (loader, augment, pixels):
         bench.add_argument("--image-size", type=size, default=224)
     step = benches.add_parser("step", help="images a second of a training step")
@@ -85,6 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
             bench_pixels(args.data_dir, args.image_size, args.count, args.rounds)
         elif args.bench == "corrupt":
             return min(bench_corrupt(args.count, args.seed, args.workers), 1)
+        elif args.bench == "fuzz":
+            return min(bench_fuzz(args.count, args.seed), 1)
         elif args.bench == "memory":
             for name in args.recipe:
                 bench_memory(load_recipe(find_recipe(name, RECIPES)), args.card_gib)

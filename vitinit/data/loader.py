@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing
+import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +24,8 @@ from .sampler import TrainSampler
 
 
 GRACE_SECONDS = 60          # that a worker outlives a SIGTERM
+FILES_A_WORKER = 3          # that the training process holds open for it: two pipes and its end
+FILES_BESIDE = 256          # that it may need for all else
 
 
 class Batch(NamedTuple):
@@ -81,6 +86,7 @@ class EvalViews(Dataset):
 def train_loader(views: TrainViews, sampler: TrainSampler, *, workers: int,
                  pin_memory: bool) -> Loader:
     """Micro-batches in the sampler's order; `sampler.start` before each iteration."""
+    workers = min(workers, len(sampler))             # more would have nothing to do
     return batch_loader(views, _stack_for_training, workers, pin_memory, batch_sampler=sampler,
                         persistent_workers=workers > 0)
 
@@ -88,6 +94,7 @@ def train_loader(views: TrainViews, sampler: TrainSampler, *, workers: int,
 def eval_loader(views: EvalViews, *, batch_size: int, workers: int,
                 pin_memory: bool) -> Loader:
     """All views in order; the last batch may be smaller."""
+    workers = min(workers, math.ceil(len(views) / batch_size))
     return batch_loader(views, _stack, workers, pin_memory, batch_size=batch_size)
 
 
@@ -103,6 +110,9 @@ class Loader(DataLoader):
             yield from batches
         except (RuntimeError, OSError, MemoryError) as error:
             raise DataError(self._explained(error)) from None
+
+    def check_worker_number_rationality(self) -> None:
+        """torch warns at more workers than cores, in five lines; train.py has a line of its own."""
 
     def _explained(self, error: Exception) -> str:
         """One line for what workers die of. Raises `error` again if it is something else."""
@@ -123,11 +133,22 @@ class Loader(DataLoader):
 def batch_loader(views: Dataset, stack: Callable, workers: int, pin_memory: bool,
                  **batching) -> Loader:
     """A loader whose workers leave signals to the training process and end with it."""
+    require_open_files(workers)
     if workers:
         atexit.unregister(_end_workers)              # once is enough
         atexit.register(_end_workers)
     return Loader(views, num_workers=workers, pin_memory=pin_memory, collate_fn=stack,
                   worker_init_fn=_leave_signals_to_parent, **batching)
+
+
+def require_open_files(workers: int) -> None:
+    """DataError if so many workers need more open files than this process may have."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most != resource.RLIM_INFINITY and FILES_BESIDE + FILES_A_WORKER * workers > most:
+        fits = max(0, (most - FILES_BESIDE) // FILES_A_WORKER)
+        raise DataError(f"data.workers = {workers} need more than the {most} files that this process "
+                        f"may have open (ulimit -n); expected at most {fits} on this machine of "
+                        f"{os.cpu_count()} cores")
 
 
 def _stack(samples: list[tuple[Tensor, int]]) -> Batch:

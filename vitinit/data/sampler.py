@@ -127,6 +127,14 @@ def _require_even_shares(global_batch: int, world_size: int, group: int, unit: i
                      f"mix.group = {group} images; {nearest}{other}")
 
 
+def require_full_batch(count: int, repeats: int, global_batch: int) -> None:
+    """ValueError unless `count` images in `repeats` views fill a batch."""
+    if count * repeats < global_batch:
+        views = f" in {repeats} views each" if repeats > 1 else ""
+        raise ValueError(f"the training set has {count} images{views}, fewer than "
+                         f"optim.global_batch = {global_batch}")
+
+
 class TrainSampler:
     """Lists of sample keys, one a micro-batch of this process, for one epoch at a time.
 
@@ -142,10 +150,7 @@ class TrainSampler:
     """
 
     def __init__(self, count: int, plan: BatchPlan, *, rank: int, seed: int, repeats: int) -> None:
-        if count * repeats < plan.global_batch:
-            views = f" in {repeats} views each" if repeats > 1 else ""
-            raise ValueError(f"the training set has {count} images{views}, fewer than "
-                             f"optim.global_batch = {plan.global_batch}")
+        require_full_batch(count, repeats, plan.global_batch)
         self.count, self.plan, self.rank, self.seed = count, plan, rank, seed
         self.repeats = repeats
         self.steps_per_epoch = max(1, count // plan.global_batch)

@@ -47,7 +47,7 @@ def parse_override(text: str) -> Override:
                           "--set schedule.epochs=10")
     try:
         table = tomllib.loads(f"value = {written}")
-    except ValueError:
+    except (ValueError, RecursionError):             # no TOML, or nested too deeply to be read
         return Override(key, written, f"--set {text}")
     if len(table) > 1:
         raise RecipeError(f"--set {text}: expected one value, and one --set for each key")

@@ -15,6 +15,11 @@ from .upgrade import VERSION
 from .values import PAIR, number, plain
 
 
+COUNT = 2**31                   # beyond what a list, a tensor's side or a C integer counts
+TINIEST, LARGEST = 2.0**-149, 2.0**128      # of float32, in which training calculates; exclusive
+
+LINEAR_SCALING_BATCH = 512      # what lr_scaling = "linear" divides the global batch by
+
 RandAugmentOperation = Literal["AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize",
                                "SolarizeAdd", "Color", "Contrast", "Brightness", "Sharpness",
                                "ShearX", "ShearY", "TranslateX", "TranslateY"]
@@ -30,14 +35,14 @@ class Data:
     name: Literal["shapes", "image_folder", "imagenet", "cifar10", "cifar100", "stl10", "svhn",
                   "food101", "flowers102", "pets", "tiny_imagenet"]
     root: str                                       # folder of the data set; "" for `shapes`
-    num_classes: int = number(minimum=2)
+    num_classes: int = number(minimum=2, below=COUNT)
     subset: float = number(above=0.0, maximum=1.0)  # share of each class that is trained on
-    images_per_class: int = number(minimum=0)       # the same as a number; 0: no such limit
+    images_per_class: int = number(minimum=0, below=COUNT)  # the same as a number; 0: no such limit
     subset_seed: int = number(minimum=0, below=2**63)  # keys which images those are
-    image_size: PAIR = number(minimum=1)            # (height, width) that the model sees
+    image_size: PAIR = number(minimum=1, below=COUNT)  # (height, width) that the model sees
     mean: tuple[float, float, float] = number(minimum=0.0, maximum=1.0)  # per channel, of [0, 1]
-    std: tuple[float, float, float] = number(above=0.0)
-    workers: int = number(minimum=0)                # loader processes, per training process
+    std: tuple[float, float, float] = number(minimum=TINIEST, below=LARGEST)
+    workers: int = number(minimum=0, below=COUNT)   # loader processes, per training process
     on_device_gib: float = number(minimum=0.0)      # small sets live on the device up to this size
 
 
@@ -48,7 +53,7 @@ class Augment:
     Pad-and-shift is the special case crop_scale = crop_ratio = [1, 1] with crop_padding > 0.
     """
 
-    repeats: int = number(minimum=1)                # views of an image side by side in an epoch
+    repeats: int = number(minimum=1, below=COUNT)   # views of an image side by side in an epoch
     crop_scale: tuple[float, float] = number(above=0.0, maximum=1.0)  # share of the image's area
     crop_ratio: tuple[float, float] = number(above=0.0)               # width over height
     crop_padding: int = number(minimum=0, below=2**31)  # black pixels on each side before the crop
@@ -65,7 +70,7 @@ class Augment:
 class RandAugment:
     """RandAugment; timm's string rand-m9-mstd0.5-inc1 spelt out. layers = 0: none."""
 
-    layers: int = number(minimum=0)                 # operations drawn for an image
+    layers: int = number(minimum=0, below=2**16)    # operations drawn for an image
     probability: float = number(minimum=0.0, maximum=1.0)  # that a drawn one is applied
     magnitude: float = number(minimum=0.0, maximum=10.0)   # mean of what is drawn, out of 10
     magnitude_std: float = number(minimum=0.0)
@@ -90,14 +95,14 @@ class Mix:
     probability: float = number(minimum=0.0, maximum=1.0)         # that a group is mixed
     switch_probability: float = number(minimum=0.0, maximum=1.0)  # cutmix where both are on
     label_smoothing: float = number(minimum=0.0, below=1.0)
-    group: int = number(minimum=2)                  # images per draw: even, and divides global_batch
+    group: int = number(minimum=2, below=COUNT)  # images per draw: even, divides global_batch
 
 
 @dataclass(frozen=True)
 class Eval:
     crop_pct: float = number(above=0.0, maximum=1.0)  # resize to image_size / crop_pct, then crop
     interpolation: Literal["bilinear", "bicubic"]
-    batch_size: int = number(minimum=1)             # images a process and forward pass
+    batch_size: int = number(minimum=1, below=COUNT)  # images a process and forward pass
     every_epochs: int = number(minimum=1)           # the last epoch is always evaluated
 
 
@@ -118,13 +123,13 @@ class Init:
 
 @dataclass(frozen=True)
 class Optim:
-    global_batch: int = number(minimum=1)           # images a step, over all processes
-    max_batch_per_process: int = number(minimum=1)  # images a forward pass; the rest accumulates
-    base_lr: float = number(above=0.0)
+    global_batch: int = number(minimum=1, below=COUNT)  # images a step, over all processes
+    max_batch_per_process: int = number(minimum=1, below=COUNT)  # a forward pass; the rest adds up
+    base_lr: float = number(above=0.0, below=LARGEST)
     lr_scaling: Literal["linear", "none"]           # linear: base_lr · global_batch / 512
-    weight_decay: float = number(minimum=0.0)
+    weight_decay: float = number(minimum=0.0, below=LARGEST)
     betas: tuple[float, float] = number(minimum=0.0, below=1.0)
-    eps: float = number(above=0.0)
+    eps: float = number(minimum=TINIEST, below=LARGEST)
     clip_norm: float = number(minimum=0.0)          # global gradient norm; 0: no clipping
 
 
@@ -134,8 +139,8 @@ class Schedule:
     epochs: int = number(minimum=1)                 # length of warm-up and decay together
     cooldown_epochs: int = number(minimum=0)        # further epochs at min_lr
     warmup_epochs: int = number(minimum=0)
-    warmup_lr: float = number(minimum=0.0)          # where the rise starts, absolute
-    min_lr: float = number(minimum=0.0)             # where the decay ends, absolute
+    warmup_lr: float = number(minimum=0.0)          # where the rise starts; at most the peak
+    min_lr: float = number(minimum=0.0)             # where the decay ends, likewise
     step_on: Literal["epoch", "update"]             # when the learning rate changes
 
 
@@ -219,6 +224,7 @@ def contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
         yield (("schedule.warmup_epochs", "schedule.shape"),
                f'is {recipe.schedule.warmup_epochs}, but schedule.shape = "one_cycle" has a warm-up of '
                "its own; expected 0")
+    yield from _rate_contradictions(recipe)
     if recipe.ema.decay == 0.0 and recipe.ema.warmup:
         yield ("ema.warmup", "ema.decay"), "is true, but ema.decay = 0 keeps no moving average"
     if recipe.ema.decay == 0.0 and recipe.checkpoint.best_by == "ema_top1":
@@ -228,3 +234,20 @@ def contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
         if epoch > total:
             yield (("checkpoint.keep_epochs", "schedule.epochs", "schedule.cooldown_epochs"),
                    f"holds {epoch}, but the run ends after {total} epochs")
+
+
+def _rate_contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
+    """Likewise of the learning rate, which rises to its peak and falls from it."""
+    optim, schedule = recipe.optim, recipe.schedule
+    peak, words = optim.base_lr, f"optim.base_lr = {optim.base_lr:g}"
+    if optim.lr_scaling == "linear":
+        peak = optim.base_lr * optim.global_batch / LINEAR_SCALING_BATCH
+        words += f" · {optim.global_batch} / {LINEAR_SCALING_BATCH} = {peak:g}"
+    causes = ("optim.base_lr", "optim.lr_scaling", "optim.global_batch")
+    if peak >= LARGEST:
+        yield causes, f"makes the learning rate's peak, {words}, more than float32 holds"
+    for key in ("warmup_lr", "min_lr"):
+        rate = getattr(schedule, key)
+        if rate > peak:
+            yield ((f"schedule.{key}", *causes),
+                   f"is {rate:g}, above the learning rate's peak, {words}")
