@@ -139,6 +139,13 @@ def test_a_wrong_number_of_classes_names_the_fix(tmp_path):
     assert "--set data.num_classes=2" in line
 
 
+def test_a_single_class_is_not_what_a_recipe_can_be_set_to(tmp_path):
+    write_tree(tmp_path, "train/ant/a.png")
+    line = refusal(open_split, "image_folder", str(tmp_path), "train", 7)
+    assert "1 classes found" in line and "--set" not in line
+    assert "expected two classes at least" in line
+
+
 def test_the_embedded_set_opens_without_a_root(monkeypatch):
     monkeypatch.setattr(shapes, "SPLITS", {"train": 61, "val": 53})
     train, val = (open_split("shapes", "", split, 10) for split in ("train", "val"))

@@ -24,6 +24,7 @@ from vitinit.data.draw import (CropAndFlip, Draws, Erasing, RandAugment, SampleD
                                stack_draws)
 from vitinit.data.images import DataError, crop_and_flip, resize_and_centre_crop
 from vitinit.data.loader import (GRACE_SECONDS, Batch, EvalViews, TrainBatch, TrainViews,
+                                 require_open_files,
                                  eval_loader, train_loader)
 from vitinit.data.loader import _leave_signals_to_parent as leave_signals_to_parent
 from vitinit.data.mix import Mixing
@@ -395,3 +396,20 @@ for ending in ("pass", "sys.exit(3)", "raise SystemExit(5)"):
                             text=True, timeout=GRACE_SECONDS - 10)
     assert result.stdout.split() == ["0", "3", "5"]
     assert result.returncode == 0 and result.stderr == ""
+
+
+def test_no_more_workers_than_there_is_to_do(folder):
+    sampler = sampler_of(folder)                     # nine micro-batches an epoch
+    for asked, started in ((0, 0), (4, 4), (1000, 9)):
+        assert train_loader(views_of(folder), sampler, workers=asked,
+                            pin_memory=False).num_workers == started
+    views = EvalViews(folder, rank=0, world_size=1, size=(7, 7), crop_pct=1.0,
+                      interpolation="bilinear")      # 23 images in six batches
+    assert eval_loader(views, batch_size=4, workers=1000, pin_memory=False).num_workers == 6
+
+
+def test_more_workers_than_open_files_is_one_line(monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (1024, 4096))
+    require_open_files(256)
+    with pytest.raises(DataError, match=r"data.workers = 257 need .* 1024 files .* at most 256 on"):
+        require_open_files(257)

@@ -108,7 +108,11 @@ def small_recipe(path: Path, random: Random) -> dict[str, Any]:
 
 def odd_value(random: Random, value: Any) -> Any:
     """In place of `value`: extreme, of another type, or the same a little off."""
-    if type(value) in (int, float) and random.random() < 0.6:
+    if type(value) is bool and random.random() < 0.6:
+        return not value
+    if isinstance(value, list) and value and random.random() < 0.4:
+        return [odd_value(random, item) for item in value]
+    if type(value) in (int, float) and random.random() < 0.8:
         extreme = random.choice(NUMBERS)             # of the same type, so that more than types count
         return extreme if type(extreme) is type(value) else random.choice([value * 2, value // 2])
     match random.randrange(6):
@@ -252,11 +256,11 @@ def cases(count: int, seed: int) -> Iterator[Case]:
             continue
         table = small_recipe(random.choice(recipes), random)
         sets = []
-        for _ in range(random.choice([1, 1, 2, 3])):
-            if random.random() < 0.4:
-                text = override(table, random)
-                sets += ["--set", text] if "\x00" not in text else []
-        for _ in range(random.choice([0, 1, 1, 2])):
+        in_file = random.choice([0, 1, 1, 2])
+        for _ in range(max(1 - in_file, random.choice([0, 0, 1]))):
+            text = override(table, random)
+            sets += ["--set", text] if "\x00" not in text else []
+        for _ in range(in_file):
             mutated(table, random)
         yield Case("train.py", ["--recipe", RECIPE, *sets], recipe_text(table, random))
 

@@ -292,7 +292,7 @@ def open_split(name: str, root: str, split: str, num_classes: int | None) -> Sou
         whole = ("the data is right" if data_set.num_classes in (None, found) else
                  f"a part of {name}, which has {data_set.num_classes}, is meant")
         advice = (f"--set data.num_classes={found} if {whole}" if found > 1 else
-                  f"expected the folder of a {name} of two classes at least")
+                  "expected two classes at least, a folder each")
         raise DataError(f"{root or name}: {found} classes found, but the recipe's data.num_classes "
                         f"is {num_classes}; {advice}")
     empty = set(range(found)) - set(source.labels.tolist())

@@ -103,7 +103,7 @@ class Eval:
     crop_pct: float = number(above=0.0, maximum=1.0)  # resize to image_size / crop_pct, then crop
     interpolation: Literal["bilinear", "bicubic"]
     batch_size: int = number(minimum=1, below=COUNT)  # images a process and forward pass
-    every_epochs: int = number(minimum=1)           # the last epoch is always evaluated
+    every_epochs: int = number(minimum=1, below=COUNT)           # the last epoch is always evaluated
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ class Optim:
 @dataclass(frozen=True)
 class Schedule:
     shape: Literal["cosine", "one_cycle"]           # one_cycle rises for ⅖ of the epochs by itself
-    epochs: int = number(minimum=1)                 # length of warm-up and decay together
-    cooldown_epochs: int = number(minimum=0)        # further epochs at min_lr
-    warmup_epochs: int = number(minimum=0)
+    epochs: int = number(minimum=1, below=COUNT)                 # length of warm-up and decay together
+    cooldown_epochs: int = number(minimum=0, below=COUNT)        # further epochs at min_lr
+    warmup_epochs: int = number(minimum=0, below=COUNT)
     warmup_lr: float = number(minimum=0.0)          # where the rise starts; at most the peak
     min_lr: float = number(minimum=0.0)             # where the decay ends, likewise
     step_on: Literal["epoch", "update"]             # when the learning rate changes
@@ -160,9 +160,9 @@ class Engine:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    every_epochs: int = number(minimum=1)           # last.pt; the last epoch always writes it
-    every_steps: int = number(minimum=0)            # last.pt also every so many steps; 0: never
-    keep_epochs: tuple[int, ...] = number(minimum=0)  # epochs kept for good; 0: the initial model
+    every_epochs: int = number(minimum=1, below=COUNT)           # last.pt; the last epoch always writes it
+    every_steps: int = number(minimum=0, below=COUNT)            # last.pt also every so many steps; 0: never
+    keep_epochs: tuple[int, ...] = number(minimum=0, below=COUNT)  # kept for good; 0: as initialised
     best_by: Literal["val_top1", "val_loss", "ema_top1"]
 
 
