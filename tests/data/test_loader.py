@@ -24,8 +24,7 @@ from vitinit.data.draw import (CropAndFlip, Draws, Erasing, RandAugment, SampleD
                                stack_draws)
 from vitinit.data.images import DataError, crop_and_flip, resize_and_centre_crop
 from vitinit.data.loader import (GRACE_SECONDS, Batch, EvalViews, TrainBatch, TrainViews,
-                                 require_open_files,
-                                 eval_loader, train_loader)
+                                 eval_loader, require_open_files, train_loader)
 from vitinit.data.loader import _leave_signals_to_parent as leave_signals_to_parent
 from vitinit.data.mix import Mixing
 from vitinit.data.pipeline import TrainingBatches
