@@ -20,7 +20,7 @@ def test_cases_are_those_of_their_seed():
     one, again, other = (list(cases(60, seed)) for seed in (0, 0, 1))
     assert one == again != other
     assert {case.program for case in one} == set(fuzz.FLAGS)
-    assert len({case.recipe for case in one if case.recipe}) == 30
+    assert len({case.recipe for case in one if case.recipe}) > 25
 
 
 @pytest.mark.parametrize("status, said, kind", [
