@@ -124,8 +124,11 @@ def test_what_nobody_foresaw_names_the_section_and_the_line_of_ours():
     message = built(lambda: torch.zeros(2, 3).view(4))
     assert message.startswith("recipe r: [model] cannot be built with these values: RuntimeError: "
                               "shape '[4]' is invalid") and "(at tests/test_programs.py:" in message
-    message = built(lambda: np.stack([]))            # a ValueError, but not in our words
+    # ValueErrors, but not in our words.
+    message = built(lambda: np.stack([]))
     assert "ValueError: need at least one array" in message and "test_programs.py:" in message
+    message = built(lambda: int("x"))
+    assert "ValueError: invalid literal" in message and "test_programs.py:" in message
 
 
 def test_what_our_parts_say_themselves_stays_as_it_is():
