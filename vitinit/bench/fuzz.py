@@ -34,8 +34,7 @@ from ..recipe.values import to_toml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE = 60                   # seconds until a case counts as one that hangs
-WORDY = 200                     # characters of a message beside what it quotes
-QUOTED = 160                    # characters that it may quote of a recipe's values
+WORDY = 200                     # characters of a message beside the argument or line it quotes
 KINDS = ("accepted", "refused", "traceback", "several lines", "wordy", "hung")
 GOOD = KINDS[:2]
 
@@ -341,7 +340,8 @@ def outcome(case: Case, run: Callable[[list[str]], int], folder: Path) -> Outcom
     if status != 2 or not one:
         return Outcome("several lines", f"status {status}: {said}"[:500])
     said = said.partition("; valid: ")[0]            # what is right may be a long list
-    quoted = QUOTED + sum(map(len, arguments)) + len(str(recipe))
+    quoted = (len(str(recipe)) + sum(map(len, arguments))
+              + max(map(len, case.recipe.splitlines()), default=0))
     return Outcome("wordy" if len(said) > WORDY + quoted else "refused", said)
 
 
