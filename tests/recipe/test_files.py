@@ -1030,3 +1030,16 @@ def test_comparing_an_unknown_key_names_the_nearest(tmp_path, text, hint):
 def test_comparing_too_deep_a_key_is_refused(tmp_path, text):
     message = refusal(differences, load_recipe(saved(tmp_path)), [parse_override(text)])
     assert message.startswith(f"--set {text}: ") and ".x'" in message
+
+
+@pytest.mark.parametrize("key", ["min_lr", "warmup_lr"])
+def test_a_rate_above_the_peak_is_refused_but_in_a_run_that_has_begun(tmp_path, key):
+    """DeiT's fine-tuning at 5e-6 leaves its least rate of 1e-5 above the peak; such runs exist."""
+    table = load_recipe(saved(tmp_path)).as_dict()
+    table["schedule"][key] = 7.0
+    assert getattr(from_dict(table, "last.pt").schedule, key) == 7.0
+    other = Override("schedule.epochs", 5, "--set schedule.epochs=5")
+    assert getattr(from_dict(table, "last.pt", [other]).schedule, key) == 7.0
+    again = Override(f"schedule.{key}", 8.0, f"--set schedule.{key}=8.0")
+    with pytest.raises(RecipeError, match=f"--set schedule.{key}=8.0: .*above"):
+        from_dict(table, "last.pt", [again])

@@ -13,7 +13,7 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,8 @@ class Override(NamedTuple):
 
 
 FREE_TABLES = ("model.options", "init.options")
+# Runs began before these had to fit others; a run that has begun goes on, and is evaluated.
+LATER_RULES = ("schedule.min_lr", "schedule.warmup_lr")
 
 
 def parse_override(text: str) -> Override:
@@ -100,7 +102,7 @@ def from_dict(table: Mapping[str, Any], source: str,
         raise RecipeError(f"{source}: its recipe is {shown(table)}, expected a table of sections")
     sections = {name: value for name, value in table.items() if name != "name"}
     return _build(_of_today(sections, source, processes), str(table.get("name", "unnamed")), source,
-                  overrides)
+                  overrides, tolerated=LATER_RULES)
 
 
 def _of_today(table: Mapping[str, Any], source: str, processes: int) -> dict[str, Any]:
@@ -121,8 +123,9 @@ def with_options(recipe: Recipe, *, model: Mapping[str, Any], init: Mapping[str,
                                init=with_table(recipe.init, init))
 
 
-def _build(table: Mapping[str, Any], name: str, source: str,
-           overrides: Sequence[Override]) -> Recipe:
+def _build(table: Mapping[str, Any], name: str, source: str, overrides: Sequence[Override], *,
+           tolerated: Collection[str] = ()) -> Recipe:
+    """tolerated: keys whose contradictions count only where an override names one of their keys."""
     table = plain(table)
     for title, body in table.items():
         if title not in SECTIONS:
@@ -140,6 +143,8 @@ def _build(table: Mapping[str, Any], name: str, source: str,
     recipe = Recipe(name=name, **{title: _section(section, title, table[title], source, written)
                                   for title, section in SECTIONS.items()})
     for keys, problem in contradictions(recipe):
+        if keys[0] in tolerated and not written.keys() & set(keys):
+            continue
         place = next((written[key] for key in keys if key in written), source)
         raise RecipeError(f"{place}: {keys[0]} {problem}")
     return recipe
