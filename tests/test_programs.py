@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import traceback
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import torch
 
 from vitinit import compare, sweep
 from vitinit.bench import __main__ as bench
-from vitinit.command_line import building, integer, one_of, real, run_program
+from vitinit.command_line import _ours as ours
+from vitinit.command_line import ROOT, building, integer, one_of, real, run_program
 from vitinit.figures import __main__ as figures
 from vitinit.messages import OneLineError
 from vitinit.recipe.files import RecipeError
@@ -129,6 +131,12 @@ def test_what_nobody_foresaw_names_the_section_and_the_line_of_ours():
     assert "ValueError: need at least one array" in message and "test_programs.py:" in message
     message = built(lambda: int("x"))
     assert "ValueError: invalid literal" in message and "test_programs.py:" in message
+
+
+def test_an_environment_in_the_repository_is_not_ours():
+    """README puts it there; numpy's own `raise` in it is not in our words."""
+    for path, line in ((".venv/lib/numpy/core.py", None), ("vitinit/models/vit.py", "vitinit/models/vit.py:7")):
+        assert ours(traceback.FrameSummary(str(ROOT / path), 7, "f")) == line
 
 
 def test_what_our_parts_say_themselves_stays_as_it_is():

@@ -52,7 +52,7 @@ def test_every_key_of_the_second_half_is_in_this_test():
 def test_every_key_reaches_what_it_names(seen, tmp_path):
     def options(name: str) -> dict:
         return seen[name][0][1]
-    optim, schedule, evaluation = WRITTEN["optim"], WRITTEN["schedule"], WRITTEN["eval"]
+    schedule, evaluation = WRITTEN["schedule"], WRITTEN["eval"]
     assert options("adamw") == dict(weight_decay=0.07, betas=(0.83, 0.97), eps=5e-5)
     assert seen["scaled_lr"][0][0] == (3e-3, "linear", 12)
     assert seen["plan_batches"][0][0][:2] == (12, 2)

@@ -20,6 +20,7 @@ from .train.distributed import environment_rank
 from .train.interruption import Interrupted
 
 ROOT = Path(__file__).resolve().parent.parent
+OURS = ("vitinit", "tests", "train.py", "eval.py")      # in ROOT, where a .venv may stand, too
 
 
 # ---------------------------------------------------------------------------------------------
@@ -148,4 +149,6 @@ def _unforeseen(source: str, section: str, error: Exception) -> RecipeError:
 def _ours(frame: traceback.FrameSummary) -> str | None:
     """file:line of a frame in this repository."""
     path = Path(frame.filename)
-    return f"{path.relative_to(ROOT)}:{frame.lineno}" if path.is_relative_to(ROOT) else None
+    if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in OURS:
+        return None
+    return f"{path.relative_to(ROOT)}:{frame.lineno}"

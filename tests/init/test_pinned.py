@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import vitinit
-from vitinit.init import INITS, init_function
+from vitinit.init import INITS
 from vitinit.models import MODELS, VisionTransformer
 from vitinit.models.attention import Attention
 from vitinit.models.simple_vit import SimpleAttention

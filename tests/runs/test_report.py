@@ -8,6 +8,8 @@ import stat
 import subprocess
 import sys
 import threading
+import tty
+from pathlib import Path
 
 import pytest
 
@@ -91,13 +93,16 @@ def test_a_regular_file_is_replaced_and_a_link_leads_to_one(tmp_path):
 
 
 def test_devices_and_pipes_are_written_through(tmp_path):
-    before = os.stat("/dev/null")
-    link = tmp_path / "nothing"
-    link.symlink_to("/dev/null")
-    for path in (link.parent / "nothing", type(link)("/dev/null")):
+    # A terminal of our own: a mistake made as root would replace /dev/null for the whole machine.
+    master, slave = os.openpty()
+    tty.setraw(slave)
+    link, device = tmp_path / "terminal", Path(os.ttyname(slave))
+    link.symlink_to(device)
+    for path in (link, device):
         write_json("text\n", path)
-    assert link.is_symlink() and stat.S_ISCHR(os.stat("/dev/null").st_mode)
-    assert os.stat("/dev/null").st_ino == before.st_ino
+        assert os.read(master, 100) == b"text\n"
+    assert link.is_symlink() and stat.S_ISCHR(os.stat(device).st_mode)
+    os.close(master), os.close(slave)
 
     pipe, found = tmp_path / "pipe", []
     os.mkfifo(pipe)
