@@ -294,6 +294,18 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
         f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}")
 
 
+def rehearsal(recipe: Recipe, data: Data, state: TrainState) -> str:
+    """What a dry run finds out: the room that checkpoints take, and one forward pass."""
+    with building(f"recipe {recipe.name}", "model"), torch.no_grad():
+        images, _ = next(iter(data.val_batches))
+        logits = state.model.eval()(images[:data.plan.micro_batch])
+    space = disk_space(state.model, ema=state.ema is not None,
+                       kept=len(recipe.checkpoint.keep_epochs))
+    return (f"disk    {space}\n"
+            f"dry run: images {tuple(images.shape)} → logits {tuple(logits.shape)}; nothing was "
+            "written")
+
+
 def metrics_row(progress: Progress, lr: float, global_batch: int,
                 results: Sequence[Evaluation]) -> dict[str, Any]:
     """The finished epoch's line of metrics; null where nothing was evaluated.
@@ -357,20 +369,12 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
         forward, measured = torch.compile(forward), [torch.compile(one) for one in measured]
 
     say(summary(recipe, data, model, notes, lr_at, processes))
-    for caution in data.plan.cautions(
+    for caution in [*data.plan.cautions(
             repeats=recipe.augment.repeats,
-            max_batch_per_process=recipe.optim.max_batch_per_process):
-        say(f"warning {caution}")
-    for caution in cautions(recipe):
+            max_batch_per_process=recipe.optim.max_batch_per_process), *cautions(recipe)]:
         say(f"warning {caution}")
     if args.dry_run:
-        with building(f"recipe {recipe.name}", "model"), torch.no_grad():
-            images, _ = next(iter(data.val_batches))
-            logits = model.eval()(images[:data.plan.micro_batch])
-        space = disk_space(model, ema=state.ema is not None, kept=len(recipe.checkpoint.keep_epochs))
-        say(f"disk    {space}")
-        say(f"dry run: images {tuple(images.shape)} → logits {tuple(logits.shape)}; nothing was "
-            "written")
+        say(rehearsal(recipe, data, state))
         return 0
 
     # Run folder. --------------------------------------------------------------------------------
