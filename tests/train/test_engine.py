@@ -90,7 +90,8 @@ def numbered(steps, micro_batch: int = GLOBAL_BATCH, *, prepare=soft, first: int
 
 def trained(micro_batch: int = GLOBAL_BATCH, *, drop_path: float = 0.0, amp: str = "off",
             clip_norm: float = 0.0, scaler=None, ema_decay: float = 0.0, steps=None,
-            lr_at=lambda step: 1e-2, stop=None, count: int = STEPS, progress=None, prepare=soft):
+            lr_at=lambda step: 1e-2, stop=None, count: int = STEPS, progress=None, prepare=soft,
+            record=lambda row: None):
     """Train; returns (model, progress, ema, the signal that ended it or 0)."""
     model, progress = small_model(drop_path), progress or Progress()
     ema = Ema(model, decay=ema_decay, warmup=False) if ema_decay else None
@@ -108,7 +109,7 @@ def trained(micro_batch: int = GLOBAL_BATCH, *, drop_path: float = 0.0, amp: str
         for _ in train_epoch(
                 state, model, numbered(parts, micro_batch, prepare=prepare, first=progress.step),
                 lr_at=lr_at, keep_at=keep_at, amp=amp, clip_norm=clip_norm, every_steps=0,
-                processes=ALONE, stop=stop or StopRequest()):
+                processes=ALONE, stop=stop or StopRequest(), record=record):
             pass
     except Interrupted as interrupted:
         ended_by = interrupted.number
@@ -233,6 +234,18 @@ def test_a_skipped_step_changes_neither_weights_nor_average_and_is_counted():
     assert_close(ema.model, average.model, atol=0)
 
 
+class OverflowingScaler(SkippingScaler):
+    """One whose gradients overflow on their way back."""
+
+    def scale(self, outputs):
+        scaled = super().scale(outputs)
+        return scaled * float("inf") if outputs.requires_grad and self.calls == self.bad_step else scaled
+
+    def step(self, optimizer):
+        self.calls += 1
+        return torch.amp.GradScaler.step(self, optimizer)
+
+
 def test_gradients_that_overflow_are_skipped_under_clipping_too():
     scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
     model, progress, *_ = trained(scaler=scaler, clip_norm=1.0)
@@ -278,6 +291,84 @@ def test_checkpoints_are_asked_for_when_due_with_complete_sums():
         sums.append((progress.step, progress.loss_sum))
     assert [step for step, _ in sums] == [2, 4]
     assert 0 < sums[0][1] < sums[1][1] < progress.loss_sum
+
+
+# ---------------------------------------------------------------------------------------------
+# Steps on record
+# ---------------------------------------------------------------------------------------------
+
+
+def many_steps(count: int):
+    """`count` global batches, each of its own images."""
+    return list(itertools.islice(itertools.chain.from_iterable(
+        [[(images + 0.01 * turn, labels) for images, labels in parts]
+         for parts in batches(GLOBAL_BATCH)] for turn in itertools.count()), count))
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.3])
+def test_every_tenth_step_of_the_run_is_on_record_as_it_went(clip_norm):
+    """Against the loop written by hand; the run began at step 3."""
+    model, rows, expected, steps = small_model(), [], [], many_steps(21)
+    optimizer = adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS)
+    for number, [(images, labels)] in enumerate(steps, 3):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (number + 1)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
+        loss.backward()
+        norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+        if clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        expected.append((number + 1, loss.item(), 1e-3 * (number + 1), norm.item()))
+    trained(steps=steps, count=21, progress=Progress(step=3), clip_norm=clip_norm,
+            lr_at=lambda step: 1e-3 * (step + 1), record=rows.append)
+    assert [row.step for row in rows] == [10, 20]
+    for row, told in zip(rows, (expected[6], expected[16])):
+        assert row[:4] == pytest.approx(told, rel=1e-4) and row.scale is None
+        assert told[3] > 0.3                         # so that clipping shows
+
+
+def test_rows_of_an_interrupted_run_are_those_of_a_straight_one(stop_before):
+    straight, rows, steps = [], [], many_steps(21)
+    trained(steps=steps, count=21, record=straight.append)
+    model, progress, _, ended_by = trained(steps=steps, count=21, record=rows.append,
+                                           stop=stop_before(20))
+    assert ended_by and progress.step == 20
+    assert [row[:5] for row in rows] == [row[:5] for row in straight]
+
+
+def test_rows_in_fp16_give_the_scale_and_no_norm_where_it_overflowed():
+    for clip_norm in (0.0, 0.3):
+        plain, rows, steps = [], [], many_steps(20)
+        trained(steps=steps, count=20, clip_norm=clip_norm, record=plain.append)
+        _, progress, *_ = trained(
+            steps=steps, count=20, clip_norm=clip_norm, record=rows.append,
+            scaler=OverflowingScaler(bad_step=9))
+        assert progress.skipped_steps == 1
+        assert [row.scale for row in rows] == [8.0, 4.0] and rows[0].grad_norm is None
+        assert rows[1].grad_norm == pytest.approx(plain[1].grad_norm, rel=0.2)
+
+
+def test_a_rows_rates_are_of_the_time_since_the_row_before(monkeypatch):
+    """On a clock that only waiting for data moves, by a second a step, and every step by three."""
+    now = [0.0]
+    monkeypatch.setattr(engine.time, "perf_counter", lambda: now[0])
+
+    def slow(parts):
+        for part in parts:
+            now[0] += 1.0
+            yield part
+
+    def lr_at(step: int) -> float:
+        now[0] += 3.0
+        return 1e-3
+    rows, progress = [], Progress()
+    trained(steps=slow(many_steps(23)), count=23, lr_at=lr_at, record=rows.append,
+            progress=progress)
+    assert [row.images_per_second for row in rows] == [GLOBAL_BATCH / 4.0] * 2
+    assert [row.waiting for row in rows] == [0.25] * 2
+    assert (progress.seconds, progress.waiting_seconds) == (92.0, 23.0)
 
 
 def test_the_seconds_of_an_epoch_are_those_of_training_alone(monkeypatch):

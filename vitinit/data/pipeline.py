@@ -36,6 +36,10 @@ class Step:
     plan: BatchPlan
     rank: int
 
+    @property
+    def global_batch(self) -> int:
+        return self.plan.global_batch
+
     def __len__(self) -> int:
         return len(self.batches)
 

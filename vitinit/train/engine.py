@@ -10,10 +10,11 @@ models with BatchNorm see which images came in one micro-batch.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,10 +24,11 @@ from torch import Tensor, nn
 from ..messages import OneLineError
 from .distributed import Processes, agreed
 from .interruption import Interrupted, StopRequest
-from .metrics import Diverged, Progress
+from .metrics import Diverged, Progress, StepRow
 from .state import TrainState
 
 SETTLE_EVERY = 10               # steps between two looks at the losses, which wait for the device
+T = TypeVar("T")
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -34,6 +36,7 @@ class Step(Protocol):
     """One global batch: this process' share of it, as `train_epoch` needs it."""
 
     number: int                                      # global, from 0
+    global_batch: int                                # images of all processes
     def __len__(self) -> int: ...                    # micro-batches
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]: ...
 
@@ -54,41 +57,65 @@ def normalises_over_images(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
-class Clock:
-    """Adds the seconds of training to the epoch's."""
+class Meter:
+    """Adds steps and seconds to the epoch's, and makes rows of steps.
 
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
+    Losses stay on the device until `settle`, so that launching the next step need not wait for the
+    last one to finish.
+    """
+
+    def __init__(self, progress: Progress, processes: Processes) -> None:
+        self.progress, self.processes = progress, processes
+        self.losses: list[Tensor] = []
+        self.at_last_row = self._totals()
         self.restart()
 
     def restart(self) -> None:
         self.began = time.perf_counter()
 
-    def settle(self) -> None:
-        self.progress.seconds += time.perf_counter() - self.began
-        self.restart()
-
-
-class Losses:
-    """The losses of recent steps. They stay on the device until `settle`, so that launching the
-    next step need not wait for the last one to finish."""
-
-    def __init__(self, progress: Progress, processes: Processes) -> None:
-        self.progress, self.processes = progress, processes
-        self.pending: list[Tensor] = []
+    def awaited(self, items: Iterable[T]) -> Iterator[T]:
+        """The items; the time until each is there counts as waiting."""
+        items = iter(items)
+        while True:
+            began = time.perf_counter()
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            finally:
+                self.progress.waiting_seconds += time.perf_counter() - began
+            yield item
 
     def settle(self) -> None:
         """Average over the processes, add to the epoch; Diverged on all of them together."""
-        if self.pending:
-            mean = self.processes.sum(torch.stack(self.pending)) / self.processes.world_size
-            self.pending = []
-            self.progress.add_losses(mean.tolist())
+        now = time.perf_counter()
+        self.progress.seconds += now - self.began
+        self.began = now
+        if self.losses:
+            mean = self.processes.sum(torch.stack(self.losses)) / self.processes.world_size
+            self.losses = []
+            losses = mean.tolist()
+            self.progress.add_losses(losses)
+            self.last_loss = losses[-1]
+
+    def row(self, update: Update, lr: float, global_batch: int) -> StepRow:
+        """The last step that was settled, and the rate since the row before."""
+        before, self.at_last_row = self.at_last_row, self._totals()
+        steps, seconds, waiting = (now - then for now, then in zip(self.at_last_row, before))
+        norm, scale = (None if value is None else value.item()
+                       for value in (update.grad_norm, update.scale))
+        return StepRow(self.progress.step, self.last_loss, lr,
+                       norm if norm is not None and math.isfinite(norm) else None, scale,
+                       steps * global_batch / seconds, waiting / seconds)
+
+    def _totals(self) -> tuple[int, float, float]:
+        return self.progress.epoch_steps, self.progress.seconds, self.progress.waiting_seconds
 
 
 def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterable[Step], *,
                 lr_at: Callable[[int], float], keep_at: Callable[[int], Tensor | None], amp: str,
-                clip_norm: float, every_steps: int, processes: Processes,
-                stop: StopRequest) -> Iterator[None]:
+                clip_norm: float, every_steps: int, processes: Processes, stop: StopRequest,
+                record: Callable[[StepRow], None] = lambda row: None) -> Iterator[None]:
     """Train on the global batches of `steps`; yields where the caller should write a checkpoint.
 
     That is after every so many steps of the run as `every_steps` says (0: never). At each yield, at
@@ -101,22 +128,22 @@ def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterab
         −Σ target · log softmax(logits).
     lr_at: step → learning rate. keep_at: step → stochastic-depth factors (branches, global batch),
         or None.
+    record: called after every tenth step of the run, on each process.
     Raises Diverged on all processes together; Interrupted and a OneLineError of `steps` likewise.
     """
-    progress, losses = state.progress, Losses(state.progress, processes)
+    progress, meter = state.progress, Meter(state.progress, processes)
     device = processes.device
     # DistributedDataParallel, compiled or not, has no_sync: gradients stay local until the last.
     synchronise_later = getattr(forward, "no_sync", contextlib.nullcontext)
     forward.train()
-    clock = Clock(progress)
 
     def settle() -> None:
-        losses.settle()
-        clock.settle()
+        meter.settle()
         require_finite_weights(state.model, progress.step)
 
     try:
-        for step in agreed(steps, processes, stop):
+        for step in meter.awaited(agreed(steps, processes, stop)):
+            done = step.number + 1
             lr = lr_at(step.number)
             for group in state.optimizer.param_groups:
                 group["lr"] = lr
@@ -130,34 +157,53 @@ def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterab
                     loss = F.cross_entropy(logits.float(), targets)
                     state.scaler.scale(loss / len(step)).backward()
                 step_loss += loss.detach() / len(step)
-            _update(state, clip_norm)
+            update = _update(state, clip_norm, measured=done % SETTLE_EVERY == 0)
 
-            losses.pending.append(step_loss)
-            if every_steps > 0 and (step.number + 1) % every_steps == 0:
+            meter.losses.append(step_loss)
+            if done % SETTLE_EVERY == 0:
+                meter.settle()
+                record(meter.row(update, lr, step.global_batch))
+            if every_steps > 0 and done % every_steps == 0:
                 settle()
                 yield
-                clock.restart()                      # what the caller does is not training
-            elif (step.number + 1) % SETTLE_EVERY == 0:
-                losses.settle()
+                meter.restart()                      # what the caller does is not training
     except (Interrupted, OneLineError):
         settle()
         raise
     settle()
 
 
-def _update(state: TrainState, clip_norm: float) -> None:
-    """One optimiser step; none if GradScaler finds that gradients overflowed in fp16."""
+class Update(NamedTuple):
+    """Of one optimiser step, on the device."""
+
+    grad_norm: Tensor | None    # before clipping; None where it was not asked for
+    scale: Tensor | None        # of the loss; None without fp16
+
+
+def _update(state: TrainState, clip_norm: float, *, measured: bool) -> Update:
+    """One optimiser step; none if GradScaler finds that gradients overflowed in fp16.
+
+    measured: whether the gradients' norm is asked for. Clipping has it anyway.
+    """
+    norm = scale = None
+    if state.scaler.is_enabled():
+        scale = state.scaler.scale(torch.ones((), device=next(state.model.parameters()).device))
     if clip_norm > 0:
         state.scaler.unscale_(state.optimizer)
-        torch.nn.utils.clip_grad_norm_(state.model.parameters(), clip_norm)
-    scale = state.scaler.get_scale()
+        norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), clip_norm)
+    elif measured:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in state.model.parameters()
+                                              if p.grad is not None])
+        norm = norm if scale is None else norm / scale
+    before = state.scaler.get_scale()
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
-    if state.scaler.get_scale() < scale:             # it falls exactly when a step was skipped
+    if state.scaler.get_scale() < before:            # it falls exactly when a step was skipped
         state.progress.skipped_steps += 1
     elif state.ema is not None:
         state.ema.update(state.model)
+    return Update(norm, scale)
 
 
 def require_finite_weights(model: nn.Module, step: int) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
@@ -23,6 +23,18 @@ T = TypeVar("T")
 # The keys of a line of metrics.jsonl, in order.
 METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
            "ema_top1", "ema_top5", "skipped_steps", "seconds")
+
+
+class StepRow(NamedTuple):
+    """One step as it went. All but the last two are the same however often a run was interrupted."""
+
+    step: int                   # steps done, this one included
+    loss: float                 # of this step, the mean over its global batch
+    lr: float
+    grad_norm: float | None     # over all weights, before clipping; None where fp16 overflowed
+    scale: float | None         # of the loss, under which this step was taken; None without fp16
+    images_per_second: float    # of all processes since the row before, or since the epoch went on
+    waiting: float              # share of that time in which the training loop waited for data
 
 
 class Diverged(OneLineError):
@@ -40,6 +52,7 @@ class Progress:
     epoch_steps: int = 0        # steps of the running epoch
     loss_sum: float = 0.0       # of the running epoch
     seconds: float = 0.0        # of the running epoch, training alone
+    waiting_seconds: float = 0.0    # of these, those in which the training loop waited for data
     skipped_steps: int = 0      # since the start; steps whose gradients overflowed in fp16
     best: float | None = None   # the best value so far of what checkpoint.best_by names
     note = ""                   # the last loss in words, for people; not saved
@@ -69,7 +82,7 @@ class Progress:
 
     def finish_epoch(self) -> None:
         self.epochs += 1
-        self.epoch_steps, self.loss_sum, self.seconds = 0, 0.0, 0.0
+        self.epoch_steps, self.loss_sum, self.seconds, self.waiting_seconds = 0, 0.0, 0.0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
