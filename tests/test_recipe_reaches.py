@@ -22,7 +22,8 @@ WRITTEN = {
                      min_lr=1e-6, step_on="epoch"),
     "ema": dict(decay=0.71, warmup=True),
     "engine": dict(amp="bf16", compile=False, channels_last=True, tf32=True),
-    "eval": dict(crop_pct=0.77, interpolation="bilinear", batch_size=5, every_epochs=3),
+    "eval": dict(crop_pct=0.77, interpolation="bilinear", batch_size=5, cache_gib=0.3,
+                 every_epochs=3),
     "checkpoint": dict(every_epochs=2, every_steps=3, keep_epochs=[0, 4], best_by="val_loss"),
 }
 

@@ -89,6 +89,7 @@ group = 38
 crop_pct = 0.875
 interpolation = "bilinear"
 batch_size = 43
+cache_gib = 0.7
 every_epochs = 2
 
 [model]
@@ -205,6 +206,7 @@ KEYS = {
     "eval.interpolation": ('one of "bilinear", "bicubic"', ['"bilinear"', '"bicubic"'],
                            ['"nearest"']),
     "eval.batch_size": ("an integer ≥ 1", ["1"], ["0"]),
+    "eval.cache_gib": ("a number ≥ 0", ["0.0", "9.0"], ["-0.1"]),
     "eval.every_epochs": ("an integer ≥ 1", ["1"], ["0"]),
     "model.name": ("a string", ['"anything"'], []),
     "model.options": ("a table", ["{}", "{depth = 2}"], []),

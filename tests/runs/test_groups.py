@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from vitinit.recipe.upgrade import VERSION
 from vitinit.runs.groups import FREE_KEYS, finished_groups, group_runs, read_run
 from vitinit.train.checkpoint import CheckpointError
 from vitinit.train.metrics import METRICS
@@ -66,10 +67,11 @@ def test_a_run_without_metrics_or_starts_is_unfinished(written_run):
 @pytest.mark.parametrize("name, content, message", [
     ("recipe.toml", None, "a: not a run's folder, there is no recipe.toml in it"),
     ("recipe.toml", "seed = ", "recipe.toml: not what a run writes: Invalid value"),
-    ("recipe.toml", "version = 5\n[run]\nseed = 1\n", "recipe.toml: lacks the key 'model.name', so"),
+    ("recipe.toml", f"version = {VERSION}\n[run]\nseed = 1\n",
+     "recipe.toml: lacks the key 'model.name', so"),
     ("recipe.toml", "[run]\nseed = 1\n", "recipe.toml: not what a run writes: is no recipe of ver"),
     ("recipe.toml", "version = 99\n", "is a recipe of version 99, and this code knows 1 to"),
-    ("recipe.toml", "version = 5\n[run]\nseed = true\n[model]\nname = 3\n[init]\nname = ''\n"
+    ("recipe.toml", f"version = {VERSION}\n[run]\nseed = true\n[model]\nname = 3\n[init]\nname = ''\n"
      "[schedule]\nepochs = 1\ncooldown_epochs = 0\n", "run.seed is true, expected an integer"),
     ("metrics.jsonl", "{}\n", "metrics.jsonl: line 1 names no epoch"),
     ("metrics.jsonl", '{"epoch": 1}\n', "metrics.jsonl: line 1 lacks 'lr', so it is no run's"),
@@ -134,8 +136,8 @@ def test_a_group_is_one_experiment_with_all_its_seeds(written_run):
 
 def test_where_and_how_pictures_are_read_and_the_recipes_name_do_not_set_runs_apart(written_run):
     assert FREE_KEYS == ("run.seed", "data.root", "data.workers", "data.on_device_gib",
-                         "eval.batch_size", "optim.max_batch_per_process", "engine.compile",
-                         "checkpoint.every_steps")
+                         "eval.batch_size", "eval.cache_gib", "optim.max_batch_per_process",
+                         "engine.compile", "checkpoint.every_steps")
     assert grouped(written_run("a", [1.0]), written_run("b", [1.0], seed=1, sets=("data.root=x",)),
                    written_run("c", [1.0], seed=2, sets=("data.workers=3",)),
                    written_run("d", [1.0], seed=3, recipe="runs/a/recipe.toml"),

@@ -103,6 +103,8 @@ class Eval:
     crop_pct: float = number(above=0.0, maximum=1.0)  # resize to image_size / crop_pct, then crop
     interpolation: Literal["bilinear", "bicubic"]
     batch_size: int = number(minimum=1, below=COUNT)  # images a process and forward pass
+    cache_gib: float = number(minimum=0.0)          # decoded views stay in each process' memory up to
+                                                    # this size; 0: they are decoded every time
     every_epochs: int = number(minimum=1, below=COUNT)           # the last epoch is always evaluated
 
 
@@ -192,7 +194,7 @@ class Recipe:
 
 
 # What belongs to the machine and not to the experiment: it may change while a run is resumed.
-MACHINE_KEYS = ("data.workers", "data.on_device_gib", "eval.batch_size",
+MACHINE_KEYS = ("data.workers", "data.on_device_gib", "eval.batch_size", "eval.cache_gib",
                 "optim.max_batch_per_process", "engine.compile", "checkpoint.every_steps")
 
 SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items() if name != "name"}

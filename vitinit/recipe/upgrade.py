@@ -17,7 +17,7 @@ from typing import Any
 
 from .values import plain
 
-VERSION = 5
+VERSION = 6
 Table = dict[str, Any]
 
 
@@ -64,7 +64,13 @@ def to_5(table: Table, processes: int) -> None:
         table["init"]["options"] = {"marks": False} | table["init"].get("options", {})
 
 
-STEPS: dict[int, Callable[[Table, int], None]] = {2: to_2, 3: to_3, 4: to_4, 5: to_5}
+
+def to_6(table: Table, processes: int) -> None:
+    """Evaluation views may stay in memory; so far they were decoded for every evaluation."""
+    table["eval"]["cache_gib"] = 0.0
+
+
+STEPS: dict[int, Callable[[Table, int], None]] = {2: to_2, 3: to_3, 4: to_4, 5: to_5, 6: to_6}
 
 
 def version_of(table: Mapping[str, Any]) -> Any:
