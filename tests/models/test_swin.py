@@ -292,7 +292,9 @@ def test_keep_drops_branches_per_image_and_block():
     torch.testing.assert_close(model(images, keep), expected)
     keep = ones.clone()
     keep[7, 2] = 0                                   # the MLP of block 3, of image 2
-    x = model.layers[0](model.patch_embed(images))
+    x = model.patch_embed(images)
+    for block in model.layers[0].blocks:
+        x = block(x)
     first, second, third = model.layers[1].blocks
     x = first(model.layers[1].downsample(x))
     x = third(x + second.mix_windows(second.norm1(x)))

@@ -21,10 +21,10 @@ def streams(model: VisionTransformer, images: Tensor) -> Tensor:
     """The patch tokens of the embedding and after every block, (depth + 1, B, H, W, C)."""
     found = []
     for batch in images.split(BATCH):
-        x = model.embed(batch)
-        states = [x] + [x := block(x) for block in model.blocks]
-        found.append(torch.stack(states)[:, :, model.num_prefix_tokens:])
-    return torch.cat(found, dim=1).unflatten(2, model.grid)
+        behind = model.features(batch, blocks=range(len(model.blocks))).blocks
+        maps = [model.tokens(model.embed(batch)).map, *(tokens.map for tokens in behind)]
+        found.append(torch.stack(maps))                                  # (depth + 1, B, H, W, C)
+    return torch.cat(found, dim=1)
 
 
 def shift_errors(model: VisionTransformer, images: Tensor, step: tuple[int, int]) -> Tensor:

@@ -8,11 +8,14 @@ Names in the state dict, parameter counts and outputs are timm's. Maps are (B, C
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
+from .features import Features, Tokens, block_numbers, make_head, require_classes
 from .layers import patch_grid, require_image_size, require_positive, to_pair
 
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
@@ -92,6 +95,7 @@ def conv_mixer_block(mixing: DepthwiseConv | DenseMixing, activation: type[nn.Mo
 class ConvMixer(nn.Module):
     """ConvMixer for images (B, 3, H, W) → logits (B, num_classes).
 
+    num_classes: 0 builds a model without a head, which gives what the head would read.
     image_size, patch_size: one integer or (height, width); the patches must tile the image. No weight
     depends on image_size, so other images that the patches tile work, too; what they do not tile is
     a ValueError. There is no stochastic depth.
@@ -112,8 +116,9 @@ class ConvMixer(nn.Module):
                  softmax_filters: bool = False, dense_filters: bool = False,
                  train_filters: bool = True) -> None:
         super().__init__()
-        require_positive(num_classes=num_classes, image_size=image_size, patch_size=patch_size,
-                         embed_dim=embed_dim, depth=depth, kernel_size=kernel_size)
+        require_classes(num_classes)
+        require_positive(image_size=image_size, patch_size=patch_size, embed_dim=embed_dim,
+                         depth=depth, kernel_size=kernel_size)
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}, expected one of "
                              f"{', '.join(ACTIVATIONS)}")
@@ -139,17 +144,39 @@ class ConvMixer(nn.Module):
                                       for _ in range(depth)))
         for block in self.blocks:
             self.depthwise(block).requires_grad_(train_filters)
-        self.head = nn.Linear(embed_dim, num_classes)
+        self.head = make_head(embed_dim, num_classes)
 
     @staticmethod
     def depthwise(block: nn.Sequential) -> DepthwiseConv | DenseMixing:
         """The part of a block that mixes space, channel by channel."""
         return block[0].fn[0]
 
-    def forward(self, images: Tensor) -> Tensor:
-        """images: (B, 3, H, W), normalised."""
+    def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
+        """(B, 3, H, W), normalised → what is behind the `blocks`, and what the head reads.
+
+        blocks: numbers from 0, negative ones from the last.
+        """
         size = self.image_size if self.dense_filters else tuple(images.shape[-2:])
         require_image_size(images, size)
         patch_grid(size, self.patch_size)            # else the stem would cut off the last rows
-        x = self.blocks(self.stem(images))                               # (B, C, h, w)
-        return self.head(x.mean(dim=(2, 3)))
+        wanted, seen = block_numbers(blocks, len(self.blocks)), {}
+        x = self.stem(images)                                            # (B, C, h, w)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number in wanted:
+                seen[number] = self.tokens(x)
+        return Features(tuple(seen[number] for number in wanted), self.tokens(x),
+                        x.mean(dim=(2, 3)))
+
+    @staticmethod
+    def tokens(x: Tensor) -> Tokens:
+        """(B, C, h, w) → a map (B, h, w, C), with no token before it."""
+        return Tokens(rearrange(x, "b c h w -> b h w c"), x.flatten(2).mT[:, :0])
+
+    def classify(self, features: Features) -> Tensor:
+        """→ (B, num_classes)."""
+        return self.head(features.pooled)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images: (B, 3, H, W), normalised."""
+        return self.classify(self.features(images))

@@ -7,8 +7,11 @@ Names in the state dict, parameter counts and outputs are timm's. Shape legend: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
+from .features import Features, Tokens, block_numbers, make_head, require_classes
 from .layers import Mlp, PatchEmbed, add_branch, hidden_width, require_positive, to_pair
 
 NORM_EPS = 1e-6
@@ -43,6 +46,7 @@ class MixerBlock(nn.Module):
 class MlpMixer(nn.Module):
     """MLP-Mixer for images (B, 3, H, W) → logits (B, num_classes).
 
+    num_classes: 0 builds a model without a head, which gives what the head would read.
     tokens_ratio, channels_ratio: hidden widths of the two MLPs over embed_dim.
     drop_path: stochastic-depth rate, the same in every block, as in timm.
     """
@@ -55,9 +59,9 @@ class MlpMixer(nn.Module):
                  tokens_ratio: float = 0.5, channels_ratio: float = 4.0,
                  drop_path: float = 0.0) -> None:
         super().__init__()
-        require_positive(num_classes=num_classes, image_size=image_size, patch_size=patch_size,
-                         embed_dim=embed_dim, depth=depth, tokens_ratio=tokens_ratio,
-                         channels_ratio=channels_ratio)
+        require_classes(num_classes)
+        require_positive(image_size=image_size, patch_size=patch_size, embed_dim=embed_dim,
+                         depth=depth, tokens_ratio=tokens_ratio, channels_ratio=channels_ratio)
         if not 0.0 <= drop_path < 1.0:
             raise ValueError(f"drop_path is {drop_path}, expected 0 ≤ drop_path < 1")
         self.num_classes = num_classes
@@ -71,12 +75,32 @@ class MlpMixer(nn.Module):
                        channels_hidden=hidden_width(embed_dim, channels_ratio, "channels_ratio"))
             for _ in range(depth))
         self.norm = nn.LayerNorm(embed_dim, eps=NORM_EPS)
-        self.head = nn.Linear(embed_dim, num_classes)
+        self.head = make_head(embed_dim, num_classes)
+
+    def features(self, images: Tensor, keep: Tensor | None = None, *,
+                 blocks: Sequence[int] = ()) -> Features:
+        """(B, 3, H, W), normalised → what is behind the `blocks`, and what the head reads.
+
+        blocks: numbers from 0, negative ones from the last. keep: see `forward`.
+        """
+        wanted, seen = block_numbers(blocks, len(self.blocks)), {}
+        x = self.stem(images)                                            # (B, N, C)
+        kept = [None] * len(self.blocks) if keep is None else keep.unflatten(0, (-1, 2))
+        for number, (block, keep_of_block) in enumerate(zip(self.blocks, kept)):
+            x = block(x, keep_of_block)
+            if number in wanted:
+                seen[number] = self.tokens(x)
+        x = self.norm(x)
+        return Features(tuple(seen[number] for number in wanted), self.tokens(x), x.mean(dim=1))
+
+    def tokens(self, x: Tensor) -> Tokens:
+        """(B, N, C) on the grid."""
+        return Tokens(x.unflatten(1, self.grid), x[:, :0])
+
+    def classify(self, features: Features) -> Tensor:
+        """→ (B, num_classes)."""
+        return self.head(features.pooled)
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
         """images: (B, 3, H, W), normalised. keep: (2·depth, B) from `draw_keep`, or None."""
-        x = self.stem(images)                                            # (B, N, C)
-        kept = [None] * len(self.blocks) if keep is None else keep.unflatten(0, (-1, 2))
-        for block, keep_of_block in zip(self.blocks, kept):
-            x = block(x, keep_of_block)
-        return self.head(self.norm(x).mean(dim=1))
+        return self.classify(self.features(images, keep))

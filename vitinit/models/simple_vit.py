@@ -10,6 +10,7 @@ position code (N, C).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -18,6 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import attention_weights
+from .features import Features, Tokens, block_numbers, make_head, require_classes
 from .layers import (Mlp, hidden_width, patch_grid, require_image_size, require_positive,
                      sincos_position_code, to_pair)
 
@@ -126,6 +128,7 @@ class SimpleBlock(nn.Module):
 class SimpleViT(nn.Module):
     """SimpleViT for images (B, 3, H, W) → logits (B, num_classes).
 
+    num_classes: 0 builds a model without a head, which gives what the head would read.
     reads, alpha: what queries and keys read in every block, see SimpleAttention. "content" is the
         plain SimpleViT.
     input_code: the tokens enter as alpha · X + (1 − alpha) · P, as in the paper's code; only for
@@ -149,9 +152,9 @@ class SimpleViT(nn.Module):
                  alpha: float = 0.5, input_code: bool = True, values: bool = True,
                  train_qk: bool = True, logit_scale: float = 0.0) -> None:
         super().__init__()
-        require_positive(num_classes=num_classes, image_size=image_size, patch_size=patch_size,
-                         embed_dim=embed_dim, depth=depth, num_heads=num_heads,
-                         mlp_ratio=mlp_ratio)
+        require_classes(num_classes)
+        require_positive(image_size=image_size, patch_size=patch_size, embed_dim=embed_dim,
+                         depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio)
         if reads not in ("content", "mixed", "position", "free"):
             raise ValueError(f'reads is {reads!r}, expected "content", "mixed", "position" or "free"')
         if not (0.0 <= alpha <= 1.0 and 0.0 <= logit_scale < math.inf and head_dim >= 0):
@@ -172,17 +175,36 @@ class SimpleViT(nn.Module):
             head_dim=head_dim or embed_dim // num_heads, reads=reads, alpha=alpha, values=values,
             logit_scale=logit_scale), mlp_ratio=mlp_ratio) for _ in range(depth))
         self.norm = nn.LayerNorm(embed_dim)
-        self.head = nn.Linear(embed_dim, num_classes)
+        self.head = make_head(embed_dim, num_classes)
         for name, parameter in self.named_parameters():
             if not train_qk and name.endswith((".query", ".key", ".qk.weight")):
                 parameter.requires_grad_(False)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """images: (B, 3, H, W), normalised."""
+    def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
+        """(B, 3, H, W), normalised → what is behind the `blocks`, and what the head reads.
+
+        blocks: numbers from 0, negative ones from the last.
+        """
         require_image_size(images, self.image_size)
+        wanted, seen = block_numbers(blocks, len(self.blocks)), {}
         x = self.patch_embed(images)                                     # (B, N, C)
         if self.input_code:
             x = self.alpha * x + (1.0 - self.alpha) * self.pos_embed
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             x = block(x, self.pos_embed)
-        return self.head(self.norm(x).mean(dim=1))
+            if number in wanted:
+                seen[number] = self.tokens(x)
+        x = self.norm(x)
+        return Features(tuple(seen[number] for number in wanted), self.tokens(x), x.mean(dim=1))
+
+    def tokens(self, x: Tensor) -> Tokens:
+        """(B, N, C) on the grid."""
+        return Tokens(x.unflatten(1, self.grid), x[:, :0])
+
+    def classify(self, features: Features) -> Tensor:
+        """→ (B, num_classes)."""
+        return self.head(features.pooled)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images: (B, 3, H, W), normalised."""
+        return self.classify(self.features(images))

@@ -19,6 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import Attention, attention_weights
+from .features import Features, Tokens, block_numbers, make_head, require_classes
 from .layers import (Mlp, PatchEmbed, add_branch, drop_path_rates, hidden_width, require_positive,
                      to_pair)
 
@@ -151,7 +152,10 @@ class PatchMerging(nn.Module):
 
 
 class SwinStage(nn.Module):
-    """A merge, unless it is the first stage, and blocks of which every second one is shifted."""
+    """A merge, unless it is the first stage, and blocks of which every second one is shifted.
+
+    `SwinTransformer.features` goes through them.
+    """
 
     def __init__(self, dim: int, *, grid: tuple[int, int], depth: int, merge: bool, num_heads: int,
                  window: tuple[int, int], mlp_ratio: float, qkv_bias: bool) -> None:
@@ -160,13 +164,6 @@ class SwinStage(nn.Module):
         self.blocks = nn.ModuleList(
             SwinBlock(dim, grid=grid, num_heads=num_heads, window=window, shifted=index % 2 == 1,
                       mlp_ratio=mlp_ratio, qkv_bias=qkv_bias) for index in range(depth))
-
-    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
-        """keep: (depth, 2, B), or None."""
-        x = self.downsample(x)                                           # (B, H, W, C)
-        for index, block in enumerate(self.blocks):
-            x = block(x, None if keep is None else keep[index])
-        return x
 
 
 class SwinPatchEmbed(PatchEmbed):
@@ -185,6 +182,7 @@ class SwinPatchEmbed(PatchEmbed):
 class SwinTransformer(nn.Module):
     """Swin for images (B, 3, H, W) → logits (B, num_classes).
 
+    num_classes: 0 builds a model without a head, which gives what the head would read.
     image_size, patch_size, window_size: one integer or (height, width). In each stage the window is
     at most the stage's grid, and must tile it; all stages but the last need an even grid. Raises
     ValueError naming the stage otherwise.
@@ -200,9 +198,10 @@ class SwinTransformer(nn.Module):
                  num_heads: tuple[int, ...], window_size: int | tuple[int, int] = 7,
                  mlp_ratio: float = 4.0, qkv_bias: bool = True, drop_path: float = 0.0) -> None:
         super().__init__()
-        require_positive(num_classes=num_classes, image_size=image_size, patch_size=patch_size,
-                         embed_dim=embed_dim, depths=depths, num_heads=num_heads,
-                         window_size=window_size, mlp_ratio=mlp_ratio)
+        require_classes(num_classes)
+        require_positive(image_size=image_size, patch_size=patch_size, embed_dim=embed_dim,
+                         depths=depths, num_heads=num_heads, window_size=window_size,
+                         mlp_ratio=mlp_ratio)
         if not 0.0 <= drop_path < 1.0:
             raise ValueError(f"drop_path is {drop_path}, expected 0 ≤ drop_path < 1")
         if len(depths) != len(num_heads):
@@ -222,16 +221,41 @@ class SwinTransformer(nn.Module):
                 mlp_ratio=mlp_ratio, qkv_bias=qkv_bias))
         width = embed_dim * 2**(len(depths) - 1)
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Sequential(OrderedDict(fc=nn.Linear(width, num_classes)))   # as timm names it
+        self.head = nn.Sequential(OrderedDict(fc=make_head(width, num_classes)))   # as timm names it
+
+    def features(self, images: Tensor, keep: Tensor | None = None, *,
+                 blocks: Sequence[int] = ()) -> Features:
+        """(B, 3, H, W), normalised → what is behind the `blocks`, and what the head reads.
+
+        blocks: numbers from 0 through all stages, negative ones from the last; maps of later stages
+            are smaller and wider. keep: see `forward`.
+        """
+        wanted, seen, number = block_numbers(blocks, sum(self.depths)), {}, 0
+        kept = [None] * sum(self.depths) if keep is None else keep.unflatten(0, (-1, 2))
+        x = self.patch_embed(images)                                     # (B, H, W, C)
+        for stage in self.layers:
+            x = stage.downsample(x)
+            for block in stage.blocks:
+                x = block(x, kept[number])
+                if number in wanted:
+                    seen[number] = self.tokens(x)
+                number += 1
+        x = self.norm(x)
+        return Features(tuple(seen[number] for number in wanted), self.tokens(x),
+                        x.mean(dim=(1, 2)))
+
+    @staticmethod
+    def tokens(x: Tensor) -> Tokens:
+        """(B, H, W, C), with no token before the map."""
+        return Tokens(x, x.flatten(1, 2)[:, :0])
+
+    def classify(self, features: Features) -> Tensor:
+        """→ (B, num_classes)."""
+        return self.head(features.pooled)
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
         """images: (B, 3, H, W), normalised. keep: (2·blocks, B) from `draw_keep`, or None."""
-        x = self.patch_embed(images)                                     # (B, H, W, C)
-        kept = [None] * len(self.depths) if keep is None else keep.unflatten(0, (-1, 2)).split(
-            list(self.depths))
-        for stage, keep_of_stage in zip(self.layers, kept):
-            x = stage(x, keep_of_stage)
-        return self.head(self.norm(x).mean(dim=(1, 2)))
+        return self.classify(self.features(images, keep))
 
 
 def stage_grids(grid: tuple[int, int], stages: int) -> list[tuple[int, int]]:

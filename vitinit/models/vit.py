@@ -9,13 +9,14 @@ Shape legend: see attention.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from .attention import Attention
+from .features import Features, Tokens, block_numbers, make_head, require_classes
 from .layers import (LARGEST, Mlp, PatchEmbed, add_branch, drop_path_rates, hidden_width,
                      require_positive, sincos_position_code, to_pair)
 
@@ -43,6 +44,7 @@ class Block(nn.Module):
 class VisionTransformer(nn.Module):
     """ViT for images (B, 3, H, W) → logits (B, num_classes).
 
+    num_classes: 0 builds a model without a head, which gives what the head would read.
     image_size, patch_size: one integer or (height, width); the patches must tile the image.
     pool: "class" reads the class token, "mean" has none and averages the patch tokens.
     fc_norm: the last norm stands after mean pooling, not before it, as in MAE's fine-tuned models
@@ -67,9 +69,9 @@ class VisionTransformer(nn.Module):
                  pos_embed: Literal["learned", "sincos"] = "learned",
                  distilled: bool = False, num_registers: int = 0, fc_norm: bool = False) -> None:
         super().__init__()
-        require_positive(num_classes=num_classes, image_size=image_size, patch_size=patch_size,
-                         embed_dim=embed_dim, depth=depth, num_heads=num_heads,
-                         mlp_ratio=mlp_ratio)
+        require_classes(num_classes)
+        require_positive(image_size=image_size, patch_size=patch_size, embed_dim=embed_dim,
+                         depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio)
         if not 0.0 <= drop_path < 1.0:
             raise ValueError(f"drop_path is {drop_path}, expected 0 ≤ drop_path < 1")
         if pool not in ("class", "mean") or pos_embed not in ("learned", "sincos"):
@@ -107,9 +109,9 @@ class VisionTransformer(nn.Module):
             for _ in range(depth))
         norm = nn.LayerNorm(embed_dim, eps=NORM_EPS)
         self.norm, self.fc_norm = (nn.Identity(), norm) if fc_norm else (norm, nn.Identity())
-        self.head = nn.Linear(embed_dim, num_classes)
+        self.head = make_head(embed_dim, num_classes)
         if distilled:
-            self.head_dist = nn.Linear(embed_dim, num_classes)
+            self.head_dist = make_head(embed_dim, num_classes)
 
     @property
     def learns_positions(self) -> bool:
@@ -122,21 +124,45 @@ class VisionTransformer(nn.Module):
         x = torch.cat([*(token.expand(x.shape[0], -1, -1) for token in before), x], dim=1)
         return x + self.pos_embed
 
-    def classify(self, x: Tensor) -> Tensor:
-        """(B, N, C) → (B, num_classes): the head on the class token, or on the patch tokens' mean."""
+    def features(self, images: Tensor, keep: Tensor | None = None, *,
+                 blocks: Sequence[int] = ()) -> Features:
+        """(B, 3, H, W), normalised → what is behind the `blocks`, and what the head reads.
+
+        blocks: numbers from 0, negative ones from the last. keep: see `forward`.
+        """
+        wanted, seen = block_numbers(blocks, len(self.blocks)), {}
+        x = self.embed(images)
+        for number, (block, kept) in enumerate(zip(self.blocks, self._keep_of_blocks(keep))):
+            x = block(x, kept)                                           # (B, N, C)
+            if number in wanted:
+                seen[number] = self.tokens(x)
         x = self.norm(x)
-        if self.distilled:
-            return (self.head(x[:, 0]) + self.head_dist(x[:, 1])) / 2
+        return Features(tuple(seen[number] for number in wanted), self.tokens(x), self.pooled(x))
+
+    def tokens(self, x: Tensor) -> Tokens:
+        """(B, N, C), taken apart into the grid of patches and what stands before it."""
+        return Tokens(x[:, self.num_prefix_tokens:].unflatten(1, self.grid),
+                      x[:, :self.num_prefix_tokens])
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """(B, N, C), normalised → (B, C): the class token, or the patch tokens' mean.
+
+        Of a distilled model (B, 2·C), the class token and the distillation token.
+        """
         if self.pool == "class":
-            return self.head(x[:, 0])
-        return self.head(self.fc_norm(x[:, self.num_prefix_tokens:].mean(dim=1)))
+            return x[:, :2].flatten(1) if self.distilled else x[:, 0]
+        return self.fc_norm(x[:, self.num_prefix_tokens:].mean(dim=1))
+
+    def classify(self, features: Features) -> Tensor:
+        """→ (B, num_classes)."""
+        if self.distilled and self.num_classes:
+            of_class, of_distillation = features.pooled.chunk(2, dim=1)
+            return (self.head(of_class) + self.head_dist(of_distillation)) / 2
+        return self.head(features.pooled)
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
         """images: (B, 3, H, W), normalised. keep: (2·depth, B) from `draw_keep`, or None."""
-        x = self.embed(images)
-        for block, kept in zip(self.blocks, self._keep_of_blocks(keep)):
-            x = block(x, kept)                                           # (B, N, C)
-        return self.classify(x)
+        return self.classify(self.features(images, keep))
 
     def _keep_of_blocks(self, keep: Tensor | None) -> Iterator[Tensor | None]:
         return iter([None] * len(self.blocks) if keep is None else keep.unflatten(0, (-1, 2)))
