@@ -14,25 +14,22 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)     # no traceback of what is being imported
 
 import argparse
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitinit.command_line import Parser, building, integer, run_program
-from vitinit.data.datasets import Source, download, open_split
-from vitinit.data.draw import (ALL_OPERATIONS, CropAndFlip, Erasing, RandAugment, SampleDraws,
-                               SampleKey)
+from vitinit.data.datasets import download, open_split
+from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleDraws, SampleKey
 from vitinit.data.images import DataError
 from vitinit.data.mix import Mixing
-from vitinit.data.pipeline import (EvaluationBatches, TrainingBatches, evaluation_batches,
-                                   training_batches)
-from vitinit.data.sampler import BatchPlan, TrainSampler, plan_batches, require_full_batch
+from vitinit.data.pipeline import Data, evaluation_batches, training_batches
+from vitinit.data.sampler import TrainSampler, plan_batches, require_full_batch
 from vitinit.data.subset import stratified_part
 from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.init import INITS, init_weights
@@ -42,27 +39,26 @@ from vitinit.keys import Stream, keyed_generator
 from vitinit.models import build_model
 from vitinit.models.convert import native_tensors
 from vitinit.models.layers import draw_keep
-from vitinit.recipe.files import RecipeError, dump_recipe
+from vitinit.recipe.files import dump_recipe
 from vitinit.recipe.sections import Recipe
-from vitinit.recipe.values import to_toml
-from vitinit.runs.folder import RunFolder, checkpoint_file, disk_space
+from vitinit.runs.folder import checkpoint_file
 from vitinit.runs.lock import RunLock
-from vitinit.runs.resume import choose_run
+from vitinit.runs.records import epoch_line, metrics_row
+from vitinit.runs.resume import choose_run, require_same_micro_batch
+from vitinit.runs.summary import cautions, rehearsal, summary
 from vitinit.train import distributed
 from vitinit.train.checkpoint import CheckpointError, load, model_state
 from vitinit.train.device import describe_device, memory_for, peak_memory
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
-from vitinit.train.engine import (Evaluation, evaluate, normalises_over_images, set_precision,
-                                  train_epoch)
+from vitinit.train.engine import Evaluation, evaluate, set_precision, train_epoch
 from vitinit.train.interruption import Interrupted, StopRequest
-from vitinit.train.metrics import METRICS, Diverged, Progress, ProgressBar, epoch_line
+from vitinit.train.metrics import Diverged, Progress, ProgressBar
 from vitinit.train.optim import adamw, learning_rate, scaled_lr
 from vitinit.train.state import TrainState
 from vitinit.train.transfer import Transfer, start_from
 
 REPOSITORY = Path(__file__).resolve().parent
-CROWDED = 8                     # loader workers a core, from which on it is said
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -85,17 +81,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 # ---------------------------------------------------------------------------------------------
 # Data
 # ---------------------------------------------------------------------------------------------
-
-
-class Data(NamedTuple):
-    """What a run trains and is measured on."""
-
-    whole_set: Source           # of which `train_set` is a part
-    train_set: Source
-    val_set: Source
-    plan: BatchPlan
-    train_batches: TrainingBatches
-    val_batches: EvaluationBatches
 
 
 def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
@@ -203,14 +188,6 @@ def what_the_init_achieved(model: nn.Module, name: str, options: dict[str, Any])
     return [f"mass    {mass}", *([f"warning {short}"] if short else [])]
 
 
-def require_same_micro_batch(model: nn.Module, now: int, before: int) -> None:
-    """RecipeError where a run goes on in other micro-batches, and its model would notice."""
-    if now != before and normalises_over_images(model):
-        raise RecipeError(f"this run's BatchNorm has seen micro-batches of {before} images, and they "
-                          f"would have {now} now; go on with as many processes and the same "
-                          "optim.max_batch_per_process as before")
-
-
 def fine_tune(model: nn.Module, path: Path, weights: str, fit: str) -> Transfer:
     """Another run's weights into the initialised model; a run's folder means its last.pt."""
     path = checkpoint_file(path)
@@ -222,18 +199,6 @@ def fine_tune(model: nn.Module, path: Path, weights: str, fit: str) -> Transfer:
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None
     return start_from(model, tensors, path, state.get("grid"))
-
-
-def cautions(recipe: Recipe) -> list[str]:
-    """What is possible but hardly meant, a line for each."""
-    layers, workers, cores = recipe.rand_augment.layers, recipe.data.workers, os.cpu_count() or 1
-    lines = []
-    if layers > len(ALL_OPERATIONS):
-        lines.append(f"rand_augment.layers = {layers:,}: every image goes through so many operations, "
-                     f"of which there are {len(ALL_OPERATIONS)} kinds")
-    if workers > CROWDED * cores:
-        lines.append(f"data.workers = {workers:,} on a machine of {cores} cores")
-    return lines
 
 
 def learning_rate_of(recipe: Recipe, steps_per_epoch: int) -> Callable[[int], float]:
@@ -253,82 +218,6 @@ def drop_path_of(model: nn.Module, recipe: Recipe) -> Callable[[int], Tensor | N
         rng = keyed_generator(recipe.run.seed, Stream.DROP_PATH, step)
         return draw_keep(model.drop_path_rates, recipe.optim.global_batch, rng)
     return keep_at
-
-
-# ---------------------------------------------------------------------------------------------
-# What is said and written
-# ---------------------------------------------------------------------------------------------
-
-
-def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
-            lr_at: Callable[[int], float], processes: Processes) -> str:
-    """Everything that will happen, in words: recipe, data, model, init, batches, steps, rates.
-
-    notes: lines about the weights that training starts with.
-    """
-    schedule, augment, mix = recipe.schedule, recipe.augment, recipe.mix
-    peak = scaled_lr(recipe.optim.base_lr, recipe.optim.lr_scaling, recipe.optim.global_batch)
-    steps_per_epoch = data.train_batches.steps_per_epoch
-    epochs = schedule.epochs + schedule.cooldown_epochs
-    part = f" of {len(data.whole_set):,}" if len(data.train_set) < len(data.whole_set) else ""
-    where = ", all on the device" if data.train_batches.resident else ""
-    return (
-        f"recipe  {recipe.name}, seed {recipe.run.seed}\n"
-        f"data    {recipe.data.name}{recipe.data.root and ' ' + recipe.data.root}: "
-        f"{len(data.train_set):,}{part} to train on, {len(data.val_set):,} to validate, "
-        f"{recipe.data.num_classes} classes, "
-        f"{recipe.data.image_size[0]}×{recipe.data.image_size[1]}{where}\n"
-        f"augment {augment.repeats} view(s) of an image, RandAugment {recipe.rand_augment.layers} × "
-        f"magnitude {recipe.rand_augment.magnitude:g}, erasing {augment.erase_probability:g}, mixup "
-        f"{mix.mixup_alpha:g}, cutmix {mix.cutmix_alpha:g}, label smoothing "
-        f"{mix.label_smoothing:g}\n"
-        f"model   {recipe.model.name}: {sum(p.numel() for p in model.parameters()):,} parameters, "
-        f"{to_toml(recipe.model.options)}\n"
-        f"init    {recipe.init.name}: {to_toml(recipe.init.options)}\n"
-        + "".join(f"{note}\n" for note in notes) +
-        f"batch   {recipe.optim.global_batch} = {processes.world_size} process(es) × "
-        f"{data.plan.accumulation} micro-batch(es) × {data.plan.micro_batch} images, on "
-        f"{describe_device(processes.device)}\n"
-        f"steps   {steps_per_epoch:,} an epoch × {epochs} epochs = {steps_per_epoch * epochs:,}\n"
-        f"lr      peak {peak:g}; first step {lr_at(0):g}, last step "
-        f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}")
-
-
-def rehearsal(recipe: Recipe, data: Data, state: TrainState) -> str:
-    """What a dry run finds out: the room that checkpoints take, and one forward pass."""
-    with building(f"recipe {recipe.name}", "model"), torch.no_grad():
-        images, _ = next(iter(data.val_batches))
-        logits = state.model.eval()(images[:data.plan.micro_batch])
-    space = disk_space(state.model, ema=state.ema is not None,
-                       kept=len(recipe.checkpoint.keep_epochs))
-    return (f"disk    {space}\n"
-            f"dry run: images {tuple(images.shape)} → logits {tuple(logits.shape)}; nothing was "
-            "written")
-
-
-def metrics_row(progress: Progress, lr: float, global_batch: int,
-                results: Sequence[Evaluation]) -> dict[str, Any]:
-    """The finished epoch's line of metrics; null where nothing was evaluated.
-
-    results: of the model, and of its moving average where there is one.
-    """
-    row = dict.fromkeys(METRICS) | {
-        "epoch": progress.epochs + 1, "lr": lr,
-        "train_loss": progress.loss_sum / progress.epoch_steps,
-        "images_per_second": progress.epoch_steps * global_batch / progress.seconds,
-        "skipped_steps": progress.skipped_steps, "seconds": progress.seconds}
-    for result in results[:1]:
-        row |= {f"val_{key}": getattr(result, key) for key in ("loss", "top1", "top5")}
-    for result in results[1:]:
-        row |= {"ema_top1": result.top1, "ema_top5": result.top5}
-    return row
-
-
-def what_is_left(folder: RunFolder) -> str:
-    """Of a run that diverged: its last checkpoint, which is from before that."""
-    step = folder.load_last(glance=True)["progress"]["step"]
-    return (f"; {folder.read_from} holds the state after {step:,} steps, which would go the same "
-            "way again: start anew with a lower optim.base_lr, say, or optim.clip_norm")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -369,9 +258,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
         forward, measured = torch.compile(forward), [torch.compile(one) for one in measured]
 
     say(summary(recipe, data, model, notes, lr_at, processes))
-    for caution in [*data.plan.cautions(
-            repeats=recipe.augment.repeats,
-            max_batch_per_process=recipe.optim.max_batch_per_process), *cautions(recipe)]:
+    for caution in cautions(recipe, data):
         say(f"warning {caution}")
     if args.dry_run:
         say(rehearsal(recipe, data, state))
@@ -440,7 +327,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
                 f"--resume {folder.path}")
             raise
         except Diverged as diverged:
-            left = what_is_left(folder) if processes.is_main else ""
+            left = folder.what_is_left() if processes.is_main else ""
             raise Diverged(f"{diverged}{left}") from None
 
         row = metrics_row(progress, lr_at(progress.step - 1), recipe.optim.global_batch, results)

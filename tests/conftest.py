@@ -19,7 +19,7 @@ from PIL import Image
 from vitinit.recipe.files import dump_recipe
 from vitinit.recipe.resolve import overrides, resolve_recipe
 from vitinit.train.interruption import STOP_SIGNALS, StopRequest
-from vitinit.train.metrics import METRICS
+from vitinit.runs.records import METRICS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

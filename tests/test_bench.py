@@ -16,7 +16,6 @@ from vitinit.bench import corrupt
 from vitinit.bench.data import batches_of_keys
 from vitinit.bench.pixels import decibels
 from vitinit.bench.memory import saved_bytes
-from vitinit.bench.step import forward_flops
 from vitinit.data.images import DataError
 from vitinit.filters import ordered_offsets
 from vitinit.init.impulse import normalised_code
@@ -41,18 +40,6 @@ def refusal(capsys, *arguments: object) -> str:
     assert bench.main(list(map(str, arguments))) == 2
     line, = capsys.readouterr().err.splitlines()
     return line
-
-
-def test_forward_flops_are_those_of_the_matrix_products():
-    model = vitinit.build_model("vit_tiny", num_classes=7, image_size=20, patch_size=4,
-                                embed_dim=30, depth=2, num_heads=3, pool="mean")
-    tokens, width, batch = 25, 30, 3
-    block = (2 * tokens * width * 3 * width         # qkv
-             + 2 * 2 * tokens * tokens * width      # Q Kᵀ and A V
-             + 2 * tokens * width * width           # proj
-             + 2 * 2 * tokens * width * 4 * width)  # MLP
-    expected = batch * (2 * tokens * 48 * width + 2 * block + 2 * width * 7)
-    assert forward_flops(model, torch.zeros(batch, 3, 20, 20)) == expected
 
 
 @pytest.mark.parametrize("amp, wide", [("off", 4), ("bf16", 2)])

@@ -458,9 +458,11 @@ def test_batches_that_are_hardly_meant_are_a_warning_at_the_start(
         train_program, small_run, tmp_path, monkeypatch, capsys, changes, lines):
     monkeypatch.delenv("RANK", raising=False)
     assert train_program.main(small_run(tmp_path / "run", "--dry-run", **changes)) == 0
-    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    *warnings, updates = [line for line in capsys.readouterr().out.splitlines()
+                          if line.startswith("warning")]
     assert len(warnings) == len(lines)
     assert all(line.startswith(f"warning {said}") for line, said in zip(warnings, lines))
+    assert updates.startswith("warning ") and "update(s) in all" in updates
 
 
 @pytest.mark.parametrize("repeats, batch, views", [

@@ -1,4 +1,4 @@
-"""The epoch's sums, the metrics file, the progress lines."""
+"""The epoch's sums, the progress lines."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 import pytest
 
 from vitinit.train import metrics
-from vitinit.train.metrics import (METRICS, Diverged, MetricsFile, Progress, ProgressBar,
-                                   epoch_line)
+from vitinit.train.metrics import Diverged, Progress, ProgressBar
 
 
 def test_losses_add_up_in_order_whatever_their_grouping():
@@ -31,18 +30,6 @@ def test_a_non_finite_loss_names_its_step_and_is_not_counted(bad):
 def test_progress_survives_a_checkpoint():
     progress = Progress(step=5, epochs=2, epoch_steps=1, loss_sum=0.1 + 0.2, best=3.5)
     assert Progress(**json.loads(json.dumps(progress.state_dict()))) == progress
-
-
-def test_metrics_are_cut_back_to_the_checkpoint(tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.cut_back(3)                                 # nothing there yet
-    for epoch in range(1, 6):
-        file.append({"epoch": epoch, "val_top1": None})
-    with open(file.path, "a") as handle:
-        handle.write('{"epoch": 6, "val_t')          # a crash cut this line short
-    file.cut_back(3)
-    lines = [json.loads(line) for line in file.path.read_text().splitlines()]
-    assert [line["epoch"] for line in lines] == [1, 2, 3]
 
 
 def test_without_a_terminal_there_are_plain_lines_now_and_then(capsys, monkeypatch):
@@ -69,13 +56,3 @@ def test_other_processes_print_nothing(capsys, monkeypatch):
 def test_the_best_metric_is_the_highest_accuracy_or_the_lowest_loss(by, values, better):
     progress = Progress()
     assert [progress.improves(value, by) for value in values] == better
-
-
-def test_the_epochs_line_shows_what_was_measured():
-    row = dict.fromkeys(METRICS) | {"epoch": 3, "lr": 1e-3, "train_loss": 2.0,
-                                    "images_per_second": 512.4, "skipped_steps": 0}
-    assert epoch_line(row, 10) == "epoch  3/10  lr 1.00e-03  train loss 2.000  512 images/s"
-    row |= {"val_loss": 1.5, "val_top1": 50.0, "val_top5": 90.0, "ema_top1": 51.25,
-            "skipped_steps": 2}
-    assert ("val loss 1.500  top-1 50.00 %  top-5 90.00 %  EMA top-1 51.25 %  2 steps skipped"
-            in epoch_line(row, 10))

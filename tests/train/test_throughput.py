@@ -1,4 +1,5 @@
-"""Throughput is the median pass after warm-up; how fast anything is, is not asserted."""
+"""FLOPs are those of the formulas; throughput is the median pass after warm-up. How fast anything is,
+is not asserted."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from vitinit.models import build_model
 from vitinit.train import throughput as room
 from vitinit.train.metrics import ProgressBar
 
@@ -40,3 +42,87 @@ def test_it_is_the_median_of_the_timed_passes(monkeypatch, amp, channels_last):
     assert bar.done == len(passes)
     assert model.seen == [((5, 3, 7, 11), not channels_last, False, False,
                            amp != "off")] * len(passes)
+
+
+# ---------------------------------------------------------------------------------------------
+# FLOPs
+# ---------------------------------------------------------------------------------------------
+
+
+def block_flops(tokens: int, width: int, hidden: int, keys: int) -> int:
+    """Of a transformer's block for one image, each of whose tokens attends to `keys` of them."""
+    return (2 * tokens * width * 3 * width           # qkv
+            + 2 * 2 * tokens * keys * width          # Q Kᵀ and A V
+            + 2 * tokens * width * width             # proj
+            + 2 * 2 * tokens * width * hidden)       # MLP
+
+
+def vit() -> tuple[nn.Module, int, int]:
+    """A model, the side of its images, and the FLOPs of one of them by the formulas."""
+    tokens, width = 25, 30
+    model = build_model("vit_tiny", num_classes=7, image_size=20, patch_size=4, embed_dim=width,
+                        depth=2, num_heads=3, pool="mean")
+    return model, 20, (2 * tokens * 48 * width + 2 * block_flops(tokens, width, 4 * width, tokens)
+                       + 2 * width * 7)
+
+
+def swin() -> tuple[nn.Module, int, int]:
+    """Two stages of 8×8 and 4×4 tokens in windows of 4×4, of which the second is not shifted."""
+    model = build_model("swin_tiny", num_classes=7, image_size=32, patch_size=4, embed_dim=12,
+                        depths=[2, 1], num_heads=[3, 6], window_size=4)
+    return model, 32, (2 * 64 * 48 * 12 + 2 * block_flops(64, 12, 48, 16)
+                       + 2 * 16 * 48 * 24            # four neighbours become one token
+                       + block_flops(16, 24, 96, 16) + 2 * 24 * 7)
+
+
+def mixer() -> tuple[nn.Module, int, int]:
+    tokens, width, token_hidden, hidden = 25, 30, 15, 120
+    model = build_model("mixer_s16", num_classes=7, image_size=20, patch_size=4, embed_dim=width,
+                        depth=2)
+    return model, 20, (2 * tokens * 48 * width + 2 * 2 * 2 * width * tokens * token_hidden
+                       + 2 * 2 * 2 * tokens * width * hidden + 2 * width * 7)
+
+
+def conv_mixer() -> tuple[nn.Module, int, int]:
+    """A depthwise filter reads one channel; at the edges torch counts what is padded, too."""
+    tokens, width = 25, 30
+    model = build_model("convmixer_256_8", num_classes=7, image_size=20, patch_size=4,
+                        embed_dim=width, depth=2, kernel_size=3)
+    return model, 20, (2 * tokens * 48 * width
+                       + 2 * (2 * tokens * 9 * width + 2 * tokens * width * width) + 2 * width * 7)
+
+
+def simple_vit(reads: str = "content") -> tuple[nn.Module, int, int]:
+    """Its heads have 4 × 5 channels beside a stream of 28."""
+    tokens, width, inner = 25, 28, 20
+    model = build_model("simple_vit", num_classes=7, image_size=20, patch_size=4, embed_dim=width,
+                        depth=2, num_heads=4, head_dim=5, mlp_ratio=1.0, reads=reads,
+                        input_code=reads == "content")
+    products = (2 * tokens * tokens * inner          # A V
+                + 2 * 2 * tokens * width * inner     # values, proj
+                + 2 * 2 * tokens * width * width)    # MLP
+    if reads == "content":
+        products += position_flops(tokens, width, inner)
+    return model, 20, 2 * tokens * 48 * width + 2 * products + 2 * width * 7
+
+
+def position_flops(tokens: int, width: int, inner: int) -> int:
+    """Of a SimpleViT's Q, K and Q Kᵀ in a block."""
+    return 2 * tokens * width * 2 * inner + 2 * tokens * tokens * inner
+
+
+@pytest.mark.parametrize("family", [vit, swin, mixer, conv_mixer, simple_vit])
+def test_forward_flops_are_those_of_the_products_that_the_formulas_name(family):
+    model, side, expected = family()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert room.forward_flops(model, (3, 3, side, side)) == 3 * expected
+    assert room.training_flops(model, 3, (side, side)) == 3 * expected     # thrice, for one image
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_a_batch_computes_once_is_shared_by_its_images():
+    """Queries and keys that read positions alone are the same for all images."""
+    model, side, expected = simple_vit("position")
+    once = 2 * position_flops(25, 28, 20)
+    assert room.forward_flops(model, (5, 3, side, side)) == 5 * expected + once
+    assert room.training_flops(model, 5, (side, side)) == pytest.approx(3 * (expected + once / 5))

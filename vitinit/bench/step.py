@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..command_line import building
 from ..data.datasets import LoosePictures
@@ -22,17 +20,9 @@ from ..models import build_model
 from ..train.engine import AMP_DTYPES, autocast
 from ..train.optim import adamw
 from ..train.device import describe_device, peak_memory
-from ..train.throughput import TIMED_PASSES, WARMUP_PASSES
+from ..train.throughput import TIMED_PASSES, WARMUP_PASSES, training_flops
 from .data import deit_device_part
 from .timing import best_seconds, device_to_time
-
-
-def forward_flops(model: torch.nn.Module, images: torch.Tensor) -> float:
-    """Floating-point operations of one forward pass, counted by torch on the operators it ran."""
-    # Attention written out, since not every version counts every fused kernel.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        model(images)
-    return counter.get_total_flops()
 
 
 def from_files(source: LoosePictures, size: int, batch: int, workers: int, device: torch.device
@@ -64,7 +54,7 @@ def bench_step(name: str, *, batch: int, image_size: int, amp: str, compiled: bo
     optimizer = adamw(model, weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8)
     images = torch.randn(batch, 3, image_size, image_size, device=device)
     targets = torch.eye(1000, device=device)[torch.arange(batch, device=device) % 1000]
-    flops = 3.0 * forward_flops(model, images)       # backward costs twice the forward
+    flops = batch * training_flops(model, batch, (image_size, image_size))
     forward = torch.compile(model) if compiled else model
 
     def step(images: torch.Tensor, targets: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -87,6 +88,17 @@ class EvaluationBatches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return map(self.prepare, self.batches)
+
+
+class Data(NamedTuple):
+    """What a run trains and is measured on."""
+
+    whole_set: Source           # of which `train_set` is a part
+    train_set: Source
+    val_set: Source
+    plan: BatchPlan
+    train_batches: TrainingBatches
+    val_batches: EvaluationBatches
 
 
 def training_batches(source: Source, *, sampler: TrainSampler, draws: SampleDraws,

@@ -28,7 +28,7 @@ from torch import nn
 from ..messages import in_brief
 from ..train.checkpoint import (CheckpointError, Damaged, NoCheckpoint, load, save_atomically,
                                 write_text_atomically)
-from ..train.metrics import MetricsFile
+from .records import JsonLines
 
 
 class RunFolder:
@@ -42,7 +42,7 @@ class RunFolder:
         self.last, self.previous = path / "last.pt", path / "previous.pt"
         self.best = path / "best.pt"
         self.recipe, self.info = path / "recipe.toml", path / "run.json"
-        self.metrics = MetricsFile(path / "metrics.jsonl")
+        self.metrics = JsonLines(path / "metrics.jsonl", "epoch")
         self.read_from = self.last                   # where `load_last` found its checkpoint
 
     def kept(self, epoch: int) -> Path:
@@ -169,6 +169,12 @@ class RunFolder:
             raise CheckpointError(f"{problem}; and {error}") from None
         say(f"{problem}; going on from {self.previous}")
         return state
+
+    def what_is_left(self) -> str:
+        """Of a run that diverged: its last checkpoint, which is from before that."""
+        step = self.load_last(glance=True)["progress"]["step"]
+        return (f"; {self.read_from} holds the state after {step:,} steps, which would go the same "
+                "way again: start anew with a lower optim.base_lr, say, or optim.clip_norm")
 
     def _load(self, glance: bool) -> dict[str, Any]:
         state = load(self.read_from, mmap=glance, verify=not glance)

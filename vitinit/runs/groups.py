@@ -20,8 +20,8 @@ from ..recipe.sections import MACHINE_KEYS, Recipe
 from ..recipe.upgrade import processes_of, upgraded
 from ..recipe.values import describe, shown, to_toml
 from ..train.checkpoint import CheckpointError
-from ..train.metrics import METRICS
 from .folder import RunFolder
+from .records import METRICS
 
 # What the runs of one experiment may differ in: the seed, the data's place, and the machine.
 FREE_KEYS = ("run.seed", "data.root", *MACHINE_KEYS)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from ..recipe.files import Override, RecipeError, from_dict
 from ..recipe.resolve import fresh_recipe, overrides, with_defaults
 from ..recipe.sections import MACHINE_KEYS, Recipe
@@ -14,6 +16,7 @@ from ..recipe.upgrade import notes, processes_of
 from ..recipe.values import nearest, to_toml
 from ..train.checkpoint import CheckpointError
 from ..train.distributed import Processes
+from ..train.engine import normalises_over_images
 from .folder import RunFolder
 from .groups import keys_of, read_run
 from .lock import RunLock
@@ -67,6 +70,14 @@ def old_micro_batch(recipe: Recipe, processes: int) -> int:
     share = max(recipe.optim.global_batch // processes, 1)
     return next(size for size in range(min(recipe.optim.max_batch_per_process, share), 0, -1)
                 if share % size == 0)
+
+
+def require_same_micro_batch(model: nn.Module, now: int, before: int) -> None:
+    """RecipeError where a run goes on in other micro-batches, and its model would notice."""
+    if now != before and normalises_over_images(model):
+        raise RecipeError(f"this run's BatchNorm has seen micro-batches of {before} images, and they "
+                          f"would have {now} now; go on with as many processes and the same "
+                          "optim.max_batch_per_process as before")
 
 
 def resumed_run(args: argparse.Namespace, folder: RunFolder, say: Callable[[str], None]) -> Chosen:

@@ -1,28 +1,20 @@
-"""Numbers of a run: the state of the running epoch, the metrics file, what the terminal shows."""
+"""Where a run is: the state of the running epoch, and what the terminal shows of it."""
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
-from ..messages import OneLineError, in_brief
-from .checkpoint import CheckpointError, write_text_atomically
+from ..messages import OneLineError
 
 PLAIN_LINE_SECONDS = 30.0       # between two progress lines where there is no terminal
 T = TypeVar("T")
-
-
-# The keys of a line of metrics.jsonl, in order.
-METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
-           "ema_top1", "ema_top5", "skipped_steps", "seconds")
 
 
 class StepRow(NamedTuple):
@@ -86,77 +78,6 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
-    """A line of metrics for people, without what was not measured."""
-    parts = [f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}", f"lr {row['lr']:.2e}",
-             f"train loss {row['train_loss']:.3f}"]
-    for key, text in (("val_loss", "val loss {:.3f}"), ("val_top1", "top-1 {:.2f} %"),
-                      ("val_top5", "top-5 {:.2f} %"), ("ema_top1", "EMA top-1 {:.2f} %")):
-        if row[key] is not None:
-            parts.append(text.format(row[key]))
-    if row["skipped_steps"]:
-        parts.append(f"{row['skipped_steps']} steps skipped")
-    rate = row["images_per_second"]
-    return "  ".join([*parts, f"{rate:.0f} images/s" if rate >= 100 else f"{rate:.2f} images/s"])
-
-
-class MetricsFile:
-    """metrics.jsonl: one JSON object a line and epoch."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from None
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One dictionary an epoch; none where there is no file yet. Blank lines count for nothing.
-
-        Raises CheckpointError, naming the line, for what is no run's: no JSON object, no epoch, or
-        an epoch that does not come after the one of the line before, as where two runs wrote.
-        """
-        rows: list[dict[str, Any]] = []
-        for number, line in self._lines():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:        # JSON's and Unicode's
-                raise self._broken(number, f"is no JSON object ({in_brief(error)})") from None
-            if not isinstance(row, dict):
-                raise self._broken(number, f"is {in_brief(row)}, expected a JSON object")
-            epoch, before = row.get("epoch"), rows[-1]["epoch"] if rows else 0
-            if type(epoch) is not int:
-                raise self._broken(number, "names no epoch")
-            if epoch <= before:
-                raise self._broken(number, f"is epoch {epoch} after epoch {before}; two runs may "
-                                           "have written here")
-            rows.append(row)
-        return rows
-
-    def cut_back(self, epochs: int) -> None:
-        """Keep the lines of the first `epochs` epochs, as a checkpoint taken then knows them."""
-        kept = [row for row in self.rows() if row["epoch"] <= epochs]
-        write_text_atomically("".join(json.dumps(row) + "\n" for row in kept), self.path)
-
-    def _broken(self, number: int, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: line {number} {problem}; mend the file or move it "
-                               "away")
-
-    def _lines(self) -> list[tuple[int, bytes]]:
-        """Whole lines with their numbers: one that a crash cut short is no line."""
-        try:
-            text = self.path.read_bytes()
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from None
-        return [(number, line) for number, line in enumerate(text.split(b"\n")[:-1], 1)
-                if line.strip()]
 
 
 class ProgressBar:

@@ -1,20 +1,51 @@
-"""How fast a model is by itself: images a second of its forward pass, no loader beside it."""
+"""How much a model computes for an image, and how fast its forward pass is by itself."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from .device import peak_memory
 from .engine import autocast
 from .metrics import ProgressBar
 
 
+BACKWARD_COST = 2               # of a forward pass: gradients of the inputs and of the weights
 WARMUP_PASSES, TIMED_PASSES = 10, 40    # as many as in timm's benchmark.py
+
+
+@torch.no_grad()
+def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:
+    """Floating-point operations of one forward pass over images of `shape` (B, 3, H, W).
+
+    A multiplication and an addition are two. torch counts those of matrix products, attention and
+    convolutions by the operators' shapes; everything else is small beside them. On the meta device
+    nothing is computed and no weight is touched.
+    """
+    weights = {name: torch.empty_like(value, device="meta")
+               for name, value in (*model.named_parameters(), *model.named_buffers())}
+    # Attention is written out, since not every version of torch counts every fused kernel.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        functional_call(model, weights, (torch.empty(*shape, device="meta"),))
+    return counter.get_total_flops()
+
+
+def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> float:
+    """Likewise of training on one image of a batch, forward and backward: model FLOPs.
+
+    What activation checkpointing or a kernel computes twice does not count, as in PaLM's
+    "model FLOPs utilization" (arXiv 2204.02311, appendix B).
+    """
+    forward = forward_flops(model, (batch_size, 3, *size)) / batch_size
+    return (1 + BACKWARD_COST) * forward
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,109 @@
+"""The lines that a run writes as it goes: an epoch each in metrics.jsonl, ten steps each in steps.jsonl.
+
+Both files are JSON lines: one object a line, appended as it comes, readable while the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..messages import in_brief
+from ..train.checkpoint import CheckpointError, write_text_atomically
+from ..train.engine import Evaluation
+from ..train.metrics import Progress
+
+# The keys of a line of metrics.jsonl, in order.
+METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
+           "ema_top1", "ema_top5", "skipped_steps", "seconds")
+
+
+class JsonLines:
+    """A file of JSON objects, one a line, whose integers under `key` grow from line to line."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.path, self.key = path, key
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dictionary a line; none where there is no file yet. Blank lines count for nothing.
+
+        Raises CheckpointError, naming the line, for what is no run's: no JSON object, no `key`, or
+        one that does not come after that of the line before, as where two runs wrote.
+        """
+        rows: list[dict[str, Any]] = []
+        for number, line in self._lines():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:        # JSON's and Unicode's
+                raise self._broken(number, f"is no JSON object ({in_brief(error)})") from None
+            if not isinstance(row, dict):
+                raise self._broken(number, f"is {in_brief(row)}, expected a JSON object")
+            count, before = row.get(self.key), rows[-1][self.key] if rows else 0
+            if type(count) is not int:
+                raise self._broken(number, f"names no {self.key}")
+            if count <= before:
+                raise self._broken(number, f"is {self.key} {count} after {self.key} {before}; two "
+                                           "runs may have written here")
+            rows.append(row)
+        return rows
+
+    def cut_back(self, last: int) -> None:
+        """Keep the lines up to `last`, as a checkpoint taken then knows them."""
+        kept = [row for row in self.rows() if row[self.key] <= last]
+        write_text_atomically("".join(json.dumps(row) + "\n" for row in kept), self.path)
+
+    def _broken(self, number: int, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: line {number} {problem}; mend the file or move it "
+                               "away")
+
+    def _lines(self) -> list[tuple[int, bytes]]:
+        """Whole lines with their numbers: one that a crash cut short is no line."""
+        try:
+            text = self.path.read_bytes()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from None
+        return [(number, line) for number, line in enumerate(text.split(b"\n")[:-1], 1)
+                if line.strip()]
+
+
+def metrics_row(progress: Progress, lr: float, global_batch: int,
+                results: Sequence[Evaluation]) -> dict[str, Any]:
+    """The finished epoch's line of metrics; null where nothing was evaluated.
+
+    results: of the model, and of its moving average where there is one.
+    """
+    row = dict.fromkeys(METRICS) | {
+        "epoch": progress.epochs + 1, "lr": lr,
+        "train_loss": progress.loss_sum / progress.epoch_steps,
+        "images_per_second": progress.epoch_steps * global_batch / progress.seconds,
+        "skipped_steps": progress.skipped_steps, "seconds": progress.seconds}
+    for result in results[:1]:
+        row |= {f"val_{key}": getattr(result, key) for key in ("loss", "top1", "top5")}
+    for result in results[1:]:
+        row |= {"ema_top1": result.top1, "ema_top5": result.top5}
+    return row
+
+
+def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
+    """A line of metrics for people, without what was not measured."""
+    parts = [f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}", f"lr {row['lr']:.2e}",
+             f"train loss {row['train_loss']:.3f}"]
+    for key, text in (("val_loss", "val loss {:.3f}"), ("val_top1", "top-1 {:.2f} %"),
+                      ("val_top5", "top-5 {:.2f} %"), ("ema_top1", "EMA top-1 {:.2f} %")):
+        if row[key] is not None:
+            parts.append(text.format(row[key]))
+    if row["skipped_steps"]:
+        parts.append(f"{row['skipped_steps']} steps skipped")
+    rate = row["images_per_second"]
+    return "  ".join([*parts, f"{rate:.0f} images/s" if rate >= 100 else f"{rate:.2f} images/s"])
