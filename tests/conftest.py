@@ -18,8 +18,8 @@ from PIL import Image
 
 from vitinit.recipe.files import dump_recipe
 from vitinit.recipe.resolve import overrides, resolve_recipe
-from vitinit.train.interruption import STOP_SIGNALS, StopRequest
 from vitinit.runs.records import METRICS
+from vitinit.train.interruption import STOP_SIGNALS, StopRequest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

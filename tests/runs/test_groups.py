@@ -10,8 +10,8 @@ import pytest
 
 from vitinit.recipe.upgrade import VERSION
 from vitinit.runs.groups import FREE_KEYS, finished_groups, group_runs, read_run
-from vitinit.train.checkpoint import CheckpointError
 from vitinit.runs.records import METRICS
+from vitinit.train.checkpoint import CheckpointError
 
 
 def test_a_run_is_read_as_it_was_written(written_run):
