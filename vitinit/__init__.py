@@ -2,6 +2,7 @@
 
 from .init import init_weights
 from .models import build_model
+from .runs.trained import Trained, load
 
 __version__ = "0.1.0"
-__all__ = ["build_model", "init_weights"]
+__all__ = ["Trained", "build_model", "init_weights", "load"]

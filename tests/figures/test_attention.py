@@ -7,8 +7,9 @@ import torch
 
 from vitinit.data.images import decode_image
 from vitinit.figures import attention
-from vitinit.figures.subjects import as_input, fresh, view
+from vitinit.figures.subjects import fresh
 from vitinit.mixing import mixing_matrices
+from vitinit.runs.trained import as_input, evaluation_view
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 2])
@@ -34,7 +35,8 @@ def test_rows_are_models_blocks_and_queries(draw, sizes, picture_tree, monkeypat
          "--blocks", 1, 0, "--heads", 2, 1, "--queries", "4,6", "0,1")
     assert [query for query, _ in seen] == [(4, 6), (0, 1)] * 2
     subject, = fresh(["quickstart"], ["impulse"], seed=None, sets=sizes[1::2])
-    image = as_input(view(decode_image(str(photograph)), subject.recipe)[None], subject.recipe)
+    view = evaluation_view(decode_image(str(photograph)), subject.recipe)
+    image = as_input(view[None], subject.recipe)
     rows = mixing_matrices(subject.model, image)[1][0][[2, 1], 34]       # the last token of 35
     assert torch.equal(seen[0][1], rows.view(2, 5, 7))
 

@@ -45,16 +45,23 @@ class Box(NamedTuple):
 
 
 def decode_image(path: str) -> Tensor:
-    """The picture in a file as RGB, (3, H, W) uint8.
+    """The image in a file as RGB, (3, H, W) uint8.
+
+    Raises DataError naming the file if it is missing or no regular file, and as `decode_bytes`.
+    """
+    return decode_bytes(read_file(path), path)
+
+
+def decode_bytes(content: bytes, name: str) -> Tensor:
+    """A file's content as RGB, (3, H, W) uint8.
 
     JPEG by torchvision, which is fast; all else by Pillow, which no damaged file brings down (of an
     animation the first frame). What a file is, its first bytes say, not its name. Transparency is
     dropped as Pillow's convert("RGB") drops it, and the EXIF rotation of JPEGs is ignored. Of 16
-    bits the higher 8 are kept. Raises DataError naming the file if it is missing, no regular file,
-    empty, truncated, no picture, or of more pixels than Pillow takes for harmless
-    (Image.MAX_IMAGE_PIXELS, 89,478,485).
+    bits the higher 8 are kept. Raises DataError, which calls it by `name`, if it is empty,
+    truncated, no image, or of more pixels than Pillow takes for harmless (Image.MAX_IMAGE_PIXELS,
+    89,478,485).
     """
-    content = read_file(path)
     if content.startswith(JPEG_START):
         height, width = jpeg_size(content)
         if 0 < height * width <= (Image.MAX_IMAGE_PIXELS or math.inf):
@@ -63,7 +70,7 @@ def decode_image(path: str) -> Tensor:
                 return decode_jpeg(encoded, mode=ImageReadMode.RGB)
             except RuntimeError:                     # Pillow says better what is wrong
                 pass
-    return _decode_with_pillow(path, content)
+    return _decode_with_pillow(name, content)
 
 
 def read_file(path: str) -> bytes:
@@ -111,12 +118,7 @@ def _decode_with_pillow(path: str, content: bytes) -> Tensor:
         with warnings.catch_warnings(action="ignore"):
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(content), formats=FORMATS) as picture:
-                if picture.mode == "I" or picture.mode.startswith("I;16"):
-                    # 16-bit grey, which convert("RGB") would clip to white. Of 16-bit colours
-                    # Pillow keeps the higher byte by itself.
-                    grey = (np.asarray(picture) // 256).clip(0, 255).astype(np.uint8)
-                    picture = Image.fromarray(grey)
-                return from_pillow(picture.convert("RGB"))
+                return from_pillow(picture)
     except UnidentifiedImageError:
         reason = f"none of {', '.join(FORMATS)}" if content else "empty"
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -127,7 +129,12 @@ def _decode_with_pillow(path: str, content: bytes) -> Tensor:
 
 
 def from_pillow(picture: Image.Image) -> Tensor:
-    """An RGB picture of Pillow's as (3, H, W) uint8, channels-last in memory."""
+    """An image of Pillow's as RGB, (3, H, W) uint8, channels-last in memory."""
+    if picture.mode == "I" or picture.mode.startswith("I;16"):
+        # 16-bit grey, which convert("RGB") would clip to white. Of 16-bit colours Pillow keeps the
+        # higher byte by itself.
+        picture = Image.fromarray((np.asarray(picture) // 256).clip(0, 255).astype(np.uint8))
+    picture = picture.convert("RGB")
     flat = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
     return flat.view(picture.height, picture.width, 3).permute(2, 0, 1)
 

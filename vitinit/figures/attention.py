@@ -10,8 +10,9 @@ from torch import Tensor
 from ..data.images import decode_image
 from ..mixing import block_grids, mixing_matrices
 from ..models import SimpleViT, SwinTransformer, VisionTransformer
+from ..runs.trained import as_input, evaluation_view
 from .plot import OVERLAY, FigureError, pyplot, save
-from .subjects import Subject, as_input, require_indices, require_family, view
+from .subjects import Subject, require_family, require_indices
 
 LUMA = (0.299, 0.587, 0.114)    # ITU-R BT.601: grey as the eye weighs red, green and blue
 HEAT = 0.7                      # opacity of the heat over the photograph
@@ -37,7 +38,7 @@ def draw_attention(out: Path, subjects: Iterable[Subject], picture: Path, *, blo
         require_family(subject, "attention", VisionTransformer, SimpleViT, SwinTransformer)
         grids = block_grids(subject.model)
         require_indices("block", blocks, len(grids))
-        image = view(decode_image(str(picture)), subject.recipe)         # (3, H, W)
+        image = evaluation_view(decode_image(str(picture)), subject.recipe)         # (3, H, W)
         matrices = mixing_matrices(subject.model, as_input(image[None], subject.recipe),
                                    blocks=blocks)
         for block in blocks:

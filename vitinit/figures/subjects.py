@@ -10,17 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ..command_line import building
-from ..data.augment import normalise
 from ..data.datasets import LoosePictures
-from ..data.images import resize_and_centre_crop
 from ..init import init_weights
 from ..models import SimpleViT, VisionTransformer, build_model
-from ..recipe.files import RecipeError, from_dict
+from ..recipe.files import RecipeError
 from ..recipe.resolve import fresh_recipe
 from ..recipe.sections import Recipe
 from ..runs.folder import RunFolder, checkpoint_file
-from ..runs.trained import loaded
-from ..train.checkpoint import CheckpointError, load
+from ..runs.trained import as_input, evaluation_view, loaded, open_saved
+from ..train.checkpoint import CheckpointError
 from .plot import FigureError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -60,13 +58,10 @@ def of_runs(runs: Sequence[Path], epochs: Sequence[int], weights: str) -> Iterat
     """
     for run in runs:
         for path in [kept_epoch(run, epoch) for epoch in epochs] or [checkpoint_file(run)]:
-            state = load(path)
-            if "recipe" not in state:
-                raise RecipeError(f"{path}: holds no recipe, so it is no checkpoint of a run")
-            recipe = from_dict(state["recipe"], str(path))
-            name = recipe.init.name if len(runs) == 1 else path.parent.name
-            yield Subject(recipe, f"{name}, {described(path)}",
-                          loaded(recipe, state, path, weights).eval())
+            saved = open_saved(path)
+            name = saved.recipe.init.name if len(runs) == 1 else path.parent.name
+            yield Subject(saved.recipe, f"{name}, {described(path)}",
+                          loaded(saved.recipe, saved.state, path, weights).eval())
 
 
 def kept_epoch(run: Path, epoch: int) -> Path:
@@ -107,21 +102,10 @@ def require_indices(what: str, indices: Sequence[int], count: int) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def view(picture: Tensor, recipe: Recipe) -> Tensor:
-    """(3, H, W) → the recipe's evaluation view, (3, *image_size) uint8."""
-    return resize_and_centre_crop(picture, recipe.data.image_size, recipe.eval.crop_pct,
-                                  recipe.eval.interpolation)
-
-
-def as_input(views: Tensor, recipe: Recipe) -> Tensor:
-    """(B, 3, H, W) uint8 → what the recipe's model takes."""
-    return normalise(views, recipe.data.mean, recipe.data.std)
-
-
 def photographs(folder: Path, count: int, recipe: Recipe) -> Tensor:
     """The first `count` photographs under `folder` as inputs, (count, 3, H, W)."""
     source = LoosePictures(folder, count)
     if len(source) < count:
         raise FigureError(f"{folder}: holds {len(source)} pictures, and {count} are asked for")
-    return as_input(torch.stack([view(source.picture(index), recipe) for index in range(count)]),
-                    recipe)
+    return as_input(torch.stack([evaluation_view(source.picture(index), recipe)
+                                 for index in range(count)]), recipe)

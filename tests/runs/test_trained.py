@@ -1,0 +1,198 @@
+"""vitinit.load: a model that is used says what eval.py measures, for every kind of image."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vitinit
+from vitinit.data.class_subsets import imagenet_wnids
+from vitinit.runs import trained as trained_module
+from vitinit.train.checkpoint import load as load_checkpoint
+
+RUN = Path(__file__).parent / "data" / "55cb85f"     # three classes of 8-pixel images
+SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)
+
+
+def drawn_image(height: int = 11, width: int = 13, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def as_tensor(image: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(image).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("weights", ["model", "ema"])
+def test_predictions_are_those_that_eval_counts(eval_program, picture_tree, capsys, weights):
+    assert eval_program.main([str(RUN), "--data-dir", str(picture_tree)]) == 0
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])[weights]
+    trained = vitinit.load(RUN, weights=weights)
+    paths = sorted((picture_tree / "val").glob("*/*.png"))
+    guesses = trained.predict_batch(paths, top=3)
+    assert sum(guess[0][0] == path.parent.name for guess, path in zip(guesses, paths)) == round(
+        measured["top1"] / 100 * len(paths))
+    loss = -np.mean([np.log(dict(guess)[path.parent.name]) for guess, path in zip(guesses, paths)])
+    assert loss == pytest.approx(measured["loss"], rel=1e-5)
+
+
+def test_every_kind_of_image_is_the_same_image(tmp_path):
+    trained, pixels = vitinit.load(RUN), drawn_image()
+    image, path, packed = Image.fromarray(pixels), tmp_path / "image.png", io.BytesIO()
+    image.save(path)
+    image.save(packed, "PNG")
+    kinds = [path, str(path), packed.getvalue(), image, as_tensor(pixels), image.convert("RGBA")]
+    batch = trained.preprocess(kinds)
+    assert batch.shape == (6, 3, 8, 8) and batch.dtype == torch.float32
+    for kind, one in zip(kinds, batch):
+        assert torch.equal(one, batch[0])
+        assert torch.equal(trained.preprocess(kind), batch[:1])
+        assert trained.predict(kind) == trained.predict(path)
+    other = trained.preprocess(as_tensor(drawn_image(seed=1)))
+    assert not torch.equal(other, batch[:1])
+
+
+def test_an_image_of_16_bits_keeps_its_higher_8():
+    grey = drawn_image()[..., 0]
+    deep = Image.fromarray(grey.astype(np.uint16) * 256 + 77)
+    assert deep.mode.startswith("I;16")
+    trained = vitinit.load(RUN)
+    assert torch.equal(trained.preprocess(deep), trained.preprocess(Image.fromarray(grey)))
+
+
+def test_predictions_are_sorted_probabilities_under_the_classes_names():
+    trained, image = vitinit.load(RUN), as_tensor(drawn_image())
+    found = trained.predict(image, top=7)            # there are three
+    names, shares = zip(*found)
+    assert sorted(names) == ["blue", "green", "red"] and list(shares) == sorted(shares)[::-1]
+    assert sum(shares) == pytest.approx(1, abs=1e-6)
+    logits = trained.model(trained.preprocess(image))[0]
+    for name, share in found:
+        assert share == pytest.approx(logits.softmax(0)[trained.classes.index(name)].item())
+    assert trained.predict(image, top=2) == found[:2]
+
+
+def test_more_images_than_a_batch_keep_their_order(monkeypatch):
+    trained = vitinit.load(RUN)
+    images = [as_tensor(drawn_image(seed=seed)) for seed in range(7)]
+    whole = trained.predict_batch(images)
+    monkeypatch.setattr(trained_module, "BATCH", 3)
+    for one, other in zip(trained.predict_batch(iter(images)), whole, strict=True):
+        assert [name for name, _ in one] == [name for name, _ in other]
+        np.testing.assert_allclose([share for _, share in one], [share for _, share in other],
+                                   rtol=1e-5)
+    assert trained.predict_batch([]) == []
+
+
+def test_equally_likely_classes_stand_in_the_models_order():
+    trained = vitinit.load(RUN)
+    assert trained.ranked(torch.tensor([[.3, .4, .3], [.2, .4, .4]]), top=3) == [
+        [(trained.classes[1], pytest.approx(.4)), (trained.classes[0], pytest.approx(.3)),
+         (trained.classes[2], pytest.approx(.3))],
+        [(trained.classes[1], pytest.approx(.4)), (trained.classes[2], pytest.approx(.4)),
+         (trained.classes[0], pytest.approx(.2))]]
+
+
+def test_another_image_size_resizes_the_position_embedding():
+    trained = vitinit.load(RUN, image_size=(12, 16))
+    assert trained.image_size == (12, 16) and trained.model.grid == (3, 4)
+    assert trained.preprocess(as_tensor(drawn_image(50, 40))).shape == (1, 3, 12, 16)
+    assert len(trained.predict(as_tensor(drawn_image(50, 40)))) == 3
+    assert vitinit.load(RUN, image_size=16).image_size == (16, 16)
+
+
+def test_a_model_to_use_is_not_trained_by_accident():
+    trained = vitinit.load(RUN)
+    assert not trained.model.training
+    assert not any(parameter.requires_grad for parameter in trained.model.parameters())
+
+
+def test_a_checkpoint_file_is_as_good_as_its_run():
+    one, other = vitinit.load(RUN), vitinit.load(str(RUN / "last.pt"))
+    assert one.classes == other.classes and one.recipe == other.recipe and one.path == other.path
+    for key, value in one.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[key])
+
+
+def test_a_checkpoint_of_others_takes_a_recipe(tmp_path):
+    model = vitinit.build_model("vit_tiny", num_classes=1000, image_size=224)
+    vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
+    torch.save({"model": model.state_dict()}, tmp_path / "deit.pth")
+    trained = vitinit.load(tmp_path / "deit.pth", recipe="deit_tiny")
+    assert list(trained.classes) == imagenet_wnids()
+    image = as_tensor(drawn_image(300, 240))
+    expected = model.eval()(trained.preprocess(image)).detach().softmax(1)[0]
+    (name, share), *_ = trained.predict(image, top=1)
+    assert name == imagenet_wnids()[int(expected.argmax())]
+    assert share == pytest.approx(expected.max().item(), rel=1e-5)
+
+
+def test_classes_that_nobody_named_are_numbers(tmp_path):
+    state = load_checkpoint(RUN / "last.pt")
+    del state["classes"]
+    torch.save(state, tmp_path / "unnamed.pt")
+    assert vitinit.load(tmp_path / "unnamed.pt").classes == ("0", "1", "2")
+
+
+def test_a_name_finds_what_is_in_the_box_unless_something_lies_there(tmp_path, monkeypatch):
+    box = tmp_path / "box"
+    box.mkdir()
+    (box / "small").symlink_to(RUN)
+    monkeypatch.setattr(trained_module, "BOXED", box)
+    monkeypatch.chdir(tmp_path)
+    assert vitinit.load("small").path == box / "small" / "last.pt"
+    (tmp_path / "small").mkdir()
+    with pytest.raises(ValueError, match="small/last.pt: no such checkpoint"):
+        vitinit.load("small")
+
+
+@pytest.mark.parametrize("arguments, problem", [
+    (dict(path="nowhere"), "nowhere: no such checkpoint"),
+    (dict(path=RUN, weights="best"), "weights is 'best', expected \"model\" or \"ema\""),
+    (dict(path=RUN, recipe="deit_tiny"), "brings its own recipe; the recipe deit_tiny that was given"),
+    (dict(path=RUN, recipe="deit_tin"), "--recipe deit_tin: no such recipe"),
+    (dict(path=RUN, image_size=9), "patches of 4×4 pixels do not tile an image of 9×9"),
+])
+def test_what_cannot_be_loaded_is_one_line(arguments, problem):
+    with pytest.raises(ValueError) as caught:
+        vitinit.load(**arguments)
+    assert problem in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_without_a_recipe_or_average_is_one_line(tmp_path):
+    state = load_checkpoint(RUN / "last.pt")
+    torch.save({"model": state["model"]}, tmp_path / "bare.pt")
+    torch.save(state | {"ema": None}, tmp_path / "alone.pt")
+    with pytest.raises(ValueError, match="bare.pt: holds no recipe; say of which recipe it is a"):
+        vitinit.load(tmp_path / "bare.pt")
+    with pytest.raises(ValueError, match="alone.pt: no model in it; .* under the key 'ema'"):
+        vitinit.load(tmp_path / "alone.pt", weights="ema")
+
+
+@pytest.mark.parametrize("image, problem", [
+    ("nowhere.jpg", "nowhere.jpg: cannot be read: No such file or directory"),
+    (b"text", "an image given as bytes: not a readable picture, 4 bytes"),
+    (b"", r"an image given as bytes: not a readable picture, 0 bytes \(empty\)"),
+    (17, "an image is a int, expected a path, bytes, a PIL image or a tensor"),
+    (torch.zeros(3, 5, 7), r"an image is a tensor \(3, 5, 7\) torch.float32, expected \(3, H, W\) "),
+    (torch.zeros(5, 7, 3, dtype=torch.uint8), r"an image is a tensor \(5, 7, 3\) torch.uint8"),
+    (torch.zeros(3, 0, 7, dtype=torch.uint8), r"an image is a tensor \(3, 0, 7\) torch.uint8"),
+])
+def test_what_is_no_image_is_one_line(image, problem):
+    trained = vitinit.load(RUN)
+    for call in (trained.predict, lambda one: trained.preprocess([as_tensor(drawn_image()), one])):
+        with pytest.raises(ValueError, match=problem):
+            call(image)
+
+
+def test_no_images_and_no_guesses_are_one_line():
+    trained = vitinit.load(RUN)
+    with pytest.raises(ValueError, match="no image was given; expected at least one"):
+        trained.preprocess([])
+    with pytest.raises(ValueError, match="top is 0, expected at least 1"):
+        trained.predict(as_tensor(drawn_image()), top=0)
