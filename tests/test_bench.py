@@ -14,8 +14,10 @@ import vitinit
 from vitinit.bench import __main__ as bench
 from vitinit.bench import corrupt
 from vitinit.bench.data import batches_of_keys
+from vitinit.bench.listing import grow_tree, scan
 from vitinit.bench.pixels import decibels
 from vitinit.bench.memory import saved_bytes
+from vitinit.data.datasets import ImageFolder
 from vitinit.data.images import DataError
 from vitinit.filters import ordered_offsets
 from vitinit.init.impulse import normalised_code
@@ -159,3 +161,15 @@ def test_files_that_end_or_halt_the_process_are_noticed(monkeypatch, tmp_path):
         "traceback", "decoded", "refused", "decoded"]
     assert found[9].printed == "libimage: warning\n" and not found[11].printed
     assert "-9" in found[3].words
+
+
+def test_a_listing_is_measured_beside_scandir_and_torchvisions(capsys):
+    printed = run(capsys, "listing", "--files", 23, "--folders", 5)
+    assert "23 files in 5 folders" in printed
+    assert re.findall(r"^(scandir|ours|torchvision)", printed, re.MULTILINE) == [
+        "scandir", "ours", "torchvision"]
+
+
+def test_what_is_listed_is_a_data_set_of_so_many_files(tmp_path):
+    grow_tree(tmp_path, files=23, folders=5)
+    assert len(ImageFolder(tmp_path)) == scan(str(tmp_path)) == 23

@@ -286,7 +286,7 @@ def test_which_images_a_subset_holds_is_the_subset_seeds_choice_alone(
     batches, seen = train_program.training_batches, []
 
     def looked_at(source, *others, **options):
-        seen.append(source.paths.tolist())
+        seen.append(list(source.paths))
         return batches(source, *others, **options)
     monkeypatch.setattr(train_program, "training_batches", looked_at)
     for seeds in ((0, 0), (1, 0), (0, 1)):

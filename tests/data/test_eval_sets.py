@@ -69,7 +69,7 @@ def test_each_picture_has_its_synset(layouts, name):
 def test_numbered_folders_are_not_in_alphabetical_order(layouts):
     """Alphabetically 10 comes after 1, yet it is class 10."""
     source = open_to_evaluate("imagenet_v2", str(layouts["imagenet_v2"]))
-    labels = {Path(path.decode()).parent.name: label
+    labels = {Path(path).parent.name: label
               for path, label in zip(source.paths, source.labels)}
     assert labels["2"] == 2 and labels["10"] == 10 and source.classes == WNIDS
 

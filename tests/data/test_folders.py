@@ -27,7 +27,7 @@ def listed(folder: Path) -> dict[str, list[str]]:
     source = ImageFolder(folder)
     found = {name: [] for name in source.classes}
     for path, label in zip(source.paths, source.labels):
-        found[source.classes[label]].append(os.path.relpath(os.fsdecode(path), folder))
+        found[source.classes[label]].append(os.path.relpath(path, folder))
     return found
 
 
@@ -40,7 +40,7 @@ def test_the_listing_is_torchvisions_but_for_hidden_files(tmp_path):
                             extensions=EXTENSIONS)
     tree(tmp_path, "a/.hidden.jpg", "a/.cache/1.jpg", "b/x/.y/1.png", ".d/1.jpg")
     source = ImageFolder(tmp_path)
-    assert list(map(os.fsdecode, source.paths)) == [path for path, _ in expected]
+    assert list(source.paths) == [path for path, _ in expected]
     assert len(source) == 12 and source.classes == ["a", "b", "c", "c-d"]
 
 

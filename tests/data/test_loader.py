@@ -374,7 +374,7 @@ def test_a_worker_outlives_signals_for_a_while():
 
 def test_programs_that_leave_a_loader_open_end_at_once(folder):
     """multiprocessing would wait for workers that outlive its SIGTERM."""
-    root = Path(os.fsdecode(folder.paths[0])).parents[1]
+    root = Path(folder.paths[0]).parents[1]
     program = f"""
 import os
 import sys

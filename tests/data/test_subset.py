@@ -62,10 +62,10 @@ def test_a_part_of_an_image_folder_holds_the_same_files(tmp_path):
     source = ImageFolder(tmp_path)
     part = stratified_part(source, images_per_class=3)
     assert set(part.paths) < set(source.paths) and len(part) == 6
-    by_path = dict(zip(source.paths.tolist(), source.labels.tolist()))
-    for index, path in enumerate(part.paths.tolist()):
+    by_path = dict(zip(source.paths, source.labels.tolist()))
+    for index, path in enumerate(part.paths):
         assert by_path[path] == part.labels[index]
-        assert part.picture(index)[0, 0, 0] == int(path.rpartition(b"/")[2].removesuffix(b".png"))
+        assert part.picture(index)[0, 0, 0] == int(path.rpartition("/")[2].removesuffix(".png"))
 
 
 def test_without_a_limit_it_is_the_source_itself():

@@ -2,6 +2,7 @@
 
     python -m vitinit.bench init
     python -m vitinit.bench loader --data-dir /data/imagenet/train
+    python -m vitinit.bench listing
     python -m vitinit.bench augment
     python -m vitinit.bench step --model vit_base --batch 64 --amp bf16 --compile
     python -m vitinit.bench step --model vit_base --batch 64 --amp bf16 --compile \\
@@ -29,6 +30,7 @@ from .corrupt import bench_corrupt
 from .data import bench_augment, bench_loader
 from .fuzz import bench_fuzz
 from .init import bench_init
+from .listing import bench_listing
 from .memory import bench_memory
 from .pixels import bench_pixels
 from .step import bench_step
@@ -43,6 +45,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     init = benches.add_parser("init", help="seconds of each init")
     loader = benches.add_parser("loader", help="images a second and core, against torchvision")
     loader.add_argument("--data-dir", type=Path, required=True)
+    listing = benches.add_parser("listing", help="seconds to list a folder of many files")
+    listing.add_argument("--files", type=size, default=130_000)
+    listing.add_argument("--folders", type=size, default=1_000)
     augment = benches.add_parser("augment", help="milliseconds of the device's part")
     augment.add_argument("--batch", type=size, default=256)
     pixels = benches.add_parser("pixels", help="RandAugment's operations against Pillow's")
@@ -84,6 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
             bench_init(args.model)
         elif args.bench == "loader":
             bench_loader(args.data_dir, args.image_size)
+        elif args.bench == "listing":
+            bench_listing(args.files, args.folders)
         elif args.bench == "augment":
             bench_augment(args.batch, args.image_size)
         elif args.bench == "pixels":

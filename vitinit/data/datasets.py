@@ -23,6 +23,7 @@ from . import layouts, shapes
 from .folders import EXTENSIONS, class_folders, images_below, images_of_classes
 from .images import DataError, decode_image
 from .one_at_a_time import one_at_a_time
+from .paths import Paths
 
 VALIDATION_FOLDERS = ("val", "test")
 QUOTED = 50                     # characters of another library's error
@@ -60,20 +61,19 @@ class PicturesInMemory:
 class PictureFiles:
     """Pictures on disk, each decoded when it is asked for."""
 
-    def __init__(self, paths: Sequence[str] | np.ndarray, labels: Sequence[int] | np.ndarray,
+    def __init__(self, paths: Sequence[str], labels: Sequence[int] | np.ndarray,
                  classes: list[str]) -> None:
-        # One array of bytes, not a million Python strings: workers share it without copying.
-        self.paths = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
+        self.paths = paths if isinstance(paths, Paths) else Paths(paths)
         self.labels, self.classes = np.array(labels, dtype=np.int64), classes
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def picture(self, index: int) -> Tensor:
-        return decode_image(os.fsdecode(self.paths[index]))
+        return decode_image(self.paths[index])
 
     def part(self, indices: np.ndarray) -> PictureFiles:
-        return PictureFiles(self.paths[indices], self.labels[indices], self.classes)
+        return PictureFiles(self.paths.part(indices), self.labels[indices], self.classes)
 
 
 class ImageFolder(PictureFiles):

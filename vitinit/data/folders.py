@@ -11,6 +11,8 @@ neither others' images nor itself again.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 
 from .images import DataError
@@ -41,11 +43,9 @@ def lineage(path: str) -> list[str]:
 
 def class_folders(folder: Path) -> list[str]:
     """The names of the folders in `folder`, sorted; hidden ones left out. DataError without any."""
-    try:
-        names = sorted(entry.name for entry in os.scandir(folder)
-                       if not entry.name.startswith(".") and os.path.isdir(entry.path))
-    except OSError as error:
-        raise DataError(f"{folder}: {error.strerror}") from None
+    with entries_of(folder) as entries:
+        names = sorted(entry.name for entry in entries
+                       if not entry.name.startswith(".") and leads_to_folder(entry))
     if not names:
         raise DataError(f"{folder}: no class folders in it; expected {folder}/<class>/<picture>")
     return names
@@ -58,14 +58,15 @@ def images_of_classes(folder: Path, classes: list[str]) -> list[list[str]]:
     """
     whole = Places()
     whole.add(os.path.realpath(folder))
-    links = {name: os.path.realpath(folder / name) for name in classes
-             if os.path.islink(folder / name)}
+    with entries_of(folder) as entries:
+        linked = {entry.name for entry in entries if entry.is_symlink()}
+    links = {name: os.path.realpath(folder / name) for name in classes if name in linked}
     for name, real in links.items():
         if whole.meet(real):
             raise DataError(f"{folder / name}: a link that leads back into {folder}")
     for real in links.values():
         whole.add(real)
-    return [images_below(str(folder / name), whole) for name in classes]
+    return [images_below(os.path.join(folder, name), whole) for name in classes]
 
 
 def images_below(folder: str, whole: Places | None = None) -> list[str]:
@@ -75,28 +76,39 @@ def images_below(folder: str, whole: Places | None = None) -> list[str]:
     a folder that cannot be listed and for a link that leads nowhere.
     """
     here = Places()
-    here.add(os.path.realpath(folder))
     names: dict[str, list[str]] = {}                 # by folder
     waiting = [folder]
     while waiting:
         place = waiting.pop()
-        try:
-            with os.scandir(place) as entries:
-                names[place], folders = sort_out(entries)
-        except OSError as error:
-            raise DataError(f"{place}: {error.strerror}") from None
+        with entries_of(place) as entries:
+            names[place], folders = sort_out(entries)
         for entry in folders:
             if entry.is_symlink():
+                here.add(os.path.realpath(folder))   # which most data sets never need to know
                 real = os.path.realpath(entry.path)
                 if here.meet(real) or (whole is not None and whole.meet(real)):
                     continue
                 here.add(real)
             waiting.append(entry.path)
-    return [os.path.join(place, name) for place in sorted(names) for name in sorted(names[place])]
+    found = []
+    for place in sorted(names):
+        begins = os.path.join(place, "")             # once for all files in it
+        found += [begins + name for name in sorted(names[place])]
+    return found
 
 
-def sort_out(entries: os.ScandirIterator) -> tuple[list[str], list[os.DirEntry]]:
-    """What of one folder's entries is an image, by name, and what a folder."""
+@contextmanager
+def entries_of(folder: Path | str) -> Iterator[Iterator[os.DirEntry]]:
+    """All that is in a folder, in the order of the disk. DataError if it cannot be listed."""
+    try:
+        with os.scandir(folder) as entries:
+            yield entries
+    except OSError as error:
+        raise DataError(f"{folder}: {error.strerror}") from None
+
+
+def sort_out(entries: Iterator[os.DirEntry]) -> tuple[list[str], list[os.DirEntry]]:
+    """What of one folder's entries is an image, by name, and what leads to a folder."""
     names, folders = [], []
     for entry in entries:
         name = entry.name
@@ -110,9 +122,14 @@ def sort_out(entries: os.ScandirIterator) -> tuple[list[str], list[os.DirEntry]]
                 folders.append(entry)
         elif image and os.path.isfile(entry.path):
             names.append(name)
-        elif os.path.isdir(entry.path):
+        elif leads_to_folder(entry):
             folders.append(entry)
         elif image and not os.path.exists(entry.path):
             target = os.readlink(entry.path)
             raise DataError(f"{entry.path}: a link to {target}, which is not there")
     return names, folders
+
+
+def leads_to_folder(entry: os.DirEntry) -> bool:
+    """Whether it is a folder or a link to one; of a ring of links False, where is_dir raises."""
+    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
