@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from vitinit.keys import Stream, keyed_generator
+from vitinit.keys import Stream, keyed_generator, keyed_generators
 
 MASK = 2**64 - 1
 
@@ -90,3 +90,22 @@ def test_first_numbers_over_a_counter_are_uniform():
 def test_more_than_three_counters_are_refused():
     with pytest.raises(ValueError, match="4 counters, expected at most 3"):
         keyed_generator(0, Stream.ORDER, 1, 2, 3, 4)
+
+
+def test_generators_of_many_keys_are_those_of_each_key_whatever_was_drawn_from_the_one_before():
+    keys = [(5, 7, 11), (0, 0, 0), (2**40, 3, 2**63), (5, 7, 11), (5, 7, 12)]
+    draws = [lambda rng: rng.integers(15, size=3), lambda rng: rng.normal(size=1009),
+             lambda rng: rng.random(5), lambda rng: rng.integers(15), lambda rng: rng.random(7)]
+    found = []
+    for draw, rng in zip(draws, keyed_generators(2**63 + 13, Stream.ERASE, keys)):
+        draw(rng)                                    # an odd number of halves, blocks begun
+        found.append(draw(rng))
+    for draw, key, ours in zip(draws, keys, found, strict=True):
+        alone = keyed_generator(2**63 + 13, Stream.ERASE, *key)
+        draw(alone)
+        assert np.array_equal(ours, draw(alone))
+
+
+def test_a_key_of_many_has_three_counters():
+    with pytest.raises(ValueError, match="unpack"):
+        next(keyed_generators(0, Stream.ORDER, [(1, 2)]))

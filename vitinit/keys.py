@@ -8,6 +8,7 @@ it was interrupted, and any single draw can be made again to be looked at.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 
 import numpy as np
@@ -33,3 +34,21 @@ def keyed_generator(seed: int, stream: Stream, *counters: int) -> np.random.Gene
     # Philox counts its blocks in the lowest word, so that word must start at zero.
     words = [0, *counters, *[0] * (3 - len(counters))]
     return np.random.Generator(np.random.Philox(key=[seed, int(stream)], counter=words))
+
+
+def keyed_generators(seed: int, stream: Stream, keys: Iterable[tuple[int, int, int]]
+                     ) -> Iterator[np.random.Generator]:
+    """`keyed_generator(seed, stream, *key)` for each of many keys, at a tenth of its cost.
+
+    It is one generator, set to each key in turn: draw from it before the next one is asked for.
+    """
+    generator = keyed_generator(seed, stream)
+    bits = generator.bit_generator
+    state = bits.state                               # of a generator that has drawn nothing
+    # numpy reads Python's own numbers several times as fast as arrays.
+    words = state["state"] = {name: words.tolist() for name, words in state["state"].items()}
+    state["buffer"] = state["buffer"].tolist()
+    for epoch, index, repeat in keys:
+        words["counter"] = 0, epoch, index, repeat
+        bits.state = state
+        yield generator

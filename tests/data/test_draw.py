@@ -17,7 +17,7 @@ from vitinit.data.draw import (ALL_OPERATIONS, NOTHING, CropAndFlip, Draws, Eras
                                RandAugment, SampleDraws, SampleKey, View, draw_crop, epoch_order,
                                stack_draws)
 from vitinit.data.images import Box
-from vitinit.keys import Stream
+from vitinit.keys import Stream, keyed_generator
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 KS_LIMIT = 1.95          # of the Kolmogorov-Smirnov distance, times √n: one in a thousand
@@ -249,8 +249,8 @@ def many_draws() -> Draws:
 def drawn(*, seed=3, epoch=5, first=0, count=53, repeat=0, erasing=Erasing(), **augment) -> Draws:
     """Of `count` images from `first` on; augment: what differs from RandAugment's defaults."""
     draws = SampleDraws(seed, (HEIGHT, WIDTH), rand_augment=RandAugment(**augment), erasing=erasing)
-    return stack_draws([draws.for_device(SampleKey(epoch, index, repeat))
-                        for index in range(first, first + count)])
+    return draws.batch_for_device([SampleKey(epoch, index, repeat)
+                                   for index in range(first, first + count)])
 
 
 def equal(one: Draws, two: Draws) -> bool:
@@ -584,9 +584,12 @@ def test_the_operations_leave_erasing_as_it_was(augment):
 
 
 def test_each_kind_of_draw_has_a_stream_of_its_own(monkeypatch):
-    used, keyed_generator = [], draw.keyed_generator
-    monkeypatch.setattr(draw, "keyed_generator",
-                        lambda *key: (used.append(key), keyed_generator(*key))[1])
+    used, keyed_generators = [], draw.keyed_generators
+
+    def noted(seed, stream, keys):
+        used.extend((seed, stream, *key) for key in keys)
+        return keyed_generators(seed, stream, keys)
+    monkeypatch.setattr(draw, "keyed_generators", noted)
     views(seed=3, epoch=5, first=7, count=1, repeat=2)
     drawn(seed=3, epoch=5, first=7, count=1, repeat=2)
     streams = [Stream.CROP_AND_FLIP, Stream.RAND_AUGMENT, Stream.ERASE]
@@ -599,6 +602,132 @@ def test_crop_and_flip_are_the_same_whether_or_not_the_rest_is_drawn_between():
         drawn(first=index, count=1)
         between += views(first=index, count=1)
     assert between == alone
+
+
+# ---------------------------------------------------------------------------------------------
+# Whole batches
+# ---------------------------------------------------------------------------------------------
+
+
+def argument_alone(settings: RandAugment, operation: str, magnitude: float, sign: float) -> float:
+    """Operation by operation, in plain numbers."""
+    share = magnitude / 10
+    match operation:
+        case "Rotate":
+            return sign * share * settings.rotate_degrees
+        case "ShearX" | "ShearY":
+            return sign * share * settings.shear_factor
+        case "TranslateX" | "TranslateY":
+            return sign * share * settings.translate_share
+        case "Color" | "Contrast" | "Brightness" | "Sharpness":
+            return max(0.1, 1 + sign * share * settings.enhance_factor)
+        case "Posterize":
+            return settings.posterize_bits - int(share * settings.posterize_bits)
+        case "Solarize":
+            return 256 - min(256, int(share * settings.solarize_levels))
+        case "SolarizeAdd":
+            return min(128, int(share * settings.solarize_add_levels))
+    return 0.0
+
+
+def sides_alone(rng: np.random.Generator, pixels: int, share, ratio) -> tuple[int, int]:
+    area = pixels * rng.uniform(*share)
+    quotient = math.exp(rng.uniform(math.log(ratio[0]), math.log(ratio[1])))
+    return round(math.sqrt(area * quotient)), round(math.sqrt(area / quotient))
+
+
+def view_alone(crop: CropAndFlip, rng: np.random.Generator, height: int, width: int) -> View:
+    """One sample's view out of a generator of its own, with numpy's uniform()."""
+    pad = crop.padding
+    for _ in range(10):
+        box_width, box_height = sides_alone(rng, height * width, crop.scale, crop.ratio)
+        if 0 < box_width <= width + 2 * pad and 0 < box_height <= height + 2 * pad:
+            box = Box(int(rng.integers(-pad, height + pad - box_height, endpoint=True)),
+                      int(rng.integers(-pad, width + pad - box_width, endpoint=True)),
+                      box_height, box_width)
+            break
+    else:
+        aspect = min(max(width / height, crop.ratio[0]), crop.ratio[1])
+        sides = (max(1, round(min(height, width / aspect))),
+                 max(1, round(min(width, height * aspect))))
+        box = Box((height - sides[0]) // 2, (width - sides[1]) // 2, *sides)
+    flip = bool(rng.random() < crop.flip)
+    if crop.interpolation == "random":
+        return View(box, flip, "bicubic" if rng.random() < 0.5 else "bilinear")
+    return View(box, flip, crop.interpolation)
+
+
+def operations_alone(settings: RandAugment, rng: np.random.Generator) -> tuple:
+    """One sample's codes, arguments and bicubic, with an array of `layers` numbers a call."""
+    chosen = rng.integers(len(settings.operations), size=settings.layers)
+    chances = rng.random(settings.layers)
+    magnitudes = rng.normal(settings.magnitude, settings.magnitude_std, settings.layers)
+    signs, kinds = rng.random(settings.layers), rng.random(settings.layers)
+    names = [settings.operations[which] if chance < settings.probability else "NONE"
+             for which, chance in zip(chosen, chances)]
+    share = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}[settings.interpolation]
+    return ([Operation[name] for name in names],
+            [argument_alone(settings, name, min(max(magnitude, 0.0), 10.0), -1 if sign < 0.5 else 1)
+             for name, magnitude, sign in zip(names, magnitudes, signs)], kinds < share)
+
+
+def erasing_alone(erasing: Erasing, rng: np.random.Generator, height: int, width: int) -> tuple:
+    if rng.random() >= erasing.probability:
+        return NOTHING, 0
+    noise_key = int(rng.integers(2**63))
+    for _ in range(10):
+        box_height, box_width = sides_alone(rng, height * width, erasing.area, erasing.ratio)
+        if 0 < box_height < height and 0 < box_width < width:
+            return Box(int(rng.integers(height - box_height, endpoint=True)),
+                       int(rng.integers(width - box_width, endpoint=True)),
+                       box_height, box_width), noise_key
+    return NOTHING, noise_key
+
+
+SHIFT = dict(scale=(1.0, 1.0), ratio=(1.0, 1.0))
+SETTINGS = {                                 # crop, RandAugment, erasing
+    "DeiT": (CropAndFlip(), RandAugment(), Erasing()),
+    "random interpolation": (CropAndFlip(interpolation="random"),
+                             RandAugment(interpolation="random"), Erasing(probability=0.6)),
+    "pad and shift": (CropAndFlip(**SHIFT, padding=4), RandAugment(), Erasing(probability=0.0)),
+    "no shift, one operation": (CropAndFlip(**SHIFT, flip=0.0),
+                                RandAugment(layers=1, operations=("Rotate",)),
+                                Erasing(area=(0.1, 0.1), ratio=(1.0, 1.0))),
+    "no operations": (CropAndFlip(scale=(0.05, 1.0), padding=2), RandAugment(layers=0), Erasing()),
+    "extreme ratios": (CropAndFlip(ratio=(1e-3, 1e3), scale=(1e-6, 1.0)),
+                       RandAugment(layers=3, magnitude=5.0, magnitude_std=30.0),
+                       Erasing(probability=1.0, area=(1e-6, 1.0), ratio=(1e-3, 1e3))),
+    "nothing fits": (CropAndFlip(scale=(2.0, 2.0), interpolation="random"),
+                     RandAugment(probability=1.0, magnitude_std=0.0, posterize_bits=7,
+                                 solarize_levels=131, solarize_add_levels=250, enhance_factor=1.7),
+                     Erasing(probability=1.0, area=(2.0, 2.0))),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_whole_batches_draw_what_a_generator_of_its_own_gives_each_sample(name):
+    crop, rand_augment, erasing = SETTINGS[name]
+    size, seed, count = (HEIGHT, WIDTH), 2**63 - 25, 14_303      # of seven settings: 10^5 keys
+    draws = SampleDraws(seed, size, crop, rand_augment, erasing)
+    keys = [SampleKey(count % 11, 2**40 + place, place % 3) for place in range(count)]
+    sizes = [(31 + place % 97, 37 + place % 89) for place in range(count)]
+    own = [{stream: keyed_generator(seed, stream, *key) for stream in
+            (Stream.CROP_AND_FLIP, Stream.RAND_AUGMENT, Stream.ERASE)} for key in keys]
+
+    assert list(draws.views(keys, sizes)) == [
+        view_alone(crop, generators[Stream.CROP_AND_FLIP], *each)
+        for generators, each in zip(own, sizes)]
+    together = draws.batch_for_device(keys)
+    *operations, boxes, noise_keys = together
+    alone = [operations_alone(rand_augment, generators[Stream.RAND_AUGMENT]) for generators in own]
+    for ours, theirs in zip(operations, zip(*alone), strict=True):
+        assert np.array_equal(ours, np.array(theirs).reshape(ours.shape))
+    alone = [erasing_alone(erasing, generators[Stream.ERASE], *size) for generators in own]
+    assert [(Box(*box), key) for box, key in zip(boxes.tolist(), noise_keys.tolist())] == alone
+    for place in (0, 1, count - 1):
+        assert equal(draws.for_device(keys[place]), [part[place] for part in together])
+        assert draws.view(keys[place], *sizes[place]) == view_alone(
+            crop, keyed_generator(seed, Stream.CROP_AND_FLIP, *keys[place]), *sizes[place])
 
 
 # Each part's shape for L layers, without the batch, and its type.

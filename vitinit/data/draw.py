@@ -14,14 +14,14 @@ The defaults of the three are DeiT's for ImageNet (arXiv 2012.12877, table 9, an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ..keys import Stream, keyed_generator
+from ..keys import Stream, keyed_generator, keyed_generators
 from .images import Box
 
 CROP_ATTEMPTS = 10              # as in torchvision and timm, before the centre is taken
@@ -82,14 +82,19 @@ class CropAndFlip:
         return View(box, flip, interpolation)
 
 
+def draw_uniform(rng: np.random.Generator, low: float, high: float) -> float:
+    """What rng.uniform(low, high) gives, in a third of its time."""
+    return low + (high - low) * rng.random()
+
+
 def draw_sides(rng: np.random.Generator, pixels: int, share: tuple[float, float],
                ratio: tuple[float, float]) -> tuple[int, int]:
     """The sides of a box whose area is a uniform share of `pixels`, first over second log-uniform.
 
     In whole pixels, so 0 for less than half of one.
     """
-    area = pixels * rng.uniform(*share)
-    quotient = math.exp(rng.uniform(math.log(ratio[0]), math.log(ratio[1])))
+    area = pixels * draw_uniform(rng, *share)
+    quotient = math.exp(draw_uniform(rng, math.log(ratio[0]), math.log(ratio[1])))
     first, second = math.sqrt(area * quotient), math.sqrt(area / quotient)
     return round(min(first, BEYOND)), round(min(second, BEYOND))
 
@@ -181,42 +186,62 @@ class RandAugment:
     solarize_add_levels: int = 110
 
     def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What happens to one sample: codes, arguments, bicubic, each of length `layers`.
+        """What happens to one sample: codes, arguments, bicubic, each of length `layers`."""
+        codes, arguments, bicubic = self.draw_each([rng], 1)
+        return codes[0], arguments[0], bicubic[0]
 
-        Every number is drawn whether it is used or not, so that no draw shifts another.
+    def draw_each(self, generators: Iterable[np.random.Generator], count: int
+                  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What happens to each of `count` samples, (B, L): int64 codes, float64 arguments, bicubic.
+
+        Each sample draws from a generator of its own. Every number is drawn whether it is used or
+        not, so that no draw shifts another.
         """
-        chosen = rng.integers(len(self.operations), size=self.layers)
-        applied = rng.random(self.layers) < self.probability
-        # abs: numpy takes -0.0 for negative.
-        magnitudes = rng.normal(self.magnitude, abs(self.magnitude_std), self.layers)
-        signs = np.where(rng.random(self.layers) < 0.5, -1.0, 1.0)
+        chosen = np.empty((count, self.layers), np.int64)
+        chances, normals = np.empty((2, count, self.layers))
+        signs_and_kinds = np.empty((count, 2, self.layers))
+        for rng, which, chance, normal, rest in zip(generators, chosen, chances, normals,
+                                                    signs_and_kinds):
+            which[:] = [rng.integers(len(self.operations)) for _ in range(self.layers)]
+            rng.random(out=chance)
+            rng.standard_normal(out=normal)
+            rng.random(out=rest)
+        signs, kinds = signs_and_kinds.swapaxes(0, 1)                    # (B, L) each
+        known = np.array([Operation[name] for name in self.operations], np.int64)
+        codes = np.where(chances < self.probability, known[chosen], Operation.NONE)
+        with np.errstate(over="ignore"):             # beyond all bounds is clipped as well
+            magnitudes = self.magnitude + self.magnitude_std * normals
+        arguments = self.arguments(codes, magnitudes.clip(0.0, MAX_MAGNITUDE),
+                                   np.where(signs < 0.5, -1.0, 1.0))
         share_bicubic = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}[self.interpolation]
-        bicubic = rng.random(self.layers) < share_bicubic
-        codes = [Operation[self.operations[i]] if use else Operation.NONE
-                 for i, use in zip(chosen, applied)]
-        arguments = [self.argument(code, min(max(magnitude, 0.0), MAX_MAGNITUDE), sign)
-                     for code, magnitude, sign in zip(codes, magnitudes.tolist(), signs.tolist())]
-        return np.array(codes, np.int64), np.array(arguments, np.float64), bicubic
+        return codes, arguments, kinds < share_bicubic
+
+    def arguments(self, codes: np.ndarray, magnitudes: np.ndarray, signs: np.ndarray) -> np.ndarray:
+        """Of operations at magnitudes in [0, 10], float64; signs: -1 or 1, where one has any.
+
+        All of one shape, which is also the result's.
+        """
+        shares = magnitudes / MAX_MAGNITUDE
+        swings = signs * shares
+        values = np.zeros(codes.shape)
+        for operations, theirs in [
+                ([Operation.Rotate], swings * self.rotate_degrees),
+                ([Operation.ShearX, Operation.ShearY], swings * self.shear_factor),
+                ([Operation.TranslateX, Operation.TranslateY], swings * self.translate_share),
+                ([Operation.Color, Operation.Contrast, Operation.Brightness, Operation.Sharpness],
+                 np.maximum(0.1, 1.0 + swings * self.enhance_factor)),
+                ([Operation.Posterize],
+                 self.posterize_bits - np.trunc(shares * self.posterize_bits)),
+                ([Operation.Solarize],
+                 256 - np.minimum(256, np.trunc(shares * self.solarize_levels))),
+                ([Operation.SolarizeAdd],
+                 np.minimum(128, np.trunc(shares * self.solarize_add_levels)))]:
+            values = np.where(np.isin(codes, operations), theirs, values)
+        return values
 
     def argument(self, operation: Operation, magnitude: float, sign: float) -> float:
-        """An operation's argument at a magnitude in [0, 10]; sign: -1 or 1, where it has one."""
-        share = magnitude / MAX_MAGNITUDE
-        match operation:
-            case Operation.Rotate:
-                return sign * share * self.rotate_degrees
-            case Operation.ShearX | Operation.ShearY:
-                return sign * share * self.shear_factor
-            case Operation.TranslateX | Operation.TranslateY:
-                return sign * share * self.translate_share
-            case Operation.Color | Operation.Contrast | Operation.Brightness | Operation.Sharpness:
-                return max(0.1, 1.0 + sign * share * self.enhance_factor)
-            case Operation.Posterize:
-                return self.posterize_bits - int(share * self.posterize_bits)
-            case Operation.Solarize:
-                return 256 - min(256, int(share * self.solarize_levels))
-            case Operation.SolarizeAdd:
-                return min(128, int(share * self.solarize_add_levels))
-        return 0.0
+        """That of one operation."""
+        return float(self.arguments(np.array(operation), np.array(magnitude), np.array(sign)))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -285,16 +310,27 @@ class SampleDraws:
 
     def view(self, key: SampleKey, height: int, width: int) -> View:
         """The crop and flip of one sample whose picture is height × width pixels."""
-        return self.crop.draw(keyed_generator(self.seed, Stream.CROP_AND_FLIP, *key), height, width)
+        return next(self.views([key], [(height, width)]))
+
+    def views(self, keys: Sequence[SampleKey], sizes: Iterable[tuple[int, int]]) -> Iterator[View]:
+        """Likewise of each sample, whose pictures are `sizes` = (height, width) pixels."""
+        for rng, size in zip(keyed_generators(self.seed, Stream.CROP_AND_FLIP, keys), sizes):
+            yield self.crop.draw(rng, *size)
 
     def for_device(self, key: SampleKey) -> Draws:
         """All other draws of one sample."""
-        operations = self.rand_augment.draw(keyed_generator(self.seed, Stream.RAND_AUGMENT, *key))
-        box, noise_key = NOTHING, 0
+        return Draws(*(part[0, ...] for part in self.batch_for_device([key])))
+
+    def batch_for_device(self, keys: Sequence[SampleKey]) -> Draws:
+        """Those of a batch, with a leading B, at a third of the time that each alone takes."""
+        operations = self.rand_augment.draw_each(
+            keyed_generators(self.seed, Stream.RAND_AUGMENT, keys), len(keys))
+        boxes, noise_keys = [NOTHING] * len(keys), [0] * len(keys)
         if self.erasing.probability > 0.0:
-            rng = keyed_generator(self.seed, Stream.ERASE, *key)
-            box, noise_key = self.erasing.draw(rng, *self.size)
-        return Draws(*operations, np.array(box), np.array(noise_key))
+            boxes, noise_keys = zip(*(
+                self.erasing.draw(rng, *self.size)
+                for rng in keyed_generators(self.seed, Stream.ERASE, keys)))
+        return Draws(*operations, np.array(boxes), np.array(noise_keys))
 
 
 def stack_draws(samples: Sequence[Draws]) -> Draws:
