@@ -153,6 +153,10 @@ class Trained:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    def view(self, image: ImageLike) -> Tensor:
+        """What the model sees of one image, before it is normalised: (3, H, W) uint8."""
+        return evaluation_view(as_uint8(image), self.recipe, self.image_size)
+
     def preprocess(self, images: ImageLike | Sequence[ImageLike]) -> Tensor:
         """One image or several → (B, 3, H, W) float32 on the model's device.
 
@@ -162,7 +166,7 @@ class Trained:
         if isinstance(images, (str, os.PathLike, bytes, bytearray, Image.Image)) or (
                 isinstance(images, Tensor) and images.ndim == 3):
             images = [images]
-        views = [evaluation_view(as_uint8(image), self.recipe, self.image_size) for image in images]
+        views = [self.view(image) for image in images]
         if not views:
             raise DataError("no image was given; expected at least one")
         return as_input(torch.stack(views).to(self.device), self.recipe)

@@ -43,19 +43,22 @@ def save_atomically(state: Mapping[str, Any], path: Path, *, keep: Path | None =
     keep: where the old file goes. For a moment there is only that one, then. Raises CheckpointError
     if it cannot be written; nothing has changed then.
     """
-    with _replacement(path, keep) as file:
+    with written_atomically(path, keep) as file:
         torch.save(dict(state), file)
 
 
 def write_text_atomically(text: str, path: Path) -> None:
     """The same for a small text file."""
-    with _replacement(path) as file:
+    with written_atomically(path) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
 
 
 @contextmanager
-def _replacement(path: Path, keep: Path | None = None) -> Iterator[BinaryIO]:
-    """A temporary file that becomes `path` once it is written and on disk."""
+def written_atomically(path: Path, keep: Path | None = None) -> Iterator[BinaryIO]:
+    """A file to write to, which becomes `path` once it is written and on disk, or not at all.
+
+    keep: where the old file goes. Raises CheckpointError if it cannot be written.
+    """
     temporary = path.with_name(path.name + ".partial")
     try:
         with open(temporary, "wb") as file:

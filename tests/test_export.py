@@ -1,0 +1,172 @@
+"""vitinit.export: what others read is the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import vitinit
+from vitinit import export
+from vitinit.data.augment import normalise
+from vitinit.recipe.files import load_recipe
+from vitinit.recipe.resolve import overrides, resolve_recipe
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RUN = Path(__file__).parent / "runs" / "data" / "55cb85f"
+FAMILIES = {        # recipe, changes
+    "vit": ("quickstart", ["data.name=image_folder", "model.options.embed_dim=24",
+                           "model.options.depth=1"]),
+    "swin": ("cifar10_swin_tiny", ["model.options.embed_dim=6", "model.options.depths=[1,2]",
+                                   "model.options.num_heads=[2,3]"]),
+    "mixer": ("cifar10_mixer", ["model.options.embed_dim=14", "model.options.depth=1"]),
+    "conv_mixer": ("cifar10_convmixer", ["model.options.embed_dim=11", "model.options.depth=1"]),
+    "simple_vit": ("cifar10_simple_vit", ["model.options.embed_dim=28", "model.options.depth=1",
+                                          "model.options.num_heads=2"]),
+}
+
+
+def recipe_of(name: str, *sets: str):
+    return resolve_recipe(REPOSITORY / "recipes" / f"{name}.toml",
+                          overrides(data_dir="nowhere", sets=sets))
+
+
+@pytest.fixture(params=FAMILIES)
+def checkpoint(request, tmp_path) -> Path:
+    name, sets = FAMILIES[request.param]
+    recipe = recipe_of(name, *sets)
+    model = vitinit.build_model(recipe.model.name, num_classes=recipe.data.num_classes,
+                                image_size=recipe.data.image_size, **recipe.model.options)
+    vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
+    path = tmp_path / "checkpoint.pt"
+    torch.save({"model": model.state_dict(), "recipe": recipe.as_dict(),
+                "classes": [f"class {number}" for number in range(10)]}, path)
+    return path
+
+
+def exported(*arguments: object) -> int:
+    return export.main(list(map(str, arguments)))
+
+
+def test_safetensors_hold_the_weights_and_what_goes_with_them(checkpoint, tmp_path, capsys):
+    out = tmp_path / "out.safetensors"
+    assert exported(checkpoint, "--to", "safetensors", "--out", out) == 0
+    trained = vitinit.load(checkpoint)
+    with safe_open(out, "pt") as file:
+        notes = file.metadata()
+        weights = {name: file.get_tensor(name) for name in file.keys()}
+    own = trained.model.state_dict()
+    assert weights.keys() == own.keys() and len(own) > 5
+    assert all(torch.equal(weights[name], value) for name, value in own.items())
+    assert json.loads(notes["classes"]) == list(trained.classes)
+    assert json.loads(notes["mean"]) == list(trained.recipe.data.mean)
+    assert json.loads(notes["std"]) == list(trained.recipe.data.std)
+    assert json.loads(notes["image_size"]) == list(trained.image_size)
+    assert json.loads(notes["crop_pct"]) == trained.recipe.eval.crop_pct
+    (tmp_path / "recipe.toml").write_text(notes["recipe"])
+    assert load_recipe(tmp_path / "recipe.toml").model == trained.recipe.model
+    assert f"checked {len(own)} tensors read back, equal to the bit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_program_is_the_model_at_any_batch_size(checkpoint, tmp_path, capsys, inside):
+    out = tmp_path / "out.pt2"
+    assert exported(checkpoint, "--to", "torch", "--out", out, *["--normalise"] * inside) == 0
+    notes = {"vitinit.json": ""}
+    program = torch.export.load(out, extra_files=notes).module()
+    trained, generator = vitinit.load(checkpoint), torch.Generator().manual_seed(1)
+    for batch in (1, 2, 5, 11):
+        views = torch.randint(0, 256, (batch, 3, *trained.image_size), dtype=torch.uint8,
+                              generator=generator)
+        images = normalise(views, trained.recipe.data.mean, trained.recipe.data.std)
+        torch.testing.assert_close(program(views if inside else images), trained.model(images),
+                                   rtol=0, atol=1e-5)
+    assert json.loads(notes["vitinit.json"])["classes"] == list(trained.classes)
+    said = capsys.readouterr().out
+    assert "in batches of 1, 3, 7: largest difference " in said
+    assert "images of the embedded set 'shapes'" in said
+    assert ("uint8" if inside else "normalised") in said
+
+
+def test_a_programs_images_are_those_of_the_validation_set_or_a_folder(picture_tree, tmp_path,
+                                                                       capsys, monkeypatch):
+    monkeypatch.chdir(picture_tree.parent)           # the run's data.root is "pictures"
+    assert exported(RUN, "--to", "torch", "--out", tmp_path / "a.pt2") == 0
+    assert "images of the validation set of image_folder" in capsys.readouterr().out
+    assert exported(RUN, "--to", "torch", "--out", tmp_path / "b.pt2", "--images",
+                    picture_tree / "train") == 0
+    assert f"images of {picture_tree / 'train'}" in capsys.readouterr().out
+    views, _ = export.views_to_check(vitinit.load(RUN), picture_tree / "train" / "red")
+    assert views.shape == (7, 3, 8, 8) and len(views.flatten(1).unique(dim=0)) == 7
+
+
+def test_moving_average_and_another_size_are_exported_too(tmp_path):
+    out = tmp_path / "out.safetensors"
+    assert exported(RUN, "--to", "safetensors", "--out", out, "--weights", "ema", "--image-size",
+                    16) == 0
+    expected = vitinit.load(RUN, weights="ema", image_size=16)
+    with safe_open(out, "pt") as file:
+        assert json.loads(file.metadata()["image_size"]) == [16, 16]
+        for name, value in expected.model.state_dict().items():
+            assert torch.equal(file.get_tensor(name), value)
+
+
+def test_a_program_that_is_not_the_model_leaves_no_file(tmp_path, capsys, monkeypatch):
+    real = torch.export.load
+
+    def changed(file):
+        program = real(file)
+        program.state_dict["head.bias"].data[1] += 0.01
+        return program
+    monkeypatch.setattr(torch.export, "load", changed)
+    assert exported(RUN, "--to", "torch", "--out", tmp_path / "out.pt2") == 2
+    assert "the exported program's logits are up to 1.0e-02 from" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("recipe, sets, expected", [
+    ("deit_tiny", [], ("vision_transformer.VisionTransformer", dict(
+        img_size=[224, 224], patch_size=16, embed_dim=192, depth=12, num_heads=3, mlp_ratio=4.0,
+        qkv_bias=True, class_token=True, reg_tokens=0, global_pool="token", fc_norm=False,
+        num_classes=1000))),
+    ("deit_tiny", ["model.name=vit_tiny_distilled"], ("deit.VisionTransformerDistilled", dict(
+        img_size=[224, 224], patch_size=16, embed_dim=192, depth=12, num_heads=3, mlp_ratio=4.0,
+        qkv_bias=True, num_classes=1000))),
+    ("convmixer_768_32", [], ("convmixer.convmixer_768_32", dict(num_classes=1000))),
+    ("mixer_b16", [], ("mlp_mixer.MlpMixer", dict(
+        img_size=[224, 224], patch_size=16, embed_dim=768, num_blocks=12, mlp_ratio=[0.5, 4.0],
+        num_classes=1000))),
+    ("convmixer_768_32", ["model.options.num_filters=7"], None),
+    ("convmixer_768_32", ["model.options.depth=3"], None),
+    ("cifar10_simple_vit", [], None),
+])
+def test_what_of_timm_takes_the_weights(recipe, sets, expected):
+    """With timm 1.0.31 each of them took the weights and gave the same logits, to 5.5e-7."""
+    recipe = recipe_of(recipe, *sets)
+    found = export.timm_model(recipe, recipe.data.image_size)
+    if expected is None:
+        assert found is None
+    else:
+        assert found == {"class": f"timm.models.{expected[0]}", "arguments": expected[1]}
+    json.dumps(found)
+
+
+@pytest.mark.parametrize("arguments, problem", [
+    (["nowhere", "--to", "torch", "--out", "x"], "nowhere: no such checkpoint"),
+    ([RUN, "--to", "onnx", "--out", "x"], "argument --to: invalid choice: 'onnx'"),
+    ([RUN, "--to", "torch"], "the following arguments are required: --out"),
+    ([RUN, "--to", "torch", "--out", "no/such/x"], "--out no/such/x: expected a file in a folder"),
+    ([RUN, "--to", "torch", "--out", "."], "--out .: expected a file in a folder that exists"),
+    ([RUN, "--to", "safetensors", "--out", "x", "--normalise"], "--normalise and --images are for"),
+    ([RUN, "--to", "torch", "--out", "x", "--images", "nowhere"], "nowhere: no pictures in it"),
+    ([RUN, "--to", "torch", "--out", "x", "--image-size", 9], "patches of 4×4 pixels do not tile"),
+])
+def test_what_cannot_be_exported_is_one_line(arguments, problem, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert exported(*arguments) == 2
+    said = capsys.readouterr().err
+    assert problem in said and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())

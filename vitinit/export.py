@@ -1,0 +1,235 @@
+"""A trained model as one file that others read without vitinit.
+
+    python -m vitinit.export runs/base --to safetensors --out base.safetensors
+    python -m vitinit.export runs/base --to torch --out base.pt2 --normalise
+
+safetensors: the weights under timm's names (extra `safetensors`). The file's metadata say the classes,
+how an image becomes the model's input, the recipe, and what of timm takes these weights.
+torch: a program of torch.export, images → logits, for any batch size. With --normalise it takes uint8
+images as they are and normalises them itself. What the metadata say lies beside it in the archive, as
+vitinit.json.
+
+What was written is read back and compared with the model on real images before the command ends.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import __version__
+from .command_line import Parser, integer, run_program
+from .data.augment import normalise
+from .data.datasets import LoosePictures, Source, open_split
+from .data.images import DataError
+from .models import MODELS, ConvMixer, MlpMixer, SwinTransformer, VisionTransformer
+from .recipe.files import dump_recipe
+from .recipe.sections import Recipe
+from .runs.trained import Trained, load
+from .train.checkpoint import CheckpointError, written_atomically
+
+BATCHES = (1, 3, 7)             # at which an exported program is compared with its model
+NEAR = 1e-4                     # of the largest logit: how far apart the two may be
+
+
+# ---------------------------------------------------------------------------------------------
+# What goes with the weights
+# ---------------------------------------------------------------------------------------------
+
+
+def metadata(trained: Trained) -> dict[str, Any]:
+    """All that somebody needs beside the weights, as plain values."""
+    recipe = trained.recipe
+    return {"made_by": f"vitinit {__version__}", "classes": list(trained.classes),
+            "image_size": list(trained.image_size), "mean": list(recipe.data.mean),
+            "std": list(recipe.data.std), "crop_pct": recipe.eval.crop_pct,
+            "interpolation": recipe.eval.interpolation, "model": recipe.model.name,
+            "timm": timm_model(recipe, trained.image_size), "recipe": dump_recipe(recipe)}
+
+
+def timm_model(recipe: Recipe, image_size: tuple[int, int]) -> dict[str, Any] | None:
+    """What of timm (1.0) makes the model that takes the weights: its name, a class or a function, and
+    its arguments. None if there is nothing.
+    """
+    family, _ = MODELS[recipe.model.name]
+    options, classes = recipe.model.options, dict(num_classes=recipe.data.num_classes)
+    patches = dict(img_size=list(image_size), patch_size=options["patch_size"],
+                   embed_dim=options["embed_dim"])
+    if family is VisionTransformer:
+        kind = ("deit.VisionTransformerDistilled" if options["distilled"] else
+                "vision_transformer.VisionTransformer")
+        if options["distilled"] and options["num_registers"]:
+            return None
+        own = dict(depth=options["depth"], num_heads=options["num_heads"],
+                   mlp_ratio=options["mlp_ratio"], qkv_bias=options["qkv_bias"])
+        if not options["distilled"]:
+            own |= dict(class_token=options["pool"] == "class", reg_tokens=options["num_registers"],
+                        global_pool={"class": "token", "mean": "avg"}[options["pool"]],
+                        fc_norm=options["fc_norm"])
+        return {"class": f"timm.models.{kind}", "arguments": patches | own | classes}
+    if family is SwinTransformer:
+        own = {key: options[key] for key in ("depths", "num_heads", "window_size", "mlp_ratio",
+                                             "qkv_bias")}
+        return {"class": "timm.models.swin_transformer.SwinTransformer",
+                "arguments": patches | own | classes}
+    if family is MlpMixer:
+        own = dict(num_blocks=options["depth"],
+                   mlp_ratio=[options["tokens_ratio"], options["channels_ratio"]])
+        return {"class": "timm.models.mlp_mixer.MlpMixer", "arguments": patches | own | classes}
+    free = [options.get(key) for key in ("num_filters", "softmax_filters", "dense_filters")]
+    if family is not ConvMixer or any(free):
+        return None
+    own = dict(dim=options["embed_dim"], depth=options["depth"],
+               kernel_size=options["kernel_size"], patch_size=options["patch_size"])
+    if options["activation"] == "gelu":
+        return {"class": "timm.models.convmixer.ConvMixer", "arguments": own | classes}
+    # An activation is a class there, which JSON does not hold; one model with ReLU has a name.
+    if own == dict(dim=768, depth=32, kernel_size=7, patch_size=7):
+        return {"class": "timm.models.convmixer.convmixer_768_32", "arguments": classes}
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing and checking
+# ---------------------------------------------------------------------------------------------
+
+
+def export_safetensors(trained: Trained, out: Path) -> str:
+    """Write the weights; returns what was checked, in words."""
+    try:
+        from safetensors.torch import load, save
+    except ImportError:
+        raise CheckpointError(f"{out}: writing it needs the extra 'safetensors': pip install "
+                              "'vitinit[safetensors]'") from None
+    weights = {name: value.contiguous() for name, value in trained.model.state_dict().items()}
+    notes = {key: value if isinstance(value, str) else json.dumps(value)
+             for key, value in metadata(trained).items()}
+    with written_atomically(out) as file:
+        file.write(save(weights, metadata=notes))
+    read = load(out.read_bytes())
+    same = read.keys() == weights.keys() and all(torch.equal(read[name], value)
+                                                 for name, value in weights.items())
+    if not same:
+        raise CheckpointError(f"{out}: holds other weights than were written")
+    return f"{len(weights)} tensors read back, equal to the bit"
+
+
+class Normalised(nn.Module):
+    """A model that takes images (B, 3, H, W) uint8."""
+
+    def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.model, self.mean, self.std = model, tuple(mean), tuple(std)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(normalise(images, self.mean, self.std))
+
+
+def export_program(trained: Trained, out: Path, views: Tensor, *, inside: bool) -> str:
+    """Write a program images → logits; returns how far it is from the model, in words.
+
+    views: (B, 3, H, W) uint8 to compare on, 7 or more. inside: whether the program normalises.
+    Raises CheckpointError, and leaves no file, where the program is not the model.
+    """
+    data = trained.recipe.data
+    model = Normalised(trained.model, data.mean, data.std) if inside else trained.model
+    images = views if inside else normalise(views, data.mean, data.std)
+    with torch.no_grad():
+        program = torch.export.export(
+            model, (images[:3],), strict=False,
+            dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
+        archive = io.BytesIO()
+        torch.export.save(program, archive,
+                          extra_files={"vitinit.json": json.dumps(metadata(trained), indent=2)})
+        with written_atomically(out) as file:
+            file.write(archive.getvalue())
+        run = torch.export.load(out).module()
+        far = largest = 0.0
+        for batch in BATCHES:
+            logits = model(images[:batch])
+            far = max(far, (run(images[:batch]) - logits).abs().max().item())
+            largest = max(largest, logits.abs().max().item())
+    if not far <= NEAR * max(largest, 1.0):
+        out.unlink()
+        raise CheckpointError(f"{out}: the exported program's logits are up to {far:.1e} from the "
+                              f"model's, which are up to {largest:.1f}; nothing was written")
+    return (f"read back and run in batches of {', '.join(map(str, BATCHES))}: largest difference "
+            f"{far:.1e}, of logits up to {largest:.1f}")
+
+
+def views_to_check(trained: Trained, folder: Path | None) -> tuple[Tensor, str]:
+    """Seven evaluation views (7, 3, H, W) uint8, and where they are from, in words.
+
+    From `folder` if one is given, from the validation set of the recipe if it is there, else from
+    the embedded set.
+    """
+    data = trained.recipe.data
+    source: Source
+    if folder is not None:
+        source, name = LoosePictures(folder, max(BATCHES)), str(folder)
+    else:
+        source, name = open_split("shapes", "", "val", 10), "the embedded set 'shapes'"
+        with suppress(DataError):
+            source = open_split(data.name, data.root, "val", data.num_classes)
+            name = f"the validation set of {data.name}"
+    views = [trained.view(source.picture(index)) for index in spread(len(source))]
+    return torch.stack(views), name
+
+
+def spread(count: int) -> Iterator[int]:
+    """Seven numbers below `count`, evenly; some of them twice where there are fewer."""
+    return (place * count // max(BATCHES) for place in range(max(BATCHES)))
+
+
+# ---------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m vitinit.export", description=__doc__)
+    parser.add_argument("run", metavar="RUN", help="run folder or checkpoint")
+    parser.add_argument("--to", required=True, choices=("safetensors", "torch"))
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--weights", choices=("model", "ema"), default="model")
+    parser.add_argument("--image-size", type=integer(1), metavar="N",
+                        help="another than the run's, in pixels")
+    parser.add_argument("--recipe", help="what a checkpoint without a recipe is a checkpoint of")
+    parser.add_argument("--normalise", action="store_true",
+                        help="the program takes uint8 images and normalises them (--to torch)")
+    parser.add_argument("--images", type=Path, metavar="FOLDER",
+                        help="images to compare the program on (--to torch); by default the "
+                             "recipe's validation set, or the embedded one")
+
+    def program() -> None:
+        args = parser.parse_args(arguments)
+        if args.to == "safetensors" and (args.normalise or args.images):
+            parser.error("--normalise and --images are for --to torch; a file of weights has no "
+                         "program to normalise in, or to run")
+        if not args.out.parent.is_dir() or args.out.is_dir():
+            parser.error(f"--out {args.out}: expected a file in a folder that exists")
+        trained = load(args.run, weights=args.weights, image_size=args.image_size,
+                       recipe=args.recipe)
+        if args.to == "safetensors":
+            found = export_safetensors(trained, args.out)
+        else:
+            views, name = views_to_check(trained, args.images)
+            found = export_program(trained, args.out, views, inside=args.normalise)
+            found += f"; images of {name}"
+        height, width = trained.image_size
+        print(f"wrote   {args.out}, {args.out.stat().st_size / 1e6:.1f} MB: {trained.recipe.model.name}"
+              f", images (B, 3, {height}, {width}) {'uint8' if args.normalise else 'normalised'} → "
+              f"logits (B, {len(trained.classes)})\nchecked {found}")
+    return run_program("vitinit.export", program)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
