@@ -1,5 +1,6 @@
 """Measurements: each against what a user would pick instead, as a ratio in the same run.
 
+    python -m vitinit.bench all --out report --data-dir /data/imagenet/val --minutes 15
     python -m vitinit.bench init
     python -m vitinit.bench loader --data-dir /data/imagenet/train
     python -m vitinit.bench listing
@@ -23,13 +24,16 @@ from pathlib import Path
 import torch
 
 from ..command_line import Parser, integer, one_of, real, run_program
+from ..messages import OneLineError
 from ..models import MODELS, VisionTransformer
 from ..recipe.files import find_recipe, load_recipe
 from ..train.engine import AMP_DTYPES
 from .corrupt import bench_corrupt
 from .data import bench_augment, bench_loader
+from .everything import bench_all
 from .fuzz import bench_fuzz
 from .init import bench_init
+from .items import ITEMS
 from .listing import bench_listing
 from .memory import bench_memory
 from .pixels import bench_pixels
@@ -42,6 +46,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="python -m vitinit.bench", description=__doc__)
     size, workers, seed = integer(1), integer(0, 2**15), integer(0, 2**63)
     benches = parser.add_subparsers(dest="bench", required=True)
+    everything = benches.add_parser(
+        "all", help="every check and measurement, into a report; again: what is left")
+    everything.add_argument("--out", type=Path, help="folder of the report")
+    everything.add_argument("--data-dir", type=Path, help="photographs; without, they are drawn")
+    everything.add_argument("--minutes", type=real(above=0.0), default=10.0)
+    everything.add_argument("--only", nargs="+", metavar="NAME", default=(), help="these items alone")
+    everything.add_argument("--again", action="store_true",
+                            help="also what failed; with --only, whatever came of it")
+    everything.add_argument("--list", action="store_true", help="name the items and do nothing")
     init = benches.add_parser("init", help="seconds of each init")
     loader = benches.add_parser("loader", help="images a second and core, against torchvision")
     loader.add_argument("--data-dir", type=Path, required=True)
@@ -81,9 +94,22 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def everything(args: argparse.Namespace) -> int:
+    """Status 1 if an item failed."""
+    if args.list:
+        print("\n".join(f"{item.name:24} {item.kind:6} {item.what}" for item in ITEMS))
+        return 0
+    if args.out is None:
+        raise OneLineError("bench all needs --out DIR, where its report goes")
+    return min(1, bench_all(ITEMS, args.out, photographs=args.data_dir, minutes=args.minutes,
+                            only=args.only, again=args.again))
+
+
 def main(arguments: list[str] | None = None) -> int:
     def program() -> int:
         args = parse_arguments(arguments)
+        if args.bench == "all":
+            return everything(args)
         print(f"torch {torch.__version__}, {os.cpu_count()} cores")
         if args.bench == "init":
             bench_init(args.model)

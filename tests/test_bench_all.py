@@ -1,0 +1,342 @@
+"""`bench all`: its runner survives what items do, its report goes on, its checks can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vitinit.bench import __main__ as bench
+from vitinit.bench import record as record_module
+from vitinit.bench.checks import runs, steps
+from vitinit.bench.everything import Workers, bench_all, run_within
+from vitinit.bench.item import Conditions, Goal, Item
+from vitinit.bench.items import CHECKS, ITEMS
+from vitinit.bench.record import Record, cell, in_short, row_table
+from vitinit.bench.worker import CUT_SHORT, FAILED, PASSED, SKIPPED, Outcome
+from vitinit.data import pipeline, to_device
+from vitinit.data.resident import Resident
+from vitinit.messages import OneLineError
+from vitinit.train import engine
+from vitinit.train.checkpoint import save_atomically
+from vitinit.train.ema import Ema
+
+# What items of other processes do; each is a function of a module that they can import.
+ITEMS_MODULE = '''
+import os, signal, subprocess, sys, time
+from vitinit.bench.item import Skipped
+
+def passes(conditions):
+    """Counts its calls. And more."""
+    assert conditions.scratch.is_dir() and not list(conditions.scratch.iterdir())
+    calls = conditions.scratch.parent / "calls"
+    with open(calls, "a") as file:
+        file.write("x")
+    (conditions.scratch / "left").write_text("behind")
+    return [{"calls": len(calls.read_text()), "process": os.getpid()}]
+
+def skips(conditions):
+    raise Skipped("there is no such thing here")
+
+def disagrees(conditions):
+    assert 3 == 5, "3 is not 5"
+
+def raises(conditions):
+    print("what it said before")
+    return [][7]
+
+def crashes(conditions):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def leaves(conditions):
+    sys.exit(3)
+
+def hangs(conditions):
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (conditions.scratch.parent / "left.pid").write_text(str(left.pid))
+    time.sleep(600)
+'''
+
+
+@pytest.fixture
+def items(tmp_path, monkeypatch):
+    """By name, as ITEMS_MODULE has them. Its folder is on the path, which a worker inherits."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "bench_items.py").write_text(ITEMS_MODULE)
+    monkeypatch.syspath_prepend(folder)
+    import bench_items
+
+    def make(*names: str, **options) -> list[Item]:
+        return [Item(name, "check", getattr(bench_items, name), seconds=(1, 1), **options)
+                for name in names]
+    yield make
+    del sys.modules["bench_items"]
+
+
+def report(folder: Path) -> dict:
+    return json.loads((folder / "report.json").read_text())
+
+
+def gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"
+
+
+def test_no_item_ends_the_rest_and_a_second_call_goes_on(items, tmp_path, monkeypatch):
+    monkeypatch.setattr(Item, "limit", lambda item, device: 2 if item.name == "hangs" else 60)
+    chosen = items("disagrees", "passes", "raises", "crashes", "leaves", "hangs", "skips")
+    out = tmp_path / "out"
+    failed = bench_all(chosen, out, photographs=None, minutes=5)
+    found = {name: (item["status"], item["words"]) for name, item in report(out)["items"].items()}
+    assert failed == 5
+    assert found.pop("hangs") == (FAILED, "not done after 2 s")
+    assert found == {
+        "passes": (PASSED, ""), "skips": (SKIPPED, "there is no such thing here"),
+        "disagrees": (FAILED, "3 is not 5"),
+        "raises": (FAILED, "IndexError: list index out of range (bench_items.py:22)"),
+        "crashes": (FAILED, "its process ended by SIGSEGV"), "leaves": (FAILED, "SystemExit: 3 "
+                                                                       "(bench_items.py:28)")}
+    assert "what it said before" in (out / "log.txt").read_text()
+    # What the one that hung had started is ended with it, and nothing is left behind.
+    assert gone(int((out / "left.pid").read_text()))
+    assert not (out / "scratch").exists()
+
+    page = (out / "report.md").read_text()
+    assert "passes: Counts its calls. And more | passed" in page
+    assert "1 passed, 5 failed, 1 skipped; 0 not run yet." in page
+
+    # A second call repeats what failed, since it is asked to, and nothing else.
+    bench_all(items("passes", "raises", "skips"), out, photographs=None, minutes=5, again=True)
+    calls = {name: item["call"] for name, item in report(out)["items"].items()}
+    assert calls.pop("raises") == 1 and set(calls.values()) == {0} and len(report(out)["calls"]) == 2
+
+
+def test_what_is_over_is_not_repeated(tmp_path):
+    record = Record(tmp_path)
+    record.outcomes = {status: Outcome(status, 1.0) for status in (PASSED, SKIPPED, FAILED, CUT_SHORT)}
+    for again, over in ((False, [PASSED, SKIPPED, FAILED]), (True, [PASSED, SKIPPED])):
+        assert [name for name in [*record.outcomes, "never run"]
+                if record.is_over(name, again=again)] == over
+
+
+def test_an_item_that_wants_to_be_alone_is(items, tmp_path):
+    first, = items("passes")
+    others = [Item(name, "speed", first.function, seconds=(1, 1), alone=alone)
+              for name, alone in (("second", False), ("third", True), ("fourth", False))]
+    bench_all([first, *others], tmp_path / "out", photographs=None, minutes=5)
+    pids = [item["rows"][0]["process"] for item in report(tmp_path / "out")["items"].values()]
+    assert pids[0] == pids[1] and len(set(pids[1:])) == 3
+
+
+def test_what_does_not_fit_into_the_time_is_left_for_the_next_call(items, tmp_path, capsys):
+    short, long = items("passes", "skips")
+    long = Item("skips", "check", long.function, seconds=(1000, 1000))
+    out = tmp_path / "out"
+    bench_all([long, short], out, photographs=None, minutes=2)
+    assert list(report(out)["items"]) == ["passes"]
+    assert "1 items are left" in capsys.readouterr().out
+    assert "1 not run yet: skips" in (out / "report.md").read_text()
+
+
+def test_time_that_runs_out_amid_an_item_is_no_failure(items, tmp_path):
+    item, = items("hangs")
+    record, workers = Record(tmp_path), Workers(tmp_path / "log.txt")
+    record.begin({"device": "a"})
+    run_within(item, Conditions("cpu", tmp_path / "scratch"), workers, record, [item],
+               time.monotonic() + 3)
+    assert record.outcomes["hangs"].status == CUT_SHORT and not record.is_over("hangs", again=False)
+    assert not workers.worker.alive
+    run_within(item, Conditions("cpu", tmp_path / "scratch"), workers, record, [item],
+               time.monotonic() + 0.5)               # less than it is expected to take
+    assert record.outcomes["hangs"].seconds > 1
+
+
+def test_a_report_is_whole_at_any_time(tmp_path, monkeypatch):
+    """One that cannot be written leaves the one before it."""
+    item = CHECKS[0]
+    record = Record(tmp_path)
+    record.begin({"device": "CPU, 1 threads"})
+    record.add(item, Outcome(PASSED, 1.0, [{"x": 1}]), CHECKS)
+    before = (tmp_path / "report.json").read_bytes()
+    monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(OneLineError, match="full"):
+        record.add(item, Outcome(FAILED, 1.0, [], "x"), CHECKS)
+    assert (tmp_path / "report.json").read_bytes() == before
+    assert Record(tmp_path).outcomes[item.name] == Outcome(PASSED, 1.0, [{"x": 1}])
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"calls": [], "items": {"a": {"call": 0}}}',
+                                  '{"calls": [], "items": {"a": 7}}', "\udcff"])
+def test_what_is_no_report_is_one_line(tmp_path, text):
+    (tmp_path / "report.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(OneLineError, match="report.json: not what bench all writes"):
+        Record(tmp_path)
+
+
+def test_one_report_is_of_one_device(tmp_path):
+    record = Record(tmp_path)
+    record.begin({"device": "a"})
+    with pytest.raises(OneLineError, match="is of a, and this is b; choose another --out"):
+        record.begin({"device": "b"})
+
+
+def test_wrong_arguments_are_one_line(capsys, tmp_path):
+    for words, said in ((["--only", "no_such"], "--only no_such: there is no such item"),
+                        (["--data-dir", str(tmp_path / "none")], "none: no such folder"),
+                        (["--minutes", "0"], "--minutes: 0: expected")):
+        assert bench.main(["all", "--out", str(tmp_path / "out"), *words]) == 2
+        line, = capsys.readouterr().err.splitlines()
+        assert said in line
+    assert bench.main(["all"]) == 2 and "needs --out DIR" in capsys.readouterr().err
+
+
+def test_the_list_names_every_item_and_says_what_it_does(capsys):
+    assert bench.main(["all", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [item.name for item in ITEMS]
+    assert all(len(line.split()) > 5 for line in lines)
+    assert len({item.name for item in ITEMS}) == len(ITEMS)
+
+
+def test_goals_are_judged_by_the_best_figure_that_they_speak_of():
+    rows = [{"way": "eager", "share": 40.0}, {"way": "compiled", "share": 52.0}, {"other": 99.0}]
+    goal = Goal("share", at_least=50)
+    assert goal.figures(rows) == [40.0, 52.0] and goal.met_by(52.0) and not goal.met_by(40.0)
+    assert Goal("share", at_most=5, where=(("way", "eager"),)).figures(rows) == [40.0]
+    assert str(Goal("share", at_most=5, where=(("way", "eager"),))) == "share ≤ 5 (way eager)"
+    item = Item("step", "speed", steps.train_step, goals=(goal, Goal("none", at_most=1.0)))
+    record = type("Found", (), {"outcomes": {"step": Outcome(PASSED, 1.0, rows)}})()
+    assert list(record_module._goals(record, [item])) == [
+        ["share ≥ 50", "step", "52", "met"], ["none ≤ 1", "step", "–", "unmeasured"]]
+
+
+def test_rows_become_a_table_and_a_line():
+    rows = [{"a": 1234567, "b": 0.001234}, {"a": 2, "c": "x|y"}]
+    assert row_table(rows).splitlines()[2:] == ["| 1,234,567 | 0.00123 | – |", "| 2 | – | x\\|y |"]
+    assert in_short(rows) == "2 rows, a ≤ 1,234,567, b ≤ 0.00123" and in_short([]) == ""
+    assert in_short(rows[1:]) == "a 2, c x|y"
+    assert [cell(value) for value in (None, True, 3, 0.5, 1234.5, float("inf"))] == [
+        "–", "True", "3", "0.5", "1,234", "inf"]
+
+
+# ---------------------------------------------------------------------------------------------
+# Checks
+# ---------------------------------------------------------------------------------------------
+
+
+QUICK = [item for item in CHECKS if item.name not in (
+    "resume", "two_processes", "compiled", "no_waiting", "peak_memory")]
+
+
+@pytest.mark.parametrize("item", QUICK, ids=lambda item: item.name)
+def test_a_check_passes_on_the_cpu(item, tmp_path):
+    assert item.function(Conditions("cpu", tmp_path))
+
+
+def change(function, *, of=lambda images: len(images) > 2):
+    """A function on a batch whose last image is wrong, if `of` the batch says so."""
+    def changed(images, *arguments, **options):
+        found = function(images, *arguments, **options)
+        if of(images):
+            found = found.clone()
+            found[-1, 0, 0, 0] += 1
+        return found
+    return changed
+
+
+def gelu(x, approximate="none", original=F.gelu):
+    return original(x, approximate="tanh" if x.dtype == torch.float32 else approximate)
+
+
+def conv2d(x, *arguments, original=F.conv2d, **options):
+    factor = 1.001 if x.is_contiguous(memory_format=torch.channels_last) else 1.0
+    return factor * original(x, *arguments, **options)
+
+
+def cut(*arguments, original=Resident.cut):
+    return original(*arguments).roll(1, -1)
+
+
+def with_other_pixels(*arguments, original=pipeline.resident_source):
+    resident = original(*arguments)
+    return resident and resident._replace(pictures=resident.pictures ^ 1)
+
+
+class TooLarge(torch.nn.Module):
+    """As if a compiler had made something else of a model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs):
+        return 1.01 * self.model(*inputs)
+
+
+def without_the_last_batch(models, batches, **options):
+    return engine.evaluate(models, batches[:-1], **options)
+
+
+BREAKS = {
+    "augmentation": (to_device, "rand_augment", change(to_device.rand_augment)),
+    "erasing_and_mixing": (to_device, "erase", change(to_device.erase)),
+    "erasing_and_mixing 2": (to_device, "mix_images", change(to_device.mix_images)),
+    "resident_cutting": (Resident, "cut", cut),
+    "evaluation_views": (pipeline, "resident_source", with_other_pixels),
+    "train_step": (F, "gelu", gelu),
+    "evaluation": (steps, "evaluate", without_the_last_batch),
+    "fp16_overflow": (torch.amp.GradScaler, "step", lambda scaler, optimizer: optimizer.step()),
+    "bf16": (engine, "autocast", lambda device, amp: torch.autocast(device.type, enabled=False)),
+    "moving_average": (Ema, "decay_now", lambda ema: 0.8),
+    "micro_batches": (steps.GivenStep, "__len__", lambda step: 1),
+    "channels_last": (F, "conv2d", conv2d),
+    "compiled": (torch, "compile", TooLarge),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_check_fails_where_what_it_checks_is_broken(name, tmp_path, monkeypatch):
+    room, attribute, broken = BREAKS[name]
+    monkeypatch.setattr(room, attribute, broken)
+    check = next(item for item in CHECKS if item.name == name.split()[0])
+    with pytest.raises((AssertionError, OneLineError)):
+        check.function(Conditions("cpu", tmp_path))
+
+
+def test_every_quick_check_is_broken_once():
+    assert {name.split()[0] for name in BREAKS} == {item.name for item in QUICK} | {"compiled"}
+
+
+def test_a_run_is_stopped_resumed_and_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "EPOCHS", 5)
+    monkeypatch.setattr(runs, "STOPPED_AFTER", 2)
+    monkeypatch.setitem(runs.SMALL, "schedule.epochs", "5")
+    row, = runs.resume(Conditions("cpu", tmp_path))
+    assert row["apart"] == 0 and 2 * 15 <= row["stopped after step"] < 5 * 15
+
+
+def test_checkpoints_are_compared_tensor_by_tensor(tmp_path):
+    states = [{"model": {"a": torch.ones(3)}, "optimizer": {"state": {0: {"m": torch.full((2,), m)}}}}
+              for m in (1.0, 1.0, 1.5)]
+    folders = [tmp_path / str(number) for number in range(3)]
+    for folder, state in zip(folders, states):
+        folder.mkdir()
+        save_atomically(state, folder / "last.pt")
+    assert runs.apart(folders[0], folders[1]) == 0
+    assert runs.apart(folders[2], folders[1]) == pytest.approx(0.5)
+
+
+def test_a_program_that_ends_with_another_status_is_said(tmp_path):
+    with pytest.raises(AssertionError, match="train.py ended with 2, not 0"):
+        runs.finished("train.py", "--recipe", "no-such")
+

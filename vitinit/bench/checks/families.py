@@ -1,0 +1,43 @@
+"""A small model of every family, and batches for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...init import init_weights
+from ...models import build_model
+from ...models.layers import draw_keep
+from ..training import Part
+
+SIZE, BATCH, CLASSES = 16, 12, 7
+FAMILIES = {
+    "vit_tiny": dict(patch_size=4, embed_dim=24, depth=2, num_heads=3, drop_path=0.3),
+    "swin_tiny": dict(patch_size=2, embed_dim=12, depths=(2, 1), num_heads=(3, 3), window_size=4,
+                      drop_path=0.3),
+    "mixer_s16": dict(patch_size=4, embed_dim=24, depth=2, drop_path=0.3),
+    "convmixer_256_8": dict(patch_size=2, embed_dim=24, depth=2, kernel_size=3),
+    "simple_vit": dict(patch_size=4, embed_dim=24, depth=2, num_heads=3),
+}
+
+
+def small_model(name: str) -> nn.Module:
+    """On the CPU, with the same weights every time."""
+    model = build_model(name, num_classes=CLASSES, image_size=SIZE, **FAMILIES[name])
+    init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def batch_of(seed: int = 1, count: int = BATCH) -> Part:
+    """Noise (count, 3, SIZE, SIZE) float32, and a distribution over the classes for each image."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(count, 3, SIZE, SIZE, generator=generator)
+    return images, torch.randn(count, CLASSES, generator=generator).softmax(dim=1)
+
+
+def keep_of(model: nn.Module, count: int = BATCH) -> Tensor | None:
+    """A draw of stochastic depth (branches, count), where the model has any."""
+    if not any(model.drop_path_rates):
+        return None
+    return draw_keep(model.drop_path_rates, count, np.random.default_rng(4))

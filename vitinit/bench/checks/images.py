@@ -1,0 +1,177 @@
+"""Images on the way to the model: the same bits on every device, in every batch, by every path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...data.augment import IMAGENET_MEAN, IMAGENET_STD
+from ...data.datasets import PicturesInMemory
+from ...data.draw import ALL_OPERATIONS, CropAndFlip, Draws, Erasing, RandAugment, SampleDraws, \
+    SampleKey, stack_draws
+from ...data.loader import TrainBatch
+from ...data.mix import Mixing
+from ...data.pipeline import evaluation_batches, training_batches
+from ...data.sampler import TrainSampler, plan_batches
+from ...data.to_device import ToDevice, TrainToDevice
+from ..item import Conditions, Row
+
+HEIGHT, WIDTH, CLASSES = 37, 41, 7
+CPU = torch.device("cpu")
+NO_MIXING = Mixing(mixup_alpha=0.0, cutmix_alpha=0.0, group=2)
+
+
+def noisy_images(count: int, height: int = HEIGHT, width: int = WIDTH) -> Tensor:
+    """(count, 3, height, width) uint8: noise, noise of little contrast, slopes, and one colour."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (count, 3, height, width), dtype=np.uint8)
+    images[1::4] //= 5
+    images[2::4] = (np.arange(height * width) % 251).reshape(height, width)
+    images[3::8] = 77
+    return torch.from_numpy(images)
+
+
+def preparation(device: torch.device, mixing: Mixing, *, fill: str = "pixel",
+                erase_after_mix: bool = False) -> TrainToDevice:
+    return TrainToDevice(device, mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=False,
+                         fill=(1, 120, 254), erase_fill=fill, erase_after_mix=erase_after_mix,
+                         mixing=mixing, num_classes=CLASSES, seed=3)
+
+
+def differing(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> int:
+    """How many numbers differ, or AssertionError where shapes do; on the CPU."""
+    count = 0
+    for one, other in zip(ours, reference, strict=True):
+        one = one.cpu()
+        assert one.shape == other.shape and one.dtype == other.dtype, \
+            f"{tuple(one.shape)} {one.dtype} where {tuple(other.shape)} {other.dtype} is right"
+        count += int((one != other).sum())
+    return count
+
+
+def pair_by_pair(prepare: TrainToDevice, batch: TrainBatch, groups: np.ndarray
+                 ) -> tuple[Tensor, Tensor]:
+    """What `prepare` makes of a batch, made of each image with its partner alone.
+
+    The partner of image i is image B - 1 - i, as in mix.py.
+    """
+    count = len(batch.images)
+    images, targets = [None] * count, [None] * count
+    for first in range(count // 2):
+        pair = [first, count - 1 - first]
+        part = TrainBatch(batch.images[pair], batch.labels[pair],
+                          Draws(*(column[pair] for column in batch.draws)))
+        for place, image, target in zip(pair, *prepare(part, 0, groups[pair])):
+            images[place], targets[place] = image, target
+    return torch.stack(images), torch.stack(targets)
+
+
+def equal_to_pairs(conditions: Conditions, batch: TrainBatch, groups: np.ndarray, mixing: Mixing,
+                   **options) -> int:
+    """How many numbers differ between the device's whole batch and the CPU's pairs."""
+    whole = preparation(conditions.place, mixing, **options)(batch, 0, groups)
+    return differing(whole, pair_by_pair(preparation(CPU, mixing, **options), batch, groups))
+
+
+def drawn_batch(draws: Sequence[Draws], height: int = HEIGHT, width: int = WIDTH) -> TrainBatch:
+    return TrainBatch(noisy_images(len(draws), height, width), torch.arange(len(draws)) % CLASSES,
+                      stack_draws(draws))
+
+
+# ---------------------------------------------------------------------------------------------
+# Checks
+# ---------------------------------------------------------------------------------------------
+
+
+def augmentation(conditions: Conditions) -> list[Row]:
+    """RandAugment, each operation and both filters: a batch on the device = pairs on the CPU.
+
+    To the bit: operations are integers and single float operations that IEEE 754 rounds. Two layers
+    of the same operation, and then two of any, with magnitudes and signs as they are drawn.
+    """
+    wrong, rows = [], 0
+    for operations in [*((name,) for name in ALL_OPERATIONS), ALL_OPERATIONS]:
+        draws = SampleDraws(
+            5, (HEIGHT, WIDTH), erasing=Erasing(probability=0.0), rand_augment=RandAugment(
+                probability=1.0, operations=operations, interpolation="random"))
+        count = 8 if len(operations) == 1 else 120
+        batch = drawn_batch([draws.for_device(SampleKey(0, index)) for index in range(count)])
+        rows += count
+        if equal_to_pairs(conditions, batch, np.zeros(count, np.int64), NO_MIXING):
+            wrong.append(operations[0] if len(operations) == 1 else "all together")
+    assert not wrong, f"differ from the CPU's: {', '.join(wrong)}"
+    return [{"images": rows, "numbers that differ": 0}]
+
+
+def erasing_and_mixing(conditions: Conditions) -> list[Row]:
+    """Normalising, erasing and mixing: a batch on the device = pairs of it on the CPU, to the bit.
+
+    Three ways to fill a box, both orders of erasing and mixing, mixup, cutmix, and images of which
+    some are mixed and some are not. Targets as well.
+    """
+    count, numbers = 48, 0
+    kinds = [Mixing(0.8, 1.0, 0.7, 0.5, 0.1, group=2), Mixing(0.8, 0.0, 1.0, 0.5, 0.1, group=2),
+             Mixing(0.0, 1.0, 1.0, 0.5, 0.0, group=2), NO_MIXING]
+    groups = np.arange(count) % (count // 2)         # partners share one: i and count - 1 - i
+    groups[count // 2:] = groups[:count // 2][::-1]
+    for mixing in kinds:
+        for fill in ("pixel", "rand", "const"):
+            draws = SampleDraws(7, (HEIGHT, WIDTH), erasing=Erasing(probability=0.6, fill=fill))
+            batch = drawn_batch([draws.for_device(SampleKey(1, index)) for index in range(count)])
+            for erase_after_mix in (False, True):
+                found = equal_to_pairs(conditions, batch, groups, mixing, fill=fill,
+                                       erase_after_mix=erase_after_mix)
+                assert not found, f"{found} numbers differ: {mixing}, fill {fill}, erase_after_mix " \
+                                  f"{erase_after_mix}"
+                numbers += count * (3 * HEIGHT * WIDTH + CLASSES)
+    return [{"numbers": numbers, "that differ": 0}]
+
+
+def resident_cutting(conditions: Conditions) -> list[Row]:
+    """A set that lives on the device: its training batches = those through the loader, to the bit.
+
+    Pad and shift, flips, RandAugment, erasing and mixing, by the doors that train.py uses.
+    """
+    size, count = (29, 29), 60
+    source = PicturesInMemory(noisy_images(count, *size), np.arange(count) % CLASSES,
+                              list(map(str, range(CLASSES))))
+    draws = SampleDraws(2, size, crop=CropAndFlip(scale=(1.0, 1.0), ratio=(1.0, 1.0), padding=4))
+    mixing = Mixing(group=10)
+
+    def batches(device: torch.device, budget_gib: float) -> Iterator[Tensor]:
+        sampler = TrainSampler(count, plan_batches(20, 10, 1, group=10), rank=0, seed=0, repeats=1)
+        found = training_batches(source, sampler=sampler, draws=draws, workers=0,
+                                 prepare=preparation(device, mixing), budget_gib=budget_gib)
+        assert found.resident == (budget_gib > 0)
+        for epoch in range(2):
+            for step in found.steps(epoch=epoch):
+                for images, targets, places in step:
+                    yield from (images, targets, torch.as_tensor(places))
+    ours, reference = list(batches(conditions.place, 1.0)), list(batches(CPU, 0.0))
+    found = differing(ours, reference)
+    assert not found, f"{found} numbers differ"
+    return [{"batches": len(reference) // 3, "numbers that differ": 0}]
+
+
+def evaluation_views(conditions: Conditions) -> list[Row]:
+    """Evaluation batches, resident on the device and through the loader = the CPU's, to the bit."""
+    size, count = (31, 31), 23
+    source = PicturesInMemory(noisy_images(count, *size), np.arange(count) % CLASSES,
+                              list(map(str, range(CLASSES))))
+
+    def batches(device: torch.device, budget_gib: float, crop_pct: float) -> list[Tensor]:
+        found = evaluation_batches(
+            source, rank=0, world_size=1, size=size, crop_pct=crop_pct, interpolation="bicubic",
+            batch_size=10, workers=0, budget_gib=budget_gib, prepare=ToDevice(
+                device, mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=True))
+        # A second pass, which may come from a cache.
+        return [tensor for _ in range(2) for batch in found for tensor in batch]
+    for crop_pct in (1.0, 0.875):
+        reference = batches(CPU, 0.0, crop_pct)
+        for budget_gib in (0.0, 1.0):
+            found = differing(batches(conditions.place, budget_gib, crop_pct), reference)
+            assert not found, f"{found} numbers differ at crop_pct {crop_pct}, {budget_gib} GiB"
+    return [{"views": 2 * count, "numbers that differ": 0}]

@@ -1,0 +1,287 @@
+"""Training steps and evaluation on a device, beside the CPU's and beside plain formulas."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from ..memory import saved_bytes
+from ...train.ema import Ema
+from ...train.engine import autocast, evaluate, set_precision
+from ...train.interruption import StopRequest
+from ...train.optim import adamw
+from ..item import Conditions, Row, Skipped
+from ..training import GivenStep, alone, state_of, train_on
+from .families import CLASSES, FAMILIES, batch_of, keep_of, small_model
+
+CPU = torch.device("cpu")
+FLOAT32_STEP = 1e-4             # relative error of gradients; sums of 10² to 10⁴ float32 products
+COMPILED = 1e-4                 # likewise, since a compiler orders sums anew
+BF16_GRADIENT = 0.1             # relative; bf16 has 8 bits, and rounds after every layer
+BF16_LOSS = 0.02
+
+
+def gradients(model: nn.Module, device: torch.device, *, dtype: torch.dtype = torch.float32,
+              amp: str = "off", compiled: bool = False, channels_last: bool = False,
+              micro_batches: int = 1) -> tuple[dict[str, Tensor], float]:
+    """What one step of the engine finds: by name, in float64 on the CPU; and the loss.
+
+    A step of plain SGD at a rate of 1 takes the gradient from the weights; the difference is it.
+    """
+    model = copy.deepcopy(model).to(device, dtype)
+    before = in_float64(model)
+    images, targets = (part.to(device, dtype) for part in batch_of())
+    if channels_last:
+        images = images.contiguous(memory_format=torch.channels_last)
+    parts = list(zip(images.chunk(micro_batches), targets.chunk(micro_batches)))
+    state = state_of(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    train_on(state, [GivenStep(0, parts)], forward=torch.compile(model) if compiled else model,
+             lr=1.0, keep=keep_of(model), amp=amp)
+    after = in_float64(model)
+    return {name: before[name] - after[name] for name in before}, state.progress.loss_sum
+
+
+def in_float64(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the parameters on the CPU."""
+    return {name: p.detach().cpu().to(torch.float64, copy=True)
+            for name, p in model.named_parameters()}
+
+
+def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest relative distance of a tensor's gradient from the `other` one.
+
+    A key's bias has none, which rounding makes a little: so a thousandth of the whole gradient's
+    norm counts with every tensor's own.
+    """
+    floor = 1e-3 * torch.stack([g.norm() for g in other.values()]).norm()
+    return max(float((one[name] - g).norm() / (g.norm() + floor)) for name, g in other.items())
+
+
+# ---------------------------------------------------------------------------------------------
+# In float32
+# ---------------------------------------------------------------------------------------------
+
+
+def train_step(conditions: Conditions) -> list[Row]:
+    """One step of each family in float32 without TF32: gradients and loss against the CPU's float64.
+
+    On the device, and on the CPU to see what float32 costs there. Weights are the size of their last
+    bit away from the gradient that is taken from them, 6e-8: within 1e-4 of each tensor's norm.
+    """
+    set_precision(tf32=False)
+    rows = []
+    for name in FAMILIES:
+        model = small_model(name)
+        exact, exact_loss = gradients(model, CPU, dtype=torch.float64)
+        for place in dict.fromkeys((conditions.place, CPU)):
+            found, loss = gradients(model, place)
+            row = {"family": name, "on": place.type, "gradients apart": apart(found, exact),
+                   "loss apart": abs(loss - exact_loss) / exact_loss}
+            assert row["gradients apart"] < FLOAT32_STEP and row["loss apart"] < 1e-5, row
+            rows.append(row)
+    return rows
+
+
+def micro_batches(conditions: Conditions) -> list[Row]:
+    """A step of three micro-batches = the same in one, within rounding, for models without BatchNorm."""
+    set_precision(tf32=False)
+    rows = []
+    for name in ("vit_tiny", "swin_tiny", "mixer_s16", "simple_vit"):
+        model = small_model(name)
+        whole, _ = gradients(model, conditions.place)
+        parts, _ = gradients(model, conditions.place, micro_batches=3)
+        rows.append({"family": name, "gradients apart": apart(parts, whole)})
+        assert rows[-1]["gradients apart"] < FLOAT32_STEP, rows[-1]
+    return rows
+
+
+def moving_average(conditions: Conditions) -> list[Row]:
+    """EMA after five updates of known weights, with and without warm-up: the formula in float64."""
+    largest = 0.0
+    for warmup in (False, True):
+        model = small_model("convmixer_256_8").to(conditions.place)      # has integer buffers
+        ema = Ema(model, decay=0.9, warmup=warmup)
+        expected = {name: value.double().cpu() for name, value in model.state_dict().items()}
+        for update in range(5):
+            with torch.no_grad():
+                for value in model.state_dict().values():
+                    value.mul_(2).add_(1)            # in place, as optimisers do
+            decay = min(0.9, 1 - (1 + update) ** (-2 / 3)) if warmup else 0.9
+            ema.update(model)
+            expected = {name: decay * expected[name] + (1 - decay) * value.double().cpu()
+                        if value.is_floating_point() else value.double().cpu()
+                        for name, value in model.state_dict().items()}
+        for name, value in ema.model.state_dict().items():
+            error = (value.double().cpu() - expected[name]).abs().max() / expected[name].abs().max()
+            largest = max(largest, float(error))
+    assert largest < 1e-6, f"relative error {largest:.2g}"
+    return [{"relative error": largest}]
+
+
+def channels_last(conditions: Conditions) -> list[Row]:
+    """Images laid out channels last give the same step, within rounding (other kernels, other sums)."""
+    set_precision(tf32=False)
+    rows = []
+    for name in FAMILIES:
+        model = small_model(name)
+        plain, _ = gradients(model, conditions.place)
+        last, _ = gradients(model, conditions.place, channels_last=True)
+        rows.append({"family": name, "gradients apart": apart(last, plain)})
+        assert rows[-1]["gradients apart"] < FLOAT32_STEP, rows[-1]
+    return rows
+
+
+def compiled(conditions: Conditions) -> list[Row]:
+    """torch.compile's step = the eager one's in float32, within rounding; on a CPU of ViT alone."""
+    set_precision(tf32=False)
+    rows = []
+    for name in FAMILIES if conditions.on_gpu else ["vit_tiny"]:
+        torch._dynamo.reset()
+        model = small_model(name)
+        eager, _ = gradients(model, conditions.place)
+        found, _ = gradients(model, conditions.place, compiled=True)
+        rows.append({"family": name, "gradients apart": apart(found, eager)})
+        assert rows[-1]["gradients apart"] < COMPILED, rows[-1]
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------
+# In 16 bits
+# ---------------------------------------------------------------------------------------------
+
+
+def bf16(conditions: Conditions) -> list[Row]:
+    """A step in bf16 is near float32's, and not the same: gradients within .1, the loss within .02."""
+    set_precision(tf32=False)
+    rows = []
+    for name in FAMILIES:
+        model = small_model(name)
+        full, full_loss = gradients(model, conditions.place)
+        half, loss = gradients(model, conditions.place, amp="bf16")
+        whole, theirs = (torch.cat([g.flatten() for g in found.values()]) for found in (full, half))
+        row = {"family": name, "gradients apart": float((theirs - whole).norm() / whole.norm()),
+               "loss apart": abs(loss - full_loss) / full_loss}
+        assert 0 < row["gradients apart"] < BF16_GRADIENT and row["loss apart"] < BF16_LOSS, row
+        rows.append(row)
+    return rows
+
+
+def fp16_overflow(conditions: Conditions) -> list[Row]:
+    """A step whose fp16 gradients overflow is skipped; then the same weights train at a lower scale.
+
+    To the bit: weights, moving average and its count stay; the scale halves; the step counts as seen
+    and as skipped.
+    """
+    device = conditions.place
+    model = small_model("vit_tiny").to(device)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**40)
+    state = state_of(model, adamw(model, weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8),
+                     ema=Ema(model, decay=0.9, warmup=False), scaler=scaler)
+    weights = copy.deepcopy(model.state_dict())
+    average = copy.deepcopy(state.ema.model.state_dict())
+    part = tuple(tensor.to(device) for tensor in batch_of())
+
+    def step(number: int) -> None:
+        train_on(state, [GivenStep(number, [part])], keep=keep_of(model), amp="fp16", clip_norm=1.0)
+    step(0)
+    assert scaler.get_scale() == 2.0**39, f"the scale is {scaler.get_scale()}, not half of 2^40"
+    assert (state.progress.step, state.progress.skipped_steps) == (1, 1), state.progress
+    assert _same(model.state_dict(), weights), "a skipped step changed the weights"
+    assert _same(state.ema.model.state_dict(), average) and state.ema.updates == 0, \
+        "a skipped step changed the moving average"
+    scaler.update(2.0**8)
+    step(1)
+    assert scaler.get_scale() == 2.0**8 and state.progress.skipped_steps == 1
+    assert not _same(model.state_dict(), weights) and state.ema.updates == 1
+    return [{"skipped": 1, "of steps": 2}]
+
+
+def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], value) for name, value in other.items())
+
+
+# ---------------------------------------------------------------------------------------------
+# Evaluation, and what a step needs
+# ---------------------------------------------------------------------------------------------
+
+
+def evaluation(conditions: Conditions) -> list[Row]:
+    """Exact evaluation of each family, a smaller last batch among them: the CPU's counts and loss."""
+    set_precision(tf32=False)
+    images, targets = batch_of(seed=2, count=53)
+    labels = targets.argmax(1)
+    rows = []
+    for name in FAMILIES:
+        results = []
+        for device in (conditions.place, CPU):
+            batches = [(images[start:start + 20].to(device), labels[start:start + 20].to(device))
+                       for start in range(0, 53, 20)]
+            results += evaluate([small_model(name).to(device)], batches, amp="off",
+                                num_classes=CLASSES, processes=alone(device), stop=StopRequest())
+        ours, theirs = results
+        row = {"family": name, "images": ours.images, "loss apart": abs(ours.loss - theirs.loss)}
+        assert ours.images == 53 and ours.class_images == labels.bincount(minlength=CLASSES).tolist()
+        assert ours.class_hits == theirs.class_hits and ours.top5 == theirs.top5, (ours, theirs)
+        assert row["loss apart"] < 1e-5 * theirs.loss, row
+        rows.append(row)
+    return rows
+
+
+def peak_memory(conditions: Conditions) -> list[Row]:
+    """What `bench memory` counts for the backward pass is what a GPU holds, within 0.8 to 1.6 times.
+
+    Beside it a GPU holds what kernels need for a moment, and rounds each tensor up.
+    """
+    if not conditions.on_gpu:
+        raise Skipped("a CPU does not count what it holds")
+    from ...models import build_model
+    device, rows = conditions.place, []
+    for name in ("deit_tiny", "swin_tiny", "mixer_b16", "convmixer_768_32"):
+        model = build_model(name, num_classes=1000, image_size=224)
+        images = torch.zeros(16, 3, 224, 224, device=device)
+        model.to(device)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with autocast(device, "bf16"):
+            loss = model(images).float().square().mean()
+        held = torch.cuda.memory_allocated() - before
+        loss.backward()
+        counted = saved_bytes(model, images, "bf16")
+        rows.append({"model": name, "counted MiB": counted / 2**20, "held MiB": held / 2**20,
+                     "peak MiB": (torch.cuda.max_memory_allocated() - before) / 2**20})
+        del model, images, loss
+        torch.cuda.empty_cache()
+    for row in rows:
+        assert 0.8 < row["held MiB"] / row["counted MiB"] < 1.6, row
+    return rows
+
+
+def no_waiting(conditions: Conditions) -> list[Row]:
+    """Twenty steps of training wait for the device less than once a step, as torch itself counts.
+
+    The engine looks at its losses every ten steps and at its weights at the end; nothing else may.
+    """
+    if not conditions.on_gpu:
+        raise Skipped("on a CPU there is nothing to wait for")
+    device = conditions.place
+    model = small_model("vit_tiny").to(device)
+    part = tuple(tensor.to(device) for tensor in batch_of())
+    state = state_of(model, adamw(model, weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8),
+                     ema=Ema(model, decay=0.9, warmup=False))
+    train_on(state, [GivenStep(0, [part])], keep=keep_of(model), amp="bf16", clip_norm=1.0)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            train_on(state, [GivenStep(number, [part]) for number in range(1, 21)],
+                     keep=keep_of(model), amp="bf16", clip_norm=1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    places = [f"{warning.filename.rpartition('/')[2]}:{warning.lineno}" for warning in waits
+              if "synchroniz" in str(warning.message)]
+    assert len(places) < 20, f"{len(places)} waits in 20 steps, at {', '.join(sorted(set(places)))}"
+    return [{"steps": 20, "waits": len(places), "at": ", ".join(sorted(set(places)))}]
