@@ -81,11 +81,11 @@ def report(findings: Sequence[Finding], *, per_class: bool, json_file: Path | No
     if json_file is None:
         print(text, end="", flush=True)
     else:
-        write_json(text, json_file)
+        write_output(text, json_file)
         print(f"wrote {json_file}", flush=True)
 
 
-def write_json(text: str, path: Path) -> None:
+def write_output(text: str, path: Path) -> None:
     """Into a regular file or a new one whole or not at all; through anything else, as it stands.
 
     A link stays, and what it leads to is written. A pipe, a terminal or /dev/null is no file to

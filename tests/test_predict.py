@@ -1,0 +1,184 @@
+"""vitinit.predict: one line an image, in a stable order, whatever some of the files are."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vitinit
+from vitinit import predict as predict_module
+from vitinit.figures import sheet as sheet_module
+from vitinit.figures.sheet import attended
+from vitinit.mixing import mixing_matrices
+from vitinit.runs import trained as trained_module
+from vitinit.runs.trained import Trained
+
+RUN = Path(__file__).parent / "runs" / "data" / "55cb85f"     # red, green and blue 8-pixel images
+
+
+def predicted(*arguments: object) -> int:
+    return predict_module.main(list(map(str, arguments)))
+
+
+@pytest.fixture
+def folder(picture_tree) -> Path:
+    """The seven validation images of each of three classes."""
+    return picture_tree / "val"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_lines_are_the_models_guesses_in_order(folder, capsys, workers):
+    assert predicted(RUN, folder, folder / "red" / "03.png", "--top", 2, "--batch-size", 4,
+                     "--workers", workers) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    paths = [*sorted(folder.glob("*/*.png")), folder / "red" / "03.png"]
+    trained, right = vitinit.load(RUN), 0
+    assert len(lines) == len(paths) == 22
+    for path, line in zip(paths, lines):
+        (first, one), (second, two) = trained.predict(path, top=2)
+        assert line == f"{path}  {first} {100 * one:.1f} %  {second} {100 * two:.1f} %"
+        right += first == path.parent.name
+    assert 0 < right < 22
+    assert last == f"{right} of 22 images are what their folder says ({100 * right / 22:.2f} %)"
+
+
+def test_json_and_csv_hold_every_image(folder, tmp_path, capsys):
+    (folder / "red" / "05.png").write_bytes(b"no image")
+    strange = tmp_path / "elsewhere" / "a, b\nc.png"
+    strange.parent.mkdir()
+    os.rename(folder / "blue" / "00.png", strange)
+    assert predicted(RUN, strange, folder, "--json", tmp_path / "a.jsonl", "--csv",
+                     tmp_path / "a.csv", "--workers", 0) == 1
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert f"vitinit.predict: {folder}/red/05.png: not a readable picture, 8 bytes" in said.err
+    assert said.out.splitlines()[-1].endswith("1 of 21 could not be read")
+    objects = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    rows = list(csv.DictReader(open(tmp_path / "a.csv", newline="")))
+    assert len(objects) == len(rows) == 21
+    assert objects[0]["image"] == str(strange) and "truth" not in objects[0]
+    trained = vitinit.load(RUN)
+    for one, row in zip(objects, rows):
+        assert one["image"] == row["image"] and one.get("truth", "") == row["truth"]
+        if one["image"] == str(folder / "red" / "05.png"):
+            assert "not a readable picture" in one["problem"] and row["problem"] == one["problem"]
+            assert "classes" not in one and row["class_1"] == ""
+            continue
+        assert row["problem"] == "" and "problem" not in one
+        expected = trained.predict(one["image"])
+        assert [(found["class"], found["probability"]) for found in one["classes"]] == [
+            (name, pytest.approx(share, rel=1e-5)) for name, share in expected]
+        assert [(row[f"class_{rank}"], float(row[f"probability_{rank}"])) for rank in (1, 2, 3)] == [
+            (name, pytest.approx(share, rel=1e-5)) for name, share in expected]
+
+
+def test_broken_images_alone_are_a_status_not_a_crash(tmp_path, capsys):
+    (tmp_path / "a.jpg").write_bytes(b"")
+    assert predicted(RUN, tmp_path / "a.jpg", "--workers", 0) == 1
+    said = capsys.readouterr()
+    assert said.out == "1 of 1 could not be read\n" and "(empty)" in said.err
+
+
+def test_the_sheet_shows_each_image_with_its_guess(folder, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(predict_module, "draw_sheet",
+                        lambda out, tiles, heading: drawn.append((tiles, heading)))
+    assert predicted(RUN, folder, "--sheet", tmp_path / "a.png", "--workers", 0) == 0
+    (tiles, heading), = drawn
+    paths, trained = sorted(folder.glob("*/*.png")), vitinit.load(RUN)
+    assert len(tiles) == 21 and "21 of 21 images: " in heading
+    for tile, path in zip(tiles, paths):
+        assert torch.equal(tile.view, trained.view(path)) and tile.heat is None
+        assert tile.truth == path.parent.name
+        assert (tile.guess, pytest.approx(tile.share, rel=1e-5)) == trained.predict(path)[0]
+
+
+def test_of_many_images_the_sheet_shows_evenly_as_many(folder, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(predict_module, "SHEET", 5)
+    monkeypatch.setattr(predict_module, "draw_sheet",
+                        lambda out, tiles, heading: drawn.extend(tiles))
+    assert predicted(RUN, folder, "--sheet", tmp_path / "a.png", "--workers", 0) == 0
+    paths, trained = sorted(folder.glob("*/*.png")), vitinit.load(RUN)
+    assert [torch.equal(tile.view, trained.view(paths[place]))
+            for tile, place in zip(drawn, [0, 4, 8, 12, 16], strict=True)] == [True] * 5
+
+
+def test_a_drawn_sheet_is_a_picture(folder, tmp_path, capsys):
+    (folder / "red" / "01.png").write_bytes(b"no image")
+    out = tmp_path / "sheet.png"
+    assert predicted(RUN, folder, "--sheet", out, "--attention", "--workers", 0) == 1
+    picture = np.asarray(Image.open(out).convert("RGB"))
+    assert picture.shape[0] > 300 and picture.shape[1] > 900 and picture.std() > 20
+
+
+@pytest.mark.parametrize("pool", ["class", "mean", "swin", "simple"])
+@torch.no_grad()
+def test_heat_is_the_attention_that_the_head_reads(pool):
+    name, sizes = {"swin": ("swin_tiny", dict(patch_size=2, embed_dim=6, depths=(1, 2),
+                                              num_heads=(2, 3), window_size=2)),
+                   "simple": ("simple_vit", dict(patch_size=2, embed_dim=28, depth=2, num_heads=2)),
+                   }.get(pool, ("vit_tiny", dict(patch_size=2, embed_dim=12, depth=2, num_heads=3,
+                                                 pool=pool, num_registers=2)))
+    model = vitinit.build_model(name, num_classes=3, image_size=8, **sizes)
+    vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
+    run = vitinit.load(RUN)
+    trained = Trained(model.eval(), run.classes, run.recipe, (8, 8), RUN)
+    view = torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8,
+                         generator=torch.Generator().manual_seed(1))
+    heat = attended(trained, view)
+    last = max(mixing_matrices(model, trained.preprocess(view)))
+    weights = mixing_matrices(model, trained.preprocess(view))[last][0].mean(0)      # (N, N)
+    patches = heat.numel()
+    expected = weights[0] if pool == "class" else weights[-patches:].mean(0)
+    torch.testing.assert_close(heat.flatten(), expected[-patches:])
+    assert heat.shape == ((2, 2) if pool == "swin" else (4, 4))
+
+
+def test_a_family_without_attention_is_one_line(tmp_path, capsys):
+    run = vitinit.load(RUN)
+    model = vitinit.build_model("mixer_s16", num_classes=3, image_size=8, patch_size=4, embed_dim=14,
+                                depth=1)
+    with pytest.raises(sheet_module.FigureError, match="a MlpMixer has no attention; expected a ViT"):
+        sheet_module.require_attention(Trained(model, run.classes, run.recipe, (8, 8), RUN))
+
+
+@pytest.mark.parametrize("arguments, problem", [
+    (["nowhere", "x.png"], "nowhere: no such checkpoint"),
+    ([RUN, "x.png"], "x.png: no such file or folder"),
+    ([RUN, "empty"], "empty: no images in it"),
+    ([RUN], "the following arguments are required: IMAGE|FOLDER"),
+    ([RUN, "empty", "--attention"], "--attention is drawn on a contact sheet; give --sheet FILE.png"),
+    ([RUN, "empty", "--json", "no/such"], "--json no/such: expected a file in a folder that exists"),
+    ([RUN, "empty", "--sheet", "empty"], "--sheet empty: expected a file in a folder that exists"),
+    ([RUN, "empty", "--top", "0"], "0: expected an integer"),
+    ([RUN, "empty", "--weights", "best"], "invalid choice: 'best'"),
+])
+def test_what_cannot_be_predicted_is_one_line(arguments, problem, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert predicted(*arguments) == 2
+    said = capsys.readouterr().err
+    assert problem in said and said.count("\n") == 1
+
+
+def test_nothing_readable_makes_no_sheet(tmp_path, capsys):
+    (tmp_path / "a.png").write_bytes(b"text")
+    assert predicted(RUN, tmp_path / "a.png", "--sheet", tmp_path / "b.png", "--workers", 0) == 2
+    assert "no image could be read, so there is nothing to draw" in capsys.readouterr().err
+    assert not (tmp_path / "b.png").exists()
+
+
+def test_the_boxed_models_are_found_by_name_here_too(folder, tmp_path, monkeypatch, capsys):
+    (tmp_path / "box").mkdir()
+    (tmp_path / "box" / "small").symlink_to(RUN)
+    monkeypatch.setattr(trained_module, "BOXED", tmp_path / "box")
+    assert predicted("small", folder / "red" / "00.png", "--workers", 0) == 0
+    assert capsys.readouterr().out.startswith(str(folder / "red" / "00.png"))
