@@ -49,10 +49,9 @@ def batches_of_keys(count: int, batch: int, batches: int) -> list[list[SampleKey
              for place in range(number * batch, (number + 1) * batch)] for number in range(batches)]
 
 
-def bench_loader(folder: Path, size: int, batch: int = 50) -> None:
+def loader_rates(source: LoosePictures, size: int, batch: int = 50) -> dict[str, float]:
     """Images a second and core: what workers do, what is left to the device, and torchvision's."""
     torch.set_num_threads(1)
-    source = LoosePictures(folder, 400)
     views, prepare = deit_views(source, size), deit_device_part(torch.device("cpu"))
     pipeline = torchvisions_pipeline(size)
     keys = batches_of_keys(len(source), batch, max(1, len(source) // batch))
@@ -83,6 +82,15 @@ def bench_loader(folder: Path, size: int, batch: int = 50) -> None:
     through = count / min(seconds_through_a_worker() for _ in range(3))
     whole = rate(lambda: [prepare(some, number, one_group) for number, some in enumerate(loaded())])
     pillow = rate(theirs)
+    return {"decode": decode, "worker": worker, "through": through, "whole": whole,
+            "torchvision": pillow}
+
+
+def bench_loader(folder: Path, size: int, batch: int = 50) -> None:
+    """Prints them."""
+    source = LoosePictures(folder, 400)
+    rates = loader_rates(source, size, batch)
+    decode, worker, through, whole, pillow = rates.values()
     print(f"{len(source)} pictures to {size} px in batches of {batch}, images/s/core, best of three\n"
           f"decode alone                               {decode:6.0f}\n"
           f"workers' part: + draws, crop, flip, stack  {worker:6.0f}   "
@@ -95,8 +103,8 @@ def bench_loader(folder: Path, size: int, batch: int = 50) -> None:
           f"torchvision's whole pipeline on Pillow     {pillow:6.0f}")
 
 
-def bench_augment(batch: int, size: int) -> None:
-    """Milliseconds of the device's part of DeiT's augmentation, noise images."""
+def augment_milliseconds(batch: int, size: int) -> dict[str, float]:
+    """Of each part of DeiT's augmentation on the device, noise images, best of three."""
     device, wait = device_to_time()
     prepare = deit_device_part(device)
     rng = np.random.default_rng(0)
@@ -120,6 +128,12 @@ def bench_augment(batch: int, size: int) -> None:
         "mixup": lambda: mix_images(floats, [Mix(0.3, None)] * batch),
         "all, as in training": lambda: prepare(loaded, 0, np.zeros(batch, np.int64)),
     }
-    print(f"{batch}×3×{size}×{size} on {describe_device(device)}, ms, best of three")
-    for name, action in parts.items():
-        print(f"{name:20} {milliseconds(action):8.2f}")
+    return {name: milliseconds(action) for name, action in parts.items()}
+
+
+def bench_augment(batch: int, size: int) -> None:
+    """Prints them."""
+    found = augment_milliseconds(batch, size)
+    print(f"{batch}×3×{size}×{size} on {describe_device(device_to_time()[0])}, ms, best of three")
+    for name, milliseconds in found.items():
+        print(f"{name:20} {milliseconds:8.2f}")

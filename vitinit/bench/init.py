@@ -9,6 +9,7 @@ from ..init import init_weights
 from ..init.impulse import normalised_code
 from ..models import build_model
 from ..train.device import describe_device
+from .item import Row
 from .timing import best_seconds
 
 
@@ -30,23 +31,30 @@ def transcribed_impulse(model: torch.nn.Module) -> None:
             torch.linalg.svd(inverse @ maps @ inverse.T)
 
 
-def bench_init(name: str) -> None:
-    """Seconds of each init on the CPU, best of three."""
+def init_seconds(name: str, *, repeats: int = 3) -> list[Row]:
+    """Of each init on the CPU, the best of some repeats; of the transcription once."""
     model = build_model(name, num_classes=1000, image_size=224)
 
     def seconds(init: str, **options) -> float:
         return best_seconds(lambda: init_weights(
-            model, init, generator=torch.Generator().manual_seed(0), **options))
+            model, init, generator=torch.Generator().manual_seed(0), **options), repeats)
     base = seconds("default")
     queries = seconds("impulse", value_init="base") - base
     slow = best_seconds(lambda: transcribed_impulse(model), repeats=1)
-    print(f"{name} on {describe_device(torch.device('cpu'))}, best of three\n"
-          f"base 'default' alone                      {base:7.3f} s\n"
-          f"impulse, pos_embed and all Q, K           {queries:7.3f} s\n"
-          f"the same transcribed (D×D SVDs), once     {slow:7.3f} s, {slow / queries:.0f} times "
-          f"as long\n"
-          f"impulse, whole call with mimetic V, proj  {seconds('impulse'):7.3f} s\n"
-          f"deep_impulse, pos_embed and all Q, K      "
-          f"{seconds('deep_impulse', value_init='base') - base:7.3f} s\n"
-          f"deep_impulse, whole call                  {seconds('deep_impulse'):7.3f} s\n"
-          f"mimetic, whole call                       {seconds('mimetic'):7.3f} s")
+    deep = seconds("deep_impulse", value_init="base") - base
+    return [{"init": name, "s": found} for name, found in [
+        ("base 'default' alone", base), ("impulse, pos_embed and all Q, K", queries),
+        ("the same transcribed (D×D SVDs), once", slow),
+        ("impulse, whole call with mimetic V, proj", seconds("impulse")),
+        ("deep_impulse, pos_embed and all Q, K", deep),
+        ("deep_impulse, whole call", seconds("deep_impulse")),
+        ("mimetic, whole call", seconds("mimetic"))]]
+
+
+def bench_init(name: str) -> None:
+    """Prints them."""
+    rows = init_seconds(name)
+    print(f"{name} on {describe_device(torch.device('cpu'))}, best of three")
+    for row in rows:
+        note = f", {row['s'] / rows[1]['s']:.0f} times as long" if "D×D" in row["init"] else ""
+        print(f"{row['init']:41} {row['s']:7.3f} s{note}")

@@ -1,97 +1,184 @@
-"""Images a second of a training step, beside the matrix rate of the device."""
+"""Images a second of a training step, beside the device's matrix rate and torchvision's ViT."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ..command_line import building
-from ..data.datasets import LoosePictures
+from ..data.datasets import LoosePictures, Source
 from ..data.draw import SampleDraws
 from ..data.pipeline import training_batches
 from ..data.sampler import TrainSampler, plan_batches
 from ..init import init_weights
 from ..models import build_model
-from ..train.engine import AMP_DTYPES, autocast
-from ..train.optim import adamw
 from ..train.device import describe_device, peak_memory
+from ..train.engine import AMP_DTYPES, autocast, set_precision
+from ..train.optim import adamw
+from ..train.state import TrainState
 from ..train.throughput import TIMED_PASSES, WARMUP_PASSES, training_flops
 from .data import deit_device_part
+from .item import Row
 from .timing import best_seconds, device_to_time
+from .training import GivenStep, Part, state_of, train_on
+
+CLASSES = 1000
+OPTIMISER = dict(weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8)
+RATE = 1e-4
 
 
-def from_files(source: LoosePictures, size: int, batch: int, workers: int, device: torch.device
-               ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches with DeiT's augmentation, epoch after epoch, as training takes them."""
-    # An odd batch is not of pairs; what its mixing costs is the same.
-    plan = plan_batches(batch, batch, 1, group=batch if batch % 2 == 0 else 1)
-    sampler = TrainSampler(len(source), plan, rank=0, seed=0,
-                           repeats=-(-batch // len(source)))
-    batches = training_batches(source, sampler=sampler, draws=SampleDraws(0, (size, size)),
-                               prepare=deit_device_part(device), budget_gib=0.0, workers=workers)
-    for epoch in itertools.count():
-        for step in batches.steps(epoch=epoch):
-            for images, targets, _ in step:
-                yield images, targets
+class StepBench:
+    """A model and its optimiser on the device, whose steps are timed as train.py makes them."""
+
+    def __init__(self, name: str, *, batch: int, image_size: int, amp: str, compiled: bool) -> None:
+        self.device, self.wait = device_to_time()
+        self.name, self.batch, self.image_size, self.amp = name, batch, image_size, amp
+        set_precision(tf32=True)
+        with building("step", "model"):
+            model = build_model(name, num_classes=CLASSES, image_size=image_size)
+            init_weights(model, "default", generator=torch.Generator().manual_seed(0))
+        self.model = model.to(self.device)
+        self.forward = torch.compile(self.model) if compiled else self.model
+        self.state = state_of(self.model, adamw(self.model, **OPTIMISER))
+        self.part = synthetic_batch(batch, image_size, self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def passes(self) -> tuple[int, int]:
+        """Steps that do not count, and steps that do."""
+        return passes_on(self.device)
+
+    def seconds(self, steps: Iterable | None = None) -> float:
+        """Of a step of the engine, on one synthetic batch again and again, or on other steps."""
+        if steps is None:
+            steps = (GivenStep(number, [self.part]) for number in itertools.count())
+        return engine_seconds(self.state, self.forward, steps, amp=self.amp, passes=self.passes,
+                              wait=self.wait)
+
+    def tflops(self, seconds: float) -> float:
+        """Model TFLOP/s of steps that take so long."""
+        size = (self.image_size, self.image_size)
+        return self.batch * training_flops(self.model, self.batch, size) / seconds / 1e12
 
 
-def bench_step(name: str, *, batch: int, image_size: int, amp: str, compiled: bool,
-               folder: Path | None, workers: int) -> None:
-    """Forward, backward and AdamW on synthetic pictures, beside the matrix rate of the device; then
-    on pictures from files with DeiT's whole augmentation, if there are any."""
-    device, wait = device_to_time()
-    warmup, steps = (WARMUP_PASSES, TIMED_PASSES) if device.type == "cuda" else (1, 3)
-    torch.set_float32_matmul_precision("high")
-    with building("step", "model"):
-        model = build_model(name, num_classes=1000, image_size=image_size)
-        init_weights(model, "default", generator=torch.Generator().manual_seed(0))
-    model.to(device)
-    optimizer = adamw(model, weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8)
+def passes_on(device: torch.device) -> tuple[int, int]:
+    """Steps that do not count, and steps that do: as many as a minute or two allow."""
+    return (WARMUP_PASSES, TIMED_PASSES) if device.type == "cuda" else (1, 3)
+
+
+def synthetic_batch(batch: int, image_size: int, device: torch.device) -> Part:
+    """Noise, laid out as to_device.py does, and one-hot targets."""
     images = torch.randn(batch, 3, image_size, image_size, device=device)
-    targets = torch.eye(1000, device=device)[torch.arange(batch, device=device) % 1000]
-    flops = batch * training_flops(model, batch, (image_size, image_size))
-    forward = torch.compile(model) if compiled else model
+    targets = torch.eye(CLASSES, device=device)[torch.arange(batch, device=device) % CLASSES]
+    return images.contiguous(memory_format=torch.channels_last), targets
 
-    def step(images: torch.Tensor, targets: torch.Tensor) -> None:
-        with autocast(device, amp):
+
+def engine_seconds(state: TrainState, forward: Callable[..., Tensor], steps: Iterable, *, amp: str,
+                   passes: tuple[int, int], wait: Callable[[], None]) -> float:
+    """Of a step, from the beginning of the first that counts to that of the one after the last.
+
+    So what the engine does once an epoch, such as looking at every weight, does not count.
+    """
+    warmup, count = passes
+    beginnings: list[float] = []
+
+    def at_beginning(number: int) -> float:
+        """train_epoch asks for the learning rate as each step begins."""
+        if len(beginnings) in (warmup, warmup + count):
+            wait()
+        beginnings.append(time.perf_counter())
+        return RATE
+    train_on(state, itertools.islice(steps, warmup + count + 1), forward=forward, lr=at_beginning,
+             amp=amp)
+    return (beginnings[warmup + count] - beginnings[warmup]) / count
+
+
+def bare_seconds(model: nn.Module, part: Part, *, amp: str, compiled: bool,
+                 wait: Callable[[], None]) -> float:
+    """Of a step of any model as one would write it down: what an engine is measured against."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.05, fused=True)
+    forward = torch.compile(model) if compiled else model
+    forward.train()
+    images, targets = part
+    warmup, count = passes_on(images.device)
+    for number in range(warmup + count):
+        if number == warmup:
+            wait()
+            began = time.perf_counter()
+        with autocast(images.device, amp):
             loss = F.cross_entropy(forward(images).float(), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    wait()
+    return (time.perf_counter() - began) / count
 
-    def seconds_a_step(batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> float:
-        for _ in range(warmup):
-            step(*next(batches))
-        wait()
-        began = time.perf_counter()
-        for _ in range(steps):
-            step(*next(batches))
-        wait()
-        return (time.perf_counter() - began) / steps
 
-    seconds = seconds_a_step(itertools.repeat((images, targets)))
+def product_tflops(amp: str) -> float:
+    """Of this device in large matrix products: what it can do at best."""
+    device, wait = device_to_time()
     side = 8192 if device.type == "cuda" else 2048
     matrix = torch.randn(side, side, device=device, dtype=AMP_DTYPES[amp])
 
     def multiply() -> None:
-        for _ in range(10):
+        for _ in range(10 if device.type == "cuda" else 2):
             matrix @ matrix
         wait()
     multiply()
-    matrix_rate = 10 * 2 * side**3 / best_seconds(multiply)
+    return (10 if device.type == "cuda" else 2) * 2 * side**3 / best_seconds(multiply) / 1e12
+
+
+def steps_from_files(source: Source, *, image_size: int, batch: int, workers: int,
+                     device: torch.device) -> Iterator:
+    """Steps of one micro-batch with DeiT's augmentation, epoch after epoch, as training takes them."""
+    # An odd batch is not of pairs; what its mixing costs is the same.
+    plan = plan_batches(batch, batch, 1, group=batch if batch % 2 == 0 else 1)
+    sampler = TrainSampler(len(source), plan, rank=0, seed=0, repeats=-(-batch // len(source)))
+    batches = training_batches(source, sampler=sampler,
+                               draws=SampleDraws(0, (image_size, image_size)),
+                               prepare=deit_device_part(device), budget_gib=0.0, workers=workers)
+    for epoch in itertools.count():
+        yield from batches.steps(epoch=epoch)
+
+
+def against_torchvision(*, batch: int, image_size: int, amp: str, compiled: bool) -> Row:
+    """How long torchvision's ViT-B/16 takes for the same batch in a bare loop, and ours in the
+    engine, in turn, so that noise meets both alike."""
+    from torchvision.models import vit_b_16
+    ours = StepBench("vit_base", batch=batch, image_size=image_size, amp=amp, compiled=compiled)
+    theirs = vit_b_16(image_size=image_size).to(ours.device)
+    found: list[tuple[float, float]] = []
+    for _ in range(2):
+        found.append((ours.seconds(), bare_seconds(theirs, ours.part, amp=amp, compiled=compiled,
+                                                   wait=ours.wait)))
+    seconds, other = map(min, zip(*found))
+    return {"ours, images/s": batch / seconds, "torchvision's": batch / other,
+            "× torchvision's": other / seconds}
+
+
+def bench_step(name: str, *, batch: int, image_size: int, amp: str, compiled: bool,
+               folder: Path | None, workers: int) -> None:
+    """The engine's step on synthetic images, beside the matrix rate of the device; then on images
+    from files with DeiT's whole augmentation, if there are any."""
+    bench = StepBench(name, batch=batch, image_size=image_size, amp=amp, compiled=compiled)
+    seconds = bench.seconds()
+    tflops, best = bench.tflops(seconds), product_tflops(amp)
     print(f"{name}, batch {batch}, {image_size} px, amp {amp}, compile {compiled}, "
-          f"{describe_device(device)}\n"
+          f"{describe_device(bench.device)}\n"
           f"{batch / seconds:.1f} images/s, {1e3 * seconds:.1f} ms a step, peak memory "
-          f"{peak_memory(device)}\n"
-          f"{flops / seconds / 1e12:.2f} TFLOP/s, {100 * flops / seconds / matrix_rate:.0f} % of "
-          f"this device's measured {matrix_rate / 1e12:.2f} TFLOP/s in a {side}³ {amp} product")
+          f"{peak_memory(bench.device)}\n"
+          f"{tflops:.2f} TFLOP/s, {100 * tflops / best:.0f} % of this device's measured "
+          f"{best:.2f} TFLOP/s in large {amp} products")
     if folder is not None:
         source = LoosePictures(folder, 100_000)
-        fed = seconds_a_step(from_files(source, image_size, batch, workers, device))
+        fed = bench.seconds(steps_from_files(source, image_size=image_size, batch=batch,
+                                             workers=workers, device=bench.device))
         print(f"from {len(source)} files with {workers} workers: {batch / fed:.1f} images/s, "
               f"{100 * (fed / seconds - 1):+.1f} % of the synthetic step")
