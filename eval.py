@@ -35,7 +35,9 @@ from vitinit.data.class_subsets import class_indices, imagenet_wnids
 from vitinit.data.datasets import DATA_SETS, Source, download, is_wnid, open_split
 from vitinit.data.eval_sets import EVAL_SETS, Place, open_to_evaluate
 from vitinit.data.images import DataError
-from vitinit.data.pipeline import evaluation_batches
+from vitinit.data.kept import KeptViews, kept_views
+from vitinit.data.loader import EvalViews
+from vitinit.data.pipeline import EvaluationBatches
 from vitinit.data.to_device import ToDevice
 from vitinit.recipe.files import Override, RecipeError, find_recipe, from_dict
 from vitinit.recipe.resolve import moved, overrides, resolve_recipe
@@ -55,8 +57,9 @@ from vitinit.train.throughput import TIMED_PASSES, WARMUP_PASSES, Throughput, th
 
 REPOSITORY = Path(__file__).resolve().parent
 # What --set changes beside a run's own recipe: how to evaluate, not what was trained.
-EVALUATION_KEYS = ("eval.crop_pct", "eval.interpolation", "eval.batch_size", "data.workers",
-                   "engine.amp", "engine.compile", "engine.channels_last", "engine.tf32")
+EVALUATION_KEYS = ("eval.crop_pct", "eval.interpolation", "eval.batch_size", "eval.cache_gib",
+                   "data.workers", "data.on_device_gib", "engine.amp", "engine.compile",
+                   "engine.channels_last", "engine.tf32")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -203,13 +206,18 @@ def columns_of(subject: Subject, place: Place, source: Source) -> Tensor | None:
 # ---------------------------------------------------------------------------------------------
 
 
-class View(NamedTuple):
-    """What models must share to be evaluated in one pass: the pictures, and how to calculate."""
+class Look(NamedTuple):
+    """What models must share for an image to be decoded once for all of them."""
 
     place: Place
-    size: tuple[int, int]
+    size: tuple[int, int]       # (height, width)
     crop_pct: float
     interpolation: str
+
+
+class Pass(NamedTuple):
+    """What they must share beside it to be evaluated in one pass: how to calculate."""
+
     mean: tuple[float, ...]
     std: tuple[float, ...]
     batch_size: int
@@ -218,26 +226,42 @@ class View(NamedTuple):
     tf32: bool
 
 
-def view_of(subject: Subject, place: Place) -> View:
+def look_of(subject: Subject, place: Place) -> Look:
+    how = subject.recipe.eval
+    return Look(place, subject.size, how.crop_pct, how.interpolation)
+
+
+def pass_of(subject: Subject) -> Pass:
     data, how, engine = subject.recipe.data, subject.recipe.eval, subject.recipe.engine
-    return View(place, subject.size, how.crop_pct, how.interpolation, data.mean, data.std,
-                how.batch_size, engine.amp, engine.channels_last, engine.tf32)
+    return Pass(data.mean, data.std, how.batch_size, engine.amp, engine.channels_last, engine.tf32)
 
 
-def one_pass(view: View, source: Source, models: Sequence[nn.Module],
+def views_for(look: Look, source: Source, recipes: Sequence[Recipe], passes: int,
+              processes: Processes) -> KeptViews:
+    """The views of this process, kept from one pass to the next where there is one.
+
+    recipes: of the models; the one that gives the most room decides.
+    """
+    views = EvalViews(source, rank=processes.rank, world_size=processes.world_size, size=look.size,
+                      crop_pct=look.crop_pct, interpolation=look.interpolation)
+    if passes == 1:
+        return KeptViews(views, None)
+    return kept_views(views, processes.device,
+                      on_device_gib=max(recipe.data.on_device_gib for recipe in recipes),
+                      cache_gib=max(recipe.eval.cache_gib for recipe in recipes))
+
+
+def one_pass(views: KeptViews, name: str, how: Pass, models: Sequence[nn.Module],
              columns: Sequence[Tensor | None], workers: int, processes: Processes,
              stop: StopRequest) -> list[Evaluation]:
-    """All `models` over all pictures of `source`, each decoded once."""
-    prepare = ToDevice(processes.device, mean=view.mean, std=view.std,
-                       channels_last=view.channels_last)
-    batches = evaluation_batches(
-        source, rank=processes.rank, world_size=processes.world_size, size=view.size,
-        crop_pct=view.crop_pct, interpolation=view.interpolation, batch_size=view.batch_size,
-        prepare=prepare, budget_gib=0.0, workers=workers)
-    with (ProgressBar(f"validate {view.place.name}", len(batches), shown=processes.is_main) as bar,
-          memory_for("eval.batch_size", view.batch_size, processes.rank)):
+    """All `models` over all images of the set called `name`."""
+    prepare = ToDevice(processes.device, mean=how.mean, std=how.std,
+                       channels_last=how.channels_last)
+    batches = EvaluationBatches(views, batch_size=how.batch_size, workers=workers, prepare=prepare)
+    with (ProgressBar(f"validate {name}", len(batches), shown=processes.is_main) as bar,
+          memory_for("eval.batch_size", how.batch_size, processes.rank)):
         return evaluate([model.to(processes.device) for model in models], bar.over(batches),
-                        columns=columns, num_classes=len(source.classes), amp=view.amp,
+                        columns=columns, num_classes=len(views.views.source.classes), amp=how.amp,
                         processes=processes, stop=stop)
 
 
@@ -265,20 +289,25 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
     speeds = [speed(subject, its_models[0], processes) if args.throughput else None
               for subject, its_models in zip(subjects, models)]
 
-    # One pass over a data set for all models that see it alike. ---------------------------------
-    passes: dict[View, list[int]] = {}
+    # One decoding of a data set for all models that look at it alike, one pass for all of them that
+    # calculate alike. ---------------------------------------------------------------------------
+    looks: dict[Look, dict[Pass, list[int]]] = {}
     for number in numbers:
         for place in places[number]:
-            passes.setdefault(view_of(subjects[number], place), []).append(number)
+            passes = looks.setdefault(look_of(subjects[number], place), {})
+            passes.setdefault(pass_of(subjects[number]), []).append(number)
     results: dict[tuple[int, Place], list[Evaluation]] = {}
-    for view, members in passes.items():
-        set_precision(view.tf32)
-        found = iter(one_pass(
-            view, sources[view.place], [model for number in members for model in models[number]],
-            [columns[number, view.place] for number in members for _ in models[number]],
-            max(subjects[number].recipe.data.workers for number in members), processes, stop))
-        for number in members:
-            results[number, view.place] = [next(found) for _ in models[number]]
+    for look, passes in looks.items():
+        recipes = [subjects[number].recipe for members in passes.values() for number in members]
+        views = views_for(look, sources[look.place], recipes, len(passes), processes)
+        for how, members in passes.items():
+            set_precision(how.tf32)
+            found = iter(one_pass(
+                views, look.place.name, how, [model for number in members for model in models[number]],
+                [columns[number, look.place] for number in members for _ in models[number]],
+                max(recipe.data.workers for recipe in recipes), processes, stop))
+            for number in members:
+                results[number, look.place] = [next(found) for _ in models[number]]
 
     if processes.is_main:
         report([Finding(str(subject.path), subject.recipe.name, place, subject.size,

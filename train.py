@@ -27,8 +27,10 @@ from vitinit.command_line import Parser, building, integer, run_program
 from vitinit.data.datasets import download, open_split
 from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleDraws, SampleKey
 from vitinit.data.images import DataError
+from vitinit.data.kept import kept_views
+from vitinit.data.loader import EvalViews
 from vitinit.data.mix import Mixing
-from vitinit.data.pipeline import Data, evaluation_batches, training_batches
+from vitinit.data.pipeline import Data, EvaluationBatches, training_batches
 from vitinit.data.sampler import TrainSampler, plan_batches, require_full_batch
 from vitinit.data.subset import stratified_part
 from vitinit.data.to_device import ToDevice, TrainToDevice
@@ -123,16 +125,18 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
         erase_after_mix=augment.erase_after_mix, mixing=mixing, num_classes=data.num_classes,
         seed=recipe.run.seed)
 
-    loading = dict(budget_gib=0.0 if dry_run else data.on_device_gib, workers=data.workers)
-    with ProgressBar("decode", len(train_set) + len(val_set), shown=processes.is_main) as bar:
+    with ProgressBar("decode", len(train_set), shown=processes.is_main) as bar:
         train_batches = processes.together(lambda: training_batches(
-            train_set, sampler=sampler, draws=draws, prepare=prepare_to_train, advance=bar.advance,
-            **loading))
-        val_batches = processes.together(lambda: evaluation_batches(
-            val_set, rank=processes.rank, world_size=processes.world_size, size=data.image_size,
-            crop_pct=recipe.eval.crop_pct, interpolation=recipe.eval.interpolation,
-            batch_size=recipe.eval.batch_size, prepare=prepare_to_measure, advance=bar.advance,
-            **loading))
+            train_set, sampler=sampler, draws=draws, prepare=prepare_to_train,
+            budget_gib=0.0 if dry_run else data.on_device_gib, workers=data.workers,
+            advance=bar.advance))
+    views = EvalViews(val_set, rank=processes.rank, world_size=processes.world_size,
+                      size=data.image_size, crop_pct=recipe.eval.crop_pct,
+                      interpolation=recipe.eval.interpolation)
+    kept = kept_views(views, processes.device, on_device_gib=data.on_device_gib,
+                      cache_gib=recipe.eval.cache_gib)
+    val_batches = processes.together(lambda: EvaluationBatches(
+        kept, batch_size=recipe.eval.batch_size, workers=data.workers, prepare=prepare_to_measure))
     return Data(whole_set, train_set, val_set, plan, train_batches, val_batches)
 
 

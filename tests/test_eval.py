@@ -222,6 +222,28 @@ def test_pictures_are_decoded_once_for_all_models_that_see_them_alike(
                        str(result["images"])]
 
 
+def test_models_that_calculate_differently_share_what_is_decoded(
+        eval_program, train_program, small_run, picture_tree, tmp_path, capsys, monkeypatch):
+    """Three runs in two passes, of other deviations and batch sizes; a fourth crops elsewhere."""
+    folders = [tmp_path / name for name in ("a", "b", "c", "d")]
+    for folder, changes in zip(folders, ({}, dict(eval__batch_size="5"), dict(
+            data__std="[0.3, 0.2, 0.1]"), dict(eval__crop_pct="0.8"))):
+        assert train_program.main(small_run(folder, schedule__epochs="1", init="torch",
+                                            schedule__warmup_epochs="0", **changes)) == 0
+    capsys.readouterr()
+    decoded, original, found = [], PictureFiles.picture, {}
+    monkeypatch.setattr(PictureFiles, "picture", lambda self, index: (
+        decoded.append(index), original(self, index))[1])
+    for name, gib, decodings in (("kept", "0.5", 2), ("decoded", "0.0", 4)):
+        decoded.clear()
+        assert eval_program.main([
+            *map(str, folders), "--set", "data.on_device_gib=0.0", "--set", f"eval.cache_gib={gib}",
+            "--json", str(tmp_path / f"{name}.jsonl")]) == 0
+        assert len(decoded) == decodings * 21
+        found[name] = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()]
+    assert len(found["kept"]) == 4 and found["kept"] == found["decoded"]
+
+
 def test_per_class_prints_the_weakest_class_first(eval_program, tmp_path, capsys):
     names = [f"c{number}" for number in range(6)]
     root = write_pictures(tmp_path / "six", names, seed=3)
@@ -252,7 +274,7 @@ def test_throughput_is_printed_and_written(eval_program, picture_tree, tmp_path,
 
 WRONG = [                   # arguments after a run's folder, part of the line that answers
     (["--set", "model.name=vit_small"], "--set model.name=vit_small: the checkpoint brings its own "
-     "recipe, of which only how to evaluate can change; valid: data.workers, engine.amp"),
+     "recipe, of which only how to evaluate can change; valid: data.on_device_gib, data.workers"),
     (["--set", "data.root=x"], "--set data.root=x: the checkpoint brings its own recipe"),
     (["--set", "eval.crop_pc=0.9"], "can change; did you mean 'eval.crop_pct'?"),
     (["--set", "eval.crop_pct=1.5"], "--set eval.crop_pct=1.5: eval.crop_pct is 1.5, expected"),

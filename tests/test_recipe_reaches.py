@@ -33,7 +33,8 @@ def seen(train_program, small_run, tmp_path, monkeypatch) -> dict:
     """What each function was called with in a run with the recipe above, by its name."""
     calls: dict[str, list[tuple[tuple, dict]]] = {}
     for name in ("adamw", "scaled_lr", "plan_batches", "learning_rate", "Ema", "set_precision",
-                 "ToDevice", "TrainToDevice", "evaluation_batches", "train_epoch", "evaluate"):
+                 "ToDevice", "TrainToDevice", "EvalViews", "kept_views", "EvaluationBatches",
+                 "train_epoch", "evaluate"):
         def recorded(*arguments, name=name, real=getattr(train_program, name), **options):
             calls.setdefault(name, []).append((arguments, options))
             return real(*arguments, **options)
@@ -63,9 +64,9 @@ def test_every_key_reaches_what_it_names(seen, tmp_path):
     assert options("Ema") == dict(decay=0.71, warmup=True)
     assert seen["set_precision"][0][0] == (True,)
     assert options("ToDevice")["channels_last"] is options("TrainToDevice")["channels_last"] is True
-    assert {key: options("evaluation_batches")[key] for key in ("crop_pct", "interpolation",
-                                                                "batch_size")} == {
-        key: evaluation[key] for key in ("crop_pct", "interpolation", "batch_size")}
+    for name, keys in {"EvalViews": ["crop_pct", "interpolation"], "kept_views": ["cache_gib"],
+                       "EvaluationBatches": ["batch_size"]}.items():
+        assert {key: options(name)[key] for key in keys} == {key: evaluation[key] for key in keys}
     assert len(seen["train_epoch"]) == schedule["epochs"] + schedule["cooldown_epochs"] == 5
     for _, keywords in seen["train_epoch"]:
         assert (keywords["amp"], keywords["clip_norm"], keywords["every_steps"]) == ("bf16", 0.61, 3)

@@ -13,9 +13,9 @@ from torch import Tensor
 from vitinit.data.datasets import ImageFolder, PicturesInMemory
 from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleDraws, SampleKey
 from vitinit.data.images import Box, DataError, crop_and_flip
-from vitinit.data.loader import EvalViews, TrainViews, eval_loader, train_loader
-from vitinit.data.resident import (GIB, Resident, ResidentEvalLoader,
-                                   ResidentTrainLoader, only_moves_pixels, resident_source)
+from vitinit.data.loader import TrainViews, train_loader
+from vitinit.data.resident import (GIB, Resident, ResidentTrainLoader, only_moves_pixels,
+                                   resident_source)
 from vitinit.data.sampler import TrainSampler, plan_batches
 
 CPU = torch.device("cpu")
@@ -144,18 +144,6 @@ def test_training_batches_are_those_of_the_workers_to_the_bit(folder, workers, w
             assert a.dtype == b.dtype and np.array_equal(a, b)
         seen += len(mine.labels)
     assert seen == 3 * len(theirs)
-
-
-@pytest.mark.parametrize("rank, world_size", [(0, 1), (0, 2), (1, 2)])
-def test_evaluation_batches_are_those_of_the_workers_to_the_bit(rank, world_size):
-    source, share = in_memory(), dict(rank=rank, world_size=world_size)
-    resident = resident_source(source, CPU, (SIDE, SIDE), 1.0)
-    ours = ResidentEvalLoader(resident, batch_size=5, **share)
-    theirs = eval_loader(EvalViews(source, size=(SIDE, SIDE), crop_pct=1.0, interpolation="bicubic",
-                                   **share), batch_size=5, workers=0, pin_memory=False)
-    assert len(ours) == len(theirs) > 0
-    for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine.images, other.images) and torch.equal(mine.labels, other.labels)
 
 
 def weights_of_a_run(train_program, arguments: list[str], folder: Path) -> dict[str, Tensor]:

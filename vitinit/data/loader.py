@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..messages import own_words
-from .datasets import Source
+from .datasets import PicturesInMemory, Source
 from .draw import Draws, SampleDraws, SampleKey
 from .images import DataError, crop_and_flip, resize_and_centre_crop
 from .sampler import TrainSampler
@@ -91,15 +91,26 @@ class EvalViews(Dataset):
         self.source, self.size = source, size
         self.crop_pct, self.interpolation = crop_pct, interpolation
         self.indices = range(rank, len(source), world_size)
+        self.labels = source.labels[rank::world_size]                    # (n,) int64
 
     def __len__(self) -> int:
         return len(self.indices)
 
+    @property
+    def nbytes(self) -> int:
+        """Of all views together."""
+        return len(self) * 3 * self.size[0] * self.size[1]
+
+    @property
+    def ready_made(self) -> bool:
+        """Whether the images are in memory and as the model sees them: no work for workers."""
+        return (isinstance(self.source, PicturesInMemory) and self.crop_pct == 1.0
+                and tuple(self.source.pictures.shape[2:]) == self.size)
+
     def __getitem__(self, position: int) -> tuple[Tensor, int]:
-        index = self.indices[position]
-        view = resize_and_centre_crop(self.source.picture(index), self.size, self.crop_pct,
-                                      self.interpolation)
-        return view, int(self.source.labels[index])
+        view = resize_and_centre_crop(self.source.picture(self.indices[position]), self.size,
+                                      self.crop_pct, self.interpolation)
+        return view, int(self.labels[position])
 
 
 def train_loader(views: TrainViews, sampler: TrainSampler, *, workers: int,
@@ -110,11 +121,15 @@ def train_loader(views: TrainViews, sampler: TrainSampler, *, workers: int,
                         persistent_workers=workers > 0)
 
 
-def eval_loader(views: EvalViews, *, batch_size: int, workers: int,
-                pin_memory: bool) -> Loader:
-    """All views in order; the last batch may be smaller."""
-    workers = min(workers, math.ceil(len(views) / batch_size))
-    return batch_loader(views, _stack, workers, pin_memory, batch_size=batch_size)
+def eval_loader(views: EvalViews, *, batch_size: int, workers: int, pin_memory: bool,
+                again: bool = True) -> Loader:
+    """All views in order; the last batch may be smaller.
+
+    again: whether there will be many passes, between which workers wait; else they end after one.
+    """
+    workers = 0 if views.ready_made else min(workers, math.ceil(len(views) / batch_size))
+    return batch_loader(views, _stack, workers, pin_memory, batch_size=batch_size,
+                        persistent_workers=again and workers > 0)
 
 
 class Loader(DataLoader):

@@ -1,7 +1,8 @@
 """The one door to batches: from a source of images to what the model takes.
 
     files → workers: decode, crop, flip → (B, 3, H, W) uint8 ┐
-    or: the whole set on the device, cut there               ┴→ to_device → images, targets
+    or: the whole set on the device, cut there               ┤
+    or: evaluation views that an earlier pass has kept       ┴→ to_device → images, targets
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from .datasets import Source
 from .draw import SampleDraws
-from .loader import Batch, EvalViews, TrainBatch, TrainViews, eval_loader, train_loader
-from .resident import (ResidentEvalLoader, ResidentTrainLoader, only_moves_pixels,
-                       resident_source)
+from .kept import KeptViews
+from .loader import TrainBatch, TrainViews, eval_loader, train_loader
+from .resident import ResidentTrainLoader, only_moves_pixels, resident_source
 from .sampler import BatchPlan, TrainSampler
 from .to_device import ToDevice, TrainToDevice
 
@@ -80,14 +81,18 @@ class TrainingBatches:
 class EvaluationBatches:
     """This process' share of a set, each image once: images (B, 3, H, W) and labels (B,)."""
 
-    def __init__(self, batches: Iterable[Batch], prepare: ToDevice) -> None:
-        self.batches, self.prepare = batches, prepare
+    def __init__(self, kept: KeptViews, *, batch_size: int, workers: int, prepare: ToDevice) -> None:
+        self.kept, self.batch_size, self.prepare = kept, batch_size, prepare
+        self.decoded = eval_loader(kept.views, batch_size=batch_size, workers=workers,
+                                   pin_memory=prepare.device.type == "cuda",
+                                   again=kept.place is None)
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.decoded)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return map(self.prepare, self.batches)
+        """Raises DataError while images are decoded."""
+        return map(self.prepare, self.kept.in_batches(self.batch_size, self.decoded))
 
 
 class Data(NamedTuple):
@@ -119,20 +124,3 @@ def training_batches(source: Source, *, sampler: TrainSampler, draws: SampleDraw
     loader = train_loader(TrainViews(source, draws), sampler, workers=workers,
                           pin_memory=device.type == "cuda")
     return TrainingBatches(loader, sampler, prepare)
-
-
-def evaluation_batches(source: Source, *, rank: int, world_size: int, size: tuple[int, int],
-                       crop_pct: float, interpolation: str, batch_size: int, prepare: ToDevice,
-                       budget_gib: float, workers: int,
-                       advance: Callable[[], None] = lambda: None) -> EvaluationBatches:
-    """Likewise; whole images are taken as they are only at crop_pct = 1."""
-    share = dict(rank=rank, world_size=world_size)
-    device = prepare.device
-    if crop_pct == 1.0:
-        resident = resident_source(source, device, size, budget_gib, advance)
-        if resident is not None:
-            return EvaluationBatches(
-                ResidentEvalLoader(resident, batch_size=batch_size, **share), prepare)
-    views = EvalViews(source, size=size, crop_pct=crop_pct, interpolation=interpolation, **share)
-    return EvaluationBatches(eval_loader(views, batch_size=batch_size, workers=workers,
-                                         pin_memory=device.type == "cuda"), prepare)

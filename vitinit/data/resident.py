@@ -1,4 +1,4 @@
-"""Small sets live on the training device: decoded once, gathered and cut there, batch by batch.
+"""Small training sets live on the device: decoded once, gathered and cut there, batch by batch.
 
 The same draws and the same bits as the way through worker processes (loader.py). It works where crop
 and flip only move pixels: pictures of one size, which is the size that the model sees, shifted over a
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .datasets import PicturesInMemory, Source
 from .draw import CropAndFlip
-from .loader import Batch, Loader, TrainBatch
+from .loader import Loader, TrainBatch
 
 GIB = 2**30
 
@@ -74,11 +74,6 @@ def resident_source(source: Source, device: torch.device, size: tuple[int, int],
     return Resident(pictures.to(device), labels)
 
 
-# ---------------------------------------------------------------------------------------------
-# Training
-# ---------------------------------------------------------------------------------------------
-
-
 class ResidentTrainLoader:
     """Micro-batches in the sampler's order, cut on the device; `sampler.start` before each pass."""
 
@@ -91,25 +86,3 @@ class ResidentTrainLoader:
         for batch in self.windows:
             windows = batch.images.to(device, non_blocking=True)         # (B, 4)
             yield batch._replace(images=self.resident.cut(windows[:, 0], windows[:, 1:]))
-
-
-# ---------------------------------------------------------------------------------------------
-# Evaluation
-# ---------------------------------------------------------------------------------------------
-
-
-class ResidentEvalLoader:
-    """This process' share, images rank, rank + world_size, …, each once, whole and in order."""
-
-    def __init__(self, resident: Resident, *, rank: int, world_size: int, batch_size: int) -> None:
-        self.pictures = resident.pictures[rank::world_size]
-        self.labels = resident.labels[rank::world_size]
-        self.batch_size = batch_size
-
-    def __len__(self) -> int:
-        return -(-len(self.labels) // self.batch_size)
-
-    def __iter__(self) -> Iterator[Batch]:
-        for start in range(0, len(self.labels), self.batch_size):
-            part = slice(start, start + self.batch_size)
-            yield Batch(self.pictures[part], self.labels[part])

@@ -41,6 +41,7 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
         f"{len(data.train_set):,}{part} to train on, {len(data.val_set):,} to validate, "
         f"{recipe.data.num_classes} classes, "
         f"{recipe.data.image_size[0]}×{recipe.data.image_size[1]}{where}\n"
+        f"views   {data.val_batches.kept.in_words()}\n"
         f"augment {augment.repeats} view(s) of an image, RandAugment {recipe.rand_augment.layers} × "
         f"magnitude {recipe.rand_augment.magnitude:g}, erasing {augment.erase_probability:g}, mixup "
         f"{mix.mixup_alpha:g}, cutmix {mix.cutmix_alpha:g}, label smoothing "

@@ -1,0 +1,214 @@
+"""Evaluation views that are kept are those that are decoded, to the bit, whatever happened before."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitinit.data.datasets import ImageFolder, PicturesInMemory
+from vitinit.data.images import DataError, resize_and_centre_crop
+from vitinit.data.kept import KeptViews, kept_views
+from vitinit.data.loader import EvalViews, eval_loader
+from vitinit.data.pipeline import EvaluationBatches
+from vitinit.data.resident import GIB
+from vitinit.data.to_device import ToDevice
+
+CPU, SIZE, COUNT = torch.device("cpu"), (11, 13), 23
+PREPARE = ToDevice(CPU, mean=(0.5, 0.4, 0.3), std=(0.3, 0.2, 0.1), channels_last=False)
+
+
+class Counted(ImageFolder):
+    """Counts what is decoded."""
+
+    decoded = 0
+
+    def picture(self, index: int) -> Tensor:
+        self.decoded += 1
+        return super().picture(index)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """23 pictures of 23 sizes in three classes."""
+    rng = np.random.default_rng(0)
+    for number in range(COUNT):
+        path = tmp_path / f"class_{number % 3}" / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        pixels = rng.integers(0, 256, (17 + number, 41 - number, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    return tmp_path
+
+
+def views_of(source, *, rank: int = 0, world_size: int = 1, crop_pct: float = 0.875) -> EvalViews:
+    return EvalViews(source, rank=rank, world_size=world_size, size=SIZE, crop_pct=crop_pct,
+                     interpolation="bicubic")
+
+
+def batches_of(kept: KeptViews, *, batch_size: int = 5, workers: int = 0) -> EvaluationBatches:
+    return EvaluationBatches(kept, batch_size=batch_size, workers=workers, prepare=PREPARE)
+
+
+def equal(ours, theirs) -> bool:
+    pairs = list(zip(ours, theirs, strict=True))
+    return bool(pairs) and all(torch.equal(a, b) for pair in pairs for a, b in zip(*pair, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------
+# The same bits
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank, world_size", [(0, 1), (0, 2), (1, 2), (4, 5)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_pass_gives_the_views_as_they_are_decoded(folder, rank, world_size, workers):
+    source = ImageFolder(folder)
+    views = views_of(source, rank=rank, world_size=world_size)
+    expected = []
+    for indices in torch.arange(rank, COUNT, world_size).split(5):
+        images = torch.stack([resize_and_centre_crop(source.picture(index), SIZE, 0.875, "bicubic")
+                              for index in indices.tolist()])
+        expected.append((PREPARE.normalised(images), torch.from_numpy(source.labels)[indices]))
+    for place in (CPU, None):
+        batches = batches_of(KeptViews(views, place), workers=workers)
+        assert len(batches) == len(expected)
+        for _ in range(3):
+            assert equal(batches, expected)
+
+
+def test_what_is_kept_is_not_decoded_again(folder):
+    source = Counted(folder)
+    for place, passes in ((CPU, 1), (None, 3)):
+        source.decoded, batches = 0, batches_of(KeptViews(views_of(source), place))
+        for _ in range(3):
+            for _ in batches:
+                pass
+        assert source.decoded == passes * COUNT
+
+
+def test_what_one_batch_size_has_kept_another_gives_out(folder):
+    source = Counted(folder)
+    kept = KeptViews(views_of(source), CPU)
+    whole, = batches_of(kept, batch_size=COUNT)
+    parts = list(batches_of(kept, batch_size=7))
+    assert source.decoded == COUNT and [len(labels) for _, labels in parts] == [7, 7, 7, 2]
+    assert equal([tuple(map(torch.cat, zip(*parts)))], [whole])
+
+
+# ---------------------------------------------------------------------------------------------
+# Passes that do not come to their end
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taken", [1, 4, 5])         # of five batches; all, but not their end
+def test_a_pass_that_is_broken_off_keeps_nothing(folder, taken):
+    source = Counted(folder)
+    batches = batches_of(KeptViews(views_of(source), CPU))
+    unfinished = iter(batches)
+    for _ in range(taken):
+        next(unfinished)
+    del unfinished
+    source.decoded = 0
+    assert equal(batches, batches_of(KeptViews(views_of(source), None)))
+    assert source.decoded == 2 * COUNT
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_image_is_named_in_every_pass_until_it_is_mended(folder, workers):
+    broken = folder / "class_2" / "20.png"
+    whole = broken.read_bytes()
+    broken.write_bytes(b"no image")
+    source = ImageFolder(folder)
+    batches = batches_of(KeptViews(views_of(source), CPU), workers=workers)
+    for _ in range(2):
+        with pytest.raises(DataError, match="20.png: not a readable picture"):
+            list(batches)
+    broken.write_bytes(whole)
+    for _ in range(2):
+        assert equal(batches, batches_of(KeptViews(views_of(source), None)))
+
+
+# ---------------------------------------------------------------------------------------------
+# Workers
+# ---------------------------------------------------------------------------------------------
+
+
+def test_workers_end_where_views_are_kept_and_wait_where_they_are_not(folder):
+    others = set(multiprocessing.active_children())
+
+    def workers() -> set[int]:
+        return {child.pid for child in set(multiprocessing.active_children()) - others}
+    kept, decoded = (batches_of(KeptViews(views_of(ImageFolder(folder)), place), workers=2)
+                     for place in (CPU, None))
+    for _ in kept:
+        assert len(workers()) == 2
+    assert workers() == set()
+    assert equal(kept, decoded)
+    waiting = workers()
+    assert len(waiting) == 2 and equal(kept, decoded) and workers() == waiting
+
+
+def test_an_unfinished_pass_of_waiting_workers_is_no_part_of_the_next(folder):
+    batches = batches_of(KeptViews(views_of(ImageFolder(folder)), None), workers=2)
+    unfinished = iter(batches)
+    next(unfinished)
+    expected = list(batches_of(KeptViews(views_of(ImageFolder(folder)), None)))
+    assert equal(batches, expected) and equal(batches, expected)
+
+
+@pytest.mark.parametrize("shape, crop_pct, workers", [
+    (SIZE, 1.0, 0), (SIZE, 0.875, 2), ((12, 13), 1.0, 2)])
+def test_images_in_memory_that_need_no_resizing_need_no_workers(shape, crop_pct, workers):
+    pixels = np.random.default_rng(1).integers(0, 256, (COUNT, 3, *shape), dtype=np.uint8)
+    source = PicturesInMemory(torch.from_numpy(pixels), np.arange(COUNT), [""] * COUNT)
+    views = views_of(source, crop_pct=crop_pct)
+    assert eval_loader(views, batch_size=5, workers=2, pin_memory=False).num_workers == workers
+
+
+# ---------------------------------------------------------------------------------------------
+# Where they are kept
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_device, cache, place", [
+    (1.0, 1.0, "meta"), (1.0, 0.0, "meta"), (0.999, 1.0, "cpu"), (0.0, 1.0, "cpu"),
+    (0.999, 0.999, None), (0.0, 0.0, None)])
+def test_the_budgets_are_the_bytes_of_this_process_share(folder, on_device, cache, place):
+    """Of 23 images the second of two processes has eleven. The meta device stands for a GPU."""
+    views = views_of(ImageFolder(folder), rank=1, world_size=2)
+    assert views.nbytes == 11 * 3 * 11 * 13
+    whole = views.nbytes / GIB
+    kept = kept_views(views, torch.device("meta"), on_device_gib=on_device * whole,
+                      cache_gib=cache * whole)
+    assert kept.place == (None if place is None else torch.device(place))
+    if place is not None:
+        assert kept.images.shape == (11, 3, *SIZE) and kept.images.device == kept.place
+    words = {"meta": "then kept on the device: 0 MiB", "cpu": "then kept in memory: 0 MiB",
+             None: "decoded for every validation: 0 MiB"}
+    assert words[place] in kept.in_words()
+
+
+def test_a_process_without_images_has_nothing_to_keep(folder):
+    views = views_of(ImageFolder(folder), rank=27, world_size=29)
+    for kept in (KeptViews(views, CPU), KeptViews(views, None)):
+        assert list(batches_of(kept)) == list(batches_of(kept)) == []
+
+
+def test_a_run_measures_the_same_either_way(train_program, small_run, tmp_path, capsys):
+    rows = {}
+    for gib in ("0.0", "1.0"):
+        run = tmp_path / f"run-{gib}"
+        assert train_program.main(small_run(run, data__on_device_gib="0.0", eval__cache_gib=gib,
+                                            eval__crop_pct="0.9", data__workers="1")) == 0
+        printed = capsys.readouterr().out
+        assert ("views   decoded for every validation: 0 MiB" in printed) == (gib == "0.0")
+        assert ("then kept in memory: 0 MiB per process" in printed) == (gib == "1.0")
+        rows[gib] = [{key: value for key, value in row.items() if key.startswith(("val", "ema"))}
+                     for row in map(json.loads, (run / "metrics.jsonl").open())]
+    assert len(rows["0.0"]) == 3 and rows["0.0"] == rows["1.0"]
