@@ -55,9 +55,10 @@ from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
 from vitinit.train.engine import Evaluation, evaluate, set_precision, train_epoch
 from vitinit.train.interruption import Interrupted, StopRequest
-from vitinit.train.metrics import Diverged, Progress, ProgressBar
+from vitinit.train.metrics import Diverged, Progress, ProgressBar, StepRow
 from vitinit.train.optim import adamw, learning_rate, scaled_lr
 from vitinit.train.state import TrainState
+from vitinit.train.throughput import training_flops
 from vitinit.train.transfer import Transfer, start_from
 
 REPOSITORY = Path(__file__).resolve().parent
@@ -251,6 +252,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
     epochs = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
     lr_at = learning_rate_of(recipe, data.train_batches.steps_per_epoch)
     keep_at = drop_path_of(model, recipe)
+    flops = training_flops(model, data.plan.micro_batch, recipe.data.image_size)
 
     # Engine: what wraps the model. --------------------------------------------------------------
     set_precision(recipe.engine.tf32)
@@ -285,7 +287,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
         folder.make()
         lock.take(folder.path, say)
         if resumed:
-            folder.tidy(progress.epochs)
+            folder.tidy(epochs=progress.epochs, steps=progress.step)
         else:
             folder.require_unused(starts_again=args.resume is not None)
             folder.record_recipe(dump_recipe(recipe))
@@ -304,6 +306,9 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
             return evaluate(measured, bar.over(data.val_batches), amp=recipe.engine.amp,
                             num_classes=recipe.data.num_classes, processes=processes, stop=stop)
 
+    def record_step(row: StepRow) -> None:
+        processes.main_only(lambda: folder.steps.append(row._asdict()))
+
     for epoch in range(progress.epochs, epochs):
         evaluated = (epoch + 1) % recipe.eval.every_epochs == 0 or epoch + 1 == epochs
         kept = (epoch + 1) % recipe.checkpoint.every_epochs == 0 or epoch + 1 == epochs
@@ -315,7 +320,8 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
                 for _ in train_epoch(
                         state, forward, bar.over(steps, lambda: progress.note), lr_at=lr_at,
                         keep_at=keep_at, amp=recipe.engine.amp, clip_norm=recipe.optim.clip_norm,
-                        every_steps=recipe.checkpoint.every_steps, processes=processes, stop=stop):
+                        every_steps=recipe.checkpoint.every_steps, processes=processes, stop=stop,
+                        record=record_step):
                     save_last()
             if evaluated and kept:
                 save_last()                          # so no accident of evaluation costs the epoch
@@ -334,7 +340,8 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
             left = folder.what_is_left() if processes.is_main else ""
             raise Diverged(f"{diverged}{left}") from None
 
-        row = metrics_row(progress, lr_at(progress.step - 1), recipe.optim.global_batch, results)
+        row = metrics_row(progress, results, lr=lr_at(progress.step - 1), flops=flops,
+                          global_batch=recipe.optim.global_batch, processes=processes)
         progress.finish_epoch()
         say(epoch_line(row, epochs))
 

@@ -18,6 +18,7 @@ from vitinit.train import checkpoint, engine
 from vitinit.train.interruption import STOP_SIGNALS
 
 TRAINED = ("model", "ema", "optimizer", "scaler", "step")
+TIMES = ("seconds", "images_per_second", "waiting", "tflops_per_device", "peak_memory_gib")
 
 
 def left_by(folder: Path) -> tuple[dict, list[dict]]:
@@ -25,8 +26,7 @@ def left_by(folder: Path) -> tuple[dict, list[dict]]:
     state = torch.load(folder / "last.pt", weights_only=True)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return ({key: state[key] for key in TRAINED},
-            [{key: value for key, value in row.items() if key not in ("seconds", "images_per_second")}
-             for row in rows])
+            [{key: value for key, value in row.items() if key not in TIMES} for row in rows])
 
 
 def same(first: object, second: object) -> bool:

@@ -15,13 +15,22 @@ import torch
 from vitinit.recipe.files import load_recipe
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-TIMES = ("seconds", "images_per_second")
+TIMES = ("seconds", "images_per_second", "waiting_seconds", "waiting", "tflops_per_device",
+         "peak_memory_gib")
 ROW = ["epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
-       "ema_top1", "ema_top5", "skipped_steps", "seconds"]
+       "ema_top1", "ema_top5", "skipped_steps", "seconds", "waiting", "tflops_per_device",
+       "share_of_rate", "peak_memory_gib"]
+STEP = ["step", "loss", "lr", "grad_norm", "scale", "images_per_second", "waiting"]
 
 
 def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(folder: Path) -> list[dict]:
+    """None of a run of fewer than ten."""
+    file = folder / "steps.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def checkpoint(folder: Path, name: str = "last.pt") -> dict:
@@ -54,6 +63,7 @@ def assert_identical(first, second, where: str = "") -> None:
 def assert_same_run(first: Path, second: Path) -> None:
     assert_identical(without_times(checkpoint(first)), without_times(checkpoint(second)))
     assert_identical(without_times(metrics(first)), without_times(metrics(second)))
+    assert_identical(without_times(steps(first)), without_times(steps(second)))
 
 
 # What a run of `small_run` waits for in an epoch: four steps and their end, six batches and theirs.
@@ -67,12 +77,16 @@ def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_r
     assert train_program.main(arguments) == 0
     assert sorted(os.listdir(folder)) == ["best.pt", "epoch_0000.pt", "epoch_0002.pt", "last.pt",
                                           "metrics.jsonl", "previous.pt", "recipe.toml",
-                                          "run.json", "run.lock"]
+                                          "run.json", "run.lock", "steps.jsonl"]
     rows = metrics(folder)
     assert [list(row) for row in rows] == [ROW] * 3
     assert [row["epoch"] for row in rows] == [1, 2, 3]
     assert all(isinstance(row[key], float) for row in rows for key in ROW if key not in
-               ("epoch", "skipped_steps"))
+               ("epoch", "skipped_steps", "share_of_rate"))
+    assert [row["share_of_rate"] for row in rows] == [None] * 3          # a CPU has none
+    step, = steps(folder)                            # of twelve
+    assert list(step) == STEP and step["step"] == 10 and step["scale"] is None
+    assert rows[2]["lr"] < step["lr"] < rows[1]["lr"]
     last = checkpoint(folder)
     assert {"model", "ema", "optimizer", "scaler", "step", "recipe"} <= last.keys()
     assert last["step"] == 12
@@ -106,6 +120,34 @@ def test_resuming_equals_never_having_stopped(train_program, stop_before, small_
     assert train_program.main(["--resume", str(stopped)]) == 0
     assert_same_run(straight, stopped)
     assert len(json.loads((stopped / "run.json").read_text())) == 2
+
+
+def test_the_steps_on_record_are_those_of_a_run_that_never_stopped(
+        train_program, stop_before, small_run, tmp_path, monkeypatch):
+    """It stops after step 14, as its folder holds what a killed one wrote after its checkpoint."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    longer = dict(schedule__epochs="8")
+    assert train_program.main(small_run(straight, **longer)) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(train_program, "StopRequest", stop_before(3 * WAITS + 2))
+        assert train_program.main(small_run(stopped, **longer)) == 128 + signal.SIGTERM
+    assert [row["step"] for row in steps(stopped)] == [10]
+    with open(stopped / "steps.jsonl", "a") as file:
+        file.write('{"step": 20, "loss": 7.0}\n{"step": 30, "lo')
+    assert train_program.main(["--resume", str(stopped)]) == 0
+    assert [row["step"] for row in steps(stopped)] == [10, 20, 30]
+    assert_same_run(straight, stopped)
+
+
+def test_steps_that_cannot_be_read_stop_a_run_before_it_goes_on(train_program, stop_before, small_run,
+                                                                tmp_path, capsys):
+    folder = tmp_path / "run"
+    train_program.StopRequest = stop_before(1)
+    train_program.main(small_run(folder))
+    (folder / "steps.jsonl").write_text('{"step": 10}\n{"step": 10}\n')
+    capsys.readouterr()
+    assert train_program.main(["--resume", str(folder)]) == 2
+    assert "steps.jsonl: line 2 is step 10 after step 10" in capsys.readouterr().err
 
 
 def test_metrics_after_the_checkpoint_are_cut_back(train_program, stop_before, small_run, tmp_path):

@@ -62,6 +62,7 @@ def test_a_recipe_that_is_there_stays(tmp_path):
     ("last.pt", "already holds a run; continue it with --resume", False),
     ("previous.pt", "already holds a run; continue it with --resume", False),
     ("metrics.jsonl", "already holds metrics.jsonl; choose another --out-dir", False),
+    ("steps.jsonl", "already holds steps.jsonl; choose another --out-dir", False),
     ("best.pt", "already holds best.pt; choose another --out-dir", False),
     ("epoch_0003.pt", "already holds epoch_0003.pt; choose another --out-dir", False),
     ("recipe.toml", "already holds recipe.toml, of a run without a checkpoint", True),
@@ -82,8 +83,9 @@ def test_a_file_of_a_run_keeps_a_new_one_out(tmp_path, name, words, again):
     assert os.listdir(tmp_path) == [name] and (tmp_path / name).read_text() == "x"
 
 
-def test_an_empty_file_of_metrics_is_no_result(tmp_path):
+def test_an_empty_file_of_lines_is_no_result(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "steps.jsonl").touch()
     (tmp_path / "run.lock").write_text("process 1")
     (tmp_path / "notes.txt").write_text("mine")
     assert RunFolder(tmp_path).results() == []
@@ -164,9 +166,10 @@ def test_a_flipped_bit_is_noticed_and_the_run_goes_on_from_the_checkpoint_before
 
     # What is damaged does not take the place of the whole one, at the next save either.
     (tmp_path / "best.pt.partial").write_bytes(b"cut short")
-    folder.tidy(0)
+    folder.tidy(epochs=0, steps=0)
     folder.save(training_state(5), folder.last)
-    assert sorted(os.listdir(tmp_path)) == ["damaged.pt", "last.pt", "metrics.jsonl", "previous.pt"]
+    assert sorted(os.listdir(tmp_path)) == ["damaged.pt", "last.pt", "metrics.jsonl", "previous.pt",
+                                            "steps.jsonl"]
     assert load(folder.previous)["progress"]["step"] == 0
     assert RunFolder(tmp_path).load_last()["progress"]["step"] == 5
 
@@ -223,7 +226,7 @@ def test_a_folder_that_vanished_is_one_line_for_whatever_is_written(tmp_path):
     folder = RunFolder(tmp_path / "gone")
     for action in (lambda: folder.save({}, folder.last), lambda: folder.record_recipe(""),
                    lambda: folder.record_start(tmp_path, processes=1, device=""),
-                   lambda: folder.metrics.append({"epoch": 1}), lambda: folder.tidy(1)):
+                   lambda: folder.metrics.append({"epoch": 1}), lambda: folder.tidy(epochs=1, steps=1)):
         with pytest.raises(CheckpointError, match="cannot be written: No such file or directory"):
             action()
 

@@ -10,7 +10,7 @@ import pytest
 
 from vitinit.recipe.upgrade import VERSION
 from vitinit.runs.groups import FREE_KEYS, finished_groups, group_runs, read_run
-from vitinit.runs.records import METRICS
+from vitinit.runs.records import LATER, METRICS
 from vitinit.train.checkpoint import CheckpointError
 
 
@@ -54,6 +54,16 @@ def test_a_line_that_a_crash_cut_short_is_no_epoch(written_run):
     lines = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(lines[:-9])
     assert read_run(folder).epochs_done == 1 and not read_run(folder).finished
+
+
+def test_a_run_of_earlier_days_lacks_what_was_not_measured_then(written_run):
+    folder = written_run("a", [10.0, 20.0])
+    rows = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+    (folder / "metrics.jsonl").write_text("".join(
+        json.dumps({key: row[key] for key in row if key not in LATER}) + "\n" for row in rows))
+    found = read_run(folder)
+    assert found.finished and [row["val_top1"] for row in found.rows] == [10.0, 20.0]
+    assert [row[key] for row in found.rows for key in LATER] == [None] * 8
 
 
 def test_a_run_without_metrics_or_starts_is_unfinished(written_run):

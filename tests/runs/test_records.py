@@ -4,26 +4,78 @@ from __future__ import annotations
 
 import json
 
-from vitinit.runs.records import METRICS, JsonLines, epoch_line
+import pytest
+import torch
+
+from vitinit.runs import records
+from vitinit.runs.records import METRICS, JsonLines, epoch_line, metrics_row
+from vitinit.train.checkpoint import CheckpointError
+from vitinit.train.device import MATRIX_RATES, matrix_rate
+from vitinit.train.distributed import Processes
+from vitinit.train.engine import Evaluation
+from vitinit.train.metrics import Progress
 
 
-def test_metrics_are_cut_back_to_the_checkpoint(tmp_path):
-    file = JsonLines(tmp_path / "metrics.jsonl", "epoch")
-    file.cut_back(3)                                 # nothing there yet
-    for epoch in range(1, 6):
-        file.append({"epoch": epoch, "val_top1": None})
+@pytest.mark.parametrize("key, apart", [("epoch", 1), ("step", 10)])
+def test_lines_are_cut_back_to_the_checkpoint(tmp_path, key, apart):
+    file = JsonLines(tmp_path / "lines.jsonl", key)
+    file.cut_back(3 * apart)                         # nothing there yet
+    for number in range(1, 6):
+        file.append({key: number * apart, "val_top1": None})
     with open(file.path, "a") as handle:
-        handle.write('{"epoch": 6, "val_t')          # a crash cut this line short
-    file.cut_back(3)
+        handle.write(f'{{"{key}": 60, "val_t')       # a crash cut this line short
+    file.cut_back(4 * apart - 1)
     lines = [json.loads(line) for line in file.path.read_text().splitlines()]
-    assert [line["epoch"] for line in lines] == [1, 2, 3]
+    assert [line[key] for line in lines] == [apart, 2 * apart, 3 * apart]
+
+
+@pytest.mark.parametrize("lines, words", [
+    (b'{"step": 10}\n{"epoch": 1}\n', "line 2 names no step"),
+    (b'{"step": 20}\n\n{"step": 20}\n', "line 3 is step 20 after step 20; two runs may have written"),
+    (b"[1]\n", "line 1 is \\[1\\], expected a JSON object"), (b"\xff\n", "line 1 is no JSON object")])
+def test_lines_that_are_no_runs_are_named(tmp_path, lines, words):
+    (tmp_path / "steps.jsonl").write_bytes(lines)
+    with pytest.raises(CheckpointError, match=f"steps.jsonl: {words}.*; mend the file or move it away"):
+        JsonLines(tmp_path / "steps.jsonl", "step").rows()
+
+
+@pytest.mark.parametrize("peak, share", [(None, None), (0.7, 0.5)])
+def test_a_row_of_metrics_is_of_its_epoch(monkeypatch, peak, share):
+    """Seven steps of eleven images in five seconds on two devices; an image takes 5/11 TFLOP."""
+    monkeypatch.setattr(records, "matrix_rate", lambda device: peak)
+    monkeypatch.setattr(records, "peak_gib", lambda device: 1.5)
+    progress = Progress(step=20, epochs=2, epoch_steps=7, loss_sum=14.0, seconds=5.0,
+                        waiting_seconds=2.0, skipped_steps=3)
+    model, ema = (Evaluation(loss, top1, 90.0, 13, [], []) for loss, top1 in ((1.5, 50.0), (9.0, 51.0)))
+    row = metrics_row(progress, [model, ema], lr=1e-3, global_batch=11, flops=5e12 / 11,
+                      processes=Processes(0, 0, 2, torch.device("cpu")))
+    assert list(row) == list(METRICS)
+    assert row == pytest.approx({
+        "epoch": 3, "lr": 1e-3, "train_loss": 2.0, "images_per_second": 15.4, "val_loss": 1.5,
+        "val_top1": 50.0, "val_top5": 90.0, "ema_top1": 51.0, "ema_top5": 90.0, "skipped_steps": 3,
+        "seconds": 5.0, "waiting": 0.4, "tflops_per_device": 3.5,
+        "share_of_rate": share and 10 * share, "peak_memory_gib": 1.5})
+
+
+def test_the_rate_of_a_card_is_known_by_its_whole_name(monkeypatch):
+    name = "NVIDIA H100 80GB HBM3"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert matrix_rate(torch.device("cuda")) == MATRIX_RATES[name] == 989.0
+    assert matrix_rate(torch.device("cpu")) is None
+    name += " MIG 1g.10gb"                           # a part of that card
+    assert matrix_rate(torch.device("cuda")) is None
 
 
 def test_the_epochs_line_shows_what_was_measured():
-    row = dict.fromkeys(METRICS) | {"epoch": 3, "lr": 1e-3, "train_loss": 2.0,
-                                    "images_per_second": 512.4, "skipped_steps": 0}
-    assert epoch_line(row, 10) == "epoch  3/10  lr 1.00e-03  train loss 2.000  512 images/s"
+    row = dict.fromkeys(METRICS) | {
+        "epoch": 3, "lr": 1e-3, "train_loss": 2.0, "images_per_second": 512.4, "skipped_steps": 0,
+        "waiting": 0.034, "tflops_per_device": 0.04567, "peak_memory_gib": 0.875}
+    assert epoch_line(row, 10) == (
+        "epoch  3/10  lr 1.00e-03  train loss 2.000  512 images/s  0.0457 TFLOP/s/device  "
+        "waiting 3 %  0.88 GiB")
     row |= {"val_loss": 1.5, "val_top1": 50.0, "val_top5": 90.0, "ema_top1": 51.25,
-            "skipped_steps": 2}
+            "skipped_steps": 2, "tflops_per_device": 497.2, "share_of_rate": 0.5027}
+    line = epoch_line(row, 10)
     assert ("val loss 1.500  top-1 50.00 %  top-5 90.00 %  EMA top-1 51.25 %  2 steps skipped"
-            in epoch_line(row, 10))
+            in line)
+    assert line.endswith("  497 TFLOP/s/device = 50 % of its rate  waiting 3 %  0.88 GiB")

@@ -2,7 +2,8 @@
 
     recipe.toml       the recipe with every option resolved; `--recipe <this file>` repeats the run
     run.json          commands, versions, git commit, hardware
-    metrics.jsonl     one line an epoch
+    metrics.jsonl     one line per epoch
+    steps.jsonl       one line per ten steps
     last.pt           the checkpoint that --resume reads; there from step 0 on
     previous.pt       the one before it, for the day that last.pt is damaged
     best.pt           the weights of the best epoch
@@ -43,6 +44,7 @@ class RunFolder:
         self.best = path / "best.pt"
         self.recipe, self.info = path / "recipe.toml", path / "run.json"
         self.metrics = JsonLines(path / "metrics.jsonl", "epoch")
+        self.steps = JsonLines(path / "steps.jsonl", "step")
         self.read_from = self.last                   # where `load_last` found its checkpoint
 
     def kept(self, epoch: int) -> Path:
@@ -59,8 +61,8 @@ class RunFolder:
         found = [path.name for path in (self.last, self.previous, self.best)
                  if os.path.exists(path)]
         found += sorted(path.name for path in self.path.glob("epoch_*.pt"))
-        if os.path.exists(self.metrics.path) and os.path.getsize(self.metrics.path):
-            found.append(self.metrics.path.name)
+        found += [lines.path.name for lines in (self.metrics, self.steps)
+                  if os.path.exists(lines.path) and os.path.getsize(lines.path)]
         return found
 
     def require_unused(self, *, starts_again: bool = False) -> None:
@@ -128,8 +130,8 @@ class RunFolder:
         """A checkpoint; last.pt becomes previous.pt as it gets a successor."""
         save_atomically(state, path, keep=self.previous if path == self.last else None)
 
-    def tidy(self, epochs: int) -> None:
-        """Before a run goes on after `epochs` epochs: what is newer than its checkpoint goes.
+    def tidy(self, *, epochs: int, steps: int) -> None:
+        """Before a run goes on from its checkpoint after so many: what is newer than that goes.
 
         A last.pt that could not be read is kept as damaged.pt, so that it does not become the
         previous one.
@@ -142,6 +144,7 @@ class RunFolder:
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from None
         self.metrics.cut_back(epochs)
+        self.steps.cut_back(steps)
 
     # Reading ------------------------------------------------------------------------------------
 

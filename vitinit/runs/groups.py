@@ -21,7 +21,7 @@ from ..recipe.upgrade import processes_of, upgraded
 from ..recipe.values import describe, shown, to_toml
 from ..train.checkpoint import CheckpointError
 from .folder import RunFolder
-from .records import METRICS
+from .records import LATER, METRICS
 
 # What the runs of one experiment may differ in: the seed, the data's place, and the machine.
 FREE_KEYS = ("run.seed", "data.root", *MACHINE_KEYS)
@@ -39,7 +39,7 @@ class Run:
     path: Path
     recipe: str                 # the recipe's name, as --recipe gave it
     keys: dict[str, Any]        # "section.key" → value, every option written out
-    rows: list[dict[str, Any]]  # metrics.jsonl, one a finished epoch
+    rows: list[dict[str, Any]]  # metrics.jsonl, one a finished epoch, with all keys of today
     starts: list[dict[str, Any]]  # run.json, one a start: command, commit, versions, hardware
 
     @property
@@ -147,13 +147,14 @@ def read_run(path: Path) -> Run:
             if problem:
                 raise CheckpointError(f"{folder.metrics.path}: line {number} {problem}, so it is no "
                                       "run's")
+    rows = [dict.fromkeys(METRICS) | row for row in rows]
     return Run(path, _recipe_name(starts), keys, rows, starts)
 
 
 def _problem(name: str, row: Mapping[str, Any]) -> str | None:
     """What is wrong with a metric: it is a number, or null where nothing was measured."""
     if name not in row:
-        return f"lacks '{name}'"
+        return None if name in LATER else f"lacks '{name}'"
     value = row[name]
     if value is None:
         return "has no 'seconds'" if name == "seconds" else None

@@ -12,12 +12,16 @@ from typing import Any
 
 from ..messages import in_brief
 from ..train.checkpoint import CheckpointError, write_text_atomically
+from ..train.device import matrix_rate, peak_gib
+from ..train.distributed import Processes
 from ..train.engine import Evaluation
 from ..train.metrics import Progress
 
-# The keys of a line of metrics.jsonl, in order.
+# The keys of a line of metrics.jsonl, in order. Those of a line of steps.jsonl are StepRow's.
 METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
-           "ema_top1", "ema_top5", "skipped_steps", "seconds")
+           "ema_top1", "ema_top5", "skipped_steps", "seconds", "waiting", "tflops_per_device",
+           "share_of_rate", "peak_memory_gib")
+LATER = METRICS[11:]            # those that runs of earlier days lack
 
 
 class JsonLines:
@@ -77,17 +81,22 @@ class JsonLines:
                 if line.strip()]
 
 
-def metrics_row(progress: Progress, lr: float, global_batch: int,
-                results: Sequence[Evaluation]) -> dict[str, Any]:
-    """The finished epoch's line of metrics; null where nothing was evaluated.
+def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float, global_batch: int,
+                flops: float, processes: Processes) -> dict[str, Any]:
+    """The finished epoch's line of metrics; null where nothing was evaluated or is known.
 
     results: of the model, and of its moving average where there is one.
+    flops: of training on one image, by the model's products.
     """
+    rate = progress.epoch_steps * global_batch / progress.seconds        # of all processes
+    tflops, peak = rate * flops / processes.world_size / 1e12, matrix_rate(processes.device)
     row = dict.fromkeys(METRICS) | {
         "epoch": progress.epochs + 1, "lr": lr,
         "train_loss": progress.loss_sum / progress.epoch_steps,
-        "images_per_second": progress.epoch_steps * global_batch / progress.seconds,
-        "skipped_steps": progress.skipped_steps, "seconds": progress.seconds}
+        "images_per_second": rate, "skipped_steps": progress.skipped_steps,
+        "seconds": progress.seconds, "waiting": progress.waiting_seconds / progress.seconds,
+        "tflops_per_device": tflops, "share_of_rate": tflops / peak if peak else None,
+        "peak_memory_gib": peak_gib(processes.device)}
     for result in results[:1]:
         row |= {f"val_{key}": getattr(result, key) for key in ("loss", "top1", "top5")}
     for result in results[1:]:
@@ -105,5 +114,8 @@ def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
             parts.append(text.format(row[key]))
     if row["skipped_steps"]:
         parts.append(f"{row['skipped_steps']} steps skipped")
-    rate = row["images_per_second"]
-    return "  ".join([*parts, f"{rate:.0f} images/s" if rate >= 100 else f"{rate:.2f} images/s"])
+    rate, share = row["images_per_second"], row["share_of_rate"]
+    of_the_card = "" if share is None else f" = {100 * share:.0f} % of its rate"
+    return "  ".join([*parts, f"{rate:.0f} images/s" if rate >= 100 else f"{rate:.2f} images/s",
+                      f"{row['tflops_per_device']:.3g} TFLOP/s/device{of_the_card}",
+                      f"waiting {100 * row['waiting']:.0f} %", f"{row['peak_memory_gib']:.2f} GiB"])

@@ -89,6 +89,7 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, say: Callable[[str]
                           "goes on in its own folder")
     folder.starts()                                  # what cannot be read cannot be added to later
     folder.metrics.rows()
+    folder.steps.rows()
     state = folder.load_last(say=say)
     source, processes = str(folder.read_from), processes_of(folder.path)
     stored = from_dict(state["recipe"], source, processes=processes)

@@ -11,6 +11,18 @@ import torch
 
 from ..messages import OneLineError
 
+# TFLOP/s of dense matrix products in bfloat16 that accumulate in float32, by the name that CUDA gives
+# the card; for V100 and T4, which have no bfloat16, in float16. As the makers' data sheets and white
+# papers say; halved where these count with sparsity.
+MATRIX_RATES = {
+    "NVIDIA B200": 2250.0, "NVIDIA H200": 989.0, "NVIDIA H200 NVL": 835.0,
+    "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H100 PCIe": 756.0, "NVIDIA H100 NVL": 835.0,
+    "NVIDIA A100-SXM4-40GB": 312.0, "NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA A100-PCIE-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0, "NVIDIA L40S": 362.0, "NVIDIA L4": 121.0, "NVIDIA A10": 125.0,
+    "NVIDIA RTX A6000": 155.0, "NVIDIA GeForce RTX 4090": 165.0, "NVIDIA GeForce RTX 3090": 71.0,
+    "Tesla V100-SXM2-16GB": 125.0, "Tesla V100-SXM2-32GB": 125.0, "Tesla T4": 65.0,
+}
+
 
 def describe_device(device: torch.device) -> str:
     """Its name; of a CPU the number of threads and the architecture."""
@@ -19,12 +31,21 @@ def describe_device(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} threads, {platform.machine()}"
 
 
-def peak_memory(device: torch.device) -> str:
-    """The most memory this process held so far, in words."""
+def matrix_rate(device: torch.device) -> float | None:
+    """TFLOP/s of the card by `MATRIX_RATES`; None for a CPU, another card and a part of one."""
+    return MATRIX_RATES.get(describe_device(device)) if device.type == "cuda" else None
+
+
+def peak_gib(device: torch.device) -> float:
+    """The most memory this process held so far, in GiB: of the GPU, or without one of the host."""
     if device.type == "cuda":
-        return f"{torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB on the GPU"
-    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return f"{kibibytes / 2**20:.2f} GiB"
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20        # from KiB
+
+
+def peak_memory(device: torch.device) -> str:
+    """The same in words."""
+    return f"{peak_gib(device):.2f} GiB{' on the GPU' * (device.type == 'cuda')}"
 
 
 class OutOfMemory(OneLineError):
