@@ -12,6 +12,7 @@ from torch import Tensor
 from vitinit.data.augment import erase, hashed, normal_quantiles, normalise
 from vitinit.data.draw import Draws
 from vitinit.data.images import Box
+from vitinit.data.passes import FEW_LAUNCHES, IN_CACHE
 
 
 def noisy_batch(count: int, height: int, width: int, seed: int = 0) -> Tensor:
@@ -135,15 +136,19 @@ def inside(image: Tensor, box: Box) -> Tensor:
     return image[:, box.top:box.top + box.height, box.left:box.left + box.width]
 
 
+WAYS = {"as on a GPU": FEW_LAUNCHES, "as on a CPU": IN_CACHE}
+
+
 def erased_box(box: Box, key: int, fill: str = "pixel") -> Tensor:
     """What is in the box of one image that is erased alone, (3, box.height, box.width)."""
     return inside(erase(floats(1), erasing([box], [key]), fill, QUANTILES)[0], box)
 
 
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("fill", ["pixel", "rand", "const"])
-def test_the_box_changes_and_nothing_else(fill):
+def test_the_box_changes_and_nothing_else(fill, way):
     images = floats(len(BOXES))
-    erased = erase(images, erasing(BOXES, NOISE_KEYS), fill, QUANTILES)
+    erased = erase(images, erasing(BOXES, NOISE_KEYS), fill, QUANTILES, way)
     assert erased.shape == images.shape and erased.dtype == torch.float32
     for before, after, box in zip(images, erased, BOXES):
         within = torch.zeros(29, 31, dtype=torch.bool)
@@ -152,9 +157,10 @@ def test_the_box_changes_and_nothing_else(fill):
         assert (after[:, within].abs() < 5).all()
 
 
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("fill", ["pixel", "rand"])
-def test_noise_equals_its_definition_in_plain_integers(fill):
-    erased = erase(floats(len(BOXES)), erasing(BOXES, NOISE_KEYS), fill, QUANTILES)
+def test_noise_equals_its_definition_in_plain_integers(fill, way):
+    erased = erase(floats(len(BOXES)), erasing(BOXES, NOISE_KEYS), fill, QUANTILES, way)
     for image, box, key in zip(erased, BOXES, NOISE_KEYS):
         values = inside(image, box)
         indices = [word % len(QUANTILES) for word in split_mix_64(key, values.numel() + 3)]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from vitinit.data.augment import rand_augment
-from vitinit.data.draw import CropAndFlip, Draws, Erasing, RandAugment, stack_draws
+from vitinit.data.draw import (CropAndFlip, Draws, Erasing, Operation, RandAugment,
+                               stack_draws)
 from vitinit.data.images import crop_and_flip
-from vitinit.data.operations import PLAIN
 
 TINY, HUGE = 5e-324, sys.float_info.max
 SHAPES = ((1, 1), (1, 5003), (5003, 1), (2, 2), (3, 7))
@@ -77,11 +77,14 @@ def test_operations_of_any_extent_leave_an_image_that_its_batch_does_not_change(
         assert torch.equal(together[index], alone[0])
 
 
-@pytest.mark.parametrize("operation", [operation for operation in PLAIN
-                                       if operation.name in ("Color", "Contrast", "Brightness",
-                                                             "Sharpness")], ids=str)
+@pytest.mark.parametrize("operation", [Operation.Color, Operation.Contrast, Operation.Brightness,
+                                       Operation.Sharpness], ids=str)
 def test_a_factor_beyond_256_goes_no_further(operation):
     images = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (5, 3, 13, 17), np.uint8))
-    exact, beyond = (PLAIN[operation](images, torch.full((5, 1, 1, 1), factor, dtype=torch.float64))
-                     for factor in (1e4, HUGE))      # float32 holds 1e4 · 255 without rounding
-    assert torch.equal(exact, beyond) and not torch.equal(exact, images)
+    column = np.ones((5, 1))
+    at_most, exact, beyond = (
+        rand_augment(images, Draws((operation * column).astype(np.int64), factor * column, column > 0,
+                                   np.zeros((5, 4), np.int64), np.zeros(5, np.int64)), (0, 1, 2))
+        for factor in (256.0, 1e4, HUGE))
+    assert torch.equal(exact, at_most) and torch.equal(beyond, at_most)
+    assert not torch.equal(at_most, images)

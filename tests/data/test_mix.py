@@ -15,6 +15,7 @@ from torch import Tensor
 from vitinit.data.images import Box
 from vitinit.data.mix import (UNMIXED, Mix, Mixing, draw_box, mix_images, mix_targets,
                               smooth_one_hot)
+from vitinit.data.passes import FEW_LAUNCHES, IN_CACHE
 
 KS_LIMIT = 1.95          # of the Kolmogorov-Smirnov distance, times √n: one in a thousand
 MIXUP_ONLY, CUTMIX_ONLY = Mixing(cutmix_alpha=0.0), Mixing(mixup_alpha=0.0)
@@ -207,12 +208,13 @@ PAIRS = {"of every kind": MIXES, "none": [UNMIXED, UNMIXED],
          "two boxes": [MIXES[4], MIXES[6]], "a box or none": [UNMIXED, MIXES[4]]}
 
 
+@pytest.mark.parametrize("way", [FEW_LAUNCHES, IN_CACHE], ids=["as on a GPU", "as on a CPU"])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("halves", PAIRS.values(), ids=PAIRS)
-def test_every_pair_of_a_batch_is_mixed_in_its_own_way_as_if_it_were_alone(halves, dtype):
+def test_every_pair_of_a_batch_is_mixed_in_its_own_way_as_if_it_were_alone(halves, dtype, way):
     mixes = [*halves, *reversed(halves)]
     images = pictures(len(mixes), dtype)
-    mixed = mix_images(images, mixes)
+    mixed = mix_images(images, mixes, way)
     assert mixed.dtype == dtype
     np.testing.assert_array_equal(mixed.numpy(), mixed_one_by_one(images.numpy(), mixes))
     targets = smooth_one_hot(torch.arange(len(mixes)), 19, 0.1)

@@ -15,17 +15,21 @@ from PIL import Image
 from torch import Tensor
 
 from vitinit.bench import pixels
-from vitinit.data import augment, shapes
+import special_operations
+from vitinit.data import shapes
 from vitinit.data.augment import rand_augment
 from vitinit.data.draw import ALL_OPERATIONS, Draws, Operation, RandAugment, stack_draws
 from vitinit.data.images import from_pillow
-from vitinit.data.operations import GEOMETRIC, PLAIN, affine, affine_matrix
+from vitinit.data.operations import (BLENDS, GEOMETRIC, LEVEL_OPERATIONS, affine_matrix, fixed_table,
+                                     nearest_of_13th)
+from vitinit.data.passes import FEW_LAUNCHES, IN_CACHE, Passes
 from vitinit.keys import Stream, keyed_generator
 
 FILL = RandAugment().fill
-PLAIN_NAMES = [operation.name for operation in PLAIN]
+PLAIN_NAMES = [operation.name for operation in (*LEVEL_OPERATIONS, *BLENDS)]
 GEOMETRIC_NAMES = [operation.name for operations in GEOMETRIC.values() for operation in operations]
 GOLDEN = Path(__file__).parent / "golden"
+WAYS = {"as on a GPU": FEW_LAUNCHES, "as on a CPU": IN_CACHE}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -218,17 +222,51 @@ def test_a_centre_turned_onto_the_very_edge_is_in_or_out_as_in_pillow(height, wi
     assert_fills_like_pillow(photograph(height, width), "Rotate", degrees)
 
 
-@pytest.mark.parametrize("axes, name", [(axes, operation.name) for axes in "xy"
-                                        for operation in GEOMETRIC[axes]])
-@pytest.mark.parametrize("bicubic", [False, True])
-def test_reading_only_the_row_or_column_equals_reading_all_neighbours(axes, name, bicubic):
-    images = noisy_batch(5, 31, 37)
-    matrices = torch.from_numpy(np.stack([affine_matrix(Operation[name], argument, 31, 37)
-                                          for argument in (-0.41, -0.11, 0.0, 0.17, 0.29)]))
-    fast, slow = (affine(images, matrices, bicubic=bicubic, fill=FILL, axes=which)
-                  for which in (axes, "xy"))
-    assert torch.equal(fast, slow)
-    assert not torch.equal(fast, images)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("kind", PICTURES)
+@pytest.mark.parametrize("name", ALL_OPERATIONS)
+def test_passes_equal_each_operation_by_its_own_formula_to_the_bit(name, kind, way):
+    picture = from_pillow(PICTURES[kind])
+    for bicubic in (False, True) if name in GEOMETRIC_NAMES else (True,):
+        arguments = arguments_of(name, (0.0, 2.3, 5.9, 8.3, 9.0, 9.41, 10.0))
+        images = picture.expand(len(arguments), -1, -1, -1)
+        draws = draws_of(*([(name, argument, bicubic)] for argument in arguments))
+        expected = special_operations.rand_augment(images, draws, FILL)
+        assert torch.equal(rand_augment(images, draws, FILL, way), expected)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("height, width", [(29, 23), (1, 3), (2, 2)])
+def test_a_batch_of_all_operations_equals_them_one_by_one_to_the_bit(height, width, way):
+    images, draws = noisy_batch(211, height, width), random_draws(211, layers=3)
+    assert {(code, smooth) for code, smooth in zip(draws.operations.flat, draws.bicubic.flat)} \
+        == {(code, smooth) for code in Operation for smooth in (False, True)}
+    expected = special_operations.rand_augment(images, draws, FILL)
+    assert torch.equal(rand_augment(images, draws, FILL, way), expected)
+
+
+@pytest.mark.parametrize("name", GEOMETRIC_NAMES)
+def test_passes_equal_the_formulas_where_places_are_nearly_whole_pixels(name):
+    # Shifts by whole pixels but for the last bits, by which neighbours in a row fall apart.
+    images, extent = noisy_batch(1, 31, 37), {"TranslateX": 37, "TranslateY": 31}.get(name, 1)
+    arguments = [np.nextafter(pixels / extent, towards) for pixels in (-7, -1, 0, 2, 5)
+                 for towards in (-np.inf, pixels / extent, np.inf)]
+    images = images.expand(len(arguments), -1, -1, -1)
+    for bicubic in (False, True):
+        draws = draws_of(*([(name, argument, bicubic)] for argument in arguments))
+        expected = special_operations.rand_augment(images, draws, FILL)
+        for way in WAYS.values():
+            assert torch.equal(rand_augment(images, draws, FILL, way), expected)
+
+
+def test_the_product_for_sharpness_is_a_division_rounded_to_the_nearest():
+    sums = torch.arange(13 * 255 + 1, dtype=torch.int16)
+    assert torch.equal(nearest_of_13th(sums), (2 * sums.int() + 13) // 26)
+
+
+def test_an_operation_that_looks_at_the_image_has_no_fixed_table():
+    with pytest.raises(ValueError, match="Equalize.* has no fixed table"):
+        fixed_table(Operation.Equalize, 0)
 
 
 def test_a_map_without_an_operation_is_refused():
@@ -246,13 +284,12 @@ def test_an_image_does_not_depend_on_its_batch_to_the_bit(layers):
         assert torch.equal(together[i], alone[0])
 
 
-def test_how_many_images_go_through_an_operation_at_once_makes_no_difference(monkeypatch):
+@pytest.mark.parametrize("together", [False, True])
+def test_how_many_images_go_through_an_operation_at_once_makes_no_difference(together):
     images, draws = noisy_batch(61, 29, 23), random_draws(61)
-    results = []
-    for pixels in (0, 2 * 29 * 23, 2**40):                   # one image at once, three, all
-        monkeypatch.setattr(augment, "CACHED_PIXELS", pixels)
-        results.append(rand_augment(images, draws, FILL))
-    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[2])
+    one, three, whole = (rand_augment(images, draws, FILL, Passes(pixels, pixels, together))
+                         for pixels in (0, 3 * 29 * 23, 2**40))
+    assert torch.equal(one, whole) and torch.equal(three, whole)
 
 
 def test_a_batch_is_each_image_through_pillow_in_the_order_of_its_draws():

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.transforms import v2
 
+from vitinit.bench.launches import Launches, launches_of
 from vitinit.data.augment import erase, normal_quantiles, normalise, rand_augment
 from vitinit.data.draw import Draws, Erasing, RandAugment, SampleDraws, SampleKey, stack_draws
 from vitinit.data.loader import Batch, TrainBatch
 from vitinit.data.mix import (UNMIXED, Mix, Mixing, mix_images, mix_targets,
                               smooth_one_hot)
+from vitinit.data.passes import FEW_LAUNCHES, IN_CACHE
 from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.keys import Stream, keyed_generator
 
@@ -31,7 +34,7 @@ def batch_of(count: int = 7) -> TrainBatch:
     pixels = np.random.default_rng(1).integers(0, 256, (count, 3, *SIZE), dtype=np.uint8)
     sample = SampleDraws(SEED, SIZE, rand_augment=RandAugment(probability=0.7), erasing=Erasing(0.8))
     draws = stack_draws([sample.for_device(SampleKey(0, index)) for index in range(count)])
-    return TrainBatch(torch.from_numpy(pixels), torch.arange(count) * 2, draws)
+    return TrainBatch(torch.from_numpy(pixels), torch.arange(count) * 2 % CLASSES, draws)
 
 
 def without_draws(batch: TrainBatch) -> TrainBatch:
@@ -239,3 +242,66 @@ def test_the_batch_is_left_alone(change, mixing, erase_after_mix):
     prepare(batch, mixing=mixing, erase_after_mix=erase_after_mix)
     assert torch.equal(batch.images, before.images) and torch.equal(batch.labels, before.labels)
     assert all(map(np.array_equal, batch.draws, before.draws))
+
+
+# ---------------------------------------------------------------------------------------------
+# Few launches, or what fits into a cache
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("erase_after_mix", [False, True])
+@pytest.mark.parametrize("fill", ["pixel", "rand", "const"])
+@pytest.mark.parametrize("mixing", [MIXUP, CUTMIX, Mixing(), Mixing(probability=0.5), NO_MIXING])
+@pytest.mark.parametrize("count", [1, 2, 13, 14])
+def test_however_the_images_go_through_it_the_bits_are_the_same(count, mixing, fill,
+                                                               erase_after_mix):
+    pixels = SIZE[0] * SIZE[1]
+    ways = [FEW_LAUNCHES, IN_CACHE, FEW_LAUNCHES._replace(pixels=3 * pixels),
+            # Pairs one by one; two at once, so that the last has one, or a pair and the middle.
+            *(IN_CACHE._replace(pixels=pairs * pixels, finished_pixels=2 * pairs * pixels)
+              for pairs in (0, 2))]
+    batch, groups = batch_of(count), np.minimum(np.arange(count), np.arange(count)[::-1]) % 3
+    options = dict(mixing=mixing, erase_fill=fill, erase_after_mix=erase_after_mix)
+    (images, targets), *others = (door_of(passes=way, **options)(batch, STEP, groups)
+                                  for way in ways)
+    assert not torch.equal(images, ToDevice(CPU, mean=MEAN, std=STD, channels_last=False)(
+        Batch(batch.images, batch.labels))[0])
+    for other_images, other_targets in others:
+        assert torch.equal(images, other_images) and torch.equal(targets, other_targets)
+
+
+def on_fake_gpu(count: int, size: int, interpolation: str, probability: float,
+                **changes) -> Launches:
+    """What DeiT's augmentation asks a GPU for: shapes alone are computed."""
+    sample = SampleDraws(SEED, (size, size), rand_augment=RandAugment(
+        interpolation=interpolation, probability=probability))
+    draws = stack_draws([sample.for_device(SampleKey(0, index)) for index in range(count)])
+    with FakeTensorMode():
+        batch = TrainBatch(torch.zeros(count, 3, size, size, dtype=torch.uint8),
+                           torch.zeros(count, dtype=torch.int64), draws)
+        door = TrainToDevice(torch.device("cuda", 0), mean=MEAN, std=STD, channels_last=True,
+                             fill=FILL, erase_fill="pixel", mixing=Mixing(), num_classes=CLASSES,
+                             seed=SEED, **{"erase_after_mix": False} | changes)
+        return launches_of(lambda: door(batch, STEP, np.arange(count) % 16))
+
+
+@pytest.mark.parametrize("count, size, interpolation, probability", [
+    (1024, 224, "bicubic", 0.5), (1024, 224, "random", 0.5), (4096, 96, "bicubic", 0.5),
+    (2048, 32, "random", 1.0), (256, 224, "random", 1.0), (64, 16, "random", 1.0)])
+def test_at_most_400_operations_and_two_copies_beside_the_images(count, size, interpolation,
+                                                                 probability):
+    for erase_after_mix in (False, True):
+        launches = on_fake_gpu(count, size, interpolation, probability,
+                               erase_after_mix=erase_after_mix)
+        assert 200 < launches.count <= 400
+        assert launches.uploads == 3 and launches.downloads == 0
+
+
+def test_the_cpu_does_what_was_counted():
+    batch, groups = batch_of(64), np.arange(64) % 8
+    door = door_of(passes=FEW_LAUNCHES)
+    launches = launches_of(lambda: door(batch, STEP, groups))
+    assert 200 < launches.count <= 400
+    # Where values are read on the host, or shapes depend on them, a GPU must be waited for.
+    assert not {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"} \
+        & set(launches.by_name)

@@ -13,7 +13,7 @@ from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
-from ..data.augment import IMAGENET_MEAN, IMAGENET_STD, rand_augment
+from ..data.augment import IMAGENET_MEAN, IMAGENET_STD, erase, rand_augment
 from ..data.datasets import LoosePictures
 from ..data.draw import RandAugment, SampleDraws, SampleKey, stack_draws
 from ..data.loader import TrainBatch, TrainViews, train_loader
@@ -111,7 +111,7 @@ def augment_milliseconds(batch: int, size: int) -> dict[str, float]:
     images = torch.from_numpy(rng.integers(0, 256, (batch, 3, size, size), dtype=np.uint8))
     sample = SampleDraws(0, (size, size))
     draws = stack_draws([sample.for_device(SampleKey(0, index)) for index in range(batch)])
-    loaded = TrainBatch(images.to(device), torch.arange(batch, device=device) % 1000, draws)
+    loaded = TrainBatch(images.to(device), torch.arange(batch) % 1000, draws)
     floats = prepare.normalised(loaded.images)
 
     def milliseconds(action: Callable[[], object]) -> float:
@@ -124,7 +124,7 @@ def augment_milliseconds(batch: int, size: int) -> dict[str, float]:
     parts = {
         "RandAugment": lambda: rand_augment(loaded.images, draws, prepare.fill),
         "normalise": lambda: prepare.normalised(loaded.images),
-        "erase": lambda: prepare.erased(floats, loaded),
+        "erase": lambda: erase(floats, draws, prepare.erase_fill, prepare.quantiles),
         "mixup": lambda: mix_images(floats, [Mix(0.3, None)] * batch),
         "all, as in training": lambda: prepare(loaded, 0, np.zeros(batch, np.int64)),
     }

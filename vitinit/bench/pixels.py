@@ -14,9 +14,9 @@ from tqdm import trange
 
 from ..data.augment import rand_augment
 from ..data.datasets import LoosePictures
-from ..data.draw import Draws, Operation, RandAugment, stack_draws
+from ..data.draw import ALL_OPERATIONS, Draws, Operation, RandAugment, stack_draws
 from ..data.images import from_pillow, resize_and_centre_crop
-from ..data.operations import PLAIN
+from ..data.operations import GEOMETRIC
 
 RESAMPLING = {False: Image.Resampling.BILINEAR, True: Image.Resampling.BICUBIC}
 BATCH = 20
@@ -83,8 +83,8 @@ def bench_pixels(folder: Path, size: int, count: int, rounds: int) -> None:
     """
     source = LoosePictures(folder, count)
     torch.set_num_threads(1)                         # on single images a second one only waits
-    plain = [operation.name for operation in PLAIN]
-    others = [operation.name for operation in Operation if operation and operation not in PLAIN]
+    others = [operation.name for operations in GEOMETRIC.values() for operation in operations]
+    plain = [name for name in ALL_OPERATIONS if name not in others]
     columns = {"one of the ten on colours": dict(layers=1, operations=plain)}
     for interpolation in ("bilinear", "bicubic"):
         columns[f"one geometric, {interpolation}"] = dict(

@@ -4,14 +4,15 @@
     normalise      uint8 → float32
     erase          float32 → float32
 
-Everything random was drawn before (draw.py); here arguments go in, one an image. An image's result
-does not depend, to the bit, on the batch it is in or on the device.
+Everything random was drawn before (draw.py); here arguments go in, one per image. An image's result
+does not depend, to the bit, on the batch it is in or on the device. Each function is a plan made on
+the host and what carries it out, so that the plans of a whole micro-batch travel in one copy.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -19,15 +20,11 @@ import torch
 from torch import Tensor
 
 from .draw import Draws, Operation
-from .operations import GEOMETRIC, PLAIN, affine, affine_matrix
+from .operations import (BLENDS, GEOMETRIC, LEVEL_OPERATIONS, affine, affine_matrix, blend_factors,
+                         color_or_sharpness, image_bounds, level_arguments, map_levels)
+from .passes import Call, Pass, Passes, parts, passes_on, put
 
-CACHED_PIXELS = 2**17           # about 2.6 images of 224×224
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
-def put(values: np.ndarray, device: torch.device) -> Tensor:
-    """A small array onto the device, without waiting for the work that is queued there."""
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -35,39 +32,59 @@ def put(values: np.ndarray, device: torch.device) -> Tensor:
 # ---------------------------------------------------------------------------------------------
 
 
-def rand_augment(images: Tensor, draws: Draws, fill: Sequence[int]) -> Tensor:
+def rand_augment(images: Tensor, draws: Draws, fill: Sequence[int], passes: Passes | None = None
+                 ) -> Tensor:
     """(B, 3, H, W) uint8 → the same: every image through its operations, in order.
 
     draws: on the host, B of them. fill: the colour that geometric operations bring in, 0 to 255.
     """
-    if not draws.operations.any():
-        return images
+    plan = tuple(plan_rand_augment(draws, images.shape[2:], fill, passes or passes_on(images.device)))
+    return augmented(images, put(plan, images.device))
+
+
+def augmented(images: Tensor, plan: tuple[Pass, ...]) -> Tensor:
+    """Images as they come out of a plan of RandAugment that is on their device."""
+    if not plan:
+        return images.contiguous()
     images = images.clone(memory_format=torch.contiguous_format)
-    for codes, arguments, bicubic in zip(draws.operations.T, draws.arguments.T, draws.bicubic.T):
-        for operation, function in PLAIN.items():
-            _replace(images, codes == operation,
-                     lambda part, rows: function(part, put(arguments[rows, None, None, None],
-                                                           images.device)))
-        for (axes, operations), smooth in itertools.product(GEOMETRIC.items(), (False, True)):
-            _replace(images, np.isin(codes, operations) & (bicubic == smooth),
-                     lambda part, rows: affine(part, put(np.stack([
-                         affine_matrix(Operation(code), argument, *images.shape[2:])
-                         for code, argument in zip(codes[rows], arguments[rows])]),
-                         images.device), bicubic=smooth, fill=fill, axes=axes))
+    for each in plan:
+        each(images)
     return images
 
 
-def _replace(images: Tensor, which: np.ndarray, change: Callable[[Tensor, np.ndarray], Tensor]
-             ) -> None:
-    """Put the images for which `which` is true through `change`, in place."""
-    chosen = np.flatnonzero(which)
-    # A CPU is twice as fast while what lies between fits into its cache.
-    on_cpu = images.device.type == "cpu"
-    step = 1 + (CACHED_PIXELS // images[0, 0].numel() if on_cpu else len(chosen))
-    for start in range(0, len(chosen), step):
-        rows = chosen[start:start + step]
-        index = put(rows, images.device)
-        images.index_copy_(0, index, change(images.index_select(0, index), rows))
+def plan_rand_augment(draws: Draws, size: tuple[int, int], fill: Sequence[int], passes: Passes
+                      ) -> Iterator[Pass]:
+    """Layer by layer, each with its passes of levels, blends and geometric operations."""
+    for codes, arguments, bicubic in zip(draws.operations.T, draws.arguments.T, draws.bicubic.T):
+        for rows in parts(_sorted_rows(codes, LEVEL_OPERATIONS), size, passes):
+            yield Pass(rows, map_levels, level_arguments(codes[rows], arguments[rows]))
+        for rows in parts(_sorted_rows(codes, BLENDS), size, passes):
+            factors = blend_factors(arguments[rows])[:, None, None, None]
+            yield Pass(rows, color_or_sharpness, (int((codes[rows] == BLENDS[0]).sum()), factors))
+        yield from _plan_geometric(codes, arguments, bicubic, size, fill, passes)
+
+
+def _sorted_rows(codes: np.ndarray, operations: Sequence[Operation]) -> np.ndarray:
+    """Which images go through one of the operations, sorted as these are."""
+    order = np.full(len(Operation), len(operations))
+    order[list(operations)] = range(len(operations))
+    rows = np.argsort(order[codes], kind="stable")
+    return rows[:int(np.isin(codes, operations).sum())]
+
+
+def _plan_geometric(codes: np.ndarray, arguments: np.ndarray, bicubic: np.ndarray,
+                    size: tuple[int, int], fill: Sequence[int], passes: Passes) -> Iterator[Pass]:
+    """In one pass whatever the axes, or along the axes of each operation alone."""
+    outside = np.array(fill, np.uint8)[:, None, None]
+    groups = {"xy": sum(GEOMETRIC.values(), ())} if passes.together else GEOMETRIC
+    for axes, operations in groups.items():
+        chosen = np.flatnonzero(np.isin(codes, operations))
+        chosen = chosen[np.argsort(bicubic[chosen], kind="stable")]
+        for rows in parts(chosen, size, passes):
+            matrices = np.stack([affine_matrix(Operation(codes[row]), arguments[row], *size)
+                                 for row in rows])
+            yield Pass(rows, partial(affine, axes=axes, together=passes.together),
+                       (int((~bicubic[rows]).sum()), matrices, image_bounds(*size), outside))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -75,16 +92,27 @@ def _replace(images: Tensor, which: np.ndarray, change: Callable[[Tensor, np.nda
 # ---------------------------------------------------------------------------------------------
 
 
-def normalise(images: Tensor, mean: Sequence[float] | Tensor,
-              std: Sequence[float] | Tensor) -> Tensor:
+class Normalise:
     """(B, 3, H, W) uint8 → float32: (value / 255 - mean) / std by channel.
 
-    mean, std: three numbers, or float64 tensors that are on the images' device already.
+    mean, std: three numbers each. device: the images'.
     """
-    mean, std = (torch.as_tensor(values, dtype=torch.float64, device=images.device).view(3, 1, 1)
-                 for values in (mean, std))
-    # One product and one sum: devices divide by a number in different ways.
-    return (images * (1.0 / (255.0 * std)).float()).sub_((mean / std).float())
+
+    def __init__(self, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor,
+                 device: torch.device) -> None:
+        mean, std = (torch.as_tensor(values, dtype=torch.float64, device=device).view(3, 1, 1)
+                     for values in (mean, std))
+        # One product and one sum: devices divide by a number in different ways.
+        self.scale, self.shift = (1.0 / (255.0 * std)).float(), (mean / std).float()
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return (images * self.scale).sub_(self.shift)
+
+
+def normalise(images: Tensor, mean: Sequence[float] | Tensor,
+              std: Sequence[float] | Tensor) -> Tensor:
+    """The same for once."""
+    return Normalise(mean, std, images.device)(images)
 
 
 def normal_quantiles(count: int = 2**16) -> Tensor:
@@ -93,7 +121,7 @@ def normal_quantiles(count: int = 2**16) -> Tensor:
     return torch.special.ndtri(shares).float()
 
 
-def hashed(keys: Tensor, counters: Tensor) -> Tensor:
+def hashed(keys: Tensor | int, counters: Tensor) -> Tensor:
     """SplitMix64 (Steele et al., OOPSLA 2014): 64 random bits for each key and counter, int64.
 
     The counter-th output of the generator that starts from the key. Multiplications wrap, as
@@ -112,33 +140,68 @@ def _signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 
-def erase(images: Tensor, draws: Draws, fill: Literal["pixel", "rand", "const"],
-          quantiles: Tensor) -> Tensor:
+Fill = Literal["pixel", "rand", "const"]
+
+
+def erase(images: Tensor, draws: Draws, fill: Fill, quantiles: Tensor,
+          passes: Passes | None = None) -> Tensor:
     """Fill every image's box in (B, 3, H, W) float32, normalised.
 
     draws: on the host. quantiles: those of N(0, 1) on the images' device. Noise is looked up in
     them by a hash of the image's key and the place in the box (channel, row, column), so that it is
     the same to the bit on every device.
     """
-    rows = np.flatnonzero(draws.erase_boxes[:, 2])
-    if not len(rows):
-        return images
-    device = images.device
-    _, _, heights, widths = draws.erase_boxes[rows].T
+    erased = images.clone(memory_format=torch.contiguous_format)
+    plan = plan_erasing(draws.erase_boxes, draws.noise_keys, images.shape[2:],
+                        passes or passes_on(images.device))
+    return put(plan, images.device)(erased, fill, quantiles)
+
+
+def plan_erasing(boxes: np.ndarray, keys: np.ndarray, size: tuple[int, int], passes: Passes) -> Call:
+    """A call that fills the boxes (B, 4), where their height is not 0, in place: by keys (B,)."""
+    rows = np.flatnonzero(boxes[:, 2])
+    tops, lefts, heights, widths = boxes[rows].T
+    if not passes.together:
+        return Call(fill_each, tuple(zip(*(values.tolist() for values in (
+            rows, tops, lefts, heights, widths, keys[rows])))))
     sizes = 3 * heights * widths
-    # The values of all boxes one after another; `box` says of each in which box it is.
-    count = int(sizes.sum())
-    box = torch.repeat_interleave(put(sizes, device), output_size=count)
-    starts = put(np.cumsum(sizes) - sizes, device)
-    place = torch.arange(count, device=device) - starts[box]             # (values,) in their box
-    tops, lefts, heights, widths = put(draws.erase_boxes[rows], device)[box].unbind(1)
-    channel, within = place // (heights * widths), place % (heights * widths)
+    corners = (3 * rows * size[0] + tops) * size[1] + lefts
+    table = np.stack([np.cumsum(sizes) - sizes, corners, heights * widths, widths, keys[rows]], 1)
+    return Call(fill_together, (sizes, int(sizes.sum()), table))
+
+
+def fill_each(images: Tensor, fill: Fill, quantiles: Tensor, *boxes: tuple[int, ...]) -> Tensor:
+    """boxes: (row, top, left, height, width, key) each."""
+    for row, top, left, height, width, key in boxes:
+        values = noise(key, torch.arange(3).view(3, 1, 1),
+                       torch.arange(3 * height * width).view(3, height, width), fill, quantiles)
+        images[row, :, top:top + height, left:left + width] = values
+    return images
+
+
+def fill_together(images: Tensor, fill: Fill, quantiles: Tensor, sizes: Tensor, count: int,
+                  table: Tensor) -> Tensor:
+    """The `count` values of all n boxes one after another, of which `sizes`, (n,), are each box'.
+
+    table: (n, 5) int64, of each box the first of these values, its corner among all values of the
+    images, the pixels it has, its width, its key.
+    """
+    if not count:
+        return images
+    device, area = images.device, images.shape[2] * images.shape[3]
+    box = torch.repeat_interleave(sizes, output_size=count)              # (count,), each value's box
+    starts, corners, pixels, widths, keys = table.index_select(0, box).unbind(1)
+    place = torch.arange(count, device=device) - starts                  # in their box
+    channel, within = place // pixels, place % pixels
+    index = channel * area + within // widths * images.shape[3] + within % widths + corners
+    images.view(-1)[index] = noise(keys, channel, place, fill, quantiles)
+    return images
+
+
+def noise(keys: Tensor | int, channels: Tensor, places: Tensor, fill: Fill, quantiles: Tensor
+          ) -> Tensor:
+    """What stands in a box at these places, which are in these channels."""
     if fill == "const":
-        noise = torch.zeros((), device=device)
-    else:
-        keys = put(draws.noise_keys[rows], device)[box]
-        bits = hashed(keys, channel if fill == "rand" else place)
-        noise = quantiles[bits & (len(quantiles) - 1)]
-    erased = images.clone()
-    erased[put(rows, device)[box], channel, tops + within // widths, lefts + within % widths] = noise
-    return erased
+        return torch.zeros((), device=quantiles.device)
+    bits = hashed(keys, channels if fill == "rand" else places)
+    return quantiles[bits & (len(quantiles) - 1)]

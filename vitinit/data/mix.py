@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .augment import put
 from .images import Box
+from .passes import Passes, passes_on, put
 
 
 class Mix(NamedTuple):
@@ -75,39 +74,72 @@ def draw_box(rng: np.random.Generator, share: float, height: int, width: int) ->
 
 def smooth_one_hot(labels: Tensor, num_classes: int, smoothing: float) -> Tensor:
     """(B,) → (B, K) float32: s/K everywhere, 1 − s more at the label (arXiv 1512.00567, §7)."""
-    return F.one_hot(labels, num_classes) * (1.0 - smoothing) + smoothing / num_classes
+    off = np.float32(smoothing / num_classes)
+    on = np.float32(1.0 - smoothing) + off
+    targets = torch.full((len(labels), num_classes), float(off), device=labels.device)
+    return targets.scatter_(1, labels[:, None], float(on))
 
 
-def mix_images(images: Tensor, mixes: Sequence[Mix]) -> Tensor:
-    """(B, 3, H, W) with their partners, B mixes. uint8 stays uint8, rounded to the nearest level."""
-    partners, mixed = images.flip(0), images
-    if any(mix.box is None and mix.share != 1.0 for mix in mixes):
+class MixPlan(NamedTuple):
+    """The mixes of a batch as arrays; tensors, once they are on its device."""
+
+    image_weights: np.ndarray | None    # (B, 2) float32: λ and 1 − λ, each rounded to float32 once
+    boxes: np.ndarray | tuple[tuple[int, Box], ...] | None      # (B, 4) int64, or (row, box) of each
+
+
+def plan_mixing(mixes: Sequence[Mix], passes: Passes) -> MixPlan:
+    """Of images; None where no image is mixed that way."""
+    boxed = tuple((row, mix.box) for row, mix in enumerate(mixes) if mix.box is not None)
+    shared = any(mix.box is None and mix.share != 1.0 for mix in mixes)
+    boxes = np.array([mix.box or EMPTY for mix in mixes]) if passes.together else boxed
+    return MixPlan(
         # Images with a box keep all of themselves here, to the bit.
-        own, theirs = _weights([mix.share if mix.box is None else 1.0 for mix in mixes], images)
-        mixed = (images * own).add_(partners * theirs)
+        weights([mix.share if mix.box is None else 1.0 for mix in mixes]) if shared else None,
+        boxes if boxed else None)
+
+
+def weights(shares: Sequence[float]) -> np.ndarray:
+    """(B, 2)"""
+    return np.array([[share, 1.0 - share] for share in shares], dtype=np.float32)
+
+
+def mix_images(images: Tensor, mixes: Sequence[Mix], passes: Passes | None = None) -> Tensor:
+    """(B, 3, H, W) with their partners, B mixes. uint8 stays uint8, rounded to the nearest level."""
+    plan = plan_mixing(mixes, passes or passes_on(images.device))
+    return mixed_images(images, put(plan, images.device))
+
+
+def mixed_images(images: Tensor, plan: MixPlan) -> Tensor:
+    """The same by a plan that is on the images' device."""
+    mixed = images
+    if plan.image_weights is not None:
+        mixed = blended(images, plan.image_weights)
         if not images.is_floating_point():
-            mixed = mixed.round().to(images.dtype)
-    if any(mix.box is not None for mix in mixes):
-        mixed = torch.where(_inside([mix.box or EMPTY for mix in mixes], images), partners, mixed)
+            mixed = mixed.round_().to(images.dtype)
+    if isinstance(plan.boxes, tuple):
+        mixed = images.clone() if mixed is images else mixed
+        for row, (top, left, height, width) in plan.boxes:
+            part = (slice(None), slice(top, top + height), slice(left, left + width))
+            mixed[row][part] = images[-1 - row][part]
+    elif plan.boxes is not None:
+        mixed = torch.where(_inside(plan.boxes, images), images.flip(0), mixed)
     return mixed
 
 
 def mix_targets(targets: Tensor, mixes: Sequence[Mix]) -> Tensor:
     """(B, K) with their partners', B mixes."""
-    own, partners = _weights([mix.share for mix in mixes], targets)
-    return targets * own + targets.flip(0) * partners
+    return blended(targets, put(weights([mix.share for mix in mixes]), targets.device))
 
 
-def _weights(shares: Sequence[float], factors_of: Tensor) -> list[Tensor]:
-    """λ and 1 − λ, each rounded to float32 once, as factors of a batch: (B, 1, …) each."""
-    weights = put(np.array([[share, 1.0 - share] for share in shares], dtype=np.float32),
-                  factors_of.device)                                     # (B, 2)
-    return [side.view(-1, *[1] * (factors_of.ndim - 1)) for side in weights.unbind(1)]
+def blended(batch: Tensor, sides: Tensor) -> Tensor:
+    """λ of each (B, …) and 1 − λ of its partner, float32. sides: both weights, (B, 2)."""
+    own, partners = (side.view(-1, *[1] * (batch.ndim - 1)) for side in sides.unbind(1))
+    return (batch * own).add_(batch.flip(0) * partners)
 
 
-def _inside(boxes: Sequence[Box], images: Tensor) -> Tensor:
-    """Which pixels lie in their image's box: (B, 1, H, W) bool."""
-    top, left, height, width = put(np.array(boxes), images.device)[:, :, None].unbind(1)   # (B, 1)
+def _inside(boxes: Tensor, images: Tensor) -> Tensor:
+    """Which pixels lie in their image's box, (B, 4): (B, 1, H, W) bool."""
+    top, left, height, width = boxes[:, :, None].unbind(1)               # (B, 1)
     rows = torch.arange(images.shape[2], device=images.device) - top     # (B, H)
     columns = torch.arange(images.shape[3], device=images.device) - left     # (B, W)
     return (((rows >= 0) & (rows < height))[:, None, :, None]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..keys import Stream, keyed_generator
-from .augment import erase, normal_quantiles, normalise, rand_augment
+from .augment import (Fill, Normalise, augmented, normal_quantiles, plan_erasing,
+                      plan_rand_augment)
+from .draw import Draws
 from .loader import Batch, TrainBatch
-from .mix import Mix, Mixing, mix_images, mix_targets, smooth_one_hot
+from .mix import Mix, MixPlan, Mixing, blended, mixed_images, plan_mixing, smooth_one_hot, weights
+from .passes import Call, Pass, Passes, passes_on, put
 
 
 class ToDevice:
@@ -21,19 +24,31 @@ class ToDevice:
     def __init__(self, device: torch.device, *, mean: Sequence[float], std: Sequence[float],
                  channels_last: bool) -> None:
         self.device = device
-        self.mean, self.std = (torch.tensor(values, dtype=torch.float64, device=device)
-                               for values in (mean, std))
+        self.normalised = Normalise(mean, std, device)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         images = self.normalised(batch.images.to(self.device, non_blocking=True))
         return self.laid_out(images), batch.labels.to(self.device, non_blocking=True)
 
-    def normalised(self, images: Tensor) -> Tensor:
-        return normalise(images, self.mean, self.std)
-
     def laid_out(self, images: Tensor) -> Tensor:
         return images.contiguous(memory_format=self.format)
+
+
+class Piece(NamedTuple):
+    """What happens to some pairs of a micro-batch once RandAugment is done."""
+
+    slices: tuple[tuple[int, int], ...]     # of the micro-batch: from, to. Partners stand opposite
+    erasing: Call
+    mixing: MixPlan | None
+
+
+class Plan(NamedTuple):
+    """All that happens to a micro-batch, as arrays; tensors, once they are on the device."""
+
+    rand_augment: tuple[Pass, ...]
+    pieces: tuple[Piece, ...]
+    target_weights: np.ndarray | None   # (B, 2) float32; None: no target is mixed
 
 
 class TrainToDevice(ToDevice):
@@ -44,33 +59,30 @@ class TrainToDevice(ToDevice):
                                                        which mixes uint8 images in its workers
 
     Everything before mixing is drawn already (draw.py). Mixing is drawn here, keyed by (seed, step,
-    group).
+    group). Three copies go to the device: images, labels, and the arguments of all that is done.
     """
 
     def __init__(self, device: torch.device, *, mean: Sequence[float], std: Sequence[float],
-                 channels_last: bool, fill: Sequence[int],
-                 erase_fill: Literal["pixel", "rand", "const"], erase_after_mix: bool,
-                 mixing: Mixing, num_classes: int, seed: int) -> None:
+                 channels_last: bool, fill: Sequence[int], erase_fill: Fill, erase_after_mix: bool,
+                 mixing: Mixing, num_classes: int, seed: int, passes: Passes | None = None) -> None:
+        """passes: how the images go through all this; None: as suits the device."""
         super().__init__(device, mean=mean, std=std, channels_last=channels_last)
         self.fill, self.erase_fill, self.erase_after_mix = fill, erase_fill, erase_after_mix
         self.mixing, self.num_classes, self.seed = mixing, num_classes, seed
+        self.passes = passes or passes_on(device)
         self.quantiles = normal_quantiles().to(device)
 
     def __call__(self, batch: TrainBatch, step: int, groups: np.ndarray) -> tuple[Tensor, Tensor]:
         """groups: of the global batch, in which each image is mixed, (B,); partners have the same."""
+        size = tuple(batch.images.shape[2:])
+        mixes = self.mixes(step, groups.tolist(), *size) if self.mixing.mixes else None
+        plan = put(self.plan(batch.draws, mixes, size), self.device)
         images, labels = (part.to(self.device, non_blocking=True)
                           for part in (batch.images, batch.labels))
-        images = rand_augment(images, batch.draws, self.fill)
         targets = smooth_one_hot(labels, self.num_classes, self.mixing.label_smoothing)
-        if not self.mixing.mixes:
-            return self.laid_out(self.erased(self.normalised(images), batch)), targets
-
-        mixes = self.mixes(step, groups.tolist(), *images.shape[2:])
-        if self.erase_after_mix:
-            images = self.erased(self.normalised(mix_images(images, mixes)), batch)
-        else:
-            images = mix_images(self.erased(self.normalised(images), batch), mixes)
-        return self.laid_out(images), mix_targets(targets, mixes)
+        if plan.target_weights is not None:
+            targets = blended(targets, plan.target_weights)
+        return self.finished(augmented(images, plan.rand_augment), plan.pieces), targets
 
     def mixes(self, step: int, groups: Sequence[int], height: int, width: int) -> list[Mix]:
         """Of each image, (B,): one draw per group."""
@@ -78,5 +90,45 @@ class TrainToDevice(ToDevice):
                                          height, width) for group in set(groups)}
         return [drawn[group] for group in groups]
 
-    def erased(self, images: Tensor, batch: TrainBatch) -> Tensor:
-        return erase(images, batch.draws, self.erase_fill, self.quantiles)
+    def plan(self, draws: Draws, mixes: list[Mix] | None, size: tuple[int, int]) -> Plan:
+        return Plan(tuple(plan_rand_augment(draws, size, self.fill, self.passes)),
+                    tuple(self.pieces(draws, mixes, size)),
+                    mixes and weights([mix.share for mix in mixes]))
+
+    def pieces(self, draws: Draws, mixes: list[Mix] | None, size: tuple[int, int]
+               ) -> Iterator[Piece]:
+        """Pairs that are finished at once, from the outermost on."""
+        count = len(draws.noise_keys)
+        pairs = max(1, self.passes.finished_pixels // (2 * size[0] * size[1]))
+        for first in range(0, (count + 1) // 2, pairs):
+            last = first + pairs
+            slices = ((first, last), (count - last, count - first))
+            if 2 * last >= count:                    # they meet in the middle
+                slices = ((first, count - first),)
+            rows = np.concatenate([np.arange(*each) for each in slices])
+            yield Piece(slices, plan_erasing(draws.erase_boxes[rows], draws.noise_keys[rows], size,
+                                             self.passes),
+                        mixes and plan_mixing([mixes[row] for row in rows], self.passes))
+
+    def finished(self, images: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        """uint8 images as the model takes them."""
+        if len(pieces) == 1:
+            return self.laid_out(self.finished_piece(images, pieces[0]))
+        done = torch.empty(images.shape, device=self.device, memory_format=self.format)
+        for piece in pieces:
+            part = torch.cat([images[first:last] for first, last in piece.slices])
+            sizes = [last - first for first, last in piece.slices]
+            for (first, last), some in zip(piece.slices,
+                                           self.finished_piece(part, piece).split(sizes)):
+                done[first:last] = some
+        return done
+
+    def finished_piece(self, images: Tensor, piece: Piece) -> Tensor:
+        def mixed(images: Tensor) -> Tensor:
+            return images if piece.mixing is None else mixed_images(images, piece.mixing)
+
+        def erased(images: Tensor) -> Tensor:
+            return piece.erasing(images, self.erase_fill, self.quantiles)
+        if self.erase_after_mix:
+            return erased(self.normalised(mixed(images)))
+        return mixed(erased(self.normalised(images)))

@@ -1,0 +1,46 @@
+"""How often a GPU is given work: counted on any device, or on none (FakeTensorMode)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Launches(TorchDispatchMode):
+    """Counts what PyTorch is asked for within `with Launches() as launches:`.
+
+    by_name: each operation beside views, which cost nothing on a device; nearly all of them launch one
+    kernel, some none and some two or three. uploads, downloads: copies from the host to another
+    device and back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: Counter[str] = Counter()
+        self.uploads = self.downloads = 0
+
+    @property
+    def count(self) -> int:
+        return self.by_name.total()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: tuple = (),
+                           keywords: dict | None = None) -> Any:
+        result = function(*arguments, **keywords or {})
+        if function.namespace != "prim" and not function.is_view:        # prim asks for a device
+            self.by_name[function.name()] += 1
+        if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            source = arguments[1] if function is torch.ops.aten.copy_.default else arguments[0]
+            on_host = source.device.type == "cpu", result.device.type == "cpu"
+            self.uploads += on_host == (True, False)
+            self.downloads += on_host == (False, True)
+        return result
+
+
+def launches_of(action: Callable[[], object]) -> Launches:
+    with Launches() as launches:
+        action()
+    return launches
