@@ -34,7 +34,7 @@ def started(monkeypatch, train_program) -> list[Path]:
     """Has runs go through train.py in this process, and holds the folders of those started."""
     folders = []
 
-    def run(self: sweep.Launcher, command: list[str]) -> str | None:
+    def run(self: sweep.Launcher, command: list[str], **options: object) -> str | None:
         arguments = command[command.index(str(sweep.TRAIN)) + 1:]
         folders.append(Path(arguments[arguments.index("--out-dir") + 1]))
         monkeypatch.setattr("sys.argv", ["train.py", *arguments])
@@ -306,65 +306,8 @@ def test_unreadable_checkpoints_stop_the_sweep_before_it_starts(small_run, tmp_p
 
 
 # ---------------------------------------------------------------------------------------------
-# Programs and signals
+# Signals
 # ---------------------------------------------------------------------------------------------
-
-
-def launched(code: str) -> str | None:
-    with sweep.Launcher() as launcher:
-        return launcher.run([sys.executable, "-c", code])
-
-
-@pytest.mark.parametrize("code, error", [
-    ("", None),
-    ("import sys; print('a warning', file=sys.stderr)", None),
-    ("import sys; sys.exit(3)", "ended with status 3"),
-    ("import sys; sys.exit('one\\ntwo\\n')", "two"),
-    ("import sys; sys.exit('x\\ntrain.py: why\\ntorchrun: so\\n====')", "train.py: why"),
-])
-def test_the_error_of_a_program_is_train_pys_line_or_else_the_last(capfd, code, error):
-    assert launched(code) == error
-
-
-def test_what_a_program_prints_is_passed_on(capfd):
-    launched("import sys; print('out'); print('err', file=sys.stderr)")
-    assert capfd.readouterr() == ("out\n", "err\n")
-
-
-def test_a_program_has_a_session_of_its_own_so_that_a_terminals_ctrl_c_does_not_reach_it():
-    assert launched("import os, sys; sys.exit(os.getsid(0) != os.getpid())") is None
-
-
-def test_signal_handlers_are_taken_out_again():
-    before = [signal.getsignal(number) for number in sweep.STOP_SIGNALS]
-    with sweep.Launcher():
-        assert [signal.getsignal(number) for number in sweep.STOP_SIGNALS] != before
-    assert [signal.getsignal(number) for number in sweep.STOP_SIGNALS] == before
-
-
-@pytest.mark.parametrize("sent, arrives", [
-    (signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM),
-    (signal.SIGHUP, signal.SIGTERM), (signal.SIGUSR1, signal.SIGTERM)])
-def test_a_signal_is_handed_on_as_one_that_train_py_knows(sent, arrives):
-    """The program sends it to this process, its parent, and waits for what comes back."""
-    code = ("import os, signal, sys\n"
-            "known = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}\n"
-            "signal.pthread_sigmask(signal.SIG_BLOCK, known)\n"
-            f"os.kill(os.getppid(), {int(sent)})\n"
-            "sys.exit(signal.sigwait(known).name)\n")
-    with sweep.Launcher() as launcher:
-        assert launcher.run([sys.executable, "-c", code]) == arrives.name
-    assert launcher.stopped_by == sent
-
-
-@pytest.mark.parametrize("set_to, arrives", [(None, "600"), ("90", "90")])
-def test_torchrun_is_told_to_wait_for_a_checkpoint(monkeypatch, set_to, arrives):
-    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
-    if set_to is not None:
-        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", set_to)
-    code = "import os, sys; sys.exit(os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])"
-    with sweep.Launcher() as launcher:
-        assert launcher.run([sys.executable, "-c", code]) == arrives
 
 
 def test_ctrl_c_ends_the_sweep_once_the_running_run_has_saved(small_run, tmp_path, repository):
@@ -383,3 +326,63 @@ def test_ctrl_c_ends_the_sweep_once_the_running_run_has_saved(small_run, tmp_pat
     first, second = planned(*arguments)
     assert first.done >= 2 and not first.finished
     assert second.done is None and not second.folder.exists()
+
+
+# ---------------------------------------------------------------------------------------------
+# Side by side
+# ---------------------------------------------------------------------------------------------
+
+
+def test_runs_side_by_side_are_those_of_one_after_another(small_run, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = small_run(tmp_path / "alone", "--seeds", "0,1", "--threads", "1",
+                          schedule__epochs="2")
+    assert sweep.main(arguments) == 0
+    capfd.readouterr()
+    together = small_run(tmp_path / "together", "--seeds", "0,1", "--threads", "1", "--jobs", "2",
+                         schedule__epochs="2")
+    assert sweep.main(together) == 0
+    said = capfd.readouterr()
+    for seed in (0, 1):
+        name = f"quickstart-mimetic-s{seed}"
+        assert losses(tmp_path / "together" / name) == losses(tmp_path / "alone" / name)
+        assert f"{name}  epoch 2/2  top-1 " in said.out
+        log = (tmp_path / "together" / f"{name}.log").read_text()
+        assert log.startswith("recipe  quickstart, seed") and "\nepoch 2/2  " in log
+    assert "plan    2 runs, 0 of them done; 2 at a time, each with 1 thread(s)" in said.out
+    assert "recipe  quickstart" not in said.out and "mean ± standard deviation" in said.out
+    assert sweep.main(together) == 0                 # all are done: nothing is started
+    assert "plan    2 runs, 2 of them done" in capfd.readouterr().out
+
+
+def test_a_run_that_fails_beside_others_is_reported_at_the_end(small_run, tmp_path, capfd,
+                                                               monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    broken = tmp_path / "out" / "quickstart-mimetic-s0.log"
+    broken.mkdir(parents=True)                       # where its log should be
+    assert sweep.main(small_run(tmp_path / "out", "--seeds", "0,1", "--jobs", "2",
+                                schedule__epochs="1")) == 1
+    said = capfd.readouterr()
+    assert f"quickstart-mimetic-s0 failed: {broken}: Is a directory" in said.err
+    assert "quickstart-mimetic-s1  epoch 1/1" in said.out
+
+
+def test_parts_of_a_plan_are_the_plan(tmp_path, capsys, started):
+    arguments = ["--recipe", "quickstart", "--init", "default,impulse", "--seeds", "0-2",
+                 "--out-dir", str(tmp_path), "--dry-run"]
+
+    def folders(*more: str) -> list[str]:
+        assert sweep.main([*arguments, *more]) == 0
+        return [line.split(":")[0].strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    whole = folders()
+    parts = [folders("--only", f"{part}/4") for part in (1, 2, 3, 4)]
+    assert len(whole) == 6 and sorted(sum(parts, [])) == sorted(whole)
+    assert sorted(map(len, parts)) == [1, 1, 2, 2]
+    assert folders("--only", "1/1") == whole and folders("--only", "7/9") == []
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "1/0", "a/b", "-1/3", "1/3/5"])
+def test_a_part_that_is_none_is_one_line(text, capsys):
+    assert sweep.main(["--recipe", "quickstart", "--seeds", "0", f"--only={text}"]) == 2
+    error = capsys.readouterr().err
+    assert f"{text}: expected K/N with 1 ≤ K ≤ N, such as 1/4" in error and error.count("\n") == 1

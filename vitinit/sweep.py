@@ -1,34 +1,44 @@
-"""Many runs of train.py, one after another: every init, every variant, every seed.
+"""Many runs of train.py: every init, every variant, every seed.
 
     python -m vitinit.sweep --recipe quickstart --init default,mimetic,impulse --seeds 0-4
     python -m vitinit.sweep --recipe quickstart --init impulse --seeds 0,1,2 \\
         --variant paper --variant base-values init.options.value_init=base
 
+    python -m vitinit.sweep --recipe cifar10_10k --seeds 0-9 --jobs 2 --threads 1
+
 Each run has a folder <recipe>-<init>[-<variant>]-s<seed> in --out-dir. The same command again skips
-what is finished and resumes what was cut off. Ctrl-C and SIGTERM end the sweep once the running run
-has saved its checkpoint. A run that fails is reported at the end; the others go on.
+what is finished and resumes what was cut off. Ctrl-C and SIGTERM end the sweep once what runs has
+saved its checkpoint. A run that fails is reported at the end; the others go on.
+
+--jobs N has N runs side by side: each has GPUs of its own, or T threads of the CPU by --threads, and
+what it prints goes to <folder>.log. How many run beside it changes nothing in a run, but on a CPU the
+number of threads does, in the last digits: give the same --threads to what is to be compared.
+--only K/N takes the K-th of N parts of the plan, for jobs of a cluster that know nothing of each
+other.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import signal
-import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 from .command_line import Parser, integer, run_program
 from .compare import compare
+from .launcher import Launcher, SideBySide, shares
 from .recipe.files import RecipeError, parse_override
 from .recipe.resolve import fresh_recipe
 from .recipe.sections import Recipe
 from .runs.folder import RunFolder
 from .runs.groups import read_run
 from .runs.resume import left_without_checkpoint
-from .train.interruption import STOP_SIGNALS
+from .train.checkpoint import CheckpointError
 from .train.state import restored_progress
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -79,6 +89,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="folder of the runs' folders; default runs")
     parser.add_argument("--nproc", type=integer(1, 2**15), default=1,
                         help="processes of a run, started by torchrun if more than 1")
+    parser.add_argument("--jobs", type=integer(1, MOST_RUNS), default=1, help="runs side by side")
+    parser.add_argument("--threads", type=integer(1, 2**15),
+                        help="CPU threads of each process of a run; by default those of the machine "
+                             "shared out among the jobs")
+    parser.add_argument("--only", type=part_of_plan, metavar="K/N",
+                        help="the K-th of N parts of the plan")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="override any key of the recipe in every run; may be repeated")
@@ -101,6 +117,14 @@ def parse_seeds(text: str) -> list[int]:
     if len(set(seeds)) < len(seeds):
         raise RecipeError(f"--seeds {text}: names a seed twice")
     return seeds
+
+
+def part_of_plan(text: str) -> tuple[int, int]:
+    """'2/5' → (2, 5), the second of five parts, as --only takes it."""
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, flags=re.ASCII)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text}: expected K/N with 1 ≤ K ≤ N, such as 1/4")
+    return int(found[1]), int(found[2])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -182,47 +206,6 @@ def epochs_done(path: Path, recipe: Recipe) -> int | None:
 # ---------------------------------------------------------------------------------------------
 
 
-class Launcher:
-    """Runs programs one at a time and hands each signal to stop on to the running one, once.
-
-    A program gets a session of its own, because a terminal sends Ctrl-C to all programs of a
-    session, and the one that is handed on would come on top.
-    """
-
-    def __init__(self) -> None:
-        self.stopped_by = 0                          # the signal's number
-        self.process: subprocess.Popen | None = None
-
-    def __enter__(self) -> Launcher:
-        self.handlers = {number: signal.signal(number, self._stop) for number in STOP_SIGNALS}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-
-    def _stop(self, number: int, frame: object) -> None:
-        self.stopped_by = number
-        if self.process is not None:
-            # Of a closed terminal and a time limit it hears as of SIGTERM, which every torchrun knows.
-            self.process.send_signal(number if number == signal.SIGINT else signal.SIGTERM)
-
-    def run(self, command: list[str]) -> str | None:
-        """None if the program ended well, else its error in a line; what it prints is passed on."""
-        error = ""
-        # Else torchrun would kill what has not saved its checkpoint after 30 s.
-        environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **os.environ}
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace",
-                              env=environment, start_new_session=True) as self.process:
-            for line in self.process.stderr:
-                sys.stderr.write(line)
-                # Of all that torchrun prints after a failure, train.py's own line says why.
-                if line.strip() and not error.startswith("train.py: "):
-                    error = line
-        status, self.process = self.process.returncode, None
-        return None if status == 0 else error.strip() or f"ended with status {status}"
-
-
 def command(run: PlannedRun, nproc: int) -> list[str]:
     program = [str(TRAIN), *run.arguments]
     if nproc > 1:
@@ -231,39 +214,122 @@ def command(run: PlannedRun, nproc: int) -> list[str]:
     return [sys.executable, *program]
 
 
+class Status:
+    """One line for each run that is running: its epoch, top-1, and the time that is left.
+
+    On a terminal the lines stay in their places; elsewhere a run prints one after each epoch.
+    """
+
+    def __init__(self, work: SideBySide[PlannedRun]) -> None:
+        self.work, self.terminal = work, sys.stderr.isatty()
+        self.bars: dict[Path, tqdm] = {}
+        self.said: dict[Path, int] = {}              # epochs of each run that its line told
+        self.began: dict[Path, tuple[float, int]] = {}       # when, and how many epochs it had
+
+    def __call__(self) -> None:
+        here = dict(self.work.at)
+        for place, run in here.items():
+            self.tell(place, run)
+        for run, _ in list(self.work.ended):
+            self.tell(None, run)
+
+    def tell(self, place: int | None, run: PlannedRun) -> None:
+        """place: where it runs; None: it has ended."""
+        if run.folder not in self.began:
+            self.began[run.folder] = (time.monotonic(), run.done or 0)
+            if self.terminal and place is not None:
+                self.bars[run.folder] = tqdm(desc=run.folder.name, total=run.epochs, unit="epoch",
+                                             initial=run.done or 0, position=place, leave=False,
+                                             dynamic_ncols=True)
+        try:
+            rows = RunFolder(run.folder).metrics.rows()
+        except CheckpointError:                      # of which the run itself complains
+            return
+        epochs = rows[-1]["epoch"] if rows else 0
+        if epochs > self.said.get(run.folder, run.done or 0):
+            self.said[run.folder] = epochs
+            top1 = rows[-1].get("val_top1")
+            found = "" if top1 is None else f"top-1 {top1:.2f} %"
+            if run.folder in self.bars:
+                bar = self.bars[run.folder]
+                bar.set_postfix_str(found, refresh=False)
+                bar.update(epochs - bar.n)
+            else:
+                start, before = self.began[run.folder]
+                left = (time.monotonic() - start) / (epochs - before) * (run.epochs - epochs)
+                print(f"{run.folder.name}  epoch {epochs}/{run.epochs}  {found}  "
+                      f"{left / 60:.0f} min left", flush=True)
+        if place is None and run.folder in self.bars:
+            self.bars.pop(run.folder).close()
+
+
 def sweep(args: argparse.Namespace) -> int:
     """The plan, its runs, the comparison; returns the exit status."""
     if not TRAIN.is_file():
         raise RecipeError(f"{TRAIN}: no such file; a sweep needs the repository around vitinit/")
+    environments = shares(args.jobs, args.nproc, args.threads)
     runs = plan_runs(args)
-    finished = [run.folder for run in runs if run.finished]
-    print(f"plan    {len(runs)} runs, {len(finished)} of them done")
+    whole = len(runs)
+    if args.only is not None:
+        part, parts = args.only
+        runs = runs[part - 1::parts]
+    finished = {run.folder for run in runs if run.finished}
+    print(f"plan    {len(runs)} runs, {len(finished)} of them done"
+          + (f"; part {part} of {parts} of a plan of {whole}" if args.only else "")
+          + (f"; {args.jobs} at a time, each with {in_words(environments[0])}" if args.jobs > 1
+             else ""))
     for run in runs:
         print(f"        {run.folder}: {run.state}")
     if args.dry_run:
         return 0
 
-    failures: dict[Path, str] = {}
+    waiting = [run for run in runs if not run.finished]
     with Launcher() as launcher:
-        for number, run in enumerate(runs, 1):
-            if run.finished:
-                continue
-            print(f"\nrun     {number} of {len(runs)}, {run.folder}", flush=True)
-            error = launcher.run(command(run, args.nproc))
-            if launcher.stopped_by:
-                print(f"stopped by signal {launcher.stopped_by}; the same command goes on")
-                return 128 + launcher.stopped_by
-            if error is None:
-                finished.append(run.folder)
-            else:
-                failures[run.folder] = error
+        ended = (one_after_another if args.jobs == 1 else side_by_side)(
+            launcher, waiting, args.nproc, environments, len(runs))
+        if launcher.stopped_by:
+            print(f"stopped by signal {launcher.stopped_by}; the same command goes on")
+            return 128 + launcher.stopped_by
+    finished |= {folder for folder, error in ended.items() if error is None}
 
     print(flush=True)
     if finished:
         compare([run.folder for run in runs if run.folder in finished])
+    failures = {folder: error for folder, error in ended.items() if error is not None}
     for folder, error in failures.items():
         print(f"vitinit.sweep: {folder} failed: {error}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def in_words(environment: Mapping[str, str]) -> str:
+    """What a run has of the machine."""
+    gpus = environment.get("CUDA_VISIBLE_DEVICES")
+    return f"GPU {gpus}, say" if gpus else f"{environment['OMP_NUM_THREADS']} thread(s)"
+
+
+def one_after_another(launcher: Launcher, runs: Sequence[PlannedRun], nproc: int,
+                      environments: Sequence[Mapping[str, str]], count: int
+                      ) -> dict[Path, str | None]:
+    """Each run's error, None of a finished one, by folder; what runs print is passed on."""
+    ended: dict[Path, str | None] = {}
+    for run in runs:
+        print(f"\nrun     {count - len(runs) + len(ended) + 1} of {count}, {run.folder}", flush=True)
+        ended[run.folder] = launcher.run(command(run, nproc), environment=environments[0])
+        if launcher.stopped_by:
+            break
+    return ended
+
+
+def side_by_side(launcher: Launcher, runs: Sequence[PlannedRun], nproc: int,
+                 environments: Sequence[Mapping[str, str]], count: int) -> dict[Path, str | None]:
+    """Likewise with as many at a time as there are `environments`; what one prints goes to its log."""
+    def work(run: PlannedRun, place: int) -> str | None:
+        log = run.folder.with_name(f"{run.folder.name}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return launcher.run(command(run, nproc), environment=environments[place], log=log)
+    jobs = SideBySide(launcher, work)
+    jobs.run(runs, len(environments), Status(jobs))
+    return {run.folder: error for run, error in jobs.ended}
 
 
 def main(arguments: list[str] | None = None) -> int:
