@@ -8,10 +8,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 from vitinit import sweep
 from vitinit.init import INITS
-from vitinit.models import MODELS
+from vitinit.models import MODELS, build_model
 from vitinit.recipe.files import load_recipe, parse_override
 from vitinit.recipe.resolve import fresh_recipe
 
@@ -70,3 +71,27 @@ def test_every_override_in_a_card_names_a_key(path):
         else:
             section, key = change.key.split(".")
             assert hasattr(getattr(recipe, section), key), text
+
+
+def parameters_of(path: Path) -> int | None:
+    """What the first line of a card says, if it says it exactly."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    stated = re.search(r"([\d,]{5,}) parameters", first)
+    return stated and int(stated[1].replace(",", ""))
+
+
+COUNTED = [path for path in SHIPPED if parameters_of(path)]
+
+
+@pytest.mark.parametrize("path", COUNTED, ids=lambda path: path.stem)
+def test_a_model_has_the_parameters_that_its_card_says(path):
+    recipe = load_recipe(path)
+    with torch.device("meta"):
+        model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
+                            image_size=recipe.data.image_size, **recipe.model.options)
+    assert sum(p.numel() for p in model.parameters()) == parameters_of(path)
+
+
+def test_the_cards_of_recipes_for_one_gpu_state_a_count():
+    assert {"photos", "cifar10_vit_384_7", "cifar100_vit_384_7", "imagenet_vit_small_90"} <= {
+        path.stem for path in COUNTED}

@@ -371,11 +371,29 @@ def test_all_shipped_recipes_state_the_same_keys_in_the_same_order():
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_recipe_knows_its_data_set(path):
-    """Its class count, and its own statistics or, as the papers take them, ImageNet's."""
+    """Its class count, and its own statistics, ImageNet's, or pixels on [-1, 1], as papers take them."""
     data = load_recipe(path).data
     known, imagenet = datasets.DATA_SETS[data.name], datasets.DATA_SETS["imagenet"]
     assert known.num_classes in (None, data.num_classes)
-    assert (data.mean, data.std) in [(known.mean, known.std), (imagenet.mean, imagenet.std)]
+    halves = (0.5, 0.5, 0.5)
+    assert (data.mean, data.std) in [(known.mean, known.std), (imagenet.mean, imagenet.std),
+                                     (halves, halves)]
+
+
+def test_the_plain_vit_baseline_augments_and_decays_as_big_vision_does():
+    """randaug(2, 10) and wd of its configs/vit_s16_i1k.py, from the formulas of its level_to_arg."""
+    recipe = load_recipe(RECIPES / "imagenet_vit_small_90.toml")
+    ours = draw.RandAugment(**vars(recipe.rand_augment))
+    assert (ours.layers, ours.probability, ours.magnitude, ours.magnitude_std) == (2, 1.0, 10.0, 0.0)
+    theirs = {"Rotate": 30.0, "ShearX": 0.3, "ShearY": 0.3, "TranslateX": 100 / 224,
+              "TranslateY": 100 / 224, "Color": 1.9, "Contrast": 1.9, "Brightness": 1.9,
+              "Sharpness": 1.9, "Solarize": 256, "SolarizeAdd": 110, "AutoContrast": 0.0,
+              "Equalize": 0.0, "Invert": 0.0}
+    assert {name: pytest.approx(ours.argument(draw.Operation[name], 10.0, 1.0), rel=1e-15)
+            for name in ours.operations} == theirs
+    # Its step is schedule · (lr · Adam's direction + wd · weight); AdamW's is lr · schedule · (… + wd).
+    assert recipe.optim.weight_decay == pytest.approx(1e-4 / recipe.optim.base_lr)
+    assert recipe.schedule.warmup_epochs == round(10_000 / (1_281_167 // recipe.optim.global_batch))
 
 
 SIMPLE_VIT = [path for path in SHIPPED if path.stem.endswith("_simple_vit")]
