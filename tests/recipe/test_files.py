@@ -382,7 +382,7 @@ def test_every_shipped_recipe_knows_its_data_set(path):
 
 def test_the_plain_vit_baseline_augments_and_decays_as_big_vision_does():
     """randaug(2, 10) and wd of its configs/vit_s16_i1k.py, from the formulas of its level_to_arg."""
-    recipe = load_recipe(RECIPES / "imagenet_vit_small_90.toml")
+    recipe, = (load_recipe(path) for path in SHIPPED if path.stem == "imagenet_vit_small_90")
     ours = draw.RandAugment(**vars(recipe.rand_augment))
     assert (ours.layers, ours.probability, ours.magnitude, ours.magnitude_std) == (2, 1.0, 10.0, 0.0)
     theirs = {"Rotate": 30.0, "ShearX": 0.3, "ShearY": 0.3, "TranslateX": 100 / 224,
