@@ -54,7 +54,7 @@ def train_program() -> ModuleType:
 class StopBefore(StopRequest):
     """Stands in for StopRequest: SIGTERM comes when the run waits for its `at`-th thing, from 0.
 
-    It waits for each step, for the end of the epoch's steps, and likewise for evaluation's batches.
+    It waits for each micro-batch, for the end of the epoch's, and likewise for evaluation's batches.
     """
 
     def __init__(self, at: int) -> None:
@@ -122,7 +122,7 @@ def small_run(picture_tree: Path) -> Callable[..., list[str]]:
     """Arguments of train.py for a run of seconds on `picture_tree`: 4 steps an epoch, 3 epochs.
 
     Everything that could go wrong on resume is on: every augmentation, two views of an image,
-    accumulation, EMA with warm-up, clipping, stochastic depth. Three groups of four share a draw of
+    accumulation of three micro-batches, EMA with warm-up, clipping, stochastic depth. Three groups of four share a draw of
     mixing. eps is large for the reason given in train/test_engine.py.
     """
     sets = {

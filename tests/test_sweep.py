@@ -169,9 +169,10 @@ def test_finished_runs_are_skipped_and_cut_off_ones_go_on(small_run, tmp_path, c
 
     first = [*arguments[:arguments.index("--seeds")], "--seeds", "0"]
     with monkeypatch.context() as patch:
-        # An epoch waits twelve times: for four steps and their end, six batches and theirs. SIGTERM
-        # comes in the second run, before the second step of its second epoch.
-        patch.setattr(train_program, "StopRequest", stop_before(24 + 12 + 1))
+        # An epoch waits twenty times: for four steps of three micro-batches and their end, for six
+        # batches and theirs. SIGTERM comes in the second run, before the second step of its second
+        # epoch.
+        patch.setattr(train_program, "StopRequest", stop_before(40 + 20 + 3))
         assert sweep.main(first) == 1
     printed = capsys.readouterr()
     assert printed.err == (f"vitinit.sweep: {folders[1]} failed: ended with status 143\n")

@@ -66,8 +66,9 @@ def assert_same_run(first: Path, second: Path) -> None:
     assert_identical(without_times(steps(first)), without_times(steps(second)))
 
 
-# What a run of `small_run` waits for in an epoch: four steps and their end, six batches and theirs.
-WAITS = 12
+# What a run of `small_run` waits for in an epoch: four steps of three micro-batches and their end, six
+# batches of evaluation and theirs.
+WAITS = 20
 
 
 def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_run, tmp_path,
@@ -106,15 +107,18 @@ def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_r
     assert_identical(checkpoint(folder)["model"], checkpoint(again)["model"])
 
 
-@pytest.mark.parametrize("steps_before", [2, 4, 7])
+@pytest.mark.parametrize("waits, steps_before", [(6, 2), (8, 2), (12, 4), (WAITS + 9, 7),
+                                                 (WAITS + 10, 7)])
 def test_resuming_equals_never_having_stopped(train_program, stop_before, small_run, tmp_path, monkeypatch,
-                                              steps_before):
-    """Stopped within the first epoch, right at its end, within the second: the same to the bit."""
+                                              waits, steps_before):
+    """Stopped within the first epoch, right at its end, within the second: the same to the bit.
+
+    And within a step, between its second and its third micro-batch or after its first.
+    """
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert train_program.main(small_run(straight)) == 0
     with monkeypatch.context() as patch:
-        before = WAITS + steps_before - 4 if steps_before > 4 else steps_before
-        patch.setattr(train_program, "StopRequest", stop_before(before))
+        patch.setattr(train_program, "StopRequest", stop_before(waits))
         assert train_program.main(small_run(stopped)) == 128 + signal.SIGTERM
     assert checkpoint(stopped)["step"] == steps_before
     assert train_program.main(["--resume", str(stopped)]) == 0
@@ -160,7 +164,7 @@ def test_metrics_after_the_checkpoint_are_cut_back(train_program, stop_before, s
     assert [row["epoch"] for row in metrics(killed)] == [1, 2, 3]
     # Put an older training checkpoint back: that of a run of the same recipe stopped after step 4.
     early = tmp_path / "early"
-    train_program.StopRequest = stop_before(4)
+    train_program.StopRequest = stop_before(3 * 4)
     train_program.main(small_run(early))
     state = checkpoint(early)
     assert_identical(state["model"], first_epoch["model"])
@@ -184,7 +188,7 @@ def test_resume_auto_starts_fresh_and_then_continues(train_program, stop_before,
     folder = tmp_path / "run"
     arguments = small_run(folder, "--resume", "auto")
     with monkeypatch.context() as patch:
-        patch.setattr(train_program, "StopRequest", stop_before(3))
+        patch.setattr(train_program, "StopRequest", stop_before(3 * 3))
         assert train_program.main(arguments) == 128 + signal.SIGTERM
     assert f"go on with --resume {folder}" in capsys.readouterr().out
     assert train_program.main(arguments) == 0
@@ -529,7 +533,7 @@ def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, e
 
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert train_program.main(arguments(straight)) == 0
-    train_program.StopRequest = stop_before(2)
+    train_program.StopRequest = stop_before(3 * 2 + 2)           # within the third step
     assert train_program.main(arguments(stopped)) == 128 + signal.SIGTERM
     train_program.StopRequest = stop_before(10**6)
 

@@ -189,11 +189,20 @@ def test_one_loader_with_workers_goes_through_epochs_as_fresh_ones_do(folder):
     assert equal(second, copies(loader_of(folder, epoch=1, step=1)))
 
 
+class AsLoaded:
+    """Stands in for TrainToDevice: the batch as it comes, in the place of its images."""
+
+    device = torch.device("cpu")
+
+    def __call__(self, batch: TrainBatch, step: int, groups: np.ndarray) -> tuple:
+        return batch, None
+
+
 def steps_of(loader) -> list[list[TrainBatch]]:
     """The micro-batches of each step of the epoch that the sampler was built for."""
     sampler = loader.batch_sampler
-    batches = TrainingBatches(loader, sampler, prepare=None)
-    return [step.batches for step in batches.steps(epoch=sampler.epoch)]
+    batches = TrainingBatches(loader, sampler, prepare=AsLoaded())
+    return [[batch for batch, _, _ in step] for step in batches.steps(epoch=sampler.epoch)]
 
 
 def test_an_epochs_micro_batches_make_up_its_larger_batches(folder):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import vitinit
 from vitinit.data.mix import smooth_one_hot
-from vitinit.data.pipeline import Step
+from vitinit.data.pipeline import Prepared, Step
 from vitinit.data.sampler import BatchPlan
 from vitinit.messages import OneLineError
 from vitinit.keys import Stream, keyed_generator
@@ -84,8 +84,14 @@ def as_it_is(batch, *_):
 def numbered(steps, micro_batch: int = GLOBAL_BATCH, *, prepare=soft, first: int = 0
              ) -> Iterator[Step]:
     """Lists of micro-batches as the engine takes them."""
+    plan = plan_of(micro_batch)
+
+    def prepared(number: int, parts):
+        for micro_step, batch in enumerate(parts):
+            yield Prepared(number, *prepare(batch, number, plan.mixing_groups(0, micro_step)),
+                           plan.positions(0, micro_step))
     for number, parts in enumerate(steps, first):
-        yield Step(number, parts, prepare, plan_of(micro_batch), 0)
+        yield Step(number, plan, prepared(number, parts))
 
 
 def trained(micro_batch: int = GLOBAL_BATCH, *, drop_path: float = 0.0, amp: str = "off",
@@ -169,7 +175,7 @@ def test_the_loss_is_the_mean_of_minus_target_times_log_softmax(micro_batch):
     state = TrainState(model, torch.optim.SGD(model.parameters()),
                        torch.amp.GradScaler("cpu", enabled=False), None, Progress())
     first = itertools.islice(soft_batches(micro_batch), 1)
-    list(train_epoch(state, model, numbered(first, prepare=as_it_is), lr_at=lambda step: 0.3,
+    list(train_epoch(state, model, numbered(first, micro_batch, prepare=as_it_is), lr_at=lambda step: 0.3,
                      keep_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=0,
                      processes=ALONE, stop=StopRequest()))
     assert_close(model, by_hand.float(), atol=1e-6)
@@ -239,7 +245,8 @@ class OverflowingScaler(SkippingScaler):
 
     def scale(self, outputs):
         scaled = super().scale(outputs)
-        return scaled * float("inf") if outputs.requires_grad and self.calls == self.bad_step else scaled
+        overflows = outputs.requires_grad and self.calls == self.bad_step
+        return scaled * float("inf") if overflows else scaled
 
     def step(self, optimizer):
         self.calls += 1
@@ -394,6 +401,82 @@ def test_broken_data_is_raised_after_the_steps_before_it_are_counted():
     with pytest.raises(OneLineError, match="image 7"):
         trained(steps=broken(), progress=progress)
     assert progress.step == 2 and progress.loss_sum > 0
+
+
+def bare_state(name: str, **options) -> TrainState:
+    """Of a small model, with a moving average and a loss scale that grows at every step."""
+    model = vitinit.build_model(name, num_classes=CLASSES, image_size=8, embed_dim=12, depth=2,
+                                **options)
+    vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
+    return TrainState(model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
+                      torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1),
+                      Ema(model, decay=0.8, warmup=True), Progress())
+
+
+def through(state: TrainState, steps, micro_batch: int, stop=None) -> str:
+    """Train on them; returns why it ended early, or ""."""
+    try:
+        for _ in train_epoch(state, state.model, numbered(steps, micro_batch), amp="off",
+                             lr_at=lambda step: 1e-2, keep_at=lambda step: None, clip_norm=0.5,
+                             every_steps=0, processes=ALONE, stop=stop or StopRequest()):
+            pass
+    except (OneLineError, Interrupted) as error:
+        return str(error)
+    return ""
+
+
+def bits(value, path: str = "") -> dict[str, object]:
+    """All that a checkpoint holds, without times: name → number, or the bytes of a tensor."""
+    if isinstance(value, dict):
+        return {name: leaf for key, part in value.items() if not str(key).endswith("seconds")
+                for name, leaf in bits(part, f"{path}/{key}").items()}
+    if isinstance(value, torch.Tensor):
+        return {path: value.detach().numpy().tobytes()}
+    return {path: value}
+
+
+def test_each_micro_batch_trains_as_soon_as_it_is_there():
+    """The next one is asked for only after the backward pass of the one before."""
+    model, order = small_model(), []
+
+    def coming():
+        for number, parts in enumerate(batches(4)):
+            def told(parts=parts, number=number):
+                for micro_step, part in enumerate(parts):
+                    order.append(f"asked {number}.{micro_step}")
+                    yield part
+            yield told()
+    model.head.bias.register_hook(lambda gradient: order.append("trained"))
+    state = TrainState(model, torch.optim.SGD(model.parameters()),
+                       torch.amp.GradScaler("cpu", enabled=False), None, Progress())
+    assert through(state, coming(), 4) == ""
+    assert order == [word for number in range(STEPS) for micro_step in range(3)
+                     for word in (f"asked {number}.{micro_step}", "trained")]
+
+
+@pytest.mark.parametrize("name, options", [
+    ("vit_tiny", dict(patch_size=4, num_heads=3)),
+    ("convmixer_256_8", dict(patch_size=2, kernel_size=3))])
+@pytest.mark.parametrize("micro_step", [0, 1, 2])
+@pytest.mark.parametrize("signalled", [False, True])
+def test_a_step_that_is_abandoned_leaves_the_state_before_it_to_the_bit(name, options, micro_step,
+                                                                       signalled, stop_before):
+    """Broken data or a signal at any micro-batch of the third step."""
+    all_steps = list(batches(4))
+    expected, state = bare_state(name, **options), bare_state(name, **options)
+    assert through(expected, all_steps[:2], 4) == ""
+
+    def breaking(parts):
+        yield from parts[:micro_step]
+        raise OneLineError("image 7")
+    if signalled:
+        why = through(state, all_steps, 4, stop=stop_before(2 * 3 + micro_step))
+        assert why == "stopped by SIGTERM"
+    else:
+        assert through(state, [*all_steps[:2], breaking(all_steps[2])], 4) == "image 7"
+    assert bits(state.state_dict()) == bits(expected.state_dict())
+    assert state.progress.step == 2 and state.scaler.get_scale() == 32.0
+    assert all(parameter.grad is None for parameter in state.model.parameters())
 
 
 def test_broken_data_is_raised_by_evaluation():

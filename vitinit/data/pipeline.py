@@ -3,6 +3,8 @@
     files → workers: decode, crop, flip → (B, 3, H, W) uint8 ┐
     or: the whole set on the device, cut there               ┤
     or: evaluation views that an earlier pass has kept       ┴→ to_device → images, targets
+
+A GPU does its part while the model still trains on the batch before (ahead.py).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from .ahead import made_ahead
 from .datasets import Source
 from .draw import SampleDraws
 from .kept import KeptViews
@@ -24,32 +27,41 @@ from .sampler import BatchPlan, TrainSampler
 from .to_device import ToDevice, TrainToDevice
 
 
+class Prepared(NamedTuple):
+    """A micro-batch on the device."""
+
+    step: int                   # global, from 0
+    images: Tensor              # (B, 3, H, W)
+    targets: Tensor             # (B, K)
+    positions: np.ndarray       # of the images in the global batch, (B,)
+
+
 @dataclass(frozen=True)
 class Step:
-    """This process' share of one global batch, here as a whole and on the host.
+    """This process' share of one global batch, which is made while it is iterated over, once.
 
     Iterating gives for each micro-batch: images (B, 3, H, W) and targets (B, K) on the device, and
-    which of the global batch they are, (B,).
+    which of the global batch they are, (B,). Raises DataError.
     """
 
     number: int                 # global, from 0
-    batches: list[TrainBatch]
-    prepare: TrainToDevice
     plan: BatchPlan
-    rank: int
+    prepared: Iterator[Prepared]        # those of this step come next, once it is iterated over
 
     @property
     def global_batch(self) -> int:
+        """Images of all processes."""
         return self.plan.global_batch
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return self.plan.accumulation
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
-        for micro_step, batch in enumerate(self.batches):
-            groups = self.plan.mixing_groups(self.rank, micro_step)
-            yield (*self.prepare(batch, self.number, groups),
-                   self.plan.positions(self.rank, micro_step))
+        for number, *parts in itertools.islice(self.prepared, len(self)):
+            if number != self.number:
+                raise RuntimeError(f"a micro-batch of step {number} came in step {self.number}: "
+                                   "steps are iterated over in order, and each to its end")
+            yield tuple(parts)
 
 
 class TrainingBatches:
@@ -69,13 +81,20 @@ class TrainingBatches:
         return self.sampler.steps_per_epoch
 
     def steps(self, *, epoch: int, done: int = 0) -> Iterator[Step]:
-        """Those of `epoch`, counted from 0, without the first `done`. Raises DataError."""
+        """Those of `epoch`, counted from 0, without the first `done`."""
         self.sampler.start(epoch=epoch, step=done)
-        plan, rank = self.sampler.plan, self.sampler.rank
-        batches = iter(self.batches)
-        for number in range(epoch * self.steps_per_epoch + done, (epoch + 1) * self.steps_per_epoch):
-            yield Step(number, list(itertools.islice(batches, plan.accumulation)), self.prepare,
-                       plan, rank)
+        numbers = range(epoch * self.steps_per_epoch + done, (epoch + 1) * self.steps_per_epoch)
+        prepared = made_ahead(self._prepared(numbers), self.prepare.device)
+        for number in numbers:
+            yield Step(number, self.sampler.plan, prepared)
+
+    def _prepared(self, numbers: Iterable[int]) -> Iterator[Prepared]:
+        """The micro-batches of these steps, one after the other."""
+        plan, rank, batches = self.sampler.plan, self.sampler.rank, iter(self.batches)
+        carried = [(plan.positions(rank, micro_step), plan.mixing_groups(rank, micro_step))
+                   for micro_step in range(plan.accumulation)]       # the same in every step
+        for number, (positions, groups) in itertools.product(numbers, carried):
+            yield Prepared(number, *self.prepare(next(batches), number, groups), positions)
 
 
 class EvaluationBatches:
@@ -92,7 +111,8 @@ class EvaluationBatches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Raises DataError while images are decoded."""
-        return map(self.prepare, self.kept.in_batches(self.batch_size, self.decoded))
+        batches = self.kept.in_batches(self.batch_size, self.decoded)
+        return made_ahead(map(self.prepare, batches), self.prepare.device)
 
 
 class Data(NamedTuple):

@@ -100,12 +100,17 @@ class Processes:
         self.together(action if self.is_main else lambda: None)
 
 
-def agreed(items: Iterable[T], processes: Processes, stop: StopRequest) -> Iterator[T | None]:
+def agreed(items: Iterable[T], processes: Processes, stop: StopRequest, *,
+           due: Callable[[T], bool] = lambda item: True) -> Iterator[T | None]:
     """The items, each given out once every process has its own; None where it has no more.
 
     So broken data or a signal on one process finds all of them between two items: Interrupted, or
     the OneLineError of `items`, is raised on all of them together. Whoever is asked to stop while
     waiting for an item waits no longer.
+
+    due: whether the others are waited for before this item. Those between are given out at once;
+        who has trouble with one meets the others at the next that is due. Due must be the same
+        items on all processes.
     """
     items = iter(items)
     while True:
@@ -119,6 +124,9 @@ def agreed(items: Iterable[T], processes: Processes, stop: StopRequest) -> Itera
             request, problem = BROKEN_DATA, error
         else:
             request = ALL_DONE if item is None else 0
+        if not request and not due(item):
+            yield item
+            continue
         verdict = processes.maximum(request)
         if verdict == ALL_DONE:
             return

@@ -57,16 +57,76 @@ def normalises_over_images(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
+class MicroBatch(NamedTuple):
+    """What of a step this process carries at once."""
+
+    step: Step
+    number: int                 # within the step, from 0
+    images: Tensor              # (B, 3, H, W)
+    targets: Tensor             # (B, K)
+    positions: np.ndarray       # of the images in the global batch, (B,)
+
+    @property
+    def first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def last(self) -> bool:
+        return self.number + 1 == len(self.step)
+
+
+def micro_batches(steps: Iterable[Step]) -> Iterator[MicroBatch]:
+    """Of all steps, one after the other, each as soon as it is there."""
+    for step in steps:
+        for number, parts in enumerate(step):
+            yield MicroBatch(step, number, *parts)
+
+
+class Retreat:
+    """The way back out of a step that is abandoned before its update.
+
+    Until then a step has changed no more than gradients and buffers: BatchNorm's running
+    statistics.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.open = model, False
+        kinds: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in model.buffers():
+            kinds.setdefault(buffer.dtype, []).append(buffer)
+        self.buffers = [(buffers, [buffer.clone() for buffer in buffers])
+                        for buffers in kinds.values()]       # now, and as they were
+
+    def begin(self) -> None:
+        """Call before the first forward pass of a step that may be abandoned after it."""
+        self.open = True
+        for now, before in self.buffers:
+            torch._foreach_copy_(before, now)
+
+    def end(self) -> None:
+        self.open = False
+
+    def take(self) -> None:
+        """Back to where the step began, if one is open."""
+        if not self.open:
+            return
+        for now, before in self.buffers:
+            torch._foreach_copy_(now, before)
+        self.model.zero_grad(set_to_none=True)
+        self.open = False
+
+
 class Meter:
     """Adds steps and seconds to the epoch's, and makes rows of steps.
 
-    Losses stay on the device until `settle`, so that launching the next step need not wait for the
-    last one to finish.
+    A step's loss, and in fp16 whether it was skipped, stay on the device until `settle`, so that
+    launching the next step need not wait for the last one to finish.
     """
 
     def __init__(self, progress: Progress, processes: Processes) -> None:
         self.progress, self.processes = progress, processes
         self.losses: list[Tensor] = []
+        self.skipped: list[Tensor] = []
         self.at_last_row = self._totals()
         self.restart()
 
@@ -86,6 +146,12 @@ class Meter:
                 self.progress.waiting_seconds += time.perf_counter() - began
             yield item
 
+    def add(self, loss: Tensor, update: Update) -> None:
+        """A step that is done."""
+        self.losses.append(loss)
+        if update.skipped is not None:
+            self.skipped.append(update.skipped)
+
     def settle(self) -> None:
         """Average over the processes, add to the epoch; Diverged on all of them together."""
         now = time.perf_counter()
@@ -93,8 +159,10 @@ class Meter:
         self.began = now
         if self.losses:
             mean = self.processes.sum(torch.stack(self.losses)) / self.processes.world_size
-            self.losses = []
-            losses = mean.tolist()
+            losses, self.losses = mean.tolist(), []
+            if self.skipped:
+                self.progress.skipped_steps += int(torch.stack(self.skipped).sum())
+                self.skipped = []
             self.progress.add_losses(losses)
             self.last_loss = losses[-1]
 
@@ -132,7 +200,7 @@ def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterab
     Raises Diverged on all processes together; Interrupted and a OneLineError of `steps` likewise.
     """
     progress, meter = state.progress, Meter(state.progress, processes)
-    device = processes.device
+    retreat, device = Retreat(state.model), processes.device
     # DistributedDataParallel, compiled or not, has no_sync: gradients stay local until the last.
     synchronise_later = getattr(forward, "no_sync", contextlib.nullcontext)
     forward.train()
@@ -141,25 +209,35 @@ def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterab
         meter.settle()
         require_finite_weights(state.model, progress.step)
 
+    # Processes meet before a step's first forward pass, in which DistributedDataParallel shares
+    # buffers, and before its last backward pass, in which it shares gradients.
+    stream = agreed(micro_batches(steps), processes, stop,
+                    due=lambda batch: batch.first or batch.last)
     try:
-        for step in meter.awaited(agreed(steps, processes, stop)):
-            done = step.number + 1
-            lr = lr_at(step.number)
-            for group in state.optimizer.param_groups:
-                group["lr"] = lr
-            keep = keep_at(step.number)                                  # (branches, global batch)
-            step_loss = torch.zeros((), device=device)
-            for micro_step, (images, targets, places) in enumerate(step, 1):
-                factors = () if keep is None else (keep[:, places].to(device, non_blocking=True),)
-                with contextlib.nullcontext() if micro_step == len(step) else synchronise_later():
-                    with autocast(device, amp):
-                        logits = forward(images, *factors)               # (B, K)
-                    loss = F.cross_entropy(logits.float(), targets)
-                    state.scaler.scale(loss / len(step)).backward()
-                step_loss += loss.detach() / len(step)
-            update = _update(state, clip_norm, measured=done % SETTLE_EVERY == 0)
+        for batch in meter.awaited(stream):
+            step, done = batch.step, batch.step.number + 1
+            if batch.first:
+                if not batch.last:
+                    retreat.begin()
+                lr = lr_at(step.number)
+                for group in state.optimizer.param_groups:
+                    group["lr"] = lr
+                keep = keep_at(step.number)                              # (branches, global batch)
+                step_loss = torch.zeros((), device=device)
+            factors = () if keep is None else (
+                keep[:, batch.positions].to(device, non_blocking=True),)     # (branches, B)
+            with contextlib.nullcontext() if batch.last else synchronise_later():
+                with autocast(device, amp):
+                    logits = forward(batch.images, *factors)             # (B, K)
+                loss = F.cross_entropy(logits.float(), batch.targets) / len(step)
+                state.scaler.scale(loss).backward()
+            step_loss += loss.detach()
+            if not batch.last:
+                continue
 
-            meter.losses.append(step_loss)
+            update = _update(state, clip_norm, measured=done % SETTLE_EVERY == 0)
+            retreat.end()
+            meter.add(step_loss, update)
             if done % SETTLE_EVERY == 0:
                 meter.settle()
                 record(meter.row(update, lr, step.global_batch))
@@ -168,6 +246,7 @@ def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterab
                 yield
                 meter.restart()                      # what the caller does is not training
     except (Interrupted, OneLineError):
+        retreat.take()
         settle()
         raise
     settle()
@@ -177,33 +256,39 @@ class Update(NamedTuple):
     """Of one optimiser step, on the device."""
 
     grad_norm: Tensor | None    # before clipping; None where it was not asked for
-    scale: Tensor | None        # of the loss; None without fp16
+    scale: Tensor | None        # of the loss, and
+    skipped: Tensor | None      # whether gradients overflowed, so that nothing was updated; in fp16
 
 
 def _update(state: TrainState, clip_norm: float, *, measured: bool) -> Update:
     """One optimiser step; none if GradScaler finds that gradients overflowed in fp16.
 
     measured: whether the gradients' norm is asked for. Clipping has it anyway.
+
+    Whether a step was skipped is never asked on the host, which would wait for the device: the
+    fused optimiser reads it there, so does the moving average, and skipped steps are counted with
+    the losses. DeiT has timm's NativeScaler over an optimiser that is not fused, which waits for
+    the device at every step; it updates its average on skipped steps too.
     """
-    norm = scale = None
-    if state.scaler.is_enabled():
-        scale = state.scaler.scale(torch.ones((), device=next(state.model.parameters()).device))
+    scaler, norm, scale, skipped = state.scaler, None, None, None
+    if scaler.is_enabled():
+        one = torch.ones((), device=next(state.model.parameters()).device)
+        scale = scaler.scale(one)
     if clip_norm > 0:
-        state.scaler.unscale_(state.optimizer)
+        scaler.unscale_(state.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), clip_norm)
     elif measured:
         norm = torch.nn.utils.get_total_norm([p.grad for p in state.model.parameters()
                                               if p.grad is not None])
         norm = norm if scale is None else norm / scale
-    before = state.scaler.get_scale()
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
+    scaler.step(state.optimizer)
+    scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
-    if state.scaler.get_scale() < before:            # it falls exactly when a step was skipped
-        state.progress.skipped_steps += 1
-    elif state.ema is not None:
-        state.ema.update(state.model)
-    return Update(norm, scale)
+    if scale is not None:
+        skipped = scaler.scale(one) < scale          # it falls exactly when a step was skipped
+    if state.ema is not None:
+        state.ema.update(state.model, skipped)
+    return Update(norm, scale, skipped)
 
 
 def require_finite_weights(model: nn.Module, step: int) -> None:
