@@ -220,6 +220,19 @@ def test_steps_without_accumulation_hold_one_batch_each(folder):
     assert equal([only for only, in steps_of(loader)], copies(loader))
 
 
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"),
+                                   ConnectionRefusedError(111, "Connection refused"), EOFError()])
+def test_a_worker_that_is_gone_before_its_batch_is_fetched_was_killed(folder, monkeypatch, error):
+    """Its batch was announced; torch may not know yet that it is dead."""
+    loader = loader_of(folder, workers=1)
+
+    def gone(self):
+        raise error
+    monkeypatch.setattr(DataLoader, "__iter__", gone)
+    with pytest.raises(DataError, match="a worker process of the loader was killed"):
+        list(loader)
+
+
 # ---------------------------------------------------------------------------------------------
 # What the model sees before mixing, to the bit
 # ---------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ class Loader(DataLoader):
                 # torch would raise a worker's death out of a signal handler, amid a step.
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             yield from batches
-        except (RuntimeError, OSError, MemoryError) as error:
+        except (RuntimeError, OSError, EOFError, MemoryError) as error:
             raise DataError(self._explained(error)) from None
 
     def check_worker_number_rationality(self) -> None:
@@ -152,7 +152,9 @@ class Loader(DataLoader):
         """One line for what workers die of. Raises `error` again if it is something else."""
         text = own_words(str(error))
         lower = f"lower data.workers, now {self.num_workers}"
-        if "exited unexpectedly" in text or "killed by signal" in text:
+        # Whoever fetches a batch from a worker that is gone may find that out before torch does.
+        hung_up = isinstance(error, (ConnectionError, EOFError))
+        if hung_up or "exited unexpectedly" in text or "killed by signal" in text:
             return (f"a worker process of the loader was killed, for example because memory ran out; "
                     f"{lower}, or make room")
         if "No space left on device" in text or "unable to mmap" in text:
