@@ -1,9 +1,12 @@
-"""Everything that `bench all` does, in order of worth."""
+"""Everything that `bench all` does, in order of worth: right first, then fast, then a whole run."""
 
 from __future__ import annotations
 
+from functools import partial
+
+from . import speeds
 from .checks import images, runs, steps
-from .item import Item
+from .item import Goal, Item
 
 CHECKS = (
     Item("augmentation", "check", images.augmentation),
@@ -23,7 +26,24 @@ CHECKS = (
     Item("peak_memory", "check", steps.peak_memory, seconds=(20, 10)),
     Item("two_processes", "check", runs.two_processes, seconds=(40, 25)),
 )
-ITEMS = (
-    *CHECKS,
-    Item("quickstart", "run", runs.quickstart, seconds=(60, 150)),
+SPEEDS = (
+    Item("step_vit_base", "speed", partial(speeds.step, "vit_base"), seconds=(90, 20), alone=True,
+         goals=(Goal("% of the card's bf16 rate", at_least=50),)),
+    Item("torchvision_vit", "speed", speeds.torchvision_vit, seconds=(120, 30), alone=True,
+         goals=(Goal("× torchvision's", at_least=1.1),)),
+    Item("augmentation_share", "speed", speeds.augmentation_share, seconds=(60, 15), alone=True,
+         goals=(Goal("% of the step", at_most=5),)),
+    Item("loader_fed", "speed", speeds.loader_fed, seconds=(120, 30), alone=True,
+         goals=(Goal("fed/synthetic", at_least=0.95, where=(("workers", 16),)),)),
+    *(Item(f"step_{name}", "speed", partial(speeds.step, name), seconds=seconds, alone=True)
+      for name, seconds in [("vit_tiny", (60, 60)), ("vit_small", (60, 15)), ("swin_tiny", (90, 15)),
+                            ("mixer_b16", (60, 15)), ("convmixer_768_32", (90, 15))]),
+    Item("host_time", "speed", speeds.host_time, seconds=(40, 40), alone=True),
+    Item("loader", "speed", speeds.loader, seconds=(20, 20), alone=True),
+    Item("inits", "speed", speeds.inits, seconds=(60, 45), alone=True),
+    Item("draws", "speed", speeds.draws),
+    Item("listing", "speed", speeds.listing, seconds=(15, 10)),
 )
+# A run tells most after the checks, before a GPU's last figures.
+ITEMS = (*CHECKS, *SPEEDS[:4], Item("quickstart", "run", runs.quickstart, seconds=(60, 150)),
+         *SPEEDS[4:])

@@ -11,12 +11,16 @@ from pathlib import Path
 from torchvision.datasets import ImageFolder as TorchvisionsImageFolder
 
 from ..data.datasets import ImageFolder
+from .item import Row
 
 ROUNDS = 7
 
 
-def bench_listing(files: int, folders: int) -> None:
-    """A tree of empty files in a temporary folder; each in turn, so that noise meets all alike."""
+def listing_seconds(files: int, folders: int) -> list[Row]:
+    """Of a tree of empty files in a temporary folder, listed once before; the median of ROUNDS.
+
+    Each way in turn, so that noise meets all alike.
+    """
     with tempfile.TemporaryDirectory() as root:
         grow_tree(Path(root), files, folders)
         ways = {"scandir, nothing else": lambda: scan(root),
@@ -29,10 +33,16 @@ def bench_listing(files: int, folders: int) -> None:
                 action()
                 seconds[name].append(time.perf_counter() - began)
     least = seconds["scandir, nothing else"]
+    return [{"way": name, "s": statistics.median(times), "× scandir": statistics.median(
+        time / other for time, other in zip(times, least))} for name, times in seconds.items()]
+
+
+def bench_listing(files: int, folders: int) -> None:
+    """Prints them."""
+    rows = listing_seconds(files, folders)
     print(f"{files:,} files in {folders:,} folders, listed before; s and × scandir, median of {ROUNDS}")
-    for name, times in seconds.items():
-        ratio = statistics.median(time / other for time, other in zip(times, least))
-        print(f"{name:33} {statistics.median(times):6.3f} {ratio:6.2f}")
+    for row in rows:
+        print(f"{row['way']:33} {row['s']:6.3f} {row['× scandir']:6.2f}")
 
 
 def grow_tree(root: Path, files: int, folders: int) -> None:

@@ -50,17 +50,15 @@ class StepBench:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
-    @property
-    def passes(self) -> tuple[int, int]:
-        """Steps that do not count, and steps that do."""
-        return passes_on(self.device)
+    def seconds(self, steps: Iterable | None = None, passes: tuple[int, int] | None = None) -> float:
+        """Of a step of the engine, on one synthetic batch again and again, or on other steps.
 
-    def seconds(self, steps: Iterable | None = None) -> float:
-        """Of a step of the engine, on one synthetic batch again and again, or on other steps."""
+        passes: steps that do not count, and steps that do.
+        """
         if steps is None:
             steps = (GivenStep(number, [self.part]) for number in itertools.count())
-        return engine_seconds(self.state, self.forward, steps, amp=self.amp, passes=self.passes,
-                              wait=self.wait)
+        return engine_seconds(self.state, self.forward, steps, amp=self.amp,
+                              passes=passes or passes_on(self.device), wait=self.wait)
 
     def tflops(self, seconds: float) -> float:
         """Model TFLOP/s of steps that take so long."""

@@ -1,0 +1,201 @@
+"""Items of `bench all` that measure how fast something is; sizes that suit the device.
+
+On a CPU batches are as small as end in seconds: its figures compare, they do not recommend.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from ..data.datasets import LoosePictures, PictureFiles
+from ..data.draw import SampleDraws, SampleKey
+from ..train.device import peak_memory
+from .data import augment_milliseconds, loader_rates
+from .drawn import draw_photographs
+from .init import init_seconds
+from .item import Conditions, Row
+from .listing import listing_seconds
+from .step import StepBench, against_torchvision, product_tflops, steps_from_files
+from .timing import best_seconds
+
+SIZE = 224
+BATCHES = {                     # on a GPU of 80 GB, and on a CPU
+    "vit_tiny": (1024, 8), "vit_small": (512, 4), "vit_base": (256, 2), "swin_tiny": (256, 2),
+    "mixer_b16": (256, 2), "convmixer_768_32": (128, 1),
+}
+WORKERS = (0, 1, 2, 4, 8, 16)
+T = TypeVar("T")
+
+
+def batch_for(name: str, conditions: Conditions) -> int:
+    return BATCHES[name][0 if conditions.on_gpu else 1]
+
+
+def amp_on(conditions: Conditions) -> str:
+    """What one would train in there."""
+    return "bf16" if conditions.on_gpu else "off"
+
+
+def as_large_as_fits(measure: Callable[[int], T], batch: int) -> T:
+    """`measure(batch)`, and with half of the batch where a GPU's memory runs out."""
+    while True:
+        gc.collect()                                 # what was measured before is gone
+        try:
+            return measure(batch)
+        except torch.OutOfMemoryError:
+            if batch == 1:
+                raise
+        batch //= 2                                  # the exception has let go of its tensors
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+# ---------------------------------------------------------------------------------------------
+# Steps
+# ---------------------------------------------------------------------------------------------
+
+
+def step(name: str, conditions: Conditions) -> list[Row]:
+    """A training step on synthetic images at 224 px, as train.py makes it: forward to optimiser."""
+    amp = amp_on(conditions)
+    best = product_tflops(amp)
+    # A CPU's compiler takes minutes over the larger ones.
+    ways = (False, True) if conditions.on_gpu or name == "vit_tiny" else (False,)
+
+    def measured(compiled: bool, batch: int) -> Row:
+        bench = StepBench(name, batch=batch, image_size=SIZE, amp=amp, compiled=compiled)
+        seconds = bench.seconds()
+        tflops = bench.tflops(seconds)
+        return {"model": name, "way": f"{'compiled' if compiled else 'eager'}, amp {amp}",
+                "batch": batch, "images/s": batch / seconds, "ms a step": 1e3 * seconds,
+                "peak memory": peak_memory(bench.device), "TFLOP/s": tflops,
+                "% of a large product": 100 * tflops / best}
+    return [as_large_as_fits(partial(measured, compiled), batch_for(name, conditions))
+            for compiled in ways]
+
+
+def torchvision_vit(conditions: Conditions) -> list[Row]:
+    """ViT-B/16: our step, engine and all, against torchvision's model in a bare loop."""
+    amp, ways = amp_on(conditions), (False, True) if conditions.on_gpu else (False,)
+
+    def measured(compiled: bool, batch: int) -> Row:
+        return {"way": f"{'compiled' if compiled else 'eager'}, amp {amp}", "batch": batch} | \
+            against_torchvision(batch=batch, image_size=SIZE, amp=amp, compiled=compiled)
+    return [as_large_as_fits(partial(measured, compiled), batch_for("vit_base", conditions) // 2)
+            for compiled in ways]
+
+
+def host_time(conditions: Conditions) -> list[Row]:
+    """Python and dispatch: a step of vit_tiny so small that the device has next to nothing to do."""
+    rows = []
+    for compiled in (False, True):
+        bench = StepBench("vit_tiny", batch=2, image_size=32, amp=amp_on(conditions),
+                          compiled=compiled)
+        rows.append({"way": "compiled" if compiled else "eager", "images": "2 of 32 px",
+                     "ms a step": 1e3 * bench.seconds()})
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------
+# Images
+# ---------------------------------------------------------------------------------------------
+
+
+def photographs(conditions: Conditions, count: int) -> tuple[LoosePictures, str]:
+    """At most `count` of those in --data-dir, or drawn ones; and in words which."""
+    if conditions.photographs is None:
+        folder = draw_photographs(conditions.scratch / "photographs", 100)
+        return LoosePictures(folder, count), "100 drawn JPEGs of 500×375"
+    source = LoosePictures(conditions.photographs, count)
+    return source, f"{len(source)} of the given photographs"
+
+
+def over_and_over(source: LoosePictures, count: int) -> PictureFiles:
+    """An epoch of `count` files, each as often as it takes: where an epoch ends, a loader starts
+    anew, which is not to be measured."""
+    paths = list(itertools.islice(itertools.cycle(source.paths), count))
+    return PictureFiles(paths, np.zeros(count, np.int64), source.classes)
+
+
+def augmentation_share(conditions: Conditions) -> list[Row]:
+    """DeiT's augmentation on the device beside vit_tiny's step with the same batch."""
+    amp = amp_on(conditions)
+
+    def measured(batch: int) -> Row:
+        parts = augment_milliseconds(batch, SIZE)
+        whole = parts.popitem()[1]
+        bench = StepBench("vit_tiny", batch=batch, image_size=SIZE, amp=amp,
+                          compiled=conditions.on_gpu)
+        milliseconds = 1e3 * bench.seconds()
+        return {"batch": batch} | {f"{name}, ms": each for name, each in parts.items()} | {
+            "all, ms": whole, "step, ms": milliseconds, "% of the step": 100 * whole / milliseconds}
+    return [as_large_as_fits(measured, 1024 if conditions.on_gpu else 16)]
+
+
+def loader_fed(conditions: Conditions) -> list[Row]:
+    """A step fed from JPEG files with DeiT's augmentation against the synthetic one, by workers."""
+    name = "vit_small" if conditions.on_gpu else "vit_tiny"
+    batch = batch_for(name, conditions)
+    some, what = photographs(conditions, 2000)
+    bench = StepBench(name, batch=batch, image_size=SIZE, amp=amp_on(conditions),
+                      compiled=conditions.on_gpu)
+    bench.seconds(passes=(1, 1))                     # compiles
+    rows = []
+    for workers in WORKERS:
+        if workers > len(os.sched_getaffinity(0)):
+            break
+        # Workers begin together and so end together: several rounds of them count.
+        passes = (workers + 2, max(10 if conditions.on_gpu else 3, 2 * workers))
+        source = over_and_over(some, batch * (sum(passes) + 2))
+        synthetic = bench.seconds(passes=(1, passes[1]))
+        fed = bench.seconds(steps_from_files(source, image_size=SIZE, batch=batch, workers=workers,
+                                             device=bench.device), passes)
+        rows.append({"workers": workers, "model": name, "batch": batch, "images": what,
+                     "synthetic, images/s": batch / synthetic, "fed, images/s": batch / fed,
+                     "fed/synthetic": synthetic / fed})
+    return rows
+
+
+def loader(conditions: Conditions) -> list[Row]:
+    """What one core prepares of JPEG files to 224 px, images/s, beside torchvision's pipeline."""
+    source, what = photographs(conditions, 200)
+    rates = loader_rates(source, SIZE)
+    words = {"decode": "decoding alone", "worker": "a worker's part: + draws, crop, flip, stack",
+             "through": "the same out of another process",
+             "whole": "whole: + RandAugment, normalise, erase, mix on the same core",
+             "torchvision": "torchvision's whole pipeline on Pillow; its RandAugment is milder"}
+    return [{"of " + what: words[name], "images/s": rate, "× torchvision's":
+             rate / rates["torchvision"]} for name, rate in rates.items()]
+
+
+# ---------------------------------------------------------------------------------------------
+# The rest
+# ---------------------------------------------------------------------------------------------
+
+
+def listing(conditions: Conditions) -> list[Row]:
+    """Listing a folder of 30,000 files in 300 classes, beside scandir alone and torchvision."""
+    return listing_seconds(30_000, 300)
+
+
+def draws(conditions: Conditions) -> list[Row]:
+    """Random draws of the training stream, on one core of the host."""
+    sample = SampleDraws(0, (SIZE, SIZE))
+    keys = [SampleKey(0, index) for index in range(256)]
+    ways = {"crop and flip": lambda: list(sample.views(keys, itertools.repeat((375, 500)))),
+            "RandAugment and erasing": lambda: sample.batch_for_device(keys)}
+    return [{"draws in batches of 256": name, "µs an image": 1e6 * best_seconds(action) / len(keys)}
+            for name, action in ways.items()]
+
+
+def inits(conditions: Conditions) -> list[Row]:
+    """Seconds of each init of ViT-B, which all run on the CPU."""
+    return init_seconds("vit_base", repeats=2)
