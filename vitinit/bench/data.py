@@ -15,9 +15,10 @@ from torchvision.transforms import InterpolationMode
 
 from ..data.augment import IMAGENET_MEAN, IMAGENET_STD, erase, rand_augment
 from ..data.datasets import LoosePictures
-from ..data.draw import RandAugment, SampleDraws, SampleKey, stack_draws
+from ..data.draw import RandAugment, SampleDraws, SampleKey
 from ..data.loader import TrainBatch, TrainViews, train_loader
 from ..data.mix import Mix, Mixing, mix_images
+from ..data.passes import Passes
 from ..data.to_device import TrainToDevice
 from ..train.device import describe_device
 from .timing import best_seconds, device_to_time
@@ -28,10 +29,20 @@ def deit_views(source: LoosePictures, size: int) -> TrainViews:
     return TrainViews(source, SampleDraws(0, (size, size)))
 
 
-def deit_device_part(device: torch.device, num_classes: int = 1000) -> TrainToDevice:
+def deit_device_part(device: torch.device, num_classes: int = 1000, *,
+                     passes: Passes | None = None) -> TrainToDevice:
     return TrainToDevice(device, mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=True,
                          fill=RandAugment().fill, erase_fill="pixel", erase_after_mix=False,
-                         mixing=Mixing(), num_classes=num_classes, seed=0)
+                         mixing=Mixing(), num_classes=num_classes, seed=0, passes=passes)
+
+
+def noise_batch(batch: int, size: int, device: torch.device) -> TrainBatch:
+    """Noise on the device, with the draws of DeiT's augmentation."""
+    rng = np.random.default_rng(0)
+    images = torch.from_numpy(rng.integers(0, 256, (batch, 3, size, size), dtype=np.uint8))
+    draws = SampleDraws(0, (size, size)).batch_for_device(
+        [SampleKey(0, index) for index in range(batch)])
+    return TrainBatch(images.to(device), torch.arange(batch) % 1000, draws)
 
 
 def torchvisions_pipeline(size: int) -> transforms.Compose:
@@ -107,12 +118,8 @@ def augment_milliseconds(batch: int, size: int) -> dict[str, float]:
     """Of each part of DeiT's augmentation on the device, noise images, best of three."""
     device, wait = device_to_time()
     prepare = deit_device_part(device)
-    rng = np.random.default_rng(0)
-    images = torch.from_numpy(rng.integers(0, 256, (batch, 3, size, size), dtype=np.uint8))
-    sample = SampleDraws(0, (size, size))
-    draws = stack_draws([sample.for_device(SampleKey(0, index)) for index in range(batch)])
-    loaded = TrainBatch(images.to(device), torch.arange(batch) % 1000, draws)
-    floats = prepare.normalised(loaded.images)
+    loaded = noise_batch(batch, size, device)
+    draws, floats = loaded.draws, prepare.normalised(loaded.images)
 
     def milliseconds(action: Callable[[], object]) -> float:
         def waited() -> None:

@@ -38,6 +38,8 @@ SPEEDS = (
     *(Item(f"step_{name}", "speed", partial(speeds.step, name), seconds=seconds, alone=True)
       for name, seconds in [("vit_tiny", (60, 60)), ("vit_small", (60, 15)), ("swin_tiny", (90, 15)),
                             ("mixer_b16", (60, 15)), ("convmixer_768_32", (90, 15))]),
+    Item("launches", "speed", speeds.launches, seconds=(20, 20), alone=True,
+         goals=(Goal("operations beside views", at_most=400, where=(("part", "augmentation"),)),)),
     Item("host_time", "speed", speeds.host_time, seconds=(40, 40), alone=True),
     Item("loader", "speed", speeds.loader, seconds=(20, 20), alone=True),
     Item("inits", "speed", speeds.inits, seconds=(60, 45), alone=True),

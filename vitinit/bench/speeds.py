@@ -17,14 +17,18 @@ import torch
 
 from ..data.datasets import LoosePictures, PictureFiles
 from ..data.draw import SampleDraws, SampleKey
-from ..train.device import peak_memory
-from .data import augment_milliseconds, loader_rates
+from ..data.passes import FEW_LAUNCHES
+from ..train.device import matrix_rate, peak_gib
+from ..train.ema import Ema
+from .data import augment_milliseconds, deit_device_part, loader_rates, noise_batch
 from .drawn import draw_photographs
 from .init import init_seconds
 from .item import Conditions, Row
+from .launches import launches_of
 from .listing import listing_seconds
 from .step import StepBench, against_torchvision, product_tflops, steps_from_files
 from .timing import best_seconds
+from .training import GivenStep, train_on
 
 SIZE = 224
 BATCHES = {                     # on a GPU of 80 GB, and on a CPU
@@ -66,7 +70,7 @@ def as_large_as_fits(measure: Callable[[int], T], batch: int) -> T:
 def step(name: str, conditions: Conditions) -> list[Row]:
     """A training step on synthetic images at 224 px, as train.py makes it: forward to optimiser."""
     amp = amp_on(conditions)
-    best = product_tflops(amp)
+    best, card = product_tflops(amp), matrix_rate(conditions.place)
     # A CPU's compiler takes minutes over the larger ones.
     ways = (False, True) if conditions.on_gpu or name == "vit_tiny" else (False,)
 
@@ -76,8 +80,9 @@ def step(name: str, conditions: Conditions) -> list[Row]:
         tflops = bench.tflops(seconds)
         return {"model": name, "way": f"{'compiled' if compiled else 'eager'}, amp {amp}",
                 "batch": batch, "images/s": batch / seconds, "ms a step": 1e3 * seconds,
-                "peak memory": peak_memory(bench.device), "TFLOP/s": tflops,
-                "% of a large product": 100 * tflops / best}
+                "peak GiB": peak_gib(bench.device), "TFLOP/s": tflops,
+                "% of a large product": 100 * tflops / best} | (
+                    {"% of the card's bf16 rate": 100 * tflops / card} if card else {})
     return [as_large_as_fits(partial(measured, compiled), batch_for(name, conditions))
             for compiled in ways]
 
@@ -91,6 +96,41 @@ def torchvision_vit(conditions: Conditions) -> list[Row]:
             against_torchvision(batch=batch, image_size=SIZE, amp=amp, compiled=compiled)
     return [as_large_as_fits(partial(measured, compiled), batch_for("vit_base", conditions) // 2)
             for compiled in ways]
+
+
+def launches(conditions: Conditions) -> list[Row]:
+    """What a step asks of a device: operations beside views, and on a GPU what was launched.
+
+    ViT-B/16, eager, with DeiT's augmentation as a GPU does it; how many images makes no difference.
+    """
+    batch = 64 if conditions.on_gpu else 4
+    bench = StepBench("vit_base", batch=batch, image_size=SIZE, amp=amp_on(conditions),
+                      compiled=False)
+    bench.state.ema = Ema(bench.model, decay=0.999, warmup=False)
+    prepare = deit_device_part(bench.device, passes=FEW_LAUNCHES)
+    loaded = noise_batch(batch, SIZE, bench.device)
+    parts = {"augmentation": lambda: prepare(loaded, 0, np.zeros(batch, np.int64)),
+             "forward, backward, optimiser, EMA": lambda: train_on(
+                 bench.state, [GivenStep(0, [bench.part])], amp=bench.amp)}
+    rows = []
+    for name, action in parts.items():
+        action()                                     # what is done once is done
+        counted = launches_of(action)
+        rows.append({"part": name, "operations beside views": counted.count,
+                     "copies to the device": counted.uploads, "and back": counted.downloads})
+        if conditions.on_gpu:
+            rows[-1]["launched"] = launched(action)
+    return rows
+
+
+def launched(action: Callable[[], object]) -> int:
+    """Kernels, copies and fills that CUDA was asked for, by torch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU,
+                                            torch.profiler.ProfilerActivity.CUDA]) as found:
+        action()
+        torch.cuda.synchronize()
+    return sum(event.count for event in found.key_averages() if "LaunchKernel" in event.key
+               or event.key.startswith(("cudaMemcpy", "cudaMemset")))
 
 
 def host_time(conditions: Conditions) -> list[Row]:

@@ -12,9 +12,11 @@ from ...data.augment import IMAGENET_MEAN, IMAGENET_STD
 from ...data.datasets import PicturesInMemory
 from ...data.draw import ALL_OPERATIONS, CropAndFlip, Draws, Erasing, RandAugment, SampleDraws, \
     SampleKey, stack_draws
-from ...data.loader import TrainBatch
+from ...data.kept import kept_views
+from ...data.loader import EvalViews, TrainBatch
 from ...data.mix import Mixing
-from ...data.pipeline import evaluation_batches, training_batches
+from ...data.passes import FEW_LAUNCHES, IN_CACHE, Passes
+from ...data.pipeline import EvaluationBatches, training_batches
 from ...data.sampler import TrainSampler, plan_batches
 from ...data.to_device import ToDevice, TrainToDevice
 from ..item import Conditions, Row
@@ -35,10 +37,10 @@ def noisy_images(count: int, height: int = HEIGHT, width: int = WIDTH) -> Tensor
 
 
 def preparation(device: torch.device, mixing: Mixing, *, fill: str = "pixel",
-                erase_after_mix: bool = False) -> TrainToDevice:
+                erase_after_mix: bool = False, passes: Passes | None = None) -> TrainToDevice:
     return TrainToDevice(device, mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=False,
                          fill=(1, 120, 254), erase_fill=fill, erase_after_mix=erase_after_mix,
-                         mixing=mixing, num_classes=CLASSES, seed=3)
+                         mixing=mixing, num_classes=CLASSES, seed=3, passes=passes)
 
 
 def differing(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> int:
@@ -71,9 +73,13 @@ def pair_by_pair(prepare: TrainToDevice, batch: TrainBatch, groups: np.ndarray
 
 def equal_to_pairs(conditions: Conditions, batch: TrainBatch, groups: np.ndarray, mixing: Mixing,
                    **options) -> int:
-    """How many numbers differ between the device's whole batch and the CPU's pairs."""
-    whole = preparation(conditions.place, mixing, **options)(batch, 0, groups)
-    return differing(whole, pair_by_pair(preparation(CPU, mixing, **options), batch, groups))
+    """How many numbers differ between the device's whole batch and the CPU's pairs.
+
+    The batch goes a GPU's way, in few passes, where there is none as well; pairs go a CPU's.
+    """
+    whole = preparation(conditions.place, mixing, passes=FEW_LAUNCHES, **options)(batch, 0, groups)
+    pairs = pair_by_pair(preparation(CPU, mixing, passes=IN_CACHE, **options), batch, groups)
+    return differing(whole, pairs)
 
 
 def drawn_batch(draws: Sequence[Draws], height: int = HEIGHT, width: int = WIDTH) -> TrainBatch:
@@ -157,21 +163,23 @@ def resident_cutting(conditions: Conditions) -> list[Row]:
 
 
 def evaluation_views(conditions: Conditions) -> list[Row]:
-    """Evaluation batches, resident on the device and through the loader = the CPU's, to the bit."""
+    """Evaluation batches = the CPU's, to the bit: decoded, and kept on the device or in memory."""
     size, count = (31, 31), 23
     source = PicturesInMemory(noisy_images(count, *size), np.arange(count) % CLASSES,
                               list(map(str, range(CLASSES))))
 
-    def batches(device: torch.device, budget_gib: float, crop_pct: float) -> list[Tensor]:
-        found = evaluation_batches(
-            source, rank=0, world_size=1, size=size, crop_pct=crop_pct, interpolation="bicubic",
-            batch_size=10, workers=0, budget_gib=budget_gib, prepare=ToDevice(
-                device, mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=True))
-        # A second pass, which may come from a cache.
+    def batches(device: torch.device, crop_pct: float, **rooms: float) -> list[Tensor]:
+        views = EvalViews(source, rank=0, world_size=1, size=size, crop_pct=crop_pct,
+                          interpolation="bicubic")
+        found = EvaluationBatches(kept_views(views, device, **rooms), batch_size=10, workers=0,
+                                  prepare=ToDevice(device, mean=IMAGENET_MEAN, std=IMAGENET_STD,
+                                                   channels_last=True))
+        # The second pass finds what the first one kept.
         return [tensor for _ in range(2) for batch in found for tensor in batch]
     for crop_pct in (1.0, 0.875):
-        reference = batches(CPU, 0.0, crop_pct)
-        for budget_gib in (0.0, 1.0):
-            found = differing(batches(conditions.place, budget_gib, crop_pct), reference)
-            assert not found, f"{found} numbers differ at crop_pct {crop_pct}, {budget_gib} GiB"
+        reference = batches(CPU, crop_pct, on_device_gib=0.0, cache_gib=0.0)
+        for rooms in ({"on_device_gib": 1.0, "cache_gib": 0.0}, {"on_device_gib": 0.0, "cache_gib": 1.0},
+                      {"on_device_gib": 0.0, "cache_gib": 0.0}):
+            found = differing(batches(conditions.place, crop_pct, **rooms), reference)
+            assert not found, f"{found} numbers differ at crop_pct {crop_pct} with {rooms}"
     return [{"views": 2 * count, "numbers that differ": 0}]
