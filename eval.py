@@ -25,7 +25,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,15 +39,13 @@ from vitinit.data.kept import KeptViews, kept_views
 from vitinit.data.loader import EvalViews
 from vitinit.data.pipeline import EvaluationBatches
 from vitinit.data.to_device import ToDevice
-from vitinit.recipe.files import Override, RecipeError, find_recipe, from_dict
+from vitinit.recipe.files import Override, RecipeError, find_recipe
 from vitinit.recipe.resolve import moved, overrides, resolve_recipe
 from vitinit.recipe.sections import Recipe
 from vitinit.recipe.values import nearest
-from vitinit.runs.folder import checkpoint_file
 from vitinit.runs.report import Finding, report
-from vitinit.runs.trained import loaded
+from vitinit.runs.trained import Saved, open_saved
 from vitinit.train import distributed
-from vitinit.train.checkpoint import load
 from vitinit.train.device import describe_device, memory_for
 from vitinit.train.distributed import Processes
 from vitinit.train.engine import Evaluation, evaluate, set_precision
@@ -120,43 +118,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 # ---------------------------------------------------------------------------------------------
 
 
-class Subject(NamedTuple):
-    """A checkpoint and what is known of it."""
-
-    path: Path
-    state: dict[str, Any]
-    recipe: Recipe
-    classes: list[str] | None   # the model's, in order; None: nobody wrote them down
-    size: tuple[int, int]       # (height, width) of the views
-
-    @property
-    def weights(self) -> list[str]:
-        return [name for name in ("model", "ema") if name == "model" or self.state.get(name)]
-
-
-def open_checkpoints(args: argparse.Namespace) -> list[Subject]:
+def open_checkpoints(args: argparse.Namespace) -> list[Saved]:
     """Every checkpoint with the recipe that says how to evaluate it, and its classes' names."""
-    # Tensors stay on disk until a model takes them; an optimiser's are none that one takes.
-    files = [(path, {key: part for key, part in load(path, mmap=True).items()
-                     if key not in ("optimizer", "scaler")})
-             for path in map(checkpoint_file, args.checkpoint)]
-    if args.recipe is not None and all("recipe" in state for _, state in files):
-        raise RecipeError(f"--recipe {args.recipe}: {files[0][0]} brings its own recipe; --recipe "
+    foreign = None if args.recipe is None else resolve_recipe(
+        find_recipe(args.recipe, REPOSITORY / "recipes"),
+        overrides(data_dir=args.data_dir, sets=args.set))
+    changes = for_evaluation(args)
+    found = [open_saved(path, recipe=foreign, changes=changes, image_size=args.image_size)
+             for path in args.checkpoint]
+    if foreign is not None and all(saved.brings_recipe for saved in found):
+        raise RecipeError(f"--recipe {args.recipe}: {found[0].path} brings its own recipe; --recipe "
                           "is for checkpoints that hold none")
-    subjects = []
-    for path, state in files:
-        if "recipe" in state:
-            recipe = moved(from_dict(state["recipe"], str(path), for_evaluation(args)),
-                           args.data_dir)
-        elif args.recipe is None:
-            raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint "
-                              "of")
-        else:
-            recipe = resolve_recipe(find_recipe(args.recipe, REPOSITORY / "recipes"),
-                                    overrides(data_dir=args.data_dir, sets=args.set))
-        subjects.append(Subject(path, state, recipe, state.get("classes"),
-                                args.image_size or recipe.data.image_size))
-    return subjects
+    return [saved._replace(recipe=moved(saved.recipe, args.data_dir)) for saved in found]
 
 
 def for_evaluation(args: argparse.Namespace) -> list[Override]:
@@ -169,28 +142,28 @@ def for_evaluation(args: argparse.Namespace) -> list[Override]:
     return [change for change in changes if change.key in EVALUATION_KEYS]
 
 
-def open_sets(places: Sequence[Sequence[Place]], subjects: Sequence[Subject],
+def open_sets(places: Sequence[Sequence[Place]], checkpoints: Sequence[Saved],
               own: bool) -> dict[Place, Source]:
     """Each data set once; a recipe's `own` must have as many classes as the recipe says."""
     sources: dict[Place, Source] = {}
-    for subject, its_places in zip(subjects, places):
+    for saved, its_places in zip(checkpoints, places):
         for place in its_places:
             if place not in sources:
-                sources[place] = open_split(*place, "val", subject.recipe.data.num_classes) \
+                sources[place] = open_split(*place, "val", saved.recipe.data.num_classes) \
                     if own else open_to_evaluate(*place)
     return sources
 
 
-def columns_of(subject: Subject, place: Place, source: Source) -> Tensor | None:
+def columns_of(saved: Saved, place: Place, source: Source) -> Tensor | None:
     """Which of the model's logits belong to the set's classes, (K,); None: all, in this order.
 
     A model of 1000 classes that nobody named is taken for ImageNet-1K's by a set of wnids.
     """
-    count, found, classes = subject.recipe.data.num_classes, source.classes, subject.classes
+    count, found, classes = saved.recipe.data.num_classes, source.classes, saved.classes
     if classes is None and count == len(imagenet_wnids()) and all(map(is_wnid, found)):
         classes = imagenet_wnids()
     if classes is None and len(found) != count:
-        raise DataError(f"{place}: {len(found)} classes found, and {subject.path} is a model of "
+        raise DataError(f"{place}: {len(found)} classes found, and {saved.path} is a model of "
                         f"{count} whose names it does not hold; expected the set that it was "
                         "trained on")
     if classes is None or classes == list(found):
@@ -198,7 +171,7 @@ def columns_of(subject: Subject, place: Place, source: Source) -> Tensor | None:
     try:
         return torch.tensor(class_indices(classes, found))
     except DataError as error:
-        raise DataError(f"{place}: {error}; the model is {subject.path}") from None
+        raise DataError(f"{place}: {error}; the model is {saved.path}") from None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -226,13 +199,13 @@ class Pass(NamedTuple):
     tf32: bool
 
 
-def look_of(subject: Subject, place: Place) -> Look:
-    how = subject.recipe.eval
-    return Look(place, subject.size, how.crop_pct, how.interpolation)
+def look_of(saved: Saved, place: Place) -> Look:
+    how = saved.recipe.eval
+    return Look(place, saved.size, how.crop_pct, how.interpolation)
 
 
-def pass_of(subject: Subject) -> Pass:
-    data, how, engine = subject.recipe.data, subject.recipe.eval, subject.recipe.engine
+def pass_of(saved: Saved) -> Pass:
+    data, how, engine = saved.recipe.data, saved.recipe.eval, saved.recipe.engine
     return Pass(data.mean, data.std, how.batch_size, engine.amp, engine.channels_last, engine.tf32)
 
 
@@ -267,38 +240,37 @@ def one_pass(views: KeptViews, name: str, how: Pass, models: Sequence[nn.Module]
 
 def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> None:
     together = processes.together
-    subjects: list[Subject] = together(lambda: open_checkpoints(args))
-    numbers = range(len(subjects))
-    places = [list(dict.fromkeys(args.data or [Place(subject.recipe.data.name,
-                                                     subject.recipe.data.root)]))
-              for subject in subjects]
+    checkpoints: list[Saved] = together(lambda: open_checkpoints(args))
+    numbers = range(len(checkpoints))
+    places = [list(dict.fromkeys(args.data or [Place(saved.recipe.data.name,
+                                                     saved.recipe.data.root)]))
+              for saved in checkpoints]
     wanted = dict.fromkeys(place for its_places in places for place in its_places)
     together(lambda: [download(*place) for place in wanted if place.name in DATA_SETS]
              if processes.local_rank == 0 else None)
-    sources = together(lambda: open_sets(places, subjects, own=not args.data))
-    columns = together(lambda: {(number, place): columns_of(subjects[number], place, sources[place])
+    sources = together(lambda: open_sets(places, checkpoints, own=not args.data))
+    columns = together(lambda: {(number, place): columns_of(checkpoints[number], place, sources[place])
                                 for number in numbers for place in places[number]})
 
     # Models, on the CPU until they are needed. --------------------------------------------------
-    models = together(lambda: [[loaded(subject.recipe, subject.state, subject.path, name,
-                                       subject.size) for name in subject.weights]
-                               for subject in subjects])
-    subjects = [subject._replace(state=dict.fromkeys(subject.weights, True)) for subject in subjects]
-    models = [[torch.compile(model) if subject.recipe.engine.compile else model
-               for model in its_models] for subject, its_models in zip(subjects, models)]
-    speeds = [speed(subject, its_models[0], processes) if args.throughput else None
-              for subject, its_models in zip(subjects, models)]
+    models = together(lambda: [[saved.model(name) for name in saved.weights]
+                               for saved in checkpoints])
+    checkpoints = [saved._replace(state=dict.fromkeys(saved.weights, True)) for saved in checkpoints]
+    models = [[torch.compile(model) if saved.recipe.engine.compile else model
+               for model in its_models] for saved, its_models in zip(checkpoints, models)]
+    speeds = [speed(saved, its_models[0], processes) if args.throughput else None
+              for saved, its_models in zip(checkpoints, models)]
 
     # One decoding of a data set for all models that look at it alike, one pass for all of them that
     # calculate alike. ---------------------------------------------------------------------------
     looks: dict[Look, dict[Pass, list[int]]] = {}
     for number in numbers:
         for place in places[number]:
-            passes = looks.setdefault(look_of(subjects[number], place), {})
-            passes.setdefault(pass_of(subjects[number]), []).append(number)
+            passes = looks.setdefault(look_of(checkpoints[number], place), {})
+            passes.setdefault(pass_of(checkpoints[number]), []).append(number)
     results: dict[tuple[int, Place], list[Evaluation]] = {}
     for look, passes in looks.items():
-        recipes = [subjects[number].recipe for members in passes.values() for number in members]
+        recipes = [checkpoints[number].recipe for members in passes.values() for number in members]
         views = views_for(look, sources[look.place], recipes, len(passes), processes)
         for how, members in passes.items():
             set_precision(how.tf32)
@@ -310,25 +282,25 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
                 results[number, look.place] = [next(found) for _ in models[number]]
 
     if processes.is_main:
-        report([Finding(str(subject.path), subject.recipe.name, place, subject.size,
-                        subject.recipe.data.num_classes, list(sources[place].classes),
-                        speeds[number], dict(zip(subject.weights, results[number, place])))
-                for number, subject in enumerate(subjects) for place in places[number]],
+        report([Finding(str(saved.path), saved.recipe.name, place, saved.size,
+                        saved.recipe.data.num_classes, list(sources[place].classes),
+                        speeds[number], dict(zip(saved.weights, results[number, place])))
+                for number, saved in enumerate(checkpoints) for place in places[number]],
                per_class=args.per_class, json_file=args.json)
 
 
-def speed(subject: Subject, model: nn.Module, processes: Processes) -> Throughput:
+def speed(saved: Saved, model: nn.Module, processes: Processes) -> Throughput:
     """Alone on the device, so that the memory is its own."""
-    recipe, device = subject.recipe, processes.device
+    recipe, device = saved.recipe, processes.device
     set_precision(recipe.engine.tf32)
     with ProgressBar("throughput", WARMUP_PASSES + TIMED_PASSES, shown=processes.is_main) as bar:
-        found = throughput(model.to(device), batch_size=recipe.eval.batch_size, size=subject.size,
+        found = throughput(model.to(device), batch_size=recipe.eval.batch_size, size=saved.size,
                            device=device, amp=recipe.engine.amp,
                            channels_last=recipe.engine.channels_last, bar=bar)
     model.cpu()
     if processes.is_main:
-        print(f"{subject.path}  {found.images_per_second:.1f} images/s, {found.milliseconds:.2f} "
-              f"ms a batch of {found.batch_size} at {subject.size[0]}×{subject.size[1]}, amp "
+        print(f"{saved.path}  {found.images_per_second:.1f} images/s, {found.milliseconds:.2f} "
+              f"ms a batch of {found.batch_size} at {saved.size[0]}×{saved.size[1]}, amp "
               f"{recipe.engine.amp}, median of {TIMED_PASSES} passes after {WARMUP_PASSES}; peak "
               f"memory {found.peak_memory}, {describe_device(device)}", flush=True)
     return found

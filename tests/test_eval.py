@@ -17,6 +17,7 @@ from vitinit.data.augment import normalise
 from vitinit.data.class_subsets import imagenet_wnids
 from vitinit.data.datasets import PictureFiles, open_split
 from vitinit.data.images import resize_and_centre_crop
+from vitinit.runs import trained
 from vitinit.train.checkpoint import load
 
 SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)
@@ -357,12 +358,12 @@ def test_weights_that_are_not_finite_are_one_line_and_no_accuracy(eval_program, 
 
 def test_what_no_model_takes_is_not_kept(eval_program, one_epoch_run, monkeypatch):
     """Neither the optimiser nor, until a model has copied them, the weights: they stay on disk."""
-    real, ways = eval_program.load, []
+    real, ways = trained.load_checkpoint, []
 
     def load(path: Path, **how: bool) -> dict:
         ways.append(how)
         return real(path, **how)
-    monkeypatch.setattr(eval_program, "load", load)
+    monkeypatch.setattr(trained, "load_checkpoint", load)
     subject, = eval_program.open_checkpoints(eval_program.parse_arguments([str(one_epoch_run)]))
     assert subject.state.keys() & {"model", "ema", "optimizer", "scaler"} == {"model", "ema"}
     assert ways == [{"mmap": True}]

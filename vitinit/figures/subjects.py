@@ -17,7 +17,7 @@ from ..recipe.files import RecipeError
 from ..recipe.resolve import fresh_recipe
 from ..recipe.sections import Recipe
 from ..runs.folder import RunFolder, checkpoint_file
-from ..runs.trained import as_input, evaluation_view, loaded, open_saved
+from ..runs.trained import as_input, evaluation_view, open_saved
 from ..train.checkpoint import CheckpointError
 from .plot import FigureError
 
@@ -60,8 +60,7 @@ def of_runs(runs: Sequence[Path], epochs: Sequence[int], weights: str) -> Iterat
         for path in [kept_epoch(run, epoch) for epoch in epochs] or [checkpoint_file(run)]:
             saved = open_saved(path)
             name = saved.recipe.init.name if len(runs) == 1 else path.parent.name
-            yield Subject(saved.recipe, f"{name}, {described(path)}",
-                          loaded(saved.recipe, saved.state, path, weights).eval())
+            yield Subject(saved.recipe, f"{name}, {described(path)}", saved.model(weights).eval())
 
 
 def kept_epoch(run: Path, epoch: int) -> Path:

@@ -22,6 +22,7 @@ from ..data.class_subsets import imagenet_wnids
 from ..data.images import DataError, decode_bytes, decode_image, from_pillow, resize_and_centre_crop
 from ..models import build_model
 from ..models.convert import native_tensors
+from ..models.layers import to_pair
 from ..recipe.files import Override, RecipeError, from_dict
 from ..recipe.resolve import fresh_recipe
 from ..recipe.sections import Recipe
@@ -49,32 +50,39 @@ class Saved(NamedTuple):
     state: dict[str, Any]
     recipe: Recipe
     classes: list[str] | None   # the model's, in order; None: nobody wrote them down
+    size: tuple[int, int]       # (height, width) of what the model is to see
+
+    @property
+    def brings_recipe(self) -> bool:
+        return "recipe" in self.state
 
     @property
     def weights(self) -> list[str]:
         """Which it holds: the model's, and those of its moving average if there is one."""
         return [name for name in ("model", "ema") if name == "model" or self.state.get(name)]
 
+    def model(self, name: str) -> nn.Module:
+        """The model with the weights under "model" or "ema", fitted to `size`."""
+        return loaded(self.recipe, self.state, self.path, name, self.size)
 
-def open_saved(path: Path, *, recipe: Recipe | None = None,
-               changes: Sequence[Override] = ()) -> Saved:
+
+def open_saved(path: Path, *, recipe: Recipe | None = None, changes: Sequence[Override] = (),
+               image_size: tuple[int, int] | None = None) -> Saved:
     """The checkpoint at `path`, or the last one of the run in that folder.
 
-    recipe: what a checkpoint without one is a checkpoint of. changes: to a recipe of its own.
-    Raises RecipeError where it has none and none is given, or where it has one of its own already.
+    recipe: what a checkpoint that brings none is a checkpoint of; RecipeError without it. changes:
+        to a recipe that it brings. image_size: (height, width); None: the recipe's.
     """
     path = checkpoint_file(path)
     # Tensors stay on disk until a model takes them; an optimiser's are none that one takes.
     state = {key: part for key, part in load_checkpoint(path, mmap=True).items()
              if key not in ("optimizer", "scaler")}
     if "recipe" in state:
-        if recipe is not None:
-            raise RecipeError(f"{path} brings its own recipe; the recipe {recipe.name} that was "
-                              "given is for checkpoints that hold none")
         recipe = from_dict(state["recipe"], str(path), changes)
     elif recipe is None:
-        raise RecipeError(f"{path}: holds no recipe; say of which recipe it is a checkpoint")
-    return Saved(path, state, recipe, state.get("classes"))
+        raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint of "
+                          "(recipe=… in Python)")
+    return Saved(path, state, recipe, state.get("classes"), image_size or recipe.data.image_size)
 
 
 def loaded(recipe: Recipe, state: dict, path: Path, name: str,
@@ -211,12 +219,14 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
     if weights not in ("model", "ema"):
         raise ValueError(f'weights is {weights!r}, expected "model" or "ema"')
     foreign = None if recipe is None else fresh_recipe(recipe, recipes=RECIPES, say=lambda line: None)
-    saved = open_saved(named_run(Path(path)), recipe=foreign)
-    size = saved.recipe.data.image_size if image_size is None else (
-        (image_size, image_size) if isinstance(image_size, int) else tuple(image_size))
-    model = loaded(saved.recipe, saved.state, saved.path, weights, size)
-    return Trained(model.eval().requires_grad_(False).to(device or "cpu"),
-                   tuple(class_names(saved)), saved.recipe, size, saved.path)
+    saved = open_saved(named_run(Path(path)), recipe=foreign,
+                       image_size=None if image_size is None else to_pair(image_size))
+    if foreign is not None and saved.brings_recipe:
+        raise RecipeError(f"{saved.path} brings its own recipe; the recipe {foreign.name} that was "
+                          "given is for checkpoints that hold none")
+    model = saved.model(weights).eval().requires_grad_(False)
+    return Trained(model.to(device or "cpu"), tuple(class_names(saved)), saved.recipe, saved.size,
+                   saved.path)
 
 
 def named_run(path: Path) -> Path:
