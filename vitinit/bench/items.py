@@ -12,6 +12,7 @@ CHECKS = (
     Item("augmentation", "check", images.augmentation),
     Item("erasing_and_mixing", "check", images.erasing_and_mixing),
     Item("resident_cutting", "check", images.resident_cutting),
+    Item("streams", "check", images.streams),
     Item("evaluation_views", "check", images.evaluation_views),
     Item("train_step", "check", steps.train_step),
     Item("evaluation", "check", steps.evaluation),

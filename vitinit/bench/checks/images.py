@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -141,25 +141,53 @@ def resident_cutting(conditions: Conditions) -> list[Row]:
 
     Pad and shift, flips, RandAugment, erasing and mixing, by the doors that train.py uses.
     """
+    found = differing(epochs_of(conditions.place, budget_gib=1.0), epochs_of(CPU, budget_gib=0.0))
+    assert not found, f"{found} numbers differ"
+    return [{"numbers that differ": 0}]
+
+
+def streams(conditions: Conditions) -> list[Row]:
+    """Batches that are made while the device is busy with the one before = the CPU's, to the bit.
+
+    A GPU makes them in a stream of its own, where a missing wait would show: in memory that is
+    written too early, or read too early. Through the loader with two workers, and cut there.
+    """
+    busy = torch.randn(4096, 4096, device=conditions.place) if conditions.on_gpu else torch.ones(1, 1)
+
+    def work() -> None:
+        for _ in range(20):                          # some 50 ms on an H100, in float32
+            busy @ busy
+    reference, rows = epochs_of(CPU, budget_gib=0.0), []
+    for way, options in (("loader", dict(budget_gib=0.0, workers=2)),
+                         ("resident", dict(budget_gib=1.0))):
+        found = differing(epochs_of(conditions.place, before=work, **options), reference)
+        assert not found, f"{found} numbers differ: {way}"
+        rows.append({"way": way, "numbers that differ": 0})
+    return rows
+
+
+def epochs_of(device: torch.device, *, budget_gib: float, workers: int = 0,
+              before: Callable[[], None] = lambda: None) -> list[Tensor]:
+    """Images, targets and positions of all micro-batches of two epochs, copied to the CPU.
+
+    before: called before each is copied. Who takes batches may not keep them: see data/ahead.py.
+    """
     size, count = (29, 29), 60
     source = PicturesInMemory(noisy_images(count, *size), np.arange(count) % CLASSES,
                               list(map(str, range(CLASSES))))
     draws = SampleDraws(2, size, crop=CropAndFlip(scale=(1.0, 1.0), ratio=(1.0, 1.0), padding=4))
     mixing = Mixing(group=10)
-
-    def batches(device: torch.device, budget_gib: float) -> Iterator[Tensor]:
-        sampler = TrainSampler(count, plan_batches(20, 10, 1, group=10), rank=0, seed=0, repeats=1)
-        found = training_batches(source, sampler=sampler, draws=draws, workers=0,
-                                 prepare=preparation(device, mixing), budget_gib=budget_gib)
-        assert found.resident == (budget_gib > 0)
-        for epoch in range(2):
-            for step in found.steps(epoch=epoch):
-                for images, targets, places in step:
-                    yield from (images, targets, torch.as_tensor(places))
-    ours, reference = list(batches(conditions.place, 1.0)), list(batches(CPU, 0.0))
-    found = differing(ours, reference)
-    assert not found, f"{found} numbers differ"
-    return [{"batches": len(reference) // 3, "numbers that differ": 0}]
+    sampler = TrainSampler(count, plan_batches(20, 10, 1, group=10), rank=0, seed=0, repeats=1)
+    batches = training_batches(source, sampler=sampler, draws=draws, workers=workers,
+                               prepare=preparation(device, mixing), budget_gib=budget_gib)
+    assert batches.resident == (budget_gib > 0)
+    found: list[Tensor] = []
+    for epoch in range(2):
+        for step in batches.steps(epoch=epoch):
+            for images, targets, positions in step:
+                before()
+                found += [images.clone(), targets.clone(), torch.as_tensor(positions)]
+    return [tensor.cpu() for tensor in found]
 
 
 def evaluation_views(conditions: Conditions) -> list[Row]:
@@ -175,7 +203,7 @@ def evaluation_views(conditions: Conditions) -> list[Row]:
                                   prepare=ToDevice(device, mean=IMAGENET_MEAN, std=IMAGENET_STD,
                                                    channels_last=True))
         # The second pass finds what the first one kept.
-        return [tensor for _ in range(2) for batch in found for tensor in batch]
+        return [tensor.clone() for _ in range(2) for batch in found for tensor in batch]
     for crop_pct in (1.0, 0.875):
         reference = batches(CPU, crop_pct, on_device_gib=0.0, cache_gib=0.0)
         for rooms in ({"on_device_gib": 1.0, "cache_gib": 0.0}, {"on_device_gib": 0.0, "cache_gib": 1.0},
