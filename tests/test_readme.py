@@ -8,11 +8,14 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from vitinit import sweep
+from vitinit import export, predict, sweep
 from vitinit.figures.__main__ import parse_arguments as parse_figure
 from vitinit.recipe.files import find_recipe
 
@@ -65,6 +68,38 @@ def test_every_command_names_arguments_and_recipes_that_exist(program, repositor
         args = parse(arguments)
         if args.recipe:
             find_recipe(args.recipe, repository / "recipes")
+
+
+def python_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_what_was_trained_is_used_and_exported_as_shown(tmp_path, monkeypatch):
+    """The blocks of "Use what was trained", on another run; timm's is read, not built."""
+    section = README.partition("## Use what was trained\n")[2].partition("\n## ")[0]
+    blocks = [block for block in python_blocks() if block in section]
+    load, program, timms = blocks
+    run = Path(__file__).parent / "runs" / "data" / "55cb85f"
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "quickstart-impulse-s0").symlink_to(run)
+    (tmp_path / "photographs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    image = Image.fromarray(np.arange(300, dtype=np.uint8).reshape(10, 10, 3))
+    for path in ("photo.png", "photographs/a.png"):
+        image.save(path)
+    exec(load, {})
+    for words in commands():
+        if "vitinit.predict" in words or "vitinit.export" in words:
+            main = {"vitinit.predict": predict, "vitinit.export": export}[words[2]].main
+            assert main(words[3:]) == 0
+    names: dict = {}
+    exec(program.replace("32, 32", "8, 8"), names)
+    assert names["logits"].shape == (5, 3)
+    built = types.SimpleNamespace(load_state_dict=lambda weights: names.update(weights=weights))
+    monkeypatch.setitem(sys.modules, "timm.models.vision_transformer",
+                        types.SimpleNamespace(VisionTransformer=lambda **sizes: built))
+    exec(timms, {})
+    assert "blocks.0.attn.qkv.weight" in names["weights"]
 
 
 def test_every_figure_names_arguments_and_recipes_that_exist(repository):
