@@ -9,11 +9,13 @@ import time
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vitinit
 from vitinit.bench import __main__ as bench
 from vitinit.bench import corrupt
 from vitinit.bench.data import batches_of_keys
+from vitinit.bench.launches import launches_of
 from vitinit.bench.listing import grow_tree, scan
 from vitinit.bench.pixels import decibels
 from vitinit.bench.memory import saved_bytes
@@ -88,6 +90,21 @@ def test_the_devices_part_is_measured(capsys):
     printed = run(capsys, "augment", "--batch", 3, "--image-size", 16)
     for part in ("RandAugment", "normalise", "erase", "mixup", "all, as in training"):
         assert re.search(rf"^{part} +\d+\.\d\d$", printed, flags=re.MULTILINE)
+
+
+def test_launches_are_all_but_views_and_copies_are_told_apart_by_their_direction():
+    with FakeTensorMode():
+        host = torch.zeros(3, 5)
+
+        def action() -> None:
+            there = host.to("cuda:0").view(5, 3)[1:].t()             # one copy, three views
+            there += 1
+            there.copy_(torch.ones(3, 4))                            # a constant and a copy
+            (there * 2).cpu()
+        launches = launches_of(action)
+    assert launches.by_name == {"aten::_to_copy": 2, "aten::add_.Tensor": 1, "aten::copy_": 1,
+                                "aten::ones": 1, "aten::mul.Tensor": 1}
+    assert (launches.count, launches.uploads, launches.downloads) == (6, 2, 1)
 
 
 def test_a_step_is_measured(capsys):

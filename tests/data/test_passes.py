@@ -40,7 +40,9 @@ def test_every_array_of_a_tree_arrives_and_all_else_stays():
     assert put((), CPU) == () and put(5, CPU) == 5
 
 
-def test_a_tree_is_one_copy_whatever_it_holds():
+@pytest.mark.parametrize("driver", [False, True])
+def test_a_tree_is_one_copy_whatever_it_holds(driver, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: driver)      # then it is pinned
     with FakeTensorMode():
         launches = launches_of(lambda: put(Tree(arrays()[0], tuple(arrays())),
                                            torch.device("cuda", 0)))

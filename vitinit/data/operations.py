@@ -330,10 +330,11 @@ def interpolated_at_once(words: Tensor, index: Tensor, shares: dict[str, Tensor]
     """
     between, taps = FILTERS[bicubic]
     reach = torch.arange(taps.start, taps.stop, dtype=torch.int32, device=words.device)
-    offsets = reach[:, None] * words.shape[2] + reach                    # (taps, taps)
-    index = index[:, None, None] + offsets[..., None, None]              # (n, taps, taps, H, W)
-    rows = look_up(words, index, torch.int16).unbind(3)                  # of (n, 3, taps, H, W)
-    return between(*between(*rows, shares["x"][:, :, None]).unbind(2), shares["y"])
+    offsets = (reach[:, None] * words.shape[2] + reach)[..., None, None]     # (taps, taps, 1, 1)
+    # (n, 3, taps, taps, H, W), whole numbers; no name holds the index, which is as large.
+    neighbours = look_up(words, index[:, None, None] + offsets, torch.int16)
+    rows = between(*neighbours.unbind(3), shares["x"][:, :, None])       # (n, 3, taps, H, W)
+    return between(*rows.unbind(2), shares["y"])
 
 
 def interpolated_by_neighbour(words: Tensor, index: Tensor, shares: dict[str, Tensor], bicubic: bool
@@ -353,6 +354,6 @@ def interpolated_by_neighbour(words: Tensor, index: Tensor, shares: dict[str, Te
 
 def look_up(words: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
     """Channels of the words at (n, …), among all of them: (n, 3, …)."""
-    found = words.flatten().index_select(0, index.flatten())
-    channels = found.view(torch.uint8).view(*index.shape, 4)[..., :3]
-    return channels.movedim(-1, 1).to(dtype, memory_format=torch.contiguous_format)
+    found = words.flatten().index_select(0, index.flatten()).view(torch.uint8)
+    channels = found.view(*index.shape, 4)[..., :3].movedim(-1, 1)
+    return channels.to(dtype, memory_format=torch.contiguous_format)
