@@ -53,7 +53,8 @@ from vitinit.train.checkpoint import CheckpointError, load, model_state
 from vitinit.train.device import describe_device, memory_for, peak_memory
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
-from vitinit.train.engine import Evaluation, evaluate, set_precision, train_epoch
+from vitinit.train.engine import (Evaluation, evaluate, set_precision, train_epoch,
+                                  tune_convolutions)
 from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import Diverged, Progress, ProgressBar, StepRow
 from vitinit.train.optim import adamw, learning_rate, scaled_lr
@@ -256,6 +257,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
 
     # Engine: what wraps the model. --------------------------------------------------------------
     set_precision(recipe.engine.tf32)
+    tune_convolutions(model)
     forward = model
     if processes.world_size > 1:
         forward = DistributedDataParallel(model, gradient_as_bucket_view=True)

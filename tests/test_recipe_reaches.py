@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import vitinit
 from vitinit.recipe import sections
 from vitinit.recipe.values import to_toml
 from vitinit.runs.folder import RunFolder
-from vitinit.train.engine import Evaluation, set_precision
+from vitinit.train.engine import Evaluation, set_precision, tune_convolutions
 
 # No two values of one type are equal, and none is a default of the function that takes it.
 WRITTEN = {
@@ -135,6 +136,22 @@ def test_tf32_is_switched_where_it_says(wanted):
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.parametrize("name, tuned", [
+    ("vit_tiny", False), ("convmixer_256_8", True), ("swin_tiny", False)])
+def test_cudnn_times_its_kernels_for_convolutional_models_unless_bits_matter(name, tuned):
+    model = vitinit.build_model(name, num_classes=3, image_size=224)
+    before = torch.backends.cudnn.benchmark
+    try:
+        tune_convolutions(model)
+        assert torch.backends.cudnn.benchmark is tuned
+        torch.use_deterministic_algorithms(True)
+        tune_convolutions(model)
+        assert torch.backends.cudnn.benchmark is False
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = before
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])

@@ -60,7 +60,7 @@ class Ema:
             theirs = [tensors[name] for _, tensors, name in pairs]
             floating = ours[0].is_floating_point()
             if skipped is not None:                  # lerp takes no weight that is on the device
-                share = ~skipped * weight if floating else ~skipped
+                share = (~skipped).double() * weight if floating else ~skipped
                 difference = torch._foreach_sub(theirs, ours)
                 torch._foreach_mul_(difference, share.to(ours[0].dtype))
                 torch._foreach_add_(ours, difference)

@@ -47,6 +47,18 @@ def set_precision(tf32: bool) -> None:
     torch.backends.cudnn.allow_tf32 = tf32
 
 
+def tune_convolutions(model: nn.Module) -> None:
+    """Let cuDNN time its kernels for each convolution, and keep the fastest; on CUDA alone.
+
+    A patch embedding, whose kernel is its stride, is not worth it. Which kernel wins depends on the
+    moment, and so do the last bits of a run: not under torch.use_deterministic_algorithms.
+    """
+    convolves = any(isinstance(module, nn.Conv2d) and module.kernel_size != module.stride
+                    for module in model.modules())
+    torch.backends.cudnn.benchmark = (
+        convolves and not torch.are_deterministic_algorithms_enabled())
+
+
 def autocast(device: torch.device, amp: str) -> torch.autocast:
     """One code path for all precisions: amp "off" is an autocast that is switched off."""
     return torch.autocast(device.type, dtype=AMP_DTYPES[amp], enabled=amp != "off")
