@@ -6,8 +6,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +21,8 @@ from vitinit.data.datasets import ImageFolder, PicturesInMemory
 from vitinit.data.draw import (CropAndFlip, Draws, Erasing, RandAugment, SampleDraws, SampleKey,
                                stack_draws)
 from vitinit.data.images import DataError, crop_and_flip, resize_and_centre_crop
-from vitinit.data.loader import (GRACE_SECONDS, Batch, EvalViews, TrainBatch, TrainViews,
-                                 eval_loader, require_open_files, train_loader)
-from vitinit.data.loader import _leave_signals_to_parent as leave_signals_to_parent
+from vitinit.data.loader import (Batch, EvalViews, TrainBatch, TrainViews, eval_loader,
+                                 train_loader)
 from vitinit.data.mix import Mixing
 from vitinit.data.pipeline import TrainingBatches
 from vitinit.data.sampler import TrainSampler, plan_batches
@@ -364,61 +361,6 @@ def test_an_epoch_goes_on_after_ctrl_c_and_one_sigterm_to_its_worker(folder):
     assert equal(batches, copies(loader_of(folder)))
 
 
-@pytest.mark.parametrize("error, heard", [(BrokenPipeError(32, "Broken pipe"), False),
-                                          (EOFError(), False), (KeyError("a mistake"), True)])
-def test_a_worker_says_nothing_of_a_parent_that_hung_up(capfd, error, heard):
-    def work():
-        leave_signals_to_parent(0)
-        sys.excepthook(type(error), error, None)
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0 and (capfd.readouterr().err != "") is heard
-
-
-def test_a_worker_outlives_signals_for_a_while():
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-
-    def work():
-        leave_signals_to_parent(0)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(os.getpid(), number)
-            sender.send(signal.alarm(0))             # seconds it has left; 0: no end is set
-
-    worker = context.Process(target=work)
-    worker.start()
-    worker.join()
-    assert receiver.recv() == 0
-    assert GRACE_SECONDS - 5 <= receiver.recv() <= GRACE_SECONDS
-    assert worker.exitcode == 0
-
-
-def test_programs_that_leave_a_loader_open_end_at_once(folder):
-    """multiprocessing would wait for workers that outlive its SIGTERM."""
-    root = Path(folder.paths[0]).parents[1]
-    program = f"""
-import os
-import sys
-from vitinit.data.datasets import ImageFolder
-from vitinit.data.loader import EvalViews, eval_loader
-from pathlib import Path
-views = EvalViews(ImageFolder(Path({str(root)!r})), rank=0, world_size=1, size=(7, 7),
-                  crop_pct=1.0, interpolation="bilinear")
-for ending in ("pass", "sys.exit(3)", "raise SystemExit(5)"):
-    if os.fork() == 0:               # each child is a program of its own, without the long imports
-        batches = iter(eval_loader(views, batch_size=2, workers=1, pin_memory=False))
-        next(batches)
-        exec(ending)
-        break
-    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-"""
-    result = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True,
-                            text=True, timeout=GRACE_SECONDS - 10)
-    assert result.stdout.split() == ["0", "3", "5"]
-    assert result.returncode == 0 and result.stderr == ""
-
-
 def test_no_more_workers_than_there_is_to_do(folder):
     sampler = sampler_of(folder)                     # nine micro-batches an epoch
     for asked, started in ((0, 0), (4, 4), (1000, 9)):
@@ -427,10 +369,3 @@ def test_no_more_workers_than_there_is_to_do(folder):
     views = EvalViews(folder, rank=0, world_size=1, size=(7, 7), crop_pct=1.0,
                       interpolation="bilinear")      # 23 images in six batches
     assert eval_loader(views, batch_size=4, workers=1000, pin_memory=False).num_workers == 6
-
-
-def test_more_workers_than_open_files_is_one_line(monkeypatch):
-    monkeypatch.setattr("resource.getrlimit", lambda kind: (1024, 4096))
-    require_open_files(256)
-    with pytest.raises(DataError, match=r"data.workers = 257 need .* 1024 files .* at most 256 on"):
-        require_open_files(257)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import math
-import multiprocessing
-import os
-import resource
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,11 +18,7 @@ from .datasets import PicturesInMemory, Source
 from .draw import Draws, SampleDraws, SampleKey
 from .images import DataError, crop_and_flip, resize_and_centre_crop
 from .sampler import TrainSampler
-
-
-GRACE_SECONDS = 60          # that a worker outlives a SIGTERM
-FILES_A_WORKER = 3          # that the training process holds open for it: two pipes and its end
-FILES_BESIDE = 256          # that it may need for all else
+from .workers import begin_work, expect_workers
 
 
 class Batch(NamedTuple):
@@ -151,6 +142,12 @@ class Loader(DataLoader):
     def _explained(self, error: Exception) -> str:
         """One line for what workers die of. Raises `error` again if it is something else."""
         text = own_words(str(error))
+        no_memory = isinstance(error, MemoryError) or "can't allocate memory" in text
+        if not self.num_workers:
+            if no_memory:
+                return ("memory ran out while images were loaded; lower optim.max_batch_per_process "
+                        "or eval.batch_size, or make room")
+            raise error
         lower = f"lower data.workers, now {self.num_workers}"
         # Whoever fetches a batch from a worker that is gone may find that out before torch does.
         hung_up = isinstance(error, (ConnectionError, EOFError))
@@ -161,7 +158,7 @@ class Loader(DataLoader):
             return ("batches find no room in /dev/shm on their way from the worker processes; "
                     f"{lower}, or optim.max_batch_per_process, or give /dev/shm more room (a "
                     "container's --shm-size); data.workers=0 needs none")
-        if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        if no_memory:
             return f"a worker process of the loader ran out of memory; {lower}"
         raise error
 
@@ -169,22 +166,9 @@ class Loader(DataLoader):
 def batch_loader(views: Dataset, stack: Callable, workers: int, pin_memory: bool,
                  **batching) -> Loader:
     """A loader whose workers leave signals to the training process and end with it."""
-    require_open_files(workers)
-    if workers:
-        atexit.unregister(_end_workers)              # once is enough
-        atexit.register(_end_workers)
+    expect_workers(workers)
     return Loader(views, num_workers=workers, pin_memory=pin_memory, collate_fn=stack,
-                  worker_init_fn=_leave_signals_to_parent, **batching)
-
-
-def require_open_files(workers: int) -> None:
-    """DataError if so many workers need more open files than this process may have."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most != resource.RLIM_INFINITY and FILES_BESIDE + FILES_A_WORKER * workers > most:
-        fits = max(0, (most - FILES_BESIDE) // FILES_A_WORKER)
-        raise DataError(f"data.workers = {workers} need more than the {most} files that this process "
-                        f"may have open (ulimit -n); expected at most {fits} on this machine of "
-                        f"{os.cpu_count()} cores")
+                  worker_init_fn=begin_work, **batching)
 
 
 def _stack(samples: list[tuple[Tensor, int]]) -> Batch:
@@ -202,32 +186,3 @@ def _stack_images(images: Sequence[Tensor]) -> Tensor:
     if torch.utils.data.get_worker_info() is not None:
         batch.share_memory_()       # written once, where the training process reads it
     return torch.stack(images, out=batch)
-
-
-def _leave_signals_to_parent(worker: int) -> None:
-    """What asks a run to end often reaches all of its processes; the training process decides.
-
-    So a worker outlives a SIGTERM for a while, to let its parent finish a step and a checkpoint.
-    """
-    sys.excepthook = _unless_the_parent_left
-    signal.set_wakeup_fd(-1)                         # the training process'
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE_SECONDS))
-
-
-def _unless_the_parent_left(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """A worker's thread hands batches over; a run that ends may hang up while it does."""
-    if not issubclass(kind, (ConnectionError, EOFError)):
-        sys.__excepthook__(kind, error, trace)
-
-
-def _end_workers() -> None:
-    """At exit, end the workers of loaders that were left open.
-
-    multiprocessing would send them a SIGTERM, which they outlive, and wait.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)    # torch's handler takes it for a crash
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
