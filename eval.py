@@ -39,6 +39,7 @@ from vitinit.data.kept import KeptViews, kept_views
 from vitinit.data.loader import EvalViews
 from vitinit.data.pipeline import EvaluationBatches
 from vitinit.data.to_device import ToDevice
+from vitinit.data.workers import start_fork_server
 from vitinit.recipe.files import Override, RecipeError, find_recipe
 from vitinit.recipe.resolve import moved, overrides, resolve_recipe
 from vitinit.recipe.sections import Recipe
@@ -241,6 +242,7 @@ def one_pass(views: KeptViews, name: str, how: Pass, models: Sequence[nn.Module]
 def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> None:
     together = processes.together
     checkpoints: list[Saved] = together(lambda: open_checkpoints(args))
+    start_fork_server(max(saved.recipe.data.workers for saved in checkpoints))
     numbers = range(len(checkpoints))
     places = [list(dict.fromkeys(args.data or [Place(saved.recipe.data.name,
                                                      saved.recipe.data.root)]))

@@ -34,6 +34,7 @@ from vitinit.data.pipeline import Data, EvaluationBatches, training_batches
 from vitinit.data.sampler import TrainSampler, plan_batches, require_full_batch
 from vitinit.data.subset import stratified_part
 from vitinit.data.to_device import ToDevice, TrainToDevice
+from vitinit.data.workers import start_fork_server
 from vitinit.init import INITS, init_weights
 from vitinit.init.code_mass import code_mass, shortfall
 from vitinit.init.weight_selection import select_weights
@@ -90,6 +91,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     """Sources, then batches of this process. A dry run downloads nothing and decodes nothing yet."""
     data, optim, augment = recipe.data, recipe.optim, recipe.augment
+    start_fork_server(data.workers)
     if not dry_run:
         processes.together(lambda: download(data.name, data.root)
                            if processes.local_rank == 0 else None)

@@ -38,8 +38,7 @@ def expect_workers(number: int) -> None:
     if number:
         atexit.unregister(end_workers)               # once is enough
         atexit.register(end_workers)
-        if multiprocessing.get_start_method() == "forkserver":
-            start_fork_server()
+    start_fork_server(number)
 
 
 def require_open_files(workers: int) -> None:
@@ -52,12 +51,14 @@ def require_open_files(workers: int) -> None:
                         f"{os.cpu_count()} cores")
 
 
-def start_fork_server() -> None:
-    """Let the process that workers will be copies of import what they need, while this one goes on.
+def start_fork_server(workers: int) -> None:
+    """Let the process that workers will be copies of, if there is to be one, import what they need.
 
-    Else each worker would import torch and all of ours by itself, seconds that nobody shares. What
-    that is, this program has imported by now.
+    It does so while this one goes on; the earlier, the better. Else each worker would import torch
+    and all of ours by itself. What that is, this program has imported by now.
     """
+    if workers == 0 or multiprocessing.get_start_method() != "forkserver":
+        return
     ours = __name__.partition(".")[0]
     needed = [name for name in sys.modules
               if name.partition(".")[0] == ours and not name.endswith(".__main__")]
