@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
+import inspect
 import json
+import pickle
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +23,7 @@ from PIL import Image
 from vitinit.recipe.files import dump_recipe
 from vitinit.recipe.resolve import overrides, resolve_recipe
 from vitinit.runs.records import METRICS
+from vitinit.train.distributed import Processes
 from vitinit.train.interruption import STOP_SIGNALS, StopRequest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -82,6 +87,41 @@ class StopBefore(StopRequest):
 @pytest.fixture
 def stop_before() -> type[StopBefore]:
     return StopBefore
+
+
+# One of two processes: calls a function of a test file with what it is among them.
+MEMBER = """
+import importlib.util, pathlib, pickle, sys
+import torch
+from vitinit.train import distributed
+path, name, folder, rank = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("tested", path)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=int(rank),
+                                     world_size=2)
+processes = distributed.Processes(int(rank), int(rank), 2, torch.device("cpu"))
+found = getattr(module, name)(processes)
+pathlib.Path(folder, f"found{rank}").write_bytes(pickle.dumps(found))
+distributed.stop()
+distributed.leave_program(0)
+"""
+
+
+@pytest.fixture
+def in_two_processes(tmp_path: Path) -> Callable[[Callable[[Processes], Any]], list[Any]]:
+    """Calls a function of a test file in two processes of a gloo group; what each returned."""
+    def call(function: Callable[[Processes], Any]) -> list[Any]:
+        members = [subprocess.Popen([sys.executable, "-c", MEMBER, inspect.getfile(function),
+                                     function.__name__, str(tmp_path), str(rank)])
+                   for rank in (0, 1)]
+        try:
+            assert [member.wait(240) for member in members] == [0, 0]
+        finally:
+            for member in members:
+                member.kill()
+        return [pickle.loads((tmp_path / f"found{rank}").read_bytes()) for rank in (0, 1)]
+    return call
 
 
 @pytest.fixture

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -30,11 +26,9 @@ def test_alone_everything_is_ones_own():
         ALONE.together(raising(LaunchError("mine")))
 
 
-def worker(rank: int, port_file: str, results: str) -> None:
-    """One of two processes; this file is its program."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank,
-                                         world_size=2)
-    processes = Processes(rank, rank, 2, torch.device("cpu"))
+def agreements(processes: Processes) -> list[str]:
+    """What one of two processes finds."""
+    rank = processes.rank
     lines = [str(processes.sum(torch.tensor([rank + 1.0])).item()),
              str(processes.maximum(15 * rank))]
     for broken in (0, 1):                            # the error of either is raised on both
@@ -52,15 +46,11 @@ def worker(rank: int, port_file: str, results: str) -> None:
     norm.running_mean.fill_(rank + 5.0)
     processes.share_buffers([torch.nn.Sequential(norm)])
     lines.append(str(norm.running_mean.tolist()))
-    Path(f"{results}{rank}").write_text("\n".join(lines))
-    distributed.stop()
+    return lines
 
 
-def test_two_processes_agree_on_sums_signals_and_errors(tmp_path):
-    members = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path / "meet"),
-                                 str(tmp_path / "result")]) for rank in (0, 1)]
-    assert [member.wait(120) for member in members] == [0, 0]
-    found = [(tmp_path / f"result{rank}").read_text().split("\n") for rank in (0, 1)]
+def test_two_processes_agree_on_sums_signals_and_errors(in_two_processes):
+    found = in_two_processes(agreements)
     assert found[0] == ["3.0", "15", "folder of 0", "folder of 1", "0", "written",
                         "[5.0, 5.0, 5.0]"]
     assert found[1] == ["3.0", "15", "folder of 0", "folder of 1", "1", "[5.0, 5.0, 5.0]"]
@@ -81,11 +71,6 @@ def test_more_processes_than_gpus_is_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(LaunchError, match="process 2 of this machine has no GPU: 2 are visible"):
         distributed.start()
-
-
-if __name__ == "__main__":
-    worker(int(sys.argv[1]), *sys.argv[2:])
-    distributed.leave_program(0)
 
 
 @pytest.mark.parametrize("environment, tasks", [

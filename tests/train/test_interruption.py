@@ -6,13 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from vitinit.messages import OneLineError
-from vitinit.train import distributed
 from vitinit.train.distributed import Processes, agreed
 from vitinit.train.interruption import STOP_SIGNALS, Interrupted, StopRequest
 
@@ -133,39 +131,44 @@ def test_alone_the_items_come_one_by_one_and_end():
     assert seen == [0, 1]
 
 
-def worker(rank: int, meeting: str, results: str) -> None:
-    """One of two processes; this file is its program."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank,
-                                         world_size=2)
-    processes, lines = Processes(rank, rank, 2, torch.device("cpu")), []
-    cases = [(range(2), range(5)), (broken(3), range(5)), (range(5), broken(1)),
-             (range(5), interrupted(2)), (range(1), interrupted(3))]
-    for case in cases:
+def every(number: int) -> bool:
+    return True
+
+
+def even(number: int) -> bool:
+    return number % 2 == 0
+
+
+def what_is_agreed(processes: Processes) -> list[str]:
+    """What one of two processes sees of its items, and how they end."""
+    lines = []
+    cases = [(range(2), range(5), every), (broken(3), range(5), every), (range(5), broken(1), every),
+             (range(5), interrupted(2), every), (range(1), interrupted(3), every),
+             (broken(3), range(7), even), (range(7), interrupted(3), even),
+             (broken(4), range(7), even)]
+    for *case, due in cases:
         seen = []
         with StopRequest() as stop:
             stop.defer()
             try:
-                for item in agreed(case[rank], processes, stop):
+                for item in agreed(case[processes.rank], processes, stop, due=due):
                     seen.append(item)
                 how = "end"
             except (OneLineError, Interrupted) as error:
                 how = str(error)
         lines.append(f"{seen} {how}")
-    Path(f"{results}{rank}").write_text("\n".join(lines))
-    distributed.stop()
+    return lines
 
 
-def test_two_processes_go_on_and_end_together(tmp_path):
-    members = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path / "meet"),
-                                 str(tmp_path / "result")]) for rank in (0, 1)]
-    assert [member.wait(120) for member in members] == [0, 0]
-    first, second = [(tmp_path / f"result{rank}").read_text().split("\n") for rank in (0, 1)]
-    assert first == ["[0, 1, None, None, None] end", "[0, 1, 2] broken after 3",
-                     "[0] broken after 1", "[0, 1] stopped by SIGUSR1",
-                     "[0, None, None] stopped by SIGUSR1"]
-    assert second == ["[0, 1, 2, 3, 4] end", "[0, 1, 2] broken after 3", "[0] broken after 1",
-                      "[0, 1] stopped by SIGUSR1", "[0, 1, 2] stopped by SIGUSR1"]
-
-
-if __name__ == "__main__":
-    worker(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+def test_two_processes_go_on_and_end_together(in_two_processes):
+    """Where only every second item is due, who has trouble between two meets the others at the next."""
+    first, second = in_two_processes(what_is_agreed)
+    assert first[:5] == ["[0, 1, None, None, None] end", "[0, 1, 2] broken after 3",
+                         "[0] broken after 1", "[0, 1] stopped by SIGUSR1",
+                         "[0, None, None] stopped by SIGUSR1"]
+    assert second[:5] == ["[0, 1, 2, 3, 4] end", "[0, 1, 2] broken after 3", "[0] broken after 1",
+                          "[0, 1] stopped by SIGUSR1", "[0, 1, 2] stopped by SIGUSR1"]
+    assert first[5:] == ["[0, 1, 2] broken after 3", "[0, 1, 2, 3] stopped by SIGUSR1",
+                         "[0, 1, 2, 3] broken after 4"]
+    assert second[5:] == ["[0, 1, 2, 3] broken after 3", "[0, 1, 2] stopped by SIGUSR1",
+                          "[0, 1, 2, 3] broken after 4"]
