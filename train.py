@@ -15,6 +15,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import argparse
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ from vitinit.train.engine import (Evaluation, evaluate, set_precision, train_epo
 from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import Diverged, Progress, ProgressBar, StepRow
 from vitinit.train.optim import adamw, learning_rate, scaled_lr
+from vitinit.train.profile import LARGEST, MOST_PROFILED, StepProfiler
 from vitinit.train.state import TrainState
 from vitinit.train.throughput import training_flops
 from vitinit.train.transfer import Transfer, start_from
@@ -78,9 +80,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="continue the run in this folder; 'auto': the one in --out-dir if any")
     parser.add_argument("--dry-run", action="store_true",
                         help="build everything, print it, run one forward pass, write nothing")
+    parser.add_argument("--profile", type=integer(1, MOST_PROFILED + 1), default=0, metavar="N",
+                        help="write a profiler's trace of N steps after warm-up into the run's "
+                             f"folder and name the {LARGEST} largest operations")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="override any key of the recipe; may be repeated")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.profile and args.dry_run:
+        parser.error("--profile and --dry-run exclude each other; a dry run takes no step")
+    return args
 
 
 # ---------------------------------------------------------------------------------------------
@@ -209,6 +217,20 @@ def fine_tune(model: nn.Module, path: Path, weights: str, fit: str) -> Transfer:
     return start_from(model, tensors, path, state.get("grid"))
 
 
+def wrapped(state: TrainState, recipe: Recipe, processes: Processes
+            ) -> tuple[nn.Module, list[nn.Module]]:
+    """What trains, and what is measured: the model, then its moving average where there is one.
+
+    As the state's own, but distributed over the processes and compiled where the recipe says so.
+    """
+    forward, measured = state.model, [state.model, *([state.ema.model] if state.ema else [])]
+    if processes.world_size > 1:
+        forward = DistributedDataParallel(forward, gradient_as_bucket_view=True)
+    if recipe.engine.compile:
+        forward, measured = torch.compile(forward), [torch.compile(one) for one in measured]
+    return forward, measured
+
+
 def learning_rate_of(recipe: Recipe, steps_per_epoch: int) -> Callable[[int], float]:
     """step → learning rate; base_lr is scaled by the global batch here, and nowhere else."""
     optim, schedule = recipe.optim, recipe.schedule
@@ -245,27 +267,21 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
     with building(f"recipe {recipe.name}", "data"):
         data = open_data(recipe, processes, dry_run=args.dry_run)
     state, notes = initial_state(recipe, processes, kept, folder.read_from)
-    if kept is not None:
-        plan = data.plan
-        require_same_micro_batch(state.model, plan.micro_batch,
-                                 kept.get("micro_batch", plan.micro_batch))
+    require_same_micro_batch(state.model, data.plan.micro_batch, kept)
     resumed = kept is not None
     chosen = kept = None                             # its tensors need no second place in memory
     model, progress = state.model, state.progress
     epochs = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
-    lr_at = learning_rate_of(recipe, data.train_batches.steps_per_epoch)
+    per_epoch = data.train_batches.steps_per_epoch
+    lr_at = learning_rate_of(recipe, per_epoch)
     keep_at = drop_path_of(model, recipe)
     flops = training_flops(model, data.plan.micro_batch, recipe.data.image_size)
-
-    # Engine: what wraps the model. --------------------------------------------------------------
+    profiler = StepProfiler(args.profile, done=progress.step, per_epoch=per_epoch,
+                            total=epochs * per_epoch, folder=folder.path, processes=processes,
+                            say=say)
     set_precision(recipe.engine.tf32)
     tune_convolutions(model)
-    forward = model
-    if processes.world_size > 1:
-        forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    measured = [model, state.ema.model] if state.ema else [model]
-    if recipe.engine.compile:
-        forward, measured = torch.compile(forward), [torch.compile(one) for one in measured]
+    forward, measured = wrapped(state, recipe, processes)
 
     say(summary(recipe, data, model, notes, lr_at, processes))
     for caution in cautions(recipe, data):
@@ -318,15 +334,18 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
         kept = (epoch + 1) % recipe.checkpoint.every_epochs == 0 or epoch + 1 == epochs
         steps = data.train_batches.steps(epoch=epoch, done=progress.epoch_steps)
         try:
-            with (ProgressBar(f"epoch {epoch + 1}/{epochs}", data.train_batches.steps_per_epoch,
+            with (ProgressBar(f"epoch {epoch + 1}/{epochs}", per_epoch,
                               initial=progress.epoch_steps, shown=processes.is_main) as bar,
-                  memory_for("optim.max_batch_per_process", data.plan.micro_batch, processes.rank)):
-                for _ in train_epoch(
-                        state, forward, bar.over(steps, lambda: progress.note), lr_at=lr_at,
-                        keep_at=keep_at, amp=recipe.engine.amp, clip_norm=recipe.optim.clip_norm,
-                        every_steps=recipe.checkpoint.every_steps, processes=processes, stop=stop,
-                        record=record_step):
-                    save_last()
+                  memory_for("optim.max_batch_per_process", data.plan.micro_batch, processes.rank),
+                  closing(profiler.parts(bar.over(steps, lambda: progress.note),
+                                         range(progress.step, (epoch + 1) * per_epoch))) as parts):
+                for part in parts:                   # one, but where --profile looks at some steps
+                    for _ in train_epoch(
+                            state, forward, part, lr_at=lr_at, keep_at=keep_at,
+                            amp=recipe.engine.amp, clip_norm=recipe.optim.clip_norm,
+                            every_steps=recipe.checkpoint.every_steps, processes=processes,
+                            stop=stop, record=record_step):
+                        save_last()
             if evaluated and kept:
                 save_last()                          # so no accident of evaluation costs the epoch
             with memory_for("eval.batch_size", recipe.eval.batch_size, processes.rank):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -555,3 +556,57 @@ def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, e
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["model"]["top1"] == pytest.approx(metrics(straight)[-1]["val_top1"])
     assert found["ema"]["top1"] == pytest.approx(metrics(straight)[-1]["ema_top1"])
+
+
+# ---------------------------------------------------------------------------------------------
+# Under the profiler
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_under_the_profiler_is_the_run_without(train_program, stop_before, small_run, tmp_path,
+                                                     monkeypatch, capsys):
+    """Steps 9 to 11 of 12; also if it is stopped after step 10 and goes on with one of two left."""
+    straight, seen, stopped = tmp_path / "straight", tmp_path / "seen", tmp_path / "stopped"
+    assert train_program.main(small_run(straight)) == 0
+    assert train_program.main(small_run(seen, "--profile", "3")) == 0
+    assert_same_run(straight, seen)
+    assert (seen / "profile_000009.json.gz").exists()
+    lines = capsys.readouterr().out.splitlines()
+    title, = [number for number, line in enumerate(lines) if line.startswith("profile 3 step(s) from")]
+    largest = lines[title + 1:title + 11]
+    assert all(re.match(r" +\d+\.\d % +\d+\.\d{3} ms a step in [\d.]+ call\(s\): \S", line)
+               for line in largest)
+    assert lines[title + 11].startswith("epoch 3/3 ")
+    shares = [float(line.split("%")[0]) for line in largest]
+    assert shares == sorted(shares, reverse=True) and 50 < sum(shares) <= 100
+
+    with monkeypatch.context() as patch:
+        # Two epochs, the step before, the end of that part, the first step of those.
+        patch.setattr(train_program, "StopRequest", stop_before(2 * WAITS + 3))
+        assert train_program.main(small_run(stopped, "--profile", "3")) == 128 + signal.SIGTERM
+    assert checkpoint(stopped)["step"] == 10 and not list(stopped.glob("profile_*"))
+    assert train_program.main(["--resume", str(stopped), "--profile", "1"]) == 0
+    assert (stopped / "profile_000011.json.gz").exists()
+    assert_same_run(straight, stopped)
+
+
+@pytest.mark.parametrize("more, message", [
+    (["--profile", "5"], "--profile 5: expected at most 4, the steps of an epoch"),
+    (["--profile", "0"], "0: expected an integer ≥ 1 and < 101"),
+    (["--profile", "2", "--dry-run"], "--profile and --dry-run exclude each other")])
+def test_a_profile_that_cannot_be_is_one_line_before_the_run(train_program, small_run, tmp_path, capsys,
+                                                             more, message):
+    assert train_program.main(small_run(tmp_path / "run", *more)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_of_two_processes_the_main_one_looks(small_run, repository, tmp_path):
+    folder = tmp_path / "run"
+    arguments = small_run(folder, "--profile", "2", schedule__epochs="1",
+                          schedule__warmup_epochs="0")
+    result = subprocess.run([*TORCHRUN, str(repository / "train.py"), *arguments],
+                            capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("profile 2 step(s) from step 2 on") == 1
+    assert [path.name for path in folder.glob("profile_*")] == ["profile_000002.json.gz"]

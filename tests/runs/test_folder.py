@@ -64,6 +64,7 @@ def test_a_recipe_that_is_there_stays(tmp_path):
     ("metrics.jsonl", "already holds metrics.jsonl; choose another --out-dir", False),
     ("steps.jsonl", "already holds steps.jsonl; choose another --out-dir", False),
     ("best.pt", "already holds best.pt; choose another --out-dir", False),
+    ("profile_000010.json.gz", "already holds profile_000010.json.gz; choose another", False),
     ("epoch_0003.pt", "already holds epoch_0003.pt; choose another --out-dir", False),
     ("recipe.toml", "already holds recipe.toml, of a run without a checkpoint", True),
     ("run.json", "already holds run.json, of a run without a checkpoint", True)])

@@ -8,6 +8,7 @@
     previous.pt       the one before it, for the day that last.pt is damaged
     best.pt           the weights of the best epoch
     epoch_0007.pt     those of the epochs that checkpoint.keep_epochs names; 0: as initialised
+    profile_000010.json.gz  a trace of some steps from there on, where --profile asked for one
     run.lock          who writes here, see lock.py
 """
 
@@ -60,7 +61,8 @@ class RunFolder:
         """Names of the files that training left; a recipe and a start on record are none."""
         found = [path.name for path in (self.last, self.previous, self.best)
                  if os.path.exists(path)]
-        found += sorted(path.name for path in self.path.glob("epoch_*.pt"))
+        found += sorted(path.name for pattern in ("epoch_*.pt", "profile_*.json.gz")
+                        for path in self.path.glob(pattern))
         found += [lines.path.name for lines in (self.metrics, self.steps)
                   if os.path.exists(lines.path) and os.path.getsize(lines.path)]
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,8 +72,12 @@ def old_micro_batch(recipe: Recipe, processes: int) -> int:
                 if share % size == 0)
 
 
-def require_same_micro_batch(model: nn.Module, now: int, before: int) -> None:
-    """RecipeError where a run goes on in other micro-batches, and its model would notice."""
+def require_same_micro_batch(model: nn.Module, now: int, kept: Mapping[str, Any] | None) -> None:
+    """RecipeError where a run goes on in other micro-batches, and its model would notice.
+
+    kept: the checkpoint that it goes on from; None of a new run.
+    """
+    before = (kept or {}).get("micro_batch", now)
     if now != before and normalises_over_images(model):
         raise RecipeError(f"this run's BatchNorm has seen micro-batches of {before} images, and they "
                           f"would have {now} now; go on with as many processes and the same "

@@ -1,0 +1,109 @@
+"""Steps under the profiler are steps as any others, and what it saw is written and said."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from vitinit.messages import OneLineError
+from vitinit.train.distributed import Processes
+from vitinit.train.profile import StepProfiler, first_profiled, largest, write_trace
+
+
+@pytest.mark.parametrize("count, done, per_epoch, total, first", [
+    (3, 0, 97, 970, 10), (3, 100, 97, 970, 110),
+    (87, 0, 97, 970, 10), (88, 0, 97, 970, 97),      # the tenth would end in the second epoch
+    (3, 85, 97, 970, 97), (3, 84, 97, 970, 94),
+    (97, 0, 97, 970, 97), (97, 0, 97, 97, 0),        # an epoch whole, if need be the first
+    (5, 0, 7, 7, 2), (5, 0, 7, 14, 9), (1, 13, 7, 14, 13), (1, 0, 1, 3, 2), (1, 0, 1, 50, 10)])
+def test_the_steps_lie_in_one_epoch_after_ten_others_if_they_can(count, done, per_epoch, total,
+                                                                 first):
+    assert first_profiled(count, done=done, per_epoch=per_epoch, total=total) == first
+    assert done <= first and first // per_epoch == (first + count - 1) // per_epoch
+    assert first + count <= total
+
+
+@pytest.mark.parametrize("count, done, words", [
+    (8, 0, "--profile 8: expected at most 7, the steps of an epoch"),
+    (4, 11, "--profile 4: expected at most 3, the steps that the run has left"),
+    (1, 14, "--profile 1: expected at most 0, the steps that the run has left")])
+def test_more_steps_than_there_are_is_one_line(count, done, words):
+    with pytest.raises(OneLineError) as caught:
+        first_profiled(count, done=done, per_epoch=7, total=14)
+    assert str(caught.value) == words
+
+
+class Looking(StepProfiler):
+    """One whose profiler only says when it looks."""
+
+    looks = False
+
+    @contextlib.contextmanager
+    def _profiler(self):
+        self.looks = True
+        yield self
+        self.looks = False
+
+    def _report(self, profiler):
+        self.say("report")
+
+
+@pytest.mark.parametrize("rank, seen", [(0, [29, 30, 31]), (1, [])])
+def test_each_step_comes_once_in_order_and_the_middle_part_under_the_profiler(rank, seen):
+    """Epochs of 19 steps, of which the run has 21 behind it."""
+    said = []
+    profiler = Looking(3, done=19, per_epoch=19, total=57, folder=Path(), say=said.append,
+                       processes=Processes(rank, 0, 2, torch.device("cpu")))
+    came, under = [], []
+    for numbers in (range(21, 38), range(38, 57)):
+        for part in profiler.parts(iter(numbers), numbers):
+            for number in part:
+                came.append(number)
+                under += [number] * profiler.looks
+    assert came == list(range(21, 57)) and under == seen
+    assert said == ["report"] * (rank == 0)
+
+
+def test_the_largest_on_a_gpu_are_its_kernels_alone():
+    """An operator has its kernels' time, too, and so has an annotation around them."""
+    def event(key, kind, microseconds, count=2, annotation=False):
+        return SimpleNamespace(key=key, device_type=kind, self_device_time_total=microseconds,
+                               self_cpu_time_total=1e9, count=count, is_user_annotation=annotation)
+    kernels = [event(f"kernel {number}<void>", DeviceType.CUDA, 100.0 * number)
+               for number in range(1, 12)]
+    events = [*kernels, event("aten::mm", DeviceType.CPU, 6600.0),
+              event("Optimizer.step#AdamW.step", DeviceType.CUDA, 6600.0, annotation=True)]
+    lines = largest(SimpleNamespace(key_averages=lambda: events), 2, torch.device("cuda"))
+    assert len(lines) == 10 and [line.split(": ")[1] for line in lines] == [
+        f"kernel {number}<void>" for number in range(11, 1, -1)]
+    assert lines[0] == "    16.7 %       0.550 ms a step in 1 call(s): kernel 11<void>"
+
+
+def test_a_trace_that_cannot_be_written_costs_no_training(tmp_path, capsys):
+    profiler = StepProfiler(1, done=0, per_epoch=2, total=2, folder=tmp_path / "gone", say=print,
+                            processes=Processes(0, 0, 1, torch.device("cpu")))
+    came = []
+    for part in profiler.parts(range(2), range(2)):
+        came += [torch.ones(3) @ torch.ones(3) for _ in part]
+    assert len(came) == 2
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"warning {tmp_path / 'gone'}/profile_000001.json.gz: cannot be written")
+    assert "call(s): aten::dot" in printed
+
+
+def test_a_trace_shows_the_operations_of_its_steps(tmp_path):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
+                                acc_events=True) as profiler:
+        torch.ones(3, 5) @ torch.ones(5, 7)
+    write_trace(profiler, tmp_path / "trace.json.gz")
+    with gzip.open(tmp_path / "trace.json.gz") as file:
+        names = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert {"aten::mm", "aten::ones"} <= names
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
