@@ -78,17 +78,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=integer(0, 2**63), help="run.seed")
     parser.add_argument("--resume", metavar="RUN",
                         help="continue the run in this folder; 'auto': the one in --out-dir if any")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="build everything, print it, run one forward pass, write nothing")
-    parser.add_argument("--profile", type=integer(1, MOST_PROFILED + 1), default=0, metavar="N",
-                        help="write a profiler's trace of N steps after warm-up into the run's "
-                             f"folder and name the {LARGEST} largest operations")
+    how = parser.add_mutually_exclusive_group()      # a dry run has no steps to look at
+    how.add_argument("--dry-run", action="store_true",
+                     help="build everything, print it, run one forward pass, write nothing")
+    how.add_argument("--profile", type=integer(1, MOST_PROFILED + 1), default=0, metavar="N",
+                     help="write a profiler's trace of N steps after warm-up into the run's "
+                          f"folder and name the {LARGEST} largest operations")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="override any key of the recipe; may be repeated")
-    args = parser.parse_args(arguments)
-    if args.profile and args.dry_run:
-        parser.error("--profile and --dry-run exclude each other; a dry run takes no step")
-    return args
+    return parser.parse_args(arguments)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from vitinit.train.distributed import LaunchError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FLAGS = ["--recipe", "--init", "--data-dir", "--out-dir", "--seed", "--resume", "--dry-run",
-         "--set"]
+         "--profile", "--set"]
 MISSPELT = ["--recipe", "quickstart", "--set", "schedule.epoch=3"]
 COMPLAINT = ("train.py: --set schedule.epoch=3: [schedule] has no key 'epoch'; "
              "did you mean 'epochs'?")
@@ -95,13 +95,15 @@ def test_the_flags_arrive_under_their_names(train_program):
         "--recipe", "a", "--init", "b", "--data-dir", "c", "--out-dir", "d", "--seed", "5",
         "--resume", "auto", "--dry-run", "--set", "run.seed=1", "--set", "run.seed=2"])
     assert vars(args) == dict(recipe="a", init="b", data_dir="c", out_dir=Path("d"), seed=5,
-                              resume="auto", dry_run=True, set=["run.seed=1", "run.seed=2"])
+                              resume="auto", dry_run=True, profile=0,
+                              set=["run.seed=1", "run.seed=2"])
+    assert train_program.parse_arguments(["--profile", "7"]).profile == 7
 
 
 def test_without_flags_nothing_is_set(train_program):
     assert vars(train_program.parse_arguments([])) == dict(
         recipe=None, init=None, data_dir=None, out_dir=None, seed=None, resume=None, dry_run=False,
-        set=[])
+        profile=0, set=[])
 
 
 @pytest.mark.parametrize("flag", FLAGS)

@@ -134,7 +134,7 @@ def test_the_steps_on_record_are_those_of_a_run_that_never_stopped(
     longer = dict(schedule__epochs="8")
     assert train_program.main(small_run(straight, **longer)) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(train_program, "StopRequest", stop_before(3 * WAITS + 2))
+        patch.setattr(train_program, "StopRequest", stop_before(3 * WAITS + 6))
         assert train_program.main(small_run(stopped, **longer)) == 128 + signal.SIGTERM
     assert [row["step"] for row in steps(stopped)] == [10]
     with open(stopped / "steps.jsonl", "a") as file:
@@ -581,8 +581,8 @@ def test_a_run_under_the_profiler_is_the_run_without(train_program, stop_before,
     assert shares == sorted(shares, reverse=True) and 50 < sum(shares) <= 100
 
     with monkeypatch.context() as patch:
-        # Two epochs, the step before, the end of that part, the first step of those.
-        patch.setattr(train_program, "StopRequest", stop_before(2 * WAITS + 3))
+        # Two epochs, the three micro-batches of step 8, the end of that part, those of step 9.
+        patch.setattr(train_program, "StopRequest", stop_before(2 * WAITS + 7))
         assert train_program.main(small_run(stopped, "--profile", "3")) == 128 + signal.SIGTERM
     assert checkpoint(stopped)["step"] == 10 and not list(stopped.glob("profile_*"))
     assert train_program.main(["--resume", str(stopped), "--profile", "1"]) == 0
@@ -593,7 +593,7 @@ def test_a_run_under_the_profiler_is_the_run_without(train_program, stop_before,
 @pytest.mark.parametrize("more, message", [
     (["--profile", "5"], "--profile 5: expected at most 4, the steps of an epoch"),
     (["--profile", "0"], "0: expected an integer ≥ 1 and < 101"),
-    (["--profile", "2", "--dry-run"], "--profile and --dry-run exclude each other")])
+    (["--profile", "2", "--dry-run"], "argument --dry-run: not allowed with argument --profile")])
 def test_a_profile_that_cannot_be_is_one_line_before_the_run(train_program, small_run, tmp_path, capsys,
                                                              more, message):
     assert train_program.main(small_run(tmp_path / "run", *more)) == 2
