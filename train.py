@@ -275,8 +275,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
     keep_at = drop_path_of(model, recipe)
     flops = training_flops(model, data.plan.micro_batch, recipe.data.image_size)
     profiler = StepProfiler(args.profile, done=progress.step, per_epoch=per_epoch,
-                            total=epochs * per_epoch, folder=folder.path, processes=processes,
-                            say=say)
+                            total=epochs * per_epoch, folder=folder.path, processes=processes, say=say)
     set_precision(recipe.engine.tf32)
     tune_convolutions(model)
     forward, measured = wrapped(state, recipe, processes)
