@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +145,13 @@ def test_training_batches_are_those_of_the_workers_to_the_bit(folder, workers, w
             assert a.dtype == b.dtype and np.array_equal(a, b)
         seen += len(mine.labels)
     assert seen == 3 * len(theirs)
+
+
+def test_workers_that_only_draw_are_not_sent_the_images():
+    source = in_memory(count=101)
+    sent, whole = (len(pickle.dumps(TrainViews(source, DRAWS, decode=decode)))
+                   for decode in (False, True))
+    assert sent < 3_000 < source.pictures.nbytes < whole
 
 
 def weights_of_a_run(train_program, arguments: list[str], folder: Path) -> dict[str, Tensor]:

@@ -44,7 +44,8 @@ class TrainViews(Dataset):
     """
 
     def __init__(self, source: Source, draws: SampleDraws, *, decode: bool = True) -> None:
-        self.source, self.draws, self.decode = source, draws, decode
+        self.draws, self.decode, self.labels = draws, decode, source.labels
+        self.source = source if decode else None     # nor are workers sent what they need not decode
 
     def __getitem__(self, key: SampleKey) -> tuple[Tensor, int, Draws]:
         """One sample alone: (3, H, W) or (4,), its label, its draws."""
@@ -55,7 +56,7 @@ class TrainViews(Dataset):
         """What the loader asks for: a whole batch, whose draws cost a third of what each alone does."""
         indices = np.array([key.index for key in keys])                  # (B,)
         images = self._views(keys) if self.decode else self._windows(keys, indices)
-        return TrainBatch(images, torch.from_numpy(self.source.labels[indices]),
+        return TrainBatch(images, torch.from_numpy(self.labels[indices]),
                           self.draws.batch_for_device(keys))
 
     def _views(self, keys: Sequence[SampleKey]) -> Tensor:
