@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from functools import partialmethod
@@ -31,7 +33,7 @@ from vitinit.train.ema import Ema
 
 # What items of other processes do; each is a function of a module that they can import.
 ITEMS_MODULE = '''
-import os, signal, subprocess, sys, time
+import multiprocessing, os, signal, subprocess, sys, time
 from vitinit.bench.item import Skipped
 
 def passes(conditions):
@@ -41,7 +43,8 @@ def passes(conditions):
     with open(calls, "a") as file:
         file.write("x")
     (conditions.scratch / "left").write_text("behind")
-    return [{"calls": len(calls.read_text()), "process": os.getpid()}]
+    return [{"calls": len(open(calls).read()), "process": os.getpid(),
+             "starts by": multiprocessing.get_start_method()}]
 
 def skips(conditions):
     raise Skipped("there is no such thing here")
@@ -105,9 +108,11 @@ def test_no_item_ends_the_rest_and_a_second_call_goes_on(items, tmp_path, monkey
     assert found == {
         "passes": (PASSED, ""), "skips": (SKIPPED, "there is no such thing here"),
         "disagrees": (FAILED, "3 is not 5"),
-        "raises": (FAILED, "IndexError: list index out of range (bench_items.py:22)"),
+        "raises": (FAILED, "IndexError: list index out of range (bench_items.py:23)"),
         "crashes": (FAILED, "its process ended by SIGSEGV"), "leaves": (FAILED, "SystemExit: 3 "
-                                                                       "(bench_items.py:28)")}
+                                                                       "(bench_items.py:29)")}
+    passed, = report(out)["items"]["passes"]["rows"]
+    assert passed["calls"] == 1 and passed["starts by"] == multiprocessing.get_start_method()
     assert "what it said before" in (out / "log.txt").read_text()
     # What the one that hung had started is ended with it, and nothing is left behind.
     assert gone(int((out / "left.pid").read_text()))
@@ -129,6 +134,30 @@ def test_what_is_over_is_not_repeated(tmp_path):
     for again, over in ((False, [PASSED, SKIPPED, FAILED]), (True, [PASSED, SKIPPED])):
         assert [name for name in [*record.outcomes, "never run"]
                 if record.is_over(name, again=again)] == over
+
+
+def test_nothing_outlives_a_call_that_is_killed(items, tmp_path):
+    """Else it would hold the GPU of the next call."""
+    program = ("import sys; from pathlib import Path; from vitinit.bench.item import Item\n"
+               "from vitinit.bench.everything import bench_all\n"
+               "if __name__ == '__main__':\n"
+               f"    sys.path.insert(0, {str(tmp_path / 'modules')!r}); import bench_items\n"
+               "    item = Item('hangs', 'check', bench_items.hangs)\n"
+               f"    bench_all([item], Path({str(tmp_path / 'out')!r}), photographs=None, minutes=5)")
+    (tmp_path / "call.py").write_text(program)
+    call = subprocess.Popen([sys.executable, tmp_path / "call.py"], cwd=runs.REPOSITORY,
+                            env=os.environ | {"PYTHONPATH": str(runs.REPOSITORY)})
+    left = tmp_path / "out" / "left.pid"
+    while not (left.exists() and left.read_text()):
+        assert call.poll() is None
+        time.sleep(0.05)
+    call.kill()
+    call.wait()
+    for _ in range(200):
+        if gone(int(left.read_text())):
+            return
+        time.sleep(0.05)
+    pytest.fail("what the item had started is still there")
 
 
 def test_an_item_that_wants_to_be_alone_is(items, tmp_path):

@@ -183,7 +183,7 @@ def augmentation_share(conditions: Conditions) -> list[Row]:
 def loader_fed(conditions: Conditions) -> list[Row]:
     """A step fed from JPEG files with DeiT's augmentation against the synthetic one, by workers."""
     name = "vit_small" if conditions.on_gpu else "vit_tiny"
-    batch = batch_for(name, conditions)
+    batch = 512 if conditions.on_gpu else 4
     some, what = photographs(conditions, 2000)
     bench = StepBench(name, batch=batch, image_size=SIZE, amp=amp_on(conditions),
                       compiled=conditions.on_gpu)

@@ -19,7 +19,7 @@ from ..data.sampler import TrainSampler, plan_batches
 from ..init import init_weights
 from ..models import build_model
 from ..train.device import describe_device, peak_memory
-from ..train.engine import AMP_DTYPES, autocast, set_precision
+from ..train.engine import AMP_DTYPES, autocast, set_precision, tune_convolutions
 from ..train.optim import adamw
 from ..train.state import TrainState
 from ..train.throughput import TIMED_PASSES, WARMUP_PASSES, training_flops
@@ -44,6 +44,7 @@ class StepBench:
             model = build_model(name, num_classes=CLASSES, image_size=image_size)
             init_weights(model, "default", generator=torch.Generator().manual_seed(0))
         self.model = model.to(self.device)
+        tune_convolutions(model)
         self.forward = torch.compile(self.model) if compiled else self.model
         self.state = state_of(self.model, adamw(self.model, **OPTIMISER))
         self.part = synthetic_batch(batch, image_size, self.device)

@@ -43,7 +43,8 @@ class Worker:
         """log: where everything goes that items and the libraries below print."""
         self.connection, theirs = SPAWN.Pipe()
         self.lifeline, their_lifeline = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=serve, args=(theirs, their_lifeline, log))
+        self.process = SPAWN.Process(target=serve, args=(
+            theirs, their_lifeline, log, multiprocessing.get_start_method()))
         self.process.start()
         theirs.close()
         their_lifeline.close()
@@ -94,9 +95,10 @@ class Worker:
 # ---------------------------------------------------------------------------------------------
 
 
-def serve(connection: Connection, lifeline: Connection, log: Path) -> None:
-    """Items one after another, as they come."""
+def serve(connection: Connection, lifeline: Connection, log: Path, start_method: str) -> None:
+    """Items one after another, as they come. start_method: of the processes that these start."""
     os.setpgid(0, 0)
+    multiprocessing.set_start_method(start_method, force=True)       # else they are spawned, too
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 1)

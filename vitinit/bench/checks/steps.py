@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..memory import saved_bytes
+from ...models import build_model
 from ...train.ema import Ema
 from ...train.engine import autocast, evaluate, set_precision
 from ...train.interruption import StopRequest
@@ -139,7 +140,7 @@ def compiled(conditions: Conditions) -> list[Row]:
     set_precision(tf32=False)
     rows = []
     for name in FAMILIES if conditions.on_gpu else ["vit_tiny"]:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         model = small_model(name)
         eager, _ = gradients(model, conditions.place)
         found, _ = gradients(model, conditions.place, compiled=True)
@@ -237,9 +238,8 @@ def peak_memory(conditions: Conditions) -> list[Row]:
     """
     if not conditions.on_gpu:
         raise Skipped("a CPU does not count what it holds")
-    from ...models import build_model
     device, rows = conditions.place, []
-    for name in ("deit_tiny", "swin_tiny", "mixer_b16", "convmixer_768_32"):
+    for name in ("vit_tiny", "swin_tiny", "mixer_b16", "convmixer_768_32"):
         model = build_model(name, num_classes=1000, image_size=224)
         images = torch.zeros(16, 3, 224, 224, device=device)
         model.to(device)
