@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from vitinit.figures import __main__ as figures
+from vitinit.figures import curves
 from vitinit.figures.curves import draw_curves
 from vitinit.runs.groups import finished_groups
 
@@ -61,6 +66,72 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_from_lowest_to_high
     corners = {tuple(corner) for corner in axis.collections[0].get_paths()[0].vertices.tolist()}
     assert corners == {(1.0, 10.0), (1.0, 26.0), (3.0, 50.0), (3.0, 58.0)}
     assert axis.get_title() == "Top-1 by epoch: mean over seeds, band from lowest to highest"
+
+
+# ---------------------------------------------------------------------------------------------
+# Curves of steps
+# ---------------------------------------------------------------------------------------------
+
+
+def with_steps(folder: Path, losses: list[float], **values: list[float | None]) -> Path:
+    """The run, with a line of steps for each of these losses."""
+    rows = [{"step": 10 * number, "loss": loss, "lr": 1e-3 * number, "grad_norm": 0.5 + number,
+             "scale": None, "images_per_second": 100.0, "waiting": 0.25}
+            | {key: column[number - 1] for key, column in values.items()}
+            for number, loss in enumerate(losses, 1)]
+    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def panels(monkeypatch) -> list:
+    """The axes of the figures that were saved."""
+    found: list = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig",
+                        lambda figure, *_, **__: found.extend(figure.axes))
+    return found
+
+
+def test_steps_are_drawn_as_far_as_all_seeds_of_a_group_have_come(tmp_path, written_run, panels):
+    """Also of runs that go on; where fp16 overflowed there is no gradient norm."""
+    run("curves", "--steps", "--out", tmp_path / "steps.png",
+        with_steps(written_run("a-0", [1.0], epochs=9, init="impulse"), [3.0, 2.0, 1.0]),
+        with_steps(written_run("a-1", [1.0], epochs=9, init="impulse", seed=1), [5.0, 3.0],
+                   grad_norm=[None, 4.5]),
+        with_steps(written_run("b-0", [1.0, 2.0], epochs=9), [7.0]))
+    loss, lr, norm = panels
+    assert [axis.get_title() for axis in panels] == ["training loss", "learning rate",
+                                                     "gradient norm"]
+    assert [line.get_label() for line in loss.lines] == ["impulse (2 seeds)", "default (1 seed)"]
+    assert loss.lines[0].get_xydata().tolist() == [[10.0, 4.0], [20.0, 2.5]]
+    assert loss.lines[1].get_xydata().tolist() == [[10.0, 7.0]]
+    corners = {tuple(corner) for corner in loss.collections[0].get_paths()[0].vertices.tolist()}
+    assert corners == {(10.0, 3.0), (10.0, 5.0), (20.0, 2.0), (20.0, 3.0)}
+    assert lr.lines[0].get_ydata().tolist() == [1e-3, 2e-3]
+    first, second = norm.lines[0].get_ydata().tolist()
+    assert math.isnan(first) and second == 3.5
+
+
+def test_a_long_line_is_of_means_over_neighbours(tmp_path, written_run, panels, monkeypatch):
+    monkeypatch.setattr(curves, "POINTS", 3)
+    run("curves", "--steps", "--out", tmp_path / "steps.png",
+        with_steps(written_run("a", [1.0]), [1.0, 2.0, 6.0, 4.0, 5.0, 9.0, 8.0],
+                   grad_norm=[None, None, None, 2.0, None, 4.0, None]))
+    loss, _, norm = panels
+    assert loss.lines[0].get_xydata().tolist() == [[20.0, 3.0], [50.0, 6.0], [70.0, 8.0]]
+    first, second, third = norm.lines[0].get_ydata().tolist()
+    assert math.isnan(first) and second == 3.0 and math.isnan(third)
+
+
+@pytest.mark.parametrize("text, words", [
+    (None, "a: no steps on record to draw; steps.jsonl has a line from the tenth on"),
+    ('{"step": 10, "loss": 1.0}\n', "steps.jsonl: line 1 lacks 'lr', so it is no run's"),
+    ('{"step": 10, "loss": "1"}\n', "steps.jsonl: line 1 has '1' for 'loss', so it is no run's")])
+def test_steps_that_cannot_be_drawn_are_one_line(tmp_path, written_run, capsys, text, words):
+    folder = written_run("a", [1.0])
+    if text is not None:
+        (folder / "steps.jsonl").write_text(text)
+    assert words in refusal(capsys, "curves", "--steps", folder, "--out", tmp_path / "x.png")
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path, capsys):

@@ -9,6 +9,7 @@
     python -m vitinit.figures spectrum --recipe deit_tiny --data-dir photographs --out spectrum.png
     python -m vitinit.figures filters --recipe cifar10_convmixer --init impulse --out filters.png
     python -m vitinit.figures curves RUN [RUN …] --out curves.png
+    python -m vitinit.figures curves --steps RUN [RUN …] --out steps.png
     python -m vitinit.figures operations photograph.jpg --out operations.png
     python -m vitinit.figures batch --data-dir photographs --out batch.png
 
@@ -25,10 +26,10 @@ from pathlib import Path
 
 from ..command_line import Parser, integer, one_of, real, run_program
 from ..init import INITS
-from ..runs.groups import finished_groups
+from ..runs.groups import finished_groups, group_runs, read_run
 from .attention import draw_attention
 from .augmentation import draw_batch, draw_operations
-from .curves import draw_curves
+from .curves import draw_curves, draw_steps
 from .equivariance import draw_equivariance
 from .kernels import draw_filters, draw_kernels
 from .maps import KINDS, draw_maps
@@ -119,8 +120,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     filters.add_argument("--blocks", nargs="+", type=index, default=[0])
     filters.add_argument("--columns", nargs="+", type=index, default=[0, 1, 2],
                          help="channels or heads, default: the first three")
-    curves = figure("curves", "validation top-1 of runs by epoch")
+    curves = figure("curves", "validation top-1 of finished runs by epoch, or how steps went")
     curves.add_argument("runs", nargs="+", type=Path)
+    curves.add_argument("--steps", action="store_true",
+                        help="loss, learning rate and gradient norm by step, also of runs that go on")
     operations = figure("operations", "a photograph under each of RandAugment's")
     operations.add_argument("picture", type=Path)
     operations.add_argument("--magnitude", type=real(minimum=0.0, maximum=10.0), default=9.0)
@@ -161,6 +164,8 @@ def draw(args: argparse.Namespace) -> None:
         draw_spectrum(args.out, subjects(args), folder=args.data_dir, count=args.count)
     elif args.figure == "filters":
         draw_filters(args.out, subjects(args), blocks=args.blocks, columns=args.columns)
+    elif args.figure == "curves" and args.steps:
+        draw_steps(args.out, group_runs([read_run(path) for path in args.runs]))
     elif args.figure == "curves":
         groups, unfinished = finished_groups(args.runs)
         for line in unfinished:

@@ -20,6 +20,7 @@ from ..recipe.sections import MACHINE_KEYS, Recipe
 from ..recipe.upgrade import processes_of, upgraded
 from ..recipe.values import describe, shown, to_toml
 from ..train.checkpoint import CheckpointError
+from ..train.metrics import StepRow
 from .folder import RunFolder
 from .records import LATER, METRICS
 
@@ -151,8 +152,23 @@ def read_run(path: Path) -> Run:
     return Run(path, _recipe_name(starts), keys, rows, starts)
 
 
+def read_steps(run: Run) -> list[dict[str, Any]]:
+    """steps.jsonl: one row per ten steps, see StepRow; none of a run of earlier days.
+
+    Raises CheckpointError as `read_run` does.
+    """
+    lines = RunFolder(run.path).steps
+    rows = lines.rows()
+    for number, row in enumerate(rows, 1):
+        for name in StepRow._fields:
+            problem = _problem(name, row)
+            if problem:
+                raise CheckpointError(f"{lines.path}: line {number} {problem}, so it is no run's")
+    return rows
+
+
 def _problem(name: str, row: Mapping[str, Any]) -> str | None:
-    """What is wrong with a metric: it is a number, or null where nothing was measured."""
+    """What is wrong with a value: it is a number, or null where nothing was measured."""
     if name not in row:
         return None if name in LATER else f"lacks '{name}'"
     value = row[name]

@@ -1,0 +1,94 @@
+"""The page of this room names every file and column, and its lines for other people's boards run."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from vitinit.figures.__main__ import parse_arguments
+from vitinit.runs import folder as room
+from vitinit.runs.records import METRICS
+from vitinit.train.metrics import StepRow
+
+PAGE = Path(room.__file__).with_name("README.md").read_text(encoding="utf-8")
+RUN = "runs/quickstart-impulse-s0"
+ROWS = [StepRow(10, 2.5, 1e-3, None, 1024.0, 300.0, 0.25)._asdict(),
+        StepRow(20, 2.0, 2e-3, 0.5, None, 310.0, 0.125)._asdict()]
+WRITTEN = [{"step": 10, "loss": 2.5, "lr": 1e-3, "scale": 1024.0, "images_per_second": 300.0,
+            "waiting": 0.25},
+           {"step": 20, "loss": 2.0, "lr": 2e-3, "grad_norm": 0.5, "images_per_second": 310.0,
+            "waiting": 0.125}]
+
+
+class Board:
+    """What both services' objects are called for."""
+
+    def __init__(self, *names: str, **options: str) -> None:
+        self.names = [*names, *options.values()]
+        self.rows: dict[int, dict] = {}
+        self.closed = False
+
+    def add_scalar(self, key: str, value: float, step: int) -> None:
+        assert isinstance(value, float)
+        self.rows.setdefault(step, {"step": step})[key] = value
+
+    def log(self, row: dict, step: int) -> None:
+        self.rows[step] = row
+
+    def __enter__(self) -> Board:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def boards(tmp_path, monkeypatch) -> list[Board]:
+    """Those that were opened, in a folder with the page's run, by modules that stand in for theirs."""
+    opened: list[Board] = []
+
+    def board(*names: str, **options: str) -> Board:
+        opened.append(Board(*names, **options))
+        return opened[-1]
+    tensorboard, wandb = ModuleType("torch.utils.tensorboard"), ModuleType("wandb")
+    tensorboard.SummaryWriter, wandb.init = board, board
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    monkeypatch.setattr("torch.utils.tensorboard", tensorboard, raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / RUN).mkdir(parents=True)
+    (tmp_path / RUN / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return opened
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_five_lines_send_the_steps_to_tensorboard_and_to_weights_and_biases(boards):
+    programs = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert len(programs) == 2
+    for program in programs:
+        assert len(program.splitlines()) <= 5
+        exec(program, {})
+    tensorboard, wandb = boards
+    assert tensorboard.names == ["board/quickstart-impulse-s0"]
+    assert wandb.names == ["vitinit", "quickstart-impulse-s0"]
+    for board in boards:
+        assert board.closed and list(board.rows.values()) == WRITTEN
+
+
+def test_every_file_and_column_is_named():
+    files = re.findall(r"^    (\S+\.\S+) ", room.__doc__, flags=re.MULTILINE)
+    assert len(files) >= 9
+    for name in set(files) - {"run.lock"} | set(METRICS) | set(StepRow._fields):
+        assert f"`{name}`" in PAGE, name
+    for path in Path(room.__file__).parent.glob("[a-z]*.py"):
+        assert f"`{path.name}`" in PAGE, path.name
+
+
+def test_its_command_is_one(tmp_path):
+    command, = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert parse_arguments(command.split()[3:]).steps
