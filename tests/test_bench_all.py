@@ -17,6 +17,8 @@ import torch.nn.functional as F
 
 from vitinit.bench import __main__ as bench
 from vitinit.bench import record as record_module
+from vitinit.bench import speeds
+from vitinit.bench import step as step_room
 from vitinit.bench.checks import runs, steps
 from vitinit.bench.everything import Workers, bench_all, run_within
 from vitinit.bench.item import Conditions, Goal, Item
@@ -346,6 +348,74 @@ def test_a_check_fails_where_what_it_checks_is_broken(name, tmp_path, monkeypatc
 
 def test_every_quick_check_is_broken_once():
     assert {name.split()[0] for name in BREAKS} == {item.name for item in QUICK} | {"compiled"}
+
+
+def test_a_batch_that_does_not_fit_is_halved():
+    tried = []
+
+    def measure(batch: int) -> int:
+        tried.append(batch)
+        if batch > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return batch
+    assert speeds.as_large_as_fits(measure, 13) == 3 and tried == [13, 6, 3]
+    with pytest.raises(torch.OutOfMemoryError):
+        speeds.as_large_as_fits(lambda batch: measure(7), 2)
+
+
+class Clocked(torch.nn.Module):
+    """A model under whose clock forward pass n takes `seconds[n]`."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        super().__init__()
+        self.seconds, self.now = iter(seconds), 0.0
+        self.head = torch.nn.Linear(3 * 2 * 2, 5)
+
+    def forward(self, images):
+        self.now += next(self.seconds)
+        return self.head(images.flatten(1))
+
+
+def test_a_step_is_timed_without_what_comes_before_and_after(monkeypatch):
+    """In the engine, whose epoch ends with a look at all weights, and in a bare loop."""
+    part = torch.zeros(2, 3, 2, 2), torch.eye(5)[:2]
+    for bare in (False, True):
+        model = Clocked([1000.0, 1000.0, 2.0, 3.0, 7.0, 500.0])
+        monkeypatch.setattr(step_room.time, "perf_counter", lambda model=model: model.now)
+        monkeypatch.setattr(step_room, "passes_on", lambda device: (2, 3))
+        if bare:
+            seconds = step_room.bare_seconds(model, part, amp="off", compiled=False,
+                                             wait=lambda: None)
+        else:
+            steps_given = (step_room.GivenStep(number, [part]) for number in range(10))
+            seconds = step_room.engine_seconds(
+                step_room.state_of(model, torch.optim.SGD(model.parameters(), lr=1.0)), model,
+                steps_given, amp="off", passes=(2, 3), wait=lambda: None)
+        assert seconds == 4.0
+
+
+def test_speeds_are_measured(monkeypatch, tmp_path, picture_tree):
+    """At a small size; a GPU's ways, compiling aside, are gone as well."""
+    monkeypatch.setattr(speeds, "SIZE", 32)
+    monkeypatch.setattr(speeds, "BATCHES", {"vit_tiny": (2, 2), "vit_base": (2, 2)})
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    here = Conditions("cpu", tmp_path, picture_tree)
+    eager, compiled = speeds.step("vit_tiny", here)
+    assert eager["way"] == "eager, amp off" and compiled["way"] == "compiled, amp off"
+    assert eager["images/s"] == pytest.approx(2e3 / eager["ms a step"])
+    share, = speeds.augmentation_share(here)
+    assert share["% of the step"] == pytest.approx(100 * share["all, ms"] / share["step, ms"])
+    fed = speeds.loader_fed(here)
+    assert [row["workers"] for row in fed][:2] == [0, 1]
+    assert all(row["fed/synthetic"] == pytest.approx(
+        row["fed, images/s"] / row["synthetic, images/s"]) for row in fed)
+    assert fed[0]["images"] == "72 of the given photographs"
+    assert speeds.photographs(Conditions("cpu", tmp_path), 7)[1] == "100 drawn JPEGs of 500×375"
+    parts = {row["part"]: row["operations beside views"] for row in speeds.launches(here)}
+    assert 0 < parts["augmentation"] < 400 < parts["forward, backward, optimiser, EMA"]
+    assert len(speeds.host_time(here)) == 2
+    assert {row["draws in batches of 256"] for row in speeds.draws(here)} == {
+        "crop and flip", "RandAugment and erasing"}
 
 
 def test_a_run_is_stopped_resumed_and_compared(tmp_path, monkeypatch):

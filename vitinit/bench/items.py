@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from . import speeds
-from .checks import images, runs, steps
+from .checks import images, needs, runs, steps
 from .item import Goal, Item
 
 CHECKS = (
@@ -21,10 +21,10 @@ CHECKS = (
     Item("moving_average", "check", steps.moving_average),
     Item("micro_batches", "check", steps.micro_batches),
     Item("channels_last", "check", steps.channels_last),
-    Item("no_waiting", "check", steps.no_waiting),
+    Item("no_waiting", "check", needs.no_waiting),
     Item("resume", "check", runs.resume, seconds=(60, 40)),
     Item("compiled", "check", steps.compiled, seconds=(120, 40), alone=True),
-    Item("peak_memory", "check", steps.peak_memory, seconds=(20, 10)),
+    Item("peak_memory", "check", needs.peak_memory, seconds=(20, 10)),
     Item("two_processes", "check", runs.two_processes, seconds=(40, 25)),
 )
 SPEEDS = (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -19,6 +21,7 @@ from ..data.sampler import TrainSampler, plan_batches
 from ..init import init_weights
 from ..models import build_model
 from ..train.device import describe_device, peak_memory
+from ..train.ema import Ema
 from ..train.engine import AMP_DTYPES, autocast, set_precision, tune_convolutions
 from ..train.optim import adamw
 from ..train.state import TrainState
@@ -97,6 +100,29 @@ def engine_seconds(state: TrainState, forward: Callable[..., Tensor], steps: Ite
     train_on(state, itertools.islice(steps, warmup + count + 1), forward=forward, lr=at_beginning,
              amp=amp)
     return (beginnings[warmup + count] - beginnings[warmup]) / count
+
+
+def host_milliseconds(*, amp: str, compiled: bool, steps: int = 200) -> float:
+    """CPU time of a step of ViT-T's operations, the moving average included; the median step.
+
+    Its width is 12 and its images are two of 8×8, so that python and dispatch are all there is: a
+    GPU would wait for them where its own work takes less. CPU time, since others use the machine, too.
+    """
+    device, _ = device_to_time()
+    model = build_model("vit_tiny", num_classes=7, image_size=8, patch_size=4, embed_dim=12,
+                        num_heads=3).to(device)
+    forward = torch.compile(model) if compiled else model
+    state = state_of(model, adamw(model, **OPTIMISER), ema=Ema(model, decay=0.999, warmup=False))
+    part = torch.randn(2, 3, 8, 8, device=device), torch.eye(7, device=device)[:2]
+    moments: list[float] = []
+
+    def at_beginning(number: int) -> float:
+        moments.append(time.process_time())
+        return RATE
+    train_on(state, [GivenStep(number, [part]) for number in range(WARMUP_PASSES + steps)],
+             forward=forward, lr=at_beginning, amp=amp)
+    return 1e3 * statistics.median(
+        after - before for before, after in pairwise(moments[WARMUP_PASSES:]))
 
 
 def bare_seconds(model: nn.Module, part: Part, *, amp: str, compiled: bool,

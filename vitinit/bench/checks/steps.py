@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import torch
 from torch import Tensor, nn
 
-from ..memory import saved_bytes
-from ...models import build_model
 from ...train.ema import Ema
-from ...train.engine import autocast, evaluate, set_precision
+from ...train.engine import evaluate, set_precision
 from ...train.interruption import StopRequest
 from ...train.optim import adamw
-from ..item import Conditions, Row, Skipped
+from ..item import Conditions, Row
 from ..training import GivenStep, alone, state_of, train_on
 from .families import CLASSES, FAMILIES, batch_of, keep_of, small_model
 
@@ -205,7 +202,7 @@ def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------
-# Evaluation, and what a step needs
+# Evaluation
 # ---------------------------------------------------------------------------------------------
 
 
@@ -229,59 +226,3 @@ def evaluation(conditions: Conditions) -> list[Row]:
         assert row["loss apart"] < 1e-5 * theirs.loss, row
         rows.append(row)
     return rows
-
-
-def peak_memory(conditions: Conditions) -> list[Row]:
-    """What `bench memory` counts for the backward pass is what a GPU holds, within 0.8 to 1.6 times.
-
-    Beside it a GPU holds what kernels need for a moment, and rounds each tensor up.
-    """
-    if not conditions.on_gpu:
-        raise Skipped("a CPU does not count what it holds")
-    device, rows = conditions.place, []
-    for name in ("vit_tiny", "swin_tiny", "mixer_b16", "convmixer_768_32"):
-        model = build_model(name, num_classes=1000, image_size=224)
-        images = torch.zeros(16, 3, 224, 224, device=device)
-        model.to(device)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        with autocast(device, "bf16"):
-            loss = model(images).float().square().mean()
-        held = torch.cuda.memory_allocated() - before
-        loss.backward()
-        counted = saved_bytes(model, images, "bf16")
-        rows.append({"model": name, "counted MiB": counted / 2**20, "held MiB": held / 2**20,
-                     "peak MiB": (torch.cuda.max_memory_allocated() - before) / 2**20})
-        del model, images, loss
-        torch.cuda.empty_cache()
-    for row in rows:
-        assert 0.8 < row["held MiB"] / row["counted MiB"] < 1.6, row
-    return rows
-
-
-def no_waiting(conditions: Conditions) -> list[Row]:
-    """Twenty steps of training wait for the device less than once a step, as torch itself counts.
-
-    The engine looks at its losses every ten steps and at its weights at the end; nothing else may.
-    """
-    if not conditions.on_gpu:
-        raise Skipped("on a CPU there is nothing to wait for")
-    device = conditions.place
-    model = small_model("vit_tiny").to(device)
-    part = tuple(tensor.to(device) for tensor in batch_of())
-    state = state_of(model, adamw(model, weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8),
-                     ema=Ema(model, decay=0.9, warmup=False))
-    train_on(state, [GivenStep(0, [part])], keep=keep_of(model), amp="bf16", clip_norm=1.0)
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as waits:
-            warnings.simplefilter("always")
-            train_on(state, [GivenStep(number, [part]) for number in range(1, 21)],
-                     keep=keep_of(model), amp="bf16", clip_norm=1.0)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    places = [f"{warning.filename.rpartition('/')[2]}:{warning.lineno}" for warning in waits
-              if "synchroniz" in str(warning.message)]
-    assert len(places) < 20, f"{len(places)} waits in 20 steps, at {', '.join(sorted(set(places)))}"
-    return [{"steps": 20, "waits": len(places), "at": ", ".join(sorted(set(places)))}]
