@@ -1,25 +1,47 @@
-"""The whole path of an image on fake CUDA tensors: shapes and devices without a GPU.
+"""A run's steps and its evaluation on fake CUDA tensors: what a GPU is asked for, without a GPU.
 
 FakeTensorMode computes shapes and devices alone, so that an operation between two devices, a value
-read on the host (`.item()`) or a shape that depends on values raises. Its backward needs a driver.
+read on the host (`.item()`) or a shape that depends on values raises. Two things it does not do: its
+backward pass needs a driver, so gradients are put there instead; and it lets `.cpu()` pass, so copies
+to the host are counted.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import vitinit
+from vitinit.bench.launches import Launches
+from vitinit.bench.training import GivenStep
 from vitinit.data.augment import IMAGENET_MEAN, IMAGENET_STD
 from vitinit.data.draw import RandAugment, SampleDraws, SampleKey, stack_draws
 from vitinit.data.loader import Batch, TrainBatch
 from vitinit.data.mix import Mixing
+from vitinit.data.pipeline import TrainingBatches
+from vitinit.data.sampler import BatchPlan, TrainSampler
 from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.models.layers import draw_keep
+from vitinit.train import engine
+from vitinit.train.distributed import Processes
+from vitinit.train.ema import Ema
+from vitinit.train.engine import evaluate, train_epoch
+from vitinit.train.interruption import StopRequest
+from vitinit.train.metrics import Progress
+from vitinit.train.optim import adamw
+from vitinit.train.state import TrainState
 
-CUDA, SIZE, BATCH, CLASSES = torch.device("cuda", 0), 16, 6, 7
+CUDA, SIZE, CLASSES = torch.device("cuda", 0), 16, 7
+BATCH, ACCUMULATION, STEPS = 6, 2, 3
+ALONE = Processes(rank=0, local_rank=0, world_size=1, device=CUDA)
+AS_INPUT = dict(mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=True)
 MODELS = {
     "vit_tiny": dict(patch_size=4, embed_dim=12, depth=2, num_heads=3, drop_path=0.3),
     "swin_tiny": dict(patch_size=2, embed_dim=12, depths=(2, 1), num_heads=(3, 3), window_size=4,
@@ -30,33 +52,171 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_no_device_is_mixed_up_and_nothing_is_waited_for(name, monkeypatch):
-    # autocast would switch itself off where there is no GPU.
+class NoStream:
+    """Stands in for a CUDA stream and its events."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        pass
+
+    def record_event(self) -> NoStream:
+        return self
+
+    def wait_event(self, event: NoStream) -> None:
+        pass
+
+    def wait_stream(self, stream: NoStream) -> None:
+        pass
+
+
+@pytest.fixture
+def as_if_there_were_a_gpu(monkeypatch) -> None:
+    # autocast and GradScaler would switch themselves off.
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.amp.grad_scaler, "amp_definitely_not_available", lambda: False,
+                        raising=False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *arguments, **options: True)
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+
+def build(name: str, device: torch.device) -> nn.Module:
+    with device:                                     # fake modules cannot be moved
+        return vitinit.build_model(name, num_classes=CLASSES, image_size=SIZE, **MODELS[name])
+
+
+def fresh_state(name: str, amp: str, device: torch.device = CUDA) -> TrainState:
+    model, other = build(name, device), build(name, device)
+    model.__deepcopy__ = lambda memo: other          # nor copied, which a moving average begins with
+    return TrainState(model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8),
+                      torch.amp.GradScaler(device.type, enabled=amp == "fp16"),
+                      Ema(model, decay=0.9, warmup=True), Progress())
+
+
+def loaded() -> Iterator[TrainBatch]:
+    """What a loader would give: images and labels on the host, and everything drawn."""
     draws = SampleDraws(0, (SIZE, SIZE), rand_augment=RandAugment(probability=1.0))
-    drawn = stack_draws([draws.for_device(SampleKey(0, index)) for index in range(BATCH)])
+    for index in itertools.count():
+        drawn = stack_draws([draws.for_device(SampleKey(index, image)) for image in range(BATCH)])
+        yield TrainBatch(torch.zeros(BATCH, 3, SIZE, SIZE, dtype=torch.uint8),
+                         torch.zeros(BATCH, dtype=torch.int64), drawn)
+
+
+def training_steps() -> Iterator:
+    prepare = TrainToDevice(CUDA, **AS_INPUT, fill=(1, 2, 3), erase_fill="pixel",
+                            erase_after_mix=False, mixing=Mixing(), num_classes=CLASSES, seed=0)
+    plan = BatchPlan(BATCH * ACCUMULATION, 1, BATCH, group=BATCH)
+    sampler = TrainSampler(STEPS * plan.global_batch, plan, rank=0, seed=0, repeats=1)
+    return TrainingBatches(loaded(), sampler, prepare).steps(epoch=0)
+
+
+def put_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+@contextlib.contextmanager
+def not_settling(monkeypatch) -> Iterator[list[tuple[int, int]]]:
+    """A look at the losses, which waits, becomes a count of them, and of skipped steps' marks."""
+    settled: list[tuple[int, int]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.Meter, "settle", lambda meter: settled.append(
+            (len(meter.losses), len(meter.skipped))))
+        patch.setattr(engine, "require_finite_weights", lambda model, step: None)
+        yield settled
+
+
+def train(state: TrainState, steps: Iterable, amp: str, clip_norm: float,
+          device: torch.device) -> None:
+    def keep_at(step: int) -> Tensor | None:
+        rates = state.model.drop_path_rates
+        rng = np.random.default_rng(step)
+        return draw_keep(rates, BATCH * ACCUMULATION, rng) if any(rates) else None
+    list(train_epoch(state, state.model, steps, lr_at=lambda step: 1e-3, keep_at=keep_at, amp=amp,
+                     clip_norm=clip_norm, every_steps=0, stop=StopRequest(),
+                     processes=Processes(0, 0, 1, device)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("amp, clip_norm", [("off", 0.0), ("bf16", 1.0), ("fp16", 1.0),
+                                            ("fp16", 0.0)])
+def test_a_step_mixes_up_no_device_and_waits_for_nothing(as_if_there_were_a_gpu, monkeypatch, name,
+                                                         amp, clip_norm):
+    """From the loader's batches to the moving average; a look at the losses, which waits, is due
+    every tenth step alone."""
+    backward_passes = []
+    with FakeTensorMode(), not_settling(monkeypatch) as settled:
+        state = fresh_state(name, amp)
+
+        def backward(loss: Tensor) -> None:
+            assert loss.device == CUDA and loss.shape == ()
+            backward_passes.append(loss)
+            put_gradients(state.model)
+        monkeypatch.setattr(Tensor, "backward", backward)
+
+        with Launches() as launches:
+            train(state, training_steps(), amp, clip_norm, CUDA)
+    assert len(backward_passes) == STEPS * ACCUMULATION
+    assert settled == [(STEPS, STEPS if amp == "fp16" else 0)]           # at the end of the epoch
+    assert launches.uploads > 0 and launches.downloads == 0
+    tensors = [*state.model.state_dict().values(), *state.ema.model.state_dict().values()]
+    moments = [value for values in state.optimizer.state.values() for value in values.values()]
+    assert len(moments) == 3 * len(list(state.model.parameters()))
+    assert {tensor.device for tensor in [*tensors, *moments]} == {CUDA}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
+def test_no_backward_pass_waits_for_a_value_either(monkeypatch, name, amp):
+    """The real one, on fake tensors of a CPU."""
+    cpu = torch.device("cpu")
+    with FakeTensorMode(), not_settling(monkeypatch):
+        state = fresh_state(name, amp, cpu)
+        part = (torch.zeros(BATCH, 3, SIZE, SIZE), torch.zeros(BATCH, CLASSES))
+        seen = []
+        for parameter in state.model.parameters():
+            parameter.register_hook(lambda gradient: seen.append(gradient.shape))
+        train(state, [GivenStep(0, [part] * ACCUMULATION)], amp, 1.0, cpu)
+    assert len(seen) == ACCUMULATION * len(list(state.model.parameters()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
+def test_evaluation_waits_only_for_its_result(as_if_there_were_a_gpu, monkeypatch, name, amp):
+    seen = []
     with FakeTensorMode():
-        images = torch.zeros(BATCH, 3, SIZE, SIZE, dtype=torch.uint8)
-        labels = torch.zeros(BATCH, dtype=torch.int64)
-        as_input = dict(mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=True)
-        prepare = TrainToDevice(CUDA, **as_input, fill=(1, 2, 3), erase_fill="pixel",
-                                erase_after_mix=False, mixing=Mixing(), num_classes=CLASSES, seed=0)
-        with CUDA:                                   # fake modules cannot be moved
-            model = vitinit.build_model(name, num_classes=CLASSES, image_size=SIZE, **MODELS[name])
-        prepared, targets = prepare(TrainBatch(images, labels, drawn), 0,
-                                    np.zeros(BATCH, np.int64))
-        assert prepared.device == targets.device == CUDA
-        assert prepared.shape == (BATCH, 3, SIZE, SIZE) and targets.shape == (BATCH, CLASSES)
-        keep = ()
-        if any(model.drop_path_rates):
-            keep = (draw_keep(model.drop_path_rates, BATCH, np.random.default_rng(0)).to(CUDA),)
-        for amp in (torch.float32, torch.bfloat16, torch.float16):
-            with torch.autocast("cuda", dtype=amp, enabled=amp != torch.float32):
-                logits = model.train()(prepared, *keep)
-            assert logits.device == CUDA and logits.shape == (BATCH, CLASSES)
-            assert logits.dtype == amp
-        measured, truth = ToDevice(CUDA, **as_input)(Batch(images, labels))
-        with torch.no_grad():
-            assert model.eval()(measured).device == truth.device == CUDA
+        model, prepare = build(name, CUDA), ToDevice(CUDA, **AS_INPUT)
+
+        def batches() -> Iterator[tuple[Tensor, Tensor]]:
+            for size in (BATCH, BATCH, BATCH - 1):
+                seen.append(size)
+                yield prepare(Batch(torch.zeros(size, 3, SIZE, SIZE, dtype=torch.uint8),
+                                    torch.zeros(size, dtype=torch.int64)))
+        counted = []
+
+        def summed(processes: Processes, values: Tensor) -> Tensor:
+            counted.append((values.device, values.shape))
+            return values
+        monkeypatch.setattr(Processes, "sum", summed)
+        with Launches() as launches, pytest.raises(DataDependentOutputException):
+            evaluate([model, model], batches(), num_classes=CLASSES, amp=amp, processes=ALONE,
+                     stop=StopRequest(), columns=[None, torch.arange(CLASSES)])
+    # Everything was counted on the device before the first number was asked for.
+    assert seen == [BATCH, BATCH, BATCH - 1] and launches.downloads == 0
+    assert counted == [(CUDA, (2, 2)), (CUDA, (2, CLASSES)), (CUDA, (CLASSES,))]
+
+
+@pytest.mark.parametrize("wrong", ["item", "device", "nonzero"])
+def test_fake_tensors_find_what_they_are_there_for(as_if_there_were_a_gpu, wrong):
+    with FakeTensorMode():
+        values = torch.zeros(3, device=CUDA)
+        with pytest.raises(Exception):
+            if wrong == "item":
+                values.sum().item()
+            elif wrong == "device":
+                values + torch.zeros(3)
+            else:
+                values[values > 0]
+        with Launches() as launches:
+            values.cpu()
+        assert launches.downloads == 1
