@@ -33,7 +33,7 @@ def describe_device(device: torch.device) -> str:
 
 def matrix_rate(device: torch.device) -> float | None:
     """TFLOP/s of the card by `MATRIX_RATES`; None for a CPU, another card and a part of one."""
-    return MATRIX_RATES.get(describe_device(device)) if device.type == "cuda" else None
+    return MATRIX_RATES.get(describe_device(device))
 
 
 def peak_gib(device: torch.device) -> float:

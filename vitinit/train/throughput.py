@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from .device import peak_memory
@@ -32,8 +31,7 @@ def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:
     """
     weights = {name: torch.empty_like(value, device="meta")
                for name, value in (*model.named_parameters(), *model.named_buffers())}
-    # Attention is written out, since not every version of torch counts every fused kernel.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+    with FlopCounterMode(display=False) as counter:
         functional_call(model, weights, (torch.empty(*shape, device="meta"),))
     return counter.get_total_flops()
 
