@@ -212,6 +212,14 @@ def test_an_epochs_micro_batches_make_up_its_larger_batches(folder):
             assert np.array_equal(ours[order], expected)
 
 
+@pytest.mark.parametrize("max_batch, workers, each", [(6, 2, 2), (2, 2, 2), (1, 2, 3), (1, 1, 6)])
+def test_workers_are_ahead_by_two_micro_batches_each_and_by_a_step(folder, max_batch, workers, each):
+    """Steps of 6 images are 1, 3 or 6 micro-batches."""
+    loader = loader_of(folder, workers=workers, max_batch=max_batch)
+    assert loader.prefetch_factor == each
+    assert loader_of(folder, max_batch=max_batch).prefetch_factor is None
+
+
 def test_steps_without_accumulation_hold_one_batch_each(folder):
     loader = loader_of(folder, max_batch=6)
     assert equal([only for only, in steps_of(loader)], copies(loader))

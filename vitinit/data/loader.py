@@ -107,10 +107,15 @@ class EvalViews(Dataset):
 
 def train_loader(views: TrainViews, sampler: TrainSampler, *, workers: int,
                  pin_memory: bool) -> Loader:
-    """Micro-batches in the sampler's order; `sampler.start` before each iteration."""
+    """Micro-batches in the sampler's order; `sampler.start` before each iteration.
+
+    Workers are ahead by two micro-batches each, as torch has it, or by a step where that is more:
+    of many small micro-batches a GPU's host launches a step at once.
+    """
     workers = min(workers, len(sampler))             # more would have nothing to do
-    return batch_loader(views, _as_it_is, workers, pin_memory, batch_sampler=sampler,
-                        persistent_workers=workers > 0)
+    ahead = {"prefetch_factor": max(2, math.ceil(sampler.plan.accumulation / workers)),
+             "persistent_workers": True} if workers else {}
+    return batch_loader(views, _as_it_is, workers, pin_memory, batch_sampler=sampler, **ahead)
 
 
 def eval_loader(views: EvalViews, *, batch_size: int, workers: int, pin_memory: bool,
