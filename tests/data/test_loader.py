@@ -24,7 +24,7 @@ from vitinit.data.images import DataError, crop_and_flip, resize_and_centre_crop
 from vitinit.data.loader import (Batch, EvalViews, TrainBatch, TrainViews, eval_loader,
                                  train_loader)
 from vitinit.data.mix import Mixing
-from vitinit.data.pipeline import TrainingBatches
+from vitinit.data.pipeline import TrainingBatches, training_batches
 from vitinit.data.sampler import TrainSampler, plan_batches
 from vitinit.data.to_device import TrainToDevice
 
@@ -212,12 +212,14 @@ def test_an_epochs_micro_batches_make_up_its_larger_batches(folder):
             assert np.array_equal(ours[order], expected)
 
 
-@pytest.mark.parametrize("max_batch, workers, each", [(6, 2, 2), (2, 2, 2), (1, 2, 3), (1, 1, 6)])
+@pytest.mark.parametrize("max_batch, workers, each", [(6, 2, 2), (2, 2, 2), (1, 2, 3), (1, 1, 6),
+                                                      (1, 0, None)])
 def test_workers_are_ahead_by_two_micro_batches_each_and_by_a_step(folder, max_batch, workers, each):
     """Steps of 6 images are 1, 3 or 6 micro-batches."""
-    loader = loader_of(folder, workers=workers, max_batch=max_batch)
-    assert loader.prefetch_factor == each
-    assert loader_of(folder, max_batch=max_batch).prefetch_factor is None
+    batches = training_batches(folder, sampler=sampler_of(folder, max_batch=max_batch),
+                               draws=views_of(folder).draws, prepare=AsLoaded(), budget_gib=0.0,
+                               workers=workers)
+    assert batches.batches.prefetch_factor == each
 
 
 def test_steps_without_accumulation_hold_one_batch_each(folder):

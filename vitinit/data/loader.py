@@ -105,15 +105,15 @@ class EvalViews(Dataset):
         return view, int(self.labels[position])
 
 
-def train_loader(views: TrainViews, sampler: TrainSampler, *, workers: int,
-                 pin_memory: bool) -> Loader:
+def train_loader(views: TrainViews, sampler: TrainSampler, *, workers: int, pin_memory: bool,
+                 accumulation: int = 1) -> Loader:
     """Micro-batches in the sampler's order; `sampler.start` before each iteration.
 
-    Workers are ahead by two micro-batches each, as torch has it, or by a step where that is more:
-    of many small micro-batches a GPU's host launches a step at once.
+    accumulation: of how many a step is made up. Workers are ahead by a step, and at least by two
+        micro-batches each, as torch has it.
     """
     workers = min(workers, len(sampler))             # more would have nothing to do
-    ahead = {"prefetch_factor": max(2, math.ceil(sampler.plan.accumulation / workers)),
+    ahead = {"prefetch_factor": max(2, math.ceil(accumulation / workers)),
              "persistent_workers": True} if workers else {}
     return batch_loader(views, _as_it_is, workers, pin_memory, batch_sampler=sampler, **ahead)
 

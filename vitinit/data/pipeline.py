@@ -139,8 +139,10 @@ def training_batches(source: Source, *, sampler: TrainSampler, draws: SampleDraw
         resident = resident_source(source, device, draws.size, budget_gib, advance)
         if resident is not None:
             windows = train_loader(TrainViews(source, draws, decode=False), sampler,
-                                   workers=workers, pin_memory=False)
+                                   workers=workers, pin_memory=False,
+                                   accumulation=sampler.plan.accumulation)
             return TrainingBatches(ResidentTrainLoader(resident, windows), sampler, prepare)
     loader = train_loader(TrainViews(source, draws), sampler, workers=workers,
-                          pin_memory=device.type == "cuda")
+                          pin_memory=device.type == "cuda",
+                          accumulation=sampler.plan.accumulation)
     return TrainingBatches(loader, sampler, prepare)

@@ -1,4 +1,4 @@
-"""The device in words, and what to do where its memory ends."""
+"""The device in words, the way to it, and what to do where its memory ends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from ..messages import OneLineError
 
@@ -46,6 +47,15 @@ def peak_gib(device: torch.device) -> float:
 def peak_memory(device: torch.device) -> str:
     """The same in words."""
     return f"{peak_gib(device):.2f} GiB{' on the GPU' * (device.type == 'cuda')}"
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host, on `device`. A GPU takes it out of pinned memory: a copy from any other
+    may wait until its stream has done all that was launched before."""
+    if device.type == "cuda":
+        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        values = pinned.copy_(values)
+    return values.to(device, non_blocking=True)
 
 
 class OutOfMemory(OneLineError):

@@ -5,6 +5,9 @@ A *step* is one update of the weights from one global batch. Each process works 
 micro-batches, gradients accumulating; DistributedDataParallel averages them over the processes
 during the last one. So a step means the same for any number of processes and any micro-batch; only
 models with BatchNorm see which images came in one micro-batch.
+
+Micro-batches train as they come. The host launches a GPU's work and goes on to the next: nothing
+within a step asks the device for a value, but every tenth step looks at the losses.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..messages import OneLineError
+from .device import sent
 from .distributed import Processes, agreed
 from .interruption import Interrupted, StopRequest
 from .metrics import Diverged, Progress, StepRow
@@ -146,7 +150,10 @@ class Meter:
         self.began = time.perf_counter()
 
     def awaited(self, items: Iterable[T]) -> Iterator[T]:
-        """The items; the time until each is there counts as waiting."""
+        """The items; the time until each is there counts as waiting.
+
+        That is for the loader and for other processes, and on a CPU for augmentation, too.
+        """
         items = iter(items)
         while True:
             began = time.perf_counter()
@@ -237,7 +244,7 @@ def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterab
                 keep = keep_at(step.number)                              # (branches, global batch)
                 step_loss = torch.zeros((), device=device)
             factors = () if keep is None else (
-                keep[:, batch.positions].to(device, non_blocking=True),)     # (branches, B)
+                sent(keep[:, batch.positions], device),)                     # (branches, B)
             with contextlib.nullcontext() if batch.last else synchronise_later():
                 with autocast(device, amp):
                     logits = forward(batch.images, *factors)             # (B, K)
