@@ -17,7 +17,7 @@ from ..filters import Offset, convolution_matrix, impulse_kernel, offsets_on_gri
 from ..mixing import target_mass
 from ..models.attention import attention_weights
 from ..models.vit import VisionTransformer
-from .baseline import draw_base
+from .baseline import draw_base, truncated_normal_
 from .factorize import code_basis, numerical_rank, query_key_factors
 from .mimetic import write_values
 from .options import require_not_negative
@@ -123,8 +123,8 @@ def default_rank(tokens: int, dim: int) -> int:
 def with_noise(maps: Tensor, scale: float, std: float, generator: torch.Generator) -> Tensor:
     """`maps` with scale times a normal of that std, cut at ±2, where they are zero."""
     noise = torch.zeros_like(maps)
-    if std > 0:                                      # trunc_normal_ divides by it
-        nn.init.trunc_normal_(noise, std=std, generator=generator)
+    if std > 0:                                      # by which its share within the cut is divided
+        truncated_normal_(noise, std=std, cut=2.0, generator=generator)
     return torch.where(maps == 0, scale * noise, maps)
 
 
