@@ -14,6 +14,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)     # no traceback of what is being imported
 
 import argparse
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -394,4 +395,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    distributed.leave_program(main())
+    sys.exit(main())

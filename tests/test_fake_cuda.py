@@ -38,8 +38,6 @@ from vitinit.train.metrics import Progress
 from vitinit.train.optim import adamw
 from vitinit.train.state import TrainState
 
-pytestmark = pytest.mark.skipif(torch.__version__.startswith("2.6."),
-                                reason="fake CUDA tensors need a driver in torch 2.6")
 CUDA, SIZE, CLASSES = torch.device("cuda", 0), 16, 7
 BATCH, ACCUMULATION, STEPS = 6, 2, 3
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=CUDA)

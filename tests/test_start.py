@@ -33,7 +33,7 @@ def worker(results: str) -> None:
     state, notes = train.initial_state(recipe, processes, None, Path("none"))
     torch.save({"drawn": drawn, "model": state.model.state_dict(), "notes": notes,
                 "ema": state.ema.model.state_dict()}, f"{results}{processes.rank}")
-    distributed.leave_program(0)
+    distributed.stop()
 
 
 def test_all_processes_and_their_moving_averages_start_with_the_main_ones_weights(tmp_path):

@@ -210,7 +210,7 @@ def test_the_evaluation_view_equals_torchvisions_to_one_grey_level(interpolation
     ours = resize_and_centre_crop(picture, (224, 224), 0.875, interpolation)
     expected = reference(picture)
     assert ours.shape == expected.shape == (3, 224, 224)
-    # To the bit with torch 2.15; torchvision 0.21 takes another kernel that rounds differently.
+    # To the bit with torch 2.15; an older torchvision took another kernel that rounds differently.
     assert (ours.int() - expected.int()).abs().max() <= 1
 
 

@@ -7,11 +7,10 @@ are several; alone there is one, and every function here is then a no-op.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -202,19 +201,6 @@ def joined() -> Iterator[Processes]:
 
 
 def stop() -> None:
-    """Leave the process group, if one was joined; in torch 2.6 `leave_program` does it instead."""
-    if dist.is_initialized() and not torch.__version__.startswith("2.6."):
-        dist.destroy_process_group()
-
-
-def leave_program(status: int) -> NoReturn:
-    """sys.exit, and the way out in torch 2.6.
-
-    There a gloo group can neither be destroyed (it hangs now and then: 2 of 7 tries) nor left to
-    the end of the program (which aborts now and then). 2.11 and 2.15 destroy it well.
-    """
+    """Leave the process group, if one was joined."""
     if dist.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
+        dist.destroy_process_group()
