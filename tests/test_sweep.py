@@ -86,7 +86,7 @@ def test_train_py_is_told_everything(train_program, tmp_path):
                    "mix.mixup_alpha=0.5", "--variant", "v", "init.options.value_init=base")
     assert vars(train_program.parse_arguments(run.arguments)) == dict(
         recipe="quickstart", init="impulse", seed=5, data_dir="a folder", resume="auto",
-        dry_run=False, out_dir=tmp_path / "quickstart-impulse-v-s5",
+        dry_run=False, profile=0, out_dir=tmp_path / "quickstart-impulse-v-s5",
         set=["optim.eps=1e-6", "mix.mixup_alpha=0.5", "init.options.value_init=base"])
 
 
