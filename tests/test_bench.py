@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import vitinit
 from vitinit.bench import __main__ as bench
 from vitinit.bench import corrupt
-from vitinit.bench.data import batches_of_keys
 from vitinit.bench.launches import launches_of
 from vitinit.bench.listing import grow_tree, scan
 from vitinit.bench.pixels import decibels
@@ -74,12 +73,6 @@ def test_the_loader_is_measured_beside_torchvisions_pipeline(capsys, picture_tre
     assert re.search(r"workers' part.* % of decoding alone, \d+\.\d\d × torchvision's", printed)
     assert re.search(r"µs an image between processes", printed)
     assert re.search(r"torchvision's whole pipeline on Pillow +\d+$", printed.strip())
-
-
-def test_keys_of_the_bench_go_round_the_pictures_in_new_views():
-    keys = [key for some in batches_of_keys(7, 5, 3) for key in some]
-    assert len(keys) == len(set(keys)) == 15
-    assert [(key.index, key.repeat) for key in keys[6:9]] == [(6, 0), (0, 1), (1, 1)]
 
 
 def test_a_folder_without_pictures_is_one_line(capsys, tmp_path):

@@ -24,6 +24,7 @@ from vitinit.bench.everything import Workers, bench_all, run_within
 from vitinit.bench.item import Conditions, Goal, Item
 from vitinit.bench.items import CHECKS, ITEMS
 from vitinit.bench.record import Record, cell, in_short, row_table
+from vitinit.bench.timing import best_seconds_each
 from vitinit.bench.worker import CUT_SHORT, FAILED, PASSED, SKIPPED, Outcome
 from vitinit.data.kept import KeptViews
 from vitinit.data.resident import Resident
@@ -394,8 +395,15 @@ def test_a_step_is_timed_without_what_comes_before_and_after(monkeypatch):
         assert seconds == 4.0
 
 
+def test_noise_meets_all_that_is_timed_alike():
+    order = []
+    found = best_seconds_each({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3)
+    assert "".join(order) == "ababab" and list(found) == ["a", "b"] and min(found.values()) >= 0
+
+
 def test_speeds_are_measured(monkeypatch, tmp_path, picture_tree):
-    """At a small size; a GPU's ways, compiling aside, are gone as well."""
+    """At a small size, and without compiling."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)    # as a loader's worker has
     monkeypatch.setattr(speeds, "SIZE", 32)
     monkeypatch.setattr(speeds, "BATCHES", {"vit_tiny": (2, 2), "vit_base": (2, 2)})
     monkeypatch.setattr(torch, "compile", lambda model: model)
@@ -413,6 +421,8 @@ def test_speeds_are_measured(monkeypatch, tmp_path, picture_tree):
     assert speeds.photographs(Conditions("cpu", tmp_path), 7)[1] == "100 drawn JPEGs of 500×375"
     parts = {row["part"]: row["operations beside views"] for row in speeds.launches(here)}
     assert 0 < parts["augmentation"] < 400 < parts["forward, backward, optimiser, EMA"]
+    *_, pillow = speeds.loader(here)
+    assert pillow["× torchvision's"] == 1 and next(iter(pillow)) == "of 72 of the given photographs"
     assert len(speeds.host_time(here)) == 2
     assert {row["draws in batches of 256"] for row in speeds.draws(here)} == {
         "crop and flip", "RandAugment and erasing"}

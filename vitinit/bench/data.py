@@ -19,6 +19,7 @@ from ..data.draw import RandAugment, SampleDraws, SampleKey
 from ..data.loader import TrainBatch, TrainViews, train_loader
 from ..data.mix import Mix, Mixing, mix_images
 from ..data.passes import Passes
+from ..data.sampler import TrainSampler, plan_batches
 from ..data.to_device import TrainToDevice
 from ..train.device import describe_device
 from .timing import best_seconds, device_to_time
@@ -54,26 +55,22 @@ def torchvisions_pipeline(size: int) -> transforms.Compose:
         transforms.RandomErasing(0.25, value="random")])
 
 
-def batches_of_keys(count: int, batch: int, batches: int) -> list[list[SampleKey]]:
-    """Keys that go through `count` pictures again and again."""
-    return [[SampleKey(0, place % count, place // count)
-             for place in range(number * batch, (number + 1) * batch)] for number in range(batches)]
-
-
 def loader_rates(source: LoosePictures, size: int, batch: int = 50) -> dict[str, float]:
     """Images a second and core: what workers do, what is left to the device, and torchvision's."""
     torch.set_num_threads(1)
     views, prepare = deit_views(source, size), deit_device_part(torch.device("cpu"))
     pipeline = torchvisions_pipeline(size)
-    keys = batches_of_keys(len(source), batch, max(1, len(source) // batch))
-    count = batch * len(keys)
-    indices = [key.index for some in keys for key in some]
+    batch = max(1, min(batch, len(source) // 4))     # several batches, of which one is a warm-up
+    sampler = TrainSampler(len(source), plan_batches(batch, batch, 1, group=1), rank=0, seed=0,
+                           repeats=1)
+    count = batch * len(sampler)
+    indices = [key.index for some in sampler for key in some]
 
     def rate(action: Callable[[], object]) -> float:
         return count / best_seconds(action)
 
     def loaded() -> Iterator[TrainBatch]:
-        return iter(train_loader(views, keys, workers=0, pin_memory=False))
+        return iter(train_loader(views, sampler, workers=0, pin_memory=False))
 
     def theirs() -> None:
         for index in indices:
@@ -81,7 +78,7 @@ def loader_rates(source: LoosePictures, size: int, batch: int = 50) -> dict[str,
 
     def seconds_through_a_worker() -> float:
         """From the arrival of a first batch, its warm-up, so that it has not worked ahead."""
-        batches = iter(train_loader(views, keys[:1] + keys, workers=1, pin_memory=False))
+        batches = iter(train_loader(views, sampler, workers=1, pin_memory=False))
         next(batches)
         began = time.perf_counter()
         deque(batches, maxlen=0)
@@ -90,7 +87,7 @@ def loader_rates(source: LoosePictures, size: int, batch: int = 50) -> dict[str,
     one_group = np.zeros(batch, np.int64)            # all mixed by one draw
     decode = rate(lambda: [source.picture(index) for index in indices])
     worker = rate(lambda: deque(loaded(), maxlen=0))
-    through = count / min(seconds_through_a_worker() for _ in range(3))
+    through = (count - batch) / min(seconds_through_a_worker() for _ in range(3))
     whole = rate(lambda: [prepare(some, number, one_group) for number, some in enumerate(loaded())])
     pillow = rate(theirs)
     return {"decode": decode, "worker": worker, "through": through, "whole": whole,

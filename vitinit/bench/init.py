@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..filters import convolution_matrix, impulse_kernel, ordered_offsets
@@ -10,7 +12,7 @@ from ..init.impulse import normalised_code
 from ..models import build_model
 from ..train.device import describe_device
 from .item import Row
-from .timing import best_seconds
+from .timing import best_seconds, best_seconds_each
 
 
 def transcribed_impulse(model: torch.nn.Module) -> None:
@@ -35,20 +37,22 @@ def init_seconds(name: str, *, repeats: int = 3) -> list[Row]:
     """Of each init on the CPU, the best of some repeats; of the transcription once."""
     model = build_model(name, num_classes=1000, image_size=224)
 
-    def seconds(init: str, **options) -> float:
-        return best_seconds(lambda: init_weights(
-            model, init, generator=torch.Generator().manual_seed(0), **options), repeats)
-    base = seconds("default")
-    queries = seconds("impulse", value_init="base") - base
+    def one(init: str, **options) -> Callable[[], object]:
+        return lambda: init_weights(model, init, generator=torch.Generator().manual_seed(0), **options)
+    seconds = best_seconds_each({
+        "base": one("default"), "impulse": one("impulse"), "deep_impulse": one("deep_impulse"),
+        "impulse over base": one("impulse", value_init="base"),
+        "deep_impulse over base": one("deep_impulse", value_init="base"),
+        "mimetic": one("mimetic")}, repeats)
     slow = best_seconds(lambda: transcribed_impulse(model), repeats=1)
-    deep = seconds("deep_impulse", value_init="base") - base
     return [{"init": name, "s": found} for name, found in [
-        ("base 'default' alone", base), ("impulse, pos_embed and all Q, K", queries),
+        ("base 'default' alone", seconds["base"]),
+        ("impulse, pos_embed and all Q, K", seconds["impulse over base"] - seconds["base"]),
         ("the same transcribed (D×D SVDs), once", slow),
-        ("impulse, whole call with mimetic V, proj", seconds("impulse")),
-        ("deep_impulse, pos_embed and all Q, K", deep),
-        ("deep_impulse, whole call", seconds("deep_impulse")),
-        ("mimetic, whole call", seconds("mimetic"))]]
+        ("impulse, whole call with mimetic V, proj", seconds["impulse"]),
+        ("deep_impulse, pos_embed and all Q, K", seconds["deep_impulse over base"] - seconds["base"]),
+        ("deep_impulse, whole call", seconds["deep_impulse"]),
+        ("mimetic, whole call", seconds["mimetic"])]]
 
 
 def bench_init(name: str) -> None:

@@ -86,11 +86,12 @@ def page(record: Record, items: Sequence[Item]) -> str:
              "\n".join(f"- {name}: {value}" for name, value in machine.items()),
              f"{', '.join(counts)}; {len(missing)} not run yet"
              + (f": {', '.join(missing)}" if missing else "") + "."]
-    if machine.get("device", "").startswith("CPU"):
+    on_cpu = machine.get("device", "").startswith("CPU")
+    if on_cpu:
         parts.append("There is no GPU here: a check that compares devices compares one path on the CPU "
                      "with another one, or the same with itself.")
     goals = list(_goals(record, items))
-    if goals:
+    if goals and not on_cpu:
         parts += ["## Goals of a GPU", table(["goal", "item", "found", ""], goals)]
     checks = [item for item in items if item.kind == "check" and item.name in record.outcomes]
     if checks:

@@ -234,4 +234,4 @@ def draws(conditions: Conditions) -> list[Row]:
 
 def inits(conditions: Conditions) -> list[Row]:
     """Seconds of each init of ViT-B, which all run on the CPU."""
-    return init_seconds("vit_base", repeats=2)
+    return init_seconds("vit_base")

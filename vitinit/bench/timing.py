@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -23,3 +23,12 @@ def best_seconds(action: Callable[[], object], repeats: int = 3) -> float:
         action()
         times.append(time.perf_counter() - began)
     return min(times)
+
+
+def best_seconds_each(actions: Mapping[str, Callable[[], object]], repeats: int = 3
+                      ) -> dict[str, float]:
+    """Of several actions, in turn, so that noise meets all alike and their differences mean something.
+    """
+    rounds = [{name: best_seconds(action, 1) for name, action in actions.items()}
+              for _ in range(repeats)]
+    return {name: min(found[name] for found in rounds) for name in actions}
