@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-import vitinit
+from vitinit import models
 from vitinit.bench.launches import Launches
 from vitinit.bench.training import GivenStep
 from vitinit.data.augment import IMAGENET_MEAN, IMAGENET_STD
@@ -81,8 +81,10 @@ def as_if_there_were_a_gpu(monkeypatch) -> None:
 
 
 def build(name: str, device: torch.device) -> nn.Module:
+    # Without build_model's look at its size on the meta device, which torch 2.11 takes for real there.
+    kind, sizes = models.MODELS[name]
     with device:                                     # fake modules cannot be moved
-        return vitinit.build_model(name, num_classes=CLASSES, image_size=SIZE, **MODELS[name])
+        return kind(num_classes=CLASSES, image_size=SIZE, **sizes | MODELS[name])
 
 
 def fresh_state(name: str, amp: str, device: torch.device = CUDA) -> TrainState:
