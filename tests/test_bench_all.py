@@ -401,9 +401,16 @@ def test_noise_meets_all_that_is_timed_alike():
     assert "".join(order) == "ababab" and list(found) == ["a", "b"] and min(found.values()) >= 0
 
 
-def test_speeds_are_measured(monkeypatch, tmp_path, picture_tree):
+@pytest.fixture
+def threads_as_before():
+    """What is timed on one core sets them for its process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_speeds_are_measured(monkeypatch, tmp_path, picture_tree, threads_as_before):
     """At a small size, and without compiling."""
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)    # as a loader's worker has
     monkeypatch.setattr(speeds, "SIZE", 32)
     monkeypatch.setattr(speeds, "BATCHES", {"vit_tiny": (2, 2), "vit_base": (2, 2)})
     monkeypatch.setattr(torch, "compile", lambda model: model)
