@@ -6,7 +6,7 @@
         --data-dir /data/imagenet
 
 Read it from top to bottom:
-    arguments → checkpoints and data sets → models → passes over the pictures → report
+    arguments → checkpoints and data sets → models → passes over the images → report
 
 A run folder (its last.pt) or a checkpoint of ours knows its recipe; model and EMA are evaluated.
 For any other checkpoint, such as DeiT's own, --recipe says what it is a checkpoint of. Without
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from vitinit.command_line import Parser, run_program
 from vitinit.data.class_subsets import class_indices, imagenet_wnids
 from vitinit.data.datasets import DATA_SETS, Source, download, is_wnid, open_split
-from vitinit.data.eval_sets import EVAL_SETS, Place, open_to_evaluate
+from vitinit.data.eval_sets import EVAL_SETS, NamedSet, open_to_evaluate
 from vitinit.data.images import DataError
 from vitinit.data.kept import KeptViews, kept_views
 from vitinit.data.loader import EvalViews
@@ -67,7 +67,7 @@ EVALUATION_KEYS = ("eval.crop_pct", "eval.interpolation", "eval.batch_size", "ev
 # ---------------------------------------------------------------------------------------------
 
 
-def named_set(text: str) -> Place:
+def named_set(text: str) -> NamedSet:
     """NAME=DIR as --data takes it; `shapes` stands alone."""
     name, _, root = text.partition("=")
     known = [*DATA_SETS, *EVAL_SETS]
@@ -77,7 +77,7 @@ def named_set(text: str) -> Place:
         raise argparse.ArgumentTypeError(
             f"{text}: expected " + ("shapes alone, which lies in no folder" if root else
                                     f"{name}=DIR, the folder of the data set"))
-    return Place(name, root)
+    return NamedSet(name, root)
 
 
 def image_size(text: str) -> tuple[int, int]:
@@ -144,19 +144,19 @@ def for_evaluation(args: argparse.Namespace) -> list[Override]:
     return [change for change in changes if change.key in EVALUATION_KEYS]
 
 
-def open_sets(places: Sequence[Sequence[Place]], checkpoints: Sequence[Saved],
-              own: bool) -> dict[Place, Source]:
+def open_sets(eval_sets: Sequence[Sequence[NamedSet]], checkpoints: Sequence[Saved],
+              own: bool) -> dict[NamedSet, Source]:
     """Each data set once; a recipe's `own` must have as many classes as the recipe says."""
-    sources: dict[Place, Source] = {}
-    for saved, its_places in zip(checkpoints, places):
-        for place in its_places:
-            if place not in sources:
-                sources[place] = open_split(*place, "val", saved.recipe.data.num_classes) \
-                    if own else open_to_evaluate(*place)
+    sources: dict[NamedSet, Source] = {}
+    for saved, its_sets in zip(checkpoints, eval_sets):
+        for eval_set in its_sets:
+            if eval_set not in sources:
+                sources[eval_set] = open_split(*eval_set, "val", saved.recipe.data.num_classes) \
+                    if own else open_to_evaluate(*eval_set)
     return sources
 
 
-def columns_of(saved: Saved, place: Place, source: Source) -> Tensor | None:
+def columns_of(saved: Saved, eval_set: NamedSet, source: Source) -> Tensor | None:
     """Which of the model's logits belong to the set's classes, (K,); None: all, in this order.
 
     A model of 1000 classes that nobody named is taken for ImageNet-1K's by a set of wnids.
@@ -165,7 +165,7 @@ def columns_of(saved: Saved, place: Place, source: Source) -> Tensor | None:
     if classes is None and count == len(imagenet_wnids()) and all(map(is_wnid, found)):
         classes = imagenet_wnids()
     if classes is None and len(found) != count:
-        raise DataError(f"{place}: {len(found)} classes found, and {saved.path} is a model of "
+        raise DataError(f"{eval_set}: {len(found)} classes found, and {saved.path} is a model of "
                         f"{count} whose names it does not hold; expected the set that it was "
                         "trained on")
     if classes is None or classes == list(found):
@@ -173,24 +173,24 @@ def columns_of(saved: Saved, place: Place, source: Source) -> Tensor | None:
     try:
         return torch.tensor(class_indices(classes, found))
     except DataError as error:
-        raise DataError(f"{place}: {error}; the model is {saved.path}") from None
+        raise DataError(f"{eval_set}: {error}; the model is {saved.path}") from None
 
 
 # ---------------------------------------------------------------------------------------------
-# Passes over the pictures
+# Passes over the images
 # ---------------------------------------------------------------------------------------------
 
 
-class Look(NamedTuple):
+class ViewSettings(NamedTuple):
     """What models must share for an image to be decoded once for all of them."""
 
-    place: Place
+    eval_set: NamedSet
     size: tuple[int, int]       # (height, width)
     crop_pct: float
     interpolation: str
 
 
-class Pass(NamedTuple):
+class PassSettings(NamedTuple):
     """What they must share beside it to be evaluated in one pass: how to calculate."""
 
     mean: tuple[float, ...]
@@ -201,24 +201,24 @@ class Pass(NamedTuple):
     tf32: bool
 
 
-def look_of(saved: Saved, place: Place) -> Look:
+def view_settings_of(saved: Saved, eval_set: NamedSet) -> ViewSettings:
     how = saved.recipe.eval
-    return Look(place, saved.size, how.crop_pct, how.interpolation)
+    return ViewSettings(eval_set, saved.size, how.crop_pct, how.interpolation)
 
 
-def pass_of(saved: Saved) -> Pass:
+def pass_settings_of(saved: Saved) -> PassSettings:
     data, how, engine = saved.recipe.data, saved.recipe.eval, saved.recipe.engine
-    return Pass(data.mean, data.std, how.batch_size, engine.amp, engine.channels_last, engine.tf32)
+    return PassSettings(data.mean, data.std, how.batch_size, engine.amp, engine.channels_last, engine.tf32)
 
 
-def views_for(look: Look, source: Source, recipes: Sequence[Recipe], passes: int,
+def views_for(view: ViewSettings, source: Source, recipes: Sequence[Recipe], passes: int,
               processes: Processes) -> KeptViews:
     """The views of this process, kept from one pass to the next where there is one.
 
     recipes: of the models; the one that gives the most room decides.
     """
-    views = EvalViews(source, rank=processes.rank, world_size=processes.world_size, size=look.size,
-                      crop_pct=look.crop_pct, interpolation=look.interpolation)
+    views = EvalViews(source, rank=processes.rank, world_size=processes.world_size, size=view.size,
+                      crop_pct=view.crop_pct, interpolation=view.interpolation)
     if passes == 1:
         return KeptViews(views, None)
     return kept_views(views, processes.device,
@@ -226,7 +226,7 @@ def views_for(look: Look, source: Source, recipes: Sequence[Recipe], passes: int
                       cache_gib=max(recipe.eval.cache_gib for recipe in recipes))
 
 
-def one_pass(views: KeptViews, name: str, how: Pass, models: Sequence[nn.Module],
+def one_pass(views: KeptViews, name: str, how: PassSettings, models: Sequence[nn.Module],
              columns: Sequence[Tensor | None], workers: int, processes: Processes,
              stop: StopRequest) -> list[Evaluation]:
     """All `models` over all images of the set called `name`."""
@@ -241,23 +241,23 @@ def one_pass(views: KeptViews, name: str, how: Pass, models: Sequence[nn.Module]
 
 
 def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> None:
-    together = processes.together
-    checkpoints: list[Saved] = together(lambda: open_checkpoints(args))
+    on_all = processes.on_all
+    checkpoints: list[Saved] = on_all(lambda: open_checkpoints(args))
     start_fork_server(max(saved.recipe.data.workers for saved in checkpoints))
     numbers = range(len(checkpoints))
-    places = [list(dict.fromkeys(args.data or [Place(saved.recipe.data.name,
-                                                     saved.recipe.data.root)]))
-              for saved in checkpoints]
-    wanted = dict.fromkeys(place for its_places in places for place in its_places)
-    together(lambda: [download(*place) for place in wanted if place.name in DATA_SETS]
-             if processes.local_rank == 0 else None)
-    sources = together(lambda: open_sets(places, checkpoints, own=not args.data))
-    columns = together(lambda: {(number, place): columns_of(checkpoints[number], place, sources[place])
-                                for number in numbers for place in places[number]})
+    eval_sets = [list(dict.fromkeys(args.data or [NamedSet(saved.recipe.data.name,
+                                                          saved.recipe.data.root)]))
+                 for saved in checkpoints]
+    wanted = dict.fromkeys(eval_set for its_sets in eval_sets for eval_set in its_sets)
+    on_all(lambda: [download(*eval_set) for eval_set in wanted if eval_set.name in DATA_SETS]
+           if processes.local_rank == 0 else None)
+    sources = on_all(lambda: open_sets(eval_sets, checkpoints, own=not args.data))
+    columns = on_all(lambda: {(number, eval_set): columns_of(checkpoints[number], eval_set, sources[eval_set])
+                              for number in numbers for eval_set in eval_sets[number]})
 
     # Models, on the CPU until they are needed. --------------------------------------------------
-    models = together(lambda: [[saved.model(name) for name in saved.weights]
-                               for saved in checkpoints])
+    models = on_all(lambda: [[saved.model(name) for name in saved.weights]
+                             for saved in checkpoints])
     checkpoints = [saved._replace(state=dict.fromkeys(saved.weights, True)) for saved in checkpoints]
     models = [[torch.compile(model) if saved.recipe.engine.compile else model
                for model in its_models] for saved, its_models in zip(checkpoints, models)]
@@ -266,29 +266,29 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
 
     # One decoding of a data set for all models that look at it alike, one pass for all of them that
     # calculate alike. ---------------------------------------------------------------------------
-    looks: dict[Look, dict[Pass, list[int]]] = {}
+    by_view: dict[ViewSettings, dict[PassSettings, list[int]]] = {}
     for number in numbers:
-        for place in places[number]:
-            passes = looks.setdefault(look_of(checkpoints[number], place), {})
-            passes.setdefault(pass_of(checkpoints[number]), []).append(number)
-    results: dict[tuple[int, Place], list[Evaluation]] = {}
-    for look, passes in looks.items():
+        for eval_set in eval_sets[number]:
+            passes = by_view.setdefault(view_settings_of(checkpoints[number], eval_set), {})
+            passes.setdefault(pass_settings_of(checkpoints[number]), []).append(number)
+    results: dict[tuple[int, NamedSet], list[Evaluation]] = {}
+    for view, passes in by_view.items():
         recipes = [checkpoints[number].recipe for members in passes.values() for number in members]
-        views = views_for(look, sources[look.place], recipes, len(passes), processes)
+        views = views_for(view, sources[view.eval_set], recipes, len(passes), processes)
         for how, members in passes.items():
             set_precision(how.tf32)
             found = iter(one_pass(
-                views, look.place.name, how, [model for number in members for model in models[number]],
-                [columns[number, look.place] for number in members for _ in models[number]],
+                views, view.eval_set.name, how, [model for number in members for model in models[number]],
+                [columns[number, view.eval_set] for number in members for _ in models[number]],
                 max(recipe.data.workers for recipe in recipes), processes, stop))
             for number in members:
-                results[number, look.place] = [next(found) for _ in models[number]]
+                results[number, view.eval_set] = [next(found) for _ in models[number]]
 
     if processes.is_main:
-        report([Finding(str(saved.path), saved.recipe.name, place, saved.size,
-                        saved.recipe.data.num_classes, list(sources[place].classes),
-                        speeds[number], dict(zip(saved.weights, results[number, place])))
-                for number, saved in enumerate(checkpoints) for place in places[number]],
+        report([Finding(str(saved.path), saved.recipe.name, eval_set, saved.size,
+                        saved.recipe.data.num_classes, list(sources[eval_set].classes),
+                        speeds[number], dict(zip(saved.weights, results[number, eval_set])))
+                for number, saved in enumerate(checkpoints) for eval_set in eval_sets[number]],
                per_class=args.per_class, json_file=args.json)
 
 

@@ -31,25 +31,25 @@ from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleDraws, Sa
 from vitinit.data.images import DataError
 from vitinit.data.kept import kept_views
 from vitinit.data.loader import EvalViews
-from vitinit.data.mix import Mixing
+from vitinit.data.mix import MixSettings
 from vitinit.data.pipeline import Data, EvaluationBatches, training_batches
 from vitinit.data.sampler import TrainSampler, plan_batches, require_full_batch
 from vitinit.data.subset import stratified_part
 from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.data.workers import start_fork_server
 from vitinit.init import INITS, init_weights
-from vitinit.init.code_mass import code_mass, shortfall
+from vitinit.init.position_mass import position_mass, shortfall
 from vitinit.init.weight_selection import select_weights
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models import build_model
 from vitinit.models.convert import native_tensors
-from vitinit.models.layers import draw_keep
+from vitinit.models.layers import draw_drop_path
 from vitinit.recipe.files import dump_recipe
 from vitinit.recipe.sections import Recipe
 from vitinit.runs.folder import checkpoint_file
 from vitinit.runs.lock import RunLock
 from vitinit.runs.records import epoch_line, metrics_row
-from vitinit.runs.resume import choose_run, require_same_micro_batch
+from vitinit.runs.resume import choose_run, require_same_micro_batch_size
 from vitinit.runs.summary import cautions, rehearsal, summary
 from vitinit.train import distributed
 from vitinit.train.checkpoint import CheckpointError, load, model_state
@@ -100,15 +100,15 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     data, optim, augment = recipe.data, recipe.optim, recipe.augment
     start_fork_server(data.workers)
     if not dry_run:
-        processes.together(lambda: download(data.name, data.root)
-                           if processes.local_rank == 0 else None)
-    whole_set, val_set = processes.together(lambda: [
+        processes.on_all(lambda: download(data.name, data.root)
+                         if processes.local_rank == 0 else None)
+    whole_set, val_set = processes.on_all(lambda: [
         open_split(data.name, data.root, split, data.num_classes) for split in ("train", "val")])
-    train_set = processes.together(lambda: stratified_part(
+    train_set = processes.on_all(lambda: stratified_part(
         whole_set, share=data.subset, images_per_class=data.images_per_class, seed=data.subset_seed))
 
     # Which images a step has, and which of them this process takes.
-    mixing = Mixing(**vars(recipe.mix))
+    mixing = MixSettings(**vars(recipe.mix))
     with building(f"recipe {recipe.name}", "optim"):
         require_full_batch(len(train_set), augment.repeats, optim.global_batch)
         plan = plan_batches(optim.global_batch, optim.max_batch_per_process, processes.world_size,
@@ -137,7 +137,7 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
         seed=recipe.run.seed)
 
     with ProgressBar("decode", len(train_set), shown=processes.is_main) as bar:
-        train_batches = processes.together(lambda: training_batches(
+        train_batches = processes.on_all(lambda: training_batches(
             train_set, sampler=sampler, draws=draws, prepare=prepare_to_train,
             budget_gib=0.0 if dry_run else data.on_device_gib, workers=data.workers,
             advance=bar.advance))
@@ -146,7 +146,7 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
                       interpolation=recipe.eval.interpolation)
     kept = kept_views(views, processes.device, on_device_gib=data.on_device_gib,
                       cache_gib=recipe.eval.cache_gib)
-    val_batches = processes.together(lambda: EvaluationBatches(
+    val_batches = processes.on_all(lambda: EvaluationBatches(
         kept, batch_size=recipe.eval.batch_size, workers=data.workers, prepare=prepare_to_measure))
     return Data(whole_set, train_set, val_set, plan, train_batches, val_batches)
 
@@ -175,7 +175,7 @@ def initial_state(recipe: Recipe, processes: Processes, kept: dict[str, Any] | N
                          generator=torch.Generator().manual_seed(recipe.run.seed))
     notes = []
     if kept is None and init.checkpoint:
-        transfer = processes.together(lambda: fine_tune(
+        transfer = processes.on_all(lambda: fine_tune(
             model, Path(init.checkpoint), init.checkpoint_weights, init.checkpoint_fit))
         notes = [f"start   {init.checkpoint}, {init.checkpoint_fit}: {transfer}"]
     elif kept is None and processes.is_main:
@@ -196,7 +196,7 @@ def initial_state(recipe: Recipe, processes: Processes, kept: dict[str, Any] | N
 
 def what_the_init_achieved(model: nn.Module, name: str, options: dict[str, Any]) -> list[str]:
     """How much attention is on the targets, where the init has any, and what would help if little."""
-    mass = code_mass(model, name, options)
+    mass = position_mass(model, name, options)
     if mass is None:
         return []
     short = shortfall(mass, model, name, options)
@@ -241,12 +241,12 @@ def learning_rate_of(recipe: Recipe, steps_per_epoch: int) -> Callable[[int], fl
 
 def drop_path_of(model: nn.Module, recipe: Recipe) -> Callable[[int], Tensor | None]:
     """step → the stochastic-depth factors (branches, global batch) of all its images, or None."""
-    def keep_at(step: int) -> Tensor | None:
+    def drop_path_at(step: int) -> Tensor | None:
         if not any(model.drop_path_rates):
             return None
         rng = keyed_generator(recipe.run.seed, Stream.DROP_PATH, step)
-        return draw_keep(model.drop_path_rates, recipe.optim.global_batch, rng)
-    return keep_at
+        return draw_drop_path(model.drop_path_rates, recipe.optim.global_batch, rng)
+    return drop_path_at
 
 
 # ---------------------------------------------------------------------------------------------
@@ -266,15 +266,15 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
     with building(f"recipe {recipe.name}", "data"):
         data = open_data(recipe, processes, dry_run=args.dry_run)
     state, notes = initial_state(recipe, processes, kept, folder.read_from)
-    require_same_micro_batch(state.model, data.plan.micro_batch, kept)
+    require_same_micro_batch_size(state.model, data.plan.micro_batch_size, kept)
     resumed = kept is not None
     chosen = kept = None                             # its tensors need no second place in memory
     model, progress = state.model, state.progress
     epochs = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
     per_epoch = data.train_batches.steps_per_epoch
     lr_at = learning_rate_of(recipe, per_epoch)
-    keep_at = drop_path_of(model, recipe)
-    flops = training_flops(model, data.plan.micro_batch, recipe.data.image_size)
+    drop_path_at = drop_path_of(model, recipe)
+    flops = training_flops(model, data.plan.micro_batch_size, recipe.data.image_size)
     profiler = StepProfiler(args.profile, done=progress.step, per_epoch=per_epoch,
                             total=epochs * per_epoch, folder=folder.path, processes=processes, say=say)
     set_precision(recipe.engine.tf32)
@@ -292,12 +292,12 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
     def write(path: Path, *, to_resume: bool = False) -> None:
         """For the main process alone."""
         folder.save((state.state_dict() if to_resume else state.weights()) | {
-            "recipe": recipe.as_dict(), "micro_batch": data.plan.micro_batch,
+            "recipe": recipe.as_dict(), "micro_batch": data.plan.micro_batch_size,
             "classes": list(map(str, data.whole_set.classes))}, path)
 
     def save_last() -> None:
         """last.pt; all processes wait until the main one has written it."""
-        processes.main_only(lambda: write(folder.last, to_resume=True))
+        processes.on_main(lambda: write(folder.last, to_resume=True))
 
     stop.defer()                                     # from here on there is something to save
 
@@ -314,7 +314,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
             write(folder.kept(0))
         folder.record_start(REPOSITORY, processes=processes.world_size,
                             device=describe_device(processes.device))
-    processes.main_only(set_up_folder)
+    processes.on_main(set_up_folder)
     say(f"run     {folder.path}" + (f", resumed at step {progress.step:,}" if resumed else ""))
 
     # Epochs. ------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
                             num_classes=recipe.data.num_classes, processes=processes, stop=stop)
 
     def record_step(row: StepRow) -> None:
-        processes.main_only(lambda: folder.steps.append(row._asdict()))
+        processes.on_main(lambda: folder.steps.append(row._asdict()))
 
     for epoch in range(progress.epochs, epochs):
         evaluated = (epoch + 1) % recipe.eval.every_epochs == 0 or epoch + 1 == epochs
@@ -334,12 +334,12 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
         try:
             with (ProgressBar(f"epoch {epoch + 1}/{epochs}", per_epoch,
                               initial=progress.epoch_steps, shown=processes.is_main) as bar,
-                  memory_for("optim.max_batch_per_process", data.plan.micro_batch, processes.rank),
+                  memory_for("optim.max_batch_per_process", data.plan.micro_batch_size, processes.rank),
                   closing(profiler.parts(bar.over(steps, lambda: progress.note),
                                          range(progress.step, (epoch + 1) * per_epoch))) as parts):
                 for part in parts:                   # one, but where --profile looks at some steps
                     for _ in train_epoch(
-                            state, forward, part, lr_at=lr_at, keep_at=keep_at,
+                            state, forward, part, lr_at=lr_at, drop_path_at=drop_path_at,
                             amp=recipe.engine.amp, clip_norm=recipe.optim.clip_norm,
                             every_steps=recipe.checkpoint.every_steps, processes=processes,
                             stop=stop, record=record_step):
@@ -376,7 +376,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
                 write(folder.best)
             if epoch + 1 in recipe.checkpoint.keep_epochs:
                 write(folder.kept(epoch + 1))
-        processes.main_only(record)
+        processes.on_main(record)
         if kept:
             save_last()
 

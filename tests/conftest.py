@@ -141,10 +141,10 @@ def without_matplotlib(monkeypatch) -> None:
 
 
 @pytest.fixture
-def picture_tree(tmp_path: Path) -> Path:
+def image_tree(tmp_path: Path) -> Path:
     """train/ and val/: three classes of 17 and 7 noisy PNGs of 10×14 pixels that differ in hue."""
     rng = np.random.default_rng(0)
-    root = tmp_path / "pictures"
+    root = tmp_path / "images"
     for split, count in (("train", 17), ("val", 7)):
         for channel, name in enumerate(("red", "green", "blue")):
             folder = root / split / name
@@ -157,8 +157,8 @@ def picture_tree(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def small_run(picture_tree: Path) -> Callable[..., list[str]]:
-    """Arguments of train.py for a run of seconds on `picture_tree`: 4 steps an epoch, 3 epochs.
+def small_run(image_tree: Path) -> Callable[..., list[str]]:
+    """Arguments of train.py for a run of seconds on `image_tree`: 4 steps an epoch, 3 epochs.
 
     Everything that could go wrong on resume is on: every augmentation, two views of an image,
     accumulation of three micro-batches, EMA with warm-up, clipping, stochastic depth. Three groups of four share a draw of
@@ -181,7 +181,7 @@ def small_run(picture_tree: Path) -> Callable[..., list[str]]:
 
     def arguments(out_dir: Path, *more: str, init: str = "mimetic", **changes: str) -> list[str]:
         values = sets | {key.replace("__", "."): value for key, value in changes.items()}
-        return ["--recipe", "quickstart", "--init", init, "--data-dir", str(picture_tree),
+        return ["--recipe", "quickstart", "--init", init, "--data-dir", str(image_tree),
                 "--out-dir", str(out_dir),
                 *(word for key, value in values.items() for word in ("--set", f"{key}={value}")),
                 *more]

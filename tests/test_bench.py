@@ -21,7 +21,7 @@ from vitinit.bench.memory import saved_bytes
 from vitinit.data.datasets import ImageFolder
 from vitinit.data.images import DataError
 from vitinit.filters import ordered_offsets
-from vitinit.init.impulse import normalised_code
+from vitinit.init.impulse import normalised_positions
 from vitinit.mixing import target_mass
 from vitinit.models.attention import attention_weights
 
@@ -67,16 +67,16 @@ def test_memory_says_how_many_images_of_a_recipe_fit(capsys):
                      refusal(capsys, "memory", "--recipe", "no-such-recipe"))
 
 
-def test_the_loader_is_measured_beside_torchvisions_pipeline(capsys, picture_tree):
-    printed = run(capsys, "loader", "--data-dir", picture_tree, "--image-size", 8)
-    assert "72 pictures to 8 px" in printed         # 3 × (17 + 7)
+def test_the_loader_is_measured_beside_torchvisions_pipeline(capsys, image_tree):
+    printed = run(capsys, "loader", "--data-dir", image_tree, "--image-size", 8)
+    assert "72 images to 8 px" in printed           # 3 × (17 + 7)
     assert re.search(r"workers' part.* % of decoding alone, \d+\.\d\d × torchvision's", printed)
     assert re.search(r"µs an image between processes", printed)
     assert re.search(r"torchvision's whole pipeline on Pillow +\d+$", printed.strip())
 
 
-def test_a_folder_without_pictures_is_one_line(capsys, tmp_path):
-    assert "no pictures in" in refusal(capsys, "loader", "--data-dir", tmp_path)
+def test_a_folder_without_images_is_one_line(capsys, tmp_path):
+    assert "no images in" in refusal(capsys, "loader", "--data-dir", tmp_path)
 
 
 def test_the_devices_part_is_measured(capsys):
@@ -107,9 +107,9 @@ def test_a_step_is_measured(capsys):
 
 
 def test_a_step_fed_from_files_is_compared_with_the_synthetic_one(monkeypatch, capsys,
-                                                                  picture_tree):
+                                                                  image_tree):
     printed = run(capsys, "step", "--model", "vit_tiny", "--batch", 2, "--image-size",
-                  32, "--amp", "off", "--data-dir", picture_tree, "--workers", 1)
+                  32, "--amp", "off", "--data-dir", image_tree, "--workers", 1)
     assert re.search(r"from 72 files with 1 workers: .* [+-]\d+\.\d % of the synthetic", printed)
 
 
@@ -123,13 +123,13 @@ def test_what_the_init_bench_measures_works():
     model = vitinit.build_model("vit_tiny", num_classes=7, image_size=32, patch_size=4, depth=1)
     vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(0),
                          value_init="base")
-    code, attention = normalised_code(model), model.blocks[0].attn
+    code, attention = normalised_positions(model), model.blocks[0].attn
     weights = attention_weights(code @ attention.q_weight.mT, code @ attention.k_weight.mT)
     assert target_mass(weights, ordered_offsets(3)[:3], model.grid).min() > 0.9
 
 
-def test_operations_are_measured_beside_pillows(capsys, picture_tree):
-    printed = run(capsys, "pixels", "--data-dir", picture_tree, "--image-size", 23,
+def test_operations_are_measured_beside_pillows(capsys, image_tree):
+    printed = run(capsys, "pixels", "--data-dir", image_tree, "--image-size", 23,
                   "--count", 5, "--rounds", 1)
     assert "5 photographs at 23 px, 1 draws each" in printed
     assert re.search(r"^one of the ten on colours +100\.0 % +inf dB +0$", printed, flags=re.MULTILINE)

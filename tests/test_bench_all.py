@@ -409,12 +409,12 @@ def threads_as_before():
     torch.set_num_threads(before)
 
 
-def test_speeds_are_measured(monkeypatch, tmp_path, picture_tree, threads_as_before):
+def test_speeds_are_measured(monkeypatch, tmp_path, image_tree, threads_as_before):
     """At a small size, and without compiling."""
     monkeypatch.setattr(speeds, "SIZE", 32)
     monkeypatch.setattr(speeds, "BATCHES", {"vit_tiny": (2, 2), "vit_base": (2, 2)})
     monkeypatch.setattr(torch, "compile", lambda model: model)
-    here = Conditions("cpu", tmp_path, picture_tree)
+    here = Conditions("cpu", tmp_path, image_tree)
     eager, compiled = speeds.step("vit_tiny", here)
     assert eager["way"] == "eager, amp off" and compiled["way"] == "compiled, amp off"
     assert eager["images/s"] == pytest.approx(2e3 / eager["ms a step"])

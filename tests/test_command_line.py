@@ -15,12 +15,12 @@ import pytest
 from vitinit.command_line import Parser, complain
 from vitinit.data.draw import CropAndFlip, Erasing, RandAugment
 from vitinit.data.images import DataError
-from vitinit.data.mix import Mixing
+from vitinit.data.mix import MixSettings
 from vitinit.init import INITS, init_function
 from vitinit.models import MODELS, VisionTransformer
 from vitinit.recipe.files import RecipeError, dump_recipe, load_recipe, parse_override
 from vitinit.recipe.resolve import fresh_recipe, moved, overrides, resolve_options, resolve_recipe
-from vitinit.recipe.sections import Init, Model
+from vitinit.recipe.sections import InitSection, ModelSection
 from vitinit.recipe.values import to_toml
 from vitinit.train.checkpoint import CheckpointError
 from vitinit.train.distributed import LaunchError
@@ -38,8 +38,8 @@ def saved(folder: Path, *, model: str = "vit_tiny", init: str = "default", root:
     """A recipe file like quickstart's with these values."""
     recipe = load_recipe(REPOSITORY / "recipes" / "quickstart.toml")
     recipe = dataclasses.replace(
-        recipe, model=Model(model, model_options or {}),
-        init=Init(init, "", "model", "exact", init_options or {}),
+        recipe, model=ModelSection(model, model_options or {}),
+        init=InitSection(init, "", "model", "exact", init_options or {}),
         data=dataclasses.replace(recipe.data, root=root))
     path = folder / "trial.toml"
     path.write_text(dump_recipe(recipe), encoding="utf-8")
@@ -359,8 +359,8 @@ def test_init_and_data_dir_complete_a_recipe_together(train_program, tmp_path):
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace('name = "shapes"', 'name = "image_folder"'), encoding="utf-8")
     recipe, _ = fresh(train_program, "--recipe", path, "--init", "mimetic",
-                      "--data-dir", "pictures")
-    assert (recipe.data.root, recipe.init.name) == ("pictures", "mimetic")
+                      "--data-dir", "images")
+    assert (recipe.data.root, recipe.init.name) == ("images", "mimetic")
 
 
 def test_every_short_flag_reaches_its_key(train_program):
@@ -423,7 +423,7 @@ def test_every_key_of_the_augmentation_reaches_what_draws_or_applies_it(
     assert given["erasing"] == Erasing(probability=0.13, area=(0.17, 0.19), ratio=(0.23, 0.29),
                                        fill="const")
     assert given["rand_augment"] == RandAugment(**written["rand_augment"])
-    assert given["mixing"] == Mixing(**written["mix"])
+    assert given["mixing"] == MixSettings(**written["mix"])
     assert (given["fill"], given["erase_fill"], given["erase_after_mix"]) == (
         (101, 103, 107), "const", True)
 
@@ -479,7 +479,7 @@ def test_a_set_that_cannot_fill_a_batch_is_refused_in_one_line(
     assert f"{views} than optim.global_batch = {batch}" in error and error.count("\n") == 1
 
 
-def test_a_run_that_moved_has_its_pictures_elsewhere_and_all_else_as_it_was(tmp_path):
+def test_a_run_that_moved_has_its_images_elsewhere_and_all_else_as_it_was(tmp_path):
     recipe = load_recipe(saved(tmp_path, root="here"))
     assert moved(recipe, None) == recipe
     there, expected = moved(recipe, "there").as_dict(), recipe.as_dict()

@@ -15,7 +15,7 @@ from PIL import Image
 import vitinit
 from vitinit.data.augment import normalise
 from vitinit.data.class_subsets import imagenet_wnids
-from vitinit.data.datasets import PictureFiles, open_split
+from vitinit.data.datasets import ImageFiles, open_split
 from vitinit.data.images import resize_and_centre_crop
 from vitinit.runs import trained
 from vitinit.train.checkpoint import load
@@ -25,7 +25,7 @@ SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)
 
 @pytest.fixture
 def one_epoch_run(train_program, small_run, tmp_path, capsys) -> Path:
-    """The folder of a run on `picture_tree`, with a moving average."""
+    """The folder of a run on `image_tree`, with a moving average."""
     folder = tmp_path / "one_epoch"
     assert train_program.main(small_run(folder, schedule__epochs="1")) == 0
     capsys.readouterr()
@@ -51,11 +51,11 @@ def as_recipe(classes: int) -> list[str]:
 
 
 def by_hand(model, source, columns, size=(8, 8), crop_pct=0.875) -> dict:
-    """Numbers as the JSON holds them, one picture at a time in float64."""
+    """Numbers as the JSON holds them, one image at a time in float64."""
     loss, top1, top5, per_class = 0.0, 0, 0, [[0, 0] for _ in source.classes]
     model = model.double().eval()
     for index, label in enumerate(source.labels.tolist()):
-        view = resize_and_centre_crop(source.picture(index), size, crop_pct, "bicubic")
+        view = resize_and_centre_crop(source.image(index), size, crop_pct, "bicubic")
         image = normalise(view[None], (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)).double()
         logits = model(image)[0, columns].detach()
         ahead = int((logits > logits[label]).sum())
@@ -71,7 +71,7 @@ def by_hand(model, source, columns, size=(8, 8), crop_pct=0.875) -> dict:
                           for name, (correct, total) in zip(source.classes, per_class)]}
 
 
-def write_pictures(root: Path, classes: list[str], seed: int) -> Path:
+def write_images(root: Path, classes: list[str], seed: int) -> Path:
     """val/<class>/: 2, 3, 4 … noisy PNGs of 10×14 pixels."""
     rng = np.random.default_rng(seed)
     for number, name in enumerate(classes):
@@ -99,16 +99,16 @@ def test_a_run_folder_gives_the_last_line_of_training(train_program, eval_progra
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_a_foreign_checkpoint_needs_only_a_recipe(eval_program, picture_tree, tmp_path, capsys,
+def test_a_foreign_checkpoint_needs_only_a_recipe(eval_program, image_tree, tmp_path, capsys,
                                                   prefix):
     """Laid out as DeiT's files are: a state dict under "model", a Namespace beside it."""
     model = tiny_vit(3)
     path = tmp_path / "deit.pth"
     torch.save({"model": {prefix + name: value for name, value in model.state_dict().items()},
                 "args": argparse.Namespace(lr=1e-3)}, path)
-    assert eval_program.main([str(path), "--data-dir", str(picture_tree), *as_recipe(3)]) == 0
+    assert eval_program.main([str(path), "--data-dir", str(image_tree), *as_recipe(3)]) == 0
     result = printed_json(capsys)
-    source = open_split("image_folder", str(picture_tree), "val", 3)
+    source = open_split("image_folder", str(image_tree), "val", 3)
     assert result["model"] == by_hand(model, source, [0, 1, 2]) and "ema" not in result
 
 
@@ -119,11 +119,11 @@ def test_a_foreign_checkpoint_without_a_recipe_is_one_line(eval_program, tmp_pat
     assert "say with --recipe what it is a checkpoint of" in error and error.count("\n") == 1
 
 
-def test_a_checkpoint_of_another_model_is_one_line(eval_program, picture_tree, tmp_path, capsys):
+def test_a_checkpoint_of_another_model_is_one_line(eval_program, image_tree, tmp_path, capsys):
     model = vitinit.build_model("vit_tiny", num_classes=3, image_size=32, depth=1)
     torch.save(model.state_dict(), tmp_path / "a.pth")
     assert eval_program.main([str(tmp_path / "a.pth"), "--recipe", "deit_tiny", "--data-dir",
-                              str(picture_tree), "--set", "data.num_classes=3"]) == 2
+                              str(image_tree), "--set", "data.num_classes=3"]) == 2
     error = capsys.readouterr().err
     assert "does not fit the model; missing: blocks.1" in error and error.count("\n") == 1
 
@@ -131,7 +131,7 @@ def test_a_checkpoint_of_another_model_is_one_line(eval_program, picture_tree, t
 def test_a_part_of_the_models_classes_competes_among_itself(eval_program, tmp_path, capsys):
     """Two models of 1000 classes nobody named on seven wnids, beside ImageNet's place of each."""
     wnids = imagenet_wnids()[998:2:-143]
-    root = write_pictures(tmp_path / "part", wnids, seed=1)
+    root = write_images(tmp_path / "part", wnids, seed=1)
     source = open_split("image_folder", str(root), "val", None)
     columns = [imagenet_wnids().index(name) for name in source.classes]
     paths = []
@@ -149,13 +149,13 @@ def test_a_part_of_the_models_classes_competes_among_itself(eval_program, tmp_pa
     assert rows[0]["model"]["loss"] != rows[1]["model"]["loss"]
 
 
-def test_a_checkpoints_own_class_names_say_which_logit_is_which(eval_program, picture_tree,
+def test_a_checkpoints_own_class_names_say_which_logit_is_which(eval_program, image_tree,
                                                                 tmp_path, capsys):
     torch.save({"model": tiny_vit(5).state_dict(),
                 "classes": ["red", "pink", "blue", "grey", "green"]}, tmp_path / "a.pth")
-    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={picture_tree}",
+    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={image_tree}",
                               *as_recipe(5)]) == 0
-    source = open_split("image_folder", str(picture_tree), "val", 3)
+    source = open_split("image_folder", str(image_tree), "val", 3)
     assert printed_json(capsys)["model"] == by_hand(tiny_vit(5), source, [2, 4, 0])
 
 
@@ -167,26 +167,26 @@ def test_a_run_writes_its_classes_into_every_checkpoint(train_program, small_run
         assert load(folder / name)["classes"] == ["blue", "green", "red"]
 
 
-def test_another_resolution_and_crop_resize_the_position_codes(eval_program, picture_tree, tmp_path,
-                                                               capsys):
+def test_another_resolution_and_crop_resize_the_position_embeddings(eval_program, image_tree, tmp_path,
+                                                                    capsys):
     model = tiny_vit(3)
     torch.save(model.state_dict(), tmp_path / "a.pth")
-    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={picture_tree}",
+    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={image_tree}",
                               "--image-size", "12,20", *as_recipe(3),
                               "--set", "eval.crop_pct=1.0"]) == 0
     resized = vitinit.build_model("vit_tiny", num_classes=3, image_size=(12, 20), **SIZES)
-    picture = model.pos_embed.detach()[:, 1:].reshape(1, 2, 2, -1).permute(0, 3, 1, 2)
-    picture = F.interpolate(picture, (3, 5), mode="bicubic", antialias=True)
-    code = torch.cat([model.pos_embed[:, :1], picture.flatten(2).mT], dim=1)
+    image = model.pos_embed.detach()[:, 1:].reshape(1, 2, 2, -1).permute(0, 3, 1, 2)
+    image = F.interpolate(image, (3, 5), mode="bicubic", antialias=True)
+    code = torch.cat([model.pos_embed[:, :1], image.flatten(2).mT], dim=1)
     resized.load_state_dict(model.state_dict() | {"pos_embed": code})
-    source = open_split("image_folder", str(picture_tree), "val", 3)
+    source = open_split("image_folder", str(image_tree), "val", 3)
     result = printed_json(capsys)
     assert result["model"] == by_hand(resized, source, [0, 1, 2], (12, 20), 1.0)
     assert result["image_size"] == [12, 20]
 
 
-def test_pictures_are_decoded_once_for_all_models_that_see_them_alike(
-        train_program, eval_program, small_run, picture_tree, tmp_path, monkeypatch, capsys):
+def test_images_are_decoded_once_for_all_models_that_see_them_alike(
+        train_program, eval_program, small_run, image_tree, tmp_path, monkeypatch, capsys):
     """Two runs with their averages in one pass, a third at another crop alone; all as alone."""
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder, crop_pct in zip(folders, ("1.0", "1.0", "0.8")):
@@ -198,18 +198,18 @@ def test_pictures_are_decoded_once_for_all_models_that_see_them_alike(
         assert eval_program.main([str(folder)]) == 0
         alone.append(printed_json(capsys))
     decoded = []
-    original = PictureFiles.picture
-    monkeypatch.setattr(PictureFiles, "picture", lambda self, index: (
+    original = ImageFiles.image
+    monkeypatch.setattr(ImageFiles, "image", lambda self, index: (
         decoded.append(index), original(self, index))[1])
-    other = write_pictures(tmp_path / "other", ["blue", "green", "red"], seed=2)
-    assert eval_program.main([*map(str, folders), "--data", f"image_folder={picture_tree}",
+    other = write_images(tmp_path / "other", ["blue", "green", "red"], seed=2)
+    assert eval_program.main([*map(str, folders), "--data", f"image_folder={image_tree}",
                               f"image_folder={other}", "--json", str(tmp_path / "out.json")]) == 0
     assert len(decoded) == 2 * (21 + 9)
     together = [json.loads(line) for line in (tmp_path / "out.json").read_text().splitlines()]
     assert together[::2] == alone
     assert [(row["checkpoint"], row["data_dir"]) for row in together] == [
         (str(folder / "last.pt"), str(root))
-        for folder in folders for root in (picture_tree, other)]
+        for folder in folders for root in (image_tree, other)]
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("| checkpoint | weights | data | top-1 % |")
     assert printed[-1] == f"wrote {tmp_path / 'out.json'}"
@@ -224,7 +224,7 @@ def test_pictures_are_decoded_once_for_all_models_that_see_them_alike(
 
 
 def test_models_that_calculate_differently_share_what_is_decoded(
-        eval_program, train_program, small_run, picture_tree, tmp_path, capsys, monkeypatch):
+        eval_program, train_program, small_run, image_tree, tmp_path, capsys, monkeypatch):
     """Three runs in two passes, of other deviations and batch sizes; a fourth crops elsewhere."""
     folders = [tmp_path / name for name in ("a", "b", "c", "d")]
     for folder, changes in zip(folders, ({}, dict(eval__batch_size="5"), dict(
@@ -232,8 +232,8 @@ def test_models_that_calculate_differently_share_what_is_decoded(
         assert train_program.main(small_run(folder, schedule__epochs="1", init="torch",
                                             schedule__warmup_epochs="0", **changes)) == 0
     capsys.readouterr()
-    decoded, original, found = [], PictureFiles.picture, {}
-    monkeypatch.setattr(PictureFiles, "picture", lambda self, index: (
+    decoded, original, found = [], ImageFiles.image, {}
+    monkeypatch.setattr(ImageFiles, "image", lambda self, index: (
         decoded.append(index), original(self, index))[1])
     for name, gib, decodings in (("kept", "0.5", 2), ("decoded", "0.0", 4)):
         decoded.clear()
@@ -247,7 +247,7 @@ def test_models_that_calculate_differently_share_what_is_decoded(
 
 def test_per_class_prints_the_weakest_class_first(eval_program, tmp_path, capsys):
     names = [f"c{number}" for number in range(6)]
-    root = write_pictures(tmp_path / "six", names, seed=3)
+    root = write_images(tmp_path / "six", names, seed=3)
     model = tiny_vit(6)
     model.head.weight.data *= 30
     torch.save(model.state_dict(), tmp_path / "a.pth")
@@ -263,9 +263,9 @@ def test_per_class_prints_the_weakest_class_first(eval_program, tmp_path, capsys
     assert shares == sorted(shares) and shares[0] < shares[-1]
 
 
-def test_throughput_is_printed_and_written(eval_program, picture_tree, tmp_path, capsys):
+def test_throughput_is_printed_and_written(eval_program, image_tree, tmp_path, capsys):
     torch.save(tiny_vit(3).state_dict(), tmp_path / "a.pth")
-    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={picture_tree}",
+    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={image_tree}",
                               "--throughput", *as_recipe(3)]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert " images/s, " in printed[0] and "a batch of 4 at 8×8, amp off" in printed[0]
@@ -306,25 +306,25 @@ def test_every_wrong_input_is_one_line(eval_program, one_epoch_run, capsys):
         assert out == "", arguments
 
 
-def test_a_set_of_other_size_for_a_model_of_unnamed_classes_is_one_line(eval_program, picture_tree,
+def test_a_set_of_other_size_for_a_model_of_unnamed_classes_is_one_line(eval_program, image_tree,
                                                                         tmp_path, capsys):
     torch.save(tiny_vit(5).state_dict(), tmp_path / "a.pth")
-    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={picture_tree}",
+    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={image_tree}",
                               *as_recipe(5)]) == 2
-    message = (f"image_folder={picture_tree}: 3 classes found, and {tmp_path / 'a.pth'} is a model "
+    message = (f"image_folder={image_tree}: 3 classes found, and {tmp_path / 'a.pth'} is a model "
                "of 5 whose names it does not hold")
     assert message in capsys.readouterr().err
 
 
-def test_a_run_and_a_foreign_checkpoint_go_together(eval_program, one_epoch_run, picture_tree,
+def test_a_run_and_a_foreign_checkpoint_go_together(eval_program, one_epoch_run, image_tree,
                                                     tmp_path, capsys):
     """--recipe and what of --set describes a model are for the foreign one alone."""
     torch.save(tiny_vit(3).state_dict(), tmp_path / "a.pth")
     assert eval_program.main([str(one_epoch_run), str(tmp_path / "a.pth"), *as_recipe(3), "--data",
-                              f"image_folder={picture_tree}", "--json", str(tmp_path / "j")]) == 0
+                              f"image_folder={image_tree}", "--json", str(tmp_path / "j")]) == 0
     ours, theirs = map(json.loads, (tmp_path / "j").read_text().splitlines())
     assert (ours["recipe"], theirs["recipe"]) == ("quickstart", "deit_tiny")
-    source = open_split("image_folder", str(picture_tree), "val", 3)
+    source = open_split("image_folder", str(image_tree), "val", 3)
     assert theirs["model"] == by_hand(tiny_vit(3), source, [0, 1, 2])
     assert eval_program.main([str(one_epoch_run)]) == 0
     alone = printed_json(capsys)

@@ -16,7 +16,7 @@ from vitinit.recipe.files import load_recipe
 from vitinit.recipe.resolve import overrides, resolve_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-RUN = Path(__file__).parent / "runs" / "data" / "55cb85f"
+RUN = Path(__file__).parent / "runs" / "data" / "644a0fb"
 FAMILIES = {        # recipe, changes
     "vit": ("quickstart", ["data.name=image_folder", "model.options.embed_dim=24",
                            "model.options.depth=1"]),
@@ -91,15 +91,15 @@ def test_a_program_is_the_model_at_any_batch_size(checkpoint, tmp_path, capsys, 
     assert ("uint8" if inside else "normalised") in said
 
 
-def test_a_programs_images_are_those_of_the_validation_set_or_a_folder(picture_tree, tmp_path,
+def test_a_programs_images_are_those_of_the_validation_set_or_a_folder(image_tree, tmp_path,
                                                                        capsys, monkeypatch):
-    monkeypatch.chdir(picture_tree.parent)           # the run's data.root is "pictures"
+    monkeypatch.chdir(image_tree.parent)             # the run's data.root is "images"
     assert exported(RUN, "--to", "torch", "--out", tmp_path / "a.pt2") == 0
     assert "images of the validation set of image_folder" in capsys.readouterr().out
     assert exported(RUN, "--to", "torch", "--out", tmp_path / "b.pt2", "--images",
-                    picture_tree / "train") == 0
-    assert f"images of {picture_tree / 'train'}" in capsys.readouterr().out
-    views, _ = export.views_to_check(vitinit.load(RUN), picture_tree / "train" / "red")
+                    image_tree / "train") == 0
+    assert f"images of {image_tree / 'train'}" in capsys.readouterr().out
+    views, _ = export.views_to_check(vitinit.load(RUN), image_tree / "train" / "red")
     assert views.shape == (7, 3, 8, 8) and len(views.flatten(1).unique(dim=0)) == 7
 
 
@@ -161,7 +161,7 @@ def test_what_of_timm_takes_the_weights(recipe, sets, expected):
     ([RUN, "--to", "torch", "--out", "no/such/x"], "--out no/such/x: expected a file in a folder"),
     ([RUN, "--to", "torch", "--out", "."], "--out .: expected a file in a folder that exists"),
     ([RUN, "--to", "safetensors", "--out", "x", "--normalise"], "--normalise and --images are for"),
-    ([RUN, "--to", "torch", "--out", "x", "--images", "nowhere"], "nowhere: no pictures in it"),
+    ([RUN, "--to", "torch", "--out", "x", "--images", "nowhere"], "nowhere: no images in it"),
     ([RUN, "--to", "torch", "--out", "x", "--image-size", 9], "patches of 4×4 pixels do not tile"),
 ])
 def test_what_cannot_be_exported_is_one_line(arguments, problem, tmp_path, monkeypatch, capsys):

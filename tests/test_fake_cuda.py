@@ -24,11 +24,11 @@ from vitinit.bench.training import GivenStep
 from vitinit.data.augment import IMAGENET_MEAN, IMAGENET_STD
 from vitinit.data.draw import RandAugment, SampleDraws, SampleKey, stack_draws
 from vitinit.data.loader import Batch, TrainBatch
-from vitinit.data.mix import Mixing
+from vitinit.data.mix import MixSettings
 from vitinit.data.pipeline import TrainingBatches
 from vitinit.data.sampler import BatchPlan, TrainSampler
 from vitinit.data.to_device import ToDevice, TrainToDevice
-from vitinit.models.layers import draw_keep
+from vitinit.models.layers import draw_drop_path
 from vitinit.train import engine
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
@@ -106,7 +106,7 @@ def loaded() -> Iterator[TrainBatch]:
 
 def training_steps() -> Iterator:
     prepare = TrainToDevice(CUDA, **AS_INPUT, fill=(1, 2, 3), erase_fill="pixel",
-                            erase_after_mix=False, mixing=Mixing(), num_classes=CLASSES, seed=0)
+                            erase_after_mix=False, mixing=MixSettings(), num_classes=CLASSES, seed=0)
     plan = BatchPlan(BATCH * ACCUMULATION, 1, BATCH, group=BATCH)
     sampler = TrainSampler(STEPS * plan.global_batch, plan, rank=0, seed=0, repeats=1)
     return TrainingBatches(loaded(), sampler, prepare).steps(epoch=0)
@@ -130,11 +130,11 @@ def not_settling(monkeypatch) -> Iterator[list[tuple[int, int]]]:
 
 def train(state: TrainState, steps: Iterable, amp: str, clip_norm: float,
           device: torch.device) -> None:
-    def keep_at(step: int) -> Tensor | None:
+    def drop_path_at(step: int) -> Tensor | None:
         rates = state.model.drop_path_rates
         rng = np.random.default_rng(step)
-        return draw_keep(rates, BATCH * ACCUMULATION, rng) if any(rates) else None
-    list(train_epoch(state, state.model, steps, lr_at=lambda step: 1e-3, keep_at=keep_at, amp=amp,
+        return draw_drop_path(rates, BATCH * ACCUMULATION, rng) if any(rates) else None
+    list(train_epoch(state, state.model, steps, lr_at=lambda step: 1e-3, drop_path_at=drop_path_at, amp=amp,
                      clip_norm=clip_norm, every_steps=0, stop=StopRequest(),
                      processes=Processes(0, 0, 1, device)))
 

@@ -1,4 +1,4 @@
-"""Pictures are written, of the right size, and say what is wrong when they cannot be."""
+"""Figures are written, of the right size, and say what is wrong when they cannot be."""
 
 from __future__ import annotations
 
@@ -150,10 +150,10 @@ def test_without_matplotlib_the_extra_is_named(without_matplotlib, tmp_path):
 
 
 def test_operations_show_the_photograph_and_what_each_makes_of_it(tmp_path):
-    """A picture of one colour: what a tile's centre looks like is the operation's formula."""
-    picture, out = tmp_path / "plain.png", tmp_path / "operations.png"
-    Image.new("RGB", (37, 31), (200, 100, 40)).save(picture)
-    run("operations", picture, "--out", out)
+    """An image of one colour: what a tile's centre looks like is the operation's formula."""
+    image, out = tmp_path / "plain.png", tmp_path / "operations.png"
+    Image.new("RGB", (37, 31), (200, 100, 40)).save(image)
+    run("operations", image, "--out", out)
     sheet = np.asarray(Image.open(out).convert("RGB")).astype(int)
     assert sheet.shape[0] > sheet.shape[1] > 500
     colours = {tuple(colour) for colour in sheet.reshape(-1, 3).tolist()}
@@ -165,15 +165,15 @@ def test_operations_show_the_photograph_and_what_each_makes_of_it(tmp_path):
             (124, 116, 104)} <= colours              # what comes in from outside
 
 
-def test_batches_are_shown_in_shares_and_repeat_by_seed(tmp_path, picture_tree):
+def test_batches_are_shown_in_shares_and_repeat_by_seed(tmp_path, image_tree):
     files = [tmp_path / f"{name}.png" for name in ("a", "b", "c")]
     for out, seed in zip(files, (0, 0, 1)):
-        run("batch", "--data-dir", picture_tree, "--seed", seed, "--out", out)
+        run("batch", "--data-dir", image_tree, "--seed", seed, "--out", out)
     one, two, three = (np.asarray(Image.open(path)) for path in files)
     assert np.array_equal(one, two) and not np.array_equal(one, three)
     assert one.shape[1] > 2 * one.shape[0]
 
 
-def test_a_folder_without_pictures_is_one_line(tmp_path, capsys):
+def test_a_folder_without_images_is_one_line(tmp_path, capsys):
     line = refusal(capsys, "batch", "--data-dir", tmp_path, "--out", tmp_path / "a.png")
-    assert "no pictures in it" in line
+    assert "no images in it" in line

@@ -55,7 +55,7 @@ def signalling(function: Callable, call: int, number: int) -> Callable:
 # Phase → what is called in it, in which call the signal comes (the epochs have 4 steps of 12 images
 # in micro-batches of 4, and 6 batches of evaluation), and the step after which the run is saved.
 PHASES = {
-    "decode": (datasets.PictureFiles, "picture", 30, 2),
+    "decode": (datasets.ImageFiles, "image", 30, 2),
     "step": (engine, "_update", 6, 6),
     "save": (checkpoint.torch, "save", 2, None),
     "validation": (to_device.ToDevice, "__call__", 3, 4),
@@ -105,7 +105,7 @@ def test_a_read_that_never_ends_is_not_waited_for(train_program, small_run, tmp_
     def hanging(self, index: int):
         os.kill(os.getpid(), signal.SIGTERM)
         return os.read(reader, 1)                    # nobody writes
-    monkeypatch.setattr(datasets.PictureFiles, "picture", hanging)
+    monkeypatch.setattr(datasets.ImageFiles, "image", hanging)
     assert train_program.main(small_run(tmp_path / "run")) == 128 + signal.SIGTERM
     os.close(reader), os.close(writer)
 
@@ -129,8 +129,8 @@ def test_a_killed_worker_is_one_line_and_costs_no_step(train_program, small_run,
     assert train_program.main(small_run(straight, **one_epoch)) == 0
     capsys.readouterr()
     with monkeypatch.context() as patch:             # workers are forks, and know this too
-        real = datasets.PictureFiles.picture
-        patch.setattr(datasets.PictureFiles, "picture", signalling(real, 30, signal.SIGKILL))
+        real = datasets.ImageFiles.image
+        patch.setattr(datasets.ImageFiles, "image", signalling(real, 30, signal.SIGKILL))
         assert train_program.main(small_run(killed, **one_epoch)) == 2
     output = capsys.readouterr()
     assert "a worker process of the loader was killed" in output.err
@@ -191,7 +191,7 @@ def run_two(tmp_path: Path, repository: Path, *words: object) -> subprocess.Comp
         capture_output=True, text=True, timeout=300)
 
 
-def test_two_processes_with_batch_norm_measure_the_model_that_is_saved(eval_program, picture_tree,
+def test_two_processes_with_batch_norm_measure_the_model_that_is_saved(eval_program, image_tree,
                                                                        repository, tmp_path, capsys):
     """Each has seen other images, so its own running statistics are not those of last.pt."""
     run = tmp_path / "run"
@@ -202,7 +202,7 @@ def test_two_processes_with_batch_norm_measure_the_model_that_is_saved(eval_prog
             "model.options.embed_dim": "12", "model.options.depth": "2",
             "model.options.kernel_size": "3", "optim.base_lr": "0.05"}
     result = run_two(tmp_path, repository, *NOWHERE, "--recipe", "cifar10_convmixer", "--out-dir", run,
-                     "--data-dir", picture_tree,
+                     "--data-dir", image_tree,
                      *(word for key, value in sets.items() for word in ("--set", f"{key}={value}")))
     assert result.returncode == 0, result.stderr
     row = json.loads((run / "metrics.jsonl").read_text())

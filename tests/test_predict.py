@@ -28,9 +28,9 @@ def predicted(*arguments: object) -> int:
 
 
 @pytest.fixture
-def folder(picture_tree) -> Path:
+def folder(image_tree) -> Path:
     """The seven validation images of each of three classes."""
-    return picture_tree / "val"
+    return image_tree / "val"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -58,7 +58,7 @@ def test_json_and_csv_hold_every_image(folder, tmp_path, capsys):
                      tmp_path / "a.csv", "--workers", 0) == 1
     said = capsys.readouterr()
     assert said.err.count("\n") == 1
-    assert f"vitinit.predict: {folder}/red/05.png: not a readable picture, 8 bytes" in said.err
+    assert f"vitinit.predict: {folder}/red/05.png: not a readable image, 8 bytes" in said.err
     assert said.out.splitlines()[-1].endswith("1 of 21 could not be read")
     objects = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     rows = list(csv.DictReader(open(tmp_path / "a.csv", newline="")))
@@ -68,7 +68,7 @@ def test_json_and_csv_hold_every_image(folder, tmp_path, capsys):
     for one, row in zip(objects, rows):
         assert one["image"] == row["image"] and one.get("truth", "") == row["truth"]
         if one["image"] == str(folder / "red" / "05.png"):
-            assert "not a readable picture" in one["problem"] and row["problem"] == one["problem"]
+            assert "not a readable image" in one["problem"] and row["problem"] == one["problem"]
             assert "classes" not in one and row["class_1"] == ""
             continue
         assert row["problem"] == "" and "problem" not in one
@@ -111,12 +111,12 @@ def test_of_many_images_the_sheet_shows_evenly_as_many(folder, tmp_path, monkeyp
             for tile, place in zip(drawn, [0, 4, 8, 12, 16], strict=True)] == [True] * 5
 
 
-def test_a_drawn_sheet_is_a_picture(folder, tmp_path, capsys):
+def test_a_drawn_sheet_is_an_image(folder, tmp_path, capsys):
     (folder / "red" / "01.png").write_bytes(b"no image")
     out = tmp_path / "sheet.png"
     assert predicted(RUN, folder, "--sheet", out, "--attention", "--workers", 0) == 1
-    picture = np.asarray(Image.open(out).convert("RGB"))
-    assert picture.shape[0] > 300 and picture.shape[1] > 900 and picture.std() > 20
+    image = np.asarray(Image.open(out).convert("RGB"))
+    assert image.shape[0] > 300 and image.shape[1] > 900 and image.std() > 20
 
 
 @pytest.mark.parametrize("pool", ["class", "mean", "swin", "simple"])

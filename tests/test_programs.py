@@ -160,7 +160,7 @@ def test_memory_that_is_not_there_is_said_so():
 
 @pytest.mark.parametrize("target, section", [
     ("build_model", "model"), ("init_weights", "init"), ("open_split", "data"),
-    ("code_mass", "init"), ("SampleDraws", "data"), ("adamw", "optim")])
+    ("position_mass", "init"), ("SampleDraws", "data"), ("adamw", "optim")])
 def test_train_says_in_which_section_it_failed(train_program, monkeypatch, capsys, small_run,
                                                tmp_path, target, section):
     """Whatever fails in there, in a dry run as in a real one."""

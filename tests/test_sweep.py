@@ -278,7 +278,7 @@ def test_a_failing_run_is_reported_at_the_end_and_the_others_go_on(small_run, tm
 
 def test_a_folder_that_holds_another_run_stops_the_sweep_before_it_starts(small_run, tmp_path,
                                                                          capsys, started):
-    """Neither skipped as done nor gone on with; where the pictures lie makes no other run."""
+    """Neither skipped as done nor gone on with; where the images lie makes no other run."""
     arguments = small_run(tmp_path, "--seeds", "0", **SHORT)
     assert sweep.main(arguments) == 0
     started.clear()

@@ -346,39 +346,39 @@ def test_which_images_a_subset_holds_is_the_subset_seeds_choice_alone(
 
 def test_a_class_that_cannot_fill_a_subset_is_one_line(train_program, small_run, tmp_path, capsys):
     assert train_program.main(small_run(tmp_path / "run", data__images_per_class="18")) == 2
-    assert ("data.images_per_class is 18, but class 'blue' has 17 pictures to train on"
+    assert ("data.images_per_class is 18, but class 'blue' has 17 images to train on"
             in capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_broken_picture_costs_no_step(train_program, small_run, picture_tree, tmp_path, capsys):
+def test_a_broken_image_costs_no_step(train_program, small_run, image_tree, tmp_path, capsys):
     """The run stops with one line naming the file, keeps its steps, and goes on once mended."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     assert train_program.main(small_run(straight)) == 0
-    picture = picture_tree / "train" / "green" / "05.png"
-    content = picture.read_bytes()
-    picture.write_bytes(content[:len(content) // 2])
+    image = image_tree / "train" / "green" / "05.png"
+    content = image.read_bytes()
+    image.write_bytes(content[:len(content) // 2])
     capsys.readouterr()
     assert train_program.main(small_run(broken)) == 2
     output = capsys.readouterr()
-    assert str(picture) in output.err and output.err.count("\n") == 1
+    assert str(image) in output.err and output.err.count("\n") == 1
     assert f"go on with --resume {broken}" in output.out
-    picture.write_bytes(content)
+    image.write_bytes(content)
     assert train_program.main(["--resume", str(broken)]) == 0
     assert_same_run(straight, broken)
 
 
-def test_a_broken_validation_picture_costs_no_epoch(train_program, small_run, picture_tree,
-                                                    tmp_path, capsys):
+def test_a_broken_validation_image_costs_no_epoch(train_program, small_run, image_tree,
+                                                  tmp_path, capsys):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     assert train_program.main(small_run(straight)) == 0
-    picture = picture_tree / "val" / "blue" / "03.png"
-    content = picture.read_bytes()
-    picture.write_bytes(content[:-40])
+    image = image_tree / "val" / "blue" / "03.png"
+    content = image.read_bytes()
+    image.write_bytes(content[:-40])
     assert train_program.main(small_run(broken)) == 2
-    assert str(picture) in capsys.readouterr().err
+    assert str(image) in capsys.readouterr().err
     assert checkpoint(broken)["step"] == 4
-    picture.write_bytes(content)
+    image.write_bytes(content)
     assert train_program.main(["--resume", str(broken)]) == 0
     assert_same_run(straight, broken)
 
@@ -472,10 +472,10 @@ def test_the_first_fifty_losses_of_two_processes_equal_one_processs(train_progra
         assert theirs == pytest.approx(ours, abs=1e-5 * (step + 1)), step
 
 
-def test_a_broken_picture_in_a_worker_ends_the_program_at_once(small_run, repository, picture_tree,
-                                                               tmp_path):
+def test_a_broken_image_in_a_worker_ends_the_program_at_once(small_run, repository, image_tree,
+                                                             tmp_path):
     """Workers outlive a SIGTERM for a minute; none may be left to be waited for."""
-    (picture_tree / "train" / "green" / "05.png").write_bytes(b"torn")
+    (image_tree / "train" / "green" / "05.png").write_bytes(b"torn")
     arguments = small_run(tmp_path / "run", data__workers="2")
     result = subprocess.run([sys.executable, str(repository / "train.py"), *arguments],
                             capture_output=True, text=True, timeout=55)
@@ -517,7 +517,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("model", FAMILIES)
 def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, eval_program, tmp_path,
-                                                   picture_tree, capsys, model):
+                                                   image_tree, capsys, model):
     """All augmentation on; BatchNorm's statistics travel, too."""
     recipe = {"swin_tiny": "cifar10_swin_tiny", "mixer_s16": "cifar10_mixer",
               "convmixer_256_8": "cifar10_convmixer"}[model]
@@ -529,7 +529,7 @@ def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, e
     sets |= {f"model.options.{key}": value for key, value in FAMILIES[model].items()}
 
     def arguments(folder: Path) -> list[str]:
-        return ["--recipe", recipe, "--init", "impulse", "--data-dir", str(picture_tree),
+        return ["--recipe", recipe, "--init", "impulse", "--data-dir", str(image_tree),
                 "--out-dir", str(folder),
                 *(word for key, value in sets.items() for word in ("--set", f"{key}={value}"))]
 

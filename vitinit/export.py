@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from . import __version__
 from .command_line import Parser, integer, run_program
 from .data.augment import normalise
-from .data.datasets import LoosePictures, Source, open_split
+from .data.datasets import LooseImages, Source, open_split
 from .data.images import DataError
 from .models import MODELS, ConvMixer, MlpMixer, SwinTransformer, VisionTransformer
 from .recipe.files import dump_recipe
@@ -174,13 +174,13 @@ def views_to_check(trained: Trained, folder: Path | None) -> tuple[Tensor, str]:
     data = trained.recipe.data
     source: Source
     if folder is not None:
-        source, name = LoosePictures(folder, max(BATCHES)), str(folder)
+        source, name = LooseImages(folder, max(BATCHES)), str(folder)
     else:
         source, name = open_split("shapes", "", "val", 10), "the embedded set 'shapes'"
         with suppress(DataError):
             source = open_split(data.name, data.root, "val", data.num_classes)
             name = f"the validation set of {data.name}"
-    views = [trained.view(source.picture(index)) for index in spread(len(source))]
+    views = [trained.view(source.image(index)) for index in spread(len(source))]
     return torch.stack(views), name
 
 

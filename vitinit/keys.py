@@ -20,7 +20,7 @@ class Stream(IntEnum):
     ORDER = 1           # the order of an epoch: counters (epoch,)
     CROP_AND_FLIP = 2   # one sample's crop and flip: counters (epoch, index, repeat)
     DROP_PATH = 3       # stochastic depth of a global batch: counters (step,)
-    SHAPES = 4          # one embedded picture: counters (split, index); its seed is fixed
+    SHAPES = 4          # one embedded image: counters (split, index); its seed is fixed
     RAND_AUGMENT = 5    # one sample's operations: counters (epoch, index, repeat)
     ERASE = 6           # one sample's erased box and its noise: counters (epoch, index, repeat)
     MIX = 7             # mixup or cutmix of a group of images: counters (step, group)

@@ -98,8 +98,8 @@ def mixers(model: nn.Module) -> list[tuple[nn.Module, Reader]]:
 
 
 def _attention_reader(attention: nn.Module) -> Reader:
-    def read(heads, x: Tensor, *code: Tensor) -> Tensor:
-        weights = attention.mixing_weights(x, *code)[:, heads]
+    def read(heads, x: Tensor, *pos_embed: Tensor) -> Tensor:
+        weights = attention.mixing_weights(x, *pos_embed)[:, heads]
         return weights.expand(len(x), -1, -1, -1)    # a SimpleViT's may be alike for all images
     return read
 

@@ -16,7 +16,7 @@ import torchvision
 from PIL import Image
 
 from vitinit.data import shapes
-from vitinit.data.datasets import DATA_SETS, ImageFolder, LoosePictures, download, open_split
+from vitinit.data.datasets import DATA_SETS, ImageFolder, LooseImages, download, open_split
 from vitinit.data.images import DataError
 
 CIFAR_FILES = {          # name: (folder, training files, meta file, key of names, key of labels)
@@ -31,7 +31,7 @@ def pixels(seed: int, height: int = 5, width: int = 7) -> np.ndarray:
 
 
 def write_tree(root: Path, *names: str) -> Path:
-    """PNG pictures under `root`, each of its own colours: picture i is pixels(i)."""
+    """PNG images under `root`, each of its own colours: image i is pixels(i)."""
     for seed, name in enumerate(names):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels(seed)).save(root / name, "PNG")
@@ -45,14 +45,14 @@ def refusal(function, *arguments) -> str:
     return str(error.value)
 
 
-def test_an_image_folder_holds_every_picture_with_its_class(tmp_path):
+def test_an_image_folder_holds_every_image_with_its_class(tmp_path):
     names = ["cat/b.png", "ant/z.png", "cat/deep/er/a.PNG", "ant/a.jpg", "bee/ü 1.jpeg"]
     source = ImageFolder(write_tree(tmp_path, *names))
     assert source.classes == ["ant", "bee", "cat"]
     assert source.labels.dtype == np.int64 and len(source) == 5
     found = {}
     for index, label in enumerate(source.labels):
-        found[source.picture(index).numpy().tobytes()] = source.classes[label]
+        found[source.image(index).numpy().tobytes()] = source.classes[label]
     assert found == {pixels(seed).transpose(2, 0, 1).tobytes(): name.split("/")[0]
                      for seed, name in enumerate(names)}
 
@@ -74,14 +74,14 @@ def test_hidden_folders_and_other_files_are_left_out(tmp_path):
     assert source.classes == ["ant", "bee"] and len(source) == 2
 
 
-def test_loose_pictures_are_the_first_of_any_folders_and_have_one_class(tmp_path):
+def test_loose_images_are_the_first_of_any_folders_and_have_one_class(tmp_path):
     write_tree(tmp_path, "b/2.png", "a/x/1.png", "3.png", ".hidden/4.png")
-    (tmp_path / "notes.txt").write_text("no picture")
-    source = LoosePictures(tmp_path, 100)
+    (tmp_path / "notes.txt").write_text("no image")
+    source = LooseImages(tmp_path, 100)
     assert [Path(path).name for path in source.paths] == ["3.png", "1.png", "2.png"]
-    assert source.labels.tolist() == [0, 0, 0] and source.picture(0).shape[0] == 3
-    assert len(LoosePictures(tmp_path, 2)) == 2
-    assert "no pictures in it" in refusal(LoosePictures, tmp_path / "none", 3)
+    assert source.labels.tolist() == [0, 0, 0] and source.image(0).shape[0] == 3
+    assert len(LooseImages(tmp_path, 2)) == 2
+    assert "no images in it" in refusal(LooseImages, tmp_path / "none", 3)
 
 
 @pytest.mark.parametrize("folder", ["val", "test"])
@@ -90,7 +90,7 @@ def test_the_second_split_is_val_or_test(tmp_path, folder):
                f"{folder}/bee/d.png", f"{folder}/bee/e.png")
     train, val = (open_split("image_folder", str(tmp_path), split, 2) for split in ("train", "val"))
     assert len(train) == 2 and len(val) == 3
-    assert np.array_equal(val.picture(0).numpy(), pixels(2).transpose(2, 0, 1))
+    assert np.array_equal(val.image(0).numpy(), pixels(2).transpose(2, 0, 1))
 
 
 def test_val_goes_before_test_and_needs_no_train(tmp_path):
@@ -109,15 +109,15 @@ def test_a_split_without_class_folders_is_refused(tmp_path):
     write_tree(tmp_path, "train/a.png", "train/.hidden/b.png")
     line = refusal(open_split, "image_folder", str(tmp_path), "train", 2)
     assert line.startswith(f"{tmp_path / 'train'}: no class folders")
-    assert f"{tmp_path / 'train'}/<class>/<picture>" in line
+    assert f"{tmp_path / 'train'}/<class>/<image>" in line
 
 
-def test_a_class_without_pictures_is_named(tmp_path):
+def test_a_class_without_images_is_named(tmp_path):
     write_tree(tmp_path, "train/ant/a.png", "train/cat/b.png")
     (tmp_path / "train" / "bee").mkdir()
-    (tmp_path / "train" / "bee" / "notes.txt").write_text("no picture")
+    (tmp_path / "train" / "bee" / "notes.txt").write_text("no image")
     line = refusal(open_split, "image_folder", str(tmp_path), "train", 3)
-    assert line.startswith(f"{tmp_path / 'train' / 'bee'}: no picture") and ".png" in line
+    assert line.startswith(f"{tmp_path / 'train' / 'bee'}: no image") and ".png" in line
 
 
 @pytest.mark.parametrize("train, val, without, held_by", [
@@ -149,14 +149,14 @@ def test_the_embedded_set_opens_without_a_root(monkeypatch):
     monkeypatch.setattr(shapes, "SPLITS", {"train": 61, "val": 53})
     train, val = (open_split("shapes", "", split, 10) for split in ("train", "val"))
     assert (len(train), len(val)) == (61, 53) and train.classes == shapes.CLASSES
-    assert torch.equal(val.picture(3), shapes.make_split("val")[0][3])
+    assert torch.equal(val.image(3), shapes.make_split("val")[0][3])
     line = refusal(open_split, "shapes", "", "train", 11)
     assert line.startswith("shapes: 10 classes found")
 
 
 @pytest.fixture(params=CIFAR_FILES)
 def cifar(request, tmp_path, monkeypatch):
-    """A small CIFAR in the true layout: its name, and (pictures, labels, classes) by split."""
+    """A small CIFAR in the true layout: its name, and (images, labels, classes) by split."""
     name = request.param
     folder, train_files, test_file, meta_file, names_key, labels_key = CIFAR_FILES[name]
     (tmp_path / folder).mkdir()
@@ -169,12 +169,12 @@ def cifar(request, tmp_path, monkeypatch):
         return [file, hashlib.md5(encoded).hexdigest()]
 
     def write_batch(file: str, count: int) -> tuple[list[str], np.ndarray, list[int]]:
-        pictures = rng.integers(0, 256, (count, 3, 32, 32), dtype=np.uint8)
+        images = rng.integers(0, 256, (count, 3, 32, 32), dtype=np.uint8)
         labels = rng.permutation(np.arange(count) % num_classes).tolist()
         # A row holds the red plane, the green and the blue, each row by row.
-        rows = np.hstack([pictures[:, channel].reshape(count, 1024) for channel in range(3)])
+        rows = np.hstack([images[:, channel].reshape(count, 1024) for channel in range(3)])
         return (write(file, {"data": rows, labels_key: labels, "coarse_labels": [0] * count}),
-                pictures, labels)
+                images, labels)
 
     batches = [write_batch(file, count) for file, count in zip(train_files, (
         (2, 3, 5, 7, 11) if num_classes == 10 else (107,)))]
@@ -185,7 +185,7 @@ def cifar(request, tmp_path, monkeypatch):
     monkeypatch.setattr(kind, "train_list", [entry for entry, _, _ in batches])
     monkeypatch.setattr(kind, "test_list", [test_batch[0]])
     monkeypatch.setattr(kind, "meta", {"filename": meta_file, "key": names_key, "md5": meta[1]})
-    train = (np.concatenate([pictures for _, pictures, _ in batches]),
+    train = (np.concatenate([images for _, images, _ in batches]),
              [label for _, _, labels in batches for label in labels], classes)
     return name, {"train": train, "val": (*test_batch[1:], classes)}
 
@@ -201,14 +201,14 @@ def offline(monkeypatch):
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_cifar_is_read_as_it_was_written(tmp_path, cifar, split):
     name, written = cifar
-    pictures, labels, classes = written[split]
+    images, labels, classes = written[split]
     source = open_split(name, str(tmp_path), split, len(classes))
     assert len(source) == len(labels) and source.classes == classes
     assert source.labels.dtype == np.int64 and source.labels.tolist() == labels
     for index in range(len(source)):
-        picture = source.picture(index)
-        assert picture.dtype == torch.uint8
-        assert np.array_equal(picture.numpy(), pictures[index])
+        image = source.image(index)
+        assert image.dtype == torch.uint8
+        assert np.array_equal(image.numpy(), images[index])
 
 
 def test_a_complete_cifar_is_not_downloaded_again(tmp_path, cifar, offline):
@@ -238,7 +238,7 @@ def test_nothing_is_downloaded_for_other_sets(tmp_path, offline, name):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_hidden_files_are_no_pictures_at_any_depth(tmp_path):
+def test_hidden_files_are_no_images_at_any_depth(tmp_path):
     kept = tmp_path / "class" / "nested" / "1.png"
     for path in (kept, tmp_path / "class" / "._1.png", tmp_path / "class" / ".cache" / "2.png"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -88,7 +88,7 @@ def test_epoch_index_and_repeat_are_not_interchangeable():
 
 
 def test_area_share_and_log_ratio_are_uniform_where_every_box_fits():
-    # At most half the area at 4:3 fits a nearly square picture, so that nothing is rejected.
+    # At most half the area at 4:3 fits a nearly square image, so that nothing is rejected.
     boxes = crops(3001, 1009, 1013, scale=(0.1, 0.5))
     top, left, height, width = boxes.T
     assert distance_from_uniform(height * width / (1009 * 1013), 0.1, 0.5) < KS_LIMIT
@@ -99,8 +99,8 @@ def test_area_share_and_log_ratio_are_uniform_where_every_box_fits():
 
 def test_with_rejections_the_boxes_are_distributed_like_torchvisions():
     torch.manual_seed(11)
-    picture = torch.empty(3, 101, 307)
-    theirs = np.array([RandomResizedCrop.get_params(picture, list(SCALE), list(RATIO))
+    image = torch.empty(3, 101, 307)
+    theirs = np.array([RandomResizedCrop.get_params(image, list(SCALE), list(RATIO))
                        for _ in range(5003)])
     ours = crops(5003, 101, 307)
     for one, two in zip(ours.T, theirs.T):                   # top, left, height, width
@@ -109,7 +109,7 @@ def test_with_rejections_the_boxes_are_distributed_like_torchvisions():
 
 
 @pytest.mark.parametrize("height, width", [(31, 37), (47, 11), (5, 101), (1, 1), (2, 3)])
-def test_without_padding_a_box_lies_in_the_picture(height, width):
+def test_without_padding_a_box_lies_in_the_image(height, width):
     top, left, box_height, box_width = crops(503, height, width).T
     assert min(top.min(), left.min()) >= 0 and min(box_height.min(), box_width.min()) >= 1
     assert (top + box_height).max() <= height and (left + box_width).max() <= width
@@ -124,8 +124,8 @@ def test_a_box_reaches_every_place_equally_often_and_no_other():
     assert abs(counts - 100).max() < 4 * 100**0.5
 
 
-@pytest.mark.parametrize("scale", [SCALE, (2.0, 2.0)])       # (2, 2): no box fits any picture
-def test_an_extreme_picture_falls_back_to_torchvisions_centre(scale):
+@pytest.mark.parametrize("scale", [SCALE, (2.0, 2.0)])       # (2, 2): no box fits any image
+def test_an_extreme_image_falls_back_to_torchvisions_centre(scale):
     for height, width in ((5, 101), (103, 5), (3, 211), (109, 7)):
         expected = RandomResizedCrop.get_params(torch.empty(3, height, width), list(scale),
                                                 list(RATIO))
@@ -150,7 +150,7 @@ def test_pad_and_shift_is_uniform_on_all_shifts(size, padding):
     assert abs(counts - expected).max() < 4 * expected**0.5
 
 
-def test_with_padding_a_box_stays_on_the_padded_picture():
+def test_with_padding_a_box_stays_on_the_padded_image():
     top, left, height, width = crops(2003, 31, 37, padding=5).T
     assert top.min() == -5 and left.min() == -5              # and both borders are reached
     assert (top + height).max() == 31 + 5 and (left + width).max() == 37 + 5
@@ -491,8 +491,8 @@ def test_erasing_comes_at_its_rate(probability):
 @pytest.mark.parametrize("height, width", [(101, 103), (61, 197)])
 def test_boxes_are_distributed_like_torchvisions(height, width):
     torch.manual_seed(13)
-    picture, count = torch.empty(3, height, width), 3001
-    theirs = np.array([RandomErasing.get_params(picture, (0.02, 1 / 3), (0.3, 1 / 0.3))[:4]
+    image, count = torch.empty(3, height, width), 3001
+    theirs = np.array([RandomErasing.get_params(image, (0.02, 1 / 3), (0.3, 1 / 0.3))[:4]
                        for _ in range(count)])
     ours = boxes_of(count, height, width)
     for one, two in zip(ours.T, theirs.T):                   # top, left, height, width
@@ -501,7 +501,7 @@ def test_boxes_are_distributed_like_torchvisions(height, width):
 
 
 def test_erased_share_log_ratio_and_place_are_uniform_where_every_box_fits():
-    # A quarter of the area at 10:3 is .91 of a square picture's side, so nothing is rejected.
+    # A quarter of the area at 10:3 is .91 of a square image's side, so nothing is rejected.
     top, left, height, width = boxes_of(3001, 1009, 1009, area=(0.02, 0.25)).T
     assert distance_from_uniform(height * width / 1009**2, 0.02, 0.25) < KS_LIMIT
     assert distance_from_uniform(np.log(height / width), np.log(0.3), -np.log(0.3)) < KS_LIMIT

@@ -1,4 +1,4 @@
-"""ImageNet's other test sets as their archives unpack, a picture a class; what is refused."""
+"""ImageNet's other test sets as their archives unpack, an image a class; what is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from vitinit.data.class_subsets import imagenet_wnids
-from vitinit.data.eval_sets import EVAL_SETS, Place, open_to_evaluate
+from vitinit.data.eval_sets import EVAL_SETS, NamedSet, open_to_evaluate
 from vitinit.data.images import DataError
 
 WNIDS = imagenet_wnids()
@@ -25,7 +25,7 @@ LAYOUTS = {                 # name: (folder of the archive, its class folders, f
 
 
 def jpeg(folder: str) -> bytes:
-    """A grey picture of 2×3 pixels whose grey levels count up with the folder's place."""
+    """A grey image of 2×3 pixels whose grey levels count up with the folder's place."""
     place = int(folder) if folder.isdecimal() else WNIDS.index(folder)
     content = io.BytesIO()
     Image.fromarray(np.full((2, 3), place % 251, dtype=np.uint8)).save(content, "JPEG", quality=100)
@@ -57,12 +57,12 @@ def test_every_set_is_tried():
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_each_picture_has_its_synset(layouts, name):
+def test_each_image_has_its_synset(layouts, name):
     source, (_, folders, _) = open_to_evaluate(name, str(layouts[name])), LAYOUTS[name]
     assert len(source) == len(folders) and len(source.classes) == EVAL_SETS[name].num_classes
     for index in range(0, len(source), 37):
         place = WNIDS.index(source.classes[source.labels[index]])
-        assert source.picture(index).unique().tolist() == [place % 251]
+        assert source.image(index).unique().tolist() == [place % 251]
     assert sorted(source.labels) == list(range(len(folders)))
 
 
@@ -94,7 +94,7 @@ def test_a_set_that_is_not_complete_is_refused(layouts, tmp_path):
                                            "is not complete")
     empty = root / LAYOUTS["imagenet_a"][1][-1]
     empty.mkdir()
-    assert refusal("imagenet_a", root).startswith(f"{empty}: no picture in this class")
+    assert refusal("imagenet_a", root).startswith(f"{empty}: no image in this class")
 
 
 def test_a_missing_folder_is_refused(tmp_path):
@@ -102,8 +102,8 @@ def test_a_missing_folder_is_refused(tmp_path):
                                                              "imagenet_v2 is the folder imagenetv2")
 
 
-def test_other_sets_are_their_validation_split(picture_tree):
-    source = open_to_evaluate("image_folder", str(picture_tree))
+def test_other_sets_are_their_validation_split(image_tree):
+    source = open_to_evaluate("image_folder", str(image_tree))
     assert len(source) == 21 and source.classes == ["blue", "green", "red"]
 
 
@@ -117,5 +117,5 @@ def test_a_part_of_imagenet_goes_by_image_folder(tmp_path):
 
 
 def test_a_place_reads_as_it_is_written():
-    assert str(Place("imagenet_r", "/data/r")) == "imagenet_r=/data/r"
-    assert str(Place("shapes", "")) == "shapes"
+    assert str(NamedSet("imagenet_r", "/data/r")) == "imagenet_r=/data/r"
+    assert str(NamedSet("shapes", "")) == "shapes"

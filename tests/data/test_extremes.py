@@ -1,4 +1,4 @@
-"""Whatever finite values a recipe holds, and whatever shape a picture has, there is a view."""
+"""Whatever finite values a recipe holds, and whatever shape a decoded has, there is a view."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_every_crop_of_every_shape_becomes_a_view(ratio, scale):
     rng = np.random.default_rng(0)
     for (height, width), padding in itertools.product(SHAPES, (0, 5, 2**40)):
         view = CropAndFlip(scale=scale, ratio=ratio, padding=padding).draw(rng, height, width)
-        picture = torch.zeros(3, height, width, dtype=torch.uint8)
+        decoded = torch.zeros(3, height, width, dtype=torch.uint8)
         assert 0 < view.box.height <= height + 2 * padding
         assert 0 < view.box.width <= width + 2 * padding
         if view.box.height * view.box.width < 10**6:
-            image = crop_and_flip(picture, view.box, view.flip, (5, 7), view.interpolation)
+            image = crop_and_flip(decoded, view.box, view.flip, (5, 7), view.interpolation)
             assert image.shape == (3, 5, 7)
         box, _ = Erasing(probability=1.0, area=scale, ratio=ratio).draw(rng, height, width)
         assert box.height < height and box.width < width

@@ -1,4 +1,4 @@
-"""Which files are pictures, which links are followed, and what is no file at all."""
+"""Which files are images, which links are followed, and what is no file at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torchvision.datasets.folder import make_dataset
 
-from vitinit.data.datasets import ImageFolder, LoosePictures
+from vitinit.data.datasets import ImageFolder, LooseImages
 from vitinit.data.folders import EXTENSIONS, class_folders, images_below
 from vitinit.data.images import DataError
 
@@ -23,7 +23,7 @@ def tree(root: Path, *names: str) -> Path:
 
 
 def listed(folder: Path) -> dict[str, list[str]]:
-    """The paths of an ImageFolder's pictures, from the folder, by class."""
+    """The paths of an ImageFolder's images, from the folder, by class."""
     source = ImageFolder(folder)
     found = {name: [] for name in source.classes}
     for path, label in zip(source.paths, source.labels):
@@ -44,7 +44,7 @@ def test_the_listing_is_torchvisions_but_for_hidden_files(tmp_path):
     assert len(source) == 12 and source.classes == ["a", "b", "c", "c-d"]
 
 
-def test_pipes_sockets_and_devices_are_no_pictures(tmp_path, monkeypatch):
+def test_pipes_sockets_and_devices_are_no_images(tmp_path, monkeypatch):
     tree(tmp_path, "a/1.jpg")
     os.mkfifo(tmp_path / "a" / "pipe.jpg")
     (tmp_path / "a" / "null.png").symlink_to("/dev/null")
@@ -52,7 +52,7 @@ def test_pipes_sockets_and_devices_are_no_pictures(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket.jpg")
         assert listed(tmp_path) == {"a": ["a/1.jpg"]}
-        assert LoosePictures(tmp_path, 9).paths == [str(tmp_path / "a" / "1.jpg")]
+        assert LooseImages(tmp_path, 9).paths == [str(tmp_path / "a" / "1.jpg")]
 
 
 # Each: a link in class b, and what class b holds besides b/1.jpg. `out` lies beside the data set.
@@ -79,7 +79,7 @@ def test_links_are_followed_where_they_lead_out_of_the_data_set(tmp_path, link, 
 def test_a_ring_of_links_outside_of_the_data_set_ends(tmp_path):
     tree(tmp_path, "set/a/0.jpg", "out/1.jpg", "far/2.jpg")
     (tmp_path / "set/a/x").symlink_to(tmp_path / "out")
-    (tmp_path / "set/a/y").symlink_to(tmp_path / "out")      # the same pictures a second time
+    (tmp_path / "set/a/y").symlink_to(tmp_path / "out")      # the same images a second time
     (tmp_path / "out/to_far").symlink_to(tmp_path / "far")
     (tmp_path / "far/to_out").symlink_to(tmp_path / "out")
     (tmp_path / "far/to_all").symlink_to(tmp_path)
@@ -109,10 +109,10 @@ def test_a_class_that_is_a_link_back_is_refused(tmp_path, target):
     assert str(error.value).startswith(f"{root / 'b'}: ")
 
 
-def test_a_link_to_a_picture_that_is_gone_is_refused(tmp_path):
+def test_a_link_to_an_image_that_is_gone_is_refused(tmp_path):
     tree(tmp_path, "a/1.jpg")
     (tmp_path / "a" / "2.jpg").symlink_to("/gone/2.jpg")
-    (tmp_path / "a" / "notes").symlink_to("/gone/notes")     # no picture by its name
+    (tmp_path / "a" / "notes").symlink_to("/gone/notes")     # no image by its name
     (tmp_path / "a" / ".#3.jpg").symlink_to("editor@host")   # hidden
     with pytest.raises(DataError) as error:
         ImageFolder(tmp_path)
@@ -122,7 +122,7 @@ def test_a_link_to_a_picture_that_is_gone_is_refused(tmp_path):
 @pytest.mark.parametrize("folder", ["missing", "a/1.jpg", "x" * 300, "a\0b"])
 def test_a_folder_that_cannot_be_listed_is_one_line(tmp_path, folder):
     tree(tmp_path, "a/1.jpg")
-    for function in (ImageFolder, lambda path: LoosePictures(path, 3)):
+    for function in (ImageFolder, lambda path: LooseImages(path, 3)):
         with pytest.raises(DataError) as error:
             function(tmp_path / folder)
         assert str(error.value).isprintable() and str(error.value).startswith(f"{tmp_path}/")

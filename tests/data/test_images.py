@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
-from vitinit.bench.broken_files import (SIZES, WAYS, broken_files, encoded, image,
+from vitinit.bench.broken_files import (SIZES, WAYS, broken_files, encoded, noise,
                                         png_of_16_bits, png_chunk, valid_files)
 from vitinit.bench.corrupt import outcome
 from vitinit.data import images
@@ -25,13 +25,13 @@ PILLOWS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BI
 TORCHVISIONS = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}
 
 
-def planes(picture: Image.Image) -> np.ndarray:
+def planes(image: Image.Image) -> np.ndarray:
     """Pillow's own RGB as (3, H, W)."""
-    return np.asarray(picture.convert("RGB")).transpose(2, 0, 1)
+    return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
 
 
-RGB = image(29, 43)
-SECOND = image(29, 43, seed=1)
+RGB = noise(29, 43)
+SECOND = noise(29, 43, seed=1)
 GREY = RGB.convert("L")
 PALETTE = RGB.quantize(61)
 ALPHA = Image.fromarray(np.random.default_rng(2).integers(0, 256, (29, 43), dtype=np.uint8))
@@ -78,11 +78,11 @@ FILES = {
 def test_a_decoded_file_equals_pillows_rgb(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(FILES[name])
-    picture = decode_image(str(path))
+    image = decode_image(str(path))
     with Image.open(path) as reference:
-        assert np.array_equal(picture.numpy(), planes(reference))
-    assert picture.dtype == torch.uint8
-    assert picture.permute(1, 2, 0).is_contiguous()          # channels-last in memory
+        assert np.array_equal(image.numpy(), planes(reference))
+    assert image.dtype == torch.uint8
+    assert image.permute(1, 2, 0).is_contiguous()            # channels-last in memory
 
 
 @pytest.mark.parametrize("name, first", [("animated.gif", PALETTE), ("animated.webp", RGB)])
@@ -94,7 +94,7 @@ def test_an_animation_decodes_to_its_first_frame(tmp_path, name, first):
     assert np.array_equal(decode_image(str(path)).numpy(), planes(first))
 
 
-def test_a_jpeg_of_several_pictures_decodes_to_its_first(tmp_path):
+def test_a_jpeg_of_several_images_decodes_to_its_first(tmp_path):
     (tmp_path / "two.jpg").write_bytes(encoded(RGB, "MPO", **FRAMES))
     with Image.open(tmp_path / "two.jpg") as reference:
         assert reference.format == "MPO" and reference.n_frames == 2
@@ -111,9 +111,9 @@ def test_of_a_16_bit_png_the_higher_byte_is_kept(tmp_path, shape):
     (tmp_path / "deep.png").write_bytes(png_of_16_bits(values))
     eight_bits = np.broadcast_to(values.reshape(29, 43, -1) >> 8, (29, 43, 3))
     assert np.array_equal(values[1] >> 8, values[1] // 257)
-    picture = decode_image(str(tmp_path / "deep.png"))
-    assert picture.dtype == torch.uint8
-    assert np.array_equal(picture.numpy(), eight_bits.transpose(2, 0, 1))
+    image = decode_image(str(tmp_path / "deep.png"))
+    assert image.dtype == torch.uint8
+    assert np.array_equal(image.numpy(), eight_bits.transpose(2, 0, 1))
 
 
 def refusal(path) -> str:
@@ -132,13 +132,13 @@ def refusal(path) -> str:
 def test_a_truncated_file_is_refused_in_one_line(tmp_path, name, kept):
     content = FILES[name][:int(kept * len(FILES[name]))]
     (tmp_path / name).write_bytes(content)
-    assert f"not a readable picture, {len(content)} bytes" in refusal(tmp_path / name)
+    assert f"not a readable image, {len(content)} bytes" in refusal(tmp_path / name)
 
 
 @pytest.mark.parametrize("content", [b"", b"a line of text\n", b"\xff\xd8\xff", b"GIF89a"])
-def test_a_file_that_is_no_picture_is_refused_in_one_line(tmp_path, content):
+def test_a_file_that_is_no_image_is_refused_in_one_line(tmp_path, content):
     (tmp_path / "odd.jpg").write_bytes(content)
-    assert f"not a readable picture, {len(content)} bytes" in refusal(tmp_path / "odd.jpg")
+    assert f"not a readable image, {len(content)} bytes" in refusal(tmp_path / "odd.jpg")
 
 
 def test_a_missing_file_and_a_folder_are_refused_in_one_line(tmp_path):
@@ -156,9 +156,9 @@ def test_from_pillow_keeps_every_pixel():
     ((97, 131), 0.005), ((131, 97), 0.005), ((223, 401), 0.006), ((211, 101), 0.005),
     ((59, 307), 0.005), ((13, 503), 0.25)])
 def test_resize_is_within_one_grey_level_of_pillows(interpolation, size, share):
-    picture = image(211, 307)
-    ours = resize(from_pillow(picture), size, interpolation).numpy()
-    pillows = planes(picture.resize(size[::-1], PILLOWS[interpolation]))
+    image = noise(211, 307)
+    ours = resize(from_pillow(image), size, interpolation).numpy()
+    pillows = planes(image.resize(size[::-1], PILLOWS[interpolation]))
     assert ours.dtype == np.uint8 and ours.shape == (3, *size)
     difference = abs(ours.astype(int) - pillows)
     assert difference.max() <= 1
@@ -166,17 +166,17 @@ def test_resize_is_within_one_grey_level_of_pillows(interpolation, size, share):
 
 
 def test_resize_to_the_same_size_changes_nothing():
-    picture = from_pillow(RGB)
-    assert torch.equal(resize(picture, (29, 43), "bicubic"), picture)
+    image = from_pillow(RGB)
+    assert torch.equal(resize(image, (29, 43), "bicubic"), image)
 
 
 @pytest.mark.parametrize("box", [
     Box(2, 3, 11, 17), Box(0, 0, 29, 43), Box(28, 42, 1, 1), Box(-5, -7, 29, 43), Box(5, 7, 29, 43),
     Box(-3, 11, 41, 13), Box(7, -2, 5, 47), Box(-3, -2, 37, 53), Box(-5, 3, 6, 1),
-    # Nothing but border: beyond the picture on one side, on two, and just past its edge.
+    # Nothing but border: beyond the image on one side, on two, and just past its edge.
     Box(-11, 5, 7, 13), Box(5, -13, 7, 11), Box(31, 5, 7, 11), Box(5, 47, 7, 11),
     Box(-11, -13, 2, 3), Box(29, 43, 2, 3), Box(-7, -5, 7, 5)], ids=str)
-def test_crop_equals_slicing_the_zero_padded_picture(box):
+def test_crop_equals_slicing_the_zero_padded_image(box):
     top, left, height, width = box
     padded = np.pad(planes(RGB), ((0, 0), (19, 19), (19, 19)))
     expected = padded[:, top + 19:top + 19 + height, left + 19:left + 19 + width]
@@ -188,13 +188,13 @@ def test_crop_equals_slicing_the_zero_padded_picture(box):
 @pytest.mark.parametrize("box", [Box(17, 23, 131, 149), Box(-19, -11, 211, 307)], ids=str)
 @pytest.mark.parametrize("flip", [False, True])
 def test_crop_and_flip_equals_pillows_steps(interpolation, box, flip):
-    picture = image(211, 307)
+    image = noise(211, 307)
     top, left, height, width = box
-    expected = picture.crop((left, top, left + width, top + height))     # black outside, too
+    expected = image.crop((left, top, left + width, top + height))       # black outside, too
     expected = expected.resize((89, 71), PILLOWS[interpolation])
     if flip:
         expected = expected.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    ours = crop_and_flip(from_pillow(picture), box, flip, (71, 89), interpolation).numpy()
+    ours = crop_and_flip(from_pillow(image), box, flip, (71, 89), interpolation).numpy()
     difference = abs(ours.astype(int) - planes(expected))
     assert ours.shape == (3, 71, 89)
     assert difference.max() <= 1 and (difference > 0).mean() <= 0.005
@@ -204,11 +204,11 @@ def test_crop_and_flip_equals_pillows_steps(interpolation, box, flip):
 @pytest.mark.parametrize("height, width", [(307, 401), (401, 307), (257, 263), (101, 103),
                                            (256, 379), (389, 256), (224, 224), (139, 797)])
 def test_the_evaluation_view_equals_torchvisions_to_one_grey_level(interpolation, height, width):
-    picture = from_pillow(image(height, width))
+    image = from_pillow(noise(height, width))
     reference = v2.Compose([v2.Resize(256, TORCHVISIONS[interpolation], antialias=True),
                             v2.CenterCrop(224)])
-    ours = resize_and_centre_crop(picture, (224, 224), 0.875, interpolation)
-    expected = reference(picture)
+    ours = resize_and_centre_crop(image, (224, 224), 0.875, interpolation)
+    expected = reference(image)
     assert ours.shape == expected.shape == (3, 224, 224)
     # To the bit with torch 2.15; an older torchvision took another kernel that rounds differently.
     assert (ours.int() - expected.int()).abs().max() <= 1
@@ -218,12 +218,12 @@ def test_the_evaluation_view_equals_torchvisions_to_one_grey_level(interpolation
 @pytest.mark.parametrize("size, crop_pct, shorter", [
     (224, 0.875, 256), (224, 0.9, 248), (224, 0.95, 235), (384, 1.0, 384), (32, 1.0, 32),
     (32, 0.875, 36), (288, 0.95, 303), (63, 0.7, 90), (135, 0.54, 250)])
-def test_a_picture_already_at_the_evaluation_size_is_only_cut(size, crop_pct, shorter):
+def test_an_image_already_at_the_evaluation_size_is_only_cut(size, crop_pct, shorter):
     longer = shorter + 10
-    picture = from_pillow(image(shorter, longer))
+    image = from_pillow(noise(shorter, longer))
     top, left = round((shorter - size) / 2), round((longer - size) / 2)
-    view = resize_and_centre_crop(picture, (size, size), crop_pct, "bilinear")
-    assert torch.equal(view, picture[:, top:top + size, left:left + size])
+    view = resize_and_centre_crop(image, (size, size), crop_pct, "bilinear")
+    assert torch.equal(view, image[:, top:top + size, left:left + size])
 
 
 # The sizes in between, worked out by hand: 97 / .875 = 110.9, 131 / .875 = 149.7. For 211 × 307 the
@@ -231,19 +231,19 @@ def test_a_picture_already_at_the_evaluation_size_is_only_cut(size, crop_pct, sh
 @pytest.mark.parametrize("height, width, between", [(211, 307, (110, 160)), (307, 211, (216, 149)),
                                                     (220, 298, (110, 149)), (89, 97, (136, 149))])
 def test_a_rectangular_evaluation_view_covers_its_target(height, width, between):
-    picture = from_pillow(image(height, width))
-    whole = v2.functional.resize(picture, between, InterpolationMode.BICUBIC, antialias=True)
+    image = from_pillow(noise(height, width))
+    whole = v2.functional.resize(image, between, InterpolationMode.BICUBIC, antialias=True)
     expected = v2.functional.center_crop(whole, (97, 131))
-    assert torch.equal(resize_and_centre_crop(picture, (97, 131), 0.875, "bicubic"), expected)
+    assert torch.equal(resize_and_centre_crop(image, (97, 131), 0.875, "bicubic"), expected)
 
 
 @pytest.mark.parametrize("name", ["grey.tiff", "grey.pgm"])
 def test_of_16_bit_grey_that_pillow_reads_the_higher_byte_is_kept(tmp_path, name):
     values = np.random.default_rng(0).integers(0, 65536, (29, 37)).astype(np.uint16)
     Image.fromarray(values).save(tmp_path / name)
-    picture = decode_image(str(tmp_path / name))
-    assert picture.shape == (3, 29, 37) and picture.dtype == torch.uint8
-    for channel in picture.numpy():
+    image = decode_image(str(tmp_path / name))
+    assert image.shape == (3, 29, 37) and image.dtype == torch.uint8
+    for channel in image.numpy():
         assert np.array_equal(channel, values >> 8)
 
 
@@ -261,11 +261,11 @@ def test_valid_files_of_every_format_equal_pillows_rgb(tmp_path):
     for height, width in SIZES:
         for name, content in valid_files(height, width).items():
             (tmp_path / name).write_bytes(content)
-            picture = decode_image(str(tmp_path / name)).numpy()
+            image = decode_image(str(tmp_path / name)).numpy()
             if "grey_16" not in name:                # which Pillow's convert clips
                 with Image.open(tmp_path / name) as reference:
-                    assert np.array_equal(picture, planes(reference)), name
-            assert picture.shape == (3, height, width), name
+                    assert np.array_equal(image, planes(reference)), name
+            assert image.shape == (3, height, width), name
 
 
 def test_a_broken_file_is_decoded_or_refused_in_one_line(tmp_path):
@@ -295,7 +295,7 @@ def bomb(file_format: str, height: int, width: int) -> bytes:
         header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
         return (b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header)
                 + png_chunk(b"IDAT", zlib.compress(bytes(1000))) + png_chunk(b"IEND", b""))
-    content = encoded(image(13, 17), "JPEG")
+    content = encoded(noise(13, 17), "JPEG")
     place = content.index(b"\xff\xc0") + 5
     return content[:place] + struct.pack(">HH", height, width) + content[place + 4:]
 
@@ -309,14 +309,14 @@ def test_more_pixels_than_pillow_takes_for_harmless_are_refused(tmp_path, file_f
     for decoder in ("decode_jpeg", "from_pillow"):
         monkeypatch.setattr(images, decoder, None)   # neither gets so far
     line = refusal(tmp_path / "bomb.jpg")
-    assert "too large a picture" in line and str(height * width) in line
+    assert "too large an image" in line and str(height * width) in line
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_rows": 1},
                                      {"exif": TURNED}, {"comment": b"\xff\xc0" * 99}], ids=str)
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 def test_the_size_in_a_jpegs_header_is_pillows(mode, options):
-    content = encoded(image(31, 59).convert(mode), "JPEG", **options)
+    content = encoded(noise(31, 59).convert(mode), "JPEG", **options)
     assert jpeg_size(content) == (31, 59)
     assert jpeg_size(content[:2] + b"garbage\xff\xff\x00" + content[2:]) == (31, 59)
     assert jpeg_size(content[:content.index(b"\xff\xda")].replace(b"\xff\xc0", b"\xff\xfe")
@@ -353,10 +353,10 @@ def test_a_name_that_no_file_can_have_is_refused_in_one_line(name, reason):
 
 def test_what_a_name_holds_cannot_break_or_colour_the_line(tmp_path):
     name = "a\n\x1b[31mred.jpg"
-    (tmp_path / name).write_bytes(b"no picture")
+    (tmp_path / name).write_bytes(b"no image")
     with pytest.raises(DataError) as error:
         decode_image(str(tmp_path / name))
-    assert str(error.value).startswith(rf"{tmp_path}/a\n\x1b[31mred.jpg: not a readable picture")
+    assert str(error.value).startswith(rf"{tmp_path}/a\n\x1b[31mred.jpg: not a readable image")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -368,16 +368,16 @@ def test_what_a_name_holds_cannot_break_or_colour_the_line(tmp_path):
 @pytest.mark.parametrize("size", [(1, 1), (224, 224), (7, 499)], ids=str)
 @pytest.mark.parametrize("crop_pct", [5e-324, 1e-30, 1e-3, 0.875, 1.0])
 def test_the_evaluation_view_of_an_extreme_shape_is_a_view(shape, size, crop_pct):
-    picture = torch.full((3, *shape), 83, dtype=torch.uint8)
-    view = resize_and_centre_crop(picture, size, crop_pct, "bicubic")
+    image = torch.full((3, *shape), 83, dtype=torch.uint8)
+    view = resize_and_centre_crop(image, size, crop_pct, "bicubic")
     assert view.shape == (3, *size) and (view == 83).all()
 
 
 def test_cutting_the_centre_out_first_is_nearly_the_same_view(monkeypatch):
-    picture = from_pillow(image(211, 307))
-    whole = resize_and_centre_crop(picture, (224, 224), 0.25, "bicubic")
+    image = from_pillow(noise(211, 307))
+    whole = resize_and_centre_crop(image, (224, 224), 0.25, "bicubic")
     monkeypatch.setattr(images, "IMMENSE", 10_000)
-    part = resize_and_centre_crop(picture, (224, 224), 0.25, "bicubic")
+    part = resize_and_centre_crop(image, (224, 224), 0.25, "bicubic")
     assert not torch.equal(part, whole)
     # Whole pixels: off by up to half of one, which is two of the view.
     assert (part.int() - whole.int()).abs().float().mean() < 5
@@ -386,5 +386,5 @@ def test_cutting_the_centre_out_first_is_nearly_the_same_view(monkeypatch):
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("shape", [(2, 1), (3, 400), (31, 37)])
 def test_one_pixel_can_be_left_of_any_layout(layout, shape):
-    picture = torch.full((1, 3, *shape), 71, dtype=torch.uint8).contiguous(memory_format=layout)[0]
-    assert resize(picture, (1, 1), "bicubic").flatten().tolist() == [71, 71, 71]
+    image = torch.full((1, 3, *shape), 71, dtype=torch.uint8).contiguous(memory_format=layout)[0]
+    assert resize(image, (1, 1), "bicubic").flatten().tolist() == [71, 71, 71]

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitinit.data.datasets import ImageFolder, PicturesInMemory
+from vitinit.data.datasets import ImageFolder, ImagesInMemory
 from vitinit.data.images import DataError, resize_and_centre_crop
 from vitinit.data.kept import KeptViews, kept_views
 from vitinit.data.loader import EvalViews, eval_loader
@@ -29,14 +29,14 @@ class Counted(ImageFolder):
 
     decoded = 0
 
-    def picture(self, index: int) -> Tensor:
+    def image(self, index: int) -> Tensor:
         self.decoded += 1
-        return super().picture(index)
+        return super().image(index)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """23 pictures of 23 sizes in three classes."""
+    """23 images of 23 sizes in three classes."""
     rng = np.random.default_rng(0)
     for number in range(COUNT):
         path = tmp_path / f"class_{number % 3}" / f"{number}.png"
@@ -72,7 +72,7 @@ def test_every_pass_gives_the_views_as_they_are_decoded(folder, rank, world_size
     views = views_of(source, rank=rank, world_size=world_size)
     expected = []
     for indices in torch.arange(rank, COUNT, world_size).split(5):
-        images = torch.stack([resize_and_centre_crop(source.picture(index), SIZE, 0.875, "bicubic")
+        images = torch.stack([resize_and_centre_crop(source.image(index), SIZE, 0.875, "bicubic")
                               for index in indices.tolist()])
         expected.append((PREPARE.normalised(images), torch.from_numpy(source.labels)[indices]))
     for place in (CPU, None):
@@ -127,7 +127,7 @@ def test_a_broken_image_is_named_in_every_pass_until_it_is_mended(folder, worker
     source = ImageFolder(folder)
     batches = batches_of(KeptViews(views_of(source), CPU), workers=workers)
     for _ in range(2):
-        with pytest.raises(DataError, match="20.png: not a readable picture"):
+        with pytest.raises(DataError, match="20.png: not a readable image"):
             list(batches)
     broken.write_bytes(whole)
     for _ in range(2):
@@ -166,7 +166,7 @@ def test_an_unfinished_pass_of_waiting_workers_is_no_part_of_the_next(folder):
     (SIZE, 1.0, 0), (SIZE, 0.875, 2), ((12, 13), 1.0, 2)])
 def test_images_in_memory_that_need_no_resizing_need_no_workers(shape, crop_pct, workers):
     pixels = np.random.default_rng(1).integers(0, 256, (COUNT, 3, *shape), dtype=np.uint8)
-    source = PicturesInMemory(torch.from_numpy(pixels), np.arange(COUNT), [""] * COUNT)
+    source = ImagesInMemory(torch.from_numpy(pixels), np.arange(COUNT), [""] * COUNT)
     views = views_of(source, crop_pct=crop_pct)
     assert eval_loader(views, batch_size=5, workers=2, pin_memory=False).num_workers == workers
 

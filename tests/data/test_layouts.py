@@ -28,7 +28,7 @@ WNIDS = ["n03", "n01", "n02"]       # as little sorted as in the real file
 
 
 class Written(NamedTuple):
-    """What a layout holds: by split, pictures (H, W, 3) uint8 with their labels, in order."""
+    """What a layout holds: by split, images (H, W, 3) uint8 with their labels, in order."""
 
     classes: list[str]
     splits: dict[str, list[tuple[np.ndarray, int]]]
@@ -57,11 +57,11 @@ def write_stl10(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
     (folder / "class_names.txt").write_text("\n".join(classes) + "\n")
     splits = {}
     for split, part, count in (("train", "train", 13), ("val", "test", 11)):
-        pictures = rng.integers(0, 256, (count, 96, 96, 3), dtype=np.uint8)
+        images = rng.integers(0, 256, (count, 96, 96, 3), dtype=np.uint8)
         labels = some_labels(rng, count, 10)
-        (folder / f"{part}_X.bin").write_bytes(pictures.transpose(0, 3, 2, 1).tobytes())
+        (folder / f"{part}_X.bin").write_bytes(images.transpose(0, 3, 2, 1).tobytes())
         (folder / f"{part}_y.bin").write_bytes((labels + 1).astype(np.uint8).tobytes())
-        splits[split] = list(zip(pictures, labels.tolist()))
+        splits[split] = list(zip(images, labels.tolist()))
     for kind in (layouts.LabelledSTL10, torchvision.datasets.STL10):
         for parts in ("train_list", "test_list"):
             names = [name for name, _ in getattr(layouts.LabelledSTL10, parts)]
@@ -73,12 +73,12 @@ def write_svhn(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
     """(32, 32, 3, N) in a .mat file; the digit 0 has the label 10."""
     splits = {}
     for split, part, count in (("train", "train", 13), ("val", "test", 11)):
-        pictures = rng.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
+        images = rng.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
         labels = some_labels(rng, count, 10)
         scipy.io.savemat(root / f"{part}_32x32.mat", {
-            "X": pictures.transpose(1, 2, 3, 0),
+            "X": images.transpose(1, 2, 3, 0),
             "y": np.where(labels == 0, 10, labels)[:, None].astype(np.uint8)})
-        splits[split] = list(zip(pictures, labels.tolist()))
+        splits[split] = list(zip(images, labels.tolist()))
     monkeypatch.setattr(torchvision.datasets.SVHN, "split_list", {
         part: [f"http://127.0.0.1/{part}_32x32.mat", f"{part}_32x32.mat", None]
         for part in ("train", "test")})
@@ -96,9 +96,9 @@ def write_food101(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
         for name, count in counts.items():
             listed[name] = [f"{name}/{rng.integers(10**6)}" for _ in range(count)]
         for label, name in enumerate(classes):
-            for picture in listed[name]:
+            for image in listed[name]:
                 splits[split].append((noise(rng), label))
-                save(folder / "images" / f"{picture}.jpg", splits[split][-1][0])
+                save(folder / "images" / f"{image}.jpg", splits[split][-1][0])
         (folder / "meta" / f"{part}.json").write_text(json.dumps(listed))
     save(folder / "images" / "waffles" / "unlisted.jpg", noise(rng))
     return Written(classes, splits)
@@ -110,8 +110,8 @@ def write_flowers102(root: Path, rng: np.random.Generator, monkeypatch) -> Writt
     folder.mkdir()
     labels = np.concatenate([some_labels(rng, count, 102) for count in (103, 107, 109)])
     numbers = 1 + rng.permutation(len(labels))
-    pictures = [noise(rng) for _ in labels]
-    for number, pixels in zip(numbers, pictures):
+    images = [noise(rng) for _ in labels]
+    for number, pixels in zip(numbers, images):
         save(folder / "jpg" / f"image_{number:05}.jpg", pixels)
     by_number = np.empty(len(labels), np.uint8)
     by_number[numbers - 1] = labels + 1
@@ -123,7 +123,7 @@ def write_flowers102(root: Path, rng: np.random.Generator, monkeypatch) -> Writt
     monkeypatch.setattr(torchvision.datasets.Flowers102, "_file_dict", {
         "image": ("102flowers.tgz", None), "label": ("imagelabels.mat", None),
         "setid": ("setid.mat", None)})
-    written = list(zip(pictures, labels.tolist()))
+    written = list(zip(images, labels.tolist()))
     return Written(list(torchvision.datasets.Flowers102.classes),
                    {"train": written[:210], "val": written[210:]})
 
@@ -144,7 +144,7 @@ def write_pets(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
 
 
 def write_tiny_imagenet(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
-    """Boxes beside the training pictures, one list for all of validation, one picture grey."""
+    """Boxes beside the training images, one list for all of validation, one image grey."""
     (root / "wnids.txt").write_text("\n".join(WNIDS) + "\n")
     classes = sorted(WNIDS)
     splits = {"train": [], "val": []}
@@ -211,21 +211,21 @@ def test_a_set_is_read_as_it_was_written(tmp_path, write, name, split):
     assert source.labels.dtype == np.int64
     assert source.labels.tolist() == [label for _, label in splits[split]]
     for index, (pixels, _) in enumerate(splits[split]):
-        picture = source.picture(index)
-        assert picture.dtype == torch.uint8
-        assert np.array_equal(picture.numpy(), pixels.transpose(2, 0, 1))
+        image = source.image(index)
+        assert image.dtype == torch.uint8
+        assert np.array_equal(image.numpy(), pixels.transpose(2, 0, 1))
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("name", [name for name in WRITERS if name != "tiny_imagenet"])
-def test_a_set_holds_the_pictures_and_labels_of_torchvisions(tmp_path, write, name, split):
+def test_a_set_holds_the_images_and_labels_of_torchvisions(tmp_path, write, name, split):
     ours = open_split(name, str(tmp_path), split, len(write(name).classes))
 
-    def fingerprints(pictures, labels) -> list[tuple[bytes, int]]:
-        return sorted((np.ascontiguousarray(picture).tobytes(), int(label))
-                      for picture, label in zip(pictures, labels))
-    reference = [(np.asarray(picture), label) for picture, label in theirs(name, tmp_path, split)]
-    assert fingerprints([ours.picture(index).permute(1, 2, 0).numpy()
+    def fingerprints(images, labels) -> list[tuple[bytes, int]]:
+        return sorted((np.ascontiguousarray(image).tobytes(), int(label))
+                      for image, label in zip(images, labels))
+    reference = [(np.asarray(image), label) for image, label in theirs(name, tmp_path, split)]
+    assert fingerprints([ours.image(index).permute(1, 2, 0).numpy()
                          for index in range(len(ours))], ours.labels) == fingerprints(*zip(*reference))
 
 
@@ -233,24 +233,24 @@ def test_a_set_holds_the_pictures_and_labels_of_torchvisions(tmp_path, write, na
 def test_tiny_imagenet_equals_an_image_folder_that_its_files_were_moved_to(tmp_path, write, split):
     write("tiny_imagenet")
     ours = open_split("tiny_imagenet", str(tmp_path), split, 3)
-    found = {ours.picture(index).numpy().tobytes(): ours.classes[label]
+    found = {ours.image(index).numpy().tobytes(): ours.classes[label]
              for index, label in enumerate(ours.labels)}
     for line in (tmp_path / "val" / "val_annotations.txt").read_text().splitlines():
-        picture, wnid = line.split("\t")[:2]
+        image, wnid = line.split("\t")[:2]
         (tmp_path / "val" / wnid).mkdir(exist_ok=True)
-        shutil.move(tmp_path / "val" / "images" / picture, tmp_path / "val" / wnid / picture)
+        shutil.move(tmp_path / "val" / "images" / image, tmp_path / "val" / wnid / image)
     (tmp_path / "val" / "images").rmdir()
     moved = open_split("image_folder", str(tmp_path), split, 3)
     assert moved.classes == ours.classes and len(moved) == len(ours) == len(found)
-    assert found == {moved.picture(index).numpy().tobytes(): moved.classes[label]
+    assert found == {moved.image(index).numpy().tobytes(): moved.classes[label]
                      for index, label in enumerate(moved.labels)}
 
 
 @pytest.mark.parametrize("name", ["stl10", "svhn"])
-def test_pictures_in_memory_are_channels_last(tmp_path, write, name):
+def test_images_in_memory_are_channels_last(tmp_path, write, name):
     write(name)
-    pictures = open_split(name, str(tmp_path), "train", 10).pictures
-    assert pictures.is_contiguous(memory_format=torch.channels_last)
+    images = open_split(name, str(tmp_path), "train", 10).images
+    assert images.is_contiguous(memory_format=torch.channels_last)
 
 
 def write_imagenet(root: Path, *folders: str) -> None:
@@ -264,7 +264,7 @@ def test_imagenet_is_train_and_val_of_wordnet_numbers(tmp_path):
     train, val = (open_split("imagenet", str(tmp_path), split, 2) for split in ("train", "val"))
     assert train.classes == val.classes == ["n00000001", "n00000002"]
     assert train.labels.tolist() == [0, 1] and val.labels.tolist() == [0, 1, 1]
-    assert np.array_equal(train.picture(0).permute(1, 2, 0).numpy(), noise(np.random.default_rng(1)))
+    assert np.array_equal(train.image(0).permute(1, 2, 0).numpy(), noise(np.random.default_rng(1)))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -303,18 +303,18 @@ def test_a_set_without_one_of_its_files_is_not_complete(tmp_path, write, name, s
     assert f"{tmp_path / file}: No such file" in line or "missing or damaged" in line
 
 
-@pytest.mark.parametrize("name, split, picture", [
+@pytest.mark.parametrize("name, split, image", [
     ("food101", "train", "food-101/images/waffles/*"), ("flowers102", "val", "flowers-102/jpg/*"),
     ("pets", "train", "oxford-iiit-pet/images/*"), ("tiny_imagenet", "val", "val/images/*")])
-def test_pictures_that_are_listed_but_missing_are_named_and_counted(tmp_path, write, name, split,
-                                                                    picture):
+def test_images_that_are_listed_but_missing_are_named_and_counted(tmp_path, write, name, split,
+                                                                  image):
     classes, splits = write(name)
     count = len(open_split(name, str(tmp_path), split, len(classes)))
-    paths = sorted(tmp_path.glob(picture))
+    paths = sorted(tmp_path.glob(image))
     paths[0].parent.rename(paths[0].parent.with_name("elsewhere"))
     line = refusal(open_split, name, str(tmp_path), split, len(classes))
     missing = 3 if name == "food101" else count
-    assert line.startswith(f"{paths[0].parent}/") and ": no such picture; " in line
+    assert line.startswith(f"{paths[0].parent}/") and ": no such image; " in line
     assert f"{missing} of the {count} that {tmp_path}" in line
 
 
@@ -354,13 +354,13 @@ def test_a_broken_list_names_its_place(tmp_path, write, name, file, content, wor
 @pytest.mark.parametrize("name, file, old, new, empty", [
     ("pets", PETS, "american_bulldog_200 2", "Sphynx_202 3", "class 2"),
     ("tiny_imagenet", TINY, "n03", "n02", "n03")])
-def test_a_class_without_pictures_in_a_split_is_named(tmp_path, write, name, file, old, new, empty):
+def test_a_class_without_images_in_a_split_is_named(tmp_path, write, name, file, old, new, empty):
     classes = write(name).classes
     path = tmp_path / file
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
     line = refusal(open_split, name, str(tmp_path), "val", len(classes))
-    assert line == f"{tmp_path}: class '{empty}' of {name} has no picture in its val split"
+    assert line == f"{tmp_path}: class '{empty}' of {name} has no image in its val split"
 
 
 def test_a_class_that_a_list_leaves_empty_is_named(tmp_path, write):
@@ -368,7 +368,7 @@ def test_a_class_that_a_list_leaves_empty_is_named(tmp_path, write):
     path = tmp_path / FOOD
     path.write_text(json.dumps(json.loads(path.read_text()) | {"waffles": []}))
     line = refusal(open_split, "food101", str(tmp_path), "val", 3)
-    assert line == f"{tmp_path}: class 'waffles' of food101 has no picture in its val split"
+    assert line == f"{tmp_path}: class 'waffles' of food101 has no image in its val split"
 
 
 def test_a_wrong_class_count_says_whether_the_set_or_the_recipe_is_odd(tmp_path, write):

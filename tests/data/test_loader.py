@@ -17,13 +17,13 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from vitinit.data.datasets import ImageFolder, PicturesInMemory
+from vitinit.data.datasets import ImageFolder, ImagesInMemory
 from vitinit.data.draw import (CropAndFlip, Draws, Erasing, RandAugment, SampleDraws, SampleKey,
                                stack_draws)
 from vitinit.data.images import DataError, crop_and_flip, resize_and_centre_crop
 from vitinit.data.loader import (Batch, EvalViews, TrainBatch, TrainViews, eval_loader,
                                  train_loader)
-from vitinit.data.mix import Mixing
+from vitinit.data.mix import MixSettings
 from vitinit.data.pipeline import TrainingBatches, training_batches
 from vitinit.data.sampler import TrainSampler, plan_batches
 from vitinit.data.to_device import TrainToDevice
@@ -38,8 +38,8 @@ DRAWS = SampleDraws(SEED, SIZE, CROP, RAND_AUGMENT, ERASING)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> ImageFolder:
-    """23 pictures of 23 sizes in three classes."""
-    root = tmp_path_factory.mktemp("pictures")
+    """23 images of 23 sizes in three classes."""
+    root = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     for number in range(23):
         path = root / f"class_{number % 3}" / f"{number}.png"
@@ -49,10 +49,10 @@ def folder(tmp_path_factory) -> ImageFolder:
     return ImageFolder(root)
 
 
-def numbered(count: int) -> PicturesInMemory:
-    """Pictures whose label is their own index."""
-    pictures = np.random.default_rng(1).integers(0, 256, (count, 3, 17, 19), dtype=np.uint8)
-    return PicturesInMemory(torch.from_numpy(pictures), np.arange(count), [""] * count)
+def numbered(count: int) -> ImagesInMemory:
+    """Images whose label is their own index."""
+    images = np.random.default_rng(1).integers(0, 256, (count, 3, 17, 19), dtype=np.uint8)
+    return ImagesInMemory(torch.from_numpy(images), np.arange(count), [""] * count)
 
 
 def views_of(source, *, seed: int = SEED) -> TrainViews:
@@ -73,7 +73,7 @@ def in_order(shares: list[Tensor], max_batch: int) -> Tensor:
     plan = plan_batches(6, max_batch, len(shares), group=1)
     whole = torch.empty(len(shares) * len(shares[0]), *shares[0].shape[1:], dtype=shares[0].dtype)
     for rank, one in enumerate(shares):
-        for number, part in enumerate(one.split(plan.micro_batch)):
+        for number, part in enumerate(one.split(plan.micro_batch_size)):
             step, micro_step = divmod(number, plan.accumulation)
             whole[6 * step + plan.positions(rank, micro_step)] = part
     return whole
@@ -110,7 +110,7 @@ def augmented(batches) -> tuple[Tensor, Tensor]:
     """What the model would see of these batches without mixing: images and targets."""
     prepare = TrainToDevice(torch.device("cpu"), mean=(0.5, 0.4, 0.3), std=(0.3, 0.2, 0.1),
                             channels_last=False, fill=RAND_AUGMENT.fill, erase_fill=ERASING.fill,
-                            erase_after_mix=False, mixing=Mixing(probability=0.0), num_classes=3,
+                            erase_after_mix=False, mixing=MixSettings(probability=0.0), num_classes=3,
                             seed=SEED)
     images, targets = zip(*(prepare(batch, 0, NO_GROUPS) for batch in batches))
     return torch.cat(images), torch.cat(targets)
@@ -121,9 +121,9 @@ def test_a_batch_holds_the_views_that_its_keys_name(folder):
     for keys in sampler_of(folder):
         images, labels, draws = [], [], []
         for key in keys:
-            picture = folder.picture(key.index)
-            view = DRAWS.view(key, *picture.shape[1:])
-            images.append(crop_and_flip(picture, view.box, view.flip, SIZE, view.interpolation))
+            image = folder.image(key.index)
+            view = DRAWS.view(key, *image.shape[1:])
+            images.append(crop_and_flip(image, view.box, view.flip, SIZE, view.interpolation))
             labels.append(folder.labels[key.index])
             draws.append(DRAWS.for_device(key))
         expected.append(TrainBatch(torch.stack(images), torch.tensor(labels), stack_draws(draws)))
@@ -315,7 +315,7 @@ def test_evaluation_sees_every_image_exactly_once(world_size):
                 seen[label] = image
     assert sorted(seen) == list(range(23))
     for index, image in seen.items():
-        assert torch.equal(image, resize_and_centre_crop(source.picture(index), SIZE, 0.875,
+        assert torch.equal(image, resize_and_centre_crop(source.image(index), SIZE, 0.875,
                                                          "bicubic"))
 
 
@@ -340,21 +340,21 @@ def test_a_broken_file_ends_the_epoch_with_its_name(tmp_path, workers):
         Image.new("RGB", (17, 19), (number, 0, 0)).save(path)
     broken: Path = tmp_path / "ant" / "4.png"
     broken.write_bytes(broken.read_bytes()[:41])
-    one_line = r"\A" + re.escape(f"{broken}: not a readable picture") + r"[^\n]*\Z"
+    one_line = r"\A" + re.escape(f"{broken}: not a readable image") + r"[^\n]*\Z"
     with pytest.raises(DataError, match=one_line) as error:
         copies(loader_of(ImageFolder(tmp_path), workers=workers, repeats=1))
     traceback.clear_frames(error.tb)             # they hold the loader, and the loader its worker
 
 
 def cannot_read(batch: list) -> None:
-    raise DataError("pictures/a: b.png: cannot be read: Input/output error")
+    raise DataError("images/a: b.png: cannot be read: Input/output error")
 
 
 def test_a_workers_error_comes_as_that_worker_raised_it():
     batches = DataLoader([1, 2], num_workers=1, collate_fn=cannot_read, multiprocessing_context="fork")
     with pytest.raises(DataError) as caught:
         next(iter(batches))
-    assert str(caught.value) == "pictures/a: b.png: cannot be read: Input/output error"
+    assert str(caught.value) == "images/a: b.png: cannot be read: Input/output error"
     traceback.clear_frames(caught.tb)
 
 

@@ -13,25 +13,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitinit.data.images import Box
-from vitinit.data.mix import (UNMIXED, Mix, Mixing, draw_box, mix_images, mix_targets,
+from vitinit.data.mix import (UNMIXED, MixDraw, MixSettings, draw_box, mix_images, mix_targets,
                               smooth_one_hot)
 from vitinit.data.passes import FEW_LAUNCHES, IN_CACHE
 
 KS_LIMIT = 1.95          # of the Kolmogorov-Smirnov distance, times √n: one in a thousand
-MIXUP_ONLY, CUTMIX_ONLY = Mixing(cutmix_alpha=0.0), Mixing(mixup_alpha=0.0)
+MIXUP_ONLY, CUTMIX_ONLY = MixSettings(cutmix_alpha=0.0), MixSettings(mixup_alpha=0.0)
 SIZES = [(224, 224), (31, 37), (47, 11), (1, 1), (2, 3), (1, 101)]
-MIXES = [UNMIXED, Mix(0.3137, None), Mix(0.5, None), Mix(0.0, None),
-         Mix(1.0 - 20 / 143, Box(3, 5, 4, 5)), Mix(0.0, Box(0, 0, 11, 13)),
-         Mix(1.0, Box(7, 2, 0, 3))]
+MIXES = [UNMIXED, MixDraw(0.3137, None), MixDraw(0.5, None), MixDraw(0.0, None),
+         MixDraw(1.0 - 20 / 143, Box(3, 5, 4, 5)), MixDraw(0.0, Box(0, 0, 11, 13)),
+         MixDraw(1.0, Box(7, 2, 0, 3))]
 COUNTS = [1, 2, 5, 6]
 
 
-def draws(mixing: Mixing, count: int, height: int = 224, width: int = 224) -> list[Mix]:
+def draws(mixing: MixSettings, count: int, height: int = 224, width: int = 224) -> list[MixDraw]:
     rng = np.random.default_rng(7)
     return [mixing.draw(rng, height, width) for _ in range(count)]
 
 
-def shares(mixing: Mixing, count: int) -> np.ndarray:
+def shares(mixing: MixSettings, count: int) -> np.ndarray:
     return np.array([mix.share for mix in draws(mixing, count)])
 
 
@@ -56,26 +56,26 @@ def timms_box(rng: np.random.Generator, height: int, width: int, lam: float
 
 def timms_mix(rng: np.random.Generator, height: int, width: int, *, mixup_alpha: float = 0.8,
               cutmix_alpha: float = 1.0, probability: float = 1.0, switch_probability: float = 0.5
-              ) -> Mix:
+              ) -> MixDraw:
     """_params_per_batch and cutmix_bbox_and_lam, where both kinds are on."""
     if rng.random() >= probability:
         return UNMIXED
     if rng.random() < switch_probability:
         lam = rng.beta(cutmix_alpha, cutmix_alpha)
         yl, yh, xl, xh = timms_box(rng, height, width, lam)
-        return Mix(1.0 - (yh - yl) * (xh - xl) / float(height * width),
-                   Box(yl, xl, yh - yl, xh - xl))
-    return Mix(rng.beta(mixup_alpha, mixup_alpha), None)
+        return MixDraw(1.0 - (yh - yl) * (xh - xl) / float(height * width),
+                       Box(yl, xl, yh - yl, xh - xl))
+    return MixDraw(rng.beta(mixup_alpha, mixup_alpha), None)
 
 
-def pictures(count: int, dtype: torch.dtype) -> Tensor:
+def random_images(count: int, dtype: torch.dtype) -> Tensor:
     """(count, 3, 11, 13): all levels as bytes, N(0, 1) as floats."""
     rng, shape = np.random.default_rng(count), (count, 3, 11, 13)
     values = rng.integers(0, 256, shape) if dtype == torch.uint8 else rng.normal(size=shape)
     return torch.from_numpy(values).to(dtype)
 
 
-def mixed_one_by_one(images: np.ndarray, mixes: Sequence[Mix]) -> np.ndarray:
+def mixed_one_by_one(images: np.ndarray, mixes: Sequence[MixDraw]) -> np.ndarray:
     """mix_images as a loop over images in numpy, as timm's collate function does it."""
     mixed = []
     for image, partner, mix in zip(images, images[::-1], mixes, strict=True):
@@ -111,7 +111,7 @@ def test_a_box_equals_timms_for_the_same_random_numbers(height, width):
 @pytest.mark.parametrize("height, width", SIZES)
 def test_a_mix_equals_timms_for_the_same_random_numbers(height, width, options):
     ours, theirs = (np.random.default_rng(13) for _ in range(2))
-    mixing = Mixing(**options)
+    mixing = MixSettings(**options)
     kinds = set()
     for _ in range(101):
         mix = mixing.draw(ours, height, width)
@@ -142,7 +142,7 @@ def test_the_mean_share_of_cutmix_is_that_of_boxes_cut_off_at_the_border():
 
 @pytest.mark.parametrize("alpha", [0.8, 0.2, 3.0])
 def test_the_share_of_mixup_is_beta_distributed(alpha):
-    drawn = np.sort(shares(Mixing(mixup_alpha=alpha, cutmix_alpha=0.0), 5003))
+    drawn = np.sort(shares(MixSettings(mixup_alpha=alpha, cutmix_alpha=0.0), 5003))
     steps = (np.arange(len(drawn)) + 0.5) / len(drawn)
     distance = abs(scipy.stats.beta.cdf(drawn, alpha, alpha) - steps).max()
     assert distance * len(drawn)**0.5 < KS_LIMIT
@@ -152,26 +152,26 @@ def test_the_share_of_mixup_is_beta_distributed(alpha):
 
 
 def test_deits_mixing_is_the_default():
-    assert Mixing() == Mixing(mixup_alpha=0.8, cutmix_alpha=1.0, probability=1.0,
-                              switch_probability=0.5, label_smoothing=0.1, group=64)
+    assert MixSettings() == MixSettings(mixup_alpha=0.8, cutmix_alpha=1.0, probability=1.0,
+                                        switch_probability=0.5, label_smoothing=0.1, group=64)
 
 
 @pytest.mark.parametrize("switch_probability", [0.0, 0.3, 0.5, 1.0])
 def test_cutmix_comes_with_the_probability_of_the_switch(switch_probability):
-    drawn = draws(Mixing(switch_probability=switch_probability), 3001)
+    drawn = draws(MixSettings(switch_probability=switch_probability), 3001)
     assert within(np.mean([mix.box is not None for mix in drawn]), switch_probability, len(drawn))
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.3, 0.8, 1.0])
 @pytest.mark.parametrize("alphas", [(0.8, 1.0), (0.8, 0.0), (0.0, 1.0)])
 def test_a_batch_is_mixed_with_the_probability_asked_for(probability, alphas):
-    drawn = draws(Mixing(*alphas, probability=probability), 3001)
+    drawn = draws(MixSettings(*alphas, probability=probability), 3001)
     assert within(np.mean([mix != UNMIXED for mix in drawn]), probability, len(drawn))
 
 
 @pytest.mark.parametrize("switch_probability", [0.0, 0.5, 1.0])
 def test_an_alpha_of_zero_switches_that_kind_off(switch_probability):
-    mixup, cutmix, none = (Mixing(*alphas, switch_probability=switch_probability)
+    mixup, cutmix, none = (MixSettings(*alphas, switch_probability=switch_probability)
                            for alphas in ((0.8, 0.0), (0.0, 1.0), (0.0, 0.0)))
     assert all(mix.box is None and mix != UNMIXED for mix in draws(mixup, 101))
     assert all(mix.box is not None for mix in draws(cutmix, 101))
@@ -182,7 +182,7 @@ def test_an_alpha_of_zero_switches_that_kind_off(switch_probability):
     ((0.8, 1.0), 1.0, True), ((0.8, 0.0), 0.1, True), ((0.0, 1.0), 0.1, True),
     ((0.0, 0.0), 1.0, False), ((0.8, 1.0), 0.0, False)])
 def test_mixing_is_said_to_mix_if_and_only_if_it_ever_does(alphas, probability, mixes):
-    mixing = Mixing(*alphas, probability=probability)
+    mixing = MixSettings(*alphas, probability=probability)
     assert mixing.mixes == mixes == any(mix != UNMIXED for mix in draws(mixing, 211))
 
 
@@ -195,7 +195,7 @@ def test_mixing_is_said_to_mix_if_and_only_if_it_ever_does(alphas, probability, 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("mix", MIXES)
 def test_mixed_images_equal_a_loop_over_them(mix, dtype, count):
-    images = pictures(count, dtype)
+    images = random_images(count, dtype)
     before = images.clone()
     mixed = mix_images(images, [mix] * count)
     assert mixed.dtype == dtype
@@ -213,7 +213,7 @@ PAIRS = {"of every kind": MIXES, "none": [UNMIXED, UNMIXED],
 @pytest.mark.parametrize("halves", PAIRS.values(), ids=PAIRS)
 def test_every_pair_of_a_batch_is_mixed_in_its_own_way_as_if_it_were_alone(halves, dtype, way):
     mixes = [*halves, *reversed(halves)]
-    images = pictures(len(mixes), dtype)
+    images = random_images(len(mixes), dtype)
     mixed = mix_images(images, mixes, way)
     assert mixed.dtype == dtype
     np.testing.assert_array_equal(mixed.numpy(), mixed_one_by_one(images.numpy(), mixes))
@@ -230,7 +230,7 @@ def test_bytes_are_rounded_to_the_nearest_as_rint_does(share):
     """Every pair of levels. At ½ and ¼ there are ties, which go to the even level."""
     levels = np.arange(256, dtype=np.uint8)
     one, two = np.meshgrid(levels, levels)
-    mixed = mix_images(torch.from_numpy(np.stack([one, two]))[:, None], [Mix(share, None)] * 2)
+    mixed = mix_images(torch.from_numpy(np.stack([one, two]))[:, None], [MixDraw(share, None)] * 2)
     exact = one.astype(np.float32) * share + two.astype(np.float32) * (1.0 - share)
     np.testing.assert_array_equal(mixed[0, 0].numpy(), np.rint(exact).astype(np.uint8))
     assert abs(mixed[0, 0].numpy() - (share * one + (1 - share) * two)).max() < 0.5 + 1e-4
@@ -238,8 +238,8 @@ def test_bytes_are_rounded_to_the_nearest_as_rint_does(share):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 def test_cutmix_pastes_exactly_the_partners_box(dtype):
-    images = pictures(5, dtype)
-    mixed = mix_images(images, [Mix(0.9, Box(3, 5, 4, 6))] * 5)
+    images = random_images(5, dtype)
+    mixed = mix_images(images, [MixDraw(0.9, Box(3, 5, 4, 6))] * 5)
     inside = torch.zeros(11, 13, dtype=torch.bool)
     inside[3:7, 5:11] = True
     assert torch.equal(mixed[..., inside], images.flip(0)[..., inside])
@@ -250,7 +250,7 @@ def test_cutmix_pastes_exactly_the_partners_box(dtype):
 @pytest.mark.parametrize("mix", MIXES)
 def test_the_middle_of_an_odd_batch_stays_as_it_is(mix, count):
     middle = count // 2
-    exact, floats = pictures(count, torch.uint8), pictures(count, torch.float32)
+    exact, floats = random_images(count, torch.uint8), random_images(count, torch.float32)
     assert torch.equal(mix_images(exact, [mix] * count)[middle], exact[middle])
     torch.testing.assert_close(mix_images(floats, [mix] * count)[middle], floats[middle],
                                rtol=1e-6, atol=0)
@@ -307,7 +307,7 @@ def test_mixed_targets_are_a_distribution_and_equal_float64_arithmetic(mix, coun
 
 def test_a_thousand_mixed_targets_sum_to_one():
     labels = torch.arange(0, 1000, 7)
-    targets = mix_targets(smooth_one_hot(labels, 1000, 0.1), [Mix(0.3137, None)] * 143)
+    targets = mix_targets(smooth_one_hot(labels, 1000, 0.1), [MixDraw(0.3137, None)] * 143)
     np.testing.assert_allclose(targets.double().sum(1), 1.0, rtol=0, atol=1e-6)
 
 
@@ -317,7 +317,7 @@ def test_the_loss_of_mixed_targets_is_the_mix_of_both_losses():
     labels = torch.randint(17, (23,), generator=generator)
     own, partners = (F.cross_entropy(logits, wanted, label_smoothing=0.1)
                      for wanted in (labels, labels.flip(0)))
-    targets = mix_targets(smooth_one_hot(labels, 17, 0.1), [Mix(0.3, None)] * 23).double()
+    targets = mix_targets(smooth_one_hot(labels, 17, 0.1), [MixDraw(0.3, None)] * 23).double()
     torch.testing.assert_close(F.cross_entropy(logits, targets), 0.3 * own + 0.7 * partners,
                                rtol=1e-6, atol=0)
 
@@ -325,5 +325,5 @@ def test_the_loss_of_mixed_targets_is_the_mix_of_both_losses():
 def test_mixing_targets_leaves_them_alone():
     targets = smooth_one_hot(torch.tensor([2, 0, 4]), 5, 0.1)
     before = targets.clone()
-    mix_targets(targets, [Mix(0.3, None)] * 3)
+    mix_targets(targets, [MixDraw(0.3, None)] * 3)
     assert torch.equal(targets, before)

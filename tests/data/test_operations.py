@@ -34,7 +34,7 @@ WAYS = {"as on a GPU": FEW_LAUNCHES, "as on a CPU": IN_CACHE}
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """On pictures this small a second thread waits longer than it works."""
+    """On images this small a second thread waits longer than it works."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,7 +42,7 @@ def one_thread() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------
-# Pictures, and Pillow as the reference
+# Images, and Pillow as the reference
 # ---------------------------------------------------------------------------------------------
 
 
@@ -50,8 +50,8 @@ def one_thread() -> Iterator[None]:
 def photograph(height: int, width: int) -> Image.Image:
     """Grace Hopper, as matplotlib ships her."""
     path = Path(matplotlib.get_data_path()) / "sample_data" / "grace_hopper.jpg"
-    with Image.open(path) as picture:
-        return picture.convert("RGB").resize((width, height))
+    with Image.open(path) as image:
+        return image.convert("RGB").resize((width, height))
 
 
 def uniform(low: int, high: int, height: int, width: int) -> np.ndarray:
@@ -59,7 +59,7 @@ def uniform(low: int, high: int, height: int, width: int) -> np.ndarray:
     return np.random.default_rng(0).integers(low, high, (height, width, 3), np.uint8, endpoint=True)
 
 
-PICTURES = {
+IMAGES = {
     "photograph": photograph(113, 97),
     "small photograph": photograph(13, 17),                  # 221 pixels: no step to equalise by
     **{name: Image.fromarray(pixels) for name, pixels in {
@@ -81,9 +81,9 @@ PICTURES = {
 }
 
 
-def with_pillow(picture: Image.Image, operation: Operation, argument: float, bicubic: bool = True,
+def with_pillow(image: Image.Image, operation: Operation, argument: float, bicubic: bool = True,
                 fill: tuple[int, int, int] = FILL) -> Image.Image:
-    return pixels.with_pillow(picture, operation, argument, bicubic, fill)
+    return pixels.with_pillow(image, operation, argument, bicubic, fill)
 
 
 def draws_of(*images: list[tuple]) -> Draws:
@@ -95,17 +95,17 @@ def draws_of(*images: list[tuple]) -> Draws:
               np.zeros(4, dtype=np.int64), np.array(0)) for layers in images])
 
 
-def ours(picture: Image.Image, *layers: tuple, fill: tuple[int, int, int] = FILL) -> Tensor:
-    """(3, H, W): a batch of one picture through `layers`."""
-    return rand_augment(from_pillow(picture)[None], draws_of(list(layers)), fill)[0]
+def ours(image: Image.Image, *layers: tuple, fill: tuple[int, int, int] = FILL) -> Tensor:
+    """(3, H, W): a batch of one image through `layers`."""
+    return rand_augment(from_pillow(image)[None], draws_of(list(layers)), fill)[0]
 
 
-def at_each(picture: Image.Image, name: str, arguments: Sequence[float], bicubic: bool = True,
+def at_each(image: Image.Image, name: str, arguments: Sequence[float], bicubic: bool = True,
             ) -> tuple[Tensor, Tensor]:
     """(n, 3, H, W) each: ours in one batch and Pillow's, one image for each argument."""
-    batch = from_pillow(picture).expand(len(arguments), -1, -1, -1)
+    batch = from_pillow(image).expand(len(arguments), -1, -1, -1)
     draws = draws_of(*([(name, argument, bicubic)] for argument in arguments))
-    expected = torch.stack([from_pillow(with_pillow(picture, Operation[name], argument, bicubic))
+    expected = torch.stack([from_pillow(with_pillow(image, Operation[name], argument, bicubic))
                             for argument in arguments])
     return rand_augment(batch, draws, FILL), expected
 
@@ -133,11 +133,11 @@ def test_every_operation_is_tested_here():
     assert sorted(PLAIN_NAMES + GEOMETRIC_NAMES) == sorted(ALL_OPERATIONS)
 
 
-@pytest.mark.parametrize("kind", PICTURES)
+@pytest.mark.parametrize("kind", IMAGES)
 @pytest.mark.parametrize("name", PLAIN_NAMES)
 def test_plain_operations_equal_pillows_to_the_bit(name, kind):
     arguments = arguments_of(name, (0.0, 2.3, 5.9, 8.3, 9.0, 10.0))
-    found, expected = at_each(PICTURES[kind], name, arguments)
+    found, expected = at_each(IMAGES[kind], name, arguments)
     assert torch.equal(found, expected)
 
 
@@ -151,7 +151,7 @@ def test_extreme_arguments_equal_pillows_at_every_level(name, arguments):
 
 
 def test_of_0_bits_nothing_is_left():
-    assert not ours(PICTURES["photograph"], ("Posterize", 0)).any()
+    assert not ours(IMAGES["photograph"], ("Posterize", 0)).any()
 
 
 @pytest.mark.parametrize("bicubic", [False, True])
@@ -165,7 +165,7 @@ def test_geometric_operations_equal_pillows_up_to_rounding(name, bicubic, magnit
                                                            decibels):
     # Pillow interpolates in float64, ours in float32; both cut off what is behind the point.
     arguments = arguments_of(name, magnitudes)
-    for found, expected in zip(*at_each(PICTURES["photograph"], name, arguments, bicubic)):
+    for found, expected in zip(*at_each(IMAGES["photograph"], name, arguments, bicubic)):
         off = found.int() - expected.int()
         assert off.abs().max() <= 1
         mean_square = off.double().square().mean().item()    # which is also the share that is off
@@ -173,11 +173,11 @@ def test_geometric_operations_equal_pillows_up_to_rounding(name, bicubic, magnit
         assert mean_square == 0 or 10 * math.log10(255**2 / mean_square) > decibels
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PICTURES if kind != "photograph"])
+@pytest.mark.parametrize("kind", [kind for kind in IMAGES if kind != "photograph"])
 @pytest.mark.parametrize("name", GEOMETRIC_NAMES)
-def test_geometric_operations_equal_pillows_on_extreme_pictures(name, kind):
+def test_geometric_operations_equal_pillows_on_extreme_images(name, kind):
     for bicubic in (False, True):
-        found, expected = at_each(PICTURES[kind], name, arguments_of(name, (4.3, 9.0)), bicubic)
+        found, expected = at_each(IMAGES[kind], name, arguments_of(name, (4.3, 9.0)), bicubic)
         assert (found.int() - expected.int()).abs().max() <= 1
 
 
@@ -191,10 +191,10 @@ def outside(result: Callable[[tuple[int, int, int]], Tensor]) -> Tensor:
     return differs
 
 
-def assert_fills_like_pillow(picture: Image.Image, name: str, argument: float) -> None:
+def assert_fills_like_pillow(image: Image.Image, name: str, argument: float) -> None:
     for bicubic in (False, True):
-        mine = outside(lambda fill: ours(picture, (name, argument, bicubic), fill=fill))
-        pillows = outside(lambda fill: from_pillow(with_pillow(picture, Operation[name], argument,
+        mine = outside(lambda fill: ours(image, (name, argument, bicubic), fill=fill))
+        pillows = outside(lambda fill: from_pillow(with_pillow(image, Operation[name], argument,
                                                                bicubic, fill)))
         assert torch.equal(mine, pillows)
         assert mine.any() and not mine.all()
@@ -204,7 +204,7 @@ def assert_fills_like_pillow(picture: Image.Image, name: str, argument: float) -
 @pytest.mark.parametrize("kind, share", [("photograph", 0.37), ("noise", -0.19),
                                          ("two rows", 0.53)])
 def test_the_fill_comes_in_where_it_does_in_pillow(name, kind, share):
-    assert_fills_like_pillow(PICTURES[kind], name, share * 89 if name == "Rotate" else share)
+    assert_fills_like_pillow(IMAGES[kind], name, share * 89 if name == "Rotate" else share)
 
 
 @pytest.mark.parametrize("pixels", [-1.5, 1.5])
@@ -223,13 +223,13 @@ def test_a_centre_turned_onto_the_very_edge_is_in_or_out_as_in_pillow(height, wi
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("kind", PICTURES)
+@pytest.mark.parametrize("kind", IMAGES)
 @pytest.mark.parametrize("name", ALL_OPERATIONS)
 def test_passes_equal_each_operation_by_its_own_formula_to_the_bit(name, kind, way):
-    picture = from_pillow(PICTURES[kind])
+    image = from_pillow(IMAGES[kind])
     for bicubic in (False, True) if name in GEOMETRIC_NAMES else (True,):
         arguments = arguments_of(name, (0.0, 2.3, 5.9, 8.3, 9.0, 9.41, 10.0))
-        images = picture.expand(len(arguments), -1, -1, -1)
+        images = image.expand(len(arguments), -1, -1, -1)
         draws = draws_of(*([(name, argument, bicubic)] for argument in arguments))
         expected = special_operations.rand_augment(images, draws, FILL)
         assert torch.equal(rand_augment(images, draws, FILL, way), expected)
@@ -293,27 +293,26 @@ def test_how_many_images_go_through_an_operation_at_once_makes_no_difference(tog
 
 
 def test_a_batch_is_each_image_through_pillow_in_the_order_of_its_draws():
-    pictures = [photograph(41 + 2 * 13, 53).crop((0, top, 53, top + 41)) for top in range(26)]
+    images = [photograph(41 + 2 * 13, 53).crop((0, top, 53, top + 41)) for top in range(26)]
     draws = random_draws(26, layers=3, operations=PLAIN_NAMES)
-    batch = rand_augment(torch.stack([from_pillow(picture) for picture in pictures]), draws, FILL)
-    for image, picture, codes, arguments in zip(batch, pictures, draws.operations,
-                                                draws.arguments):
+    batch = rand_augment(torch.stack([from_pillow(image) for image in images]), draws, FILL)
+    for ours, image, codes, arguments in zip(batch, images, draws.operations, draws.arguments):
         for code, argument in zip(codes, arguments):
-            picture = with_pillow(picture, Operation(code), argument) if code else picture
-        assert torch.equal(image, from_pillow(picture))
+            image = with_pillow(image, Operation(code), argument) if code else image
+        assert torch.equal(ours, from_pillow(image))
 
 
 @pytest.mark.parametrize("one, two", [
     (("Invert", 0), ("SolarizeAdd", 99)), (("Rotate", 27.0), ("Invert", 0)),
     (("ShearX", 0.27), ("TranslateY", -0.405)), (("Rotate", 27.0), ("ShearX", 0.27))])
 def test_the_order_of_two_operations_matters_and_is_that_of_the_draws(one, two):
-    picture = PICTURES["photograph"]
+    image = IMAGES["photograph"]
     results = []
     for layers in ((one, two), (two, one)):
-        expected = picture
+        expected = image
         for name, argument in layers:
             expected = with_pillow(expected, Operation[name], argument)
-        results.append(ours(picture, *layers))
+        results.append(ours(image, *layers))
         # A grey level off in the first may become two where a bicubic kernel overshoots.
         assert (results[-1].int() - from_pillow(expected).int()).abs().max() <= 2
     assert (results[0].int() - results[1].int()).abs().max() > 40
@@ -343,15 +342,15 @@ def test_the_images_layout_in_memory_makes_no_difference():
     assert torch.equal(rand_augment(turned, draws, FILL), expected)
 
 
-def test_every_operation_gives_the_golden_picture():
-    # A row of 32×32 tiles: picture 0 of shapes' validation split, then each operation in the order
+def test_every_operation_gives_the_golden_image():
+    # A row of 32×32 tiles: image 0 of shapes' validation split, then each operation in the order
     # of its code, at magnitude 9, positive sign and bicubic. Made once, equal to Pillow's up to one
     # grey level.
     with Image.open(GOLDEN / "operations.png") as sheet:
         original, *expected = from_pillow(sheet.convert("RGB")).int().split(32, dim=2)
     assert len(expected) == 15
-    picture, _ = shapes.draw_picture(keyed_generator(shapes.SEED, Stream.SHAPES, 1, 0))
-    assert (torch.from_numpy(picture).int() - original).abs().max() <= 1
+    image, _ = shapes.draw_image(keyed_generator(shapes.SEED, Stream.SHAPES, 1, 0))
+    assert (torch.from_numpy(image).int() - original).abs().max() <= 1
     draws = draws_of(*([(name, RandAugment().argument(Operation[name], 9.0, 1.0))]
                        for name in ALL_OPERATIONS))
     tiles = rand_augment(original.to(torch.uint8).expand(15, -1, -1, -1), draws, FILL)

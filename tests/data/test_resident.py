@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitinit.data.datasets import ImageFolder, PicturesInMemory
+from vitinit.data.datasets import ImageFolder, ImagesInMemory
 from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleDraws, SampleKey
 from vitinit.data.images import Box, DataError, crop_and_flip
 from vitinit.data.loader import TrainViews, train_loader
@@ -39,9 +39,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def in_memory(height: int = SIDE, width: int = SIDE, count: int = COUNT) -> PicturesInMemory:
-    pictures = torch.from_numpy(noise(count, height, width)).permute(0, 3, 1, 2)
-    return PicturesInMemory(pictures, np.arange(count) * 7 % 5, [""] * 5)
+def in_memory(height: int = SIDE, width: int = SIDE, count: int = COUNT) -> ImagesInMemory:
+    images = torch.from_numpy(noise(count, height, width)).permute(0, 3, 1, 2)
+    return ImagesInMemory(images, np.arange(count) * 7 % 5, [""] * 5)
 
 
 def sampler(*, rank: int = 0, world_size: int = 1, step: int = 0) -> TrainSampler:
@@ -62,15 +62,15 @@ def parts(batch) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("height, width", [(7, 7), (5, 11)])
 @pytest.mark.parametrize("flip", [False, True])
-def test_a_cut_is_the_crop_of_the_picture_wherever_the_window_lies(height, width, flip):
-    pictures = torch.from_numpy(noise(3, height, width)).permute(0, 3, 1, 2).contiguous()
-    resident = Resident(pictures, torch.arange(3))
+def test_a_cut_is_the_crop_of_the_image_wherever_the_window_lies(height, width, flip):
+    images = torch.from_numpy(noise(3, height, width)).permute(0, 3, 1, 2).contiguous()
+    resident = Resident(images, torch.arange(3))
     corners = [(top, left) for top in range(-height - 1, height + 2) for left in (-13, -2, 0, 3, 12)]
     indices = torch.arange(len(corners)) % 3
     views = resident.cut(indices, torch.tensor([(*corner, int(flip)) for corner in corners]))
     assert views.dtype == torch.uint8 and views.is_contiguous()
     for view, index, (top, left) in zip(views, indices, corners):
-        expected = crop_and_flip(pictures[index], Box(top, left, height, width), flip,
+        expected = crop_and_flip(images[index], Box(top, left, height, width), flip,
                                  (height, width), "bicubic")
         assert torch.equal(view, expected)
 
@@ -81,7 +81,7 @@ def test_a_cut_is_the_crop_of_the_picture_wherever_the_window_lies(height, width
     (CropAndFlip(scale=(1.0, 1.0), ratio=(1.0, 1.9), padding=3), (7, 7), False),
     (CropAndFlip(scale=(1.0, 1.0), ratio=(1.0, 1.0), padding=0, flip=0.0), (7, 7), True),
 ])
-def test_pixels_only_move_where_every_drawn_box_has_the_pictures_size(crop, size, expected):
+def test_pixels_only_move_where_every_drawn_box_has_the_images_size(crop, size, expected):
     assert only_moves_pixels(crop, size) is expected
     draws = SampleDraws(0, size, crop)
     boxes = [draws.view(SampleKey(0, index), *size).box for index in range(60)]
@@ -98,11 +98,11 @@ def test_files_are_decoded_in_order_with_a_call_for_each(folder):
     resident = resident_source(source, CPU, (SIDE, SIDE), 1.0, lambda: calls.append(1))
     assert len(calls) == COUNT
     for index in range(COUNT):
-        assert torch.equal(resident.pictures[index], source.picture(index))
+        assert torch.equal(resident.images[index], source.image(index))
     assert resident.labels.tolist() == source.labels.tolist()
 
 
-def test_the_budget_is_the_bytes_of_the_pictures():
+def test_the_budget_is_the_bytes_of_the_images():
     exactly = COUNT * 3 * SIDE * SIDE / GIB
     for source in (in_memory(),):
         assert resident_source(source, CPU, (SIDE, SIDE), exactly) is not None
@@ -110,7 +110,7 @@ def test_the_budget_is_the_bytes_of_the_pictures():
         assert resident_source(source, CPU, (SIDE, SIDE), 0.0) is None
 
 
-def test_pictures_of_another_size_stay_with_the_workers(folder):
+def test_images_of_another_size_stay_with_the_workers(folder):
     assert resident_source(in_memory(height=8), CPU, (SIDE, SIDE), 1.0) is None
     assert resident_source(ImageFolder(folder), CPU, (SIDE, SIDE + 1), 1.0) is None
     odd = folder / "class_2" / "odd.png"             # the last one
@@ -118,9 +118,9 @@ def test_pictures_of_another_size_stay_with_the_workers(folder):
     assert resident_source(ImageFolder(folder), CPU, (SIDE, SIDE), 1.0) is None
 
 
-def test_a_broken_picture_is_named_at_once(folder):
-    (folder / "class_1" / "zz.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match="zz.png: not a readable picture"):
+def test_a_broken_image_is_named_at_once(folder):
+    (folder / "class_1" / "zz.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match="zz.png: not a readable image"):
         resident_source(ImageFolder(folder), CPU, (SIDE, SIDE), 1.0)
 
 
@@ -151,7 +151,7 @@ def test_workers_that_only_draw_are_not_sent_the_images():
     source = in_memory(count=101)
     sent, whole = (len(pickle.dumps(TrainViews(source, DRAWS, decode=decode)))
                    for decode in (False, True))
-    assert sent < 3_000 < source.pictures.nbytes < whole
+    assert sent < 3_000 < source.images.nbytes < whole
 
 
 def weights_of_a_run(train_program, arguments: list[str], folder: Path) -> dict[str, Tensor]:
@@ -162,12 +162,12 @@ def weights_of_a_run(train_program, arguments: list[str], folder: Path) -> dict[
 def test_a_run_ends_with_the_same_weights_either_way(train_program, small_run, folder, tmp_path,
                                                      capsys):
     """Every augmentation on but resizing, two views an image, accumulation."""
-    pictures = tmp_path / "both"
-    pictures.mkdir()
+    images = tmp_path / "both"
+    images.mkdir()
     for split in ("train", "val"):
-        (pictures / split).mkdir()
+        (images / split).mkdir()
         for name in ("class_0", "class_1", "class_2"):
-            (pictures / split / name).symlink_to(folder / name)
+            (images / split / name).symlink_to(folder / name)
     weights = {}
     for gib in ("0.0", "1.0"):
         run = tmp_path / f"run-{gib}"
@@ -175,7 +175,7 @@ def test_a_run_ends_with_the_same_weights_either_way(train_program, small_run, f
                               eval__crop_pct="1.0", augment__crop_scale="[1.0, 1.0]",
                               augment__crop_ratio="[1.0, 1.0]", augment__crop_padding="2",
                               model__options__patch_size=str(SIDE), schedule__epochs="2")
-        arguments[arguments.index("--data-dir") + 1] = str(pictures)
+        arguments[arguments.index("--data-dir") + 1] = str(images)
         weights[gib] = weights_of_a_run(train_program, arguments, run)
         assert ("all on the device" in capsys.readouterr().out) == (gib == "1.0")
     for name, value in weights["0.0"].items():

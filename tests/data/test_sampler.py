@@ -22,7 +22,7 @@ def sampler(rank: int, world_size: int, *, global_batch: int = 18, max_batch: in
 
 def share(one: TrainSampler) -> list[SampleKey]:
     """What one process carries in an epoch, one after another."""
-    return [key for micro_batch in one for key in micro_batch]
+    return [key for micro_batch_size in one for key in micro_batch_size]
 
 
 def by_position(one: TrainSampler) -> list[dict[int, SampleKey]]:
@@ -82,7 +82,7 @@ def deits_share(order: np.ndarray, *, repeats: int, rank: int, world_size: int) 
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("global_batch, max_batch, world_size, group, micro_batch, accumulation", [
+@pytest.mark.parametrize("global_batch, max_batch, world_size, group, micro_batch_size, accumulation", [
     (1024, 256, 1, 1, 256, 4), (1024, 256, 8, 1, 128, 1), (1024, 100, 4, 1, 64, 4),
     (18, 5, 1, 1, 3, 6), (18, 99, 2, 1, 9, 1), (7, 6, 1, 1, 1, 7), (6, 1, 2, 1, 1, 3),
     (30, 10, 1, 1, 10, 3), (1021, 256, 1, 1, 1, 1021),
@@ -90,9 +90,9 @@ def deits_share(order: np.ndarray, *, repeats: int, rank: int, world_size: int) 
     (18, 5, 1, 6, 2, 9), (30, 15, 1, 6, 10, 3), (30, 15, 3, 30, 10, 1), (30, 3, 5, 10, 2, 3),
     (34, 33, 1, 2, 2, 17), (34, 34, 1, 34, 34, 1)])
 def test_the_micro_batch_is_the_largest_that_divides_into_pairs_if_any(
-        global_batch, max_batch, world_size, group, micro_batch, accumulation):
+        global_batch, max_batch, world_size, group, micro_batch_size, accumulation):
     plan = plan_batches(global_batch, max_batch, world_size, group=group)
-    assert plan == BatchPlan(global_batch, world_size, micro_batch, group)
+    assert plan == BatchPlan(global_batch, world_size, micro_batch_size, group)
     assert plan.accumulation == accumulation
     assert plan.per_process == global_batch // world_size
     assert plan.groups == global_batch // group
@@ -103,8 +103,8 @@ def test_the_micro_batch_is_the_largest_that_divides_into_pairs_if_any(
 @pytest.mark.parametrize("global_batch, world_size", [(12, 1), (30, 5), (36, 2), (60, 3)])
 def test_micro_batches_fit_and_make_up_the_global_batch(global_batch, max_batch, world_size, group):
     plan = plan_batches(global_batch, max_batch, world_size, group=group)
-    assert 1 <= plan.micro_batch <= max_batch and plan.micro_batch % min(group, 2) == 0
-    assert plan.micro_batch * plan.accumulation * world_size == global_batch
+    assert 1 <= plan.micro_batch_size <= max_batch and plan.micro_batch_size % min(group, 2) == 0
+    assert plan.micro_batch_size * plan.accumulation * world_size == global_batch
 
 
 @pytest.mark.parametrize("global_batch, world_size, group, nearest", [
@@ -147,7 +147,7 @@ def test_an_odd_group_is_refused_because_its_middle_has_no_partner(group):
 
 
 def test_a_micro_batch_of_one_holds_no_pair():
-    assert plan_batches(12, 1, 2, group=1).micro_batch == 1
+    assert plan_batches(12, 1, 2, group=1).micro_batch_size == 1
     with pytest.raises(ValueError, match=r"max_batch_per_process = 1, .* pairs"):
         plan_batches(12, 1, 2, group=4)
 
@@ -161,7 +161,7 @@ def test_a_step_carries_every_image_once_and_equally_many_everywhere(world_size,
     plan = plan_batches(60, max_batch, world_size, group=group)
     carried = micro_batches(plan)
     assert sorted(sum(sum(carried, []), [])) == list(range(60))
-    assert {len(one) for process in carried for one in process} == {plan.micro_batch}
+    assert {len(one) for process in carried for one in process} == {plan.micro_batch_size}
 
 
 @pytest.mark.parametrize("world_size, max_batch", CARRIED)
@@ -183,7 +183,7 @@ def test_partners_are_the_mirrored_images_of_a_group_and_stand_opposite_each_oth
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 def test_micro_batches_as_large_as_groups_are_the_groups_in_order_as_in_deit(world_size):
     plan = plan_batches(60, 10, world_size, group=10)
-    assert plan.micro_batch == 10
+    assert plan.micro_batch_size == 10
     for rank in range(world_size):
         for micro_step in range(plan.accumulation):
             first = micro_step * world_size + rank
@@ -309,7 +309,7 @@ def test_an_imagenet_epoch_is_as_long_as_deits(world_size, per_process, repeats)
         one = sampler(rank, world_size, count=IMAGENET, global_batch=1024, max_batch=64,
                       repeats=repeats)
         assert one.steps_per_epoch == 1251
-        assert len(one) * one.plan.micro_batch == per_process
+        assert len(one) * one.plan.micro_batch_size == per_process
 
 
 @pytest.mark.parametrize("group", [1, 64])
@@ -322,7 +322,7 @@ def test_an_imagenet_epoch_of_one_process_is_deits(group):
 
 def test_an_imagenet_epoch_with_three_repeats_sees_a_third_of_the_images():
     one = sampler(0, 1, count=IMAGENET, global_batch=1024, max_batch=256, repeats=3)
-    assert len({key.index for micro_batch in one for key in micro_batch}) == 427_008
+    assert len({key.index for micro_batch_size in one for key in micro_batch_size}) == 427_008
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 3, 5])
@@ -415,7 +415,7 @@ def test_any_set_gives_as_many_whole_batches_as_without_repeats_but_at_least_one
                 one = sampler(0, 1, count=count, global_batch=global_batch, repeats=repeats)
                 keys = share(one)
                 assert len(keys) == max(1, count // global_batch) * global_batch
-                assert len(one) == len(list(one)) == len(keys) // one.plan.micro_batch
+                assert len(one) == len(list(one)) == len(keys) // one.plan.micro_batch_size
                 assert len(set(keys)) == len(keys)
 
 

@@ -1,4 +1,4 @@
-"""The embedded data set: every picture a pure function of (split, index)."""
+"""The embedded data set: every image a pure function of (split, index)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def splits():
 
 
 def alone(split_number: int, index: int) -> tuple[np.ndarray, int]:
-    """One picture drawn by itself."""
-    return shapes.draw_picture(keyed_generator(shapes.SEED, Stream.SHAPES, split_number, index))
+    """One image drawn by itself."""
+    return shapes.draw_image(keyed_generator(shapes.SEED, Stream.SHAPES, split_number, index))
 
 
 def mask(name: str, angle: float = 0.0, points: int = 301) -> np.ndarray:
@@ -45,21 +45,21 @@ def mask(name: str, angle: float = 0.0, points: int = 301) -> np.ndarray:
 
 @pytest.mark.parametrize("split, number", [("train", 0), ("val", 1)])
 @pytest.mark.parametrize("index", [0, 1, 59, 293])
-def test_a_picture_alone_equals_the_picture_in_its_split(splits, split, number, index):
-    pictures, labels = splits[split]
-    picture, label = alone(number, index)
-    assert np.array_equal(pictures[index].numpy(), picture)
+def test_an_image_alone_equals_the_image_in_its_split(splits, split, number, index):
+    images, labels = splits[split]
+    image, label = alone(number, index)
+    assert np.array_equal(images[index].numpy(), image)
     assert labels[index] == label
 
 
 def test_splits_have_their_sizes_and_types(splits):
     for split, count in SMALL.items():
-        pictures, labels = splits[split]
-        assert pictures.shape == (count, 3, 32, 32) and pictures.dtype == torch.uint8
+        images, labels = splits[split]
+        assert images.shape == (count, 3, 32, 32) and images.dtype == torch.uint8
         assert labels.shape == (count,) and labels.dtype == np.int64
 
 
-def test_the_real_splits_hold_5000_and_1000_pictures_of_ten_classes():
+def test_the_real_splits_hold_5000_and_1000_images_of_ten_classes():
     assert shapes.SPLITS == {"train": 5_000, "val": 1_000}
     assert len(shapes.CLASSES) == 10 and shapes.CLASSES == list(shapes.FIGURES)
 
@@ -71,9 +71,9 @@ def test_all_ten_classes_come_about_equally_often(splits):
         assert abs(counts - count / 10).max() < 4 * (count * 0.1 * 0.9)**0.5
 
 
-def test_no_picture_occurs_twice_in_or_across_the_splits(splits):
-    pictures = [picture.tobytes() for split in SMALL for picture in splits[split][0].numpy()]
-    assert len(set(pictures)) == sum(SMALL.values())
+def test_no_image_occurs_twice_in_or_across_the_splits(splits):
+    images = [image.tobytes() for split in SMALL for image in splits[split][0].numpy()]
+    assert len(set(images)) == sum(SMALL.values())
 
 
 def test_clutter_drawn_in_its_window_equals_clutter_drawn_on_the_whole_canvas(monkeypatch):
@@ -105,8 +105,8 @@ def test_a_figure_is_lighter_than_its_ground_and_of_the_promised_size(monkeypatc
     areas = {name: mask(name).mean() * (2 * FAR)**2 for name in shapes.CLASSES}
     radii = []
     for index in range(211):
-        picture, label = alone(0, index)
-        radii.append((picture[0].sum() / 255 / areas[shapes.CLASSES[label]])**0.5)
+        image, label = alone(0, index)
+        radii.append((image[0].sum() / 255 / areas[shapes.CLASSES[label]])**0.5)
     assert 7.0 * 0.75**0.5 < min(radii) < 7.5 and 11.0 < max(radii) < 12.1
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from vitinit.data.augment import erase, normal_quantiles, normalise, rand_augment
-from vitinit.data.datasets import PicturesInMemory
+from vitinit.data.datasets import ImagesInMemory
 from vitinit.data.draw import (CropAndFlip, Erasing, RandAugment, SampleDraws, SampleKey,
                                epoch_order, stack_draws)
 from vitinit.data.images import crop_and_flip
-from vitinit.data.mix import Mix, Mixing, smooth_one_hot
+from vitinit.data.mix import MixDraw, MixSettings, smooth_one_hot
 from vitinit.data.pipeline import training_batches
 from vitinit.data.sampler import TrainSampler, plan_batches
 from vitinit.data.to_device import TrainToDevice
@@ -27,7 +27,7 @@ MEAN, STD = (0.5, 0.4, 0.3), (0.3, 0.2, 0.1)
 DRAWS = SampleDraws(SEED, (SIDE, SIDE),
                     CropAndFlip(scale=(1.0, 1.0), ratio=(1.0, 1.0), padding=2),
                     RandAugment(probability=0.7), Erasing(probability=0.5))
-MIXING = Mixing(probability=0.9)
+MIXING = MixSettings(probability=0.9)
 
 
 class Carriers(NamedTuple):
@@ -39,10 +39,10 @@ class Carriers(NamedTuple):
     resident: bool = False
 
 
-def pictures() -> PicturesInMemory:
+def random_images() -> ImagesInMemory:
     rng = np.random.default_rng(2)
     pixels = rng.integers(0, 256, (COUNT, 3, SIDE, SIDE), dtype=np.uint8)
-    return PicturesInMemory(torch.from_numpy(pixels), rng.integers(0, CLASSES, COUNT), [""] * COUNT)
+    return ImagesInMemory(torch.from_numpy(pixels), rng.integers(0, CLASSES, COUNT), [""] * COUNT)
 
 
 def carried(how: Carriers, *, erase_after_mix: bool = False) -> list[tuple[Tensor, Tensor]]:
@@ -50,7 +50,7 @@ def carried(how: Carriers, *, erase_after_mix: bool = False) -> list[tuple[Tenso
     plan = plan_batches(GLOBAL_BATCH, how.max_batch, how.world_size, group=GROUP)
     found = [(torch.full((GLOBAL_BATCH, 3, SIDE, SIDE), torch.nan),
               torch.full((GLOBAL_BATCH, CLASSES), torch.nan)) for _ in range(EPOCHS)]
-    source = pictures()
+    source = random_images()
     for rank in range(how.world_size):
         sampler = TrainSampler(COUNT, plan, rank=rank, seed=SEED, repeats=REPEATS)
         prepare = TrainToDevice(
@@ -67,7 +67,7 @@ def carried(how: Carriers, *, erase_after_mix: bool = False) -> list[tuple[Tenso
     return found
 
 
-def mixed(images: Tensor, mix: Mix) -> Tensor:
+def mixed(images: Tensor, mix: MixDraw) -> Tensor:
     """A whole group with itself reversed, by timm's lines."""
     if mix.box is not None:
         rows, columns = (slice(mix.box[0], mix.box[0] + mix.box[2]),
@@ -81,14 +81,14 @@ def mixed(images: Tensor, mix: Mix) -> Tensor:
 
 def by_definition(*, erase_after_mix: bool = False) -> list[tuple[Tensor, Tensor]]:
     """The same: each view made alone, then every G-th image of a global batch mixed as a batch."""
-    source, found = pictures(), []
+    source, found = random_images(), []
     for step in range(EPOCHS):
         views = np.repeat(epoch_order(SEED, step, COUNT), REPEATS)[:GLOBAL_BATCH].tolist()
         keys = [SampleKey(step, index, place % REPEATS) for place, index in enumerate(views)]
         images = []
         for key in keys:
             view = DRAWS.view(key, SIDE, SIDE)
-            images.append(crop_and_flip(source.picture(key.index), view.box, view.flip,
+            images.append(crop_and_flip(source.image(key.index), view.box, view.flip,
                                         (SIDE, SIDE), view.interpolation))
         draws = stack_draws([DRAWS.for_device(key) for key in keys])
         images = rand_augment(torch.stack(images), draws, (17, 131, 251))

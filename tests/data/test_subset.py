@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vitinit.data.datasets import ImageFolder, PicturesInMemory
+from vitinit.data.datasets import ImageFolder, ImagesInMemory
 from vitinit.data.images import DataError
 from vitinit.data.subset import stratified_part
 from vitinit.keys import Stream, keyed_generator
@@ -17,16 +17,16 @@ from vitinit.keys import Stream, keyed_generator
 SIZES = [7, 11, 1, 30]
 
 
-def numbered(sizes: list[int] = SIZES) -> PicturesInMemory:
-    """Picture i is filled with i; classes of these sizes, mixed."""
+def numbered(sizes: list[int] = SIZES) -> ImagesInMemory:
+    """Image i is filled with i; classes of these sizes, mixed."""
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)), sizes))
-    pictures = torch.arange(len(labels), dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 2, 5)
-    return PicturesInMemory(pictures, labels, [f"class {label}" for label in range(len(sizes))])
+    images = torch.arange(len(labels), dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 2, 5)
+    return ImagesInMemory(images, labels, [f"class {label}" for label in range(len(sizes))])
 
 
 def members(source) -> list[int]:
-    """Which pictures of `numbered` are in it, in order."""
-    return [int(source.picture(index)[0, 0, 0]) for index in range(len(source))]
+    """Which images of `numbered` are in it, in order."""
+    return [int(source.image(index)[0, 0, 0]) for index in range(len(source))]
 
 
 def sizes(source) -> list[int]:
@@ -65,7 +65,7 @@ def test_a_part_of_an_image_folder_holds_the_same_files(tmp_path):
     by_path = dict(zip(source.paths, source.labels.tolist()))
     for index, path in enumerate(part.paths):
         assert by_path[path] == part.labels[index]
-        assert part.picture(index)[0, 0, 0] == int(path.rpartition("/")[2].removesuffix(".png"))
+        assert part.image(index)[0, 0, 0] == int(path.rpartition("/")[2].removesuffix(".png"))
 
 
 def test_without_a_limit_it_is_the_source_itself():
@@ -115,5 +115,5 @@ def test_every_image_is_taken_as_often():
 def test_a_class_with_too_few_images_is_named():
     with pytest.raises(DataError) as error:
         stratified_part(numbered(), images_per_class=8)
-    assert str(error.value) == ("data.images_per_class is 8, but class 'class 0' has 7 pictures to "
+    assert str(error.value) == ("data.images_per_class is 8, but class 'class 0' has 7 images to "
                                 "train on")

@@ -16,7 +16,7 @@ from vitinit.bench.launches import Launches, launches_of
 from vitinit.data.augment import erase, normal_quantiles, normalise, rand_augment
 from vitinit.data.draw import Draws, Erasing, RandAugment, SampleDraws, SampleKey, stack_draws
 from vitinit.data.loader import Batch, TrainBatch
-from vitinit.data.mix import (UNMIXED, Mix, Mixing, mix_images, mix_targets,
+from vitinit.data.mix import (UNMIXED, MixDraw, MixSettings, mix_images, mix_targets,
                               smooth_one_hot)
 from vitinit.data.passes import FEW_LAUNCHES, IN_CACHE
 from vitinit.data.to_device import ToDevice, TrainToDevice
@@ -25,7 +25,7 @@ from vitinit.keys import Stream, keyed_generator
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZE, FILL, CLASSES = (11, 13), (17, 131, 251), 19
 SEED, STEP, GROUP = 23, 5, 11
-MIXUP, CUTMIX, NO_MIXING = Mixing(cutmix_alpha=0), Mixing(mixup_alpha=0), Mixing(probability=0)
+MIXUP, CUTMIX, NO_MIXING = MixSettings(cutmix_alpha=0), MixSettings(mixup_alpha=0), MixSettings(probability=0)
 CPU = torch.device("cpu")
 
 
@@ -43,7 +43,7 @@ def without_draws(batch: TrainBatch) -> TrainBatch:
 
 def door_of(**changes) -> TrainToDevice:
     options = dict(mean=MEAN, std=STD, channels_last=False, fill=FILL, erase_fill="pixel",
-                   erase_after_mix=False, mixing=Mixing(), num_classes=CLASSES, seed=SEED)
+                   erase_after_mix=False, mixing=MixSettings(), num_classes=CLASSES, seed=SEED)
     return TrainToDevice(CPU, **options | changes)
 
 
@@ -55,17 +55,17 @@ def prepare(batch: TrainBatch, **changes) -> tuple[Tensor, Tensor]:
     return door_of(**changes)(batch, STEP, one_group(batch))
 
 
-def mix_of(mixing: Mixing, group: int = GROUP) -> Mix:
+def mix_of(mixing: MixSettings, group: int = GROUP) -> MixDraw:
     return mixing.draw(keyed_generator(SEED, Stream.MIX, STEP, group), *SIZE)
 
 
-def in_deits_order(batch: TrainBatch, mixes: Sequence[Mix], fill: str) -> Tensor:
+def in_deits_order(batch: TrainBatch, mixes: Sequence[MixDraw], fill: str) -> Tensor:
     augmented = rand_augment(batch.images, batch.draws, FILL)
     erased = erase(normalise(augmented, MEAN, STD), batch.draws, fill, normal_quantiles())
     return mix_images(erased, mixes)
 
 
-def in_timms_order(batch: TrainBatch, mixes: Sequence[Mix], fill: str) -> Tensor:
+def in_timms_order(batch: TrainBatch, mixes: Sequence[MixDraw], fill: str) -> Tensor:
     mixed = mix_images(rand_augment(batch.images, batch.draws, FILL), mixes)
     assert mixed.dtype == torch.uint8
     return erase(normalise(mixed, MEAN, STD), batch.draws, fill, normal_quantiles())
@@ -114,7 +114,7 @@ def test_training_with_nothing_to_do_sees_what_evaluation_sees(erase_after_mix):
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 @pytest.mark.parametrize("fill", ["pixel", "rand", "const"])
-@pytest.mark.parametrize("mixing", [MIXUP, CUTMIX, Mixing(), NO_MIXING])
+@pytest.mark.parametrize("mixing", [MIXUP, CUTMIX, MixSettings(), NO_MIXING])
 def test_both_orders_are_those_of_the_functions_by_hand(mixing, fill, count):
     batch, mixes = batch_of(count), [mix_of(mixing)] * count
     ours, _ = prepare(batch, mixing=mixing, erase_fill=fill)
@@ -125,7 +125,7 @@ def test_both_orders_are_those_of_the_functions_by_hand(mixing, fill, count):
     assert torch.equal(ours, in_timms_order(batch, mixes, fill))
 
 
-@pytest.mark.parametrize("mixing", [MIXUP, CUTMIX, Mixing(), Mixing(probability=0.5)])
+@pytest.mark.parametrize("mixing", [MIXUP, CUTMIX, MixSettings(), MixSettings(probability=0.5)])
 def test_each_pair_of_a_micro_batch_is_mixed_as_its_own_group_draws(mixing):
     groups = [11, 3, 0, 7, 3, 3, 7, 0, 3, 11]
     batch, mixes = batch_of(len(groups)), [mix_of(mixing, group) for group in groups]
@@ -211,7 +211,7 @@ def test_the_same_key_gives_the_same_mix_whatever_came_before():
 @pytest.mark.parametrize("alphas", [(0.8, 0.0), (0.0, 1.0), (0.0, 0.0)])
 @pytest.mark.parametrize("erase_after_mix", [False, True])
 def test_targets_share_the_labels_of_both_partners(alphas, smoothing, count, erase_after_mix):
-    mixing = Mixing(*alphas, label_smoothing=smoothing)
+    mixing = MixSettings(*alphas, label_smoothing=smoothing)
     share = mix_of(mixing).share
     assert (share == 1.0) == (mix_of(mixing) == UNMIXED) == (not any(alphas))
     batch = batch_of(count)
@@ -251,7 +251,7 @@ def test_the_batch_is_left_alone(change, mixing, erase_after_mix):
 
 @pytest.mark.parametrize("erase_after_mix", [False, True])
 @pytest.mark.parametrize("fill", ["pixel", "rand", "const"])
-@pytest.mark.parametrize("mixing", [MIXUP, CUTMIX, Mixing(), Mixing(probability=0.5), NO_MIXING])
+@pytest.mark.parametrize("mixing", [MIXUP, CUTMIX, MixSettings(), MixSettings(probability=0.5), NO_MIXING])
 @pytest.mark.parametrize("count", [1, 2, 13, 14])
 def test_however_the_images_go_through_it_the_bits_are_the_same(count, mixing, fill,
                                                                erase_after_mix):
@@ -280,7 +280,7 @@ def on_fake_gpu(count: int, size: int, interpolation: str, probability: float,
         batch = TrainBatch(torch.zeros(count, 3, size, size, dtype=torch.uint8),
                            torch.zeros(count, dtype=torch.int64), draws)
         door = TrainToDevice(torch.device("cuda", 0), mean=MEAN, std=STD, channels_last=True,
-                             fill=FILL, erase_fill="pixel", mixing=Mixing(), num_classes=CLASSES,
+                             fill=FILL, erase_fill="pixel", mixing=MixSettings(), num_classes=CLASSES,
                              seed=SEED, **{"erase_after_mix": False} | changes)
         return launches_of(lambda: door(batch, STEP, np.arange(count) % 16))
 

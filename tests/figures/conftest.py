@@ -26,8 +26,8 @@ def draw(tmp_path) -> Callable[..., Path]:
     def command(*arguments: object) -> Path:
         out = tmp_path / "figure.png"
         assert figures.main([*map(str, arguments), "--out", str(out)]) == 0
-        with Image.open(out) as picture:
-            assert picture.format == "PNG" and min(picture.size) > 100
+        with Image.open(out) as image:
+            assert image.format == "PNG" and min(image.size) > 100
         return out
     return command
 

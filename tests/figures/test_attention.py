@@ -22,7 +22,7 @@ def test_heat_is_the_querys_row_without_the_tokens_before(prefix):
     assert torch.equal(heat, expected.expand(3, -1, -1))
 
 
-def test_rows_are_models_blocks_and_queries(draw, sizes, picture_tree, monkeypatch):
+def test_rows_are_models_blocks_and_queries(draw, sizes, image_tree, monkeypatch):
     seen = []
     real = attention.heat_maps
 
@@ -30,7 +30,7 @@ def test_rows_are_models_blocks_and_queries(draw, sizes, picture_tree, monkeypat
         seen.append((query, real(weights, grid, query)))
         return seen[-1][1]
     monkeypatch.setattr(attention, "heat_maps", remember)
-    photograph = picture_tree / "val" / "red" / "03.png"
+    photograph = image_tree / "val" / "red" / "03.png"
     draw("attention", photograph, "--recipe", "quickstart", "--init", "impulse", *sizes,
          "--blocks", 1, 0, "--heads", 2, 1, "--queries", "4,6", "0,1")
     assert [query for query, _ in seen] == [(4, 6), (0, 1)] * 2
@@ -41,12 +41,12 @@ def test_rows_are_models_blocks_and_queries(draw, sizes, picture_tree, monkeypat
     assert torch.equal(seen[0][1], rows.view(2, 5, 7))
 
 
-def test_a_swins_later_stages_have_their_own_grid(draw, picture_tree, monkeypatch):
+def test_a_swins_later_stages_have_their_own_grid(draw, image_tree, monkeypatch):
     grids = []
     real = attention.heat_maps
     monkeypatch.setattr(attention, "heat_maps",
                         lambda *arguments: grids.append(arguments[1]) or real(*arguments))
-    draw("attention", picture_tree / "val" / "red" / "03.png", "--recipe", "cifar10_swin_tiny",
+    draw("attention", image_tree / "val" / "red" / "03.png", "--recipe", "cifar10_swin_tiny",
          "--blocks", 0, 2)
     assert grids[0] == (2 * grids[1][0], 2 * grids[1][1])
 
@@ -56,8 +56,8 @@ def test_a_swins_later_stages_have_their_own_grid(draw, picture_tree, monkeypatc
     (["--heads", 3], "head 3 is asked for, but the model has heads 0…2"),
     (["--blocks", -1], "block -1 is asked for, but the model has blocks 0…1"),
 ])
-def test_what_is_not_there_is_one_line(complains, sizes, picture_tree, arguments, text):
-    complains(text, "attention", picture_tree / "val" / "red" / "03.png", "--recipe", "quickstart",
+def test_what_is_not_there_is_one_line(complains, sizes, image_tree, arguments, text):
+    complains(text, "attention", image_tree / "val" / "red" / "03.png", "--recipe", "quickstart",
               *sizes, *arguments)
 
 
@@ -66,6 +66,6 @@ def test_a_photograph_that_is_not_there_is_one_line(complains, sizes, tmp_path):
               "quickstart", *sizes)
 
 
-def test_models_without_attention_are_one_line(complains, picture_tree):
+def test_models_without_attention_are_one_line(complains, image_tree):
     complains("makes a MlpMixer; figure 'attention' is defined for", "attention",
-              picture_tree / "val" / "red" / "03.png", "--recipe", "cifar10_mixer")
+              image_tree / "val" / "red" / "03.png", "--recipe", "cifar10_mixer")

@@ -1,4 +1,4 @@
-"""Whether tokens move with the picture: exactly where there is no position code, else by a loop."""
+"""Whether tokens move with the image: exactly where there is no position embedding, else by a loop."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_without_a_position_code_tokens_move_exactly_in_every_block(kind):
 @pytest.mark.parametrize("step", [(1, 0), (-2, 3)])
 def test_errors_are_those_of_a_loop_over_tokens(step):
     """Images one by one; a quarter of 11×13 places at each border is two rows and three columns."""
-    model, pictures = built("impulse"), images()
+    model, batch = built("impulse"), images()
     states = {}
-    for name, batch in (("here", pictures),
-                        ("moved", pictures.roll((2 * step[0], 2 * step[1]), (2, 3)))):
+    for name, shown in (("here", batch),
+                        ("moved", batch.roll((2 * step[0], 2 * step[1]), (2, 3)))):
         rows = []
-        for picture in batch:
-            x = model.embed(picture[None])
+        for image in shown:
+            x = model.embed(image[None])
             rows.append([x[0, 1:]])
             for block in model.blocks:
                 x = block(x)
@@ -57,31 +57,31 @@ def test_errors_are_those_of_a_loop_over_tokens(step):
                 difference += (moved[:, row * 13 + column] - here[:, source]).square().sum()
                 square += here[:, source].square().sum()
         errors.append((difference / square).sqrt())
-    found = equivariance.shift_errors(model, pictures, step)
+    found = equivariance.shift_errors(model, batch, step)
     torch.testing.assert_close(found, torch.stack(errors))
     assert found[0] < 1e-12 and found[1:].min() > 0.05
 
 
-def test_a_convolution_in_every_block_moves_with_the_picture_where_impulse_does_not():
+def test_a_convolution_in_every_block_moves_with_the_image_where_impulse_does_not():
     sizes = dict(image_size=32, patch_size=4, embed_dim=96, pool="mean")
-    pictures = torch.randn(5, 3, 32, 32, dtype=torch.float64,
-                           generator=torch.Generator().manual_seed(1))
-    deep, plain = (equivariance.shift_errors(built(name, **sizes), pictures, (1, 1))[-1]
+    images = torch.randn(5, 3, 32, 32, dtype=torch.float64,
+                         generator=torch.Generator().manual_seed(1))
+    deep, plain = (equivariance.shift_errors(built(name, **sizes), images, (1, 1))[-1]
                    for name in ("deep_impulse", "impulse"))
     assert deep < 0.5 * plain
 
 
-def test_the_numbers_are_printed_by_model_and_init(draw, sizes, picture_tree, capsys):
+def test_the_numbers_are_printed_by_model_and_init(draw, sizes, image_tree, capsys):
     draw("equivariance", "--recipe", "quickstart", "--init", "default", "impulse", *sizes,
-         "--data-dir", picture_tree / "val", "--count", 5, "--step=0,-1")
+         "--data-dir", image_tree / "val", "--count", 5, "--step=0,-1")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines[:2]] == ["quickstart, default",
                                                           "quickstart, impulse"]
     assert float(lines[0].split()[2]) == 0.0 < float(lines[1].split()[-1])
 
 
-def test_one_picture_and_other_families_are_one_line(complains, sizes, picture_tree):
-    complains("--count 1: what differs between pictures takes two", "equivariance", "--recipe",
-              "quickstart", *sizes, "--data-dir", picture_tree, "--count", 1)
+def test_one_image_and_other_families_are_one_line(complains, sizes, image_tree):
+    complains("--count 1: what differs between images takes two", "equivariance", "--recipe",
+              "quickstart", *sizes, "--data-dir", image_tree, "--count", 1)
     complains("makes a SwinTransformer; figure 'equivariance' is defined for VisionTransformer",
-              "equivariance", "--recipe", "cifar10_swin_tiny", "--data-dir", picture_tree)
+              "equivariance", "--recipe", "cifar10_swin_tiny", "--data-dir", image_tree)

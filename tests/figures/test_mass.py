@@ -73,17 +73,17 @@ def test_a_block_without_a_head_that_looks_at_itself_has_no_mean_of_them():
     assert found.others.tolist() == [3.0, 6.0] and found.heads.tolist() == [2.5, 6.0]
 
 
-def test_rotating_offsets_are_measured_where_each_block_has_them(draw, sizes, picture_tree, capsys):
+def test_rotating_offsets_are_measured_where_each_block_has_them(draw, sizes, image_tree, capsys):
     draw("mass", "--recipe", "quickstart", "--init", "impulse", *sizes, "--data-dir",
-         picture_tree / "val", "--count", 2, "--set", "init.options.offsets=rotating")
+         image_tree / "val", "--count", 2, "--set", "init.options.offsets=rotating")
     centre = capsys.readouterr().out.splitlines()[1].split(":")[1].split()[1:]
     # Block 0 begins with the offset (0, 0), which comes back after nine heads; there are three a block.
     assert centre[0] != "nan" and centre[1] == "nan"
 
 
-def test_the_numbers_are_printed_by_model_and_init(draw, sizes, picture_tree, capsys):
+def test_the_numbers_are_printed_by_model_and_init(draw, sizes, image_tree, capsys):
     draw("mass", "--recipe", "quickstart", "--init", "default", "impulse", *sizes, "--data-dir",
-         picture_tree / "val", "--count", 5)
+         image_tree / "val", "--count", 5)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines[:8]] == \
         ["quickstart, default"] * 4 + ["quickstart, impulse"] * 4
@@ -91,30 +91,30 @@ def test_the_numbers_are_printed_by_model_and_init(draw, sizes, picture_tree, ca
     assert uniform == pytest.approx(1 / 35, abs=0.01) and kept > 10 * uniform
 
 
-def test_models_without_one_attention_over_the_grid_are_one_line(complains, picture_tree):
+def test_models_without_one_attention_over_the_grid_are_one_line(complains, image_tree):
     complains("makes a SwinTransformer; figure 'mass' is defined for VisionTransformer and "
-              "SimpleViT", "mass", "--recipe", "cifar10_swin_tiny", "--data-dir", picture_tree)
+              "SimpleViT", "mass", "--recipe", "cifar10_swin_tiny", "--data-dir", image_tree)
 
 
-def test_a_kernel_of_one_cell_is_one_line(complains, sizes, picture_tree):
+def test_a_kernel_of_one_cell_is_one_line(complains, sizes, image_tree):
     complains("every head's target is its own token", "mass", "--recipe", "quickstart", *sizes,
-              "--data-dir", picture_tree, "--count", 2, "--kernel-size", 1)
+              "--data-dir", image_tree, "--count", 2, "--kernel-size", 1)
 
 
 @pytest.mark.parametrize("option, text", [
     ("kernel_size=5", "has kernel_size = 5; give --kernel-size 5"),
     ("offsets=random", 'init.options.offsets = "random" drew the targets of recipe quickstart'),
 ])
-def test_targets_that_are_not_the_inits_are_one_line(complains, sizes, picture_tree, option, text):
+def test_targets_that_are_not_the_inits_are_one_line(complains, sizes, image_tree, option, text):
     complains(text, "mass", "--recipe", "quickstart", "--init", "impulse", *sizes, "--set",
-              f"init.options.{option}", "--data-dir", picture_tree, "--count", 2)
+              f"init.options.{option}", "--data-dir", image_tree, "--count", 2)
 
 
 @pytest.mark.parametrize("norm, saturated", [(4.0, False), (90.0, True)])
-def test_logits_are_printed_beside_and_called_saturated_from_30_on(draw, sizes, picture_tree,
+def test_logits_are_printed_beside_and_called_saturated_from_30_on(draw, sizes, image_tree,
                                                                    capsys, norm, saturated):
     draw("mass", "--recipe", "quickstart", "--init", "impulse", *sizes, "--data-dir",
-         picture_tree / "val", "--count", 2, "--set", f"init.options.qk_norm={norm}")
+         image_tree / "val", "--count", 2, "--set", f"init.options.qk_norm={norm}")
     line, = (line for line in capsys.readouterr().out.splitlines() if ": logits" in line)
     assert line.endswith("saturated)") == saturated
     assert (float(line.split("logits")[1].split()[0]) > 30) == saturated

@@ -49,7 +49,7 @@ def test_the_legend_names_the_lines_of_all_panels_once_each_in_their_colours(dra
 
 
 @pytest.mark.parametrize("length", [1, 11, 29, 47, 83])
-def test_a_legend_of_any_labels_stays_within_the_picture(tmp_path, monkeypatch, length):
+def test_a_legend_of_any_labels_stays_within_the_figure(tmp_path, monkeypatch, length):
     close, kept = plt.close, []
     monkeypatch.setattr(plt, "close", kept.append)
     name = ("cifar10_10k-deep_impulse-s0, epoch 10 " * 3)[:length]
@@ -71,11 +71,11 @@ def test_a_top_bounds_the_scale_of_all_panels(drawn, tmp_path):
         assert -0.5 < low < 0.0 and 5.0 < high < 5.5
 
 
-def test_no_figure_is_left_in_memory(draw, sizes, picture_tree):
+def test_no_figure_is_left_in_memory(draw, sizes, image_tree):
     before = plt.get_fignums()
-    pictures = ("--data-dir", picture_tree / "val", "--count", 2)
+    images = ("--data-dir", image_tree / "val", "--count", 2)
     for name in ("mass", "equivariance", "spectrum"):
-        draw(name, "--recipe", "quickstart", *sizes, *pictures)
+        draw(name, "--recipe", "quickstart", *sizes, *images)
     draw("maps", "--recipe", "quickstart", *sizes)
     draw("kernels", "--inits", "impulse", "--embed-dim", 96, "--num-heads", 3)
     assert plt.get_fignums() == before

@@ -54,13 +54,13 @@ def test_a_swins_map_counts_as_tokens():
     assert spectrum.patch_embeddings(model, torch.zeros(2, 3, 32, 32)).shape == (2, 64, 12)
 
 
-def test_ranks_are_printed_as_means_over_photographs(draw, sizes, picture_tree, capsys):
-    draw("spectrum", "--recipe", "quickstart", *sizes, "--data-dir", picture_tree / "val",
+def test_ranks_are_printed_as_means_over_photographs(draw, sizes, image_tree, capsys):
+    draw("spectrum", "--recipe", "quickstart", *sizes, "--data-dir", image_tree / "val",
          "--count", 5)
     line = capsys.readouterr().out.splitlines()[0]
     assert line.startswith("quickstart, default: X is 35×39; mean over 5 photographs: stable rank ")
     subject, = fresh(["quickstart"], [None], seed=None, sets=sizes[1::2])
-    images = photographs(picture_tree / "val", 5, subject.recipe)
+    images = photographs(image_tree / "val", 5, subject.recipe)
     tokens = subject.model.patch_embed(images).detach()
     stable = [(matrix.square().sum() / torch.linalg.matrix_norm(matrix, 2)**2).item()
               for matrix in tokens.double()]
@@ -69,6 +69,6 @@ def test_ranks_are_printed_as_means_over_photographs(draw, sizes, picture_tree, 
     assert line.endswith(", 13.0 above float32's limit")
 
 
-def test_a_model_without_patch_embeddings_is_one_line(complains, picture_tree):
+def test_a_model_without_patch_embeddings_is_one_line(complains, image_tree):
     complains("figure 'spectrum' needs patch embeddings; a ConvMixer has none", "spectrum",
-              "--recipe", "cifar10_convmixer", "--data-dir", picture_tree, "--count", 1)
+              "--recipe", "cifar10_convmixer", "--data-dir", image_tree, "--count", 1)

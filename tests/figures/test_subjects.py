@@ -75,19 +75,19 @@ def test_a_recipe_that_starts_from_a_checkpoint_is_one_line(complains):
               "quickstart", "--set", "init.checkpoint=other.pt")
 
 
-def test_photographs_are_the_evaluation_views_normalised(picture_tree):
+def test_photographs_are_the_evaluation_views_normalised(image_tree):
     subject, = fresh(["deit_tiny"], [None], seed=0, sets=["data.image_size=32",
                                                           "model.options.depth=1"])
-    images = photographs(picture_tree / "val", 5, subject.recipe)
-    paths = sorted((picture_tree / "val").rglob("*.png"))[:5]
+    images = photographs(image_tree / "val", 5, subject.recipe)
+    paths = sorted((image_tree / "val").rglob("*.png"))[:5]
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     for image, path in zip(images, paths, strict=True):
-        picture = resize_and_centre_crop(decode_image(str(path)), (32, 32), 0.875, "bicubic")
-        expected = (picture / 255 - mean.view(3, 1, 1)) / std.view(3, 1, 1)
+        view = resize_and_centre_crop(decode_image(str(path)), (32, 32), 0.875, "bicubic")
+        expected = (view / 255 - mean.view(3, 1, 1)) / std.view(3, 1, 1)
         torch.testing.assert_close(image, expected)
 
 
-def test_too_few_photographs_are_an_error(picture_tree):
+def test_too_few_photographs_are_an_error(image_tree):
     subject, = fresh(["quickstart"], [None], seed=0, sets=["model.options.depth=1"])
-    with pytest.raises(ValueError, match="holds 21 pictures, and 22 are asked for"):
-        photographs(picture_tree / "val", 22, subject.recipe)
+    with pytest.raises(ValueError, match="holds 21 images, and 22 are asked for"):
+        photographs(image_tree / "val", 22, subject.recipe)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vitinit
-from vitinit.data.shapes import draw_picture
+from vitinit.data.shapes import draw_image
 from vitinit.filters import ordered_offsets, shift_targets
 from vitinit.init.fourier_code import wave_code, waves
 from vitinit.init.mimetic import noisy_identity
@@ -19,7 +19,7 @@ from vitinit.init.stream_scales import PIXELS, mlp_mean_square, stream_scales
 from vitinit.mixing import mean_kernel, mixing_matrices, target_mass
 from vitinit.models.attention import attention_weights
 
-# 5×7 tokens, which have 17 waves; a third of the width has room for eight and the marks.
+# 5×7 tokens, which have 17 waves; a third of the width has room for eight and the bias channels.
 SIZES = dict(image_size=(20, 28), patch_size=4, embed_dim=57, depth=5, num_heads=3)
 RESERVED = 19               # a third of 57
 KINDS = {"class token": {}, "mean pool": dict(pool="mean"), "distilled": dict(distilled=True)}
@@ -66,10 +66,10 @@ def code_attention(model: nn.Module, block: int, reserved: int = RESERVED,
 
 
 @pytest.fixture(scope="module")
-def pictures() -> Tensor:
+def images() -> Tensor:
     """Seven of the embedded data set, smooth as photographs are: (7, 3, 32, 32)."""
     rng = np.random.default_rng(0)
-    drawn = np.stack([draw_picture(rng)[0] for _ in range(7)])
+    drawn = np.stack([draw_image(rng)[0] for _ in range(7)])
     return (torch.from_numpy(drawn).double() / 255.0 - 0.5) / 0.25
 
 
@@ -79,16 +79,16 @@ def pictures() -> Tensor:
 
 
 @pytest.mark.parametrize("base", ["default", "torch"])
-def test_every_block_has_the_mass_on_pictures_where_impulse_fades(pictures, base):
+def test_every_block_has_the_mass_on_images_where_impulse_fades(images, base):
     """The defining property. Measured: .97 to .99, and .45 falling to .18–.2."""
     sizes = dict(image_size=32, patch_size=4, embed_dim=96, depth=6, num_heads=3)
     deep, plain = (initialised(name, base=base, sizes=sizes)
                    for name in ("deep_impulse", "impulse"))
     found = torch.stack([target_mass(matrices, rotating(deep, block), deep.grid)
-                         for block, matrices in mixing_matrices(deep, pictures).items()])
+                         for block, matrices in mixing_matrices(deep, images).items()])
     assert found.min() > 0.95                        # of all heads and blocks
     faded = torch.stack([target_mass(matrices, ordered_offsets(3)[:3], plain.grid).mean()
-                         for matrices in mixing_matrices(plain, pictures).values()])
+                         for matrices in mixing_matrices(plain, images).values()])
     assert (faded.diff() < 0).sum() >= 4 and faded[0] < 0.5 and faded[-1] < 0.25
 
 
@@ -96,7 +96,7 @@ def test_every_block_has_the_mass_on_pictures_where_impulse_fades(pictures, base
 @pytest.mark.parametrize("base", ["default", "torch"])
 @pytest.mark.parametrize("dim, heads", [(37, 1), (58, 2), (57, 3), (85, 5)])
 def test_even_noise_for_images_leaves_every_head_its_target(dim, heads, base, kind):
-    """White noise is harder than pictures: neighbours have nothing in common. Measured: .83 or more."""
+    """White noise is harder than images: neighbours have nothing in common. Measured: .83 or more."""
     model = initialised(base=base, sizes=dict(embed_dim=dim, num_heads=heads, depth=3) | kind)
     for block, matrices in mixing_matrices(model, images_for(model)).items():
         assert target_mass(matrices, rotating(model, block), model.grid).min() > 0.82
@@ -107,7 +107,7 @@ def test_even_noise_for_images_leaves_every_head_its_target(dim, heads, base, ki
 @pytest.mark.parametrize("reserve", [True, False])
 def test_on_the_code_alone_every_target_has_exactly_the_mass(mass, reserve, kind):
     """At the scale of the stream that the init expects, and round the borders."""
-    model = initialised(sizes=kind, target_mass=mass, reserve=reserve, marks=reserve)
+    model = initialised(sizes=kind, target_mass=mass, reserve=reserve, bias_channels=reserve)
     for block in range(5):
         weights = code_attention(model, block, reserve=reserve)
         for head, offset in enumerate(rotating(model, block)):
@@ -148,13 +148,13 @@ def test_at_a_longer_period_targets_have_more_and_heads_without_one_look_at_the_
 
 
 @torch.no_grad()
-def test_mixing_is_a_circular_conv2d_in_every_block_to_within_one_minus_the_mass(pictures):
+def test_mixing_is_a_circular_conv2d_in_every_block_to_within_one_minus_the_mass(images):
     """V = proj = I leaves the layer its mixing alone; a row errs by 1 − mass of a channel's range.
 
-    The mean of 1 − mass is .02 to .04, but where a picture has a sharp edge a token may lose half.
+    The mean of 1 − mass is .02 to .04, but where an image has a sharp edge a token may lose half.
     """
     model = initialised(sizes=dict(image_size=32, embed_dim=96, num_heads=3, pool="mean"))
-    x = model.embed(pictures)
+    x = model.embed(images)
     for number, block in enumerate(model.blocks):
         z = block.norm1(x)
         shifts = torch.stack([circular_shift(offset, model.grid)
@@ -216,7 +216,7 @@ def test_nothing_writes_to_the_codes_channels_at_any_depth(value_init, base, kin
 
 @each_kind
 def test_without_reserve_the_patches_and_every_block_write_there(kind):
-    model = initialised(reserve=False, marks=False, sizes=kind)
+    model = initialised(reserve=False, bias_channels=False, sizes=kind)
     found = [model.pos_embed.detach().expand(3, -1, -1), *streams(model)]
     for before, after in zip(found, found[1:]):
         patches = slice(model.num_prefix_tokens, None)
@@ -267,11 +267,11 @@ def test_queries_and_keys_read_the_code_alone_and_have_no_biases():
 def test_the_code_is_that_of_the_slowest_waves_and_as_loud_as_asked(kind):
     model = initialised(code_rms=0.7, period=1.5, sizes=kind)
     code, prefix = model.pos_embed[0, :, :RESERVED].detach(), model.num_prefix_tokens
-    amplitude = 0.7 * math.sqrt(57 / 9)              # 8 waves and the first mark have a square of 1
+    amplitude = 0.7 * math.sqrt(57 / 9)              # 8 waves and the first bias channel have a square of 1
     expected = wave_code(waves((5, 7), 1.5)[:8], (5, 7))
     torch.testing.assert_close(code[prefix:, :16], amplitude * expected, rtol=1e-6, atol=1e-7)
-    for tokens, marks in ((code[:prefix], [0, 0, 1]), (code[prefix:], [1, 0, 0])):
-        torch.testing.assert_close(tokens[:, 16:], amplitude * tokens.new_tensor([marks]).expand(
+    for tokens, biases in ((code[:prefix], [0, 0, 1]), (code[prefix:], [1, 0, 0])):
+        torch.testing.assert_close(tokens[:, 16:], amplitude * tokens.new_tensor([biases]).expand(
             len(tokens), -1), rtol=1e-6, atol=0)
     assert not code[:prefix, :16].any()
     assert (code[prefix:].square().sum() / (35 * 57)).sqrt().item() == pytest.approx(0.7)
@@ -325,7 +325,7 @@ def as_the_table_has_it(base: dict[str, Tensor], found: dict[str, Tensor], *, re
 def test_the_tables_tensors_are_all_that_is_written(reserve, value_init, base, kind):
     """To the bit, part by part; and what the init writes of its own is not the base's."""
     reference = initialised(base, sizes=kind).state_dict()
-    model = initialised(base=base, reserve=reserve, marks=reserve, value_init=value_init, sizes=kind)
+    model = initialised(base=base, reserve=reserve, bias_channels=reserve, value_init=value_init, sizes=kind)
     found = model.state_dict()
     expected = as_the_table_has_it(reference, found, reserve=reserve,
                                    mimetic=value_init == "mimetic")
@@ -344,7 +344,7 @@ def test_the_tables_tensors_are_all_that_is_written(reserve, value_init, base, k
 @pytest.mark.parametrize("reserve, reserved", [(True, RESERVED), (False, 0)])
 def test_values_multiply_to_the_noisy_identity_and_are_dealt_by_a_permutation(reserve, reserved):
     """x @ V.T @ proj.T = x @ (αZ − βI) on the other channels: Z and the deal, block after block."""
-    model = initialised(seed=3, reserve=reserve, marks=reserve, value_alpha=0.3, value_beta=0.7)
+    model = initialised(seed=3, reserve=reserve, bias_channels=reserve, value_alpha=0.3, value_beta=0.7)
     generator = torch.Generator().manual_seed(3)
     vitinit.init_weights(built(), "default", generator=generator)        # the base's draws
     for block in model.blocks:
@@ -486,7 +486,7 @@ def test_more_waves_than_there_are_begin_again():
 
 
 # ---------------------------------------------------------------------------------------------
-# The marks
+# The bias channels
 # ---------------------------------------------------------------------------------------------
 
 
@@ -503,14 +503,14 @@ def heads_logits(model: nn.Module, block: int, x: Tensor) -> Tensor:
 def test_the_logit_at_the_target_is_zero_whatever_content_is_beside_the_code(code, kind):
     """Exact for waves, whose targets all have the same logit; a random code's average is what is taken.
 
-    Without marks it is 8 to 30 at the same stream, and varies.
+    Without bias channels it is 8 to 30 at the same stream, and varies.
     """
     sizes = dict(embed_dim=111) | kind
     content = 3.0 * torch.randn(7, 111, dtype=torch.float64,
                                 generator=torch.Generator().manual_seed(1)).exp()
     peaks = {}
-    for marks in (True, False):
-        model = initialised(code=code, marks=marks, sizes=sizes)
+    for bias_channels in (True, False):
+        model = initialised(code=code, bias_channels=bias_channels, sizes=sizes)
         x = model.pos_embed.detach().expand(7, -1, -1).clone()
         x[:, :, 37:] += content[:, None, 37:] * torch.linspace(0.1, 1.0, x.shape[1]).double()[:, None]
         for block in range(5):
@@ -519,8 +519,8 @@ def test_the_logit_at_the_target_is_zero_whatever_content_is_beside_the_code(cod
                 shift = circular_shift(offset, model.grid).bool()
                 inside = shift_targets(offset, model.grid) >= 0
                 at_target = logits[:, head, :, model.num_prefix_tokens:][:, shift].view(7, -1)[:, inside]
-                peaks.setdefault(marks, []).append(at_target)
-    found = {marks: torch.cat(values, 1) for marks, values in peaks.items()}
+                peaks.setdefault(bias_channels, []).append(at_target)
+    found = {bias_channels: torch.cat(values, 1) for bias_channels, values in peaks.items()}
     if code == "fourier":
         assert found[True].abs().max() < 1e-9
     else:
@@ -538,14 +538,14 @@ def test_prefix_tokens_look_at_all_patches_alike_and_are_looked_at_by_none(kind)
         assert matrices[:, :, prefix:, :prefix].max() < 0.05
 
 
-def test_with_marks_a_longer_period_has_the_mass_on_pictures_too(pictures):
+def test_with_marks_a_longer_period_has_the_mass_on_images_too(images):
     """.97 to .99 at periods 1 to 3; without them at period 2 at most .8, which falls to .5."""
     sizes = dict(image_size=32, patch_size=4, embed_dim=96, depth=6, num_heads=3)
-    for period, marks in ((1.0, True), (2.0, True), (3.0, True), (2.0, False)):
-        model = initialised(sizes=sizes, period=period, marks=marks)
+    for period, bias_channels in ((1.0, True), (2.0, True), (3.0, True), (2.0, False)):
+        model = initialised(sizes=sizes, period=period, bias_channels=bias_channels)
         lowest = min(target_mass(matrices, rotating(model, block), model.grid).min().item()
-                     for block, matrices in mixing_matrices(model, pictures).items())
-        assert lowest > 0.95 if marks else lowest < 0.7
+                     for block, matrices in mixing_matrices(model, images).items())
+        assert lowest > 0.95 if bias_channels else lowest < 0.7
 
 
 # ---------------------------------------------------------------------------------------------
@@ -575,11 +575,11 @@ def test_the_expected_scale_is_that_of_noise_as_loud_as_the_init_takes_pixels_to
 
 
 @pytest.mark.parametrize("base", ["default", "torch"])
-def test_pictures_are_quieter_than_expected_so_that_attention_is_rather_too_sharp(pictures, base):
+def test_images_are_quieter_than_expected_so_that_attention_is_rather_too_sharp(images, base):
     """Measured: 1.3 to 2.2 times less in mean square."""
     model = initialised(base=base, sizes=dict(image_size=32, embed_dim=96, depth=6))
     expected = torch.tensor(stream_scales(model, 31, 0.36)).double()
-    ratio = expected / measured_scales(model, pictures)
+    ratio = expected / measured_scales(model, images)
     assert ratio.min() > 1.2 and ratio.max() < 2.5
 
 
@@ -642,7 +642,7 @@ FIXED = dict(pos_embed="sincos", embed_dim=60)
 
 
 @pytest.mark.parametrize("sizes, options, message", [
-    (FIXED, {}, "writes the position code, and the model's is fixed; use pos_embed = \"learned\""),
+    (FIXED, {}, "writes the position embedding, and the model's is fixed; use pos_embed = \"learned\""),
     ({}, dict(target_mass=0.0), "target_mass is 0.0 and code_channels .* expected 0.029 .uniform "
                                 "attention. < target_mass"),
     ({}, dict(target_mass=0.028), "target_mass is 0.028"),               # of 35 tokens
@@ -661,7 +661,7 @@ FIXED = dict(pos_embed="sincos", embed_dim=60)
     ({}, dict(offsets="spiral"), "offsets is 'spiral', expected one of ordered, rotating, random"),
     ({}, dict(target="box"), "target is 'box', expected one of impulse, gaussian"),
     ({}, dict(code="sincos"), "code is 'sincos', expected one of fourier, random"),
-    ({}, dict(reserve=False), "marks = true needs reserve = true, .*; set marks = false"),
+    ({}, dict(reserve=False), "bias_channels = true needs reserve = true, .*; set bias_channels = false"),
     ({}, dict(waves_of_heads="all"), "waves_of_heads is 'all', expected one of slowest, disjoint"),
     ({}, dict(value_init="x"), "value_init is 'x', expected one of mimetic, base"),
     ({}, dict(base="zeros"), "base is 'zeros'"),
@@ -670,7 +670,7 @@ FIXED = dict(pos_embed="sincos", embed_dim=60)
     ({}, dict(code="random", waves_of_heads="disjoint"), 'which has no waves'),
     ({}, dict(code_channels=0.03), "head_dim is 19, and 0.03 of 57 channels .* 5×7 grid"),
     (dict(embed_dim=6), {}, "head_dim is 2, .* needs 3 and 5 for a wave"),
-    (dict(embed_dim=3), dict(marks=False), "head_dim is 1, .* needs 2 and 2 for a wave"),
+    (dict(embed_dim=3), dict(bias_channels=False), "head_dim is 1, .* needs 2 and 2 for a wave"),
     ({}, dict(code_channels=0.08), "and 0.08 of 57 channels .* needs 3 and 5"),
     (dict(image_size=8), {}, "a 2×2 grid"),          # which has no waves
     ({}, dict(kernel_size=0), "kernel_size is 0"),

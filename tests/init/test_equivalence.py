@@ -104,14 +104,14 @@ CASES = {
         "swin_tiny", (24, 40), dict(patch_size=2, embed_dim=22, depths=(2, 2), num_heads=(2, 11),
                                     window_size=(3, 5)), {},
         [[OFFSETS[head % 9] for head in range(heads)] for heads in (2, 2, 11, 11)], 0.11, False),
-    # 31 of 35 directions of the position code fit into a head. Deep in a real model, or with 64
+    # 31 of 35 directions of the position embedding fit into a head. Deep in a real model, or with 64
     # channels a head on 196 tokens, the mass is far lower; see test_impulse.py.
     "vit": Case(
         "vit_tiny", (20, 28), dict(patch_size=4, embed_dim=341, depth=2, num_heads=11,
                                    pool="mean"), {},
         [[OFFSETS[head % 9] for head in range(11)]] * 2, 0.02, False),
     # Offsets that go on from block to block. A ViT's heads read 5 waves, not 31 directions, of the
-    # position code, and have their mass in the last block as in the first.
+    # position embedding, and have their mass in the last block as in the first.
     "vit, deep": Case(
         "vit_tiny", (20, 28), dict(patch_size=4, embed_dim=121, depth=5, num_heads=11,
                                    pool="mean"), {},
@@ -129,13 +129,13 @@ CASES = {
     # target_mass .9, whatever the patches are, where nothing but positions is looked at.
     **{f"simple vit, {reads}": Case(
         "simple_vit", (20, 28), dict(patch_size=4, embed_dim=132, depth=2, num_heads=11,
-                                     reads=reads, input_code=False), {},
+                                     reads=reads, input_pos_embed=False), {},
         [[OFFSETS[head % 9] for head in range(11)]] * 2, 0.1, False)
        for reads in ("position", "free")},
     # A patch in fifty parts: with one in ten the worst row has no more than .11 on its target.
     "simple vit, mixed": Case(
         "simple_vit", (20, 28), dict(patch_size=4, embed_dim=132, depth=2, num_heads=11,
-                                     reads="mixed", alpha=0.02, input_code=False), {},
+                                     reads="mixed", alpha=0.02, input_pos_embed=False), {},
         [[OFFSETS[head % 9] for head in range(11)]] * 2, 0.2, False),
 }
 SIMPLE_VITS = [name for name in CASES if name.startswith("simple vit")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vitinit.init.factorize import (balanced_factors, code_basis, numerical_rank,
+from vitinit.init.factorize import (balanced_factors, position_basis, numerical_rank,
                                     query_key_factors)
 
 TOKENS, DIM = 35, 23
@@ -37,7 +37,7 @@ def transcription(code: torch.Tensor, maps: torch.Tensor, rank: int, width: int,
 @pytest.mark.parametrize("rank, width", [(11, 11), (7, 11), (22, 11), (5, 3)])
 def test_query_key_products_equal_the_transcription(rank, width):
     code, maps = layer_normalised(drawn(TOKENS, DIM)), drawn(2, TOKENS, TOKENS, seed=1)
-    query, key = query_key_factors(maps, code_basis(code, rank), width, norm=7.0)
+    query, key = query_key_factors(maps, position_basis(code, rank), width, norm=7.0)
     assert query.shape == key.shape == (2, width, DIM)
     for head in range(2):
         expected = transcription(code, maps[head], rank, width, norm=7.0)
@@ -51,14 +51,14 @@ def test_a_map_within_reach_of_the_code_is_recovered():
     code = layer_normalised(drawn(TOKENS, DIM))
     wanted = drawn(DIM, 3, seed=1) @ drawn(3, DIM, seed=2)
     maps = code @ wanted @ code.T
-    query, key = query_key_factors(maps[None], code_basis(code, DIM - 1), 11, norm=1.0)
+    query, key = query_key_factors(maps[None], position_basis(code, DIM - 1), 11, norm=1.0)
     logits = (code @ query[0].T) @ (code @ key[0].T).T
     torch.testing.assert_close(logits / logits.norm(), maps / maps.norm(), rtol=0, atol=1e-10)
 
 
 def test_the_basis_is_the_truncated_pseudo_inverse():
     code = layer_normalised(drawn(TOKENS, DIM))
-    basis = code_basis(code, DIM - 1)
+    basis = position_basis(code, DIM - 1)
     torch.testing.assert_close(basis.directions @ basis.inverse, torch.linalg.pinv(code),
                                rtol=0, atol=1e-10)
 
@@ -105,14 +105,14 @@ def test_directions_that_a_singular_matrix_lacks_get_nothing_left_and_little_rig
 def test_factors_wider_than_the_basis_are_padded_with_zeros():
     """As many columns as the head has channels, whatever the code's rank."""
     code, maps = layer_normalised(drawn(TOKENS, DIM)), drawn(3, TOKENS, TOKENS, seed=1)
-    for factor in query_key_factors(maps, code_basis(code, 7), 11, norm=2.0):
+    for factor in query_key_factors(maps, position_basis(code, 7), 11, norm=2.0):
         assert factor.shape == (3, 11, DIM)
         assert (factor[:, 7:] == 0).all() and (factor[:, :7] != 0).any(-1).all()
 
 
 def test_a_batch_of_maps_is_factorised_one_by_one():
     code, maps = layer_normalised(drawn(TOKENS, DIM)), drawn(3, TOKENS, TOKENS, seed=1)
-    basis = code_basis(code, 11)
+    basis = position_basis(code, 11)
     query, key = query_key_factors(maps, basis, 5, norm=2.0)
     for head in range(3):
         alone, other = query_key_factors(maps[head], basis, 5, norm=2.0)

@@ -1,4 +1,4 @@
-"""The Fourier position code: its waves, how it shifts, and the logits that its weights make."""
+"""The Fourier position embedding: its waves, how it shifts, and the logits that its weights make."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitinit.init.fourier_code import (STEEPEST, gaussian_weights, impulse_weights, reading_marks,
-                                       turned_factors, wave_code, waves, with_marks)
+from vitinit.init.fourier_code import (STEEPEST, gaussian_weights, impulse_weights, reading_bias_channels,
+                                       turned_factors, wave_code, waves, with_bias_channels)
 
 GRIDS = [(8, 8), (14, 14), (16, 16), (5, 7), (7, 5), (6, 11), (1, 13), (4, 1)]
 
@@ -280,7 +280,7 @@ def test_with_fewer_waves_the_gaussian_is_still_the_nearest_by_least_squares():
 
 
 # ---------------------------------------------------------------------------------------------
-# The marks
+# The bias channels
 # ---------------------------------------------------------------------------------------------
 
 
@@ -290,9 +290,9 @@ def test_marks_take_the_peak_from_all_logits_and_prefix_tokens_queries_see_nothi
     generator = torch.Generator().manual_seed(0)
     code, query, key = (torch.randn(rows, 5, dtype=torch.float64, generator=generator)
                         for rows in (11, 3, 3))
-    table = with_marks(code, prefix)
+    table = with_bias_channels(code, prefix)
     assert table.shape == (prefix + 11, 8)
-    first, second = reading_marks(query, key, peak)
+    first, second = reading_bias_channels(query, key, peak)
     assert first.shape == second.shape == (4, 8)
     expected = torch.zeros(prefix + 11, prefix + 11, dtype=torch.float64)
     expected[prefix:, prefix:] = code @ query.T @ key @ code.T - peak
@@ -305,9 +305,9 @@ def test_queries_and_keys_that_read_marks_do_not_see_what_is_added_to_all_channe
     generator = torch.Generator().manual_seed(0)
     frequencies = waves((5, 7))[:6]
     weights = torch.full((6,), 1.7, dtype=torch.float64)
-    query, key = reading_marks(*turned_factors(frequencies, torch.arange(6), weights, (0, 0)),
-                               peak=weights.sum().item())
-    table = with_marks(wave_code(frequencies, (5, 7)), 0)
+    query, key = reading_bias_channels(*turned_factors(frequencies, torch.arange(6), weights, (0, 0)),
+                                       peak=weights.sum().item())
+    table = with_bias_channels(wave_code(frequencies, (5, 7)), 0)
     shift, scale = torch.randn(2, 35, 1, dtype=torch.float64, generator=generator)
     moved = (table + shift) * scale.exp()
     logits = (table @ query.T @ key @ table.T) * scale.exp() * scale.exp().T

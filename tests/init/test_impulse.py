@@ -10,7 +10,7 @@ from torch.nn.functional import layer_norm
 
 import vitinit
 from vitinit.filters import convolution_matrix, impulse_kernel, ordered_offsets, shift_targets
-from vitinit.init.impulse import default_rank, head_offsets, normalised_code
+from vitinit.init.impulse import default_rank, head_offsets, normalised_positions
 from vitinit.mixing import mixing_matrices, target_mass
 from vitinit.models.attention import attention_weights
 
@@ -26,8 +26,8 @@ def initialised(model, seed: int = 0, **options):
 
 
 def code_attention(model, block: int = 0) -> torch.Tensor:
-    """The attention matrices on the position code alone, (h, N, N), with 1/√d as in the model."""
-    code, attention = normalised_code(model), model.blocks[block].attn
+    """The attention matrices on the position embedding alone, (h, N, N), with 1/√d as in the model."""
+    code, attention = normalised_positions(model), model.blocks[block].attn
     return attention_weights(code @ attention.q_weight.mT, code @ attention.k_weight.mT).detach()
 
 
@@ -65,7 +65,7 @@ def test_query_key_products_equal_a_direct_transcription():
             torch.testing.assert_close(actual.detach(), expected, rtol=0, atol=1e-8)
 
 
-# Mass on the target token, on the position code alone, seed 0: (centre, mean of the other heads).
+# Mass on the target token, on the position embedding alone, seed 0: (centre, mean of the other heads).
 # There is no universal threshold: the more of the code's directions a head can hold, the sharper,
 # until they are so many that noise covers the map.
 @pytest.mark.parametrize("name, image_size, sizes, centre, shifted", [
@@ -153,7 +153,7 @@ def test_rotating_offsets_go_on_in_the_next_block_where_the_last_one_stopped():
 
 @pytest.mark.parametrize("value_init", ["mimetic", "base"])
 def test_real_images_leave_the_first_blocks_map_where_their_patches_are_faint(value_init):
-    """The same through a forward pass; loud patches cover the position code."""
+    """The same through a forward pass; loud patches cover the position embedding."""
     model = initialised(built(image_size=32, patch_size=4, embed_dim=96, depth=2, pool="mean"),
                         value_init=value_init)
     images = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -182,7 +182,7 @@ def test_the_class_tokens_code_is_left_out_of_the_solve_but_scaled():
     base = built(image_size=32, patch_size=4, embed_dim=96, depth=1)
     vitinit.init_weights(base, "default", generator=torch.Generator().manual_seed(0))
     assert torch.equal(model.pos_embed, base.pos_embed * 18)
-    torch.testing.assert_close(normalised_code(model),
+    torch.testing.assert_close(normalised_positions(model),
                                layer_norm(model.pos_embed[0, 1:], (96,), eps=1e-6))
 
 

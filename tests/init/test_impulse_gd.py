@@ -14,7 +14,7 @@ from vitinit.filters import Offset, convolution_matrix, impulse_kernel, ordered_
 from vitinit.init.impulse import head_offsets
 from vitinit.init.impulse_gd import draw_pseudo_input, solve
 from vitinit.mixing import mixing_matrices, target_mass
-from vitinit.models.layers import sincos_position_code
+from vitinit.models.layers import sincos_position_embedding
 
 GRID = (5, 7)
 OFF_CENTRE = [(-1, 0), (0, 1), (1, 1)]
@@ -29,7 +29,7 @@ def vit(**options) -> torch.nn.Module:
 
 def simple_vit(**options) -> torch.nn.Module:
     if options.get("reads", "content") != "content":
-        options |= dict(input_code=False)
+        options |= dict(input_pos_embed=False)
     return vitinit.build_model("simple_vit", num_classes=11, **dict(
         image_size=(10, 21), patch_size=(2, 3), embed_dim=44, depth=2, num_heads=2,
         head_dim=17) | options)
@@ -129,7 +129,7 @@ def test_solutions_equal_steps_written_out(float64, free, renorm_every):
 
 
 def sincos_tokens(grid: tuple[int, int] = GRID) -> Tensor:
-    return layer_norm(sincos_position_code(grid, 44), (44,), eps=1e-6)
+    return layer_norm(sincos_position_embedding(grid, 44), (44,), eps=1e-6)
 
 
 def solved_maps(steps: int, *, step_size: float, renorm_every: int, grid=GRID) -> Tensor:
@@ -238,16 +238,16 @@ def test_blocks_share_one_solution_or_have_their_own(family):
 def test_the_generator_alone_decides(family):
     torch.manual_seed(0)
     state = torch.get_rng_state()
-    model = initialised(FAMILIES[family](), 3, pseudo_input="code+uniform")
+    model = initialised(FAMILIES[family](), 3, pseudo_input="pos_embed+uniform")
     torch.set_rng_state(state)
     again = FAMILIES[family]()
     after_building = torch.get_rng_state()
     with torch.no_grad():
-        initialised(again, 3, pseudo_input="code+uniform")
+        initialised(again, 3, pseudo_input="pos_embed+uniform")
     assert torch.equal(torch.get_rng_state(), after_building)
     for name, value in again.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
-    other = initialised(FAMILIES[family](), 4, pseudo_input="code+uniform")
+    other = initialised(FAMILIES[family](), 4, pseudo_input="pos_embed+uniform")
     assert not torch.equal(query_and_key(other.blocks[0])[0], query_and_key(model.blocks[0])[0])
     for parameter in model.parameters():
         assert parameter.is_leaf and parameter.grad is None
@@ -273,7 +273,7 @@ def test_queries_and_keys_are_the_solvers_on_the_models_own_scale_and_code(famil
             assert torch.equal(found, wanted)
 
 
-def on_the_code_alone(model) -> list[Tensor]:
+def on_positions_alone(model) -> list[Tensor]:
     """The maps of all blocks, (h, N, N) each, when patches and branches add nothing to the code."""
     if isinstance(model, vitinit.models.VisionTransformer):
         model.patch_embed.proj.bias.data.zero_()
@@ -296,7 +296,7 @@ LOOKING = {
 @pytest.mark.parametrize("family", LOOKING)
 def test_the_heads_of_every_block_look_at_their_offsets(family):
     model = initialised(LOOKING[family](), offsets="ordered", **FAST)
-    for maps in on_the_code_alone(model):
+    for maps in on_positions_alone(model):
         mass = target_mass(maps, ordered_offsets(3)[:2], GRID)
         assert mass.min() > 25 / 35                  # 25 times the uniform map's
 
@@ -306,7 +306,7 @@ def test_the_heads_of_every_block_look_at_their_offsets(family):
 def test_renormalised_heads_look_at_their_offsets_too(family, factor):
     """They are blurred, free ones most; a larger step than the papers', that fewer of them do."""
     model = initialised(LOOKING[family](), offsets="ordered", steps=300, step_size=0.001)
-    mass = target_mass(on_the_code_alone(model)[0], ordered_offsets(3)[:2], GRID)
+    mass = target_mass(on_positions_alone(model)[0], ordered_offsets(3)[:2], GRID)
     assert mass.min() > factor / 35
 
 
@@ -315,7 +315,7 @@ def test_random_offsets_are_drawn_for_every_solution(kernel_size):
     cells, found = ordered_offsets(kernel_size), []
     model = initialised(vit(num_heads=4, depth=3), 1, kernel_size=kernel_size, share_blocks=False,
                         **FAST)
-    for maps in on_the_code_alone(model):
+    for maps in on_positions_alone(model):
         masses = torch.stack([target_mass(maps, [cell] * 4, GRID) for cell in cells])    # (f², h)
         assert masses.max(0).values.min() > 10 / 35  # every head has one clear offset
         assert (masses > 5 / 35).sum(0).max() == 1
@@ -337,9 +337,9 @@ def test_random_offsets_are_drawn_for_every_solution(kernel_size):
 def test_pseudo_inputs_are_the_code_noise_of_unit_variance_or_both(family, kind, spread):
     model = FAMILIES[family]()
     vitinit.init_weights(model, "default", generator=seeded())
-    code = draw_pseudo_input(model, "code", seeded(1)).detach()
+    code = draw_pseudo_input(model, "pos_embed", seeded(1)).detach()
     noise = draw_pseudo_input(model, kind, seeded(1)).detach()
-    both = draw_pseudo_input(model, f"code+{kind}", seeded(1)).detach()
+    both = draw_pseudo_input(model, f"pos_embed+{kind}", seeded(1)).detach()
     assert code.shape == noise.shape == both.shape == (35, 44)
     torch.testing.assert_close(both, code + noise, rtol=0, atol=1e-6)
     assert noise.mean().abs() < 0.1                  # of 1540 entries
@@ -357,7 +357,7 @@ def test_pseudo_inputs_are_the_code_noise_of_unit_variance_or_both(family, kind,
                                    + patches.mean(1, keepdim=True), patches, rtol=0, atol=0.01)
 
 
-@pytest.mark.parametrize("kind", ["code", "uniform", "normal", "code+uniform", "code+normal"])
+@pytest.mark.parametrize("kind", ["pos_embed", "uniform", "normal", "pos_embed+uniform", "pos_embed+normal"])
 def test_maps_are_sharp_on_the_pseudo_input_that_was_drawn(monkeypatch, kind):
     drawn, module = [], sys.modules["vitinit.init.impulse_gd"]
 
@@ -368,14 +368,14 @@ def test_maps_are_sharp_on_the_pseudo_input_that_was_drawn(monkeypatch, kind):
     monkeypatch.setattr(module, "draw_pseudo_input", recorded)
     model = initialised(vit(pos_embed="sincos", pool="mean"), offsets="ordered", pseudo_input=kind,
                         share_blocks=False, **FAST)
-    assert len(drawn) == 2 and torch.equal(*drawn) == (kind == "code")
+    assert len(drawn) == 2 and torch.equal(*drawn) == (kind == "pos_embed")
     for block, tokens in zip(model.blocks, drawn):
         query, key = query_and_key(block)
         maps = ((tokens @ query.mT) @ (tokens @ key.mT).mT / 22 ** 0.5).softmax(-1)
         assert target_mass(maps, ordered_offsets(3)[:2], GRID).min() > 25 / 35
-    if "code" not in kind:                           # noise says nothing of the code
-        on_code = target_mass(on_the_code_alone(model)[0], ordered_offsets(3)[:2], GRID)
-        assert on_code.max() < 5 / 35
+    if "pos_embed" not in kind:                      # noise says nothing of positions
+        on_positions = target_mass(on_positions_alone(model)[0], ordered_offsets(3)[:2], GRID)
+        assert on_positions.max() < 5 / 35
 
 
 # Errors ----------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ def test_maps_are_sharp_on_the_pseudo_input_that_was_drawn(monkeypatch, kind):
     (dict(renorm_every=-1), "renorm_every -1"), (dict(offsets="spiral"), "offsets is 'spiral'"),
     (dict(kernel_size=0), "kernel_size is 0"), (dict(base="zeros"), "base is 'zeros'"),
     (dict(kernel_size=11), "kernel_size is 11, but beyond 9 its outer offsets have no target"),
-    (dict(pseudo_input="noise"), "pseudo_input is 'noise', expected one of code, uniform")])
+    (dict(pseudo_input="noise"), "pseudo_input is 'noise', expected one of pos_embed, uniform")])
 @pytest.mark.parametrize("family", ["learned code", "position"])
 def test_impossible_options_are_errors_of_one_line(family, options, message):
     with pytest.raises(ValueError, match=message) as error:

@@ -32,7 +32,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 def built(reading: str, grid: tuple[int, int] = (5, 7), **sizes) -> SimpleViT:
     sizes = dict(embed_dim=DIM, depth=2, num_heads=11, head_dim=17) | EVERY_READING[reading] | sizes
     return vitinit.build_model("simple_vit", num_classes=3, image_size=(2 * grid[0], 3 * grid[1]),
-                               patch_size=(2, 3), **dict(input_code=reading == "content")
+                               patch_size=(2, 3), **dict(input_pos_embed=reading == "content")
                                | sizes).double()
 
 
@@ -312,11 +312,11 @@ def test_frozen_queries_and_keys_stay_frozen():
 
 # Errors ----------------------------------------------------------------------------------------
 
-NO_CODE = "this model's queries do not see; set input_code = true, alpha < 1, or another reads"
+NO_CODE = "this model's queries do not see; set input_pos_embed = true, alpha < 1, or another reads"
 
 
 @pytest.mark.parametrize("reading, sizes, options, message", [
-    ("content", dict(input_code=False), {}, NO_CODE), ("content", dict(alpha=1.0), {}, NO_CODE),
+    ("content", dict(input_pos_embed=False), {}, NO_CODE), ("content", dict(alpha=1.0), {}, NO_CODE),
     ("mixed", dict(alpha=1.0), {}, NO_CODE),
     ("position", dict(head_dim=3), {}, "head_dim is 3, and init 'impulse' needs 4 or more"),
     ("free", dict(head_dim=3), {}, "head_dim is 3, and init 'impulse' needs 4 or more"),

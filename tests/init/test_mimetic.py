@@ -129,7 +129,7 @@ def simple_vit(reads: str, head_dim: int, name: str = "mimetic",
     """28 channels, 15 tokens."""
     model = vitinit.build_model("simple_vit", num_classes=7, image_size=(6, 15), patch_size=(2, 3),
                                 embed_dim=28, depth=2, num_heads=3, head_dim=head_dim, reads=reads,
-                                input_code=reads == "content").double()
+                                input_pos_embed=reads == "content").double()
     vitinit.init_weights(model, name, generator=generator or torch.Generator().manual_seed(3),
                          **options)
     return model

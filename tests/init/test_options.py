@@ -25,9 +25,9 @@ MODELS_TRIED = {        # names and sizes for images of 12×20 pixels
     "mixer, narrow": ("mixer_s16", dict(patch_size=4, embed_dim=34, depth=1)),
     "conv_mixer": ("convmixer_256_8", dict(patch_size=4, embed_dim=7, depth=1, kernel_size=3)),
     "simple_vit": ("simple_vit", dict(patch_size=4, embed_dim=36, depth=1, num_heads=2,
-                                      reads="position", input_code=False)),
+                                      reads="position", input_pos_embed=False)),
     "simple_vit, free": ("simple_vit", dict(patch_size=4, embed_dim=36, depth=1, num_heads=2,
-                                            reads="free", input_code=False)),
+                                            reads="free", input_pos_embed=False)),
 }
 BESIDE = {              # options beside the one that is tried, which it has an effect with
     ("impulse", "value_alpha"): [{}, dict(value_init="mimetic")],
@@ -103,7 +103,7 @@ def test_odd_numbers_give_finite_weights_or_a_line_that_names_the_option():
     ("vit", "impulse", dict(qk_norm=10**400), r"qk_norm is 1000+… \(401 characters\), expected a finite"),
     ("vit", "impulse", dict(kernel_size=3.0), "kernel_size is 3.0, expected an integer"),
     ("vit", "impulse", dict(rank=True), "rank is True, expected an integer"),
-    ("vit", "deep_impulse", dict(marks=1), "marks is 1, expected true or false"),
+    ("vit", "deep_impulse", dict(bias_channels=1), "bias_channels is 1, expected true or false"),
     ("vit", "deep_impulse", dict(target_mass=(0.5,)),
      r"target_mass is \(0.5,\), expected a finite number or 2 of them"),
     ("vit", "deep_impulse", dict(target_mass="half"), "target_mass is 'half', expected a finite"),

@@ -48,7 +48,7 @@ SMALL = {           # name in the table of models, sizes for images of 20×28 pi
                                                   kernel_size=5, dense_filters=True)),
     **{f"simple_vit, {reads}": ("simple_vit", dict(
         patch_size=4, embed_dim=68, depth=2, num_heads=4, reads=reads,
-        input_code=reads == "content")) for reads in ("content", "mixed", "position", "free")},
+        input_pos_embed=reads == "content")) for reads in ("content", "mixed", "position", "free")},
 }
 VARIANTS = {        # options of inits beside their defaults, where the family's function has them
     "impulse": [
@@ -57,12 +57,12 @@ VARIANTS = {        # options of inits beside their defaults, where the family's
         dict(value_init="mimetic", value_alpha=0.3, value_beta=0.2)],
     "deep_impulse": [
         dict(base="torch", kernel_size=5, offsets="random"), dict(target_mass=(0.6, 0.2), code_rms=0.5),
-        dict(target="gaussian", sigma=0.7, period=2.0), dict(mlp_reads_code=False, marks=False),
-        dict(code="random", target_mass=0.5), dict(reserve=False, marks=False, code_rms=0.7),
+        dict(target="gaussian", sigma=0.7, period=2.0), dict(mlp_reads_code=False, bias_channels=False),
+        dict(code="random", target_mass=0.5), dict(reserve=False, bias_channels=False, code_rms=0.7),
         dict(waves_of_heads="disjoint", code_channels=0.8, target_mass=0.5),
-        dict(value_init="base", offsets="ordered"), dict(code="random", marks=False, target_mass=0.5)],
+        dict(value_init="base", offsets="ordered"), dict(code="random", bias_channels=False, target_mass=0.5)],
     "mimetic": [dict(base="torch", qk_alpha=0.2), dict(qk_init="base"), dict(value_init="base")],
-    "impulse_gd": [dict(share_blocks=False, renorm_every=2), dict(pseudo_input="code+normal")],
+    "impulse_gd": [dict(share_blocks=False, renorm_every=2), dict(pseudo_input="pos_embed+normal")],
     "filters": [dict(kind=kind, base="default") for kind in ("box", "gaussian", "permutation")],
 }
 QUICK = {"impulse_gd": dict(steps=5)}                # a thousand steps by default

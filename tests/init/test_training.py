@@ -1,4 +1,4 @@
-"""Every init of every family can be trained: a few steps on a batch of the embedded pictures."""
+"""Every init of every family can be trained: a few steps on a batch of the embedded images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import vitinit
-from vitinit.data.shapes import draw_picture
+from vitinit.data.shapes import draw_image
 from vitinit.init import INITS, init_function
 from vitinit.models import MODELS
 
@@ -19,7 +19,7 @@ FAMILIES = {        # name in the table of models, sizes for images of 32×32 pi
     "vit": ("vit_tiny", dict(patch_size=8, embed_dim=36, depth=2, num_heads=3)),
     "simple_vit": ("simple_vit", dict(patch_size=8, embed_dim=36, depth=2, num_heads=3)),
     **{f"simple_vit, {reads}": ("simple_vit", dict(
-        patch_size=8, embed_dim=36, depth=2, num_heads=3, reads=reads, input_code=False))
+        patch_size=8, embed_dim=36, depth=2, num_heads=3, reads=reads, input_pos_embed=False))
        for reads in ("mixed", "position", "free")},
     "swin": ("swin_tiny", dict(patch_size=4, embed_dim=18, depths=(2, 2), num_heads=(2, 3),
                                window_size=4)),
@@ -42,8 +42,8 @@ def built(family: str) -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def batch() -> tuple[Tensor, Tensor]:
     rng = np.random.default_rng(0)
-    pictures, labels = zip(*(draw_picture(rng) for _ in range(23)))
-    images = (torch.from_numpy(np.stack(pictures)).float() / 255.0 - 0.5) / 0.25
+    images, labels = zip(*(draw_image(rng) for _ in range(23)))
+    images = (torch.from_numpy(np.stack(images)).float() / 255.0 - 0.5) / 0.25
     return images, torch.tensor(labels)
 
 

@@ -20,7 +20,7 @@ FAMILIES = {
               dict(embed_dim=10, depth=2), dict(embed_dim=30, depth=3)),
     "conv_mixer": ("convmixer_256_8", dict(patch_size=4, image_size=12, kernel_size=3),
                    dict(embed_dim=7, depth=2), dict(embed_dim=14, depth=5)),
-    "simple_vit": ("simple_vit", dict(patch_size=4, image_size=12, reads="free", input_code=False),
+    "simple_vit": ("simple_vit", dict(patch_size=4, image_size=12, reads="free", input_pos_embed=False),
                    dict(embed_dim=8, depth=1, num_heads=2), dict(embed_dim=32, depth=2, num_heads=4)),
 }
 

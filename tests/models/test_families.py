@@ -27,7 +27,7 @@ FAMILIES = {        # name in the table, sizes for images of 12×20 pixels
                                                  dense_filters=True)),
     "simple_vit": ("simple_vit", dict(patch_size=4, embed_dim=28, depth=1, num_heads=2)),
     "simple_vit, positions": ("simple_vit", dict(patch_size=4, embed_dim=28, depth=1, num_heads=2,
-                                                 reads="position", input_code=False)),
+                                                 reads="position", input_pos_embed=False)),
 }
 each_family = pytest.mark.parametrize("family", FAMILIES)
 

@@ -99,9 +99,9 @@ def test_the_last_tokens_are_normalised_and_make_the_pooled_vector(family):
 @torch.no_grad()
 def test_features_take_the_drop_path_factors_of_forward(family):
     model = built(family)
-    keep = torch.rand(6, 3, generator=torch.Generator().manual_seed(7)) * 2
-    features = model.features(drawn_images(), keep)
-    assert torch.equal(model.classify(features), model(drawn_images(), keep))
+    drop_path = torch.rand(6, 3, generator=torch.Generator().manual_seed(7)) * 2
+    features = model.features(drawn_images(), drop_path)
+    assert torch.equal(model.classify(features), model(drawn_images(), drop_path))
     assert not torch.equal(features.pooled, model.features(drawn_images()).pooled)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from vitinit.keys import Stream, keyed_generator
-from vitinit.models.layers import (PatchEmbed, add_branch, draw_keep, drop_path_rates, patch_grid,
-                                   require_positive, sincos_position_code)
+from vitinit.models.layers import (PatchEmbed, add_branch, draw_drop_path, drop_path_rates, patch_grid,
+                                   require_positive, sincos_position_embedding)
 
 
 def test_patch_embedding_is_a_linear_map_of_each_patch():
@@ -56,16 +56,16 @@ def test_drop_rates_rise_linearly_over_the_blocks():
 
 
 def test_keep_factors_are_zero_or_one_over_keep_with_mean_one():
-    keep = draw_keep([0.0, 0.2, 0.5], 20_011, np.random.default_rng(0))
-    assert keep.shape == (3, 20_011) and keep.dtype == torch.float32
-    assert (keep[0] == 1).all()
-    assert set(keep[1].unique().tolist()) == {0.0, 1.25}
-    assert (keep == 0).double().mean(1).tolist() == pytest.approx([0, .2, .5], abs=.01)
-    assert keep.mean(1).tolist() == pytest.approx([1, 1, 1], abs=.02)
+    drop_path = draw_drop_path([0.0, 0.2, 0.5], 20_011, np.random.default_rng(0))
+    assert drop_path.shape == (3, 20_011) and drop_path.dtype == torch.float32
+    assert (drop_path[0] == 1).all()
+    assert set(drop_path[1].unique().tolist()) == {0.0, 1.25}
+    assert (drop_path == 0).double().mean(1).tolist() == pytest.approx([0, .2, .5], abs=.01)
+    assert drop_path.mean(1).tolist() == pytest.approx([1, 1, 1], abs=.02)
 
 
 def test_keep_factors_depend_on_their_key_alone():
-    draws = [draw_keep([.5] * 3, 13, keyed_generator(7, Stream.DROP_PATH, step))
+    draws = [draw_drop_path([.5] * 3, 13, keyed_generator(7, Stream.DROP_PATH, step))
              for step in (11, 12, 11)]
     assert torch.equal(draws[0], draws[2]) and not torch.equal(draws[0], draws[1])
 
@@ -85,7 +85,7 @@ def test_keep_factors_do_not_change_a_branchs_precision():
 
 
 def test_sincos_codes_are_the_formula():
-    code = sincos_position_code((3, 5), dim=28)
+    code = sincos_position_embedding((3, 5), dim=28)
     assert code.shape == (15, 28)
     row, column, channel = 2, 4, 3
     frequency = 10_000 ** (-channel / 7)
@@ -97,4 +97,4 @@ def test_sincos_codes_are_the_formula():
 
 def test_sincos_codes_need_a_width_that_four_divides():
     with pytest.raises(ValueError, match="4 divides, not 30"):
-        sincos_position_code((3, 5), dim=30)
+        sincos_position_embedding((3, 5), dim=30)

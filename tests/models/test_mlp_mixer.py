@@ -120,17 +120,17 @@ def test_keep_drops_branches_per_image_and_block():
     images, ones = drawn(3, 3, 6, 20), torch.ones(4, 3)
     logits = model(images)
     torch.testing.assert_close(model(images, ones), logits)
-    keep = ones.clone()
-    keep[:, 1] = 0                                   # image 1 passes no branch at all
+    drop_path = ones.clone()
+    drop_path[:, 1] = 0                              # image 1 passes no branch at all
     bare = model.head(model.norm(model.stem(images)).mean(dim=1))
     expected = torch.stack([logits[0], bare[1], logits[2]])
-    torch.testing.assert_close(model(images, keep), expected)
-    keep = ones.clone()
-    keep[2, 2] = 0                                   # the token mixing of the second block, image 2
+    torch.testing.assert_close(model(images, drop_path), expected)
+    drop_path = ones.clone()
+    drop_path[2, 2] = 0                              # the token mixing of the second block, image 2
     x, second = model.blocks[0](model.stem(images)), model.blocks[1]
     x = x + second.mlp_channels(second.norm2(x))
     expected = torch.stack([*logits[:2], model.head(model.norm(x).mean(dim=1))[2]])
-    torch.testing.assert_close(model(images, keep), expected)
+    torch.testing.assert_close(model(images, drop_path), expected)
 
 
 def test_a_block_that_keeps_nothing_is_the_identity():

@@ -10,16 +10,16 @@ from torch import Tensor
 import vitinit
 from vitinit.mixing import mixing_matrices
 from vitinit.models import SimpleViT
-from vitinit.models.layers import sincos_position_code
+from vitinit.models.layers import sincos_position_embedding
 from vitinit.train.optim import adamw, parameter_groups
 
 SIZES = dict(num_classes=7, image_size=(6, 15), patch_size=(2, 3), embed_dim=20, depth=2,
              mlp_ratio=1.15)                         # a grid of 3×5, 23 hidden channels
 PLAIN = dict(num_heads=5)                            # head_dim 4
-READINGS = [dict(reads="content", alpha=0.3, input_code=True),
-            dict(reads="content", input_code=False),
-            dict(reads="mixed", alpha=0.3, input_code=False),
-            dict(reads="position", input_code=False), dict(reads="free", input_code=False)]
+READINGS = [dict(reads="content", alpha=0.3, input_pos_embed=True),
+            dict(reads="content", input_pos_embed=False),
+            dict(reads="mixed", alpha=0.3, input_pos_embed=False),
+            dict(reads="position", input_pos_embed=False), dict(reads="free", input_pos_embed=False)]
 HEADS = [PLAIN, dict(num_heads=3, head_dim=7), dict(num_heads=3, head_dim=7, logit_scale=0.83),
          dict(num_heads=5, values=False, logit_scale=0.83)]
 
@@ -44,7 +44,7 @@ def drawn_images(count: int = 2) -> Tensor:
 
 
 def written_out(state: dict[str, Tensor], image: Tensor, *, num_heads: int, reads: str,
-                input_code: bool, alpha: float = 0.5, values: bool = True, head_dim: int = 0,
+                input_pos_embed: bool, alpha: float = 0.5, values: bool = True, head_dim: int = 0,
                 logit_scale: float = 0.0) -> tuple[Tensor, list[Tensor]]:
     """The logits of one image, (classes,), and the maps of each block, (h, N, N)."""
     def norm(x, name):
@@ -61,7 +61,7 @@ def written_out(state: dict[str, Tensor], image: Tensor, *, num_heads: int, read
     x = torch.stack([torch.stack(patch) for patch in patches])           # (N, pixels)
     x = norm(linear(norm(x, "patch_embed.norm1"), "patch_embed.proj"), "patch_embed.norm2")
     code = state["pos_embed"]
-    if input_code:
+    if input_pos_embed:
         x = alpha * x + (1 - alpha) * code
     size, maps = head_dim or 20 // num_heads, []
     scale = logit_scale or 1 / size ** 0.5
@@ -138,7 +138,7 @@ def test_mixing_matrices_equal_the_transcriptions_softmax(reading, heads):
 
 def test_the_code_is_the_sincos_code_of_the_grid_and_is_not_learned():
     model = SimpleViT(**SIZES | PLAIN)
-    assert model.grid == (3, 5) and torch.equal(model.pos_embed, sincos_position_code((3, 5), 20))
+    assert model.grid == (3, 5) and torch.equal(model.pos_embed, sincos_position_embedding((3, 5), 20))
     assert "pos_embed" not in dict(model.named_parameters()) and not model.learns_positions
 
 
@@ -162,18 +162,18 @@ def same_weights(model: SimpleViT, **options) -> SimpleViT:
 
 def test_model_i_goes_from_model_ii_to_plain_attention_without_a_code():
     images = drawn_images()
-    model = redrawn(reads="mixed", alpha=0.0, input_code=False, **PLAIN)
-    halfway = same_weights(model, reads="mixed", alpha=0.5, input_code=False)(images)
-    position = same_weights(model, reads="position", input_code=False)(images)
-    plain = same_weights(model, reads="content", input_code=False)(images)
+    model = redrawn(reads="mixed", alpha=0.0, input_pos_embed=False, **PLAIN)
+    halfway = same_weights(model, reads="mixed", alpha=0.5, input_pos_embed=False)(images)
+    position = same_weights(model, reads="position", input_pos_embed=False)(images)
+    plain = same_weights(model, reads="content", input_pos_embed=False)(images)
     torch.testing.assert_close(model(images), position, rtol=0, atol=1e-12)
-    mixed = same_weights(model, reads="mixed", alpha=1.0, input_code=False)
+    mixed = same_weights(model, reads="mixed", alpha=1.0, input_pos_embed=False)
     torch.testing.assert_close(mixed(images), plain, rtol=0, atol=1e-12)
     for one, other in [(halfway, position), (halfway, plain), (position, plain)]:
         assert (one - other).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("reading", [dict(reads="content", input_code=False), READINGS[3]])
+@pytest.mark.parametrize("reading", [dict(reads="content", input_pos_embed=False), READINGS[3]])
 def test_a_code_makes_the_order_of_patches_matter(reading):
     images, model = drawn_images(), redrawn(**reading | PLAIN)
     swapped = torch.cat([images[..., 3:6], images[..., :3], images[..., 6:]], dim=-1)
@@ -216,7 +216,7 @@ def test_frozen_queries_and_keys_leave_the_optimiser_and_nothing_else_does(readi
 
 
 def test_weight_decay_takes_free_queries_and_keys():
-    model = SimpleViT(reads="free", input_code=False, **SIZES | PLAIN)
+    model = SimpleViT(reads="free", input_pos_embed=False, **SIZES | PLAIN)
     decayed = {id(p) for p in parameter_groups(model, 0.3)[0]["params"]}
     assert {id(block.attn.query) for block in model.blocks} <= decayed
     assert {id(block.attn.key) for block in model.blocks} <= decayed
@@ -226,9 +226,9 @@ def test_weight_decay_takes_free_queries_and_keys():
 
 
 @pytest.mark.parametrize("options, message", [
-    (dict(reads="mixed"), 'reads = "mixed" brings the position code.*input_code = false'),
-    (dict(reads="position"), 'reads = "position" brings the position code'),
-    (dict(reads="free"), 'reads = "free" brings the position code'),
+    (dict(reads="mixed"), 'reads = "mixed" brings the position embedding.*input_pos_embed = false'),
+    (dict(reads="position"), 'reads = "position" brings the position embedding'),
+    (dict(reads="free"), 'reads = "free" brings the position embedding'),
     (dict(reads="image"), "reads is 'image'"), (dict(alpha=-0.1), "alpha is -0.1"),
     (dict(alpha=1.1), "alpha is 1.1"), (dict(logit_scale=-1.0), "logit_scale -1.0"),
     (dict(head_dim=-4), "head_dim -4"),
@@ -248,7 +248,7 @@ def test_contradictions_are_errors_of_one_line(options, message):
 def test_names_and_shapes_of_the_models_of_the_table(reads, values):
     with torch.device("meta"):
         model = vitinit.build_model("simple_vit", num_classes=37, image_size=32, reads=reads,
-                                    values=values, input_code=reads == "content")
+                                    values=values, input_pos_embed=reads == "content")
     state = model.state_dict()
     free = reads == "free"
     attention = {"query": (8, 256, 64), "key": (8, 256, 64)} if free else {"qk.weight": (1024, 512)}
@@ -294,7 +294,7 @@ def test_nothing_that_a_constructor_drew_survives_a_baseline(reading, values):
 
 
 def test_a_baseline_draws_uniformly_by_fan_in_and_free_ones_by_the_tokens():
-    model = baseline(SimpleViT(reads="free", input_code=False, **SIZES | PLAIN), "default")
+    model = baseline(SimpleViT(reads="free", input_pos_embed=False, **SIZES | PLAIN), "default")
     fan_in = {"proj.weight": 20, "value.weight": 20, "query": 15, "key": 15, "fc1.weight": 20,
               "fc2.weight": 23, "head.weight": 20}
     checked = 0

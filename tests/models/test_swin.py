@@ -284,14 +284,14 @@ def test_keep_drops_branches_per_image_and_block():
     images, ones = drawn(3, 3, 12, 24), torch.ones(10, 3)
     logits = model(images)
     torch.testing.assert_close(model(images, ones), logits)
-    keep = ones.clone()
-    keep[:, 1] = 0                                   # image 1 passes the merge and nothing else
+    drop_path = ones.clone()
+    drop_path[:, 1] = 0                              # image 1 passes the merge and nothing else
     x = model.layers[1].downsample(model.patch_embed(images))
     bare = model.head(model.norm(x).mean(dim=(1, 2)))
     expected = torch.stack([logits[0], bare[1], logits[2]])
-    torch.testing.assert_close(model(images, keep), expected)
-    keep = ones.clone()
-    keep[7, 2] = 0                                   # the MLP of block 3, of image 2
+    torch.testing.assert_close(model(images, drop_path), expected)
+    drop_path = ones.clone()
+    drop_path[7, 2] = 0                              # the MLP of block 3, of image 2
     x = model.patch_embed(images)
     for block in model.layers[0].blocks:
         x = block(x)
@@ -299,7 +299,7 @@ def test_keep_drops_branches_per_image_and_block():
     x = first(model.layers[1].downsample(x))
     x = third(x + second.mix_windows(second.norm1(x)))
     expected = torch.stack([*logits[:2], model.head(model.norm(x).mean(dim=(1, 2)))[2]])
-    torch.testing.assert_close(model(images, keep), expected)
+    torch.testing.assert_close(model(images, drop_path), expected)
 
 
 @pytest.mark.parametrize("shifted", [False, True])
@@ -308,8 +308,8 @@ def test_a_block_that_keeps_nothing_is_the_identity(shifted):
                              mlp_ratio=2.0, qkv_bias=True))
     x = drawn(5, 6, 4, 6)
     assert torch.equal(block(x, torch.zeros(2, 5)), x)
-    keep = torch.tensor([[0.0, 0, 2, 0, 0], [0.0, 0, 0, 0, 3]])
-    y = block(x, keep)
+    drop_path = torch.tensor([[0.0, 0, 2, 0, 0], [0.0, 0, 0, 0, 3]])
+    y = block(x, drop_path)
     same = [torch.equal(before, after) for before, after in zip(x, y)]
     assert same == [True, True, False, True, False]
     torch.testing.assert_close(y[2], x[2] + 2 * block.mix_windows(block.norm1(x))[2])

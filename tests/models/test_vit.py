@@ -187,18 +187,18 @@ def test_keep_drops_branches_per_image_and_block():
     images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1)).double()
     ones = torch.ones(4, 3)
     torch.testing.assert_close(model(images, ones), model(images))
-    keep = ones.clone()
-    keep[:, 1] = 0                                   # image 1 passes no branch at all
-    logits = model(images, keep)
+    drop_path = ones.clone()
+    drop_path[:, 1] = 0                              # image 1 passes no branch at all
+    logits = model(images, drop_path)
     torch.testing.assert_close(logits[[0, 2]], model(images)[[0, 2]])
     bare = model.head(model.norm(model.embed(images))[:, 0])
     torch.testing.assert_close(logits[1], bare[1])
-    keep = ones.clone()
-    keep[3, 2] = 0                                   # the MLP of the second block, of image 2
+    drop_path = ones.clone()
+    drop_path[3, 2] = 0                              # the MLP of the second block, of image 2
     x = model.blocks[0](model.embed(images))
     second = model.blocks[1]
     x = x + second.attn(second.norm1(x))
-    torch.testing.assert_close(model(images, keep)[2], model.head(model.norm(x)[:, 0])[2])
+    torch.testing.assert_close(model(images, drop_path)[2], model.head(model.norm(x)[:, 0])[2])
 
 
 def test_qkv_bias_can_be_left_out():
@@ -228,7 +228,7 @@ def test_every_model_of_the_table_is_built_by_its_name():
         assert list(model.parameters())[-1].shape == (2,), name
         # A rate for each of two branches a block, where `forward` lets branches be dropped at all.
         blocks = sum(sizes["depths"]) if "depths" in sizes else sizes["depth"]
-        drops = "keep" in inspect.signature(kind.forward).parameters
+        drops = "drop_path" in inspect.signature(kind.forward).parameters
         assert len(model.drop_path_rates) == 2 * blocks * drops, name
 
 

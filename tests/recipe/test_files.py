@@ -17,7 +17,7 @@ import pytest
 import torchvision
 
 from vitinit.data import datasets, draw
-from vitinit.data.mix import Mixing
+from vitinit.data.mix import MixSettings
 from vitinit.init import init_function
 from vitinit.models import MODELS, VisionTransformer
 from vitinit.recipe import sections
@@ -37,7 +37,7 @@ seed = 3
 
 [data]
 name = "image_folder"
-root = "pictures"
+root = "images"
 num_classes = 7
 subset = 1.0
 images_per_class = 0
@@ -429,7 +429,7 @@ def test_the_simple_vit_recipes_augment_as_torchvisions_randaugment(path):
 
 
 def test_the_data_sets_of_a_recipe_are_those_that_can_be_opened():
-    names = typing.get_args(typing.get_type_hints(sections.Data)["name"])
+    names = typing.get_args(typing.get_type_hints(sections.DataSection)["name"])
     assert names == tuple(datasets.DATA_SETS)
 
 
@@ -442,8 +442,8 @@ def test_randaugment_takes_the_operations_that_can_be_drawn():
     assert typing.get_args(sections.RandAugmentOperation) == draw.ALL_OPERATIONS
 
 
-@pytest.mark.parametrize("section, drawn", [(sections.RandAugment, draw.RandAugment),
-                                            (sections.Mix, Mixing)])
+@pytest.mark.parametrize("section, drawn", [(sections.RandAugmentSection, draw.RandAugment),
+                                            (sections.MixSection, MixSettings)])
 def test_a_section_that_becomes_a_draw_has_its_fields(section, drawn):
     """In order, too: train.py hands over `**vars(section)`."""
     ours, theirs = ([item.name for item in dataclasses.fields(kind)] for kind in (section, drawn))
@@ -738,7 +738,7 @@ def test_values_at_the_edge_of_a_contradiction_are_accepted(tmp_path, changes):
 
 @pytest.mark.parametrize("content", [
     b"[run\nseed = 3\n", b"[run]\nseed = \n", b"[run]\nseed = 3\nseed = 3\n",
-    b"[run]\n[run]\n", b"seed: 3\n", RECIPE.encode().replace(b"pictures", b"b\xfccher"),
+    b"[run]\n[run]\n", b"seed: 3\n", RECIPE.encode().replace(b"images", b"b\xfccher"),
 ], ids=["section", "value", "key twice", "section twice", "yaml", "latin-1"])
 def test_a_file_that_is_not_toml_in_utf_8_is_refused(tmp_path, content):
     path = tmp_path / "trial.toml"
@@ -1009,7 +1009,7 @@ def differences(recipe: Recipe, changes: list[Override]) -> list[str]:
 
 @pytest.mark.parametrize("text", [
     "schedule.epochs=13", "optim.base_lr=0.001", "ema.decay=0.990", "data.image_size=[37, 41]",
-    "optim.betas=[0.9, 0.999]", "data.root=pictures", "engine.compile=false",
+    "optim.betas=[0.9, 0.999]", "data.root=images", "engine.compile=false",
     'rand_augment.operations=["ShearX", "Invert", "Rotate"]', "augment.erase_area=[0.02, 0.41]",
     "init.options.rank=11", "init.options={rank=11}", "model.options.pool=mean"])
 def test_an_override_that_changes_nothing_is_no_difference(tmp_path, text):

@@ -1,7 +1,7 @@
 """Recipes of earlier days: what runs wrote at this repository's past commits, read today.
 
 tests/runs/data/<commit>/ holds what a run of that commit's train.py left: `quickstart` on three
-classes of small pictures, a ViT of one block, stopped by a signal within its second or third epoch.
+classes of small images, a ViT of one block, stopped by a signal within its second or third epoch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from vitinit.recipe.upgrade import STEPS, VERSION, notes, processes_of, upgraded
 from vitinit.runs.groups import read_run
 
 PAST = Path(__file__).resolve().parents[1] / "runs" / "data"
-VERSIONS = {"0c0940f": 1, "6bde95e": 2, "e89ec2a": 3, "004f0a5": 4, "75c8dd7": 4, "55cb85f": 5}
+VERSIONS = {"0c0940f": 1, "6bde95e": 2, "e89ec2a": 3, "004f0a5": 4, "75c8dd7": 4, "55cb85f": 5,
+            "644a0fb": 6}
 
 
 def stored(commit: str) -> dict:
@@ -42,7 +43,7 @@ def test_a_recipe_of_a_past_commit_has_the_keys_of_today(commit, version):
     assert ours["mix"]["mixup_alpha"] == (0.0 if version == 1 else 0.8)
     assert (ours["init"]["checkpoint_fit"], ours["schedule"]["shape"]) == ("exact", "cosine")
     assert ours["data"]["subset"] == 1.0 and recipe.rand_augment.layers == (version > 1)
-    assert ours["eval"]["cache_gib"] == 0.0
+    assert ours["eval"]["cache_gib"] == (2.0 if version > 5 else 0.0)
     assert with_defaults(ours)["init"]["options"]["value_init"] == "mimetic"
 
 
@@ -84,12 +85,23 @@ def test_the_group_is_the_micro_batch_of_those_days(global_batch, most, processe
     assert upgraded(table, processes=processes)["mix"]["group"] == 34
 
 
-def test_a_deep_impulse_of_before_its_marks_had_none():
+def test_a_deep_impulse_of_before_its_bias_channels_had_none():
     table = stored("75c8dd7")
     table["init"] = table["init"] | {"name": "deep_impulse", "options": {"base": "torch"}}
-    assert upgraded(table)["init"]["options"] == {"marks": False, "base": "torch"}
+    assert upgraded(table)["init"]["options"] == {"bias_channels": False, "base": "torch"}
     table["init"]["options"]["marks"] = True
-    assert upgraded(table)["init"]["options"]["marks"] is True
+    assert upgraded(table)["init"]["options"]["bias_channels"] is True
+
+
+@pytest.mark.parametrize("title, before, after", [
+    ("init", {"marks": False, "period": 2.0}, {"bias_channels": False, "period": 2.0}),
+    ("init", {"pseudo_input": "code+normal"}, {"pseudo_input": "pos_embed+normal"}),
+    ("init", {"pseudo_input": "uniform"}, {"pseudo_input": "uniform"}),
+    ("model", {"alpha": 0.3, "input_code": False}, {"alpha": 0.3, "input_pos_embed": False})])
+def test_options_have_their_names_of_today_in_the_same_order(title, before, after):
+    table = stored("644a0fb")
+    table[title]["options"] = before
+    assert list(upgraded(table)[title]["options"].items()) == list(after.items())
 
 
 def test_a_run_that_mixed_by_micro_batches_is_told_so_once():

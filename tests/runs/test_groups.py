@@ -144,7 +144,7 @@ def test_a_group_is_one_experiment_with_all_its_seeds(written_run):
                    ) == {"impulse": [0, 2, 5], "default": [2, 9]}
 
 
-def test_where_and_how_pictures_are_read_and_the_recipes_name_do_not_set_runs_apart(written_run):
+def test_where_and_how_images_are_read_and_the_recipes_name_do_not_set_runs_apart(written_run):
     assert FREE_KEYS == ("run.seed", "data.root", "data.workers", "data.on_device_gib",
                          "eval.batch_size", "eval.cache_gib", "optim.max_batch_per_process",
                          "engine.compile", "checkpoint.every_steps")

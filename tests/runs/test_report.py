@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vitinit.data.eval_sets import Place
+from vitinit.data.eval_sets import NamedSet
 from vitinit.runs.report import Finding, report, write_output
 from vitinit.train.checkpoint import CheckpointError
 from vitinit.train.engine import Evaluation
@@ -25,9 +25,9 @@ EMA = Evaluation(loss=1.5, top1=25.0, top5=100.0, images=1004, class_hits=[4, 1,
                  class_images=[4, 1, 999])
 
 
-def finding(place: Place = Place("pets", "/data/pets"), throughput: Throughput | None = None,
+def finding(data_set: NamedSet = NamedSet("pets", "/data/pets"), throughput: Throughput | None = None,
             model_classes: int = 3, **results: Evaluation) -> Finding:
-    return Finding("runs/a/last.pt", "deit_tiny", place, (192, 256), model_classes,
+    return Finding("runs/a/last.pt", "deit_tiny", data_set, (192, 256), model_classes,
                    ["ant", "bee", "cat"], throughput, results or {"model": MODEL, "ema": EMA})
 
 
@@ -58,7 +58,7 @@ def test_classes_are_sorted_by_what_the_model_knows_of_them(capsys):
 def test_several_findings_are_a_table_and_a_line_of_json_each(tmp_path, capsys):
     file = tmp_path / "out.json"
     speed = Throughput(200.0, 20.0, 4, "1.00 GiB")
-    report([finding(model=MODEL, throughput=speed), finding(Place("shapes", ""), model_classes=5)],
+    report([finding(model=MODEL, throughput=speed), finding(NamedSet("shapes", ""), model_classes=5)],
            per_class=False, json_file=file)
     assert capsys.readouterr().out.splitlines() == [
         "shapes: 3 of the 5 classes of runs/a/last.pt; the others are left out of ranking and loss",

@@ -14,7 +14,7 @@ import torch
 from vitinit.runs.groups import read_run
 
 PAST = Path(__file__).resolve().parent / "data"
-COMMITS = ["0c0940f", "6bde95e", "e89ec2a", "004f0a5", "75c8dd7", "55cb85f"]
+COMMITS = ["0c0940f", "6bde95e", "e89ec2a", "004f0a5", "75c8dd7", "55cb85f", "644a0fb"]
 
 
 @pytest.fixture
@@ -50,17 +50,17 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("commit", COMMITS)
 def test_a_run_of_a_past_commit_goes_on_and_is_evaluated(train_program, eval_program, past_run,
-                                                         picture_tree, capsys, commit):
+                                                         image_tree, capsys, commit):
     folder = past_run(commit)
     before = read_run(folder)
     assert not before.finished
-    there = ["--data-dir", str(picture_tree)]
+    there = ["--data-dir", str(image_tree)]
     assert train_program.main(["--resume", str(folder), *there]) == 0
     printed = capsys.readouterr().out
     step = torch.load(PAST / commit / "last.pt")["step"]
     assert f"resumed at step {step}" in printed
     assert printed.count("note    this run began when images were mixed by micro-batches") == (
-        commit not in ("0c0940f", "55cb85f"))
+        commit not in ("0c0940f", "55cb85f", "644a0fb"))
     after = read_run(folder)
     assert after.finished and after.rows[:len(before.rows)] == before.rows
     assert len(after.starts) == 2 and after.experiment == before.experiment
@@ -70,10 +70,10 @@ def test_a_run_of_a_past_commit_goes_on_and_is_evaluated(train_program, eval_pro
     assert capsys.readouterr().out.count(" | ema | ") == 2
 
 
-def test_the_command_line_of_a_past_run_resumes_it(train_program, past_run, picture_tree, capsys):
+def test_the_command_line_of_a_past_run_resumes_it(train_program, past_run, image_tree, capsys):
     folder = past_run("75c8dd7")
     start, = json.loads((folder / "run.json").read_text())
-    arguments = [{"pictures": str(picture_tree), "v4_75c8dd7": str(folder)}.get(word, word)
+    arguments = [{"pictures": str(image_tree), "v4_75c8dd7": str(folder)}.get(word, word)
                  for word in start["command"][1:]]
     assert train_program.main([*arguments, "--resume", "auto"]) == 0
     assert "resumed at step 11" in capsys.readouterr().out
@@ -102,9 +102,9 @@ def test_the_command_that_began_a_run_goes_on_with_it(train_program, stopped, ca
 
 
 def test_what_belongs_to_the_machine_may_change_and_stays_changed(train_program, stopped, capsys,
-                                                                  picture_tree):
+                                                                  image_tree):
     folder, _ = stopped(schedule__epochs="1", schedule__warmup_epochs="0")
-    moved = picture_tree.rename(picture_tree.with_name("elsewhere"))
+    moved = image_tree.rename(image_tree.with_name("elsewhere"))
     sets = ["data.workers=1", "optim.max_batch_per_process=2", "eval.batch_size=5",
             "eval.cache_gib=0.5", "checkpoint.every_steps=1", "data.on_device_gib=0.25", "engine.compile=false"]
     assert train_program.main(["--resume", str(folder), "--data-dir", str(moved),
@@ -133,14 +133,14 @@ def test_what_belongs_to_the_experiment_may_not_change(train_program, stopped, c
     assert words in error and error.count("\n") == 1 and contents(folder) == before
 
 
-def test_batch_norm_goes_on_with_its_micro_batch_alone(train_program, tmp_path, picture_tree,
+def test_batch_norm_goes_on_with_its_micro_batch_alone(train_program, tmp_path, image_tree,
                                                        monkeypatch, capsys, stop_before):
     sets = ["data.name=image_folder", "data.num_classes=3", "data.image_size=8",
             "optim.global_batch=12", "optim.max_batch_per_process=4", "schedule.epochs=2",
             "model.name=convmixer_256_8", "init.options={}",
             "model.options={embed_dim=5, depth=1, kernel_size=3, patch_size=2}", "mix.group=4"]
     folder = tmp_path / "run"
-    arguments = ["--recipe", "quickstart", "--data-dir", str(picture_tree), "--out-dir", str(folder),
+    arguments = ["--recipe", "quickstart", "--data-dir", str(image_tree), "--out-dir", str(folder),
                  *(word for text in sets for word in ("--set", text))]
     with monkeypatch.context() as patch:
         patch.setattr(train_program, "StopRequest", stop_before(1))

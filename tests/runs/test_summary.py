@@ -22,8 +22,8 @@ def test_few_updates_from_scratch_are_a_warning(train_program, small_run, tmp_pa
         "schedule.epochs or a smaller optim.global_batch make more of them"])
 
 
-def test_trained_weights_and_the_embedded_pictures_need_few_updates(train_program, small_run, tmp_path,
-                                                                    capsys):
+def test_trained_weights_and_the_embedded_images_need_few_updates(train_program, small_run, tmp_path,
+                                                                  capsys):
     first = tmp_path / "first"
     assert train_program.main(small_run(first, schedule__epochs="1",
                                         schedule__warmup_epochs="0")) == 0

@@ -29,11 +29,11 @@ def as_tensor(image: np.ndarray) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("weights", ["model", "ema"])
-def test_predictions_are_those_that_eval_counts(eval_program, picture_tree, capsys, weights):
-    assert eval_program.main([str(RUN), "--data-dir", str(picture_tree)]) == 0
+def test_predictions_are_those_that_eval_counts(eval_program, image_tree, capsys, weights):
+    assert eval_program.main([str(RUN), "--data-dir", str(image_tree)]) == 0
     measured = json.loads(capsys.readouterr().out.splitlines()[-1])[weights]
     trained = vitinit.load(RUN, weights=weights)
-    paths = sorted((picture_tree / "val").glob("*/*.png"))
+    paths = sorted((image_tree / "val").glob("*/*.png"))
     guesses = trained.predict_batch(paths, top=3)
     assert sum(guess[0][0] == path.parent.name for guess, path in zip(guesses, paths)) == round(
         measured["top1"] / 100 * len(paths))
@@ -176,8 +176,8 @@ def test_a_checkpoint_without_a_recipe_or_average_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("image, problem", [
     ("nowhere.jpg", "nowhere.jpg: cannot be read: No such file or directory"),
-    (b"text", "an image given as bytes: not a readable picture, 4 bytes"),
-    (b"", r"an image given as bytes: not a readable picture, 0 bytes \(empty\)"),
+    (b"text", "an image given as bytes: not a readable image, 4 bytes"),
+    (b"", r"an image given as bytes: not a readable image, 0 bytes \(empty\)"),
     (17, "an image is a int, expected a path, bytes, a PIL image or a tensor"),
     (torch.zeros(3, 5, 7), r"an image is a tensor \(3, 5, 7\) torch.float32, expected \(3, H, W\) "),
     (torch.zeros(5, 7, 3, dtype=torch.uint8), r"an image is a tensor \(5, 7, 3\) torch.uint8"),

@@ -21,9 +21,9 @@ def raising(error: Exception):
 def test_alone_everything_is_ones_own():
     values = torch.tensor([1.0, 2.0])
     assert ALONE.sum(values) is values and ALONE.maximum(7) == 7 and ALONE.is_main
-    assert ALONE.together(lambda: 3) == 3
+    assert ALONE.on_all(lambda: 3) == 3
     with pytest.raises(LaunchError, match="mine"):
-        ALONE.together(raising(LaunchError("mine")))
+        ALONE.on_all(raising(LaunchError("mine")))
 
 
 def agreements(processes: Processes) -> list[str]:
@@ -37,11 +37,11 @@ def agreements(processes: Processes) -> list[str]:
                 raise LaunchError(f"folder of {rank}")
             return "fine"
         try:
-            lines.append(processes.together(action))
+            lines.append(processes.on_all(action))
         except OneLineError as error:
             lines.append(error.args[0])
-    lines.append(str(processes.together(lambda: rank)))
-    processes.main_only(lambda: lines.append("written"))
+    lines.append(str(processes.on_all(lambda: rank)))
+    processes.on_main(lambda: lines.append("written"))
     norm = torch.nn.BatchNorm1d(3)
     norm.running_mean.fill_(rank + 5.0)
     processes.share_buffers([torch.nn.Sequential(norm)])

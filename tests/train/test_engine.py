@@ -16,11 +16,11 @@ import torch.nn.functional as F
 
 import vitinit
 from vitinit.data.mix import smooth_one_hot
-from vitinit.data.pipeline import Prepared, Step
+from vitinit.data.pipeline import Prepared, TrainingStep
 from vitinit.data.sampler import BatchPlan
 from vitinit.messages import OneLineError
 from vitinit.keys import Stream, keyed_generator
-from vitinit.models.layers import draw_keep
+from vitinit.models.layers import draw_drop_path
 from vitinit.train import engine
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
@@ -45,7 +45,7 @@ def small_model(drop_path: float = 0.0) -> torch.nn.Module:
     return model
 
 
-def batches(micro_batch: int, bad_step: int | None = None):
+def batches(micro_batch_size: int, bad_step: int | None = None):
     """STEPS global batches, each as a list of micro-batches."""
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS):
@@ -53,19 +53,19 @@ def batches(micro_batch: int, bad_step: int | None = None):
         if step == bad_step:
             images[3] = float("nan")
         labels = torch.randint(CLASSES, (GLOBAL_BATCH,), generator=generator)
-        plan = plan_of(micro_batch)
+        plan = plan_of(micro_batch_size)
         carried = [plan.positions(0, micro_step) for micro_step in range(plan.accumulation)]
         yield [(images[places], labels[places]) for places in carried]
 
 
-def plan_of(micro_batch: int) -> BatchPlan:
-    return BatchPlan(GLOBAL_BATCH, world_size=1, micro_batch=micro_batch, group=1)
+def plan_of(micro_batch_size: int) -> BatchPlan:
+    return BatchPlan(GLOBAL_BATCH, world_size=1, micro_batch_size=micro_batch_size, group=1)
 
 
-def soft_batches(micro_batch: int):
+def soft_batches(micro_batch_size: int):
     """The same with a random distribution over the classes for each image, not a label."""
     generator = torch.Generator().manual_seed(2)
-    for parts in batches(micro_batch):
+    for parts in batches(micro_batch_size):
         yield [(images, torch.randn(len(images), CLASSES, generator=generator)
                 .softmax(dim=1)) for images, _ in parts]
 
@@ -81,20 +81,20 @@ def as_it_is(batch, *_):
     return batch
 
 
-def numbered(steps, micro_batch: int = GLOBAL_BATCH, *, prepare=soft, first: int = 0
-             ) -> Iterator[Step]:
+def numbered(steps, micro_batch_size: int = GLOBAL_BATCH, *, prepare=soft, first: int = 0
+             ) -> Iterator[TrainingStep]:
     """Lists of micro-batches as the engine takes them."""
-    plan = plan_of(micro_batch)
+    plan = plan_of(micro_batch_size)
 
     def prepared(number: int, parts):
         for micro_step, batch in enumerate(parts):
             yield Prepared(number, *prepare(batch, number, plan.mixing_groups(0, micro_step)),
                            plan.positions(0, micro_step))
     for number, parts in enumerate(steps, first):
-        yield Step(number, plan, prepared(number, parts))
+        yield TrainingStep(number, plan, prepared(number, parts))
 
 
-def trained(micro_batch: int = GLOBAL_BATCH, *, drop_path: float = 0.0, amp: str = "off",
+def trained(micro_batch_size: int = GLOBAL_BATCH, *, drop_path: float = 0.0, amp: str = "off",
             clip_norm: float = 0.0, scaler=None, ema_decay: float = 0.0, steps=None,
             lr_at=lambda step: 1e-2, stop=None, count: int = STEPS, progress=None, prepare=soft,
             record=lambda row: None):
@@ -102,19 +102,19 @@ def trained(micro_batch: int = GLOBAL_BATCH, *, drop_path: float = 0.0, amp: str
     model, progress = small_model(drop_path), progress or Progress()
     ema = Ema(model, decay=ema_decay, warmup=False) if ema_decay else None
 
-    def keep_at(step: int):
+    def drop_path_at(step: int):
         if not drop_path:
             return None
-        return draw_keep(model.drop_path_rates, GLOBAL_BATCH,
-                         keyed_generator(0, Stream.DROP_PATH, step))
+        return draw_drop_path(model.drop_path_rates, GLOBAL_BATCH,
+                              keyed_generator(0, Stream.DROP_PATH, step))
     state = TrainState(model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
                        scaler or torch.amp.GradScaler("cpu", enabled=False), ema, progress)
-    parts = itertools.islice(steps or batches(micro_batch), count)
+    parts = itertools.islice(steps or batches(micro_batch_size), count)
     ended_by = 0
     try:
         for _ in train_epoch(
-                state, model, numbered(parts, micro_batch, prepare=prepare, first=progress.step),
-                lr_at=lr_at, keep_at=keep_at, amp=amp, clip_norm=clip_norm, every_steps=0,
+                state, model, numbered(parts, micro_batch_size, prepare=prepare, first=progress.step),
+                lr_at=lr_at, drop_path_at=drop_path_at, amp=amp, clip_norm=clip_norm, every_steps=0,
                 processes=ALONE, stop=stop or StopRequest(), record=record):
             pass
     except Interrupted as interrupted:
@@ -151,18 +151,18 @@ def test_it_is_the_loop_that_one_would_write_by_hand(smoothing):
     assert progress.step == STEPS and ended_by == 0
 
 
-@pytest.mark.parametrize("micro_batch", [GLOBAL_BATCH, 4])
-def test_the_loss_is_the_mean_of_minus_target_times_log_softmax(micro_batch):
+@pytest.mark.parametrize("micro_batch_size", [GLOBAL_BATCH, 4])
+def test_the_loss_is_the_mean_of_minus_target_times_log_softmax(micro_batch_size):
     """And so is its gradient: a step of plain SGD equals one in float64, the formula as written."""
     by_hand, losses = small_model().double(), []
-    for parts in soft_batches(micro_batch):
+    for parts in soft_batches(micro_batch_size):
         images, targets = (torch.cat(side).double() for side in zip(*parts))
         logits = by_hand(images)
         log_softmax = logits - logits.exp().sum(dim=1, keepdim=True).log()
         losses.append(-(targets * log_softmax).sum() / GLOBAL_BATCH)
 
     # At a rate of 0 the weights stay, and every step's loss is that of the first weights.
-    frozen, progress, *_ = trained(micro_batch, steps=soft_batches(micro_batch), prepare=as_it_is,
+    frozen, progress, *_ = trained(micro_batch_size, steps=soft_batches(micro_batch_size), prepare=as_it_is,
                                    lr_at=lambda step: 0.0)
     assert_close(frozen, small_model(), atol=0)
     assert progress.loss_sum == pytest.approx(sum(losses).item(), rel=1e-6)
@@ -174,9 +174,9 @@ def test_the_loss_is_the_mean_of_minus_target_times_log_softmax(micro_batch):
     model = small_model()
     state = TrainState(model, torch.optim.SGD(model.parameters()),
                        torch.amp.GradScaler("cpu", enabled=False), None, Progress())
-    first = itertools.islice(soft_batches(micro_batch), 1)
-    list(train_epoch(state, model, numbered(first, micro_batch, prepare=as_it_is), lr_at=lambda step: 0.3,
-                     keep_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=0,
+    first = itertools.islice(soft_batches(micro_batch_size), 1)
+    list(train_epoch(state, model, numbered(first, micro_batch_size, prepare=as_it_is), lr_at=lambda step: 0.3,
+                     drop_path_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=0,
                      processes=ALONE, stop=StopRequest()))
     assert_close(model, by_hand.float(), atol=1e-6)
 
@@ -197,10 +197,10 @@ def test_each_micro_batch_is_prepared_under_its_own_step_and_groups(first):
         assert groups.tolist() == list(range(GLOBAL_BATCH))[place % 3::3]
 
 
-@pytest.mark.parametrize("micro_batch", [1, 3, 4, 6])
-def test_accumulation_equals_the_whole_batch_drop_path_included(micro_batch):
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 4, 6])
+def test_accumulation_equals_the_whole_batch_drop_path_included(micro_batch_size):
     whole, progress, *_ = trained(drop_path=0.5)
-    parts, other, *_ = trained(micro_batch, drop_path=0.5)
+    parts, other, *_ = trained(micro_batch_size, drop_path=0.5)
     assert_close(parts, whole, atol=1e-5)
     assert other.loss_sum == pytest.approx(progress.loss_sum, rel=1e-5)
     without, *_ = trained()
@@ -293,7 +293,7 @@ def test_checkpoints_are_asked_for_when_due_with_complete_sums():
     state = TrainState(model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
                        torch.amp.GradScaler("cpu", enabled=False), None, progress)
     for _ in train_epoch(state, model, numbered(batches(GLOBAL_BATCH)), lr_at=lambda step: 1e-2,
-                         keep_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=2,
+                         drop_path_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=2,
                          processes=ALONE, stop=StopRequest()):
         sums.append((progress.step, progress.loss_sum))
     assert [step for step, _ in sums] == [2, 4]
@@ -387,7 +387,7 @@ def test_the_seconds_of_an_epoch_are_those_of_training_alone(monkeypatch):
     state = TrainState(model, torch.optim.SGD(model.parameters()),
                        torch.amp.GradScaler("cpu", enabled=False), None, progress)
     for _ in train_epoch(state, model, numbered(batches(GLOBAL_BATCH)), lr_at=lambda step: 1e-2,
-                         keep_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=2,
+                         drop_path_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=2,
                          processes=ALONE, stop=StopRequest()):
         offset[0] += 1000
     assert 0 < progress.seconds < 100
@@ -413,11 +413,11 @@ def bare_state(name: str, **options) -> TrainState:
                       Ema(model, decay=0.8, warmup=True), Progress())
 
 
-def through(state: TrainState, steps, micro_batch: int, stop=None) -> str:
+def through(state: TrainState, steps, micro_batch_size: int, stop=None) -> str:
     """Train on them; returns why it ended early, or ""."""
     try:
-        for _ in train_epoch(state, state.model, numbered(steps, micro_batch), amp="off",
-                             lr_at=lambda step: 1e-2, keep_at=lambda step: None, clip_norm=0.5,
+        for _ in train_epoch(state, state.model, numbered(steps, micro_batch_size), amp="off",
+                             lr_at=lambda step: 1e-2, drop_path_at=lambda step: None, clip_norm=0.5,
                              every_steps=0, processes=ALONE, stop=stop or StopRequest()):
             pass
     except (OneLineError, Interrupted) as error:
@@ -510,7 +510,7 @@ def counted_by_hand(model, images, labels, chosen):
     return loss / len(images), 100 * top1 / len(images), 100 * top5 / len(images), hits
 
 
-def pictures_to_evaluate(classes: int = CLASSES):
+def images_to_evaluate(classes: int = CLASSES):
     """31 noise images and labels that do not stand equally often."""
     generator = torch.Generator().manual_seed(2)
     labels = torch.randint(classes, (31,), generator=generator)
@@ -527,7 +527,7 @@ def other_model() -> torch.nn.Module:
 
 @pytest.mark.parametrize("size", [31, 7, 4])
 def test_evaluation_equals_a_loop_over_all_images_whatever_the_batches(size):
-    images, labels = pictures_to_evaluate()
+    images, labels = images_to_evaluate()
     other, result = evaluated([small_model(), other_model()], images, labels, size)
     loss, top1, top5, hits = counted_by_hand(other_model(), images, labels, range(CLASSES))
     assert 0 < top1 < top5 < 100 and len(set(hits)) > 2      # else a mistake would not show
@@ -541,7 +541,7 @@ def test_evaluation_equals_a_loop_over_all_images_whatever_the_batches(size):
 def test_columns_leave_the_other_classes_out_of_ranking_and_loss():
     """The chosen classes in the labels' order, which need not be the model's; others as usual."""
     chosen = [5, 1, 4, 0, 3, 6]                      # without 2, which mostly ranks first
-    images, labels = pictures_to_evaluate(len(chosen))
+    images, labels = images_to_evaluate(len(chosen))
     plain, result = evaluated([small_model(), other_model()], images, labels, 7, len(chosen),
                               columns=[torch.arange(6), torch.tensor(chosen)])
     loss, top1, top5, hits = counted_by_hand(other_model(), images, labels, chosen)
@@ -593,19 +593,19 @@ class Wrapped:
         return self.model(images)
 
 
-def trained_once(model: torch.nn.Module, forward, micro_batch: int) -> None:
+def trained_once(model: torch.nn.Module, forward, micro_batch_size: int) -> None:
     state = TrainState(model, torch.optim.SGD(model.parameters()),
                        torch.amp.GradScaler("cpu", enabled=False), None, Progress())
-    first = itertools.islice(batches(micro_batch), 2)
-    for _ in train_epoch(state, forward, numbered(first, micro_batch), lr_at=lambda step: 0.1,
-                         keep_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=0,
+    first = itertools.islice(batches(micro_batch_size), 2)
+    for _ in train_epoch(state, forward, numbered(first, micro_batch_size), lr_at=lambda step: 0.1,
+                         drop_path_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=0,
                          processes=ALONE, stop=StopRequest()):
         pass
 
 
 def test_gradients_are_exchanged_once_a_step():
     forward = Wrapped(small_model())
-    trained_once(forward.model, forward, micro_batch=4)
+    trained_once(forward.model, forward, micro_batch_size=4)
     assert forward.calls == [True, True, False] * 2
 
 
@@ -615,7 +615,7 @@ def test_it_trains_in_training_mode_whatever_mode_the_model_was_in():
                                 embed_dim=12, depth=1, kernel_size=3).eval()
     vitinit.init_weights(model, "default", generator=torch.Generator().manual_seed(0))
     before = {name: value.clone() for name, value in model.named_buffers()}
-    trained_once(model, model, micro_batch=6)
+    trained_once(model, model, micro_batch_size=6)
     assert all(not torch.equal(value, before[name]) for name, value in model.named_buffers())
     assert len(before) > 0
 
@@ -626,7 +626,7 @@ def test_compiled_and_wrapped_for_several_processes_it_trains_as_bare(tmp_path):
     Traced as for inductor, but run by PyTorch: what is tested is the wrapping, no_sync above all.
     """
     bare, wrapped = small_model(), small_model()
-    trained_once(bare, bare, micro_batch=4)
+    trained_once(bare, bare, micro_batch_size=4)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0,
                                          world_size=1)
     try:
@@ -634,7 +634,7 @@ def test_compiled_and_wrapped_for_several_processes_it_trains_as_bare(tmp_path):
         forward = torch.compile(parallel, backend="aot_eager")
         exchanged = []
         parallel.register_comm_hook(exchanged, counting_hook)
-        trained_once(wrapped, forward, micro_batch=4)
+        trained_once(wrapped, forward, micro_batch_size=4)
     finally:
         torch.distributed.destroy_process_group()
     assert_close(wrapped, bare, atol=1e-6)

@@ -76,7 +76,7 @@ def images(grid: tuple[int, int] = (5, 5)) -> Tensor:
                        generator=torch.Generator().manual_seed(4))
 
 
-def written_out(tensors: dict[str, Tensor], pictures: Tensor, *, positions: str, read: str,
+def written_out(tensors: dict[str, Tensor], images: Tensor, *, positions: str, read: str,
                 scale: str = "", registers: str = "", class_token: bool = True, head: bool = True
                 ) -> Tensor:
     """The original's logits, or what its classifier would read where it has none."""
@@ -88,7 +88,7 @@ def written_out(tensors: dict[str, Tensor], pictures: Tensor, *, positions: str,
     def linear(x: Tensor, layer: str) -> Tensor:
         return x @ tensors[f"{layer}.weight"].T + tensors[f"{layer}.bias"]
 
-    patches = F.conv2d(pictures, tensors["patch_embed.proj.weight"],
+    patches = F.conv2d(images, tensors["patch_embed.proj.weight"],
                        tensors["patch_embed.proj.bias"], stride=PATCH).flatten(2).mT
     one = [tensors["cls_token"].repeat(2, 1, 1)] if class_token else []
     some = [tensors[registers].repeat(2, 1, 1)] if registers else []

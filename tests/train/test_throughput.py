@@ -97,7 +97,7 @@ def simple_vit(reads: str = "content") -> tuple[nn.Module, int, int]:
     tokens, width, inner = 25, 28, 20
     model = build_model("simple_vit", num_classes=7, image_size=20, patch_size=4, embed_dim=width,
                         depth=2, num_heads=4, head_dim=5, mlp_ratio=1.0, reads=reads,
-                        input_code=reads == "content")
+                        input_pos_embed=reads == "content")
     products = (2 * tokens * tokens * inner          # A V
                 + 2 * 2 * tokens * width * inner     # values, proj
                 + 2 * 2 * tokens * width * width)    # MLP

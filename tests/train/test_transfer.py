@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vitinit
-from vitinit.models.layers import sincos_position_code
+from vitinit.models.layers import sincos_position_embedding
 from vitinit.train.checkpoint import CheckpointError, save_atomically
 from vitinit.train.ema import Ema
 from vitinit.train.transfer import Transfer, change_size, start_from
@@ -67,7 +67,7 @@ def assert_equal(model: nn.Module, expected: dict[str, Tensor]) -> None:
 
 
 def assert_equal_but_for_codes(model: nn.Module, expected: dict[str, Tensor], code: Tensor) -> None:
-    """Every tensor to the bit, and position codes that went through an interpolation nearly."""
+    """Every tensor to the bit, and position embeddings that went through an interpolation nearly."""
     assert_equal(model, expected | {"pos_embed": model.pos_embed})
     torch.testing.assert_close(model.pos_embed.data, code, rtol=0, atol=1e-6)
 
@@ -140,7 +140,7 @@ def test_blocks_that_the_model_lacks_are_dropped():
 
 
 # ---------------------------------------------------------------------------------------------
-# Position codes
+# Position embeddings
 # ---------------------------------------------------------------------------------------------
 
 
@@ -222,7 +222,7 @@ def test_fixed_codes_stay_and_are_reported(kind, old):
     model = vit(0, embed_dim=width, pos_embed="sincos")
     source = vit(1, grid=old, embed_dim=width, pos_embed=kind)
     report = start_from(model, source.state_dict(), PATH, old)
-    fixed = torch.cat([torch.zeros(1, width), sincos_position_code((5, 5), width)])[None]
+    fixed = torch.cat([torch.zeros(1, width), sincos_position_embedding((5, 5), width)])[None]
     assert_equal(model, source.state_dict() | {"pos_embed": fixed})
     assert (report.dropped, report.kept) == ([FIXED], ["pos_embed"])
     assert report.resized == [] and "pos_embed" not in report.loaded
@@ -306,7 +306,7 @@ def test_a_resized_vit_differs_in_its_code_alone(pool, distilled):
 def test_fixed_codes_are_those_of_the_new_size(name, sizes):
     model, resized = small(name, 10, **sizes), small(name, (6, 14), **sizes)
     code = resized.pos_embed.clone()
-    assert code.flatten(0, -2)[-21:].equal(sincos_position_code((3, 7), 12))
+    assert code.flatten(0, -2)[-21:].equal(sincos_position_embedding((3, 7), 12))
     model.head.weight.data += 1.0                    # so that the two differ to begin with
     change_size(model, resized, PATH)
     assert_equal(resized, snapshot(model) | {"pos_embed": code})
@@ -330,7 +330,7 @@ def test_a_model_that_knows_no_size_takes_any_as_it_is(name, sizes, old, new):
     ("convmixer_256_8", dict(embed_dim=4, depth=1, patch_size=4, num_filters=1,
                              dense_filters=True), "blocks.0.0.fn.0.weight"),
     ("simple_vit", dict(embed_dim=12, depth=1, num_heads=3, patch_size=4, reads="free",
-                        input_code=False), "blocks.0.attn.query, blocks.0.attn.key"),
+                        input_pos_embed=False), "blocks.0.attn.query, blocks.0.attn.key"),
     ("swin_tiny", dict(embed_dim=6, depths=(1, 1), num_heads=(1, 2), window_size=4),
      "layers.1.blocks.0.attn.relative_position_bias_table")])
 def test_a_model_that_is_bound_to_its_size_is_refused(name, sizes, bound):

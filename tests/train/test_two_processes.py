@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import vitinit
 from vitinit.data.mix import smooth_one_hot
-from vitinit.data.pipeline import Prepared, Step
+from vitinit.data.pipeline import Prepared, TrainingStep
 from vitinit.data.sampler import BatchPlan
 from vitinit.messages import OneLineError
 from vitinit.train.distributed import Processes
@@ -52,7 +52,7 @@ class Trouble(StopRequest):
         raise Interrupted(15)
 
 
-def steps(processes: Processes, count: int, trouble: Trouble) -> Iterator[Step]:
+def steps(processes: Processes, count: int, trouble: Trouble) -> Iterator[TrainingStep]:
     plan = BatchPlan(GLOBAL_BATCH, processes.world_size,
                      GLOBAL_BATCH // processes.world_size // ACCUMULATION, group=1)
     generator = torch.Generator().manual_seed(1)
@@ -66,7 +66,7 @@ def steps(processes: Processes, count: int, trouble: Trouble) -> Iterator[Step]:
                 trouble.meet(number, micro_step)
                 positions = plan.positions(processes.rank, micro_step)
                 yield Prepared(number, images[positions], targets[positions], positions)
-        yield Step(number, plan, prepared())
+        yield TrainingStep(number, plan, prepared())
 
 
 def trained(processes: Processes, name: str, count: int = STEPS,
@@ -78,7 +78,7 @@ def trained(processes: Processes, name: str, count: int = STEPS,
         forward = DistributedDataParallel(state.model, gradient_as_bucket_view=True)
     try:
         for _ in train_epoch(state, forward, steps(processes, count, trouble), amp="off",
-                             lr_at=lambda step: 1e-2, keep_at=lambda step: None, clip_norm=0.5,
+                             lr_at=lambda step: 1e-2, drop_path_at=lambda step: None, clip_norm=0.5,
                              every_steps=0, processes=processes, stop=trouble):
             pass
     except (OneLineError, Interrupted) as error:

@@ -82,7 +82,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     step.add_argument("--amp", type=one_of(AMP_DTYPES), default="bf16",
                       help=", ".join(AMP_DTYPES))
     step.add_argument("--compile", action="store_true")
-    step.add_argument("--data-dir", type=Path, help="also feed it from the pictures in this folder")
+    step.add_argument("--data-dir", type=Path, help="also feed it from the images in this folder")
     step.add_argument("--workers", type=workers, default=os.cpu_count())
     memory = benches.add_parser("memory", help="images of a recipe that fit on a card")
     memory.add_argument("--recipe", nargs="+", required=True, help="names in recipes/, or paths")

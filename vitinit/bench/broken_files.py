@@ -21,7 +21,7 @@ PNG_START = b"\x89PNG\r\n\x1a\n"
 # ---------------------------------------------------------------------------------------------
 
 
-def image(height: int, width: int, seed: int = 0) -> Image.Image:
+def noise(height: int, width: int, seed: int = 0) -> Image.Image:
     """Smooth waves and a little noise: what a photograph looks like to a filter; RGB."""
     row, column = np.mgrid[:height, :width]
     waves = np.stack([np.sin(column / 29 + row / 17), np.cos(column / 23 - row / 31),
@@ -30,9 +30,9 @@ def image(height: int, width: int, seed: int = 0) -> Image.Image:
     return Image.fromarray((125 + 100 * waves + noise).clip(0, 255).round().astype(np.uint8))
 
 
-def encoded(picture: Image.Image, file_format: str, **options) -> bytes:
+def encoded(image: Image.Image, file_format: str, **options) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, file_format, **options)
+    image.save(buffer, file_format, **options)
     return buffer.getvalue()
 
 
@@ -54,7 +54,7 @@ def png_of_16_bits(values: np.ndarray) -> bytes:
 @functools.cache
 def valid_files(height: int, width: int) -> dict[str, bytes]:
     """One file of every format and mode, by a name with the format's ending."""
-    rgb = image(height, width)
+    rgb = noise(height, width)
     grey, palette = rgb.convert("L"), rgb.quantize(61)
     rgba = Image.merge("RGBA", (*rgb.split(), grey))
     deep = np.random.default_rng(1).integers(0, 2**16, (height, width, 3))

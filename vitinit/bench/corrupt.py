@@ -20,7 +20,7 @@ PATIENCE = 60.0                 # seconds until a file counts as one that hangs
 KINDS = ("decoded", "refused", "traceback", "signal", "hung")
 
 
-class Outcome(NamedTuple):
+class DecodeOutcome(NamedTuple):
     """What became of a file: one of KINDS, and the words that came with it."""
 
     kind: str
@@ -28,17 +28,17 @@ class Outcome(NamedTuple):
     printed: str = ""           # what C libraries wrote on standard error meanwhile
 
 
-def outcome(decode: Callable[[str], Tensor], path: str) -> Outcome:
+def outcome(decode: Callable[[str], Tensor], path: str) -> DecodeOutcome:
     """Decoded, refused in one line that names the file, or a traceback: anything else raised."""
     try:
         decode(path)
     except DataError as error:
         line = str(error)
         fine = line.startswith(f"{path}: ") and line.isprintable()
-        return Outcome("refused" if fine and len(line) - len(path) <= 200 else "traceback", line)
+        return DecodeOutcome("refused" if fine and len(line) - len(path) <= 200 else "traceback", line)
     except Exception as error:
-        return Outcome("traceback", f"{type(error).__name__}: {error}")
-    return Outcome("decoded")
+        return DecodeOutcome("traceback", f"{type(error).__name__}: {error}")
+    return DecodeOutcome("decoded")
 
 
 def worker(connection: Connection, decode: Callable[[str], Tensor], paths: Sequence[str],
@@ -54,10 +54,10 @@ def worker(connection: Connection, decode: Callable[[str], Tensor], paths: Seque
             connection.send((index, found._replace(printed=log.read().decode(errors="replace"))))
 
 
-def outcomes(decode: Callable[[str], Tensor], paths: Sequence[str], workers: int) -> list[Outcome]:
+def outcomes(decode: Callable[[str], Tensor], paths: Sequence[str], workers: int) -> list[DecodeOutcome]:
     """Of every file. A worker that dies or hangs is replaced, and its file is to blame."""
     context = multiprocessing.get_context("fork")
-    found: list[Outcome | None] = [None] * len(paths)
+    found: list[DecodeOutcome | None] = [None] * len(paths)
 
     def start(mine: Sequence[int]) -> tuple[Connection, multiprocessing.Process, list[int]]:
         ours, theirs = context.Pipe()
@@ -81,8 +81,8 @@ def outcomes(decode: Callable[[str], Tensor], paths: Sequence[str], workers: int
                 hung = process.is_alive() and not ready
                 process.kill() if hung else process.join()
                 if left:
-                    found[left[0]] = (Outcome("hung") if hung else
-                                      Outcome("signal", f"exit status {process.exitcode}"))
+                    found[left[0]] = (DecodeOutcome("hung") if hung else
+                                      DecodeOutcome("signal", f"exit status {process.exitcode}"))
                     left = left[1:]
                 running[place] = start(left) if left else None
         running = [one for one in running if one is not None]

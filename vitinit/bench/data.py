@@ -14,10 +14,10 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
 from ..data.augment import IMAGENET_MEAN, IMAGENET_STD, erase, rand_augment
-from ..data.datasets import LoosePictures
+from ..data.datasets import LooseImages
 from ..data.draw import RandAugment, SampleDraws, SampleKey
 from ..data.loader import TrainBatch, TrainViews, train_loader
-from ..data.mix import Mix, Mixing, mix_images
+from ..data.mix import MixDraw, MixSettings, mix_images
 from ..data.passes import Passes
 from ..data.sampler import TrainSampler, plan_batches
 from ..data.to_device import TrainToDevice
@@ -25,8 +25,8 @@ from ..train.device import describe_device
 from .timing import best_seconds, device_to_time
 
 
-def deit_views(source: LoosePictures, size: int) -> TrainViews:
-    """DeiT's augmentation, the workers' part; repeats count on where the pictures are used up."""
+def deit_views(source: LooseImages, size: int) -> TrainViews:
+    """DeiT's augmentation, the workers' part; repeats count on where the images are used up."""
     return TrainViews(source, SampleDraws(0, (size, size)))
 
 
@@ -34,7 +34,7 @@ def deit_device_part(device: torch.device, num_classes: int = 1000, *,
                      passes: Passes | None = None) -> TrainToDevice:
     return TrainToDevice(device, mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=True,
                          fill=RandAugment().fill, erase_fill="pixel", erase_after_mix=False,
-                         mixing=Mixing(), num_classes=num_classes, seed=0, passes=passes)
+                         mixing=MixSettings(), num_classes=num_classes, seed=0, passes=passes)
 
 
 def noise_batch(batch: int, size: int, device: torch.device) -> TrainBatch:
@@ -55,7 +55,7 @@ def torchvisions_pipeline(size: int) -> transforms.Compose:
         transforms.RandomErasing(0.25, value="random")])
 
 
-def loader_rates(source: LoosePictures, size: int, batch: int = 50) -> dict[str, float]:
+def loader_rates(source: LooseImages, size: int, batch: int = 50) -> dict[str, float]:
     """Images a second and core: what workers do, what is left to the device, and torchvision's."""
     torch.set_num_threads(1)
     views, prepare = deit_views(source, size), deit_device_part(torch.device("cpu"))
@@ -85,7 +85,7 @@ def loader_rates(source: LoosePictures, size: int, batch: int = 50) -> dict[str,
         return time.perf_counter() - began
 
     one_group = np.zeros(batch, np.int64)            # all mixed by one draw
-    decode = rate(lambda: [source.picture(index) for index in indices])
+    decode = rate(lambda: [source.image(index) for index in indices])
     worker = rate(lambda: deque(loaded(), maxlen=0))
     through = (count - batch) / min(seconds_through_a_worker() for _ in range(3))
     whole = rate(lambda: [prepare(some, number, one_group) for number, some in enumerate(loaded())])
@@ -96,10 +96,10 @@ def loader_rates(source: LoosePictures, size: int, batch: int = 50) -> dict[str,
 
 def bench_loader(folder: Path, size: int, batch: int = 50) -> None:
     """Prints them."""
-    source = LoosePictures(folder, 400)
+    source = LooseImages(folder, 400)
     rates = loader_rates(source, size, batch)
     decode, worker, through, whole, pillow = rates.values()
-    print(f"{len(source)} pictures to {size} px in batches of {batch}, images/s/core, best of three\n"
+    print(f"{len(source)} images to {size} px in batches of {batch}, images/s/core, best of three\n"
           f"decode alone                               {decode:6.0f}\n"
           f"workers' part: + draws, crop, flip, stack  {worker:6.0f}   "
           f"{100 * worker / decode:.0f} % of decoding alone, {worker / pillow:.2f} × torchvision's\n"
@@ -129,7 +129,7 @@ def augment_milliseconds(batch: int, size: int) -> dict[str, float]:
         "RandAugment": lambda: rand_augment(loaded.images, draws, prepare.fill),
         "normalise": lambda: prepare.normalised(loaded.images),
         "erase": lambda: erase(floats, draws, prepare.erase_fill, prepare.quantiles),
-        "mixup": lambda: mix_images(floats, [Mix(0.3, None)] * batch),
+        "mixup": lambda: mix_images(floats, [MixDraw(0.3, None)] * batch),
         "all, as in training": lambda: prepare(loaded, 0, np.zeros(batch, np.int64)),
     }
     return {name: milliseconds(action) for name, action in parts.items()}

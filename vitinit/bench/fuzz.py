@@ -67,7 +67,7 @@ class Case(NamedTuple):
     recipe: bytes = b""
 
 
-class Outcome(NamedTuple):
+class CaseOutcome(NamedTuple):
     """One of KINDS, and what was raised or printed."""
 
     kind: str
@@ -310,7 +310,7 @@ def small_images(folder: Path) -> None:
                 Image.fromarray(pixels).save(place / f"{number}.png")
 
 
-def outcome(case: Case, run: Callable[[list[str]], int], folder: Path) -> Outcome:
+def outcome(case: Case, run: Callable[[list[str]], int], folder: Path) -> CaseOutcome:
     """Of one case, in this process, in `folder`."""
     recipe = folder / "odd.toml"
     recipe.write_bytes(case.recipe)
@@ -326,23 +326,23 @@ def outcome(case: Case, run: Callable[[list[str]], int], folder: Path) -> Outcom
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
             status = run(arguments)
     except Hung:
-        return Outcome("hung")
+        return CaseOutcome("hung")
     except (Exception, SystemExit) as error:
-        return Outcome("traceback", f"{type(error).__name__}: {error}"[:500])
+        return CaseOutcome("traceback", f"{type(error).__name__}: {error}"[:500])
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, handler)
         os.chdir(before)
     said = errors.getvalue()
     if status == 0:
-        return Outcome("several lines", said[:500]) if said else Outcome("accepted", "")
+        return CaseOutcome("several lines", said[:500]) if said else CaseOutcome("accepted", "")
     one = said.endswith("\n") and said[:-1].isprintable() and said.startswith(f"{case.program}: ")
     if status != 2 or not one:
-        return Outcome("several lines", f"status {status}: {said}"[:500])
+        return CaseOutcome("several lines", f"status {status}: {said}"[:500])
     said = said.partition("; valid: ")[0]            # what is right may be a long list
     quoted = (len(str(recipe)) + sum(map(len, arguments))
               + max(map(len, case.recipe.splitlines()), default=0))
-    return Outcome("wordy" if len(said) > WORDY + quoted else "refused", said)
+    return CaseOutcome("wordy" if len(said) > WORDY + quoted else "refused", said)
 
 
 def bench_fuzz(count: int, seed: int) -> int:

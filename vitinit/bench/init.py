@@ -8,7 +8,7 @@ import torch
 
 from ..filters import convolution_matrix, impulse_kernel, ordered_offsets
 from ..init import init_weights
-from ..init.impulse import normalised_code
+from ..init.impulse import normalised_positions
 from ..models import build_model
 from ..train.device import describe_device
 from .item import Row
@@ -20,12 +20,12 @@ def transcribed_impulse(model: torch.nn.Module) -> None:
 
     One pseudo-inverse a block and one full SVD of a D×D matrix a head.
     """
-    code = normalised_code(model).detach()
+    positions = normalised_positions(model).detach()
     for block in model.blocks:
         attention = block.attn
-        left, values, right = torch.linalg.svd(code.T @ code)
+        left, values, right = torch.linalg.svd(positions.T @ positions)
         rank = attention.head_dim
-        inverse = right.T[:, :rank] / values[:rank] @ left[:, :rank].T @ code.T
+        inverse = right.T[:, :rank] / values[:rank] @ left[:, :rank].T @ positions.T
         for head in range(attention.num_heads):
             offset = ordered_offsets(3)[head % 9]
             impulses = convolution_matrix(impulse_kernel(offset, 3), model.grid)

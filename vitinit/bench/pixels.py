@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import trange
 
 from ..data.augment import rand_augment
-from ..data.datasets import LoosePictures
+from ..data.datasets import LooseImages
 from ..data.draw import ALL_OPERATIONS, Draws, Operation, RandAugment, stack_draws
 from ..data.images import from_pillow, resize_and_centre_crop
 from ..data.operations import GEOMETRIC
@@ -22,37 +22,37 @@ RESAMPLING = {False: Image.Resampling.BILINEAR, True: Image.Resampling.BICUBIC}
 BATCH = 20
 
 
-def with_pillow(picture: Image.Image, operation: Operation, argument: float, bicubic: bool,
+def with_pillow(image: Image.Image, operation: Operation, argument: float, bicubic: bool,
                 fill: tuple[int, int, int]) -> Image.Image:
     """One operation as AutoAugment's and timm's code call Pillow for it."""
     match operation.name:
         case "NONE":
-            return picture
+            return image
         case "AutoContrast":
-            return ImageOps.autocontrast(picture)
+            return ImageOps.autocontrast(image)
         case "Equalize":
-            return ImageOps.equalize(picture)
+            return ImageOps.equalize(image)
         case "Invert":
-            return ImageOps.invert(picture)
+            return ImageOps.invert(image)
         case "Posterize" if argument == 0:                   # which Pillow refuses
-            return Image.new("RGB", picture.size, "black")
+            return Image.new("RGB", image.size, "black")
         case "Posterize":
-            return ImageOps.posterize(picture, int(argument))
+            return ImageOps.posterize(image, int(argument))
         case "Solarize":
-            return ImageOps.solarize(picture, int(argument))
+            return ImageOps.solarize(image, int(argument))
         case "SolarizeAdd":
             table = [min(255, level + int(argument)) if level < 128 else level
                      for level in range(256)]
-            return picture.point(table * 3)
+            return image.point(table * 3)
         case "Color" | "Contrast" | "Brightness" | "Sharpness" as name:
-            return getattr(ImageEnhance, name)(picture).enhance(argument)
+            return getattr(ImageEnhance, name)(image).enhance(argument)
         case "Rotate":
-            return picture.rotate(argument, RESAMPLING[bicubic], fillcolor=fill)
+            return image.rotate(argument, RESAMPLING[bicubic], fillcolor=fill)
     matrix = {"ShearX": (1, argument, 0, 0, 1, 0), "ShearY": (1, 0, 0, argument, 1, 0),
-              "TranslateX": (1, 0, argument * picture.width, 0, 1, 0),
-              "TranslateY": (1, 0, 0, 0, 1, argument * picture.height)}[operation.name]
-    return picture.transform(picture.size, Image.Transform.AFFINE, matrix, RESAMPLING[bicubic],
-                             fillcolor=fill)
+              "TranslateX": (1, 0, argument * image.width, 0, 1, 0),
+              "TranslateY": (1, 0, 0, 0, 1, argument * image.height)}[operation.name]
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, RESAMPLING[bicubic],
+                           fillcolor=fill)
 
 
 def decibels(one: Tensor, two: Tensor) -> float:
@@ -68,11 +68,11 @@ def distances(views: Tensor, settings: RandAugment, seed: int) -> Iterator[tuple
     draws = stack_draws([Draws(*settings.draw(rng), *nothing) for _ in views])
     for view, ours, *layers in zip(views, rand_augment(views, draws, settings.fill),
                                    draws.operations, draws.arguments, draws.bicubic):
-        picture = Image.fromarray(view.permute(1, 2, 0).numpy())
+        image = Image.fromarray(view.permute(1, 2, 0).numpy())
         for code, argument, bicubic in zip(*layers):
-            picture = with_pillow(picture, Operation(code), float(argument), bool(bicubic),
-                                  settings.fill)
-        pillows = from_pillow(picture)
+            image = with_pillow(image, Operation(code), float(argument), bool(bicubic),
+                                settings.fill)
+        pillows = from_pillow(image)
         yield decibels(ours, pillows), int((ours.int() - pillows.int()).abs().max())
 
 
@@ -81,7 +81,7 @@ def bench_pixels(folder: Path, size: int, count: int, rounds: int) -> None:
 
     Draws are DeiT's (magnitude 9 ± .5, fifteen operations), every one applied.
     """
-    source = LoosePictures(folder, count)
+    source = LooseImages(folder, count)
     torch.set_num_threads(1)                         # on single images a second one only waits
     others = [operation.name for operations in GEOMETRIC.values() for operation in operations]
     plain = [name for name in ALL_OPERATIONS if name not in others]
@@ -93,7 +93,7 @@ def bench_pixels(folder: Path, size: int, count: int, rounds: int) -> None:
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in columns}
     for start in trange(0, len(source), BATCH, leave=False, disable=None):
         chosen = range(start, min(start + BATCH, len(source)))
-        views = torch.stack([resize_and_centre_crop(source.picture(index), (size, size), 0.875,
+        views = torch.stack([resize_and_centre_crop(source.image(index), (size, size), 0.875,
                                                     "bicubic") for index in chosen])
         for number, (name, changes) in enumerate(columns.items()):
             settings = RandAugment(probability=1.0, **changes)

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from ..data.datasets import LoosePictures, PictureFiles
+from ..data.datasets import LooseImages, ImageFiles
 from ..data.draw import SampleDraws, SampleKey
 from ..data.passes import FEW_LAUNCHES
 from ..train.device import matrix_rate, peak_gib
@@ -146,20 +146,20 @@ def host_time(conditions: Conditions) -> list[Row]:
 # ---------------------------------------------------------------------------------------------
 
 
-def photographs(conditions: Conditions, count: int) -> tuple[LoosePictures, str]:
+def photographs(conditions: Conditions, count: int) -> tuple[LooseImages, str]:
     """At most `count` of those in --data-dir, or drawn ones; and in words which."""
     if conditions.photographs is None:
         folder = draw_photographs(conditions.scratch / "photographs", 100)
-        return LoosePictures(folder, count), "100 drawn JPEGs of 500×375"
-    source = LoosePictures(conditions.photographs, count)
+        return LooseImages(folder, count), "100 drawn JPEGs of 500×375"
+    source = LooseImages(conditions.photographs, count)
     return source, f"{len(source)} of the given photographs"
 
 
-def over_and_over(source: LoosePictures, count: int) -> PictureFiles:
+def over_and_over(source: LooseImages, count: int) -> ImageFiles:
     """An epoch of `count` files, each as often as it takes: where an epoch ends, a loader starts
     anew, which is not to be measured."""
     paths = list(itertools.islice(itertools.cycle(source.paths), count))
-    return PictureFiles(paths, np.zeros(count, np.int64), source.classes)
+    return ImageFiles(paths, np.zeros(count, np.int64), source.classes)
 
 
 def augmentation_share(conditions: Conditions) -> list[Row]:

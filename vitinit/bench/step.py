@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..command_line import building
-from ..data.datasets import LoosePictures, Source
+from ..data.datasets import LooseImages, Source
 from ..data.draw import SampleDraws
 from ..data.pipeline import training_batches
 from ..data.sampler import TrainSampler, plan_batches
@@ -202,7 +202,7 @@ def bench_step(name: str, *, batch: int, image_size: int, amp: str, compiled: bo
           f"{tflops:.2f} TFLOP/s, {100 * tflops / best:.0f} % of this device's measured "
           f"{best:.2f} TFLOP/s in large {amp} products")
     if folder is not None:
-        source = LoosePictures(folder, 100_000)
+        source = LooseImages(folder, 100_000)
         fed = bench.seconds(steps_from_files(source, image_size=image_size, batch=batch,
                                              workers=workers, device=bench.device))
         print(f"from {len(source)} files with {workers} workers: {batch / fed:.1f} images/s, "

@@ -54,14 +54,14 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, ema: Ema | N
 
 
 def train_on(state: TrainState, steps: Iterable, *, forward: Callable[..., Tensor] | None = None,
-             lr: float | Callable[[int], float] = 1e-3, keep: Tensor | None = None, amp: str = "off",
+             lr: float | Callable[[int], float] = 1e-3, drop_path: Tensor | None = None, amp: str = "off",
              clip_norm: float = 0.0) -> None:
     """The engine's epoch over `steps`, with one learning rate and one draw of stochastic depth.
 
     lr: a function of the step is called once as each step begins.
     """
     for _ in train_epoch(state, state.model if forward is None else forward, steps,
-                         lr_at=lr if callable(lr) else lambda step: lr, keep_at=lambda step: keep,
+                         lr_at=lr if callable(lr) else lambda step: lr, drop_path_at=lambda step: drop_path,
                          amp=amp, clip_norm=clip_norm, every_steps=0,
                          processes=alone(next(state.model.parameters()).device),
                          stop=StopRequest()):

@@ -1,1 +1,1 @@
-"""File bytes → uint8 pictures → keyed draws → batches on the device."""
+"""File bytes → uint8 images → keyed draws → batches on the device."""

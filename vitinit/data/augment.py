@@ -76,14 +76,14 @@ def _plan_geometric(codes: np.ndarray, arguments: np.ndarray, bicubic: np.ndarra
                     size: tuple[int, int], fill: Sequence[int], passes: Passes) -> Iterator[Pass]:
     """In one pass whatever the axes, or along the axes of each operation alone."""
     outside = np.array(fill, np.uint8)[:, None, None]
-    groups = {"xy": sum(GEOMETRIC.values(), ())} if passes.together else GEOMETRIC
+    groups = {"xy": sum(GEOMETRIC.values(), ())} if passes.at_once else GEOMETRIC
     for axes, operations in groups.items():
         chosen = np.flatnonzero(np.isin(codes, operations))
         chosen = chosen[np.argsort(bicubic[chosen], kind="stable")]
         for rows in parts(chosen, size, passes):
             matrices = np.stack([affine_matrix(Operation(codes[row]), arguments[row], *size)
                                  for row in rows])
-            yield Pass(rows, partial(affine, axes=axes, together=passes.together),
+            yield Pass(rows, partial(affine, axes=axes, at_once=passes.at_once),
                        (int((~bicubic[rows]).sum()), matrices, image_bounds(*size), outside))
 
 
@@ -161,13 +161,13 @@ def plan_erasing(boxes: np.ndarray, keys: np.ndarray, size: tuple[int, int], pas
     """A call that fills the boxes (B, 4), where their height is not 0, in place: by keys (B,)."""
     rows = np.flatnonzero(boxes[:, 2])
     tops, lefts, heights, widths = boxes[rows].T
-    if not passes.together:
+    if not passes.at_once:
         return Call(fill_each, tuple(zip(*(values.tolist() for values in (
             rows, tops, lefts, heights, widths, keys[rows])))))
     sizes = 3 * heights * widths
     corners = (3 * rows * size[0] + tops) * size[1] + lefts
     table = np.stack([np.cumsum(sizes) - sizes, corners, heights * widths, widths, keys[rows]], 1)
-    return Call(fill_together, (sizes, int(sizes.sum()), table))
+    return Call(fill_at_once, (sizes, int(sizes.sum()), table))
 
 
 def fill_each(images: Tensor, fill: Fill, quantiles: Tensor, *boxes: tuple[int, ...]) -> Tensor:
@@ -179,8 +179,8 @@ def fill_each(images: Tensor, fill: Fill, quantiles: Tensor, *boxes: tuple[int, 
     return images
 
 
-def fill_together(images: Tensor, fill: Fill, quantiles: Tensor, sizes: Tensor, count: int,
-                  table: Tensor) -> Tensor:
+def fill_at_once(images: Tensor, fill: Fill, quantiles: Tensor, sizes: Tensor, count: int,
+                 table: Tensor) -> Tensor:
     """The `count` values of all n boxes one after another, of which `sizes`, (n,), are each box'.
 
     table: (n, 5) int64, of each box the first of these values, its corner among all values of the

@@ -1,6 +1,6 @@
-"""Where pictures come from: image folders, published data sets, and the embedded set `shapes`.
+"""Where images come from: image folders, published data sets, and the embedded set `shapes`.
 
-Every source answers the same three questions: `len(source)`, `source.picture(i)` → (3, H, W) uint8,
+Every source answers the same three questions: `len(source)`, `source.image(i)` → (3, H, W) uint8,
 and `source.labels[i]`; `source.classes` names the labels. `DATA_SETS` at the end lists all sets.
 """
 
@@ -30,36 +30,36 @@ QUOTED = 50                     # characters of another library's error
 
 
 class Source(Protocol):
-    """Pictures with labels, by index."""
+    """Images with labels, by index."""
 
     classes: list[str]
     labels: np.ndarray                               # (N,) int64
 
     def __len__(self) -> int: ...
 
-    def picture(self, index: int) -> Tensor: ...     # (3, H, W) uint8
+    def image(self, index: int) -> Tensor: ...       # (3, H, W) uint8
 
-    def part(self, indices: np.ndarray) -> Source: ...   # those pictures alone, in that order
+    def part(self, indices: np.ndarray) -> Source: ...   # those images alone, in that order
 
 
-class PicturesInMemory:
-    """Pictures of one size that fit into memory: (N, 3, H, W) uint8."""
+class ImagesInMemory:
+    """Images of one size that fit into memory: (N, 3, H, W) uint8."""
 
-    def __init__(self, pictures: Tensor, labels: np.ndarray, classes: list[str]) -> None:
-        self.pictures, self.labels, self.classes = pictures, labels, classes
+    def __init__(self, images: Tensor, labels: np.ndarray, classes: list[str]) -> None:
+        self.images, self.labels, self.classes = images, labels, classes
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def picture(self, index: int) -> Tensor:
-        return self.pictures[index]
+    def image(self, index: int) -> Tensor:
+        return self.images[index]
 
-    def part(self, indices: np.ndarray) -> PicturesInMemory:
-        return PicturesInMemory(self.pictures[indices], self.labels[indices], self.classes)
+    def part(self, indices: np.ndarray) -> ImagesInMemory:
+        return ImagesInMemory(self.images[indices], self.labels[indices], self.classes)
 
 
-class PictureFiles:
-    """Pictures on disk, each decoded when it is asked for."""
+class ImageFiles:
+    """Images on disk, each decoded when it is asked for."""
 
     def __init__(self, paths: Sequence[str], labels: Sequence[int] | np.ndarray,
                  classes: list[str]) -> None:
@@ -69,18 +69,18 @@ class PictureFiles:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def picture(self, index: int) -> Tensor:
+    def image(self, index: int) -> Tensor:
         return decode_image(self.paths[index])
 
-    def part(self, indices: np.ndarray) -> PictureFiles:
-        return PictureFiles(self.paths.part(indices), self.labels[indices], self.classes)
+    def part(self, indices: np.ndarray) -> ImageFiles:
+        return ImageFiles(self.paths.part(indices), self.labels[indices], self.classes)
 
 
-class ImageFolder(PictureFiles):
-    """`folder`/<class>/**/<picture>: one folder a class, in alphabetical order.
+class ImageFolder(ImageFiles):
+    """`folder`/<class>/**/<image>: one folder a class, in alphabetical order.
 
     Raises DataError, in one line, for a folder that is missing, has no classes, or has a class
-    without pictures.
+    without images.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -91,14 +91,14 @@ class ImageFolder(PictureFiles):
         paths = images_of_classes(folder, classes)
         for name, found in zip(classes, paths):
             if not found:
-                raise DataError(f"{folder / name}: no picture in this class; expected files ending "
+                raise DataError(f"{folder / name}: no image in this class; expected files ending "
                                 f"in {', '.join(EXTENSIONS)}")
         super().__init__([path for found in paths for path in found],
                          np.repeat(np.arange(len(classes)), list(map(len, paths))), classes)
 
 
-class LoosePictures:
-    """Every picture under `folder`, at most `count` of them, all of one nameless class.
+class LooseImages:
+    """Every image under `folder`, at most `count` of them, all of one nameless class.
 
     For measurements and figures. Raises DataError if there is none.
     """
@@ -107,13 +107,13 @@ class LoosePictures:
         found = images_below(str(folder)) if os.path.isdir(folder) else []
         self.paths = sorted(found)[:count]
         if not self.paths:
-            raise DataError(f"{folder}: no pictures in it")
+            raise DataError(f"{folder}: no images in it")
         self.classes, self.labels = [""], np.zeros(len(self.paths), dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def picture(self, index: int) -> Tensor:
+    def image(self, index: int) -> Tensor:
         return decode_image(self.paths[index])
 
 
@@ -142,14 +142,14 @@ def open_folder(root: Path, split: str) -> ImageFolder:
 def open_imagenet(root: Path, split: str) -> ImageFolder:
     """ImageNet-1K: an image folder whose classes are WordNet's numbers.
 
-    Its archive of validation pictures unpacks into one flat folder, which is an error.
+    Its archive of validation images unpacks into one flat folder, which is an error.
     """
     folder = root / split
     if os.path.isdir(folder) and not any(os.path.isdir(entry.path) for entry in os.scandir(folder)):
-        raise DataError(f"{folder}: no class folders in it; ImageNet's pictures must lie in "
+        raise DataError(f"{folder}: no class folders in it; ImageNet's images must lie in "
                         f"{folder}/<wnid>/, the 50,000 of validation, too (valprep.sh of "
                         "github.com/soumith/imagenetloader.torch moves them)")
-    if split == "val" and not folder.is_dir():       # test/ holds pictures without labels
+    if split == "val" and not folder.is_dir():       # test/ holds images without labels
         raise DataError(f"{folder}: no such folder; ImageNet is train/<wnid>/… and val/<wnid>/…")
     source = open_folder(root, split)
     strange = [name for name in source.classes if not is_wnid(name)]
@@ -188,12 +188,12 @@ class DataSet:
 
 
 def _in_memory(read: Callable[[Path, str], layouts.Whole]) -> Callable[[Path, str], Source]:
-    return lambda root, split: PicturesInMemory(*read(root, split))
+    return lambda root, split: ImagesInMemory(*read(root, split))
 
 
-def _from_files(list_pictures: Callable[[Path, str], layouts.Listed]
+def _from_files(list_images: Callable[[Path, str], layouts.Listed]
                 ) -> Callable[[Path, str], Source]:
-    return lambda root, split: PictureFiles(*list_pictures(root, split))
+    return lambda root, split: ImageFiles(*list_images(root, split))
 
 
 def _download_svhn(root: Path) -> None:
@@ -207,7 +207,7 @@ IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
 DATA_SETS: dict[str, DataSet] = {
     "shapes": DataSet(
-        lambda _, split: PicturesInMemory(*shapes.make_split(split), shapes.CLASSES),
+        lambda _, split: ImagesInMemory(*shapes.make_split(split), shapes.CLASSES),
         "nothing", 10, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)),
     "image_folder": DataSet(
         open_folder, "train/<class>/… and val/<class>/… or test/<class>/…", None, **IMAGENET),
@@ -269,7 +269,7 @@ def download(name: str, root: str, say: Callable[[str], object] = print) -> None
 def open_split(name: str, root: str, split: str, num_classes: int | None) -> Source:
     """The split "train" or "val" of a data set that is on disk already.
 
-    Raises DataError when something is missing or damaged, when a class has no picture, or when the
+    Raises DataError when something is missing or damaged, when a class has no image, or when the
     number of classes is not `num_classes`; None: any number.
     """
     data_set = DATA_SETS[name]
@@ -297,7 +297,7 @@ def open_split(name: str, root: str, split: str, num_classes: int | None) -> Sou
                         f"is {num_classes}; {advice}")
     empty = set(range(found)) - set(source.labels.tolist())
     if empty:
-        raise DataError(f"{root}: class '{source.classes[min(empty)]}' of {name} has no picture in "
+        raise DataError(f"{root}: class '{source.classes[min(empty)]}' of {name} has no image in "
                         f"its {split} split")
     return source
 

@@ -4,7 +4,7 @@ A sample's draws depend on nothing but its key: not on the worker, the process, 
 batch or how often the run was resumed. Each kind of draw has a stream of its own, so that switching
 one augmentation off leaves the draws of all others as they were.
 
-    CropAndFlip   applied where the picture is decoded      → View
+    CropAndFlip   applied where the image is decoded      → View
     RandAugment   applied to whole batches on the device    ┐
     Erasing       likewise, after normalisation             ┘ → Draws
 
@@ -25,8 +25,8 @@ from ..keys import Stream, keyed_generator, keyed_generators
 from .images import Box
 
 CROP_ATTEMPTS = 10              # as in torchvision and timm, before the centre is taken
-ERASE_ATTEMPTS = 10             # likewise, before the picture is left as it is
-BEYOND = 1e15                   # pixels a side, more than any picture has; infinity has no integer
+ERASE_ATTEMPTS = 10             # likewise, before the image is left as it is
+BEYOND = 1e15                   # pixels a side, more than any image has; infinity has no integer
 MAX_MAGNITUDE = 10.0            # where RandAugment's operations reach their full extent
 
 
@@ -49,7 +49,7 @@ def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 class View(NamedTuple):
-    """The part of a picture that becomes one sample, and how."""
+    """The part of an image that becomes one sample, and how."""
 
     box: Box
     flip: bool
@@ -60,8 +60,8 @@ class View(NamedTuple):
 class CropAndFlip:
     """A random resized crop, then a horizontal flip.
 
-    scale: range of the crop's share of the picture's area; ratio: range of its width over height.
-    padding: pixels round the picture that a crop may reach into. flip: probability.
+    scale: range of the crop's share of the image's area; ratio: range of its width over height.
+    padding: pixels round the image that a crop may reach into. flip: probability.
     interpolation: of the resize; "random" draws one of the two for every sample, as timm does.
     """
 
@@ -72,7 +72,7 @@ class CropAndFlip:
     interpolation: Literal["bilinear", "bicubic", "random"] = "bicubic"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> View:
-        """For a picture of height × width pixels."""
+        """For an image of height × width pixels."""
         box = draw_crop(rng, height, width, scale=self.scale, ratio=self.ratio,
                         padding=self.padding)
         flip = bool(rng.random() < self.flip)
@@ -103,9 +103,9 @@ def draw_crop(rng: np.random.Generator, height: int, width: int, *, scale: tuple
               ratio: tuple[float, float], padding: int) -> Box:
     """A random resized crop (Szegedy et al., arXiv 1409.4842; torchvision's and timm's version).
 
-    Its area is a uniform share of the picture's, its width over height log-uniform, its place
-    uniform on the picture with `padding` pixels round it. After ten boxes that do not fit: the
-    centre of the picture, at the nearest ratio allowed. scale = ratio = (1, 1) on a square picture
+    Its area is a uniform share of the image's, its width over height log-uniform, its place
+    uniform on the image with `padding` pixels round it. After ten boxes that do not fit: the
+    centre of the image, at the nearest ratio allowed. scale = ratio = (1, 1) on a square image
     is a random shift by up to `padding` pixels.
     """
     for _ in range(CROP_ATTEMPTS):
@@ -115,7 +115,7 @@ def draw_crop(rng: np.random.Generator, height: int, width: int, *, scale: tuple
             left = int(rng.integers(-padding, width + padding - box_width, endpoint=True))
             return Box(top, left, box_height, box_width)
     aspect = min(max(width / height, ratio[0]), ratio[1])
-    # At an extreme ratio less than a pixel is left of a side, or more than any picture has.
+    # At an extreme ratio less than a pixel is left of a side, or more than any image has.
     box_height = max(1, round(min(height, width / aspect)))
     box_width = max(1, round(min(width, height * aspect)))
     return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
@@ -254,9 +254,9 @@ NOTHING = Box(0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Erasing:
-    """Random erasing (Zhong et al., arXiv 1708.04896) as in timm: one box a picture.
+    """Random erasing (Zhong et al., arXiv 1708.04896) as in timm: one box an image.
 
-    area: range of the box's share of the picture; ratio: range of its height over width, drawn
+    area: range of the box's share of the image; ratio: range of its height over width, drawn
     log-uniformly. fill: "pixel" N(0, 1) for every value, "rand" N(0, 1) for every channel,
     "const" 0, all of them after normalisation.
     """
@@ -309,11 +309,11 @@ class SampleDraws:
     erasing: Erasing = Erasing()
 
     def view(self, key: SampleKey, height: int, width: int) -> View:
-        """The crop and flip of one sample whose picture is height × width pixels."""
+        """The crop and flip of one sample whose image is height × width pixels."""
         return next(self.views([key], [(height, width)]))
 
     def views(self, keys: Sequence[SampleKey], sizes: Iterable[tuple[int, int]]) -> Iterator[View]:
-        """Likewise of each sample, whose pictures are `sizes` = (height, width) pixels."""
+        """Likewise of each sample, whose images are `sizes` = (height, width) pixels."""
         for rng, size in zip(keyed_generators(self.seed, Stream.CROP_AND_FLIP, keys), sizes):
             yield self.crop.draw(rng, *size)
 

@@ -1,8 +1,8 @@
 """What a trained model is evaluated on: any set's validation split, and ImageNet's other test sets.
 
-The latter hold pictures of ImageNet-1K's classes, or of 200 of them, and no training split:
+The latter hold images of ImageNet-1K's classes, or of 200 of them, and no training split:
 
-    ImageNet-V2      Recht et al., arXiv 1902.10811: the pictures were collected a second time
+    ImageNet-V2      Recht et al., arXiv 1902.10811: the images were collected a second time
     ImageNet-R       Hendrycks et al., arXiv 2006.16241: paintings, toys, tattoos, …; 200 classes
     ImageNet-A       Hendrycks et al., arXiv 1907.07174: photographs that fool a ResNet-50; 200
     ImageNet-Sketch  Wang et al., arXiv 1905.13549: drawings in black and white
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .class_subsets import imagenet_wnids
-from .datasets import DATA_SETS, ImageFolder, PictureFiles, Source, folder_of, open_split
+from .datasets import DATA_SETS, ImageFolder, ImageFiles, Source, folder_of, open_split
 from .folders import class_folders
 from .images import DataError
 
@@ -43,7 +43,7 @@ class EvalSet:
         return "0/… to 999/…" if self.numbered else f"{self.num_classes} folders <wnid>/…"
 
 
-class Place(NamedTuple):
+class NamedSet(NamedTuple):
     """A data set by its name and folder; "" for one that lies in none."""
 
     name: str
@@ -76,7 +76,7 @@ def open_to_evaluate(name: str, root: str) -> Source:
     return source
 
 
-def open_eval_set(name: str, root: Path) -> PictureFiles:
+def open_eval_set(name: str, root: Path) -> ImageFiles:
     """One of EVAL_SETS; its classes are wnids whatever its folders are called."""
     known = EVAL_SETS[name]
     where = f"the folder {known.unpacked} of its archive, {known.holds}"

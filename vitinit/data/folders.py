@@ -47,7 +47,7 @@ def class_folders(folder: Path) -> list[str]:
         names = sorted(entry.name for entry in entries
                        if not entry.name.startswith(".") and leads_to_folder(entry))
     if not names:
-        raise DataError(f"{folder}: no class folders in it; expected {folder}/<class>/<picture>")
+        raise DataError(f"{folder}: no class folders in it; expected {folder}/<class>/<image>")
     return names
 
 

@@ -1,6 +1,6 @@
-"""From file bytes to a uint8 picture of the size that the model sees. All of it runs in workers.
+"""From file bytes to a uint8 image of the size that the model sees. All of it runs in workers.
 
-Pictures are (3, H, W) uint8 tensors whose memory is channels-last, as the JPEG decoder leaves them:
+Images are (3, H, W) uint8 tensors whose memory is channels-last, as the JPEG decoder leaves them:
 torch's antialiased uint8 interpolation is fastest there.
 """
 
@@ -36,7 +36,7 @@ class DataError(OneLineError):
 
 
 class Box(NamedTuple):
-    """A rectangle in pixels; it may reach beyond the picture."""
+    """A rectangle in pixels; it may reach beyond the image."""
 
     top: int
     left: int
@@ -102,7 +102,7 @@ def jpeg_size(content: bytes) -> tuple[int, int]:
             marker, place = content[place], place + 1
             if marker in FRAME_HEADERS:
                 return struct.unpack_from(">HH", content, place + 3)   # after length and precision
-            if marker in (0xD9, 0xDA):               # the end, or the picture's data
+            if marker in (0xD9, 0xDA):               # the end, or the image's data
                 break
             if marker not in MARKERS_ALONE:
                 place += struct.unpack_from(">H", content, place)[0]
@@ -117,67 +117,67 @@ def _decode_with_pillow(path: str, content: bytes) -> Tensor:
         # Pillow prints warnings of damaged files, and of too many pixels, which is an error here.
         with warnings.catch_warnings(action="ignore"):
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(content), formats=FORMATS) as picture:
-                return from_pillow(picture)
+            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+                return from_pillow(image)
     except UnidentifiedImageError:
         reason = f"none of {', '.join(FORMATS)}" if content else "empty"
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise DataError(f"{path}: too large a picture ({in_brief(error)})") from None
+        raise DataError(f"{path}: too large an image ({in_brief(error)})") from None
     except Exception as error:                       # Pillow's plug-ins raise many kinds
         reason = in_brief(error)
-    raise DataError(f"{path}: not a readable picture, {len(content)} bytes ({reason})")
+    raise DataError(f"{path}: not a readable image, {len(content)} bytes ({reason})")
 
 
-def from_pillow(picture: Image.Image) -> Tensor:
+def from_pillow(image: Image.Image) -> Tensor:
     """An image of Pillow's as RGB, (3, H, W) uint8, channels-last in memory."""
-    if picture.mode == "I" or picture.mode.startswith("I;16"):
+    if image.mode == "I" or image.mode.startswith("I;16"):
         # 16-bit grey, which convert("RGB") would clip to white. Of 16-bit colours Pillow keeps the
         # higher byte by itself.
-        picture = Image.fromarray((np.asarray(picture) // 256).clip(0, 255).astype(np.uint8))
-    picture = picture.convert("RGB")
-    flat = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
-    return flat.view(picture.height, picture.width, 3).permute(2, 0, 1)
+        image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
+    image = image.convert("RGB")
+    flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return flat.view(image.height, image.width, 3).permute(2, 0, 1)
 
 
-def resize(picture: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
+def resize(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
     """(3, H, W) → (3, *size) uint8, antialiased like Pillow; "bilinear" or "bicubic"."""
-    if tuple(picture.shape[1:]) == size:
-        return picture
+    if tuple(image.shape[1:]) == size:
+        return image
     if size == (1, 1):                               # to which torch resizes this layout alone
-        picture = picture.permute(1, 2, 0).contiguous().permute(2, 0, 1)
-    return F.interpolate(picture[None], size, mode=interpolation, antialias=True)[0]
+        image = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    return F.interpolate(image[None], size, mode=interpolation, antialias=True)[0]
 
 
-def crop(picture: Tensor, box: Box) -> Tensor:
-    """The pixels in `box`, (3, box.height, box.width); black where it reaches beyond the picture."""
+def crop(image: Tensor, box: Box) -> Tensor:
+    """The pixels in `box`, (3, box.height, box.width); black where it reaches beyond the image."""
     top, left, height, width = box
-    # The part of the box that lies on the picture; empty if the box lies beside it.
-    y0, y1 = (min(max(y, 0), picture.shape[1]) for y in (top, top + height))
-    x0, x1 = (min(max(x, 0), picture.shape[2]) for x in (left, left + width))
-    inside = picture[:, y0:y1, x0:x1]
+    # The part of the box that lies on the image; empty if the box lies beside it.
+    y0, y1 = (min(max(y, 0), image.shape[1]) for y in (top, top + height))
+    x0, x1 = (min(max(x, 0), image.shape[2]) for x in (left, left + width))
+    inside = image[:, y0:y1, x0:x1]
     if inside.shape[1:] == (height, width):
         return inside
     above, before = min(max(-top, 0), height), min(max(-left, 0), width)
     return F.pad(inside, (before, width - before - (x1 - x0), above, height - above - (y1 - y0)))
 
 
-def crop_and_flip(picture: Tensor, box: Box, flip: bool, size: tuple[int, int],
+def crop_and_flip(image: Tensor, box: Box, flip: bool, size: tuple[int, int],
                   interpolation: str) -> Tensor:
     """The training view: `box` cut out, resized to `size`, mirrored if `flip`: (3, *size) uint8."""
-    view = resize(crop(picture, box), size, interpolation)
+    view = resize(crop(image, box), size, interpolation)
     return view.flip(-1) if flip else view
 
 
-def resize_and_centre_crop(picture: Tensor, size: tuple[int, int], crop_pct: float,
+def resize_and_centre_crop(image: Tensor, size: tuple[int, int], crop_pct: float,
                            interpolation: str) -> Tensor:
     """The evaluation view: resize until it covers size / crop_pct, cut out the centre.
 
     For a square size this is Resize(floor(size / crop_pct)) of the shorter side, then
     CenterCrop(size), as in timm and DeiT: .875 makes 256 of 224. Where that would be an immense
-    picture (of a line of pixels, or at a tiny crop_pct), its centre is cut out of the original,
+    image (of a line of pixels, or at a tiny crop_pct), its centre is cut out of the original,
     rounded to whole pixels, and resized alone.
     """
-    height, width = picture.shape[1:]
+    height, width = image.shape[1:]
     # 1e-9: floor(224 / 0.875) must not become 255 by rounding.
     wanted = [int(min(side / crop_pct, IMMENSE) + 1e-9) for side in size]
     if wanted[0] * width >= wanted[1] * height:      # the height decides
@@ -188,8 +188,8 @@ def resize_and_centre_crop(picture: Tensor, size: tuple[int, int], crop_pct: flo
         part = [max(1, round(side * old / new))
                 for side, old, new in zip(size, (height, width), target)]
         centre = Box((height - part[0]) // 2, (width - part[1]) // 2, *part)
-        return resize(crop(picture, centre), size, interpolation)
-    picture = resize(picture, target, interpolation)
-    top = round((picture.shape[1] - size[0]) / 2)
-    left = round((picture.shape[2] - size[1]) / 2)
-    return crop(picture, Box(top, left, *size))
+        return resize(crop(image, centre), size, interpolation)
+    image = resize(image, target, interpolation)
+    top = round((image.shape[1] - size[0]) / 2)
+    left = round((image.shape[2] - size[1]) / 2)
+    return crop(image, Box(top, left, *size))

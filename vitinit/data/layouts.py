@@ -1,6 +1,6 @@
-"""Published data sets as they lie on disk: a root folder and a split → pictures, labels, classes.
+"""Published data sets as they lie on disk: a root folder and a split → images, labels, classes.
 
-Binary sets are read whole. Of the others only the lists are read; a picture is decoded when it is
+Binary sets are read whole. Of the others only the lists are read; an image is decoded when it is
 asked for. Roots are those of torchvision.datasets, which reads the binary sets and downloads all
 but Tiny-ImageNet. `split` is "train" or "val"; which part of a set that is stands with each.
 
@@ -24,15 +24,15 @@ from .images import DataError
 
 
 class Whole(NamedTuple):
-    """A binary set: all of its pictures."""
+    """A binary set: all of its images."""
 
-    pictures: Tensor                # (N, 3, H, W) uint8
+    images: Tensor                  # (N, 3, H, W) uint8
     labels: np.ndarray              # (N,) int64
     classes: list[str]
 
 
 class Listed(NamedTuple):
-    """A set of files: where its pictures are."""
+    """A set of files: where its images are."""
 
     paths: list[str]
     labels: list[int]
@@ -45,20 +45,20 @@ class Listed(NamedTuple):
 
 
 class LabelledSTL10(STL10):
-    """STL-10 without its 2.8 GB of unlabelled pictures, which need not be there."""
+    """STL-10 without its 2.8 GB of unlabelled images, which need not be there."""
 
     train_list = [entry for entry in STL10.train_list if not entry[0].startswith("unlabeled")]
 
 
 def read_cifar(kind: type[CIFAR10], root: Path, split: str) -> Whole:
-    """CIFAR-10 or CIFAR-100 (fine labels): 50,000 pictures to train on, 10,000 to test."""
+    """CIFAR-10 or CIFAR-100 (fine labels): 50,000 images to train on, 10,000 to test."""
     found = kind(root, train=split == "train")
-    pictures = torch.from_numpy(found.data).permute(0, 3, 1, 2)          # channels-last in memory
-    return Whole(pictures, np.array(found.targets, dtype=np.int64), list(found.classes))
+    images = torch.from_numpy(found.data).permute(0, 3, 1, 2)            # channels-last in memory
+    return Whole(images, np.array(found.targets, dtype=np.int64), list(found.classes))
 
 
 def read_stl10(root: Path, split: str) -> Whole:
-    """STL-10's labelled part: 5,000 pictures of 96 px to train on, all folds, and 8,000 to test."""
+    """STL-10's labelled part: 5,000 images of 96 px to train on, all folds, and 8,000 to test."""
     found = LabelledSTL10(root, split="train" if split == "train" else "test")
     if not hasattr(found, "classes"):                # torchvision does without this file
         raise FileNotFoundError(2, "No such file or directory",
@@ -72,8 +72,8 @@ def read_svhn(root: Path, split: str) -> Whole:
     return Whole(_channels_last(found.data), found.labels, [str(digit) for digit in range(10)])
 
 
-def _channels_last(pictures: np.ndarray) -> Tensor:
-    return torch.from_numpy(pictures).contiguous(memory_format=torch.channels_last)
+def _channels_last(images: np.ndarray) -> Tensor:
+    return torch.from_numpy(images).contiguous(memory_format=torch.channels_last)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def _channels_last(pictures: np.ndarray) -> Tensor:
 
 
 def list_food101(root: Path, split: str) -> Listed:
-    """Food-101: 750 pictures a class to train on, uncleaned, and 250 to test.
+    """Food-101: 750 images a class to train on, uncleaned, and 250 to test.
 
     food-101/meta/<split>.json holds {class: ["<class>/<number>", …]}.
     """
@@ -110,7 +110,7 @@ def list_flowers102(root: Path, split: str) -> Listed:
     numbers = np.concatenate([_variable(file, part) for part in parts])
     labels = _variable(folder / "imagelabels.mat", "labels")
     if not len(numbers) or numbers.min() < 1 or numbers.max() > len(labels):
-        raise DataError(f"{file}: expected numbers of pictures from 1 to the {len(labels)} of "
+        raise DataError(f"{file}: expected numbers of images from 1 to the {len(labels)} of "
                         "imagelabels.mat")
     listed = [(str(folder / "jpg" / f"image_{number:05}.jpg"), int(labels[number - 1]) - 1)
               for number in numbers.tolist()]
@@ -140,7 +140,7 @@ def list_pets(root: Path, split: str) -> Listed:
     for place, line in _lines(file):
         words = line.split()
         if len(words) != 4 or not words[1].isdecimal() or int(words[1]) < 1:
-            raise DataError(f"{place}: found '{line}', expected <picture> <class> <species> "
+            raise DataError(f"{place}: found '{line}', expected <image> <class> <species> "
                             "<number> such as 'Abyssinian_100 1 1 1'")
         label = int(words[1]) - 1
         breed = breeds.setdefault(label, words[0].rpartition("_")[0])
@@ -153,10 +153,10 @@ def list_pets(root: Path, split: str) -> Listed:
 
 
 def list_tiny_imagenet(root: Path, split: str) -> Listed:
-    """Tiny-ImageNet, 200 classes of 64 px: 500 pictures each to train on, 50 to validate.
+    """Tiny-ImageNet, 200 classes of 64 px: 500 images each to train on, 50 to validate.
 
-    wnids.txt lists the classes, sorted here. Training pictures are train/<wnid>/images/*.JPEG. All
-    validation pictures are in val/images/, and a line of val/val_annotations.txt gives one's file
+    wnids.txt lists the classes, sorted here. Training images are train/<wnid>/images/*.JPEG. All
+    validation images are in val/images/, and a line of val/val_annotations.txt gives one's file
     name, class and box, between tabs.
     """
     classes = sorted(wnid for _, line in _lines(root / "wnids.txt") for wnid in line.split())
@@ -171,7 +171,7 @@ def list_tiny_imagenet(root: Path, split: str) -> Listed:
     for place, line in _lines(file):
         words = line.split("\t")
         if len(words) < 2 or words[1] not in labels:
-            raise DataError(f"{place}: found {line!r}, expected <picture> and a class of wnids.txt "
+            raise DataError(f"{place}: found {line!r}, expected <image> and a class of wnids.txt "
                             "between tabs")
         listed.append((str(root / "val" / "images" / words[0]), labels[words[1]]))
     return _checked(listed, classes, file)
@@ -188,13 +188,13 @@ def _lines(file: Path) -> list[tuple[str, str]]:
 
 
 def _checked(listed: list[tuple[str, int]], classes: list[str], file: Path) -> Listed:
-    """What `file` lists; an error if a picture of it is not there. One look at every folder."""
+    """What `file` lists; an error if an image of it is not there. One look at every folder."""
     folders = {os.path.dirname(path) for path, _ in listed}
     present = {os.path.join(folder, name) for folder in folders if os.path.isdir(folder)
                for name in os.listdir(folder)}
     missing = [path for path, _ in listed if path not in present]
     if missing:
-        raise DataError(f"{missing[0]}: no such picture; {len(missing):,} of the {len(listed):,} "
+        raise DataError(f"{missing[0]}: no such image; {len(missing):,} of the {len(listed):,} "
                         f"that {file} lists are missing")
     return Listed(*_columns(listed), classes)
 

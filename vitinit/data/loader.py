@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..messages import own_words
-from .datasets import PicturesInMemory, Source
+from .datasets import ImagesInMemory, Source
 from .draw import Draws, SampleDraws, SampleKey
 from .images import DataError, crop_and_flip, resize_and_centre_crop
 from .sampler import TrainSampler
@@ -63,7 +63,7 @@ class TrainViews(Dataset):
         """(B, 3, H, W) uint8: each image is decoded, cut and let go before the next."""
         views = []
         for key in keys:
-            image = self.source.picture(key.index)                       # (3, h, w)
+            image = self.source.image(key.index)                         # (3, h, w)
             box, flip, interpolation = self.draws.view(key, *image.shape[1:])
             views.append(crop_and_flip(image, box, flip, self.draws.size, interpolation))
         return _stack_images(views)
@@ -96,11 +96,11 @@ class EvalViews(Dataset):
     @property
     def ready_made(self) -> bool:
         """Whether the images are in memory and as the model sees them: no work for workers."""
-        return (isinstance(self.source, PicturesInMemory) and self.crop_pct == 1.0
-                and tuple(self.source.pictures.shape[2:]) == self.size)
+        return (isinstance(self.source, ImagesInMemory) and self.crop_pct == 1.0
+                and tuple(self.source.images.shape[2:]) == self.size)
 
     def __getitem__(self, position: int) -> tuple[Tensor, int]:
-        view = resize_and_centre_crop(self.source.picture(self.indices[position]), self.size,
+        view = resize_and_centre_crop(self.source.image(self.indices[position]), self.size,
                                       self.crop_pct, self.interpolation)
         return view, int(self.labels[position])
 

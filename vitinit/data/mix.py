@@ -20,19 +20,19 @@ from .images import Box
 from .passes import Passes, passes_on, put
 
 
-class Mix(NamedTuple):
+class MixDraw(NamedTuple):
     """How an image and its partner are mixed."""
 
     share: float                # λ: how much of the target is the image's own label
     box: Box | None             # cutmix: the box that comes from the partner; None: mixup
 
 
-UNMIXED = Mix(1.0, None)
+UNMIXED = MixDraw(1.0, None)
 EMPTY = Box(0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
-class Mixing:
+class MixSettings:
     """Mixup (Zhang et al., arXiv 1710.09412) and cutmix (Yun et al., arXiv 1905.04899).
 
     A group is mixed with `probability`, by cutmix with `switch_probability` where both are
@@ -51,7 +51,7 @@ class Mixing:
     def mixes(self) -> bool:
         return self.probability > 0.0 and (self.mixup_alpha > 0.0 or self.cutmix_alpha > 0.0)
 
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> Mix:
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> MixDraw:
         """For a group of images of height × width pixels."""
         if not self.mixes or rng.random() >= self.probability:
             return UNMIXED
@@ -59,8 +59,8 @@ class Mixing:
         if self.cutmix_alpha and (switch or not self.mixup_alpha):
             box = draw_box(rng, rng.beta(self.cutmix_alpha, self.cutmix_alpha), height, width)
             # The box was cut off at the border: its true area counts.
-            return Mix(1.0 - box.height * box.width / (height * width), box)
-        return Mix(rng.beta(self.mixup_alpha, self.mixup_alpha), None)
+            return MixDraw(1.0 - box.height * box.width / (height * width), box)
+        return MixDraw(rng.beta(self.mixup_alpha, self.mixup_alpha), None)
 
 
 def draw_box(rng: np.random.Generator, share: float, height: int, width: int) -> Box:
@@ -87,11 +87,11 @@ class MixPlan(NamedTuple):
     boxes: np.ndarray | tuple[tuple[int, Box], ...] | None      # (B, 4) int64, or (row, box) of each
 
 
-def plan_mixing(mixes: Sequence[Mix], passes: Passes) -> MixPlan:
+def plan_mixing(mixes: Sequence[MixDraw], passes: Passes) -> MixPlan:
     """Of images; None where no image is mixed that way."""
     boxed = tuple((row, mix.box) for row, mix in enumerate(mixes) if mix.box is not None)
     shared = any(mix.box is None and mix.share != 1.0 for mix in mixes)
-    boxes = np.array([mix.box or EMPTY for mix in mixes]) if passes.together else boxed
+    boxes = np.array([mix.box or EMPTY for mix in mixes]) if passes.at_once else boxed
     return MixPlan(
         # Images with a box keep all of themselves here, to the bit.
         weights([mix.share if mix.box is None else 1.0 for mix in mixes]) if shared else None,
@@ -103,7 +103,7 @@ def weights(shares: Sequence[float]) -> np.ndarray:
     return np.array([[share, 1.0 - share] for share in shares], dtype=np.float32)
 
 
-def mix_images(images: Tensor, mixes: Sequence[Mix], passes: Passes | None = None) -> Tensor:
+def mix_images(images: Tensor, mixes: Sequence[MixDraw], passes: Passes | None = None) -> Tensor:
     """(B, 3, H, W) with their partners, B mixes. uint8 stays uint8, rounded to the nearest level."""
     plan = plan_mixing(mixes, passes or passes_on(images.device))
     return mixed_images(images, put(plan, images.device))
@@ -126,7 +126,7 @@ def mixed_images(images: Tensor, plan: MixPlan) -> Tensor:
     return mixed
 
 
-def mix_targets(targets: Tensor, mixes: Sequence[Mix]) -> Tensor:
+def mix_targets(targets: Tensor, mixes: Sequence[MixDraw]) -> Tensor:
     """(B, K) with their partners', B mixes."""
     return blended(targets, put(weights([mix.share for mix in mixes]), targets.device))
 

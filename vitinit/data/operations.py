@@ -248,13 +248,13 @@ FILTERS = {False: (linear, range(1, 3)), True: (cubic, range(4))}
 
 
 def affine(images: Tensor, bilinear: int, matrices: Tensor, bounds: Tensor, fill: Tensor, *,
-           axes: Axes = "xy", together: bool) -> Tensor:
+           axes: Axes = "xy", at_once: bool) -> Tensor:
     """Each image (n, 3, H, W) uint8 seen through its matrix (n, 2, 3) float64.
 
     The first `bilinear` images are interpolated so, the others bicubically. A pixel whose centre falls
     outside of the old image gets `fill`, (3, 1, 1) uint8. Otherwise neighbours beyond the edge repeat
     the edge, as in Pillow. bounds: `image_bounds`. axes: along which pixels move; where they stay on
-    their row (column), that row (column) alone need be read. together: read all neighbours of a pixel
+    their row (column), that row (column) alone need be read. at_once: read all neighbours of a pixel
     at once, which takes both axes; else one by one.
     """
     height, width = images.shape[2:]
@@ -271,7 +271,7 @@ def affine(images: Tensor, bilinear: int, matrices: Tensor, bounds: Tensor, fill
     first = torch.arange((FRAME - 1) * (stride + 1), len(images) * size, size, dtype=torch.int32,
                          device=images.device).view(-1, 1, 1)
     index = places["y"] * stride + places["x"] + first
-    interpolate = interpolated_at_once if together else interpolated_by_neighbour
+    interpolate = interpolated_at_once if at_once else interpolated_by_neighbour
     parts = [interpolate(words, index[some], dict(zip(axes, shares[some].split(1, dim=1))), bicubic)
              for bicubic, some in ((False, slice(bilinear)), (True, slice(bilinear, None)))
              if len(index[some])]

@@ -23,14 +23,14 @@ class Passes(NamedTuple):
 
     pixels: int                 # through an operation at once at most, but at least one image
     finished_pixels: int        # normalised, erased and mixed at once at most, but at least one pair
-    together: bool              # all that an operation reads at once, though that takes more memory
+    at_once: bool               # all that an operation reads at once, though that takes more memory
 
 
 # A geometric operation takes 280 bytes of memory per pixel, others at most 50, so 4.4 GiB is the limit:
 # 2^24 pixels are 334 images of 224×224, where about 171 of 1024 go through one at DeiT's settings.
-FEW_LAUNCHES = Passes(pixels=2**24, finished_pixels=2**40, together=True)
+FEW_LAUNCHES = Passes(pixels=2**24, finished_pixels=2**40, at_once=True)
 # 2.6 images of 224×224.
-IN_CACHE = Passes(pixels=2**17, finished_pixels=2**17, together=False)
+IN_CACHE = Passes(pixels=2**17, finished_pixels=2**17, at_once=False)
 
 
 def passes_on(device: torch.device) -> Passes:

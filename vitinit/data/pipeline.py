@@ -37,7 +37,7 @@ class Prepared(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """This process' share of one global batch, which is made while it is iterated over, once.
 
     Iterating gives for each micro-batch: images (B, 3, H, W) and targets (B, K) on the device, and
@@ -80,13 +80,13 @@ class TrainingBatches:
     def steps_per_epoch(self) -> int:
         return self.sampler.steps_per_epoch
 
-    def steps(self, *, epoch: int, done: int = 0) -> Iterator[Step]:
+    def steps(self, *, epoch: int, done: int = 0) -> Iterator[TrainingStep]:
         """Those of `epoch`, counted from 0, without the first `done`."""
         self.sampler.start(epoch=epoch, step=done)
         numbers = range(epoch * self.steps_per_epoch + done, (epoch + 1) * self.steps_per_epoch)
         prepared = made_ahead(self._prepared(numbers), self.prepare.device)
         for number in numbers:
-            yield Step(number, self.sampler.plan, prepared)
+            yield TrainingStep(number, self.sampler.plan, prepared)
 
     def _prepared(self, numbers: Iterable[int]) -> Iterator[Prepared]:
         """The micro-batches of these steps, one after the other."""

@@ -31,7 +31,7 @@ class BatchPlan:
 
     global_batch: int
     world_size: int
-    micro_batch: int
+    micro_batch_size: int
     group: int
 
     @property
@@ -40,7 +40,7 @@ class BatchPlan:
 
     @property
     def accumulation(self) -> int:
-        return self.per_process // self.micro_batch
+        return self.per_process // self.micro_batch_size
 
     @property
     def groups(self) -> int:
@@ -77,8 +77,8 @@ class BatchPlan:
                          "mixing are further views of the others: optim.global_batch = "
                          f"{self.global_batch} has fewer groups ({self.groups}) than "
                          f"augment.repeats = {repeats}")
-        if 2 * self.micro_batch < min(max_batch_per_process, self.per_process):
-            lines.append(f"micro-batches have {self.micro_batch} image(s): of a process' "
+        if 2 * self.micro_batch_size < min(max_batch_per_process, self.per_process):
+            lines.append(f"micro-batches have {self.micro_batch_size} image(s): of a process' "
                          f"{self.per_process} no larger part up to optim.max_batch_per_process = "
                          f"{max_batch_per_process} divides them evenly")
         return lines
@@ -99,9 +99,9 @@ def plan_batches(global_batch: int, max_batch_per_process: int, world_size: int,
         raise ValueError(f"optim.max_batch_per_process = {max_batch_per_process}, but images are "
                          "mixed in pairs; expected at least 2, or mix.probability = 0")
     per_process = global_batch // world_size
-    micro_batch = next(size for size in range(min(max_batch_per_process, per_process), 0, -1)
-                       if per_process % size == 0 and size % unit == 0)
-    return BatchPlan(global_batch, world_size, micro_batch, group)
+    micro_batch_size = next(size for size in range(min(max_batch_per_process, per_process), 0, -1)
+                            if per_process % size == 0 and size % unit == 0)
+    return BatchPlan(global_batch, world_size, micro_batch_size, group)
 
 
 def _require_even_shares(global_batch: int, world_size: int, group: int, unit: int) -> None:

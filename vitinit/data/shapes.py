@@ -1,7 +1,7 @@
 """`shapes`: an embedded data set, so that the first command needs no download.
 
 Ten classes of simple figures at random place, size, angle and colour on cluttered backgrounds,
-32×32 pixels, 5,000 to train on and 1,000 to validate. Picture i of a split is a pure function of
+32×32 pixels, 5,000 to train on and 1,000 to validate. Image i of a split is a pure function of
 (split, i). A figure is a formula: whether the point (u, v), in units of its size, is inside it.
 """
 
@@ -69,8 +69,8 @@ def _window(centre: np.ndarray, radius: float) -> tuple[slice, slice]:
     return slice(*row), slice(*column)
 
 
-def draw_picture(rng: np.random.Generator) -> tuple[np.ndarray, int]:
-    """One picture (3, SIZE, SIZE) uint8 and its class.
+def draw_image(rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    """One image (3, SIZE, SIZE) uint8 and its class.
 
     Background: a dark colour ramp. Clutter: a few thin bars and small ellipses in darker colours.
     Figure: one of ten in a lighter colour, 7 to 12 pixels in radius. On top a little noise.
@@ -99,10 +99,10 @@ def draw_picture(rng: np.random.Generator) -> tuple[np.ndarray, int]:
 
 
 def make_split(split: str) -> tuple[Tensor, np.ndarray]:
-    """All pictures (N, 3, SIZE, SIZE) uint8 and labels (N,) of "train" or "val"; a few seconds."""
-    pictures = np.empty((SPLITS[split], 3, SIZE, SIZE), dtype=np.uint8)
+    """All images (N, 3, SIZE, SIZE) uint8 and labels (N,) of "train" or "val"; a few seconds."""
+    images = np.empty((SPLITS[split], 3, SIZE, SIZE), dtype=np.uint8)
     labels = np.empty(SPLITS[split], dtype=np.int64)
     for index in range(SPLITS[split]):
         rng = keyed_generator(SEED, Stream.SHAPES, list(SPLITS).index(split), index)
-        pictures[index], labels[index] = draw_picture(rng)
-    return torch.from_numpy(pictures), labels
+        images[index], labels[index] = draw_image(rng)
+    return torch.from_numpy(images), labels

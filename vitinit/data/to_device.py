@@ -14,7 +14,7 @@ from .augment import (Fill, Normalise, augmented, normal_quantiles, plan_erasing
                       plan_rand_augment)
 from .draw import Draws
 from .loader import Batch, TrainBatch
-from .mix import Mix, MixPlan, Mixing, blended, mixed_images, plan_mixing, smooth_one_hot, weights
+from .mix import MixDraw, MixPlan, MixSettings, blended, mixed_images, plan_mixing, smooth_one_hot, weights
 from .passes import Call, Pass, Passes, passes_on, put
 
 
@@ -64,7 +64,7 @@ class TrainToDevice(ToDevice):
 
     def __init__(self, device: torch.device, *, mean: Sequence[float], std: Sequence[float],
                  channels_last: bool, fill: Sequence[int], erase_fill: Fill, erase_after_mix: bool,
-                 mixing: Mixing, num_classes: int, seed: int, passes: Passes | None = None) -> None:
+                 mixing: MixSettings, num_classes: int, seed: int, passes: Passes | None = None) -> None:
         """passes: how the images go through all this; None: as suits the device."""
         super().__init__(device, mean=mean, std=std, channels_last=channels_last)
         self.fill, self.erase_fill, self.erase_after_mix = fill, erase_fill, erase_after_mix
@@ -84,18 +84,18 @@ class TrainToDevice(ToDevice):
             targets = blended(targets, plan.target_weights)
         return self.finished(augmented(images, plan.rand_augment), plan.pieces), targets
 
-    def mixes(self, step: int, groups: Sequence[int], height: int, width: int) -> list[Mix]:
+    def mixes(self, step: int, groups: Sequence[int], height: int, width: int) -> list[MixDraw]:
         """Of each image, (B,): one draw per group."""
         drawn = {group: self.mixing.draw(keyed_generator(self.seed, Stream.MIX, step, group),
                                          height, width) for group in set(groups)}
         return [drawn[group] for group in groups]
 
-    def plan(self, draws: Draws, mixes: list[Mix] | None, size: tuple[int, int]) -> Plan:
+    def plan(self, draws: Draws, mixes: list[MixDraw] | None, size: tuple[int, int]) -> Plan:
         return Plan(tuple(plan_rand_augment(draws, size, self.fill, self.passes)),
                     tuple(self.pieces(draws, mixes, size)),
                     mixes and weights([mix.share for mix in mixes]))
 
-    def pieces(self, draws: Draws, mixes: list[Mix] | None, size: tuple[int, int]
+    def pieces(self, draws: Draws, mixes: list[MixDraw] | None, size: tuple[int, int]
                ) -> Iterator[Piece]:
         """Pairs that are finished at once, from the outermost on."""
         count = len(draws.noise_keys)

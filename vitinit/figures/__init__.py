@@ -1,1 +1,1 @@
-"""Pictures: what an init makes of attention, how runs went, what augmentation does to images."""
+"""Figures: what an init makes of attention, how runs went, what augmentation does to images."""

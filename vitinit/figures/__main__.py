@@ -1,4 +1,4 @@
-"""Pictures: what an init makes of attention, how runs went, what augmentation does to images.
+"""Figures: what an init makes of attention, how runs went, what augmentation does to images.
 
     python -m vitinit.figures kernels --out kernels.png
     python -m vitinit.figures maps --recipe quickstart --init default impulse --out maps.png
@@ -103,7 +103,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     maps.add_argument("--blocks", nargs="+", type=index, default=[0])
     maps.add_argument("--heads", nargs="+", type=index, help="default: all")
     attention = of_models("attention", "where tokens of a photograph look")
-    attention.add_argument("picture", type=Path)
+    attention.add_argument("image", type=Path)
     attention.add_argument("--blocks", nargs="+", type=index, default=[0])
     attention.add_argument("--heads", nargs="+", type=index, default=[0, 1, 2])
     attention.add_argument("--queries", nargs="+", type=place, default=[], metavar="ROW,COLUMN",
@@ -111,10 +111,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     mass = of_models("mass", "share of attention on the impulse's targets, by depth")
     of_photographs(mass)
     mass.add_argument("--kernel-size", type=size, default=3, help="of the impulses, ordered offsets")
-    equivariance = of_models("equivariance", "whether tokens move with the picture, by depth")
+    equivariance = of_models("equivariance", "whether tokens move with the image, by depth")
     of_photographs(equivariance)
     equivariance.add_argument("--step", type=place, default=(1, 1), metavar="DOWN,RIGHT",
-                              help="how many patches pictures are moved by")
+                              help="how many patches images are moved by")
     of_photographs(of_models("spectrum", "singular values and ranks of patch embeddings"))
     filters = of_models("filters", "a ConvMixer's depthwise filters or a Swin's position bias")
     filters.add_argument("--blocks", nargs="+", type=index, default=[0])
@@ -125,10 +125,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     curves.add_argument("--steps", action="store_true",
                         help="loss, learning rate and gradient norm by step, also of runs that go on")
     operations = figure("operations", "a photograph under each of RandAugment's")
-    operations.add_argument("picture", type=Path)
+    operations.add_argument("image", type=Path)
     operations.add_argument("--magnitude", type=real(minimum=0.0, maximum=10.0), default=9.0)
     batch = figure("batch", "batches after the whole augmentation")
-    batch.add_argument("--data-dir", type=Path, required=True, help="a folder with pictures in it")
+    batch.add_argument("--data-dir", type=Path, required=True, help="a folder with images in it")
     batch.add_argument("--seed", type=seed, default=0)
     return parser.parse_args(arguments)
 
@@ -152,7 +152,7 @@ def draw(args: argparse.Namespace) -> None:
     elif args.figure == "maps":
         draw_maps(args.out, subjects(args), kinds=args.kinds, blocks=args.blocks, heads=args.heads)
     elif args.figure == "attention":
-        draw_attention(args.out, subjects(args), args.picture, blocks=args.blocks, heads=args.heads,
+        draw_attention(args.out, subjects(args), args.image, blocks=args.blocks, heads=args.heads,
                        queries=args.queries)
     elif args.figure == "mass":
         draw_mass(args.out, subjects(args), folder=args.data_dir, count=args.count,
@@ -172,7 +172,7 @@ def draw(args: argparse.Namespace) -> None:
             print(line)
         draw_curves(args.out, groups)
     elif args.figure == "operations":
-        draw_operations(args.out, args.picture, magnitude=args.magnitude)
+        draw_operations(args.out, args.image, magnitude=args.magnitude)
     else:
         draw_batch(args.out, args.data_dir, seed=args.seed)
 

@@ -1,4 +1,4 @@
-"""Where a token of one photograph looks: attention as heat laid over the picture."""
+"""Where a token of one photograph looks: attention as heat laid over the image."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def heat_maps(weights: Tensor, grid: tuple[int, int], query: tuple[int, int]) ->
     return weights[:, -cells:, -cells:][:, row * grid[1] + column].unflatten(-1, grid)
 
 
-def draw_attention(out: Path, subjects: Iterable[Subject], picture: Path, *, blocks: Sequence[int],
+def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *, blocks: Sequence[int],
                    heads: Sequence[int], queries: Sequence[tuple[int, int]]) -> None:
     """One row a model, block and query: the photograph with the query framed, then each head."""
     rows = []
@@ -38,7 +38,7 @@ def draw_attention(out: Path, subjects: Iterable[Subject], picture: Path, *, blo
         require_family(subject, "attention", VisionTransformer, SimpleViT, SwinTransformer)
         grids = block_grids(subject.model)
         require_indices("block", blocks, len(grids))
-        image = evaluation_view(decode_image(str(picture)), subject.recipe)         # (3, H, W)
+        image = evaluation_view(decode_image(str(photograph)), subject.recipe)      # (3, H, W)
         matrices = mixing_matrices(subject.model, as_input(image[None], subject.recipe),
                                    blocks=blocks)
         for block in blocks:

@@ -9,19 +9,19 @@ import torch
 
 from ..data.augment import (IMAGENET_MEAN, IMAGENET_STD, erase, normal_quantiles, normalise,
                             rand_augment)
-from ..data.datasets import LoosePictures
+from ..data.datasets import LooseImages
 from ..data.draw import Draws, Operation, RandAugment, SampleDraws, SampleKey
 from ..data.images import decode_image, resize_and_centre_crop
 from ..data.loader import TrainViews, train_loader
-from ..data.mix import Mixing, mix_images
+from ..data.mix import MixSettings, mix_images
 from ..keys import Stream, keyed_generator
 from .plot import pyplot, save
 
 
-def draw_operations(out: Path, picture: Path, *, magnitude: float) -> None:
+def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
     """One photograph under each of RandAugment's operations at one magnitude, sign +, bicubic."""
     plt = pyplot()
-    image = resize_and_centre_crop(decode_image(str(picture)), (224, 224), 0.875, "bicubic")
+    image = resize_and_centre_crop(decode_image(str(photograph)), (224, 224), 0.875, "bicubic")
     settings, operations = RandAugment(), list(Operation)                # the first is NONE
     arguments = [settings.argument(operation, magnitude, 1.0) for operation in operations]
     column = (len(operations), 1)
@@ -42,13 +42,13 @@ def draw_operations(out: Path, picture: Path, *, magnitude: float) -> None:
 def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
     """Two batches of six as a model sees them: DeiT's whole augmentation, by mixup and by cutmix."""
     plt = pyplot()
-    source, size, count = LoosePictures(folder, 12), (224, 224), 6
+    source, size, count = LooseImages(folder, 12), (224, 224), 6
     settings = RandAugment()
     views = TrainViews(source, SampleDraws(seed, size, rand_augment=settings))
     keys = [[SampleKey(0, (row * count + place) % len(source)) for place in range(count)]
             for row in range(2)]
     figure, axes = plt.subplots(2, count, figsize=(2.05 * count, 4.9), layout="constrained")
-    kinds = {"mixup": Mixing(cutmix_alpha=0.0), "cutmix": Mixing(mixup_alpha=0.0)}
+    kinds = {"mixup": MixSettings(cutmix_alpha=0.0), "cutmix": MixSettings(mixup_alpha=0.0)}
     batches = train_loader(views, keys, workers=0, pin_memory=False)
     for step, (row, batch, (kind, mixing)) in enumerate(zip(axes, batches, kinds.items())):
         mix = mixing.draw(keyed_generator(seed, Stream.MIX, step, 0), *size)

@@ -16,7 +16,7 @@ from .plot import COLOURS, LINES, FigureError, pyplot, save
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-POINTS = 400                    # of a line, at most; more are averaged, neighbours together
+POINTS = 400                    # of a line, at most; more are averaged, neighbours merged
 QUANTITIES = {"loss": "training loss", "lr": "learning rate", "grad_norm": "gradient norm"}
 
 
@@ -53,13 +53,13 @@ def draw_steps(out: Path, groups: Sequence[Group]) -> None:
         if not steps:
             raise FigureError(f"{next(iter(group.runs.values())).path}: no steps on record to draw; "
                               "steps.jsonl has a line from the tenth on, in runs of this version")
-        together = -(-len(steps) // POINTS)
-        most = max(most, together)
+        merged = -(-len(steps) // POINTS)
+        most = max(most, merged)
         for axis, key in zip(axes, QUANTITIES):
             values = torch.tensor([[rows[step][key] for step in steps] for rows in by_seed],
                                   dtype=torch.float64)
-            draw_band(axis, averaged(torch.tensor(steps)[None], together)[0],
-                      averaged(values, together), colour, line, named(group))
+            draw_band(axis, averaged(torch.tensor(steps)[None], merged)[0],
+                      averaged(values, merged), colour, line, named(group))
     for axis, words in zip(axes, QUANTITIES.values()):
         axis.set(xlabel="step", title=words)
         axis.grid(alpha=0.3)
@@ -89,6 +89,6 @@ def by_step(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
             for row in rows}
 
 
-def averaged(values: Tensor, together: int) -> Tensor:
-    """(rows, columns) → (rows, ⌈columns / together⌉): means of so many neighbours, NaN left out."""
-    return torch.stack([part.double().nanmean(1) for part in values.split(together, dim=1)], dim=1)
+def averaged(values: Tensor, merged: int) -> Tensor:
+    """(rows, columns) → (rows, ⌈columns / merged⌉): means of so many neighbours, NaN left out."""
+    return torch.stack([part.double().nanmean(1) for part in values.split(merged, dim=1)], dim=1)

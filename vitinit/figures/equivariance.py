@@ -1,4 +1,4 @@
-"""Do a ViT's tokens move when the picture moves? How far they are from it, by depth."""
+"""Do a ViT's tokens move when the image moves? How far they are from it, by depth."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def streams(model: VisionTransformer, images: Tensor) -> Tensor:
 
 
 def shift_errors(model: VisionTransformer, images: Tensor, step: tuple[int, int]) -> Tensor:
-    """How much of what tokens say of a picture does not move with it, (depth + 1,): 0 is all moves.
+    """How much of what tokens say of an image does not move with it, (depth + 1,): 0 is all moves.
 
     images: (B, 3, H, W), normalised, B ≥ 2. They move by `step` patches, (down, right), round the
-    borders. Of every token its mean over the images is taken off, which the position code makes; of
+    borders. Of every token its mean over the images is taken off, which the position embedding makes; of
     the rest it is the rms difference between moving before and moving after, divided by the rms. A
     quarter of the grid at each border is left out, since a convolution of patches sees the seam there.
     """
@@ -50,7 +50,7 @@ def draw_equivariance(out: Path, subjects: Iterable[Subject], *, folder: Path, c
                       step: tuple[int, int]) -> None:
     """One panel a recipe, one line an init or run and epoch; the numbers are printed, too."""
     if count < 2:
-        raise FigureError(f"--count {count}: what differs between pictures takes two at least")
+        raise FigureError(f"--count {count}: what differs between images takes two at least")
     found: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for subject in subjects:
         require_family(subject, "equivariance", VisionTransformer)
@@ -63,5 +63,5 @@ def draw_equivariance(out: Path, subjects: Iterable[Subject], *, folder: Path, c
     panels = {name: [Line(errors, state, colours[state]) for state, errors in states.items()]
               for name, states in found.items()}
     draw_panels(out, panels, across="blocks behind", down="error of tokens, share of their rms",
-                heading=f"Tokens of pictures moved by {step[0]} and {step[1]} patches, against moved "
+                heading=f"Tokens of images moved by {step[0]} and {step[1]} patches, against moved "
                         f"tokens, {count} photographs")

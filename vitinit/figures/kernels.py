@@ -22,21 +22,21 @@ from .subjects import Subject, require_family, require_indices
 RADIUS = 3                      # of the kernels of attention, in patches
 
 
-def example_pictures(count: int) -> Tensor:
-    """The first pictures of the embedded set's validation split, (count, 3, 32, 32), normalised."""
-    pictures = [shapes.draw_picture(keyed_generator(shapes.SEED, Stream.SHAPES, 1, index))[0]
-                for index in range(count)]
-    return normalise(torch.stack([torch.from_numpy(p) for p in pictures]), [0.5] * 3, [0.25] * 3)
+def example_images(count: int) -> Tensor:
+    """The first images of the embedded set's validation split, (count, 3, 32, 32), normalised."""
+    images = [shapes.draw_image(keyed_generator(shapes.SEED, Stream.SHAPES, 1, index))[0]
+              for index in range(count)]
+    return normalise(torch.stack([torch.from_numpy(p) for p in images]), [0.5] * 3, [0.25] * 3)
 
 
 def draw_kernels(out: Path, *, inits: list[str], embed_dim: int, num_heads: int, patch_size: int,
                  block: int) -> None:
     """Mean attention by offset, one row an init, one column a head: kernels that heads start as.
 
-    A ViT for 32-pixel pictures with mean pooling, on 64 pictures of `shapes`, seed 0.
+    A ViT for 32-pixel images with mean pooling, on 64 images of `shapes`, seed 0.
     """
     plt = pyplot()
-    pictures = example_pictures(64)
+    images = example_images(64)
     figure, axes = plt.subplots(len(inits), num_heads, squeeze=False, layout="constrained",
                                 figsize=(1.35 * num_heads + 1.6, 1.45 * len(inits) + 0.5))
     for number, (row, name) in enumerate(zip(axes, inits)):
@@ -45,7 +45,7 @@ def draw_kernels(out: Path, *, inits: list[str], embed_dim: int, num_heads: int,
                                 embed_dim=embed_dim, num_heads=num_heads, depth=block + 1,
                                 pool="mean")
             init_weights(model, name, generator=torch.Generator().manual_seed(0))
-        weights = mixing_matrices(model, pictures, blocks=[block])[block]  # (B, h, N, N)
+        weights = mixing_matrices(model, images, blocks=[block])[block]    # (B, h, N, N)
         kernels = mean_kernel(weights, model.grid, RADIUS).mean(0)        # (h, 2r + 1, 2r + 1)
         for head, axis in enumerate(row):
             image = axis.imshow(kernels[head].numpy(), vmin=0, vmax=1, cmap="cividis",

@@ -27,15 +27,15 @@ SHOWN = 0.995                   # the share of Q Kᵀ's entries that the colours
 def position_maps(model: VisionTransformer, block: int, kind: str) -> Tensor:
     """One of KINDS for every head of a block: (h, D, D) for "qk", else (h, N, N), N patch tokens.
 
-    P is the patch tokens' position code through the block's own norm, (N, D). The biases of queries
+    P is the patch tokens' position embedding through the block's own norm, (N, D). The biases of queries
     and keys are left out, as in the papers; "softmax" has the 1/√d of the model.
     """
     attention = model.blocks[block].attn
     query, key = attention.q_weight.mT, attention.k_weight.mT            # (h, D, d)
     if kind == "qk":
         return query @ key.mT                                            # (h, D, D)
-    code = model.blocks[block].norm1(model.pos_embed[0, model.num_prefix_tokens:])   # (N, D)
-    query, key = code @ query, code @ key                                # (h, N, d)
+    positions = model.blocks[block].norm1(model.pos_embed[0, model.num_prefix_tokens:])  # (N, D)
+    query, key = positions @ query, positions @ key                      # (h, N, d)
     if kind == "logits":
         return query @ key.mT                                            # (h, N, N)
     return attention_weights(query, key)
@@ -61,4 +61,4 @@ def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
                 rows.append(Row(f"{subject.state}\nblock {block}", maps, unit, down, across,
                                 diverging, peak=peak))
     draw_grid(out, rows, [f"head {head}" for head in heads or range(most)],
-              f"{subject.recipe.name}: each head on the position code P")
+              f"{subject.recipe.name}: each head on the position embedding P")

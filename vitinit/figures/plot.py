@@ -1,4 +1,4 @@
-"""What every picture needs: matplotlib, colours that the colour-blind tell apart, panels of lines and
+"""What every figure needs: matplotlib, colours that the colour-blind tell apart, panels of lines and
 grids of maps."""
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Row(NamedTuple):
 
 def draw_grid(out: Path, rows: list[Row], titles: list[str], heading: str,
               side: float = 1.3) -> None:
-    """One picture of all rows, each map `side` inches wide, with a colour bar a row."""
+    """One figure of all rows, each map `side` inches wide, with a colour bar a row."""
     plt = pyplot()
     figure, axes = plt.subplots(len(rows), len(titles), squeeze=False, layout="constrained",
                                 figsize=(side * len(titles) + 2.0, (side + .35) * len(rows) + .6))

@@ -29,7 +29,7 @@ class Ranks(NamedTuple):
 
 @torch.no_grad()
 def patch_embeddings(model: nn.Module, images: Tensor) -> Tensor:
-    """(B, 3, H, W) → X, (B, N, D): what comes out of `patch_embed`, before any position code.
+    """(B, 3, H, W) → X, (B, N, D): what comes out of `patch_embed`, before any position embedding.
 
     A ViT's and a Mixer's is linear; SimpleViT's and Swin's end in their LayerNorm.
     """

@@ -1,4 +1,4 @@
-"""Whose picture is taken: models fresh from an init, or as runs left them; and photographs."""
+"""What figures are drawn of: models fresh from an init, or as runs left them; and photographs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..command_line import building
-from ..data.datasets import LoosePictures
+from ..data.datasets import LooseImages
 from ..init import init_weights
 from ..models import SimpleViT, VisionTransformer, build_model
 from ..recipe.files import RecipeError
@@ -25,7 +25,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 class Subject(NamedTuple):
-    """A model and how it is called in a picture."""
+    """A model and how it is called in a figure."""
 
     recipe: Recipe
     state: str                  # "impulse", "impulse, epoch 10"
@@ -103,8 +103,8 @@ def require_indices(what: str, indices: Sequence[int], count: int) -> None:
 
 def photographs(folder: Path, count: int, recipe: Recipe) -> Tensor:
     """The first `count` photographs under `folder` as inputs, (count, 3, H, W)."""
-    source = LoosePictures(folder, count)
+    source = LooseImages(folder, count)
     if len(source) < count:
-        raise FigureError(f"{folder}: holds {len(source)} pictures, and {count} are asked for")
-    return as_input(torch.stack([evaluation_view(source.picture(index), recipe)
+        raise FigureError(f"{folder}: holds {len(source)} images, and {count} are asked for")
+    return as_input(torch.stack([evaluation_view(source.image(index), recipe)
                                  for index in range(count)]), recipe)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..models import ConvMixer, MlpMixer, SimpleViT
 from ..models.conv_mixer import DenseMixing
 
-EMBED_STD = 0.02            # of position codes and class tokens, in ViT, DeiT and timm
+EMBED_STD = 0.02            # of position embeddings and class tokens, in ViT, DeiT and timm
 CUT_NORMAL_STD = 0.87962566103423978    # of a standard normal cut at ± 2
 EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "reg_token", "relative_position_bias_table",
               "query", "key"}

@@ -1,4 +1,4 @@
-"""Where `deep_impulse` puts its position code, and how a head reads it there.
+"""Where `deep_impulse` puts its position embedding, and how a head reads it there.
 
 N tokens, D channels, of which the code has the first D_p; d channels per head. K waves, two channels
 each, of which a head reads m.
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..filters import Offset, convolution_matrix, impulse_kernel, shift_targets
 from ..models.vit import VisionTransformer
-from .factorize import STEEPEST, code_basis, query_key_factors, smallest_reaching
-from .fourier_code import (MARKS, gaussian_weights, impulse_weights, reading_marks, turned_factors,
+from .factorize import STEEPEST, position_basis, query_key_factors, smallest_reaching
+from .fourier_code import (BIAS_CHANNELS, gaussian_weights, impulse_weights, reading_bias_channels, turned_factors,
                            waves)
 
 HeadFactors = Callable[[float, int, Offset], tuple[Tensor, Tensor]]
@@ -29,13 +29,13 @@ class CodePlan:
     """Which channels of the residual stream hold the code, and which part of it each head reads."""
 
     frequencies: Tensor             # (K, 2), the waves of the code, slowest first
-    marks: bool
+    bias_channels: bool
     groups: list[Tensor]            # head h reads the waves groups[h modulo their number], (m,) each
 
     @property
     def channels(self) -> int:
-        """D_p: two a wave, and the marks."""
-        return code_size(self.frequencies, self.marks)
+        """D_p: two per wave, and the bias channels."""
+        return code_size(self.frequencies, self.bias_channels)
 
     @property
     def width(self) -> int:
@@ -44,33 +44,33 @@ class CodePlan:
 
 
 def waves_with_room(model: VisionTransformer, code_channels: float, period: float,
-                    marks: bool) -> Tensor:
+                    bias_channels: bool) -> Tensor:
     """(K, 2): as many of the grid's waves, slowest first, as a share of the width has room for."""
-    room = int(code_channels * model.pos_embed.shape[2]) - MARKS * marks
+    room = int(code_channels * model.pos_embed.shape[2]) - BIAS_CHANNELS * bias_channels
     return waves(model.grid, period)[:max(room // 2, 0)]
 
 
-def code_size(frequencies: Tensor, marks: bool) -> int:
-    return 2 * len(frequencies) + MARKS * marks
+def code_size(frequencies: Tensor, bias_channels: bool) -> int:
+    return 2 * len(frequencies) + BIAS_CHANNELS * bias_channels
 
 
-def planned(model: VisionTransformer, *, code_channels: float, period: float, marks: bool,
+def planned(model: VisionTransformer, *, code_channels: float, period: float, bias_channels: bool,
             disjoint: bool, reserve: bool) -> CodePlan:
     """Raises ValueError where the width or a head has no room for a wave, or none for images."""
     dim, attention = model.pos_embed.shape[2], model.blocks[0].attn
-    frequencies = waves_with_room(model, code_channels, period, marks)
+    frequencies = waves_with_room(model, code_channels, period, bias_channels)
     pairs = len(frequencies)
-    used = min((attention.head_dim - marks) // 2, pairs)
+    used = min((attention.head_dim - bias_channels) // 2, pairs)
     if used < 1:
         raise ValueError(f"head_dim is {attention.head_dim}, and {code_channels:g} of {dim} channels "
                          f"are for the code of a {model.grid[0]}×{model.grid[1]} grid; init "
-                         f"'deep_impulse' needs {2 + marks} and {2 + MARKS * marks} for a wave; raise "
+                         f"'deep_impulse' needs {2 + bias_channels} and {2 + BIAS_CHANNELS * bias_channels} for a wave; raise "
                          "code_channels, or have fewer and wider heads")
-    if reserve and code_size(frequencies, marks) == dim:
+    if reserve and code_size(frequencies, bias_channels) == dim:
         raise ValueError(f"code_channels is {code_channels:g} and the code has all {dim} channels, so "
                          "that none is left for images; use a smaller share, or reserve = false")
     firsts = range(0, attention.num_heads * used, used) if disjoint else [0]
-    return CodePlan(frequencies, marks,
+    return CodePlan(frequencies, bias_channels,
                     [torch.arange(first, first + used) % pairs for first in firsts])
 
 
@@ -100,7 +100,7 @@ def wave_factors(plan: CodePlan, grid: tuple[int, int], period: float, masses: l
     def factors(mass: float, group: int, offset: Offset) -> tuple[Tensor, Tensor]:
         weight = weights[mass, group]
         query, key = turned_factors(plan.frequencies, plan.groups[group], weight, offset)
-        return reading_marks(query, key, weight.sum().item()) if plan.marks else (query, key)
+        return reading_bias_channels(query, key, weight.sum().item()) if plan.bias_channels else (query, key)
     return factors
 
 
@@ -109,7 +109,7 @@ def table_factors(plan: CodePlan, grid: tuple[int, int], table: Tensor) -> HeadF
     @cache
     def factors(mass: float, group: int, offset: Offset) -> tuple[Tensor, Tensor]:
         query, key, peak = fitted_factors(table, offset, grid, plan.width, mass)
-        return reading_marks(query, key, peak) if plan.marks else (query, key)
+        return reading_bias_channels(query, key, peak) if plan.bias_channels else (query, key)
     return factors
 
 
@@ -122,7 +122,7 @@ def fitted_factors(table: Tensor, offset: Offset, grid: tuple[int, int], width: 
     """
     size = 2 * max(abs(offset[0]), abs(offset[1])) + 1
     shift = convolution_matrix(impulse_kernel(offset, size), grid).double()          # (N, N)
-    query, key = query_key_factors(shift, code_basis(table, min(width, *table.shape)), width, 1.0)
+    query, key = query_key_factors(shift, position_basis(table, min(width, *table.shape)), width, 1.0)
     logits = table @ query.mT @ key @ table.mT                           # (N, N)
     targets = shift_targets(offset, grid)
     rows = (targets >= 0).nonzero()[:, 0]

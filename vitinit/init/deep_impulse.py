@@ -1,6 +1,6 @@
 """Deep impulse initialisation: a convolution in every block of a ViT, not in the first alone.
 
-`impulse` (arXiv 2505.19985) fades with depth, because V, proj and the MLP write over the position code
+`impulse` (arXiv 2505.19985) fades with depth, because V, proj and the MLP write over the position embedding
 and the residual stream grows past it. Here the code has channels of its own, which at first nothing
 writes to; it shifts by rotation, and the logit at the target does not depend on what LayerNorm does
 to a token (both in fourier_code.py); and each block's Q and K are as large as that LayerNorm asks for
@@ -21,11 +21,11 @@ target: "gaussian": logits −‖Δ − δ‖² / 2 sigma² in place of a single
     can say that; target_mass then means nothing.
 code: "random": normal draws in place of waves, with Q and K by factorisation as in `impulse`.
 code_channels: D_p as a share of the width, at most two channels for each wave of the grid and the
-    marks.
+    bias channels.
 code_rms: root mean square of pos_embed over all channels, .36 as in `impulse`.
 period: of the slowest wave, in grids. At 1 the waves are orthogonal and a head whose target is off
     the grid looks round to the other side; from 2 on it looks at the border, with larger logits.
-marks: three channels of the D_p, and one of each head's, by which the logit at the target is 0
+bias_channels: three constant channels of the D_p, and one of each head's, by which the logit at the target is 0
     whatever LayerNorm subtracts and divides by. Without them, slow waves cost mass (at period 2
     .60 to .78 for .9, width 96, 8×8, CIFAR-10). They need `reserve`.
 waves_of_heads: each head uses the slowest waves, two channels each, or its own share, in turn.
@@ -51,7 +51,7 @@ from ..models.vit import VisionTransformer
 from .baseline import draw_base
 from .code_plan import CodePlan, planned, random_code, table_factors, wave_factors
 from .factorize import balanced_factors
-from .fourier_code import wave_code, with_marks
+from .fourier_code import wave_code, with_bias_channels
 from .impulse import OFFSETS, head_offsets
 from .mimetic import noisy_identity
 from .options import require_not_negative
@@ -91,7 +91,7 @@ def check_numbers(model: VisionTransformer, *, target_mass: float | tuple[float,
                          "and code_rms > 0 and period ≥ 1")
 
 
-def check_choices(*, marks: bool, reserve: bool, **chosen: str) -> None:
+def check_choices(*, bias_channels: bool, reserve: bool, **chosen: str) -> None:
     """ValueError for a word that is none of CHOICES, and for choices that contradict each other."""
     for name, value in chosen.items():
         if value not in CHOICES[name]:
@@ -100,9 +100,9 @@ def check_choices(*, marks: bool, reserve: bool, **chosen: str) -> None:
                                        or chosen["waves_of_heads"] == "disjoint"):
         raise ValueError('code is "random", which has no waves for target "gaussian" and waves_of_heads '
                          '"disjoint"; use "fourier"')
-    if marks and not reserve:
-        raise ValueError("marks = true needs reserve = true, since content in the marks' channels swamps "
-                         "the logits; set marks = false")
+    if bias_channels and not reserve:
+        raise ValueError("bias_channels = true needs reserve = true, since content in the bias channels swamps "
+                         "the logits; set bias_channels = false")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -111,9 +111,9 @@ def check_choices(*, marks: bool, reserve: bool, **chosen: str) -> None:
 
 
 def write_code(model: VisionTransformer, plan: CodePlan, table: Tensor, code_rms: float) -> float:
-    """table, (N, 2K), and the marks into the first D_p channels of pos_embed; returns their factor."""
+    """table, (N, 2K), and the bias channels into the first D_p channels of pos_embed; returns their factor."""
     prefix, dim = model.num_prefix_tokens, model.pos_embed.shape[2]
-    written = with_marks(table, prefix) if plan.marks else F.pad(table, (0, 0, prefix, 0))
+    written = with_bias_channels(table, prefix) if plan.bias_channels else F.pad(table, (0, 0, prefix, 0))
     amplitude = code_rms * math.sqrt(dim / written[prefix:].square().sum(1).mean().item())
     model.pos_embed[..., :plan.channels] = amplitude * written           # (1, P + N, D_p)
     return amplitude
@@ -133,7 +133,7 @@ def clear_channels(model: VisionTransformer, count: int) -> None:
         block.attn.v_weight[..., :count] = 0.0
 
 
-def keep_from_mlps(model: VisionTransformer, count: int) -> None:
+def shield_from_mlps(model: VisionTransformer, count: int) -> None:
     """No MLP reads the first `count` channels of the residual stream."""
     for block in model.blocks:
         block.mlp.fc1.weight[:, :count] = 0.0
@@ -195,7 +195,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
                  code_channels: float = 1 / 3,
                  code_rms: float = 0.36,
                  period: float = 1.0,
-                 marks: bool = True,
+                 bias_channels: bool = True,
                  waves_of_heads: Literal["slowest", "disjoint"] = "slowest",
                  reserve: bool = True,
                  mlp_reads_code: bool = True,
@@ -206,7 +206,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
 
     | tensor                                     | value                                         |
     |--------------------------------------------|-----------------------------------------------|
-    | pos_embed, the first D_p channels          | a 2-D Fourier code, and the marks             |
+    | pos_embed, the first D_p channels          | a 2-D Fourier code, and the bias channels     |
     | every block: attn.qkv.weight, Q, K rows    | K picks a head's waves, Q turns them by its   |
     |                                            |   offset; 0 beyond the D_p channels           |
     | every block: attn.qkv.bias, Q, K           | 0                                             |
@@ -220,18 +220,18 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     | everything else                            | as `base` drew it                             |
 
     The options are explained at the top of this file. Raises ValueError for a model without a learned
-    position code, options out of range, and a mass that the waves cannot reach.
+    position embedding, options out of range, and a mass that the waves cannot reach.
     """
     if not model.learns_positions:
-        raise ValueError("init 'deep_impulse' writes the position code, and the model's is fixed; use "
+        raise ValueError("init 'deep_impulse' writes the position embedding, and the model's is fixed; use "
                          'pos_embed = "learned"')
     check_numbers(model, target_mass=target_mass, code_channels=code_channels, sigma=sigma,
                   code_rms=code_rms, period=period)
     check_choices(offsets=offsets, target=target, code=code, waves_of_heads=waves_of_heads,
-                  value_init=value_init, marks=marks, reserve=reserve)
+                  value_init=value_init, bias_channels=bias_channels, reserve=reserve)
     require_not_negative(value_alpha=value_alpha)
     cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size
-    plan = planned(model, code_channels=code_channels, period=period, marks=marks,
+    plan = planned(model, code_channels=code_channels, period=period, bias_channels=bias_channels,
                    disjoint=waves_of_heads == "disjoint", reserve=reserve)
     masses = masses_by_block(target_mass, len(model.blocks))
     if code == "fourier":
@@ -248,7 +248,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     if reserve:
         clear_channels(model, reserved)
     if not mlp_reads_code:
-        keep_from_mlps(model, plan.channels)
+        shield_from_mlps(model, plan.channels)
     for number, block in enumerate(model.blocks):
         if value_init == "mimetic":
             write_values_beside(block.attn, reserved, alpha=value_alpha, beta=value_beta,

@@ -1,7 +1,7 @@
 """From a wanted token-to-token map to the weights that produce it.
 
 `mimetic` and `impulse` end in a factorisation. A map over channels, (D, D), is split into two factors
-of inner width r; a map over tokens, (N, N), first has to be pulled back through the position code.
+of inner width r; a map over tokens, (N, N), first has to be pulled back through the position embedding.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def balanced_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class CodeBasis:
-    """The part of a position code that can be inverted.
+class PositionBasis:
+    """The part of a position embedding that can be inverted.
 
     With X = LayerNorm(P), (N, D), and XᵀX = W diag(s) Wᵀ, it keeps the `rank` largest eigenvalues:
     `directions` W is (D, rank), orthonormal; `inverse` is diag(1/s) Wᵀ Xᵀ, (rank, N), so that
@@ -61,24 +61,24 @@ class CodeBasis:
     inverse: Tensor
 
 
-def code_basis(code: Tensor, rank: int) -> CodeBasis:
-    """code: (N, D), after LayerNorm. rank: how many directions to keep, at most the numerical rank.
+def position_basis(positions: Tensor, rank: int) -> PositionBasis:
+    """positions: (N, D), after LayerNorm. rank: how many directions to keep, at most the numerical rank.
 
     Truncation is what makes the method work: LayerNorm's rows sum to zero, so XᵀX is singular, and
     at full rank the noise of the small directions drowns the map (arXiv 2505.19985, released code).
     """
     # The SVD of X gives s and W without squaring the condition number.
-    _, values, directions = torch.linalg.svd(code, full_matrices=False)
+    _, values, directions = torch.linalg.svd(positions, full_matrices=False)
     values, directions = values[:rank], directions[:rank].mT             # (r,), (D, r)
-    return CodeBasis(directions, (code @ directions / values**2).mT)
+    return PositionBasis(directions, (positions @ directions / values**2).mT)
 
 
-def numerical_rank(code: Tensor) -> int:
+def numerical_rank(positions: Tensor) -> int:
     """Singular values above max(N, D) · eps · the largest, as numpy and torch count them."""
-    return int(torch.linalg.matrix_rank(code))
+    return int(torch.linalg.matrix_rank(positions))
 
 
-def query_key_factors(maps: Tensor, basis: CodeBasis, width: int,
+def query_key_factors(maps: Tensor, basis: PositionBasis, width: int,
                       norm: float) -> tuple[Tensor, Tensor]:
     """Q, K, each (..., width, D) as weights have it, for which X Qᵀ K Xᵀ is nearest to `maps` at the
     basis' rank.

@@ -1,11 +1,13 @@
-"""A position code that shifts by rotation: pairs of cosine and sine of 2-D waves over the grid.
+"""A position embedding that shifts by rotation: pairs of cosine and sine of 2-D waves over the grid.
 
 Pair k of the token at place (y, x) is (cos, sin) of u_k·y + v_k·x + phase_k. Moving by an offset turns
 each pair by the angle u_k·δy + v_k·δx, exactly; so of two tokens' pairs, one of them turned, the
 products sum to Σ w_k cos(…(Δ − δ)), which is largest where the displacement Δ is the offset δ.
 
 Attention reads the code through a LayerNorm, which shifts and divides each token by numbers that
-depend on its content. Three channels more, the marks, take both out of the logit at the target.
+depend on its content. Three more channels, the bias channels, are constant: 1 or 0 on all patches
+and on all prefix tokens. They give queries and keys a bias that passes through the same LayerNorm as
+the code, and so take both numbers out of the logit at the target.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from ..filters import Offset
 from .factorize import STEEPEST, smallest_reaching
 
 GOLDEN_ANGLE = math.pi * (3.0 - math.sqrt(5.0))
-MARKS = 3
+BIAS_CHANNELS = 3
 
 
 def waves(grid: tuple[int, int], period: float = 1.0) -> Tensor:
@@ -122,36 +124,36 @@ def turned_factors(frequencies: Tensor, chosen: Tensor, weights: Tensor,
     return query, key
 
 
-def with_marks(code: Tensor, prefix_tokens: int) -> Tensor:
-    """(P + N, C + 3): the patch tokens' code (N, C) after zeros for P prefix tokens, and the marks.
+def with_bias_channels(code: Tensor, prefix_tokens: int) -> Tensor:
+    """(P + N, C + 3): the patch tokens' code (N, C) after zeros for P prefix tokens, and the bias channels.
 
-    The first mark is 1 on patch tokens, the second 0 on all, the third 1 on prefix tokens.
+    The first bias channel is 1 on patch tokens, the second 0 on all, the third 1 on prefix tokens.
     """
-    table = code.new_zeros(prefix_tokens + len(code), code.shape[1] + MARKS)
-    table[prefix_tokens:, :-MARKS] = code
+    table = code.new_zeros(prefix_tokens + len(code), code.shape[1] + BIAS_CHANNELS)
+    table[prefix_tokens:, :-BIAS_CHANNELS] = code
     table[prefix_tokens:, -3] = 1.0
     table[:prefix_tokens, -1] = 1.0
     return table
 
 
-def reading_marks(query: Tensor, key: Tensor, peak: float) -> tuple[Tensor, Tensor]:
+def reading_bias_channels(query: Tensor, key: Tensor, peak: float) -> tuple[Tensor, Tensor]:
     """Q and K, (m + 1, C + 3) each, for logits that LayerNorm upsets little, from those of the code.
 
     query, key: (m, C). peak: the logit at the target, which is the largest.
 
-    LayerNorm takes the mean over all channels from each, from the second mark, too, where nothing but
+    LayerNorm takes the mean over all channels from each, from the second bias channel, too, where nothing but
     that is left; so a row with the sum 0 over all channels does not see it. And it divides a key by
     a scale that differs from token to token: by a tenth, a logit of 30 varies by 3, which is more
     than neighbours on slow waves differ by. The row that is added takes the peak from all logits: at
     the target that leaves 0, which no scale changes, and elsewhere less. A prefix token's logit is
-    −peak, as far from the target's as without marks; its own queries see all patches alike.
+    −peak, as far from the target's as without bias channels; its own queries see all patches alike.
     """
     root = math.sqrt(abs(peak))
     rows = []
-    for factor, marks in ((query, (-math.copysign(root, peak), 0.0, 0.0)), (key, (root, 0.0, root))):
-        row = factor.new_zeros(len(factor) + 1, factor.shape[1] + MARKS)
-        row[:-1, :-MARKS] = factor
-        row[-1, -MARKS:] = row.new_tensor(marks)
+    for factor, biases in ((query, (-math.copysign(root, peak), 0.0, 0.0)), (key, (root, 0.0, root))):
+        row = factor.new_zeros(len(factor) + 1, factor.shape[1] + BIAS_CHANNELS)
+        row[:-1, :-BIAS_CHANNELS] = factor
+        row[-1, -BIAS_CHANNELS:] = row.new_tensor(biases)
         row[:, -2] = -row.sum(1)
         rows.append(row)
     return rows[0], rows[1]

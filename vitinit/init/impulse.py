@@ -18,7 +18,7 @@ from ..mixing import target_mass
 from ..models.attention import attention_weights
 from ..models.vit import VisionTransformer
 from .baseline import draw_base, truncated_normal_
-from .factorize import code_basis, numerical_rank, query_key_factors
+from .factorize import numerical_rank, position_basis, query_key_factors
 from .mimetic import write_values
 from .options import require_not_negative
 
@@ -57,9 +57,9 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     offsets: "ordered", the same in every block: head h takes offset h, modulo their number, of
         `filters.ordered_offsets` (released order for 3×3); "rotating" goes on in the next block where
         the last one stopped (ours); "random", one draw a head and block.
-    pos_embed_scale: from std .02 to .36, so that patches do not drown the code; not in the paper.
+    pos_embed_scale: from std .02 to .36, so that patches do not drown the position embedding; not in the paper.
     qk_norm: Frobenius norm γ of each head's Q and K; paper: 2, which leaves ViT-T's map flat.
-    rank: directions of the position code that are kept, at most head_dim; 0: see `default_rank`.
+    rank: directions of the position embedding that are kept, at most head_dim; 0: see `default_rank`.
     impulse_scale, noise_scale, noise_std: the map is impulse_scale · H, plus noise_scale times a
         normal of noise_std cut at ±2, where H is zero (paper: 40 H + Z). Rows whose target is off
         the grid are all noise, a fresh one for every head and block.
@@ -67,11 +67,11 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     value_alpha, value_beta: of the mimetic V·proj (arXiv 2305.09828).
 
     The class token's row of pos_embed and attention's 1/√d are left out of the solve, as released.
-    Raises ValueError for a code that is fixed or has too few directions, and for uniform maps.
+    Raises ValueError for a position embedding that is fixed or has too few directions, and for uniform maps.
     """
     if not model.learns_positions:
         _refuse(model.pos_embed[0, model.num_prefix_tokens:],
-                "the model's fixed 2-D sin-cos position code")
+                "the model's fixed 2-D sin-cos position embedding")
     if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
         raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected one of '
                          f'{", ".join(OFFSETS)}, and "mimetic" or "base"')
@@ -83,17 +83,17 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     draw_base(model, base, generator)
 
     model.pos_embed.mul_(pos_embed_scale)
-    code = normalised_code(model)                                        # (N, D)
-    found = numerical_rank(code)
-    if found < min(len(code), code.shape[1] - 1):
-        _refuse(code, f"the model's position code, pos_embed_scale = {pos_embed_scale:g}")
+    positions = normalised_positions(model)                              # (N, D)
+    found = numerical_rank(positions)
+    if found < min(len(positions), positions.shape[1] - 1):
+        _refuse(positions, f"the model's position embedding, pos_embed_scale = {pos_embed_scale:g}")
     head_dim = model.blocks[0].attn.head_dim
-    basis = code_basis(code, min(rank or default_rank(*code.shape), head_dim, found))
+    basis = position_basis(positions, min(rank or default_rank(*positions.shape), head_dim, found))
 
     # The impulse maps repeat from block to block; only their noise is drawn anew.
     @cache
     def impulse_map(cell: Offset) -> Tensor:
-        kernel = impulse_kernel(cell, kernel_size).to(code.dtype)
+        kernel = impulse_kernel(cell, kernel_size).to(positions.dtype)
         return impulse_scale * convolution_matrix(kernel, model.grid)    # (N, N)
 
     for number, block in enumerate(model.blocks):
@@ -105,13 +105,13 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
         block.attn.q_weight.copy_(query)
         block.attn.k_weight.copy_(key)
         if number == 0:
-            _refuse_uniform(attention_weights(code @ query.mT, code @ key.mT), heads, model.grid)
+            _refuse_uniform(attention_weights(positions @ query.mT, positions @ key.mT), heads, model.grid)
         if value_init == "mimetic":
             write_values(block.attn, alpha=value_alpha, beta=value_beta, generator=generator)
 
 
 def default_rank(tokens: int, dim: int) -> int:
-    """Directions of a position code, (N, D), beyond which noise covers the maps, however wide a head.
+    """Directions of a position embedding, (N, D), beyond which noise covers the maps, however wide a head.
 
     min(max(64, N // 2), D // 3); ours. 64 is every released model's head_dim, and small grids keep so
     many: ViT-B with patch 32 has .998 of its attention on off-centre targets with 24 directions of
@@ -128,10 +128,10 @@ def with_noise(maps: Tensor, scale: float, std: float, generator: torch.Generato
     return torch.where(maps == 0, scale * noise, maps)
 
 
-def normalised_code(model: VisionTransformer) -> Tensor:
-    """The position code of the patch tokens as attention sees it: (N, D), LayerNorm without gain."""
-    code = model.pos_embed[0, model.num_prefix_tokens:]
-    return nn.functional.layer_norm(code, code.shape[-1:], eps=model.blocks[0].norm1.eps)
+def normalised_positions(model: VisionTransformer) -> Tensor:
+    """The position embedding of the patch tokens as attention sees it: (N, D), LayerNorm without gain."""
+    positions = model.pos_embed[0, model.num_prefix_tokens:]
+    return nn.functional.layer_norm(positions, positions.shape[-1:], eps=model.blocks[0].norm1.eps)
 
 
 def head_offsets(num_heads: int, cells: list[Offset], offsets: str, generator: torch.Generator,
@@ -148,7 +148,7 @@ def head_offsets(num_heads: int, cells: list[Offset], offsets: str, generator: t
 
 
 def _refuse_uniform(weights: Tensor, offsets: list[Offset], grid: tuple[int, int]) -> None:
-    """weights: (h, N, N), on the code alone. ValueError unless a head is well above uniform maps."""
+    """weights: (h, N, N), on the position embedding alone. ValueError unless a head is well above uniform maps."""
     uniform = 1.0 / (grid[0] * grid[1])
     best = target_mass(weights, offsets, grid).max().item()
     if not best >= min(NEAR_UNIFORM * uniform, 0.5 + 0.5 * uniform):     # NaN is not, either
@@ -157,9 +157,9 @@ def _refuse_uniform(weights: Tensor, offsets: list[Offset], grid: tuple[int, int
                          "more, narrower heads, a larger qk_norm, or init 'deep_impulse'")
 
 
-def _refuse(code: Tensor, what: str) -> None:
-    tokens = len(code)
-    centred = nn.functional.layer_norm(code, code.shape[-1:])
+def _refuse(positions: Tensor, what: str) -> None:
+    tokens = len(positions)
+    centred = nn.functional.layer_norm(positions, positions.shape[-1:])
     raise ValueError(f"init 'impulse' cannot use {what}: after LayerNorm its numerical rank is "
                      f"{numerical_rank(centred)} for {tokens} tokens, too low to tell them apart, "
                      'so every map would come out uniform; use pos_embed = "learned"')

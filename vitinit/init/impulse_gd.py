@@ -1,6 +1,6 @@
 """Impulse initialisation by gradient descent: what the closed form's two forerunners do.
 
-It needs no full-rank position code, so it is what fixed sin-cos codes need.
+It needs no full-rank position embedding, so it is what fixed sin-cos embeddings need.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..models import SimpleViT, VisionTransformer
 from .baseline import draw_base
 from .impulse import head_offsets
 
-PseudoInput = Literal["code", "uniform", "normal", "code+uniform", "code+normal"]
+PseudoInput = Literal["pos_embed", "uniform", "normal", "pos_embed+uniform", "pos_embed+normal"]
 PSEUDO_INPUTS = get_args(PseudoInput)
 
 
@@ -25,7 +25,7 @@ def impulse_gd(model: VisionTransformer | SimpleViT, *, generator: torch.Generat
                base: Literal["default", "torch"] = "default",
                kernel_size: int = 3,
                offsets: Literal["ordered", "random"] = "random",
-               pseudo_input: PseudoInput = "code",
+               pseudo_input: PseudoInput = "pos_embed",
                share_blocks: bool = True,
                steps: int = 1000,
                step_size: float = 1e-4,
@@ -42,7 +42,7 @@ def impulse_gd(model: VisionTransformer | SimpleViT, *, generator: torch.Generat
 
     kernel_size, offsets: as for `impulse`; both papers draw an offset a head, with replacement. 5 in
         arXiv 2401.12511, 3 or 5 in arXiv 2404.01139.
-    pseudo_input: X̃. The position code: of a ViT after LayerNorm, as in the second paper, of a
+    pseudo_input: X̃. The position embedding: of a ViT after LayerNorm, as in the second paper, of a
         SimpleViT as it is, as in the first; or noise, uniform on ±√3 or normal; or a sum. Free Q
         and K have none.
     share_blocks: one solution for all blocks (second paper) or one a block (first).
@@ -52,26 +52,26 @@ def impulse_gd(model: VisionTransformer | SimpleViT, *, generator: torch.Generat
         gained by further steps. 0: never; then maps sharpen for as long as it runs. Free Q and K
         (Model III) hardly leave uniform maps either way.
 
-    Measured on the code alone, mass on the targets, one busy core, beside the closed forms:
+    Measured on the position embedding alone, mass on the targets, one busy core, beside the closed forms:
 
     | what                                                   | 1,000 steps | 10,000 | closed form  |
     |--------------------------------------------------------|-------------|--------|--------------|
-    | SimpleViT, width 512, 16×16, fixed code, kernel 5,     | .21 in 13 s | .22    | ≥ .90, .03 s |
+    | SimpleViT, width 512, 16×16, fixed embedding, kernel 5,     | .21 in 13 s | .22    | ≥ .90, .03 s |
     |   σ .1, renorm_every 100, as the first paper's code    |             |        |              |
     | the same with free Q, K, σ 1 (Model III), renorm 0     | .004        | .006   | .95, .03 s   |
-    | ViT, width 96, 8×8, learned code, off-centre heads     | .74 in 2 s  | .93 *  | .99, .04 s   |
+    | ViT, width 96, 8×8, learned embedding, off-centre heads     | .74 in 2 s  | .93 *  | .99, .04 s   |
     | the same, renorm_every 0                               | .89         | .98 *  |              |
 
     * after 3,000 steps.
 
     σ is the model's own scale of logits. Raises ValueError for options out of range, and for a fixed
-    code beside a class token, which has none: it would draw all attention to itself.
+    position embedding beside a class token, which has none: it would draw all attention to itself.
     """
     if pseudo_input not in PSEUDO_INPUTS:
         raise ValueError(f"pseudo_input is {pseudo_input!r}, expected one of "
                          f"{', '.join(PSEUDO_INPUTS)}")
     if model.num_prefix_tokens and not model.learns_positions:
-        raise ValueError('init \'impulse_gd\' solves on the patches\' fixed position code, and the class '
+        raise ValueError('init \'impulse_gd\' solves on the patches\' fixed position embedding, and the class '
                          'token, which has none, would draw the attention; set pool = "mean"')
     if offsets not in ("ordered", "random"):
         raise ValueError(f'offsets is {offsets!r}, expected "ordered" or "random"')
@@ -106,16 +106,16 @@ def draw_pseudo_input(model: VisionTransformer | SimpleViT, kind: PseudoInput,
                       generator: torch.Generator) -> Tensor:
     """X̃, (N, C): what Q and K are solved on."""
     if isinstance(model, SimpleViT):
-        code = model.pos_embed
+        positions = model.pos_embed
     else:
-        code = model.pos_embed[0, model.num_prefix_tokens:]
-        code = F.layer_norm(code, code.shape[-1:], eps=model.blocks[0].norm1.eps)
-    noise = torch.zeros_like(code)
+        positions = model.pos_embed[0, model.num_prefix_tokens:]
+        positions = F.layer_norm(positions, positions.shape[-1:], eps=model.blocks[0].norm1.eps)
+    noise = torch.zeros_like(positions)
     if "uniform" in kind:
         noise.uniform_(-3.0 ** 0.5, 3.0 ** 0.5, generator=generator)
     elif "normal" in kind:
         noise.normal_(generator=generator)
-    return code + noise if kind.startswith("code") else noise
+    return positions + noise if kind.startswith("pos_embed") else noise
 
 
 def solve(maps: Tensor, tokens: Tensor | None, *, rank: int, logit_scale: float, steps: int,

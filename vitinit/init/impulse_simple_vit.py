@@ -1,4 +1,4 @@
-"""Impulse initialisation of a SimpleViT: queries see the position code turned by the head's offset.
+"""Impulse initialisation of a SimpleViT: queries see the position embedding turned by the head's offset.
 
 A pair (sin ωn, cos ωn) turned by the angle ωδ is the pair of place n + δ. So with keys that hold the
 pairs of their own place m, and queries those of n + δ, the logits on one axis are
@@ -7,7 +7,7 @@ pairs of their own place m, and queries those of n + δ, the logits on one axis 
 
 Rows and columns of the grid add up in the logits, so their softmax is the product of one for the rows
 and one for the columns, and the whole is an impulse convolution. Nothing is solved for: where an
-inverse of the sin-cos code fails (its numerical rank is about 25, for any number of tokens), turning
+inverse of the sin-cos embedding fails (its numerical rank is about 25, for any number of tokens), turning
 it is exact.
 """
 
@@ -52,30 +52,30 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator,
                        kernel_size: int = 3,
                        offsets: Literal["ordered", "random"] = "ordered",
                        target_mass: float = 0.9) -> None:
-    """softmax(σ Q Kᵀ) on the code alone is near an impulse convolution in every head.
+    """softmax(σ Q Kᵀ) on the position embedding alone is near an impulse convolution in every head.
 
     | tensor (every block)                    | value                                            |
     |-----------------------------------------|--------------------------------------------------|
-    | attn.qk.weight                          | K picks pairs of the sin-cos code, Q picks them   |
+    | attn.qk.weight                          | K picks pairs of the sin-cos embedding, Q picks them   |
     |                                         |   and turns them by the head's offset            |
     | attn.query, attn.key, if free           | pairs of own frequencies π, 2π, 3π … / size       |
     | everything else                         | as `base` drew it                                |
 
     kernel_size, offsets: as for ViT.
     target_mass: what the target gets at least, wherever it is on the grid; √target_mass on each axis.
-        Of the head_dim // 4 highest frequencies of the code (lowest of the free ones) an axis uses
+        Of the head_dim // 4 highest frequencies of the embedding (lowest of the free ones) an axis uses
         the first so many that need the smallest logits. A query whose target is off the grid looks
         at the border near it if reads is "position"; with free ones it spreads over its axis.
 
     arXiv 2401.12511 reaches such maps by gradient descent, which is init `impulse_gd`; this closed
-    form is ours. "On the code alone" means P for reads = "position", where it is the whole truth,
+    form is ours. "On the position embedding alone" means P for reads = "position", where it is the whole truth,
     and (1 − alpha) P for "mixed", LayerNorm(P) for "content" (there .89 at worst for .9). In the last
-    two patches come on top, and drown the code unless alpha is small: at .1 next to nothing is left.
-    So do the papers' solutions, which see the code alone, too.
+    two patches come on top, and drown the position embedding unless alpha is small: at .1 next to nothing is left.
+    So do the papers' solutions, which see the position embedding alone, too.
 
     On 16×16 tokens, width 512, 8 heads of 64: ≥ .90 at every place in .03 s. Gradient descent as in
     the paper's code (kernel 5, σ = .1, renorm_every = 100): .21 after 1,000 steps (13 s), .22 after
-    10,000. Raises ValueError for a model whose queries see no code, or one that cannot reach
+    10,000. Raises ValueError for a model whose queries see no position embedding, or one that cannot reach
     target_mass.
     """
     if not 0.0 < target_mass < 1.0:
@@ -83,10 +83,10 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator,
     if offsets not in ("ordered", "random"):
         raise ValueError(f'offsets is {offsets!r}, expected "ordered" or "random"')
     first = model.blocks[0].attn
-    free, share = first.reads == "free", 1.0 if first.reads == "free" else code_share(model)
+    free, share = first.reads == "free", 1.0 if first.reads == "free" else position_share(model)
     if share == 0.0:
-        raise ValueError("init 'impulse' works on the position code, which this model's queries do not "
-                         "see; set input_code = true, alpha < 1, or another reads")
+        raise ValueError("init 'impulse' works on the position embedding, which this model's queries do not "
+                         "see; set input_pos_embed = true, alpha < 1, or another reads")
     limit = first.head_dim // 4                      # pairs for rows, and as many for columns
     if limit < 1:
         raise ValueError(f"head_dim is {first.head_dim}, and init 'impulse' needs 4 or more: a pair "
@@ -107,7 +107,7 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator,
                 attention.query[head] = F.pad(amount * query, unused)
                 attention.key[head] = F.pad(amount * key, unused)
             else:
-                query, key = code_turned(axes, offset, model.pos_embed.shape[1])  # (≤ d, C) each
+                query, key = positions_turned(axes, offset, model.pos_embed.shape[1])  # (≤ d, C) each
                 if attention.reads == "content":
                     query, key = blind_to_mean(query), blind_to_mean(key)
                 unused = (0, 0, 0, attention.head_dim - len(key))
@@ -115,13 +115,13 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator,
                 attention.k_weight[head] = F.pad(amount * key, unused)
 
 
-def code_share(model: SimpleViT) -> float:
-    """How strongly queries see the position code where patches add nothing: at least P · share."""
+def position_share(model: SimpleViT) -> float:
+    """How strongly queries see the position embedding where patches add nothing: at least P · share."""
     attention = model.blocks[0].attn
     if attention.reads == "content":
         # LayerNorm brings P, and any multiple of it, to unit variance.
         return 1.0 / model.pos_embed.std(dim=1, correction=0).max().item() if (
-            model.input_code and model.alpha < 1.0) else 0.0
+            model.input_pos_embed and model.alpha < 1.0) else 0.0
     return 1.0 if attention.reads == "position" else 1.0 - attention.alpha
 
 
@@ -157,13 +157,13 @@ def places_turned(axes: list[Axis], offset: Offset, grid: tuple[int, int]) -> tu
     return query, key
 
 
-def code_turned(axes: list[Axis], offset: Offset, dim: int) -> tuple[Tensor, Tensor]:
-    """Weights, (2p of rows + 2p of columns, C) each, that read the same off the sin-cos code."""
+def positions_turned(axes: list[Axis], offset: Offset, dim: int) -> tuple[Tensor, Tensor]:
+    """Weights, (2p of rows + 2p of columns, C) each, that read the same off the sin-cos embedding."""
     weights = []
     for axis, shift, part in zip(axes, offset, ("rows", "columns")):
         count = len(axis.frequencies)
         query, key = (torch.zeros(2 * count, 4, dim // 4, dtype=torch.float64) for _ in range(2))
-        # The code's quarters: sin and cos of the column, sin and cos of the row.
+        # The embedding's quarters: sin and cos of the column, sin and cos of the row.
         sine, cosine = (2, 3) if part == "rows" else (0, 1)
         one = math.sqrt(axis.logit / count)
         turn = axis.frequencies * shift                                  # angles, (p,)
@@ -180,7 +180,7 @@ def code_turned(axes: list[Axis], offset: Offset, dim: int) -> tuple[Tensor, Ten
 def blind_to_mean(weight: Tensor) -> Tensor:
     """Rows, (n, C), that sum to zero, so that the mean which LayerNorm subtracts leaves no trace.
 
-    What is missing goes to the code's slowest sine of the rows, which is nearly 0 at every place.
+    What is missing goes to the embedding's slowest sine of the rows, which is nearly 0 at every place.
     """
     slowest = weight.shape[1] // 4 * 3 - 1
     weight = weight.clone()

@@ -142,16 +142,16 @@ def add_prefix_positions(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Only where the checkpoint alone tells: registers or LayerScale say that it may be such a layout,
     and its patches make a square grid only if some or all of those tokens have no entry.
     """
-    code, registers = tensors.get("pos_embed"), tensors.get("reg_token")
+    pos_embed, registers = tensors.get("pos_embed"), tensors.get("reg_token")
     scaled = any(map(LAYER_SCALE.match, tensors))
-    if code is None or code.ndim != 3 or (registers is None and not scaled):
+    if pos_embed is None or pos_embed.ndim != 3 or (registers is None and not scaled):
         return dict(tensors)
     before = sum(tensors[name].shape[1] for name in PREFIX_TOKENS if name in tensors)
     registers = 0 if registers is None else registers.shape[1]
     for entries in (before, before - registers, 0):  # all of them, all but registers, none
-        patches = code.shape[1] - entries
+        patches = pos_embed.shape[1] - entries
         if patches > 0 and isqrt(patches) ** 2 == patches:
-            zeros = code.new_zeros(1, before - entries, code.shape[2])
-            code = torch.cat([code[:, :entries], zeros, code[:, entries:]], dim=1)
-            return {**tensors, "pos_embed": code}
+            zeros = pos_embed.new_zeros(1, before - entries, pos_embed.shape[2])
+            pos_embed = torch.cat([pos_embed[:, :entries], zeros, pos_embed[:, entries:]], dim=1)
+            return {**tensors, "pos_embed": pos_embed}
     return dict(tensors)

@@ -1,4 +1,4 @@
-"""Parts that the models share: patch embedding, MLP, stochastic depth, sin-cos position codes.
+"""Parts that the models share: patch embedding, MLP, stochastic depth, sin-cos position embeddings.
 
 Shape legend: see attention.py.
 """
@@ -98,7 +98,7 @@ class Mlp(nn.Module):
 
 
 # Stochastic depth (Huang et al., arXiv 1603.09382). The models hold no random state: whoever trains
-# draws a table of keep factors, one row a residual branch and one column an image, and hands it to
+# draws a table of drop-path scales, one row per residual branch and one column per image, and hands it to
 # `forward`. So the draw can be keyed by step, sliced by process, and repeated after a resume.
 
 
@@ -107,8 +107,8 @@ def drop_path_rates(rate: float, depth: int, branches: int = 2) -> tuple[float, 
     return tuple(float(r) for r in np.linspace(0.0, rate, depth) for _ in range(branches))
 
 
-def draw_keep(rates: Sequence[float], batch: int, rng: np.random.Generator) -> Tensor:
-    """Keep factors (branches, batch): 0 with probability `rate`, else 1 / (1 - rate).
+def draw_drop_path(rates: Sequence[float], batch: int, rng: np.random.Generator) -> Tensor:
+    """Drop-path scales (branches, batch): 0 with probability `rate`, else 1 / (1 - rate).
 
     The mean of every entry is 1, so that evaluation needs no factor.
     """
@@ -117,11 +117,11 @@ def draw_keep(rates: Sequence[float], batch: int, rng: np.random.Generator) -> T
     return torch.from_numpy((kept / (1.0 - rates)).astype(np.float32))
 
 
-def add_branch(x: Tensor, branch: Tensor, keep: Tensor | None) -> Tensor:
-    """x + keep · branch; x, branch (B, …), keep (B,) or None for 1."""
-    if keep is None:
+def add_branch(x: Tensor, branch: Tensor, scale: Tensor | None) -> Tensor:
+    """x + scale · branch; x, branch (B, …), scale (B,) or None for 1."""
+    if scale is None:
         return x + branch
-    return x + branch * keep.to(branch.dtype).view(-1, *[1] * (branch.ndim - 1))
+    return x + branch * scale.to(branch.dtype).view(-1, *[1] * (branch.ndim - 1))
 
 
 def sincos_frequencies(dim: int, temperature: float = 1e4) -> Tensor:
@@ -129,14 +129,14 @@ def sincos_frequencies(dim: int, temperature: float = 1e4) -> Tensor:
     return temperature ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
 
 
-def sincos_position_code(grid: tuple[int, int], dim: int, temperature: float = 1e4) -> Tensor:
-    """Fixed 2-D sin-cos position codes (MoCo v3, arXiv 2104.02057, §4): (grid cells, dim).
+def sincos_position_embedding(grid: tuple[int, int], dim: int, temperature: float = 1e4) -> Tensor:
+    """Fixed 2-D sin-cos position embeddings (MoCo v3, arXiv 2104.02057, §4): (grid cells, dim).
 
     A quarter of the channels each: sin and cos of the column, sin and cos of the row, at
     `sincos_frequencies`. Raises ValueError unless 4 divides dim.
     """
     if dim % 4:
-        raise ValueError(f"2-D sin-cos position codes need an embed_dim that 4 divides, not {dim}")
+        raise ValueError(f"2-D sin-cos position embeddings need an embed_dim that 4 divides, not {dim}")
     frequencies = sincos_frequencies(dim, temperature)
     rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
     column_angles = columns.flatten()[:, None] * frequencies             # (N, dim/4)

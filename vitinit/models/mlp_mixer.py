@@ -36,11 +36,11 @@ class MixerBlock(nn.Module):
         """(B, N, C) → the same; the MLP runs along the tokens, alike for all channels."""
         return self.mlp_tokens(x.mT).mT                                  # through (B, C, N)
 
-    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
-        """x: (B, N, C); keep: (2, B) stochastic-depth factors of the two branches, or None."""
-        keep_tokens, keep_channels = (None, None) if keep is None else keep
-        x = add_branch(x, self.token_mixing(self.norm1(x)), keep_tokens)
-        return add_branch(x, self.mlp_channels(self.norm2(x)), keep_channels)
+    def forward(self, x: Tensor, drop_path: Tensor | None = None) -> Tensor:
+        """x: (B, N, C); drop_path: (2, B) drop-path scales of the two branches, or None."""
+        tokens_scale, channels_scale = (None, None) if drop_path is None else drop_path
+        x = add_branch(x, self.token_mixing(self.norm1(x)), tokens_scale)
+        return add_branch(x, self.mlp_channels(self.norm2(x)), channels_scale)
 
 
 class MlpMixer(nn.Module):
@@ -77,17 +77,17 @@ class MlpMixer(nn.Module):
         self.norm = nn.LayerNorm(embed_dim, eps=NORM_EPS)
         self.head = make_head(embed_dim, num_classes)
 
-    def features(self, images: Tensor, keep: Tensor | None = None, *,
+    def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
         """(B, 3, H, W), normalised → what is behind the `blocks`, and what the head reads.
 
-        blocks: numbers from 0, negative ones from the last. keep: see `forward`.
+        blocks: numbers from 0, negative ones from the last. drop_path: see `forward`.
         """
         wanted, seen = block_numbers(blocks, len(self.blocks)), {}
         x = self.stem(images)                                            # (B, N, C)
-        kept = [None] * len(self.blocks) if keep is None else keep.unflatten(0, (-1, 2))
-        for number, (block, keep_of_block) in enumerate(zip(self.blocks, kept)):
-            x = block(x, keep_of_block)
+        kept = [None] * len(self.blocks) if drop_path is None else drop_path.unflatten(0, (-1, 2))
+        for number, (block, scale) in enumerate(zip(self.blocks, kept)):
+            x = block(x, scale)
             if number in wanted:
                 seen[number] = self.tokens(x)
         x = self.norm(x)
@@ -101,6 +101,6 @@ class MlpMixer(nn.Module):
         """→ (B, num_classes)."""
         return self.head(features.pooled)
 
-    def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
-        """images: (B, 3, H, W), normalised. keep: (2·depth, B) from `draw_keep`, or None."""
-        return self.classify(self.features(images, keep))
+    def forward(self, images: Tensor, drop_path: Tensor | None = None) -> Tensor:
+        """images: (B, 3, H, W), normalised. drop_path: (2·depth, B) from `draw_drop_path`, or None."""
+        return self.classify(self.features(images, drop_path))

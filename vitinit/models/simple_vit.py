@@ -4,7 +4,7 @@
 
 Layers, norms and missing biases are those of that paper's code, which follows Beyer et al., "Better
 plain ViT baselines for ImageNet-1k", arXiv 2205.01580. Shape legend: see attention.py; P is the
-position code (N, C).
+position embedding (N, C).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .attention import attention_weights
 from .features import Features, Tokens, block_numbers, make_head, require_classes
 from .layers import (Mlp, hidden_width, patch_grid, require_image_size, require_positive,
-                     sincos_position_code, to_pair)
+                     sincos_position_embedding, to_pair)
 
 Reading = Literal["content", "mixed", "position", "free"]
 
@@ -80,31 +80,31 @@ class SimpleAttention(nn.Module):
         """(h, d, C), unless K is free"""
         return self.qk.weight.unflatten(0, (2, self.num_heads, self.head_dim))[1]
 
-    def queries_keys(self, x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+    def queries_keys(self, x: Tensor, pos_embed: Tensor) -> tuple[Tensor, Tensor]:
         """Q and K, each (B, h, N, d), for "position" and "free" (1, h, N, d).
 
-        x: (B, N, C), normalised; code: P, (N, C).
+        x: (B, N, C), normalised; pos_embed: P, (N, C).
         """
         if self.reads == "free":
             return self.query[None], self.key[None]
-        z = {"content": lambda: x, "position": lambda: code[None],
-             "mixed": lambda: self.alpha * x + (1.0 - self.alpha) * code}[self.reads]()
+        z = {"content": lambda: x, "position": lambda: pos_embed[None],
+             "mixed": lambda: self.alpha * x + (1.0 - self.alpha) * pos_embed}[self.reads]()
         query, key = rearrange(self.qk(z), "b n (two h d) -> two b h n d", two=2, h=self.num_heads)
         return query, key
 
-    def mixing_weights(self, x: Tensor, code: Tensor) -> Tensor:
+    def mixing_weights(self, x: Tensor, pos_embed: Tensor) -> Tensor:
         """The matrices that `forward` applies: (B, h, N, N), for "position" and "free" (1, h, N, N)."""
-        query, key = self.queries_keys(x, code)
+        query, key = self.queries_keys(x, pos_embed)
         # attention_weights divides by √d; here the scale is a choice.
         return attention_weights(query * (self.logit_scale * self.head_dim ** 0.5), key)
 
-    def forward(self, x: Tensor, code: Tensor) -> Tensor:
+    def forward(self, x: Tensor, pos_embed: Tensor) -> Tensor:
         values = self.value(x)                                           # (B, N, h·d)
         if self.reads in ("position", "free"):       # one matrix per head serves all images
             values = rearrange(values, "b n (h d) -> h n (b d)", h=self.num_heads)
-            mixed = self.mixing_weights(x, code)[0] @ values             # (h, N, B·d)
+            mixed = self.mixing_weights(x, pos_embed)[0] @ values        # (h, N, B·d)
             return self.proj(rearrange(mixed, "h n (b d) -> b n (h d)", b=x.shape[0]))
-        query, key = self.queries_keys(x, code)
+        query, key = self.queries_keys(x, pos_embed)
         values = rearrange(values, "b n (h d) -> b h n d", h=self.num_heads)
         mixed = F.scaled_dot_product_attention(query, key, values, scale=self.logit_scale)
         return self.proj(rearrange(mixed, "b h n d -> b n (h d)"))
@@ -120,8 +120,8 @@ class SimpleBlock(nn.Module):
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio, "mlp_ratio"))
 
-    def forward(self, x: Tensor, code: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x), code)
+    def forward(self, x: Tensor, pos_embed: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x), pos_embed)
         return x + self.mlp(self.norm2(x))
 
 
@@ -131,14 +131,14 @@ class SimpleViT(nn.Module):
     num_classes: 0 builds a model without a head, which gives what the head would read.
     reads, alpha: what queries and keys read in every block, see SimpleAttention. "content" is the
         plain SimpleViT.
-    input_code: the tokens enter as alpha · X + (1 − alpha) · P, as in the paper's code; only for
+    input_pos_embed: the tokens enter as alpha · X + (1 − alpha) · P, as in the paper's code; only for
         "content", since else P would come in twice.
     values: whether attention projects its values. train_qk: False freezes Q and K: they leave the
         optimiser, and with it weight decay. (The paper's code freezes free ones alone.)
     logit_scale: of Q Kᵀ; 0: head_dim^-½. The paper's code: 1 for "free", .1 for the others.
     head_dim: 0: embed_dim / num_heads.
 
-    P is the fixed 2-D sin-cos code (MoCo v3's frequencies; the paper's code spaces them a little
+    P is the fixed 2-D sin-cos embedding (MoCo v3's frequencies; the paper's code spaces them a little
     wider). Weights are what PyTorch's layers draw; call `vitinit.init_weights` before training.
     """
 
@@ -149,7 +149,7 @@ class SimpleViT(nn.Module):
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
                  patch_size: int | tuple[int, int], embed_dim: int, depth: int, num_heads: int,
                  head_dim: int = 0, mlp_ratio: float = 1.0, reads: Reading = "content",
-                 alpha: float = 0.5, input_code: bool = True, values: bool = True,
+                 alpha: float = 0.5, input_pos_embed: bool = True, values: bool = True,
                  train_qk: bool = True, logit_scale: float = 0.0) -> None:
         super().__init__()
         require_classes(num_classes)
@@ -160,16 +160,16 @@ class SimpleViT(nn.Module):
         if not (0.0 <= alpha <= 1.0 and 0.0 <= logit_scale < math.inf and head_dim >= 0):
             raise ValueError(f"alpha is {alpha}, logit_scale {logit_scale} and head_dim {head_dim}; "
                              "expected 0 ≤ alpha ≤ 1, the others ≥ 0 and finite")
-        if input_code and reads != "content":
-            raise ValueError(f'reads = "{reads}" brings the position code into attention; expected '
-                             "input_code = false")
+        if input_pos_embed and reads != "content":
+            raise ValueError(f'reads = "{reads}" brings the position embedding into attention; expected '
+                             "input_pos_embed = false")
         if not head_dim and embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} does not divide into num_heads {num_heads}")
-        self.num_classes, self.alpha, self.input_code = num_classes, alpha, input_code
+        self.num_classes, self.alpha, self.input_pos_embed = num_classes, alpha, input_pos_embed
         patch, self.image_size = to_pair(patch_size), to_pair(image_size)
         self.grid = patch_grid(self.image_size, patch)
         self.patch_embed = SimplePatchEmbed(patch_size=patch, embed_dim=embed_dim)
-        self.register_buffer("pos_embed", sincos_position_code(self.grid, embed_dim))    # (N, C)
+        self.register_buffer("pos_embed", sincos_position_embedding(self.grid, embed_dim))  # (N, C)
         self.blocks = nn.ModuleList(SimpleBlock(embed_dim, SimpleAttention(
             embed_dim, tokens=self.grid[0] * self.grid[1], num_heads=num_heads,
             head_dim=head_dim or embed_dim // num_heads, reads=reads, alpha=alpha, values=values,
@@ -188,7 +188,7 @@ class SimpleViT(nn.Module):
         require_image_size(images, self.image_size)
         wanted, seen = block_numbers(blocks, len(self.blocks)), {}
         x = self.patch_embed(images)                                     # (B, N, C)
-        if self.input_code:
+        if self.input_pos_embed:
             x = self.alpha * x + (1.0 - self.alpha) * self.pos_embed
         for number, block in enumerate(self.blocks):
             x = block(x, self.pos_embed)

@@ -130,11 +130,11 @@ class SwinBlock(nn.Module):
                       a=self.grid[0] // height, b=self.grid[1] // width)
         return x.roll((down, right), dims=(1, 2)) if any(self.shift) else x
 
-    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
-        """x: (B, H, W, C); keep: (2, B) stochastic-depth factors of the two branches, or None."""
-        keep_attention, keep_mlp = (None, None) if keep is None else keep
-        x = add_branch(x, self.mix_windows(self.norm1(x)), keep_attention)
-        return add_branch(x, self.mlp(self.norm2(x)), keep_mlp)
+    def forward(self, x: Tensor, drop_path: Tensor | None = None) -> Tensor:
+        """x: (B, H, W, C); drop_path: (2, B) drop-path scales of the two branches, or None."""
+        attention_scale, mlp_scale = (None, None) if drop_path is None else drop_path
+        x = add_branch(x, self.mix_windows(self.norm1(x)), attention_scale)
+        return add_branch(x, self.mlp(self.norm2(x)), mlp_scale)
 
 
 class PatchMerging(nn.Module):
@@ -191,7 +191,7 @@ class SwinTransformer(nn.Module):
     """
 
     num_prefix_tokens = 0
-    learns_positions = False        # none to learn: the relative bias is the only position code
+    learns_positions = False        # none to learn: the relative bias is the only position embedding
 
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
                  patch_size: int | tuple[int, int], embed_dim: int, depths: tuple[int, ...],
@@ -223,15 +223,15 @@ class SwinTransformer(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Sequential(OrderedDict(fc=make_head(width, num_classes)))   # as timm names it
 
-    def features(self, images: Tensor, keep: Tensor | None = None, *,
+    def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
         """(B, 3, H, W), normalised → what is behind the `blocks`, and what the head reads.
 
         blocks: numbers from 0 through all stages, negative ones from the last; maps of later stages
-            are smaller and wider. keep: see `forward`.
+            are smaller and wider. drop_path: see `forward`.
         """
         wanted, seen, number = block_numbers(blocks, sum(self.depths)), {}, 0
-        kept = [None] * sum(self.depths) if keep is None else keep.unflatten(0, (-1, 2))
+        kept = [None] * sum(self.depths) if drop_path is None else drop_path.unflatten(0, (-1, 2))
         x = self.patch_embed(images)                                     # (B, H, W, C)
         for stage in self.layers:
             x = stage.downsample(x)
@@ -253,9 +253,9 @@ class SwinTransformer(nn.Module):
         """→ (B, num_classes)."""
         return self.head(features.pooled)
 
-    def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
-        """images: (B, 3, H, W), normalised. keep: (2·blocks, B) from `draw_keep`, or None."""
-        return self.classify(self.features(images, keep))
+    def forward(self, images: Tensor, drop_path: Tensor | None = None) -> Tensor:
+        """images: (B, 3, H, W), normalised. drop_path: (2·blocks, B) from `draw_drop_path`, or None."""
+        return self.classify(self.features(images, drop_path))
 
 
 def stage_grids(grid: tuple[int, int], stages: int) -> list[tuple[int, int]]:

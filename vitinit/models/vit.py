@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .attention import Attention
 from .features import Features, Tokens, block_numbers, make_head, require_classes
 from .layers import (LARGEST, Mlp, PatchEmbed, add_branch, drop_path_rates, hidden_width,
-                     require_positive, sincos_position_code, to_pair)
+                     require_positive, sincos_position_embedding, to_pair)
 
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
 NORM_EPS = 1e-6         # of every LayerNorm in ViT and DeiT (PyTorch's own default is 1e-5)
@@ -34,11 +34,11 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim, eps=NORM_EPS)
         self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio, "mlp_ratio"))
 
-    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
-        """x: (B, N, C); keep: (2, B) stochastic-depth factors of the two branches, or None."""
-        keep_attention, keep_mlp = (None, None) if keep is None else keep
-        x = add_branch(x, self.attn(self.norm1(x)), keep_attention)
-        return add_branch(x, self.mlp(self.norm2(x)), keep_mlp)
+    def forward(self, x: Tensor, drop_path: Tensor | None = None) -> Tensor:
+        """x: (B, N, C); drop_path: (2, B) drop-path scales of the two branches, or None."""
+        attention_scale, mlp_scale = (None, None) if drop_path is None else drop_path
+        x = add_branch(x, self.attn(self.norm1(x)), attention_scale)
+        return add_branch(x, self.mlp(self.norm2(x)), mlp_scale)
 
 
 class VisionTransformer(nn.Module):
@@ -57,7 +57,7 @@ class VisionTransformer(nn.Module):
     distilled: DeiT's distillation token and its head beside the class token's; the logits are the
         mean of both heads' (arXiv 2012.12877, §4). There is no teacher here.
     drop_path: stochastic-depth rate of the last block, rising linearly from 0 in the first; used by
-        `forward` only through the `keep` table that the caller draws (`layers.draw_keep`).
+        `forward` only through the `drop_path` table that the caller draws (`layers.draw_drop_path`).
 
     Weights are what PyTorch's layers draw; call `vitinit.init_weights` before training.
     """
@@ -98,12 +98,12 @@ class VisionTransformer(nn.Module):
         if num_registers:
             self.reg_token = nn.Parameter(torch.zeros(1, num_registers, embed_dim))
         num_tokens = self.num_prefix_tokens + self.grid[0] * self.grid[1]
-        code = torch.zeros(1, num_tokens, embed_dim)
+        positions = torch.zeros(1, num_tokens, embed_dim)
         if pos_embed == "learned":
-            self.pos_embed = nn.Parameter(code)
+            self.pos_embed = nn.Parameter(positions)
         else:
-            code[0, self.num_prefix_tokens:] = sincos_position_code(self.grid, embed_dim)
-            self.register_buffer("pos_embed", code)
+            positions[0, self.num_prefix_tokens:] = sincos_position_embedding(self.grid, embed_dim)
+            self.register_buffer("pos_embed", positions)
         self.blocks = nn.ModuleList(
             Block(embed_dim, num_heads=num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias)
             for _ in range(depth))
@@ -124,16 +124,16 @@ class VisionTransformer(nn.Module):
         x = torch.cat([*(token.expand(x.shape[0], -1, -1) for token in before), x], dim=1)
         return x + self.pos_embed
 
-    def features(self, images: Tensor, keep: Tensor | None = None, *,
+    def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
         """(B, 3, H, W), normalised → what is behind the `blocks`, and what the head reads.
 
-        blocks: numbers from 0, negative ones from the last. keep: see `forward`.
+        blocks: numbers from 0, negative ones from the last. drop_path: see `forward`.
         """
         wanted, seen = block_numbers(blocks, len(self.blocks)), {}
         x = self.embed(images)
-        for number, (block, kept) in enumerate(zip(self.blocks, self._keep_of_blocks(keep))):
-            x = block(x, kept)                                           # (B, N, C)
+        for number, (block, scales) in enumerate(zip(self.blocks, self._drop_path_of_blocks(drop_path))):
+            x = block(x, scales)                                         # (B, N, C)
             if number in wanted:
                 seen[number] = self.tokens(x)
         x = self.norm(x)
@@ -160,9 +160,9 @@ class VisionTransformer(nn.Module):
             return (self.head(of_class) + self.head_dist(of_distillation)) / 2
         return self.head(features.pooled)
 
-    def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
-        """images: (B, 3, H, W), normalised. keep: (2·depth, B) from `draw_keep`, or None."""
-        return self.classify(self.features(images, keep))
+    def forward(self, images: Tensor, drop_path: Tensor | None = None) -> Tensor:
+        """images: (B, 3, H, W), normalised. drop_path: (2·depth, B) from `draw_drop_path`, or None."""
+        return self.classify(self.features(images, drop_path))
 
-    def _keep_of_blocks(self, keep: Tensor | None) -> Iterator[Tensor | None]:
-        return iter([None] * len(self.blocks) if keep is None else keep.unflatten(0, (-1, 2)))
+    def _drop_path_of_blocks(self, drop_path: Tensor | None) -> Iterator[Tensor | None]:
+        return iter([None] * len(self.blocks) if drop_path is None else drop_path.unflatten(0, (-1, 2)))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..messages import OneLineError
-from .sections import SECTIONS, Init, Model, Recipe, contradictions
+from .sections import SECTIONS, InitSection, ModelSection, Recipe, contradictions
 from .upgrade import VERSION, processes_of, upgraded
 from .values import convert, describe, nearest, nearest_choice, plain, shown, to_toml, within
 
@@ -117,7 +117,7 @@ def with_options(recipe: Recipe, *, model: Mapping[str, Any], init: Mapping[str,
 
     Lists stay lists, as TOML has them, so that what is written reads back equal.
     """
-    def with_table(section: Model | Init, options: Mapping[str, Any]) -> Model | Init:
+    def with_table(section: ModelSection | InitSection, options: Mapping[str, Any]) -> ModelSection | InitSection:
         return dataclasses.replace(section, options=types.MappingProxyType(plain(options)))
     return dataclasses.replace(recipe, model=with_table(recipe.model, model),
                                init=with_table(recipe.init, init))

@@ -145,7 +145,7 @@ def fresh_recipe(name: str | None, *, recipes: Path, say: Callable[[str], None],
 
 
 def moved(recipe: Recipe, data_dir: str | None) -> Recipe:
-    """The recipe for the same pictures in another place, if one was given."""
+    """The recipe for the same images in another place, if one was given."""
     if data_dir is None:
         return recipe
     return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, root=data_dir))

@@ -26,12 +26,12 @@ RandAugmentOperation = Literal["AutoContrast", "Equalize", "Invert", "Rotate", "
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSection:
     seed: int = number(minimum=0, below=2**63)      # keys every random draw of the run
 
 
 @dataclass(frozen=True)
-class Data:
+class DataSection:
     name: Literal["shapes", "image_folder", "imagenet", "cifar10", "cifar100", "stl10", "svhn",
                   "food101", "flowers102", "pets", "tiny_imagenet"]
     root: str                                       # folder of the data set; "" for `shapes`
@@ -47,7 +47,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Augment:
+class AugmentSection:
     """One random crop, resized to the image size, then a flip; after normalisation, erasing.
 
     Pad-and-shift is the special case crop_scale = crop_ratio = [1, 1] with crop_padding > 0.
@@ -67,7 +67,7 @@ class Augment:
 
 
 @dataclass(frozen=True)
-class RandAugment:
+class RandAugmentSection:
     """RandAugment; timm's string rand-m9-mstd0.5-inc1 spelt out. layers = 0: none."""
 
     layers: int = number(minimum=0, below=2**16)    # operations drawn for an image
@@ -87,7 +87,7 @@ class RandAugment:
 
 
 @dataclass(frozen=True)
-class Mix:
+class MixSection:
     """Mixup and cutmix of groups of images, and the targets."""
 
     mixup_alpha: float = number(minimum=0.0)        # of Beta(α, α); 0: no mixup
@@ -99,7 +99,7 @@ class Mix:
 
 
 @dataclass(frozen=True)
-class Eval:
+class EvalSection:
     crop_pct: float = number(above=0.0, maximum=1.0)  # resize to image_size / crop_pct, then crop
     interpolation: Literal["bilinear", "bicubic"]
     batch_size: int = number(minimum=1, below=COUNT)  # images a process and forward pass
@@ -109,13 +109,13 @@ class Eval:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSection:
     name: str
     options: Mapping[str, Any]                      # keyword sizes of that model
 
 
 @dataclass(frozen=True)
-class Init:
+class InitSection:
     name: str
     checkpoint: str                                 # weights to start from; "": none
     checkpoint_weights: Literal["model", "ema"]     # which of those in it
@@ -124,7 +124,7 @@ class Init:
 
 
 @dataclass(frozen=True)
-class Optim:
+class OptimSection:
     global_batch: int = number(minimum=1, below=COUNT)  # images a step, over all processes
     max_batch_per_process: int = number(minimum=1, below=COUNT)  # a forward pass; the rest adds up
     base_lr: float = number(above=0.0, below=LARGEST)
@@ -136,7 +136,7 @@ class Optim:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleSection:
     shape: Literal["cosine", "one_cycle"]           # one_cycle rises for ⅖ of the epochs by itself
     epochs: int = number(minimum=1, below=COUNT)                 # length of warm-up and decay together
     cooldown_epochs: int = number(minimum=0, below=COUNT)        # further epochs at min_lr
@@ -147,13 +147,13 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Ema:
+class EmaSection:
     decay: float = number(minimum=0.0, below=1.0)   # 0: no moving average is kept
     warmup: bool                                    # decay min(decay, 1 - (1 + update)^(-2/3))
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSection:
     amp: Literal["off", "bf16", "fp16"]             # autocast; fp16 adds a GradScaler
     compile: bool                                   # torch.compile
     channels_last: bool                             # memory format of the input batch
@@ -161,7 +161,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointSection:
     every_epochs: int = number(minimum=1, below=COUNT)           # last.pt; the last epoch always writes it
     every_steps: int = number(minimum=0, below=COUNT)            # last.pt also every so many steps; 0: never
     keep_epochs: tuple[int, ...] = number(minimum=0, below=COUNT)  # kept for good; 0: as initialised
@@ -171,19 +171,19 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Recipe:
     name: str                                       # the file's stem, not a key
-    run: Run
-    data: Data
-    augment: Augment
-    rand_augment: RandAugment
-    mix: Mix
-    eval: Eval
-    model: Model
-    init: Init
-    optim: Optim
-    schedule: Schedule
-    ema: Ema
-    engine: Engine
-    checkpoint: Checkpoint
+    run: RunSection
+    data: DataSection
+    augment: AugmentSection
+    rand_augment: RandAugmentSection
+    mix: MixSection
+    eval: EvalSection
+    model: ModelSection
+    init: InitSection
+    optim: OptimSection
+    schedule: ScheduleSection
+    ema: EmaSection
+    engine: EngineSection
+    checkpoint: CheckpointSection
 
     def as_dict(self) -> dict[str, Any]:
         """Plain nested containers, with the version; `from_dict` reads them back."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from .values import plain
 
-VERSION = 6
+VERSION = 7
 Table = dict[str, Any]
 
 
@@ -64,13 +64,28 @@ def to_5(table: Table, processes: int) -> None:
         table["init"]["options"] = {"marks": False} | table["init"].get("options", {})
 
 
-
 def to_6(table: Table, processes: int) -> None:
     """Evaluation views may stay in memory; so far they were decoded for every evaluation."""
     table["eval"]["cache_gib"] = 0.0
 
 
-STEPS: dict[int, Callable[[Table, int], None]] = {2: to_2, 3: to_3, 4: to_4, 5: to_5, 6: to_6}
+# Options that got the field's names in version 7, and a value that says the same.
+RENAMED = {("init", "marks"): "bias_channels", ("model", "input_code"): "input_pos_embed"}
+
+
+def to_7(table: Table, processes: int) -> None:
+    """Some options of models and inits were renamed; what they do is as before."""
+    for (title, old), new in RENAMED.items():
+        options = table[title].get("options", {})
+        table[title]["options"] = {new if key == old else key: value
+                                   for key, value in options.items()}
+    options = table["init"]["options"]
+    if "pseudo_input" in options:
+        options["pseudo_input"] = options["pseudo_input"].replace("code", "pos_embed")
+
+
+STEPS: dict[int, Callable[[Table, int], None]] = {2: to_2, 3: to_3, 4: to_4, 5: to_5, 6: to_6,
+                                                  7: to_7}
 
 
 def version_of(table: Mapping[str, Any]) -> Any:

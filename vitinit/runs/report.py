@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..data.eval_sets import Place
+from ..data.eval_sets import NamedSet
 from ..train.checkpoint import CheckpointError, write_text_atomically
 from ..train.engine import Evaluation
 from ..train.throughput import Throughput
@@ -25,7 +25,7 @@ class Finding:
 
     checkpoint: str
     recipe: str
-    place: Place                            # of the data set
+    data_set: NamedSet                          # of the data set
     image_size: tuple[int, int]             # (height, width)
     model_classes: int                      # that the model knows
     classes: Sequence[str]                  # that the data set has
@@ -34,8 +34,8 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object: what was evaluated on what, then the numbers under "model" and "ema"."""
-        row = {"checkpoint": self.checkpoint, "recipe": self.recipe, "data": self.place.name,
-               "data_dir": self.place.root, "image_size": list(self.image_size),
+        row = {"checkpoint": self.checkpoint, "recipe": self.recipe, "data": self.data_set.name,
+               "data_dir": self.data_set.root, "image_size": list(self.image_size),
                "classes": len(self.classes), "model_classes": self.model_classes}
         for name, result in self.results.items():
             by_class = [{"class": label, "correct": correct, "total": total} for
@@ -63,9 +63,9 @@ def report(findings: Sequence[Finding], *, per_class: bool, json_file: Path | No
     """Print the findings, one as lines, several as a table; then JSON, a line a finding."""
     for finding in findings:
         if len(finding.classes) < finding.model_classes:
-            print(f"{finding.place}: {len(finding.classes)} of the {finding.model_classes} classes "
+            print(f"{finding.data_set}: {len(finding.classes)} of the {finding.model_classes} classes "
                   f"of {finding.checkpoint}; the others are left out of ranking and loss")
-    rows = [[finding.checkpoint, name, str(finding.place), f"{result.top1:.3f}",
+    rows = [[finding.checkpoint, name, str(finding.data_set), f"{result.top1:.3f}",
              f"{result.top5:.3f}", f"{result.loss:.4f}", f"{result.images:,}"]
             for finding in findings for name, result in finding.results.items()]
     if len(findings) > 1:
@@ -75,7 +75,7 @@ def report(findings: Sequence[Finding], *, per_class: bool, json_file: Path | No
         for _, name, _, top1, top5, loss, images in rows:
             print(f"{name:5}  top-1 {top1} %  top-5 {top5} %  loss {loss}  over {images} images")
     for finding in findings if per_class else []:
-        print(f"\n{finding.checkpoint} on {finding.place}, top-1 of every class in %:\n\n"
+        print(f"\n{finding.checkpoint} on {finding.data_set}, top-1 of every class in %:\n\n"
               f"{finding.by_class()}\n")
     text = "".join(json.dumps(finding.as_dict()) + "\n" for finding in findings)
     if json_file is None:

@@ -65,14 +65,14 @@ def continued(stored: Recipe, changes: Sequence[Override], source: str
     return wanted, wrong
 
 
-def old_micro_batch(recipe: Recipe, processes: int) -> int:
+def old_micro_batch_size(recipe: Recipe, processes: int) -> int:
     """Images of a forward pass, in runs whose checkpoints do not say: the most that fitted."""
     share = max(recipe.optim.global_batch // processes, 1)
     return next(size for size in range(min(recipe.optim.max_batch_per_process, share), 0, -1)
                 if share % size == 0)
 
 
-def require_same_micro_batch(model: nn.Module, now: int, kept: Mapping[str, Any] | None) -> None:
+def require_same_micro_batch_size(model: nn.Module, now: int, kept: Mapping[str, Any] | None) -> None:
     """RecipeError where a run goes on in other micro-batches, and its model would notice.
 
     kept: the checkpoint that it goes on from; None of a new run.
@@ -105,7 +105,7 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, say: Callable[[str]
         raise RecipeError(f"--resume {folder.path}: {'; '.join(wrong)}; a run goes on as it began")
     for note in notes(state["recipe"]):
         say(f"note    {note}")
-    return Chosen(folder, {"micro_batch": old_micro_batch(stored, processes)} | state, recipe)
+    return Chosen(folder, {"micro_batch": old_micro_batch_size(stored, processes)} | state, recipe)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def choose_run(args: argparse.Namespace, processes: Processes, recipes: Path, lo
     """The run to train, or None where nothing is left to do."""
     recipe = None
     if args.resume in (None, "auto"):
-        recipe = processes.together(lambda: fresh_recipe(
+        recipe = processes.on_all(lambda: fresh_recipe(
             args.recipe, init=args.init, seed=args.seed, data_dir=args.data_dir, sets=args.set,
             recipes=recipes, say=say))
         folder = RunFolder(args.out_dir or Path("runs") /
@@ -172,18 +172,18 @@ def choose_run(args: argparse.Namespace, processes: Processes, recipes: Path, lo
     else:
         folder = RunFolder(Path(args.resume))
     # What the main process sees on its disk decides for all.
-    seen = processes.together(lambda: look(args, folder, recipe, lock, say)
-                              if processes.is_main else NEW)
+    seen = processes.on_all(lambda: look(args, folder, recipe, lock, say)
+                            if processes.is_main else NEW)
     task = processes.maximum(seen)
     if task == DONE:
         return None
     if task == NEW:
         return Chosen(folder, None, recipe)
-    chosen = processes.together(lambda: resumed_run(args, folder, say))
+    chosen = processes.on_all(lambda: resumed_run(args, folder, say))
     step = chosen.kept.get("step")
     ours = step if type(step) is int else -1
     latest = processes.maximum(ours)
-    processes.together(lambda: require_same_step(folder, ours, latest))
+    processes.on_all(lambda: require_same_step(folder, ours, latest))
     return chosen
 
 

@@ -51,7 +51,7 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
         f"init    {recipe.init.name}: {to_toml(recipe.init.options)}\n"
         + "".join(f"{note}\n" for note in notes) +
         f"batch   {recipe.optim.global_batch} = {processes.world_size} process(es) × "
-        f"{data.plan.accumulation} micro-batch(es) × {data.plan.micro_batch} images, on "
+        f"{data.plan.accumulation} micro-batch(es) × {data.plan.micro_batch_size} images, on "
         f"{describe_device(processes.device)}\n"
         f"steps   {steps_per_epoch:,} an epoch × {epochs} epochs = {steps_per_epoch * epochs:,}\n"
         f"lr      peak {peak:g}; first step {lr_at(0):g}, last step "
@@ -81,7 +81,7 @@ def rehearsal(recipe: Recipe, data: Data, state: TrainState) -> str:
     """What a dry run finds out: the room that checkpoints take, and one forward pass."""
     with building(f"recipe {recipe.name}", "model"), torch.no_grad():
         images, _ = next(iter(data.val_batches))
-        logits = state.model.eval()(images[:data.plan.micro_batch])
+        logits = state.model.eval()(images[:data.plan.micro_batch_size])
     space = disk_space(state.model, ema=state.ema is not None,
                        kept=len(recipe.checkpoint.keep_epochs))
     return (f"disk    {space}\n"

@@ -75,7 +75,7 @@ class Processes:
                 for buffer in model.buffers():
                     dist.broadcast(buffer, src=0)
 
-    def together(self, action: Callable[[], Any]) -> Any:
+    def on_all(self, action: Callable[[], Any]) -> Any:
         """Run `action` on every process; if a OneLineError is raised on any, raise it on all.
 
         So that a folder missing on one machine ends the run everywhere, with one message, instead
@@ -94,9 +94,9 @@ class Processes:
             raise failure from None
         return result
 
-    def main_only(self, action: Callable[[], Any]) -> None:
-        """`together`, with something to do on the main process alone (files it writes)."""
-        self.together(action if self.is_main else lambda: None)
+    def on_main(self, action: Callable[[], Any]) -> None:
+        """`on_all`, with something to do on the main process alone (files it writes)."""
+        self.on_all(action if self.is_main else lambda: None)
 
 
 def agreed(items: Iterable[T], processes: Processes, stop: StopRequest, *,
@@ -130,7 +130,7 @@ def agreed(items: Iterable[T], processes: Processes, stop: StopRequest, *,
         if verdict == ALL_DONE:
             return
         if verdict == BROKEN_DATA:
-            processes.together(lambda: _raise(problem))
+            processes.on_all(lambda: _raise(problem))
         if verdict:
             raise Interrupted(verdict)
         yield item

@@ -200,7 +200,7 @@ class Meter:
 
 
 def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterable[Step], *,
-                lr_at: Callable[[int], float], keep_at: Callable[[int], Tensor | None], amp: str,
+                lr_at: Callable[[int], float], drop_path_at: Callable[[int], Tensor | None], amp: str,
                 clip_norm: float, every_steps: int, processes: Processes, stop: StopRequest,
                 record: Callable[[StepRow], None] = lambda row: None) -> Iterator[None]:
     """Train on the global batches of `steps`; yields where the caller should write a checkpoint.
@@ -209,11 +209,11 @@ def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterab
     the end, and when Interrupted or a OneLineError ends it, the state is whole, between two steps.
 
     forward: the state's model, compiled or wrapped for several processes; called as
-        forward(images, keep).
+        forward(images, drop_path).
     steps: of each, its global number, its length, and by iterating its micro-batches: images,
         targets, and which of the global batch they are. The loss is the mean over images of
         −Σ target · log softmax(logits).
-    lr_at: step → learning rate. keep_at: step → stochastic-depth factors (branches, global batch),
+    lr_at: step → learning rate. drop_path_at: step → drop-path scales (branches, global batch),
         or None.
     record: called after every tenth step of the run, on each process.
     Raises Diverged on all processes together; Interrupted and a OneLineError of `steps` likewise.
@@ -241,10 +241,10 @@ def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterab
                 lr = lr_at(step.number)
                 for group in state.optimizer.param_groups:
                     group["lr"] = lr
-                keep = keep_at(step.number)                              # (branches, global batch)
+                drop_path = drop_path_at(step.number)                    # (branches, global batch)
                 step_loss = torch.zeros((), device=device)
-            factors = () if keep is None else (
-                sent(keep[:, batch.positions], device),)                     # (branches, B)
+            factors = () if drop_path is None else (
+                sent(drop_path[:, batch.positions], device),)                # (branches, B)
             with contextlib.nullcontext() if batch.last else synchronise_later():
                 with autocast(device, amp):
                     logits = forward(batch.images, *factors)             # (B, K)

@@ -18,7 +18,7 @@ UNDECAYED_NAMES = {"pos_embed", "cls_token", "dist_token", "reg_token",
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: not to vectors, biases, position codes and extra tokens."""
+    """Whether weight decay applies: not to vectors, biases, position embeddings and extra tokens."""
     leaf = name.rpartition(".")[2]
     return parameter.ndim > 1 and leaf != "bias" and leaf not in UNDECAYED_NAMES
 

@@ -70,7 +70,7 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path,
             if not model.learns_positions:
                 dropped.append("pos_embed (the model's codes are fixed)")
                 continue
-            value, change = _fitted_code(own, tensors, model.grid, grid, path)
+            value, change = _fitted_pos_embed(own, tensors, model.grid, grid, path)
             resized += [f"pos_embed {change}"] * bool(change)
         if name not in own:
             (dropped if _may_lack(name, own, tensors, new_head) else strange).append(name)
@@ -111,14 +111,14 @@ def load_exactly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) ->
     if heads and not any(name.startswith("head") for name in tensors):
         raise CheckpointError(f"{path}: holds no classifier ({shortened(heads)}), so that there is "
                               "nothing to evaluate; init.checkpoint fine-tunes it")
-    code = tensors.get("pos_embed")
-    if "pos_embed" in own and code is not None and code.shape != own["pos_embed"].shape \
-            and code.ndim == own["pos_embed"].ndim == 3:
-        missing = own["pos_embed"].shape[1] - code.shape[1]
+    pos_embed = tensors.get("pos_embed")
+    if "pos_embed" in own and pos_embed is not None and pos_embed.shape != own["pos_embed"].shape \
+            and pos_embed.ndim == own["pos_embed"].ndim == 3:
+        missing = own["pos_embed"].shape[1] - pos_embed.shape[1]
         counts = _prefix_counts(tensors)
         total = sum(counts.values())
         if missing in (total, counts.get("reg_token")):
-            tensors["pos_embed"] = _with_zeros(code, total - missing, total)
+            tensors["pos_embed"] = _with_zeros(pos_embed, total - missing, total)
     try:
         load_model(model, tensors, path)
     except CheckpointError as error:
@@ -130,12 +130,12 @@ def load_exactly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) ->
 def change_size(model: nn.Module, resized: nn.Module, path: Path) -> None:
     """Copy the weights of `model` into `resized`, the same model built for another image size.
 
-    Learned position codes are resized as above, fixed ones are those of the new size. Raises
+    Learned position embeddings are resized as above, fixed ones are those of the new size. Raises
     CheckpointError, listing the names, if any other tensor depends on the size.
     """
     own, tensors = resized.state_dict(), model.state_dict()
     if "pos_embed" in own:
-        tensors["pos_embed"] = own["pos_embed"] if not model.learns_positions else _fitted_code(
+        tensors["pos_embed"] = own["pos_embed"] if not model.learns_positions else _fitted_pos_embed(
             own, tensors, resized.grid, model.grid, path)[0]
     bound = [name for name in own if own[name].shape != tensors[name].shape]
     if bound:
@@ -169,38 +169,38 @@ def _prefix_counts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensors[name].shape[1] for name in PREFIX_TOKENS if name in tensors}
 
 
-def _with_zeros(code: Tensor, entries: int, total: int) -> Tensor:
+def _with_zeros(pos_embed: Tensor, entries: int, total: int) -> Tensor:
     """(1, entries + patches, D) → (1, total + patches, D): zeros behind the first `entries`."""
-    zeros = code.new_zeros(1, total - entries, code.shape[2])
-    return torch.cat([code[:, :entries], zeros, code[:, entries:]], dim=1)
+    zeros = pos_embed.new_zeros(1, total - entries, pos_embed.shape[2])
+    return torch.cat([pos_embed[:, :entries], zeros, pos_embed[:, entries:]], dim=1)
 
 
-def _fitted_code(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], wanted: tuple[int, int],
-                 grid: tuple[int, int] | None, path: Path) -> tuple[Tensor, str]:
+def _fitted_pos_embed(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], wanted: tuple[int, int],
+                      grid: tuple[int, int] | None, path: Path) -> tuple[Tensor, str]:
     """The checkpoint's pos_embed for the model's tokens, (1, N, D), and in words what changed.
 
     own, wanted: the model's state and grid. Where the checkpoint lacks a token before the patches,
     the model's own entry for it stays.
     """
-    code, own_code = tensors["pos_embed"], own["pos_embed"]
-    if code.ndim != 3 or code.shape[2] != own_code.shape[2]:
-        return code, ""                              # of another width: the caller complains
+    pos_embed, own_pos_embed = tensors["pos_embed"], own["pos_embed"]
+    if pos_embed.ndim != 3 or pos_embed.shape[2] != own_pos_embed.shape[2]:
+        return pos_embed, ""                         # of another width: the caller complains
     theirs, ours = _prefix_counts(tensors), _prefix_counts(own)
     total = sum(theirs.values())
-    grid, entries = _grid_and_entries(code.shape[1], total, theirs.get("reg_token", 0), wanted, grid,
+    grid, entries = _grid_and_entries(pos_embed.shape[1], total, theirs.get("reg_token", 0), wanted, grid,
                                       path)
-    code = _with_zeros(code, entries, total)
+    pos_embed = _with_zeros(pos_embed, entries, total)
 
     # The entries of each token before the patches, by its name.
-    found = dict(zip(theirs, code.split([*theirs.values(), grid[0] * grid[1]], dim=1)))
-    drawn = dict(zip(ours, own_code.split([*ours.values(), wanted[0] * wanted[1]], dim=1)))
-    prefix = [found[name] if theirs.get(name) == count else drawn[name].to(code)
+    found = dict(zip(theirs, pos_embed.split([*theirs.values(), grid[0] * grid[1]], dim=1)))
+    drawn = dict(zip(ours, own_pos_embed.split([*ours.values(), wanted[0] * wanted[1]], dim=1)))
+    prefix = [found[name] if theirs.get(name) == count else drawn[name].to(pos_embed)
               for name, count in ours.items()]
-    patches, change = code[:, total:], ""
+    patches, change = pos_embed[:, total:], ""
     if grid != wanted:
         image = rearrange(patches.float(), "1 (h w) d -> 1 d h w", h=grid[0])
         image = F.interpolate(image, wanted, mode="bicubic", antialias=True)
-        patches = rearrange(image, "1 d h w -> 1 (h w) d").to(code.dtype)
+        patches = rearrange(image, "1 d h w -> 1 (h w) d").to(pos_embed.dtype)
         change = f"{grid[0]}×{grid[1]} → {wanted[0]}×{wanted[1]}"
     return torch.cat([*prefix, patches], dim=1), change
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ...init import init_weights
 from ...models import build_model
-from ...models.layers import draw_keep
+from ...models.layers import draw_drop_path
 from ..training import Part
 
 SIZE, BATCH, CLASSES = 16, 12, 7
@@ -36,8 +36,8 @@ def batch_of(seed: int = 1, count: int = BATCH) -> Part:
     return images, torch.randn(count, CLASSES, generator=generator).softmax(dim=1)
 
 
-def keep_of(model: nn.Module, count: int = BATCH) -> Tensor | None:
+def drop_path_of(model: nn.Module, count: int = BATCH) -> Tensor | None:
     """A draw of stochastic depth (branches, count), where the model has any."""
     if not any(model.drop_path_rates):
         return None
-    return draw_keep(model.drop_path_rates, count, np.random.default_rng(4))
+    return draw_drop_path(model.drop_path_rates, count, np.random.default_rng(4))

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ...data.augment import IMAGENET_MEAN, IMAGENET_STD
-from ...data.datasets import PicturesInMemory
+from ...data.datasets import ImagesInMemory
 from ...data.draw import ALL_OPERATIONS, CropAndFlip, Draws, Erasing, RandAugment, SampleDraws, \
     SampleKey, stack_draws
 from ...data.kept import kept_views
 from ...data.loader import EvalViews, TrainBatch
-from ...data.mix import Mixing
+from ...data.mix import MixSettings
 from ...data.passes import FEW_LAUNCHES, IN_CACHE, Passes
 from ...data.pipeline import EvaluationBatches, training_batches
 from ...data.sampler import TrainSampler, plan_batches
@@ -23,7 +23,7 @@ from ..item import Conditions, Row
 
 HEIGHT, WIDTH, CLASSES = 37, 41, 7
 CPU = torch.device("cpu")
-NO_MIXING = Mixing(mixup_alpha=0.0, cutmix_alpha=0.0, group=2)
+NO_MIXING = MixSettings(mixup_alpha=0.0, cutmix_alpha=0.0, group=2)
 
 
 def noisy_images(count: int, height: int = HEIGHT, width: int = WIDTH) -> Tensor:
@@ -36,7 +36,7 @@ def noisy_images(count: int, height: int = HEIGHT, width: int = WIDTH) -> Tensor
     return torch.from_numpy(images)
 
 
-def preparation(device: torch.device, mixing: Mixing, *, fill: str = "pixel",
+def preparation(device: torch.device, mixing: MixSettings, *, fill: str = "pixel",
                 erase_after_mix: bool = False, passes: Passes | None = None) -> TrainToDevice:
     return TrainToDevice(device, mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=False,
                          fill=(1, 120, 254), erase_fill=fill, erase_after_mix=erase_after_mix,
@@ -71,7 +71,7 @@ def pair_by_pair(prepare: TrainToDevice, batch: TrainBatch, groups: np.ndarray
     return torch.stack(images), torch.stack(targets)
 
 
-def equal_to_pairs(conditions: Conditions, batch: TrainBatch, groups: np.ndarray, mixing: Mixing,
+def equal_to_pairs(conditions: Conditions, batch: TrainBatch, groups: np.ndarray, mixing: MixSettings,
                    **options) -> int:
     """How many numbers differ between the device's whole batch and the CPU's pairs.
 
@@ -119,8 +119,8 @@ def erasing_and_mixing(conditions: Conditions) -> list[Row]:
     some are mixed and some are not. Targets as well.
     """
     count, numbers = 48, 0
-    kinds = [Mixing(0.8, 1.0, 0.7, 0.5, 0.1, group=2), Mixing(0.8, 0.0, 1.0, 0.5, 0.1, group=2),
-             Mixing(0.0, 1.0, 1.0, 0.5, 0.0, group=2), NO_MIXING]
+    kinds = [MixSettings(0.8, 1.0, 0.7, 0.5, 0.1, group=2), MixSettings(0.8, 0.0, 1.0, 0.5, 0.1, group=2),
+             MixSettings(0.0, 1.0, 1.0, 0.5, 0.0, group=2), NO_MIXING]
     groups = np.arange(count) % (count // 2)         # partners share one: i and count - 1 - i
     groups[count // 2:] = groups[:count // 2][::-1]
     for mixing in kinds:
@@ -173,10 +173,10 @@ def epochs_of(device: torch.device, *, budget_gib: float, workers: int = 0,
     before: called before each is copied. Who takes batches may not keep them: see data/ahead.py.
     """
     size, count = (29, 29), 60
-    source = PicturesInMemory(noisy_images(count, *size), np.arange(count) % CLASSES,
-                              list(map(str, range(CLASSES))))
+    source = ImagesInMemory(noisy_images(count, *size), np.arange(count) % CLASSES,
+                            list(map(str, range(CLASSES))))
     draws = SampleDraws(2, size, crop=CropAndFlip(scale=(1.0, 1.0), ratio=(1.0, 1.0), padding=4))
-    mixing = Mixing(group=10)
+    mixing = MixSettings(group=10)
     sampler = TrainSampler(count, plan_batches(20, 10, 1, group=10), rank=0, seed=0, repeats=1)
     batches = training_batches(source, sampler=sampler, draws=draws, workers=workers,
                                prepare=preparation(device, mixing), budget_gib=budget_gib)
@@ -193,8 +193,8 @@ def epochs_of(device: torch.device, *, budget_gib: float, workers: int = 0,
 def evaluation_views(conditions: Conditions) -> list[Row]:
     """Evaluation batches = the CPU's, to the bit: decoded, and kept on the device or in memory."""
     size, count = (31, 31), 23
-    source = PicturesInMemory(noisy_images(count, *size), np.arange(count) % CLASSES,
-                              list(map(str, range(CLASSES))))
+    source = ImagesInMemory(noisy_images(count, *size), np.arange(count) % CLASSES,
+                            list(map(str, range(CLASSES))))
 
     def batches(device: torch.device, crop_pct: float, **rooms: float) -> list[Tensor]:
         views = EvalViews(source, rank=0, world_size=1, size=size, crop_pct=crop_pct,

@@ -13,7 +13,7 @@ from ...train.optim import adamw
 from ..item import Conditions, Row, Skipped
 from ..memory import saved_bytes
 from ..training import GivenStep, state_of, train_on
-from .families import batch_of, keep_of, small_model
+from .families import batch_of, drop_path_of, small_model
 
 
 def peak_memory(conditions: Conditions) -> list[Row]:
@@ -57,13 +57,13 @@ def no_waiting(conditions: Conditions) -> list[Row]:
     part = tuple(tensor.to(device) for tensor in batch_of())
     state = state_of(model, adamw(model, weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8),
                      ema=Ema(model, decay=0.9, warmup=False))
-    train_on(state, [GivenStep(0, [part])], keep=keep_of(model), amp="bf16", clip_norm=1.0)
+    train_on(state, [GivenStep(0, [part])], drop_path=drop_path_of(model), amp="bf16", clip_norm=1.0)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
             train_on(state, [GivenStep(number, [part]) for number in range(1, 21)],
-                     keep=keep_of(model), amp="bf16", clip_norm=1.0)
+                     drop_path=drop_path_of(model), amp="bf16", clip_norm=1.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     places = [f"{warning.filename.rpartition('/')[2]}:{warning.lineno}" for warning in waits

@@ -13,7 +13,7 @@ from ...train.interruption import StopRequest
 from ...train.optim import adamw
 from ..item import Conditions, Row
 from ..training import GivenStep, alone, state_of, train_on
-from .families import CLASSES, FAMILIES, batch_of, keep_of, small_model
+from .families import CLASSES, FAMILIES, batch_of, drop_path_of, small_model
 
 CPU = torch.device("cpu")
 FLOAT32_STEP = 1e-4             # relative error of gradients; sums of 10² to 10⁴ float32 products
@@ -37,7 +37,7 @@ def gradients(model: nn.Module, device: torch.device, *, dtype: torch.dtype = to
     parts = list(zip(images.chunk(micro_batches), targets.chunk(micro_batches)))
     state = state_of(model, torch.optim.SGD(model.parameters(), lr=1.0))
     train_on(state, [GivenStep(0, parts)], forward=torch.compile(model) if compiled else model,
-             lr=1.0, keep=keep_of(model), amp=amp)
+             lr=1.0, drop_path=drop_path_of(model), amp=amp)
     after = in_float64(model)
     return {name: before[name] - after[name] for name in before}, state.progress.loss_sum
 
@@ -183,7 +183,7 @@ def fp16_overflow(conditions: Conditions) -> list[Row]:
     part = tuple(tensor.to(device) for tensor in batch_of())
 
     def step(number: int) -> None:
-        train_on(state, [GivenStep(number, [part])], keep=keep_of(model), amp="fp16", clip_norm=1.0)
+        train_on(state, [GivenStep(number, [part])], drop_path=drop_path_of(model), amp="fp16", clip_norm=1.0)
     step(0)
     assert scaler.get_scale() == 2.0**39, f"the scale is {scaler.get_scale()}, not half of 2^40"
     assert (state.progress.step, state.progress.skipped_steps) == (1, 1), state.progress

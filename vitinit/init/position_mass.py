@@ -1,11 +1,11 @@
 """What an init achieves on its own terms: how much of each head's attention is on its target, on the
-position code alone.
+position embedding alone.
 
 An init that writes attention aims each head at one neighbour. Whether it gets there depends on the
 grid, the heads and the width, and no loss says so. This measures it on a freshly initialised model,
 without images: what real images leave of it is less, by how much `figures mass` shows.
 
-| family    | "the code alone" is                                                                   |
+| family    | "the position embedding alone" is                                                                   |
 |-----------|---------------------------------------------------------------------------------------|
 | ViT       | LayerNorm of the patch tokens' pos_embed; of `deep_impulse` the same at the scale of  |
 |           |   the stream that it expects before each block                                        |
@@ -32,7 +32,7 @@ from ..models.attention import attention_weights
 from . import init_function
 from .code_plan import code_size, waves_with_room
 from .deep_impulse import masses_by_block
-from .impulse import head_offsets, normalised_code
+from .impulse import head_offsets, normalised_positions
 from .mimetic import attentions
 from .stream_scales import stream_scales
 
@@ -41,10 +41,10 @@ FAINT = 0.3             # less than this on the targets is worth a warning
 REACHED = 0.9           # of a mass that was asked for
 SHARPER = 2.0           # times qk_norm: what the warning tries out
 
-HeadMaps = Callable[[int], Tensor]   # head → (1, N, N), its attention on the code alone
+HeadMaps = Callable[[int], Tensor]   # head → (1, N, N), its attention on the position embedding alone
 
 
-class CodeMass(NamedTuple):
+class PositionMass(NamedTuple):
     """Attention on the heads' targets, by block; NaN in a block that has no such head."""
 
     centre: list[float]         # mean over the heads whose target is their own token
@@ -63,12 +63,12 @@ class CodeMass(NamedTuple):
 
 
 @torch.no_grad()
-def code_mass(model: nn.Module, name: str, options: Mapping[str, Any], *,
-              sharper: float = 1.0) -> CodeMass | None:
+def position_mass(model: nn.Module, name: str, options: Mapping[str, Any], *,
+              sharper: float = 1.0) -> PositionMass | None:
     """The masses that the init `name` with `options` reached on `model`, which it has just written.
 
     None where it aims at nothing that attention can miss: baselines and controls, Mixer, ConvMixer,
-    Swin's mimetic (tokens have no code), and mimetic queries and keys that were left as drawn. The
+    Swin's mimetic (tokens have no position embedding), and mimetic queries and keys that were left as drawn. The
     target of `mimetic` is the token itself. Where offsets were drawn at random, a head's target is
     that of the kernel's offsets which it looks at most. sharper: as if a ViT's Q and K were so many
     times as large.
@@ -84,7 +84,7 @@ def code_mass(model: nn.Module, name: str, options: Mapping[str, Any], *,
     assignment = "ordered" if name == "mimetic" else chosen.get("offsets", "rotating")
     maps, grids = readers(model, name, chosen, sharper)
 
-    found, heads_before = CodeMass([], [], []), 0
+    found, heads_before = PositionMass([], [], []), 0
     for (heads, read), grid in zip(maps, grids):
         targets = None if assignment == "random" else head_offsets(
             heads, cells, assignment, torch.Generator(), first=heads_before)
@@ -117,27 +117,27 @@ def readers(model: nn.Module, name: str, options: Mapping[str, Any], sharper: fl
         return [(block.attn.num_heads, _simple_reader(model, block)) for block in model.blocks], grids
     if name == "deep_impulse":
         count = code_size(waves_with_room(model, options["code_channels"], options["period"],
-                                          options["marks"]), options["marks"])
-        code = torch.zeros_like(model.pos_embed[0, model.num_prefix_tokens:])
-        code[:, :count] = model.pos_embed[0, model.num_prefix_tokens:, :count]       # (N, D)
+                                          options["bias_channels"]), options["bias_channels"])
+        positions = torch.zeros_like(model.pos_embed[0, model.num_prefix_tokens:])
+        positions[:, :count] = model.pos_embed[0, model.num_prefix_tokens:, :count]       # (N, D)
         scales = stream_scales(model, count if options["reserve"] else 0, options["code_rms"])
-        codes = [code / math.sqrt(scale) for scale in scales]
+        scaled = [positions / math.sqrt(scale) for scale in scales]
     else:
-        codes = [normalised_code(model)] * len(model.blocks)
-    return [(block.attn.num_heads, _reader(block.attn, code, sharper))
-            for block, code in zip(model.blocks, codes)], grids
+        scaled = [normalised_positions(model)] * len(model.blocks)
+    return [(block.attn.num_heads, _reader(block.attn, positions, sharper))
+            for block, positions in zip(model.blocks, scaled)], grids
 
 
-def _reader(attention: nn.Module, code: Tensor, sharper: float) -> HeadMaps:
+def _reader(attention: nn.Module, positions: Tensor, sharper: float) -> HeadMaps:
     def read(head: int) -> Tensor:
         return attention_weights(sharper**2 * query[:, head], key[:, head])
-    query, key, _ = attention.queries_keys_values(code[None])            # (1, h, N, d) each
+    query, key, _ = attention.queries_keys_values(positions[None])            # (1, h, N, d) each
     return read
 
 
 def _simple_reader(model: SimpleViT, block: nn.Module) -> HeadMaps:
     x = torch.zeros_like(model.pos_embed)            # (N, C): patches that add nothing
-    if model.input_code:
+    if model.input_pos_embed:
         x = block.norm1((1.0 - model.alpha) * model.pos_embed)
     weights = block.attn.mixing_weights(x[None], model.pos_embed)        # (1, h, N, N)
     return lambda head: weights[:, head]
@@ -153,7 +153,7 @@ def _bias_reader(attention: nn.Module) -> HeadMaps:
 # ---------------------------------------------------------------------------------------------
 
 
-def shortfall(mass: CodeMass, model: nn.Module, name: str, options: Mapping[str, Any]) -> str:
+def shortfall(mass: PositionMass, model: nn.Module, name: str, options: Mapping[str, Any]) -> str:
     """One line that says which heads fall short, and what would help; "" where none does.
 
     Short is less than FAINT on the targets in some block, or less than REACHED times a target_mass
@@ -167,20 +167,20 @@ def shortfall(mass: CodeMass, model: nn.Module, name: str, options: Mapping[str,
                  if value < min(FAINT, REACHED * wanted)]                # NaN is not
         if short:
             return (f"{kind} heads have only {_decimal(min(short))} of their attention on their target, "
-                    f"on the position code alone; {_advice(kind, min(short), model, name, options)}")
+                    f"on the position embedding alone; {_advice(kind, min(short), model, name, options)}")
     return ""
 
 
 def _advice(kind: str, mass: float, model: nn.Module, name: str, options: Mapping[str, Any]) -> str:
     if name == "impulse_gd":
-        if "code" not in options.get("pseudo_input", "code"):
-            return 'pseudo_input = "code" would solve on the code itself'
+        if "pos_embed" not in options.get("pseudo_input", "pos_embed"):
+            return 'pseudo_input = "pos_embed" would solve on the position embedding itself'
         return ("renorm_every = 0, more steps or a larger step_size sharpen it"
                 + (", and init impulse needs no descent" if isinstance(model, SimpleViT)
                    or model.learns_positions else ""))
     if name != "impulse" or not isinstance(model, VisionTransformer):
         return "a larger head_dim, or fewer patches, would help"
-    sharp = code_mass(model, name, options, sharper=SHARPER)
+    sharp = position_mass(model, name, options, sharper=SHARPER)
     would = min(value for value in (sharp.centre if kind == "centre" else sharp.others)
                 if not math.isnan(value))
     default = inspect.signature(init_function(name, type(model))).parameters["qk_norm"].default

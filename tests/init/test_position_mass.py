@@ -10,8 +10,8 @@ from torch import nn
 
 import vitinit
 from vitinit.filters import ordered_offsets
-from vitinit.init.code_mass import CodeMass, code_mass, shortfall
-from vitinit.init.impulse import head_offsets, normalised_code
+from vitinit.init.position_mass import PositionMass, position_mass, shortfall
+from vitinit.init.impulse import head_offsets, normalised_positions
 from vitinit.mixing import target_mass
 
 VIT = ("vit_tiny", dict(image_size=(20, 28), patch_size=4, embed_dim=57, depth=3, num_heads=3))
@@ -23,14 +23,14 @@ def initialised(name: str, sizes: dict, init: str, **options) -> nn.Module:
     return model
 
 
-def measured(init: str, sizes: dict | None = None, **options) -> CodeMass:
-    return code_mass(initialised(VIT[0], VIT[1] | (sizes or {}), init, **options), init, options)
+def measured(init: str, sizes: dict | None = None, **options) -> PositionMass:
+    return position_mass(initialised(VIT[0], VIT[1] | (sizes or {}), init, **options), init, options)
 
 
 @torch.no_grad()
 def written_out(model: nn.Module, block: int, offsets: list[tuple[int, int]]) -> torch.Tensor:
     """(h,) masses, by the formula: biases, 1/√d and all."""
-    code, attention = normalised_code(model).double(), model.blocks[block].attn
+    code, attention = normalised_positions(model).double(), model.blocks[block].attn
     dim, width = attention.proj.in_features, attention.head_dim
     query, key = (code @ attention.qkv.weight.double()[rows].T + attention.qkv.bias.double()[rows]
                   for rows in (slice(0, dim), slice(dim, 2 * dim)))      # (N, D) each
@@ -48,7 +48,7 @@ def written_out(model: nn.Module, block: int, offsets: list[tuple[int, int]]) ->
 def test_of_impulse_it_is_the_attention_on_the_normalised_code(options):
     """Random offsets are found, where one is clearly looked at; the true ones are drawn again here."""
     model = initialised(*VIT, "impulse", **options)
-    found = code_mass(model, "impulse", options)
+    found = position_mass(model, "impulse", options)
     generator = torch.Generator().manual_seed(3)
     vitinit.init_weights(vitinit.build_model(VIT[0], num_classes=7, **VIT[1]),
                          options.get("base", "default"), generator=generator)
@@ -67,7 +67,7 @@ def test_of_impulse_it_is_the_attention_on_the_normalised_code(options):
 
 @pytest.mark.parametrize("options, expected", [
     ({}, [0.9] * 3), (dict(target_mass=(0.8, 0.2)), [0.8, 0.5, 0.2]),
-    (dict(reserve=False, marks=False, target_mass=0.5), [0.5] * 3)])
+    (dict(reserve=False, bias_channels=False, target_mass=0.5), [0.5] * 3)])
 def test_of_deep_impulse_it_is_the_mass_that_was_asked_for(options, expected):
     """Which is solved for round the borders: rows with a target on the grid have that, too."""
     found = measured("deep_impulse", **options)
@@ -82,7 +82,7 @@ def test_of_a_swin_it_is_what_the_bias_gives_within_a_window(init, mass):
     sizes = dict(image_size=(24, 40), patch_size=2, embed_dim=22, depths=(2, 2), num_heads=(2, 11),
                  window_size=(3, 5))
     model = initialised("swin_tiny", sizes, init, target_mass=mass)
-    found = code_mass(model, init, dict(target_mass=mass))
+    found = position_mass(model, init, dict(target_mass=mass))
     assert len(found.uniform) == 4 and found.uniform[0] == 1 / 15
     for value in found.centre + found.others:
         assert math.isnan(value) or value == pytest.approx(mass, abs=1e-5)
@@ -92,9 +92,9 @@ def test_of_a_swin_it_is_what_the_bias_gives_within_a_window(init, mass):
 @pytest.mark.parametrize("reads", ["content", "mixed", "position", "free"])
 def test_of_a_simple_vit_it_is_at_least_what_was_asked_for(reads):
     sizes = dict(image_size=(20, 28), patch_size=4, embed_dim=132, depth=2, num_heads=11, reads=reads,
-                 input_code=reads == "content")
+                 input_pos_embed=reads == "content")
     model = initialised("simple_vit", sizes, "impulse", target_mass=0.8)
-    found = code_mass(model, "impulse", dict(target_mass=0.8))
+    found = position_mass(model, "impulse", dict(target_mass=0.8))
     least = 0.79 if reads == "content" else 0.8
     assert least < min(found.centre + found.others) <= max(found.centre + found.others) < 0.95
 
@@ -112,13 +112,13 @@ def test_of_mimetic_it_is_the_mass_on_the_token_itself():
     ("swin_tiny", dict(image_size=8, patch_size=2, embed_dim=6, depths=(1,), num_heads=(2,),
                        window_size=4), "mimetic")])
 def test_where_attention_cannot_miss_there_is_nothing_to_measure(name, sizes, init):
-    assert code_mass(initialised(name, sizes, init), init, {}) is None
+    assert position_mass(initialised(name, sizes, init), init, {}) is None
 
 
 def test_measuring_leaves_weights_modes_and_random_states_alone():
     model = initialised(*VIT, "impulse", offsets="random")
     before, state = {key: value.clone() for key, value in model.state_dict().items()}, torch.get_rng_state()
-    code_mass(model, "impulse", dict(offsets="random"), sharper=2.0)
+    position_mass(model, "impulse", dict(offsets="random"), sharper=2.0)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state) and model.training
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -131,11 +131,11 @@ def test_measuring_leaves_weights_modes_and_random_states_alone():
 
 def test_the_line_has_means_or_the_way_from_the_first_block_to_the_last():
     nan = math.nan
-    assert str(CodeMass([0.987, 0.991], [0.05, 0.049], [1 / 784] * 2)) == (
+    assert str(PositionMass([0.987, 0.991], [0.05, 0.049], [1 / 784] * 2)) == (
         ".99 / .05 (uniform .0013) on the targets of centre / other heads")
-    assert str(CodeMass([nan, nan], [0.3, 0.02], [0.0051] * 2)) == (
+    assert str(PositionMass([nan, nan], [0.3, 0.02], [0.0051] * 2)) == (
         ".30 … .02 (uniform .0051) on the targets of other heads")
-    assert str(CodeMass([1.0], [nan], [0.25])) == "1.00 (uniform .25) on the targets of centre heads"
+    assert str(PositionMass([1.0], [nan], [0.25])) == "1.00 (uniform .25) on the targets of centre heads"
 
 
 LARGE = dict(image_size=56, patch_size=4, embed_dim=96, num_heads=3, depth=1)         # 196 tokens
@@ -143,10 +143,10 @@ LARGE = dict(image_size=56, patch_size=4, embed_dim=96, num_heads=3, depth=1)   
 
 def test_what_a_warning_promises_of_qk_norm_is_what_that_gives():
     model = initialised("vit_tiny", LARGE, "impulse")
-    found = code_mass(model, "impulse", {})
+    found = position_mass(model, "impulse", {})
     line = shortfall(found, model, "impulse", {})
-    promised = code_mass(model, "impulse", {}, sharper=2.0)
-    given = code_mass(initialised("vit_tiny", LARGE, "impulse", qk_norm=14.0), "impulse", {})
+    promised = position_mass(model, "impulse", {}, sharper=2.0)
+    given = position_mass(initialised("vit_tiny", LARGE, "impulse", qk_norm=14.0), "impulse", {})
     assert promised.others == pytest.approx(given.others, rel=1e-3)
     assert found.others[0] < 0.3 and given.others[0] > 1.1 * found.others[0]
     text = f"{given.others[0]:.2g}".removeprefix("0")
@@ -162,9 +162,9 @@ def test_short_is_less_than_three_tenths_or_than_nine_tenths_of_what_was_asked_f
                                    ([0.3, 0.07, 0.02], dict(target_mass=[0.3, 0.02]), True),
                                    ([0.3, 0.09, 0.02], dict(target_mass=[0.3, 0.02]), False),
                                    ([math.nan] * 3, {}, False)):
-        mass = CodeMass([1.0] * 3, others, [1 / 35] * 3)
+        mass = PositionMass([1.0] * 3, others, [1 / 35] * 3)
         assert bool(shortfall(mass, model, "deep_impulse", options)) == short, (others, options)
-    mass = CodeMass([0.1] * 3, [0.1] * 3, [1 / 35] * 3)
+    mass = PositionMass([0.1] * 3, [0.1] * 3, [1 / 35] * 3)
     assert shortfall(mass, model, "deep_impulse", {}).startswith("centre heads have only .10 of")
     assert shortfall(mass, model, "mimetic", {}) == ""
 
@@ -172,8 +172,8 @@ def test_short_is_less_than_three_tenths_or_than_nine_tenths_of_what_was_asked_f
 def test_gradient_descent_is_told_what_sharpens_it():
     options = dict(steps=2, pseudo_input="normal")
     model = initialised(*VIT, "impulse_gd", **options)
-    assert "pseudo_input = \"code\" would" in shortfall(code_mass(model, "impulse_gd", options), model,
+    assert "pseudo_input = \"pos_embed\" would" in shortfall(position_mass(model, "impulse_gd", options), model,
                                                       "impulse_gd", options)
     model = initialised(*VIT, "impulse_gd", steps=2, offsets="ordered")
-    line = shortfall(code_mass(model, "impulse_gd", dict(offsets="ordered")), model, "impulse_gd", {})
+    line = shortfall(position_mass(model, "impulse_gd", dict(offsets="ordered")), model, "impulse_gd", {})
     assert "renorm_every = 0" in line and "init impulse needs no descent" in line
