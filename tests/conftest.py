@@ -6,6 +6,7 @@ import builtins
 import importlib.util
 import inspect
 import json
+import os
 import pickle
 import signal
 import subprocess
@@ -15,6 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+# One thread per process, in the processes that tests start, too, unless the caller says otherwise: tensors
+# here are tiny, and threads that spin while they wait for each other slow down whatever runs beside them.
+# It is read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest

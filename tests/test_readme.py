@@ -42,7 +42,8 @@ def run(words: list[str], cwd: Path) -> subprocess.CompletedProcess:
     # --standalone: torchrun's usual port may be taken by another run on this machine.
     words[:1] = {"torchrun": [str(beside / "torchrun"), "--standalone"],
                  "python": [sys.executable]}[words[0]]
-    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300)
+    ours = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.run(words, cwd=cwd, env=ours, capture_output=True, text=True, timeout=300)
 
 
 def test_the_quickstart_trains_and_its_run_evaluates(tmp_path):

@@ -104,6 +104,33 @@ def test_workers_end_with_their_parent_however_it_ends(tmp_path, method, ending,
     os.close(reader)
 
 
+THREADS_PROGRAM = """
+import torch
+
+from vitinit.data.loader import batch_loader
+
+
+class Views:
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return torch.full((1, 3, 512, 512), 2.0).sqrt().mean() + index   # of a size that threads share
+
+
+torch.set_num_threads(2)
+torch.full((1 << 22,), 2.0).sqrt().sum()             # now the threads exist, and a fork has none of them
+print(len(list(batch_loader(Views(), torch.stack, 2, False, batch_size=2))))
+"""
+
+
+def test_workers_forked_from_a_process_with_threads_do_not_wait_for_them():
+    """The only test whose main process has several threads, whatever OMP_NUM_THREADS says."""
+    result = subprocess.run([sys.executable, "-c", THREADS_PROGRAM], text=True, timeout=120,
+                            capture_output=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "3\n", "")
+
+
 # ---------------------------------------------------------------------------------------------
 # Signals
 # ---------------------------------------------------------------------------------------------

@@ -77,9 +77,12 @@ def images(grid: tuple[int, int] = (5, 5)) -> Tensor:
 
 
 def written_out(tensors: dict[str, Tensor], images: Tensor, *, positions: str, read: str,
-                scale: str = "", registers: str = "", class_token: bool = True, head: bool = True
-                ) -> Tensor:
-    """The original's logits, or what its classifier would read where it has none."""
+                scale: str = "", registers: str = "", class_token: bool = True, head: bool = True,
+                after_blocks: list[Tensor] | None = None) -> Tensor:
+    """The original's logits, or what its classifier would read where it has none.
+
+    after_blocks: gets the tokens (B, N, C) after each block.
+    """
     def norm(x: Tensor, layer: str) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
         scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -111,6 +114,8 @@ def written_out(tensors: dict[str, Tensor], images: Tensor, *, positions: str, r
         hidden = linear(norm(x, f"{block}.norm2"), f"{block}.mlp.fc1")
         hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
         x = x + gammas[1] * linear(hidden, f"{block}.mlp.fc2")
+        if after_blocks is not None:
+            after_blocks.append(x)
 
     if read == "class":
         x = norm(x, "norm")[:, 0]
@@ -125,8 +130,9 @@ def ours(name: str, grid: tuple[int, int] = (5, 5), **sizes) -> nn.Module:
     read, extra = layout["read"], bool(layout.get("registers")) * REGISTERS
     if read == "mean":
         extra += layout.get("class_token", True)     # a class token that is not pooled
-    options = dict(pool=read, fc_norm=read == "mean", num_registers=extra) | sizes
-    model = vitinit.build_model("vit_tiny", num_classes=CLASSES, patch_size=PATCH, depth=DEPTH,
+    options = dict(num_classes=CLASSES, pool=read, fc_norm=read == "mean",
+                   num_registers=extra) | sizes
+    model = vitinit.build_model("vit_tiny", patch_size=PATCH, depth=DEPTH,
                                 image_size=(PATCH[0] * grid[0], PATCH[1] * grid[1]),
                                 embed_dim=WIDTH, num_heads=HEADS, **options).double().eval()
     generator = torch.Generator().manual_seed(0)
@@ -172,6 +178,26 @@ def test_outputs_are_the_originals(name, grid):
         model.head = nn.Identity()
     torch.testing.assert_close(model(images(grid)), expected, rtol=0, atol=1e-10)
     assert all(torch.equal(tensors[key], value) for key, value in before.items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("grid", [(5, 5), (3, 11)])
+@each_layout
+def test_features_are_the_originals(name, grid):
+    """Token maps after each block, the tokens before them in their order, and what a head would read."""
+    tensors, layout = theirs(name, grid), LAYOUTS[name] | {"head": False}
+    blocks: list[Tensor] = []
+    pooled = written_out(tensors, images(grid), **layout, after_blocks=blocks)
+    model = ours(name, grid, num_classes=0)
+    start_from(model, native_tensors(tensors), PATH, None)
+    features = model.features(images(grid), blocks=range(DEPTH))
+    patches = grid[0] * grid[1]
+    for found, x in zip(features.blocks, blocks, strict=True):           # x: (2, N, WIDTH)
+        assert found.map.shape == (2, *grid, WIDTH)
+        torch.testing.assert_close(found.map.flatten(1, 2), x[:, -patches:], rtol=0, atol=1e-10)
+        torch.testing.assert_close(found.prefix, x[:, :-patches], rtol=0, atol=1e-10)
+    torch.testing.assert_close(features.pooled, pooled, rtol=0, atol=1e-10)
+    assert torch.equal(model(images(grid)), features.pooled)             # it has no head
 
 
 @torch.no_grad()
