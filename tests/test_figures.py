@@ -1,4 +1,4 @@
-"""Figures are written, of the right size, and say what is wrong when they cannot be."""
+"""Figures are written with the right contents, or refused in one line that says why."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_curves_show_the_groups_of_finished_runs(tmp_path, written_run, capsys):
 
 def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_from_lowest_to_highest(
         tmp_path, written_run, monkeypatch):
-    """matplotlib's own objects are asked what was drawn."""
+    """What was drawn is read back from matplotlib's own objects."""
     groups, _ = finished_groups([
         written_run("a-0", [10.0, None, 50.0], init="impulse"),
         written_run("a-1", [26.0, None, 58.0], init="impulse", seed=1),
@@ -74,7 +74,7 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_from_lowest_to_high
 
 
 def with_steps(folder: Path, losses: list[float], **values: list[float | None]) -> Path:
-    """The run, with a line of steps for each of these losses."""
+    """Write steps.jsonl into a run's folder, with one line for each of these losses."""
     rows = [{"step": 10 * number, "loss": loss, "lr": 1e-3 * number, "grad_norm": 0.5 + number,
              "scale": None, "images_per_second": 100.0, "waiting": 0.25}
             | {key: column[number - 1] for key, column in values.items()}
@@ -85,7 +85,7 @@ def with_steps(folder: Path, losses: list[float], **values: list[float | None]) 
 
 @pytest.fixture
 def panels(monkeypatch) -> list:
-    """The axes of the figures that were saved."""
+    """Collects the axes of the figures instead of saving them to files."""
     found: list = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig",
                         lambda figure, *_, **__: found.extend(figure.axes))
@@ -93,7 +93,7 @@ def panels(monkeypatch) -> list:
 
 
 def test_steps_are_drawn_as_far_as_all_seeds_of_a_group_have_come(tmp_path, written_run, panels):
-    """Also of runs that go on; where fp16 overflowed there is no gradient norm."""
+    """The runs are unfinished; where fp16 overflowed there is no gradient norm."""
     run("curves", "--steps", "--out", tmp_path / "steps.png",
         with_steps(written_run("a-0", [1.0], epochs=9, init="impulse"), [3.0, 2.0, 1.0]),
         with_steps(written_run("a-1", [1.0], epochs=9, init="impulse", seed=1), [5.0, 3.0],
@@ -112,7 +112,7 @@ def test_steps_are_drawn_as_far_as_all_seeds_of_a_group_have_come(tmp_path, writ
     assert math.isnan(first) and second == 3.5
 
 
-def test_a_long_line_is_of_means_over_neighbours(tmp_path, written_run, panels, monkeypatch):
+def test_a_long_line_is_drawn_as_means_of_neighbours(tmp_path, written_run, panels, monkeypatch):
     monkeypatch.setattr(curves, "POINTS", 3)
     run("curves", "--steps", "--out", tmp_path / "steps.png",
         with_steps(written_run("a", [1.0]), [1.0, 2.0, 6.0, 4.0, 5.0, 9.0, 8.0],
@@ -127,19 +127,20 @@ def test_a_long_line_is_of_means_over_neighbours(tmp_path, written_run, panels, 
     (None, "a: no steps on record to draw; steps.jsonl has a line from the tenth on"),
     ('{"step": 10, "loss": 1.0}\n', "steps.jsonl: line 1 lacks 'lr', so it is no run's"),
     ('{"step": 10, "loss": "1"}\n', "steps.jsonl: line 1 has '1' for 'loss', so it is no run's")])
-def test_steps_that_cannot_be_drawn_are_one_line(tmp_path, written_run, capsys, text, words):
+def test_steps_that_cannot_be_drawn_are_refused_in_one_line(tmp_path, written_run, capsys, text,
+                                                            words):
     folder = written_run("a", [1.0])
     if text is not None:
         (folder / "steps.jsonl").write_text(text)
     assert words in refusal(capsys, "curves", "--steps", folder, "--out", tmp_path / "x.png")
 
 
-def test_a_folder_that_is_no_run_is_one_line(tmp_path, capsys):
+def test_a_folder_that_is_no_run_is_refused_in_one_line(tmp_path, capsys):
     line = refusal(capsys, "curves", tmp_path, "--out", tmp_path / "x.png")
     assert "not a run's folder, there is no recipe.toml in it" in line
 
 
-def test_sizes_that_do_not_fit_are_one_line(tmp_path, capsys):
+def test_sizes_that_do_not_fit_are_refused_in_one_line(tmp_path, capsys):
     line = refusal(capsys, "kernels", "--patch-size", 5, "--out", tmp_path / "x.png")
     assert line.startswith("vitinit.figures: kernels: patches of 5×5 pixels do not tile")
 
@@ -150,7 +151,7 @@ def test_without_matplotlib_the_extra_is_named(without_matplotlib, tmp_path):
 
 
 def test_operations_show_the_photograph_and_what_each_makes_of_it(tmp_path):
-    """An image of one colour: what a tile's centre looks like is the operation's formula."""
+    """The image has one colour, so a tile's colour is given by the operation's formula."""
     image, out = tmp_path / "plain.png", tmp_path / "operations.png"
     Image.new("RGB", (37, 31), (200, 100, 40)).save(image)
     run("operations", image, "--out", out)
@@ -162,10 +163,10 @@ def test_operations_show_the_photograph_and_what_each_makes_of_it(tmp_path):
             (128, 0, 0),                             # posterised to one bit
             (200, 199, 139),                         # 99 added below 128
             (255, 181, 72),                          # 1.81 times as bright
-            (124, 116, 104)} <= colours              # what comes in from outside
+            (124, 116, 104)} <= colours              # the fill colour outside the image
 
 
-def test_batches_are_shown_in_shares_and_repeat_by_seed(tmp_path, image_tree):
+def test_a_batch_figure_is_determined_by_its_seed(tmp_path, image_tree):
     files = [tmp_path / f"{name}.png" for name in ("a", "b", "c")]
     for out, seed in zip(files, (0, 0, 1)):
         run("batch", "--data-dir", image_tree, "--seed", seed, "--out", out)
@@ -174,6 +175,6 @@ def test_batches_are_shown_in_shares_and_repeat_by_seed(tmp_path, image_tree):
     assert one.shape[1] > 2 * one.shape[0]
 
 
-def test_a_folder_without_images_is_one_line(tmp_path, capsys):
+def test_a_folder_without_images_is_refused_in_one_line(tmp_path, capsys):
     line = refusal(capsys, "batch", "--data-dir", tmp_path, "--out", tmp_path / "a.png")
     assert "no images in it" in line

@@ -1,4 +1,4 @@
-"""What the tests of every figure share."""
+"""Fixtures that the tests of all figures share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from PIL import Image
 
 from vitinit.figures import __main__ as figures
 
-# A ViT of 5×7 patches, 3 heads and 2 blocks, as overrides of `quickstart`.
+# Overrides of `quickstart`: a ViT with 5×7 patches, 3 heads and 2 blocks.
 SIZES = {"data.image_size": "[10,14]", "model.options.patch_size": "2", "model.options.depth": "2",
          "model.options.embed_dim": "39"}
 
@@ -22,7 +22,7 @@ def sizes() -> list[str]:
 
 @pytest.fixture
 def draw(tmp_path) -> Callable[..., Path]:
-    """Run one figure's command; what it wrote is an image."""
+    """Run a figure's command, check that it wrote an image, and return its path."""
     def command(*arguments: object) -> Path:
         out = tmp_path / "figure.png"
         assert figures.main([*map(str, arguments), "--out", str(out)]) == 0
@@ -34,7 +34,7 @@ def draw(tmp_path) -> Callable[..., Path]:
 
 @pytest.fixture
 def complains(tmp_path, capsys) -> Callable[..., None]:
-    """The command ends with one line that holds `text`, and writes nothing."""
+    """Check that a command ends with one line on stderr that holds `text`, and writes nothing."""
     def command(text: str, *arguments: object) -> None:
         out = tmp_path / "figure.png"
         capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Heat over a photograph is the query's row of attention, folded back to the grid."""
+"""The heat over a photograph is the query's row of the attention matrix, reshaped to the grid."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vitinit.runs.trained import as_input, evaluation_view
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 2])
-def test_heat_is_the_querys_row_without_the_tokens_before(prefix):
-    """Entries that say which query and key they are of."""
-    places = torch.arange(-prefix, 35)
-    weights = (100 * places[:, None] + places).expand(3, -1, -1).float()
+def test_heat_is_the_querys_row_without_prefix_tokens(prefix):
+    """Entry (query, key) of the matrix is 100 · query + key, so the result shows its origin."""
+    tokens = torch.arange(-prefix, 35)
+    weights = (100 * tokens[:, None] + tokens).expand(3, -1, -1).float()
     heat = attention.heat_maps(weights, (5, 7), (2, 4))
     expected = 100 * 18 + torch.arange(35.0).view(5, 7)                  # query 2 · 7 + 4
     assert torch.equal(heat, expected.expand(3, -1, -1))
@@ -56,16 +56,16 @@ def test_a_swins_later_stages_have_their_own_grid(draw, image_tree, monkeypatch)
     (["--heads", 3], "head 3 is asked for, but the model has heads 0…2"),
     (["--blocks", -1], "block -1 is asked for, but the model has blocks 0…1"),
 ])
-def test_what_is_not_there_is_one_line(complains, sizes, image_tree, arguments, text):
+def test_a_wrong_index_is_refused_in_one_line(complains, sizes, image_tree, arguments, text):
     complains(text, "attention", image_tree / "val" / "red" / "03.png", "--recipe", "quickstart",
               *sizes, *arguments)
 
 
-def test_a_photograph_that_is_not_there_is_one_line(complains, sizes, tmp_path):
+def test_a_missing_photograph_is_refused_in_one_line(complains, sizes, tmp_path):
     complains("absent.jpg: cannot be read", "attention", tmp_path / "absent.jpg", "--recipe",
               "quickstart", *sizes)
 
 
-def test_models_without_attention_are_one_line(complains, image_tree):
+def test_models_without_attention_are_refused_in_one_line(complains, image_tree):
     complains("makes a MlpMixer; figure 'attention' is defined for", "attention",
               image_tree / "val" / "red" / "03.png", "--recipe", "cifar10_mixer")

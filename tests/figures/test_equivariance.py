@@ -1,4 +1,4 @@
-"""Whether tokens move with the image: exactly where there is no position embedding, else by a loop."""
+"""Equivariance: exact without a position embedding, and otherwise equal to a loop over tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def images(count: int = equivariance.BATCH + 3) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [{}, dict(pool="mean"), dict(distilled=True)])
-def test_without_a_position_code_tokens_move_exactly_in_every_block(kind):
+def test_without_a_position_embedding_tokens_move_exactly_in_every_block(kind):
     model = built("torch", **kind)
     with torch.no_grad():
         model.pos_embed.zero_()
@@ -34,7 +34,7 @@ def test_without_a_position_code_tokens_move_exactly_in_every_block(kind):
 @torch.no_grad()
 @pytest.mark.parametrize("step", [(1, 0), (-2, 3)])
 def test_errors_are_those_of_a_loop_over_tokens(step):
-    """Images one by one; a quarter of 11×13 places at each border is two rows and three columns."""
+    """Image by image; a quarter of an 11×13 grid at each border is two rows and three columns."""
     model, batch = built("impulse"), images()
     states = {}
     for name, shown in (("here", batch),
@@ -62,7 +62,7 @@ def test_errors_are_those_of_a_loop_over_tokens(step):
     assert found[0] < 1e-12 and found[1:].min() > 0.05
 
 
-def test_a_convolution_in_every_block_moves_with_the_image_where_impulse_does_not():
+def test_deep_impulse_is_closer_to_equivariance_than_impulse():
     sizes = dict(image_size=32, patch_size=4, embed_dim=96, pool="mean")
     images = torch.randn(5, 3, 32, 32, dtype=torch.float64,
                          generator=torch.Generator().manual_seed(1))
@@ -80,7 +80,7 @@ def test_the_numbers_are_printed_by_model_and_init(draw, sizes, image_tree, caps
     assert float(lines[0].split()[2]) == 0.0 < float(lines[1].split()[-1])
 
 
-def test_one_image_and_other_families_are_one_line(complains, sizes, image_tree):
+def test_one_image_and_other_families_are_refused_in_one_line(complains, sizes, image_tree):
     complains("--count 1: what differs between images takes two", "equivariance", "--recipe",
               "quickstart", *sizes, "--data-dir", image_tree, "--count", 1)
     complains("makes a SwinTransformer; figure 'equivariance' is defined for VisionTransformer",

@@ -1,4 +1,4 @@
-"""Filters are shown as the model applies them: by where they look."""
+"""Filters are shown as the model applies them, by the offset from the query to the key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_conv_mixers_filters_are_those_that_it_mixes_with(sizes):
         torch.testing.assert_close(convolution_matrix(kernel, (6, 10)), matrix)
 
 
-def test_a_swins_bias_lies_where_the_key_is_seen_from_the_query():
+def test_a_swins_bias_lies_at_the_keys_offset_from_the_query():
     model = built("swin_tiny", "impulse", patch_size=2, embed_dim=15, depths=(2,), num_heads=(5,),
                   window_size=(3, 5))
     found = kernels.held_kernels(model, 1, [4, 2])
@@ -62,5 +62,5 @@ def test_filters_are_drawn(draw, recipe, columns):
      "leaves no filters to show"),
     ("quickstart", [], "figure 'filters' is defined for ConvMixer and SwinTransformer"),
 ])
-def test_what_is_not_there_is_one_line(complains, recipe, arguments, text):
+def test_what_cannot_be_shown_is_refused_in_one_line(complains, recipe, arguments, text):
     complains(text, "filters", "--recipe", recipe, *arguments)

@@ -1,4 +1,4 @@
-"""Q Kᵀ, P Q Kᵀ Pᵀ and the softmax, against the formulas written out."""
+"""The maps Q Kᵀ, P Q Kᵀ Pᵀ and softmax equal the formulas written out in NumPy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_maps_equal_the_formulas_written_out(pool):
 
 
 def test_the_softmax_is_the_models_own_attention_where_patches_are_black():
-    """Without biases, zeros embed to zero, and the first block sees P alone."""
+    """Without biases, black patches embed to zero, and the first block's input is P alone."""
     model = built("mean", qkv_bias=False)
     with torch.no_grad():
         model.patch_embed.proj.bias.zero_()
@@ -78,16 +78,16 @@ def test_rows_are_models_blocks_and_kinds_and_columns_heads(draw, sizes, monkeyp
     (["--epochs", "3"], "--epochs goes with --run"),
     (["--set", "model.options.depht=3"], "has no key 'depht'"),
 ])
-def test_what_is_not_there_is_one_line(complains, sizes, arguments, text):
+def test_wrong_arguments_are_refused_in_one_line(complains, sizes, arguments, text):
     complains(text, "maps", "--recipe", "quickstart", *sizes, *arguments)
 
 
-def test_a_model_without_these_maps_is_one_line(complains):
+def test_a_model_without_these_maps_is_refused_in_one_line(complains):
     complains("makes a ConvMixer; figure 'maps' is defined for VisionTransformer", "maps",
               "--recipe", "cifar10_convmixer")
 
 
-def test_a_folder_that_is_not_there_is_one_line(tmp_path, capsys, sizes):
+def test_a_missing_folder_is_refused_in_one_line(tmp_path, capsys, sizes):
     out = tmp_path / "absent" / "a.png"
     assert main(["maps", "--recipe", "quickstart", *sizes, "--out", str(out)]) == 2
     assert capsys.readouterr().err == f"vitinit.figures: {out}: No such file or directory\n"

@@ -1,4 +1,4 @@
-"""Target mass by depth: batches together give what all images at once give; heads are sorted."""
+"""Target mass by depth: batching does not change it, and heads are averaged in the right groups."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def built(init: str = "impulse", num_heads: int = 11):
 
 
 def in_order(kernel_size: int, heads: int = 11, blocks: int = 3) -> list[list[tuple[int, int]]]:
-    """Every block's heads take the offsets in order, again and again."""
+    """Targets of a model whose heads have the kernel's offsets in order, repeated if necessary."""
     cells = ordered_offsets(kernel_size)
     return [[cells[head % len(cells)] for head in range(heads)]] * blocks
 
 
 def test_batches_give_the_mean_over_all_images_of_each_heads_target():
-    """More images than a batch, no multiple of it; more heads than offsets, which start again."""
+    """There are more images than a batch holds, not a multiple; and more heads than offsets."""
     model = built()
     images = torch.randn(mass.BATCH + 3, 3, 10, 14, generator=torch.Generator().manual_seed(1))
     found, peaks = mass.masses_by_block(model, images, in_order(3))
@@ -40,7 +40,7 @@ def test_batches_give_the_mean_over_all_images_of_each_heads_target():
 
 
 def test_a_perfect_shift_in_every_head_has_all_mass(monkeypatch):
-    """Shift matrices of a 5×5 kernel written token by token, in place of the model's."""
+    """The model's matrices are replaced by shift matrices of a 5×5 kernel, built token by token."""
     def shifts(model, images):
         weights = torch.zeros(len(images), 11, 35, 35)
         for head, (down, right) in enumerate(sorted(
@@ -58,7 +58,7 @@ def test_a_perfect_shift_in_every_head_has_all_mass(monkeypatch):
     assert (mass.masses_by_block(built("default"), images, in_order(3))[0] < 1.0).any()
 
 
-def test_heads_are_summarised_by_whether_they_look_at_themselves():
+def test_heads_are_summarised_by_whether_their_target_is_the_query_token():
     masses = torch.arange(22.0).view(2, 11)          # heads 0 and 9 have the offset (0, 0)
     found = mass.summarised(masses, in_order(3, blocks=2))
     assert found.heads.tolist() == [5.0, 16.0]
@@ -66,7 +66,7 @@ def test_heads_are_summarised_by_whether_they_look_at_themselves():
     assert torch.allclose(found.others, torch.tensor([(55 - 9) / 9, (55 + 121 - 31) / 9]))
 
 
-def test_a_block_without_a_head_that_looks_at_itself_has_no_mean_of_them():
+def test_a_block_without_a_centre_head_has_no_mean_of_them():
     found = mass.summarised(torch.tensor([[2.0, 3.0], [5.0, 7.0]]), [[(0, 0), (0, 1)],
                                                                      [(1, 0), (1, 1)]])
     assert found.centre[0] == 2.0 and found.centre[1].isnan()
@@ -77,7 +77,7 @@ def test_rotating_offsets_are_measured_where_each_block_has_them(draw, sizes, im
     draw("mass", "--recipe", "quickstart", "--init", "impulse", *sizes, "--data-dir",
          image_tree / "val", "--count", 2, "--set", "init.options.offsets=rotating")
     centre = capsys.readouterr().out.splitlines()[1].split(":")[1].split()[1:]
-    # Block 0 begins with the offset (0, 0), which comes back after nine heads; there are three a block.
+    # Block 0 starts with the offset (0, 0), which returns after nine heads; a block has three.
     assert centre[0] != "nan" and centre[1] == "nan"
 
 
@@ -87,16 +87,16 @@ def test_the_numbers_are_printed_by_model_and_init(draw, sizes, image_tree, caps
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines[:8]] == \
         ["quickstart, default"] * 4 + ["quickstart, impulse"] * 4
-    uniform, kept = (float(lines[row].split()[-2]) for row in (1, 5))       # centre head, block 0
-    assert uniform == pytest.approx(1 / 35, abs=0.01) and kept > 10 * uniform
+    default, impulse = (float(lines[row].split()[-2]) for row in (1, 5))    # centre head, block 0
+    assert default == pytest.approx(1 / 35, abs=0.01) and impulse > 10 * default
 
 
-def test_models_without_one_attention_over_the_grid_are_one_line(complains, image_tree):
+def test_models_without_global_attention_are_refused_in_one_line(complains, image_tree):
     complains("makes a SwinTransformer; figure 'mass' is defined for VisionTransformer and "
               "SimpleViT", "mass", "--recipe", "cifar10_swin_tiny", "--data-dir", image_tree)
 
 
-def test_a_kernel_of_one_cell_is_one_line(complains, sizes, image_tree):
+def test_a_kernel_of_one_cell_is_refused_in_one_line(complains, sizes, image_tree):
     complains("every head's target is its own token", "mass", "--recipe", "quickstart", *sizes,
               "--data-dir", image_tree, "--count", 2, "--kernel-size", 1)
 
@@ -105,14 +105,15 @@ def test_a_kernel_of_one_cell_is_one_line(complains, sizes, image_tree):
     ("kernel_size=5", "has kernel_size = 5; give --kernel-size 5"),
     ("offsets=random", 'init.options.offsets = "random" drew the targets of recipe quickstart'),
 ])
-def test_targets_that_are_not_the_inits_are_one_line(complains, sizes, image_tree, option, text):
+def test_targets_other_than_the_inits_are_refused_in_one_line(complains, sizes, image_tree, option,
+                                                              text):
     complains(text, "mass", "--recipe", "quickstart", "--init", "impulse", *sizes, "--set",
               f"init.options.{option}", "--data-dir", image_tree, "--count", 2)
 
 
 @pytest.mark.parametrize("norm, saturated", [(4.0, False), (90.0, True)])
-def test_logits_are_printed_beside_and_called_saturated_from_30_on(draw, sizes, image_tree,
-                                                                   capsys, norm, saturated):
+def test_logits_are_printed_and_called_saturated_above_30(draw, sizes, image_tree, capsys, norm,
+                                                          saturated):
     draw("mass", "--recipe", "quickstart", "--init", "impulse", *sizes, "--data-dir",
          image_tree / "val", "--count", 2, "--set", f"init.options.qk_norm={norm}")
     line, = (line for line in capsys.readouterr().out.splitlines() if ": logits" in line)

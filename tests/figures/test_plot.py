@@ -1,4 +1,4 @@
-"""Panels of lines: what matplotlib's own objects say was drawn; and no figure is left behind."""
+"""Panels of lines, read back from matplotlib's own objects; and no figure stays in memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from vitinit.figures.plot import COLOURS, Line, colours_of, draw_panels
 
 @pytest.fixture
 def drawn(monkeypatch) -> list:
-    """The figures that were saved, instead of files."""
+    """Collects the figures instead of saving them to files."""
     figures: list = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig",
                         lambda figure, *_, **__: figures.append(figure))
     return figures
 
 
-def test_a_name_has_one_colour_wherever_it_comes_again():
+def test_a_repeated_name_has_the_same_colour():
     names = [str(number) for number in range(7)]
     found = colours_of([names[2], names[0], names[2], *names])
     assert [found[name] for name in ("2", "0", "1", "3", "4", "5")] == list(COLOURS)
@@ -26,7 +26,7 @@ def test_a_name_has_one_colour_wherever_it_comes_again():
 
 
 def test_the_legend_names_the_lines_of_all_panels_once_each_in_their_colours(drawn, tmp_path):
-    """The second panel has a line that the first has not, and the first one that the second has not."""
+    """Each of the two panels has a line that the other lacks, and they share one."""
     values = torch.tensor([0.5, torch.nan, 2.0])
     draw_panels(tmp_path / "x.png", {
         "left": [Line(values, "a", "red"), Line(values + 1, "b", "green", "--", "s")],
@@ -50,13 +50,13 @@ def test_the_legend_names_the_lines_of_all_panels_once_each_in_their_colours(dra
 
 @pytest.mark.parametrize("length", [1, 11, 29, 47, 83])
 def test_a_legend_of_any_labels_stays_within_the_figure(tmp_path, monkeypatch, length):
-    close, kept = plt.close, []
-    monkeypatch.setattr(plt, "close", kept.append)
+    close, drawn = plt.close, []
+    monkeypatch.setattr(plt, "close", drawn.append)
     name = ("cifar10_10k-deep_impulse-s0, epoch 10 " * 3)[:length]
     draw_panels(tmp_path / "x.png", {"only": [Line(torch.ones(3), f"{number}{name}", "red")
                                               for number in range(7)]},
                 across="", down="", heading="")
-    figure, = kept
+    figure, = drawn
     box = figure.legends[0].get_window_extent().transformed(figure.transFigure.inverted())
     assert box.x0 > 0.0 and box.x1 < 1.0
     close(figure)

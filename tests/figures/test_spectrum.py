@@ -1,4 +1,4 @@
-"""Ranks of matrices whose singular values are known, and patch embeddings by their definition."""
+"""Ranks of matrices with known singular values, and patch embeddings by their definition."""
 
 from __future__ import annotations
 
@@ -69,6 +69,6 @@ def test_ranks_are_printed_as_means_over_photographs(draw, sizes, image_tree, ca
     assert line.endswith(", 13.0 above float32's limit")
 
 
-def test_a_model_without_patch_embeddings_is_one_line(complains, image_tree):
+def test_a_model_without_patch_embeddings_is_refused_in_one_line(complains, image_tree):
     complains("figure 'spectrum' needs patch embeddings; a ConvMixer has none", "spectrum",
               "--recipe", "cifar10_convmixer", "--data-dir", image_tree, "--count", 1)

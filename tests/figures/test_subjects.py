@@ -1,4 +1,4 @@
-"""Models fresh from an init are those that train.py starts with; those of runs are what it kept."""
+"""Fresh models are those that train.py starts from; models of runs are those of its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from vitinit.figures.subjects import fresh, of_runs, photographs
 
 @pytest.fixture
 def run(train_program, small_run, tmp_path):
-    """A run folder that kept epochs 0 and 2 of 3, with its arguments."""
+    """A run folder that kept epochs 0 and 2 of 3, and the overrides it was trained with."""
     arguments = small_run(tmp_path / "trial", checkpoint__keep_epochs="[0, 2]")
     assert train_program.main(arguments) == 0
-    return tmp_path / "trial", [arguments[place + 1] for place, word in enumerate(arguments)
-                                if word == "--set"]
+    return tmp_path / "trial", [value for option, value in zip(arguments, arguments[1:])
+                                if option == "--set"]
 
 
-def test_runs_give_what_they_kept_and_fresh_models_are_epoch_0(run):
+def test_models_of_runs_are_those_kept_and_fresh_models_equal_epoch_0(run):
     folder, sets = run
     kept = list(of_runs([folder], [2, 0], "model"))
     assert [subject.state for subject in kept] == ["mimetic, epoch 2", "mimetic, epoch 0"]
@@ -36,7 +36,7 @@ def test_runs_give_what_they_kept_and_fresh_models_are_epoch_0(run):
     assert not torch.equal(other.model.pos_embed, start.model.pos_embed)
 
 
-def test_without_epochs_the_last_checkpoint_counts_by_folder_or_file(run):
+def test_without_epochs_the_last_checkpoint_is_read_from_a_folder_or_a_file(run):
     folder, _ = run
     state = torch.load(folder / "last.pt", weights_only=True)
     for target, weights, stored in ((folder, "model", state["model"]),
@@ -47,35 +47,35 @@ def test_without_epochs_the_last_checkpoint_counts_by_folder_or_file(run):
         assert all(torch.equal(value, stored[name])
                    for name, value in subject.model.state_dict().items())
     names = [subject.state for subject in of_runs([folder, folder], [0], "model")]
-    assert names == ["trial, epoch 0"] * 2           # several runs go by their folders
+    assert names == ["trial, epoch 0"] * 2           # several runs are named by their folders
 
 
-def test_an_epoch_that_was_not_kept_is_one_line_that_names_the_others(run, complains):
+def test_an_epoch_that_was_not_kept_is_refused_with_the_epochs_that_were(run, complains):
     folder, _ = run
     complains("keeps no epoch 1; it has 0, 2", "maps", "--run", folder, "--epochs", "0,1")
 
 
-def test_a_run_that_kept_none_is_one_line_that_names_the_key(complains, tmp_path):
+def test_a_run_that_kept_none_is_refused_with_the_recipe_key(complains, tmp_path):
     complains("keeps no epoch 1; it has none, which checkpoint.keep_epochs would have kept", "maps",
               "--run", tmp_path, "--epochs", "1")
 
 
 @pytest.mark.parametrize("option", [["--init", "default"], ["--seed", "0"], ["--set", "a.b=1"]])
-def test_options_of_fresh_models_do_not_go_with_runs(complains, tmp_path, option):
+def test_options_of_fresh_models_are_refused_for_runs(complains, tmp_path, option):
     complains(f"{option[0]} goes with --recipe", "maps", "--run", tmp_path, *option)
 
 
-def test_a_checkpoint_of_no_run_is_one_line(complains, tmp_path):
+def test_a_checkpoint_without_a_recipe_is_refused_in_one_line(complains, tmp_path):
     torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "a.pth")
     complains("holds no recipe", "maps", "--run", tmp_path / "a.pth")
 
 
-def test_a_recipe_that_starts_from_a_checkpoint_is_one_line(complains):
+def test_a_recipe_that_starts_from_a_checkpoint_is_refused_in_one_line(complains):
     complains("starts from init.checkpoint = other.pt; show a run of it", "maps", "--recipe",
               "quickstart", "--set", "init.checkpoint=other.pt")
 
 
-def test_photographs_are_the_evaluation_views_normalised(image_tree):
+def test_photographs_are_normalised_evaluation_views(image_tree):
     subject, = fresh(["deit_tiny"], [None], seed=0, sets=["data.image_size=32",
                                                           "model.options.depth=1"])
     images = photographs(image_tree / "val", 5, subject.recipe)

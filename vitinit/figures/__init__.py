@@ -1,1 +1,1 @@
-"""Figures: what an init makes of attention, how runs went, what augmentation does to images."""
+"""Figures of attention, filters, augmentation and training runs: python -m vitinit.figures."""

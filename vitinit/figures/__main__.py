@@ -1,4 +1,4 @@
-"""Figures: what an init makes of attention, how runs went, what augmentation does to images.
+"""Draw figures of attention, filters, augmentation and training runs.
 
     python -m vitinit.figures kernels --out kernels.png
     python -m vitinit.figures maps --recipe quickstart --init default impulse --out maps.png
@@ -13,8 +13,9 @@
     python -m vitinit.figures operations photograph.jpg --out operations.png
     python -m vitinit.figures batch --data-dir photographs --out batch.png
 
-Needs the extra `figures` (matplotlib). Colours are those of Okabe and Ito, cividis, viridis, and a
-blue and a red that meet in white at 0; colour-blind readers tell them apart.
+This needs the extra `figures` (matplotlib). Lines have the colours of Okabe and Ito; maps use
+cividis, viridis, or a scale from blue through white at 0 to red. Colour-blind readers can tell
+these colours apart.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from .subjects import Subject, fresh, of_runs
 
 
 def numbers(text: str) -> list[int]:
-    """0,10,300"""
+    """Parse a list of epochs, such as "0,10,300"."""
     try:
         return list(map(integer(0), text.split(",")))
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{text}: expected numbers such as 0,10,300") from None
 
 
-def place(text: str) -> tuple[int, int]:
-    """ROW,COLUMN or DOWN,RIGHT"""
+def pair(text: str) -> tuple[int, int]:
+    """Parse "ROW,COLUMN" or "DOWN,RIGHT"."""
     try:
         row, column = map(integer(-2**15, 2**15), text.split(","))
     except (argparse.ArgumentTypeError, ValueError):
@@ -60,7 +61,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="python -m vitinit.figures", description=__doc__)
     figures = parser.add_subparsers(dest="figure", required=True)
     size, seed, init = integer(1), integer(0, 2**63), one_of(INITS)
-    index = integer(-2**31)                          # of which the model says how many it has
+    index = integer(-2**31)                          # range checked once the model is known
 
     def figure(name: str, text: str) -> Parser:
         added = figures.add_parser(name, help=text, description=text)
@@ -68,29 +69,29 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         return added
 
     def of_models(name: str, text: str) -> Parser:
-        """A figure of models: fresh ones of recipes, or what runs left."""
+        """Add a figure of models, either freshly initialised from recipes or read from runs."""
         added = figure(name, text)
-        whose = added.add_mutually_exclusive_group(required=True)
-        whose.add_argument("--recipe", nargs="+", metavar="NAME",
-                           help="models fresh from their init")
-        whose.add_argument("--run", nargs="+", type=Path, metavar="RUN",
-                           help="run folders or their checkpoints")
+        source = added.add_mutually_exclusive_group(required=True)
+        source.add_argument("--recipe", nargs="+", metavar="NAME",
+                            help="models freshly initialised from these recipes")
+        source.add_argument("--run", nargs="+", type=Path, metavar="RUN",
+                            help="run folders or their checkpoints")
         added.add_argument("--init", nargs="+", metavar="NAME", type=init,
-                           help="for --recipe: in place of the recipe's these inits, of "
+                           help="for --recipe: one or more inits in place of the recipe's: "
                                 f"{', '.join(INITS)}")
         added.add_argument("--seed", type=seed, help="for --recipe: run.seed")
         added.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                            help="for --recipe: override any key")
         added.add_argument("--epochs", type=numbers, default=[], metavar="0,10,300",
-                           help="for --run: epochs that the run kept, in place of its last.pt")
+                           help="for --run: epochs whose checkpoints the run kept; default: last.pt")
         added.add_argument("--weights", choices=["model", "ema"], help="for --run, default model")
         return added
 
     def of_photographs(added: Parser) -> None:
         added.add_argument("--data-dir", type=Path, required=True, help="a folder with photographs")
-        added.add_argument("--count", type=size, default=24, help="the first so many of them")
+        added.add_argument("--count", type=size, default=24, help="use the first COUNT of them")
 
-    kernels = figure("kernels", "the kernels that heads start as")
+    kernels = figure("kernels", "mean attention by offset: the kernels that heads start as")
     kernels.add_argument("--inits", nargs="+", default=["default", "mimetic", "impulse"],
                          type=init, help=", ".join(INITS))
     kernels.add_argument("--embed-dim", type=size, default=288)
@@ -102,29 +103,30 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                       help=", ".join(KINDS))
     maps.add_argument("--blocks", nargs="+", type=index, default=[0])
     maps.add_argument("--heads", nargs="+", type=index, help="default: all")
-    attention = of_models("attention", "where tokens of a photograph look")
+    attention = of_models("attention", "what tokens of a photograph attend to")
     attention.add_argument("image", type=Path)
     attention.add_argument("--blocks", nargs="+", type=index, default=[0])
     attention.add_argument("--heads", nargs="+", type=index, default=[0, 1, 2])
-    attention.add_argument("--queries", nargs="+", type=place, default=[], metavar="ROW,COLUMN",
-                           help="patches that look, counted from 0; default: the one in the middle")
+    attention.add_argument("--queries", nargs="+", type=pair, default=[], metavar="ROW,COLUMN",
+                           help="query patches, counted from 0; default: the one in the middle")
     mass = of_models("mass", "share of attention on the impulse's targets, by depth")
     of_photographs(mass)
-    mass.add_argument("--kernel-size", type=size, default=3, help="of the impulses, ordered offsets")
+    mass.add_argument("--kernel-size", type=size, default=3,
+                      help="width of the kernels whose cells are the heads' targets")
     equivariance = of_models("equivariance", "whether tokens move with the image, by depth")
     of_photographs(equivariance)
-    equivariance.add_argument("--step", type=place, default=(1, 1), metavar="DOWN,RIGHT",
-                              help="how many patches images are moved by")
+    equivariance.add_argument("--step", type=pair, default=(1, 1), metavar="DOWN,RIGHT",
+                              help="by how many patches images are moved")
     of_photographs(of_models("spectrum", "singular values and ranks of patch embeddings"))
     filters = of_models("filters", "a ConvMixer's depthwise filters or a Swin's position bias")
     filters.add_argument("--blocks", nargs="+", type=index, default=[0])
     filters.add_argument("--columns", nargs="+", type=index, default=[0, 1, 2],
                          help="channels or heads, default: the first three")
-    curves = figure("curves", "validation top-1 of finished runs by epoch, or how steps went")
+    curves = figure("curves", "validation top-1 of finished runs by epoch, or quantities by step")
     curves.add_argument("runs", nargs="+", type=Path)
     curves.add_argument("--steps", action="store_true",
-                        help="loss, learning rate and gradient norm by step, also of runs that go on")
-    operations = figure("operations", "a photograph under each of RandAugment's")
+                        help="loss, learning rate and gradient norm by step; also of unfinished runs")
+    operations = figure("operations", "a photograph under each of RandAugment's operations")
     operations.add_argument("image", type=Path)
     operations.add_argument("--magnitude", type=real(minimum=0.0, maximum=10.0), default=9.0)
     batch = figure("batch", "batches after the whole augmentation")
@@ -134,7 +136,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def subjects(args: argparse.Namespace) -> Iterator[Subject]:
-    """The models that the arguments name, one at a time; options of the other kind are an error."""
+    """The models that the arguments name, built one at a time.
+
+    Raises FigureError for an option of --recipe that comes with --run, and the other way round.
+    """
     unused = {"--init": args.init, "--seed": args.seed is not None, "--set": args.set} if args.run \
         else {"--epochs": args.epochs, "--weights": args.weights}
     for option, given in unused.items():
@@ -146,6 +151,7 @@ def subjects(args: argparse.Namespace) -> Iterator[Subject]:
 
 
 def draw(args: argparse.Namespace) -> None:
+    """Draw the figure that the arguments name."""
     if args.figure == "kernels":
         draw_kernels(args.out, inits=args.inits, embed_dim=args.embed_dim, block=args.block,
                      num_heads=args.num_heads, patch_size=args.patch_size)
@@ -180,7 +186,7 @@ def draw(args: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     def program() -> None:
         args = parse_arguments(arguments)
-        pyplot()                                     # says at once, in one line, what is missing
+        pyplot()                                     # fails at once if matplotlib is missing
         draw(args)
         print(f"wrote {args.out}")
     return run_program("vitinit.figures", program)

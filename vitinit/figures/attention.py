@@ -1,4 +1,4 @@
-"""Where a token of one photograph looks: attention as heat laid over the image."""
+"""The figure `attention`: what a query token of a photograph attends to, as heat over the image."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from ..runs.trained import as_input, evaluation_view
 from .plot import OVERLAY, FigureError, pyplot, save
 from .subjects import Subject, require_family, require_indices
 
-LUMA = (0.299, 0.587, 0.114)    # ITU-R BT.601: grey as the eye weighs red, green and blue
+LUMA = (0.299, 0.587, 0.114)    # weights of red, green and blue in grey (ITU-R BT.601)
 HEAT = 0.7                      # opacity of the heat over the photograph
-PHOTO_DPI = 80                  # photographs take much space, and 150 pixels show 14 patches well
+PHOTO_DPI = 80                  # makes a photograph 150 pixels wide, enough for 14 patches
 
 
 def heat_maps(weights: Tensor, grid: tuple[int, int], query: tuple[int, int]) -> Tensor:
-    """(h, rows, columns): the attention of the patch token at `query` on each patch token.
+    """The attention of the patch token at `query` on every patch token, (h, rows, columns).
 
-    weights: (h, N, N), prefix tokens first, which are left out: a map may sum to less than 1.
+    weights: (h, N, N), attention of one image with prefix tokens (class token, registers) first.
+        Prefix tokens are left out, so a map may sum to less than 1.
+    grid: rows and columns of patches. query: row and column, counted from 0.
+    Raises FigureError if `query` is outside the grid.
     """
     cells, (row, column) = grid[0] * grid[1], query
     if not (0 <= row < grid[0] and 0 <= column < grid[1]):
@@ -32,7 +35,10 @@ def heat_maps(weights: Tensor, grid: tuple[int, int], query: tuple[int, int]) ->
 
 def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *, blocks: Sequence[int],
                    heads: Sequence[int], queries: Sequence[tuple[int, int]]) -> None:
-    """One row a model, block and query: the photograph with the query framed, then each head."""
+    """Draw one row per model, block and query: the photograph, then one heat map per head.
+
+    The query patch is framed in each. queries: (row, column); if empty, the patch in the middle.
+    """
     rows = []
     for subject in subjects:
         require_family(subject, "attention", VisionTransformer, SimpleViT, SwinTransformer)
@@ -65,12 +71,12 @@ def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *, 
         for axis in line:
             axis.set(xticks=[], yticks=[])
             corner = (query[1] * across, query[0] * down)
-            for colour, thickness in (("black", 2.0), ("white", 0.9)):   # seen on any ground
+            for colour, thickness in (("black", 2.0), ("white", 0.9)):   # visible on any background
                 axis.add_patch(plt.Rectangle(corner, across, down, fill=False, edgecolor=colour,
                                              linewidth=thickness))
         bar = figure.colorbar(layer, ax=list(line), label="attention", shrink=0.9, pad=0.01)
         bar.ax.tick_params(labelsize=7)
     for axis, title in zip(axes[0], ("photograph, query framed", *(f"head {h}" for h in heads))):
         axis.set_title(title, fontsize=9)
-    figure.suptitle(f"{subject.recipe.name}: where the framed patch looks", fontsize=11)
+    figure.suptitle(f"{subject.recipe.name}: what the framed patch attends to", fontsize=11)
     save(figure, out, dpi=PHOTO_DPI)

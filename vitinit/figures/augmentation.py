@@ -1,4 +1,4 @@
-"""What augmentation does to photographs."""
+"""The figures `operations` and `batch`: what augmentation does to photographs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ from .plot import pyplot, save
 
 
 def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
-    """One photograph under each of RandAugment's operations at one magnitude, sign +, bicubic."""
+    """Draw one photograph under each of RandAugment's operations.
+
+    All have the same magnitude, 0 to 10, with positive sign. Geometric ones interpolate
+    bicubically.
+    """
     plt = pyplot()
     image = resize_and_centre_crop(decode_image(str(photograph)), (224, 224), 0.875, "bicubic")
-    settings, operations = RandAugment(), list(Operation)                # the first is NONE
+    settings, operations = RandAugment(), list(Operation)    # the first, NONE, is the photograph
     arguments = [settings.argument(operation, magnitude, 1.0) for operation in operations]
     column = (len(operations), 1)
     draws = Draws(np.array(operations).reshape(column), np.array(arguments).reshape(column),
@@ -40,12 +44,15 @@ def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
 
 
 def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
-    """Two batches of six as a model sees them: DeiT's whole augmentation, by mixup and by cutmix."""
+    """Draw two batches of six images after DeiT's whole augmentation, mixed by mixup and by cutmix.
+
+    folder: the first 12 images in it are used, again from the first if there are fewer.
+    """
     plt = pyplot()
     source, size, count = LooseImages(folder, 12), (224, 224), 6
     settings = RandAugment()
     views = TrainViews(source, SampleDraws(seed, size, rand_augment=settings))
-    keys = [[SampleKey(0, (row * count + place) % len(source)) for place in range(count)]
+    keys = [[SampleKey(0, (row * count + column) % len(source)) for column in range(count)]
             for row in range(2)]
     figure, axes = plt.subplots(2, count, figsize=(2.05 * count, 4.9), layout="constrained")
     kinds = {"mixup": MixSettings(cutmix_alpha=0.0), "cutmix": MixSettings(mixup_alpha=0.0)}
@@ -55,12 +62,12 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
         images = rand_augment(batch.images, batch.draws, settings.fill)
         images = erase(normalise(images, IMAGENET_MEAN, IMAGENET_STD), batch.draws, "pixel",
                        normal_quantiles())
-        # Back to what eyes see; noise of erased boxes is cut off at black and white.
+        # Undo the normalisation; noise in erased boxes is clamped to black and white.
         mixed = mix_images(images, [mix] * count) * torch.tensor(IMAGENET_STD).view(3, 1, 1)
         mixed = (mixed + torch.tensor(IMAGENET_MEAN).view(3, 1, 1)).clamp(0, 1)
-        for place, (axis, tile) in enumerate(zip(row, mixed)):
+        for column, (axis, tile) in enumerate(zip(row, mixed)):
             axis.imshow(tile.permute(1, 2, 0).numpy())
-            axis.set_title(f"{mix.share:.2f} × {place + 1} + {1 - mix.share:.2f} × {count - place}",
+            axis.set_title(f"{mix.share:.2f} × {column + 1} + {1 - mix.share:.2f} × {count - column}",
                            fontsize=9)
             axis.set(xticks=[], yticks=[])
         row[0].set_ylabel(kind, fontsize=10)

@@ -1,4 +1,4 @@
-"""How runs went: top-1 by epoch; loss, learning rate and gradient norm by step."""
+"""The figure `curves`: top-1 by epoch, or loss, learning rate and gradient norm by step."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from .plot import COLOURS, LINES, FigureError, pyplot, save
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-POINTS = 400                    # of a line, at most; more are averaged, neighbours merged
+POINTS = 400                    # points per line, at most; longer lines average neighbours
 QUANTITIES = {"loss": "training loss", "lr": "learning rate", "grad_norm": "gradient norm"}
 
 
 def draw_curves(out: Path, groups: Sequence[Group]) -> None:
-    """Validation top-1 by epoch, one line per group of runs: mean over seeds, band from the lowest
-    to the highest. Epochs without an evaluation are left out."""
+    """Draw validation top-1 by epoch, with one line per group of runs.
+
+    A group's line is the mean over its seeds, with a band from the lowest to the highest. Epochs
+    without an evaluation are left out.
+    """
     figure, axis = pyplot().subplots(figsize=(6.4, 3.8), layout="constrained")
     for group, colour, line in zip(groups, cycle(COLOURS), cycle(LINES)):
         measured = [[row for row in run.rows if row["val_top1"] is not None]
                     for run in group.runs.values()]
-        epochs = [row["epoch"] for row in measured[0]]           # the same for all: one recipe
+        epochs = [row["epoch"] for row in measured[0]]       # the same for all seeds of a recipe
         tops = torch.tensor([[row["val_top1"] for row in rows] for rows in measured])
         draw_band(axis, epochs, tops, colour, line, named(group))
     axis.xaxis.get_major_locator().set_params(integer=True)
@@ -40,10 +43,12 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
 
 
 def draw_steps(out: Path, groups: Sequence[Group]) -> None:
-    """What steps.jsonl holds, a panel per quantity, one line per group as above.
+    """Draw the quantities in steps.jsonl, one panel per quantity and one line per group of runs.
 
-    Of seeds that are not equally far, as many steps are drawn as all have. A line of more than
-    POINTS rows is averaged, so many neighbours to a point.
+    A group's line is the mean over its seeds, with a band from the lowest to the highest. Only
+    steps that all seeds of a group have reached are drawn. Lines of more than POINTS recorded steps
+    are drawn as averages over equally many neighbouring ones.
+    Raises FigureError for a group without a recorded step that all seeds share.
     """
     figure, axes = pyplot().subplots(1, len(QUANTITIES), figsize=(11.0, 3.6), layout="constrained")
     most = 1
@@ -63,7 +68,7 @@ def draw_steps(out: Path, groups: Sequence[Group]) -> None:
     for axis, words in zip(axes, QUANTITIES.values()):
         axis.set(xlabel="step", title=words)
         axis.grid(alpha=0.3)
-    axes[-1].set_yscale("log")                       # the first steps' are far above the others'
+    axes[-1].set_yscale("log")                       # gradient norms are far higher at the start
     axes[0].legend(fontsize=9)
     apart = f"every tenth step, {most} of them to a point" if most > 1 else "every tenth step"
     figure.suptitle(f"{apart[0].upper()}{apart[1:]}: mean over seeds, band from lowest to highest",
@@ -72,23 +77,30 @@ def draw_steps(out: Path, groups: Sequence[Group]) -> None:
 
 
 def named(group: Group) -> str:
+    """A group's name in the legend, such as "impulse (3 seeds)"."""
     return f"{group.label} ({len(group.runs)} seed{'s' * (len(group.runs) > 1)})"
 
 
 def draw_band(axis: Axes, across: Sequence[int] | Tensor, values: Tensor, colour: str, line: str,
               label: str) -> None:
-    """values: (seeds, points); NaN is not drawn."""
+    """Draw the mean over seeds as a line and the range as a band.
+
+    across: (points,), horizontal positions. values: (seeds, points); NaN is not drawn.
+    """
     axis.plot(across, values.mean(0), color=colour, linestyle=line, label=label,
-              marker="." if len(across) < 20 else None)          # few: where they were measured
+              marker="." if len(across) < 20 else None)      # few points are marked one by one
     axis.fill_between(across, values.amin(0), values.amax(0), color=colour, alpha=0.2, linewidth=0)
 
 
 def by_step(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
-    """step → what is drawn of it; NaN where it was not measured, as where fp16 overflowed."""
+    """Map each step to its QUANTITIES; NaN where one was not measured, as where fp16 overflowed."""
     return {row["step"]: {key: float("nan") if row[key] is None else row[key] for key in QUANTITIES}
             for row in rows}
 
 
 def averaged(values: Tensor, merged: int) -> Tensor:
-    """(rows, columns) → (rows, ⌈columns / merged⌉): means of so many neighbours, NaN left out."""
+    """Average each `merged` neighbouring columns: (rows, columns) → (rows, ⌈columns / merged⌉).
+
+    NaN is left out of the means.
+    """
     return torch.stack([part.double().nanmean(1) for part in values.split(merged, dim=1)], dim=1)

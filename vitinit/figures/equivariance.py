@@ -1,4 +1,8 @@
-"""Do a ViT's tokens move when the image moves? How far they are from it, by depth."""
+"""The figure `equivariance`: whether a ViT's patch tokens move when the image moves, by depth.
+
+A model is equivariant to translation if moving its input by some patches moves its tokens likewise.
+The figure shows how far the tokens of each block are from that.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +17,30 @@ from ..models import VisionTransformer
 from .plot import FigureError, Line, colours_of, draw_panels
 from .subjects import Subject, photographs, require_family
 
-BATCH = 8                       # images a forward pass
+BATCH = 8                       # images per forward pass
 
 
 @torch.no_grad()
 def streams(model: VisionTransformer, images: Tensor) -> Tensor:
-    """The patch tokens of the embedding and after every block, (depth + 1, B, H, W, C)."""
+    """The patch tokens before the first block and after every block, (depth + 1, B, H, W, C)."""
     found = []
     for batch in images.split(BATCH):
-        behind = model.features(batch, blocks=range(len(model.blocks))).blocks
-        maps = [model.tokens(model.embed(batch)).map, *(tokens.map for tokens in behind)]
+        after_blocks = model.features(batch, blocks=range(len(model.blocks))).blocks
+        maps = [model.tokens(model.embed(batch)).map, *(tokens.map for tokens in after_blocks)]
         found.append(torch.stack(maps))                                  # (depth + 1, B, H, W, C)
     return torch.cat(found, dim=1)
 
 
 def shift_errors(model: VisionTransformer, images: Tensor, step: tuple[int, int]) -> Tensor:
-    """How much of what tokens say of an image does not move with it, (depth + 1,): 0 is all moves.
+    """Relative error of equivariance at each depth, (depth + 1,): 0 if tokens move with the image.
 
-    images: (B, 3, H, W), normalised, B ≥ 2. They move by `step` patches, (down, right), round the
-    borders. Of every token its mean over the images is taken off, which the position embedding makes; of
-    the rest it is the rms difference between moving before and moving after, divided by the rms. A
-    quarter of the grid at each border is left out, since a convolution of patches sees the seam there.
+    For each depth, the tokens of the moved images, T′, are compared with the moved tokens of the
+    images, T: the error is rms(T′ - T) / rms(T). First, each token's mean over the images is
+    subtracted, since the position embedding adds a part that is the same for all images. A quarter
+    of the grid at each border is left out, because images are moved cyclically and a convolution
+    over patches sees the seam there.
+
+    images: (B, 3, H, W), normalised, with B ≥ 2. step: patches down and right.
     """
     size = model.patch_embed.proj.kernel_size
     moved = images.roll((step[0] * size[0], step[1] * size[1]), dims=(2, 3))
@@ -48,7 +55,11 @@ def shift_errors(model: VisionTransformer, images: Tensor, step: tuple[int, int]
 
 def draw_equivariance(out: Path, subjects: Iterable[Subject], *, folder: Path, count: int,
                       step: tuple[int, int]) -> None:
-    """One panel a recipe, one line an init or run and epoch; the numbers are printed, too."""
+    """Draw one panel per recipe with one line per init, or per run and epoch; print the numbers.
+
+    folder, count: the first `count` photographs in `folder` are used.
+    Raises FigureError if `count` is less than 2.
+    """
     if count < 2:
         raise FigureError(f"--count {count}: what differs between images takes two at least")
     found: dict[str, dict[str, Tensor]] = defaultdict(dict)

@@ -1,4 +1,9 @@
-"""Kernels: those that attention heads start as, and those that a model holds as such."""
+"""The figures `kernels` and `filters`.
+
+`kernels` shows the mean attention of each head of a fresh ViT by the offset from query to key: the
+convolution kernel that the head starts as. `filters` shows kernels that a model has as parameters:
+a ConvMixer's depthwise filters and a Swin's relative position bias.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +24,11 @@ from ..models.conv_mixer import DenseMixing
 from .plot import FigureError, Row, draw_grid, pyplot, save
 from .subjects import Subject, require_family, require_indices
 
-RADIUS = 3                      # of the kernels of attention, in patches
+RADIUS = 3                      # largest offset in the figure `kernels`, in patches
 
 
 def example_images(count: int) -> Tensor:
-    """The first images of the embedded set's validation split, (count, 3, 32, 32), normalised."""
+    """The first validation images of the data set `shapes`, (count, 3, 32, 32), normalised."""
     images = [shapes.draw_image(keyed_generator(shapes.SEED, Stream.SHAPES, 1, index))[0]
               for index in range(count)]
     return normalise(torch.stack([torch.from_numpy(p) for p in images]), [0.5] * 3, [0.25] * 3)
@@ -31,9 +36,11 @@ def example_images(count: int) -> Tensor:
 
 def draw_kernels(out: Path, *, inits: list[str], embed_dim: int, num_heads: int, patch_size: int,
                  block: int) -> None:
-    """Mean attention by offset, one row an init, one column a head: kernels that heads start as.
+    """Draw mean attention by offset, with one row per init and one column per head.
 
-    A ViT for 32-pixel images with mean pooling, on 64 images of `shapes`, seed 0.
+    The model is a ViT for 32-pixel images with mean pooling, initialised with seed 0; the mean is
+    over 64 images of `shapes` and all query tokens.
+    block: the index of the block to show; the model has as many blocks as that takes.
     """
     plt = pyplot()
     images = example_images(64)
@@ -58,15 +65,18 @@ def draw_kernels(out: Path, *, inits: list[str], embed_dim: int, num_heads: int,
     for axis in axes[-1]:
         axis.set_xlabel("patches right", fontsize=8)
     figure.colorbar(image, ax=axes, label="mean attention", shrink=0.8)
-    figure.suptitle(f"Where each head looks before training, block {block}", fontsize=11)
+    figure.suptitle(f"What each head attends to before training, block {block}", fontsize=11)
     save(figure, out, dpi=130)
 
 
 def held_kernels(model: nn.Module, block: int, columns: Sequence[int]) -> Tensor:
-    """(columns, height, width): what a block holds by offset, [0, 0] the farthest up and left.
+    """The kernels among a block's parameters, (columns, height, width), by offset.
 
-    columns: of a ConvMixer channels, for their depthwise filters; of a Swin heads, for their relative
-    position bias, turned so that an entry's place is where the key lies from the query.
+    Entry [0, 0] belongs to the offset that is farthest up and left.
+    block: index, counted through all stages of a Swin.
+    columns: for a ConvMixer, channels, whose depthwise filters are returned; for a Swin, heads,
+        whose relative position bias is returned by the key's offset from the query.
+    Raises FigureError for dense filters and for an index that is out of range.
     """
     if isinstance(model, ConvMixer):
         require_indices("block", [block], len(model.blocks))
@@ -81,13 +91,16 @@ def held_kernels(model: nn.Module, block: int, columns: Sequence[int]) -> Tensor
     require_indices("head", columns, attention.num_heads)
     tables = attention.relative_position_bias_table.detach().mT[list(columns)]
     height, width = attention.window
-    # The table counts query − key.
+    # The table is indexed by query − key; flipped, it is indexed by key − query.
     return tables.unflatten(1, (2 * height - 1, 2 * width - 1)).flip(1, 2)
 
 
 def draw_filters(out: Path, subjects: Iterable[Subject], *, blocks: Sequence[int],
                  columns: Sequence[int]) -> None:
-    """Depthwise filters of a ConvMixer by channel, or the position bias of a Swin by head."""
+    """Draw depthwise filters of ConvMixers by channel, or the position bias of Swins by head.
+
+    There is one row per model and block. columns: the channels or heads.
+    """
     rows = []
     for subject in subjects:
         require_family(subject, "filters", ConvMixer, SwinTransformer)

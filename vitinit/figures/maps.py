@@ -1,4 +1,8 @@
-"""Q Kᵀ, P Q Kᵀ Pᵀ and its softmax by head, as arXiv 2305.09828 and 2505.19985 show them."""
+"""The figure `maps`: Q Kᵀ, P Q Kᵀ Pᵀ and its softmax for each head of a ViT.
+
+arXiv 2305.09828 (mimetic initialisation) and 2505.19985 (structured initialisation) show these
+maps. Q and K are a head's query and key weights, P is the position embedding.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +18,23 @@ from ..models.attention import attention_weights
 from .plot import Row, draw_grid
 from .subjects import Subject, require_family, require_indices
 
-# What is shown: colour bar, axis down, axis across, whether colours are centred at 0.
+# kind: label of the colour bar, vertical axis, horizontal axis, whether colours are centred at 0
 KINDS = {
     "qk": ("Q Kᵀ", "channel of Q", "channel of K", True),
     "logits": ("P Q Kᵀ Pᵀ", "query token", "key token", True),
     "softmax": ("attention on P alone", "query token", "key token", False),
 }
-SHOWN = 0.995                   # the share of Q Kᵀ's entries that the colours reach
+SHOWN = 0.995                   # share of Q Kᵀ's entries within the colour scale
 
 
 @torch.no_grad()
 def position_maps(model: VisionTransformer, block: int, kind: str) -> Tensor:
-    """One of KINDS for every head of a block: (h, D, D) for "qk", else (h, N, N), N patch tokens.
+    """One kind of map for every head of a block.
 
-    P is the patch tokens' position embedding through the block's own norm, (N, D). The biases of queries
-    and keys are left out, as in the papers; "softmax" has the 1/√d of the model.
+    kind: one of KINDS.
+    Returns (h, D, D) for "qk", else (h, N, N) with N patch tokens. P, (N, D), is the patch tokens'
+    position embedding after the block's own first norm. Biases of queries and keys are left out, as
+    in the papers; "softmax" includes the model's factor 1/√d.
     """
     attention = model.blocks[block].attn
     query, key = attention.q_weight.mT, attention.k_weight.mT            # (h, D, d)
@@ -43,7 +49,10 @@ def position_maps(model: VisionTransformer, block: int, kind: str) -> Tensor:
 
 def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
               blocks: Sequence[int], heads: Sequence[int] | None) -> None:
-    """One row a model, block and kind; one column a head. Colours are alike within a row."""
+    """Draw one row per model, block and kind, with one column per head.
+
+    Each row has one colour scale. heads: indices; None: all heads.
+    """
     rows, most = [], 0
     for subject in subjects:
         require_family(subject, "maps", VisionTransformer)
@@ -56,7 +65,8 @@ def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
             for kind in kinds:
                 unit, down, across, diverging = KINDS[kind]
                 maps = position_maps(subject.model, block, kind)[chosen]
-                # A few entries of Q Kᵀ, such as a diagonal, would leave all others pale.
+                # If colours reached the few largest entries of Q Kᵀ, such as a diagonal's, all
+                # other entries would be pale.
                 peak = np.quantile(maps.abs().numpy(), SHOWN) if kind == "qk" else 0.0
                 rows.append(Row(f"{subject.state}\nblock {block}", maps, unit, down, across,
                                 diverging, peak=peak))

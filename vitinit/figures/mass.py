@@ -1,4 +1,8 @@
-"""How much of the attention on photographs lies where an impulse filter would look, by depth."""
+"""The figure `mass`: the share of attention that lies on each head's impulse target, by depth.
+
+The target of a query token is the token at the head's offset, which a convolution with the head's
+impulse filter would pick. The attention is measured on photographs.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +21,28 @@ from ..models import SimpleViT, VisionTransformer
 from .plot import FigureError, Line, colours_of, draw_panels
 from .subjects import Subject, photographs, require_family
 
-BATCH = 8                       # images a forward pass; all attention matrices of it are in memory
-SATURATED = 30.0                # logits so far above the mean leave a softmax no gradient to speak of
+BATCH = 8                       # images per forward pass; all of its attention matrices are kept
+SATURATED = 30.0                # logits this far above the mean leave softmax almost no gradient
 
 
 class Masses(NamedTuple):
-    """Means over images and query tokens, (blocks,) each; NaN in a block without such a head."""
+    """Target mass of each block: mean over images, query tokens and some of the heads.
+
+    Each is (blocks,), with NaN for a block that has no such head.
+    """
 
     heads: Tensor               # over all heads
-    centre: Tensor              # over the heads whose target is the token itself
+    centre: Tensor              # over the heads whose target is the query token itself
     others: Tensor              # over all other heads
 
 
 def block_targets(subject: Subject, kernel_size: int) -> list[list[Offset]]:
-    """The offset of every head of every block: as the init assigned them, or would in order.
+    """The target offset of every head of every block, [block][head].
 
-    Raises FigureError where the init gave heads other targets than those that are measured.
+    These are the offsets that the init assigned. For an init without offsets they are assigned in
+    order, so that its attention can be compared with that of the others.
+    kernel_size: width of the kernels, whose cells are the offsets.
+    Raises FigureError if the init drew its offsets at random or has another kernel size.
     """
     options, blocks = subject.recipe.init.options, subject.model.blocks
     assignment = options.get("offsets", "ordered")
@@ -49,9 +59,10 @@ def block_targets(subject: Subject, kernel_size: int) -> list[list[Offset]]:
 
 def masses_by_block(model: VisionTransformer | SimpleViT, images: Tensor,
                     targets: list[list[Offset]]) -> tuple[Tensor, Tensor]:
-    """(blocks, h) twice: the share of attention on each head's target, and the peak of its logits.
+    """Target mass and peak logit of every head, (blocks, h) each, as means over the images.
 
-    images: (B, 3, H, W), normalised. See `mixing.target_mass` and `mixing.logit_peak`.
+    images: (B, 3, H, W), normalised. targets: an offset for each head, [block][head].
+    See `mixing.target_mass` and `mixing.logit_peak` for the definitions.
     """
     masses, peaks = torch.zeros(2, len(targets), len(targets[0]))
     for batch in images.split(BATCH):
@@ -63,7 +74,11 @@ def masses_by_block(model: VisionTransformer | SimpleViT, images: Tensor,
 
 
 def summarised(masses: Tensor, targets: list[list[Offset]]) -> Masses:
-    """masses: (blocks, h), of these targets. Raises FigureError where no head looks aside."""
+    """Average target masses over the heads of each block.
+
+    masses: (blocks, h). targets: the offsets for which they were measured, [block][head].
+    Raises FigureError if every target is the query token itself.
+    """
     centre = torch.tensor([[offset == (0, 0) for offset in heads] for heads in targets])
     if centre.all():
         raise FigureError("every head's target is its own token; 'mass' compares it with other "
@@ -75,7 +90,11 @@ def summarised(masses: Tensor, targets: list[list[Offset]]) -> Masses:
 
 def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path, count: int,
               kernel_size: int) -> None:
-    """One panel a recipe, one colour an init or run and epoch; the numbers are printed, too."""
+    """Draw one panel per recipe with one colour per init, or per run and epoch; print the numbers.
+
+    folder, count: the first `count` photographs in `folder` are used.
+    kernel_size: width of the kernels whose cells are the heads' offsets.
+    """
     found: dict[str, dict[str, Masses]] = defaultdict(dict)
     cells: dict[str, int] = {}
     for subject in subjects:

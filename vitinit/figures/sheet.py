@@ -1,4 +1,7 @@
-"""A contact sheet: images with what a model takes them for, and where it looks."""
+"""A contact sheet: images with the class that a model predicts and, on demand, its attention.
+
+`python -m vitinit.predict --sheet` draws it.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,23 @@ from .attention import HEAT, LUMA
 from .plot import COLOURS, OVERLAY, FigureError, pyplot, save
 
 RIGHT, WRONG, UNKNOWN = COLOURS[0], COLOURS[1], "0.35"      # blue, vermilion, grey
-COLUMNS = 10                    # tiles in a row, at most
-SIDE = 1.25                     # inches of an image
-LONGEST = 22                    # characters of a class' name
+COLUMNS = 10                    # tiles per row, at most
+SIDE = 1.25                     # width and height of an image in inches
+LONGEST = 22                    # characters shown of a class name, at most
 
 
 class Tile(NamedTuple):
     """One image on the sheet."""
 
-    view: Tensor                # (3, H, W) uint8
-    heat: Tensor | None         # (rows, columns): the attention on each patch
-    truth: str | None           # the class that its folder names
-    guess: str
+    view: Tensor                # (3, H, W) uint8, the image as the model sees it
+    heat: Tensor | None         # (rows, columns), the attention on each patch; None: not shown
+    truth: str | None           # the class that the image's folder names; None: unknown
+    guess: str                  # the predicted class
     share: float                # its probability
 
 
 def require_attention(trained: Trained) -> None:
-    """FigureError for a family without attention."""
+    """Raise FigureError if the model's family has no attention."""
     if not isinstance(trained.model, (VisionTransformer, SimpleViT, SwinTransformer)):
         raise FigureError(f"--attention: a {type(trained.model).__name__} has no attention; expected "
                           "a ViT, a SimpleViT or a Swin")
@@ -41,10 +44,10 @@ def require_attention(trained: Trained) -> None:
 
 @torch.no_grad()
 def attended(trained: Trained, view: Tensor) -> Tensor:
-    """Where the last block looks on one view, (rows, columns) of its grid, mean over heads.
+    """The last block's attention on each patch token, (rows, columns), as the mean over heads.
 
-    view: (3, H, W) uint8. The attention of the class token, or of all patch tokens in the mean, on
-    each patch token.
+    The query is the class token if the model pools by it; else the mean over all patch tokens as
+    queries is taken. view: (3, H, W) uint8.
     """
     model, grid = trained.model, block_grids(trained.model)[-1]
     last = len(block_grids(model)) - 1
@@ -57,25 +60,29 @@ def attended(trained: Trained, view: Tensor) -> Tensor:
 
 
 def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
-    """All tiles in rows, each with its guess below: blue if right, vermilion if wrong, else grey.
+    """Draw all tiles in rows, each with its guess below the image.
 
-    With heat, the image stands above the same image in grey under its heat.
+    The guess is blue if right, vermilion if wrong, and grey if the true class is unknown. Tiles
+    with heat show the image, and below it the same image in grey under the heat; either all tiles
+    have heat or none. Raises FigureError if there are no tiles.
     """
     if not tiles:
         raise FigureError(f"{out}: no image could be read, so there is nothing to draw")
     plt = pyplot()
     columns = min(COLUMNS, len(tiles))
-    storeys = 2 if tiles[0].heat is not None else 1
+    images_per_tile = 2 if tiles[0].heat is not None else 1
     rows = math.ceil(len(tiles) / columns)
-    figure, axes = plt.subplots(storeys * rows, columns, squeeze=False, layout="constrained", figsize=(
-        SIDE * columns + 0.3, (storeys * SIDE + 0.35) * rows + 0.5))
+    figure, axes = plt.subplots(
+        images_per_tile * rows, columns, squeeze=False, layout="constrained",
+        figsize=(SIDE * columns + 0.3, (images_per_tile * SIDE + 0.35) * rows + 0.5))
     for axis in axes.flat:
         axis.set_axis_off()
     for number, tile in enumerate(tiles):
         row, column = divmod(number, columns)
         height, width = tile.view.shape[1:]
         extent = (0, width, height, 0)               # one frame for both layers
-        upper, lower = axes[storeys * row, column], axes[storeys * row + storeys - 1, column]
+        upper, lower = (axes[line, column] for line in (
+            images_per_tile * row, images_per_tile * (row + 1) - 1))
         upper.imshow(tile.view.permute(1, 2, 0).numpy(), extent=extent)
         if tile.heat is not None:
             grey = sum(share * plane.float() for share, plane in zip(LUMA, tile.view))
@@ -95,5 +102,5 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
 
 
 def shortened(name: str) -> str:
-    """A class' name as far as there is room below an image."""
+    """A class name, cut to the LONGEST characters that fit below an image."""
     return name if len(name) <= LONGEST else name[:LONGEST - 1] + "…"

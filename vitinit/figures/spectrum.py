@@ -1,6 +1,7 @@
-"""Of how low a rank the patch embeddings of a photograph are (arXiv 2401.12511, §3).
+"""The figure `spectrum`: singular values and ranks of photographs' patch embeddings.
 
-If X, (N, D), has rank k, then fixed filters can do what learned f×f filters do once D ≥ k f².
+If X, the N×D patch embeddings of an image, has rank k, then fixed filters can replace learned f×f
+filters as soon as D ≥ k f² (arXiv 2401.12511, §3).
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ from torch import Tensor, nn
 from .plot import COLOURS, LINES, FigureError, pyplot, save
 from .subjects import Subject, photographs
 
-SMALL = 0.01                    # of the largest singular value: directions below it hardly matter
+SMALL = 0.01                    # singular values below this share of the largest hardly matter
 
 
 class Ranks(NamedTuple):
-    """Of each photograph, (B,) each."""
+    """Three measures of the rank of X for each photograph, (B,) each."""
 
     stable: Tensor              # ‖X‖_F² / ‖X‖₂²
-    above_share: Tensor         # singular values above SMALL · the largest
-    numerical: Tensor           # above max(N, D) · float32's eps · the largest
+    above_share: Tensor         # number of singular values above SMALL · the largest
+    numerical: Tensor           # number above max(N, D) · float32's eps · the largest
 
 
 @torch.no_grad()
 def patch_embeddings(model: nn.Module, images: Tensor) -> Tensor:
-    """(B, 3, H, W) → X, (B, N, D): what comes out of `patch_embed`, before any position embedding.
+    """X, (B, N, D): the output of `patch_embed`, before any position embedding is added.
 
-    A ViT's and a Mixer's is linear; SimpleViT's and Swin's end in their LayerNorm.
+    images: (B, 3, H, W). The embedding of a ViT and a Mixer is linear; that of SimpleViT and Swin
+    ends in a LayerNorm. Raises FigureError for a model without `patch_embed`.
     """
     if not hasattr(model, "patch_embed"):
         raise FigureError(f"figure 'spectrum' needs patch embeddings; a {type(model).__name__} "
@@ -40,7 +42,10 @@ def patch_embeddings(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def ranks(values: Tensor, shape: tuple[int, int]) -> Ranks:
-    """values: (B, min(N, D)), singular values in falling order; shape: (N, D)."""
+    """Compute the ranks from singular values.
+
+    values: (B, min(N, D)), in descending order. shape: (N, D).
+    """
     largest = values[:, :1]
     limit = max(shape) * torch.finfo(torch.float32).eps
     return Ranks((values / largest).square().sum(1), (values > SMALL * largest).sum(1).double(),
@@ -48,12 +53,16 @@ def ranks(values: Tensor, shape: tuple[int, int]) -> Ranks:
 
 
 def draw_spectrum(out: Path, subjects: Iterable[Subject], *, folder: Path, count: int) -> None:
-    """Singular values over the largest: mean over photographs, band from lowest to highest."""
+    """Draw each model's singular values divided by the largest one; print the ranks.
+
+    A line is the mean over photographs, a band reaches from the lowest to the highest of them.
+    folder, count: the first `count` photographs in `folder` are used.
+    """
     figure, axis = pyplot().subplots(figsize=(6.6, 4.2), layout="constrained")
     for subject, colour, line in zip(subjects, cycle(COLOURS), cycle(LINES)):
         images = photographs(folder, count, subject.recipe)
         tokens = patch_embeddings(subject.model, images)                 # (B, N, D)
-        # In float64, so that what is small is the embeddings' own and not the SVD's rounding.
+        # In float64, so that small singular values are not rounding errors of the SVD.
         values = torch.linalg.svdvals(tokens.double())
         found = ranks(values, tokens.shape[1:])
         label = f"{subject.recipe.name}, {subject.state}"
@@ -62,10 +71,10 @@ def draw_spectrum(out: Path, subjects: Iterable[Subject], *, folder: Path, count
               f"values above {SMALL:.0%} of the largest, {found.numerical.mean():.1f} above "
               "float32's limit")
         shares = values / values[:, :1]
-        places = range(1, shares.shape[1] + 1)
-        axis.plot(places, shares.mean(0), color=colour, linestyle=line,
+        numbers = range(1, shares.shape[1] + 1)
+        axis.plot(numbers, shares.mean(0), color=colour, linestyle=line,
                   label=f"{label}: N×D = {tokens.shape[1]}×{tokens.shape[2]}")
-        axis.fill_between(places, shares.amin(0), shares.amax(0), color=colour, alpha=0.2,
+        axis.fill_between(numbers, shares.amin(0), shares.amax(0), color=colour, alpha=0.2,
                           linewidth=0)
     axis.axhline(SMALL, color="0.4", linestyle=":", label=f"{SMALL:.0%} of the largest")
     axis.set(yscale="log", ylim=(1e-5, 1.5), xlabel="number of the singular value",

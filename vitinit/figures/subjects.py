@@ -1,4 +1,8 @@
-"""What figures are drawn of: models fresh from an init, or as runs left them; and photographs."""
+"""The models and photographs that figures show.
+
+A model is either freshly initialised from a recipe (`fresh`) or read from a run's checkpoints
+(`of_runs`); `photographs` gives images as the model's inputs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 class Subject(NamedTuple):
-    """A model and how it is called in a figure."""
+    """A model and the name under which a figure shows it."""
 
     recipe: Recipe
     state: str                  # "impulse", "impulse, epoch 10"
@@ -34,7 +38,12 @@ class Subject(NamedTuple):
 
 def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | None,
           sets: Sequence[str]) -> Iterator[Subject]:
-    """Each recipe's model by each init, as `train.py` starts it; None is the recipe's own init."""
+    """Build each recipe's model with each init, exactly as `train.py` would start it.
+
+    recipes: names in recipes/ or paths. inits: names of inits; None stands for the recipe's own.
+    seed: replaces the recipe's run.seed if given. sets: overrides, "section.key=value".
+    Raises RecipeError for a recipe that starts from a checkpoint.
+    """
     for name in recipes:
         for init in inits:
             recipe = fresh_recipe(name, recipes=RECIPES, say=print, init=init, seed=seed, sets=sets)
@@ -52,9 +61,11 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
 
 
 def of_runs(runs: Sequence[Path], epochs: Sequence[int], weights: str) -> Iterator[Subject]:
-    """Each run's model at each of the kept `epochs`; without any, as its last checkpoint has it.
+    """Load each run's model at each of `epochs`, or from its last checkpoint if there are none.
 
-    runs: folders, or without `epochs` checkpoints, too. weights: "model" or "ema".
+    runs: run folders; without `epochs`, checkpoint files are accepted as well.
+    epochs: epochs of which the run kept a checkpoint. weights: "model" or "ema".
+    Raises CheckpointError for an epoch of which there is no checkpoint.
     """
     for run in runs:
         for path in [kept_epoch(run, epoch) for epoch in epochs] or [checkpoint_file(run)]:
@@ -64,7 +75,10 @@ def of_runs(runs: Sequence[Path], epochs: Sequence[int], weights: str) -> Iterat
 
 
 def kept_epoch(run: Path, epoch: int) -> Path:
-    """The checkpoint that a run kept of that epoch; CheckpointError says which there are."""
+    """The path of the checkpoint that a run kept of `epoch`.
+
+    Raises CheckpointError, which names the epochs that were kept, if there is none.
+    """
     path = RunFolder(run).kept(epoch)
     if not path.is_file():
         kept = [described(file).removeprefix("epoch ") for file in sorted(run.glob("epoch_*.pt"))]
@@ -74,13 +88,16 @@ def kept_epoch(run: Path, epoch: int) -> Path:
 
 
 def described(path: Path) -> str:
-    """A checkpoint in words: "epoch 10" for epoch_0010.pt, else the file's name."""
+    """A checkpoint's name for a figure: "epoch 10" for epoch_0010.pt, else the file's name."""
     number = path.stem.removeprefix("epoch_")
     return f"epoch {int(number)}" if number.isdigit() else path.name
 
 
 def require_family(subject: Subject, figure: str, *families: type[nn.Module]) -> None:
-    """FigureError unless the model is one of `families`, by default ViT and SimpleViT."""
+    """Raise FigureError unless the model is one of `families`, by default ViT and SimpleViT.
+
+    figure: its name in the message.
+    """
     families = families or (VisionTransformer, SimpleViT)
     if not isinstance(subject.model, families):
         raise FigureError(f"recipe {subject.recipe.name} makes a {type(subject.model).__name__}; "
@@ -89,7 +106,10 @@ def require_family(subject: Subject, figure: str, *families: type[nn.Module]) ->
 
 
 def require_indices(what: str, indices: Sequence[int], count: int) -> None:
-    """FigureError for a block, head or channel that is not there."""
+    """Raise FigureError if an index of a block, head or channel is not in 0 … count - 1.
+
+    what: "block", "head" or "channel", for the message.
+    """
     for index in indices:
         if not 0 <= index < count:
             raise FigureError(f"{what} {index} is asked for, but the model has {what}s "
@@ -102,7 +122,11 @@ def require_indices(what: str, indices: Sequence[int], count: int) -> None:
 
 
 def photographs(folder: Path, count: int, recipe: Recipe) -> Tensor:
-    """The first `count` photographs under `folder` as inputs, (count, 3, H, W)."""
+    """The first `count` photographs under `folder` as the model's inputs, (count, 3, H, W).
+
+    They are resized, cropped and normalised as the recipe does for evaluation. Raises FigureError
+    if there are fewer than `count`.
+    """
     source = LooseImages(folder, count)
     if len(source) < count:
         raise FigureError(f"{folder}: holds {len(source)} images, and {count} are asked for")
