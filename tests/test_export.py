@@ -114,6 +114,57 @@ def test_moving_average_and_another_size_are_exported_too(tmp_path):
             assert torch.equal(file.get_tensor(name), value)
 
 
+@pytest.mark.parametrize("weights", ["model", "ema"])
+def test_a_run_is_exported_as_a_run_with_weights_in_half_precision(tmp_path, capsys, weights,
+                                                                   train_program, eval_program,
+                                                                   image_tree):
+    out = tmp_path / "small"
+    assert exported(RUN, "--to", "run", "--out", out, "--weights", weights) == 0
+    printed = capsys.readouterr().out
+    assert "read back and run on 7 images: largest difference " in printed
+    assert f"{sum(path.stat().st_size for path in out.iterdir()) / 1e6:.1f} MB" in printed
+    assert {path.name for path in out.iterdir()} == {"recipe.toml", "run.json", "metrics.jsonl",
+                                                     "last.pt"}
+    for name in ("recipe.toml", "run.json", "metrics.jsonl"):
+        assert (out / name).read_bytes() == (RUN / name).read_bytes()
+    ours, theirs = vitinit.load(out), vitinit.load(RUN, weights=weights)
+    assert (ours.classes, ours.recipe, ours.image_size) == (theirs.classes, theirs.recipe,
+                                                            theirs.image_size)
+    kept = torch.load(out / "last.pt")["model"]
+    for name, value in theirs.model.state_dict().items():
+        assert torch.equal(ours.model.state_dict()[name], value.half().float()), name
+        assert kept[name].dtype == torch.float16
+    # It is evaluated like any run, and nothing trains on from it.
+    assert eval_program.main([str(out), "--data-dir", str(image_tree)]) == 0
+    assert train_program.main(["--resume", str(out)]) == 2
+    assert "last.pt: not a training checkpoint, it cannot be resumed" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_every_family_becomes_a_run(checkpoint, tmp_path):
+    """Whole numbers, as BatchNorm counts batches in, stay what they are."""
+    assert exported(checkpoint, "--to", "run", "--out", tmp_path / "small") == 0
+    ours, theirs = vitinit.load(tmp_path / "small"), vitinit.load(checkpoint)
+    assert ours.recipe == theirs.recipe and ours.classes == theirs.classes
+    for name, value in theirs.model.state_dict().items():
+        rounded = value.half().float() if value.is_floating_point() else value
+        assert torch.equal(ours.model.state_dict()[name], rounded), name
+
+
+@pytest.mark.parametrize("change, problem", [
+    (lambda weight: weight * 1e7, "'head.weight' is beyond half precision, which ends at 65504"),
+    (lambda weight: weight * 10 + 30_000, "with weights in half precision, logits are up to")])
+def test_a_run_that_half_precision_spoils_leaves_no_folder(tmp_path, capsys, change, problem):
+    """Weights that overflow; and differences of weights that are small beside the weights."""
+    state = torch.load(RUN / "last.pt")
+    state["model"]["norm.weight"].fill_(1.0)         # so that what is common to all weights is nothing
+    state["model"]["norm.bias"].zero_()
+    state["model"]["head.weight"] = change(state["model"]["head.weight"])
+    torch.save(state, tmp_path / "spoilt.pt")
+    assert exported(tmp_path / "spoilt.pt", "--to", "run", "--out", tmp_path / "small") == 2
+    assert problem in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["spoilt.pt"]
+
+
 def test_a_program_that_is_not_the_model_leaves_no_file(tmp_path, capsys, monkeypatch):
     real = torch.export.load
 
@@ -161,6 +212,10 @@ def test_what_of_timm_takes_the_weights(recipe, sets, expected):
     ([RUN, "--to", "torch", "--out", "no/such/x"], "--out no/such/x: expected a file in a folder"),
     ([RUN, "--to", "torch", "--out", "."], "--out .: expected a file in a folder that exists"),
     ([RUN, "--to", "safetensors", "--out", "x", "--normalise"], "--normalise and --images are for"),
+    ([RUN, "--to", "run", "--out", "x", "--normalise"], "--normalise and --image-size are for"),
+    ([RUN, "--to", "run", "--out", "x", "--image-size", 16], "--normalise and --image-size are for"),
+    ([RUN, "--to", "run", "--out", "."], "--out .: expected a folder that does not exist yet"),
+    ([RUN, "--to", "run", "--out", "no/x"], "--out no/x: expected a folder that does not exist yet"),
     ([RUN, "--to", "torch", "--out", "x", "--images", "nowhere"], "nowhere: no images in it"),
     ([RUN, "--to", "torch", "--out", "x", "--image-size", 9], "patches of 4×4 pixels do not tile"),
 ])

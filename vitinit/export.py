@@ -1,22 +1,29 @@
-"""A trained model as one file that others read without vitinit.
+"""A trained model for others: as one file that is read without vitinit, or as a small run folder.
 
     python -m vitinit.export runs/base --to safetensors --out base.safetensors
     python -m vitinit.export runs/base --to torch --out base.pt2 --normalise
+    python -m vitinit.export runs/base --to run --out small
 
 safetensors: the weights under timm's names (extra `safetensors`). The file's metadata say the classes,
 how an image becomes the model's input, the recipe, and what of timm takes these weights.
 torch: a program of torch.export, images → logits, for any batch size. With --normalise it takes uint8
 images as they are and normalises them itself. What the metadata say lies beside it in the archive, as
 vitinit.json.
+run: the run's folder with one checkpoint, which holds the weights alone and in half precision, and with
+the run's recipe, record and metrics as they are. It loads, evaluates and is drawn like any run, but
+cannot be resumed.
 
 What was written is read back and compared with the model on real images before the command ends.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,11 +40,14 @@ from .data.images import DataError
 from .models import MODELS, ConvMixer, MlpMixer, SwinTransformer, VisionTransformer
 from .recipe.files import dump_recipe
 from .recipe.sections import Recipe
+from .runs.folder import RunFolder
 from .runs.trained import Trained, load
-from .train.checkpoint import CheckpointError, written_atomically
+from .train.checkpoint import CheckpointError, load as load_checkpoint, save_atomically, \
+    written_atomically
 
 BATCHES = (1, 3, 7)             # at which an exported program is compared with its model
 NEAR = 1e-4                     # of the largest logit: how far apart the two may be
+NEAR_IN_HALF = 0.02             # likewise, with weights in half precision
 
 
 # ---------------------------------------------------------------------------------------------
@@ -165,6 +175,48 @@ def export_program(trained: Trained, out: Path, views: Tensor, *, inside: bool) 
             f"{far:.1e}, of logits up to {largest:.1f}")
 
 
+def export_run(trained: Trained, out: Path, views: Tensor) -> str:
+    """Write a run folder for using the model, not for training on; returns what was checked, in words.
+
+    Its last.pt holds what the checkpoint says beside tensors, and the weights in float16 under "model".
+    The run's text files stand beside it as they are; without any there is recipe.toml alone. Raises
+    CheckpointError, and leaves no folder, where rounding makes another model of it.
+
+    views: (B, 3, H, W) uint8 to compare on.
+    """
+    stored = load_checkpoint(trained.path, mmap=True)
+    rounded = {name: value.half() if value.is_floating_point() else value
+               for name, value in trained.model.state_dict().items()}
+    for name, value in rounded.items():
+        if not value.isfinite().all():
+            raise CheckpointError(f"{out}: '{name}' is beyond half precision, which ends at 65504; "
+                                  "nothing was written")
+    state = {name: stored[name] for name in ("grid", "step", "progress", "micro_batch")
+             if name in stored}
+    state |= {"model": rounded, "ema": None, "classes": list(trained.classes),
+              "recipe": stored.get("recipe", trained.recipe.as_dict())}
+    source = RunFolder(trained.path.parent)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parent:
+        folder = RunFolder(Path(parent) / out.name)
+        folder.make()
+        for path in (source.recipe, source.info, source.metrics.path, source.steps.path):
+            if "recipe" in stored and path.exists():
+                shutil.copyfile(path, folder.path / path.name)
+        folder.record_recipe(dump_recipe(trained.recipe))
+        save_atomically(state, folder.last)
+        inputs = normalise(views, trained.recipe.data.mean, trained.recipe.data.std)
+        with torch.no_grad():
+            logits, expected = load(folder.path).model(inputs), trained.model(inputs)
+        far, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
+        if not far <= NEAR_IN_HALF * max(largest, 1.0):
+            raise CheckpointError(f"{out}: with weights in half precision, logits are up to {far:.1e} "
+                                  f"from the model's, which are up to {largest:.1f}; nothing was "
+                                  "written")
+        folder.path.rename(out)
+    return (f"read back and run on {len(views)} images: largest difference {far:.1e}, of logits up to "
+            f"{largest:.1f}")
+
+
 def views_to_check(trained: Trained, folder: Path | None) -> tuple[Tensor, str]:
     """Seven evaluation views (7, 3, H, W) uint8, and where they are from, in words.
 
@@ -194,11 +246,26 @@ def spread(count: int) -> Iterator[int]:
 # ---------------------------------------------------------------------------------------------
 
 
+def require_fitting(args: argparse.Namespace, parser: Parser) -> None:
+    """End the program, in one line, where options do not fit the kind of export or --out cannot be."""
+    if args.to == "safetensors" and (args.normalise or args.images):
+        parser.error("--normalise and --images are for --to torch; a file of weights has no "
+                     "program to normalise in, or to run")
+    if args.to == "run" and (args.normalise or args.image_size):
+        parser.error("--normalise and --image-size are for the other exports; a run folder's images "
+                     "are those of its recipe, which normalises them")
+    if args.to == "run" and (not args.out.parent.is_dir() or args.out.exists()):
+        parser.error(f"--out {args.out}: expected a folder that does not exist yet, in one that does")
+    if not args.out.parent.is_dir() or args.out.is_dir():
+        parser.error(f"--out {args.out}: expected a file in a folder that exists")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m vitinit.export", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="run folder or checkpoint")
-    parser.add_argument("--to", required=True, choices=("safetensors", "torch"))
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--to", required=True, choices=("safetensors", "torch", "run"))
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE",
+                        help="what to write; with --to run a folder, which must not exist yet")
     parser.add_argument("--weights", choices=("model", "ema"), default="model")
     parser.add_argument("--image-size", type=integer(1), metavar="N",
                         help="another than the run's, in pixels")
@@ -206,26 +273,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--normalise", action="store_true",
                         help="the program takes uint8 images and normalises them (--to torch)")
     parser.add_argument("--images", type=Path, metavar="FOLDER",
-                        help="images to compare the program on (--to torch); by default the "
-                             "recipe's validation set, or the embedded one")
+                        help="images to compare on (--to torch and run); by default the recipe's "
+                             "validation set, or the embedded one")
 
     def program() -> None:
         args = parser.parse_args(arguments)
-        if args.to == "safetensors" and (args.normalise or args.images):
-            parser.error("--normalise and --images are for --to torch; a file of weights has no "
-                         "program to normalise in, or to run")
-        if not args.out.parent.is_dir() or args.out.is_dir():
-            parser.error(f"--out {args.out}: expected a file in a folder that exists")
+        require_fitting(args, parser)
         trained = load(args.run, weights=args.weights, image_size=args.image_size,
                        recipe=args.recipe)
         if args.to == "safetensors":
             found = export_safetensors(trained, args.out)
         else:
             views, name = views_to_check(trained, args.images)
-            found = export_program(trained, args.out, views, inside=args.normalise)
+            found = (export_run(trained, args.out, views) if args.to == "run" else
+                     export_program(trained, args.out, views, inside=args.normalise))
             found += f"; images of {name}"
         height, width = trained.image_size
-        print(f"wrote   {args.out}, {args.out.stat().st_size / 1e6:.1f} MB: {trained.recipe.model.name}"
+        written = sum(path.stat().st_size for path in [args.out, *args.out.glob("*")] if path.is_file())
+        print(f"wrote   {args.out}, {written / 1e6:.1f} MB: {trained.recipe.model.name}"
               f", images (B, 3, {height}, {width}) {'uint8' if args.normalise else 'normalised'} → "
               f"logits (B, {len(trained.classes)})\nchecked {found}")
     return run_program("vitinit.export", program)
