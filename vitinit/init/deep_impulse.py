@@ -1,38 +1,63 @@
-"""Deep impulse initialisation: a convolution in every block of a ViT, not in the first alone.
+"""Deep impulse initialisation: every block of a ViT starts as a convolution, not only the first.
 
-`impulse` (arXiv 2505.19985) fades with depth, because V, proj and the MLP write over the position embedding
-and the residual stream grows past it. Here the code has channels of its own, which at first nothing
-writes to; it shifts by rotation, and the logit at the target does not depend on what LayerNorm does
-to a token (both in fourier_code.py); and each block's Q and K are as large as that LayerNorm asks for
-(stream_scales.py). Nothing is frozen. This init is ours.
+`impulse` (arXiv 2505.19985) solves Q and K of each head so that every token attends to one of its
+neighbours, which the head recognises by the position embedding. The effect fades with depth: V,
+proj and the MLPs write over the position embedding, and the residual stream grows until the
+position embedding is a small part of it. `deep_impulse` prevents this in three ways:
 
-Its options:
+1. The position embedding has channels of its own, the first D_p of the D channels of the residual
+   stream. At the start no layer writes to them, so every block reads the same values there.
+2. These channels hold the Fourier code and the bias channels, both defined in fourier_code.py. For
+   the Fourier code, the Q and K that attend to a given offset are known in closed form. The bias
+   channels make the logit at the target independent of LayerNorm's statistics of a token.
+3. Q and K of each block are scaled up by the standard deviation by which that block's LayerNorm is
+   expected to divide (stream_scales.py).
 
-kernel_size: f of the f×f impulse kernels.
-offsets: "rotating": head h of block l takes offset l · heads + h, modulo their number, so that any
-    number of heads covers the kernel over depth; "ordered", "random": as for `impulse`.
-target_mass: what a head's target gets of the attention among patches, in every block; or a pair, in
-    the first and in the last one, between which its odds change by the same factor from block to
-    block. The logits are solved for on the code alone, and Q and K grow with the LayerNorm's scale
-    that `stream_scales` expects. The default, .9, keeps the convolution in every block and is *not*
-    what trains best: on 10,000 images of CIFAR-10 its gain over `impulse` is not shown (+1.4 ± 1.7
-    points, three seeds), while that of (0.3, 0.02) is (+4.2 ± 1.3); see recipes/deep_impulse.md.
-target: "gaussian": logits −‖Δ − δ‖² / 2 sigma² in place of a single peak, as far as a head's waves
-    can say that; target_mass then means nothing.
-code: "random": normal draws in place of waves, with Q and K by factorisation as in `impulse`.
-code_channels: D_p as a share of the width, at most two channels for each wave of the grid and the
-    bias channels.
-code_rms: root mean square of pos_embed over all channels, .36 as in `impulse`.
-period: of the slowest wave, in grids. At 1 the waves are orthogonal and a head whose target is off
-    the grid looks round to the other side; from 2 on it looks at the border, with larger logits.
-bias_channels: three constant channels of the D_p, and one of each head's, by which the logit at the target is 0
-    whatever LayerNorm subtracts and divides by. Without them, slow waves cost mass (at period 2
-    .60 to .78 for .9, width 96, 8×8, CIFAR-10). They need `reserve`.
-waves_of_heads: each head uses the slowest waves, two channels each, or its own share, in turn.
-reserve: False leaves the code's channels to be written to by everybody, as in `impulse`.
-mlp_reads_code: False keeps position out of the MLPs, too, at first: then tokens move with the image
-    (error on ViT-B .11 instead of .55; `figures equivariance`).
+Nothing is frozen: training may change every weight. No paper describes this initialisation.
+
+Terms used below. The *offset* of a head is (rows down, columns right); the *target* of a query
+token is the token at that offset from it. The *mass* of a head is the share of its attention among
+the patch tokens that falls on the target. N is the number of patch tokens, d is head_dim.
+
+Options:
+
+kernel_size: f of the f×f impulse kernels, that is, the offsets that heads can have (9 for 3×3).
+offsets: how offsets are assigned to heads. "rotating": head h of block l takes offset number
+    l · heads + h, modulo the number of offsets, so that heads and blocks together go through the
+    whole kernel, whatever the number of heads. "ordered" and "random": as for `impulse`.
+target_mass: the mass that every head is to have. Either one number for all blocks, or a pair: the
+    mass in the first and in the last block, between which the odds mass / (1 − mass) change by a
+    constant factor per block. Q and K are solved for on the code alone and then scaled as described
+    in point 3, so on images the mass differs somewhat from the wanted one. The default, 0.9, keeps
+    a convolution in every block. It is not the value that trains best: a softer start that fades
+    with depth, (0.3, 0.02), did better; see recipes/deep_impulse.md.
+target: "impulse": a single peak at the target. "gaussian": logits −‖Δ − δ‖² / 2 sigma² at
+    displacement Δ from the query, for a head of offset δ, as closely as the waves that the head
+    reads can represent them; target_mass is then ignored.
+sigma: width of the Gaussian, in tokens; only for target "gaussian".
+code: "fourier", or "random": normal draws in place of the waves, with Q and K by the factorisation
+    that `impulse` uses.
+code_channels: D_p as a share of D. The code takes at most two channels per wave of the grid, plus
+    the bias channels, however large the share.
+code_rms: root mean square, over all D channels, of what is written to pos_embed. 0.36 is what
+    `impulse` gives its pos_embed.
+period: period of the slowest wave, in units of the grid's side. At 1 the waves are orthogonal on
+    the grid and wrap around its borders: a query whose target is off the grid attends to the
+    opposite border. From 2 on it attends to the nearest border, which takes larger logits.
+bias_channels: whether the three bias channels are used. They take three of the D_p channels and one
+    of each head's d channels, and need `reserve`. They matter most at longer periods, whose slow
+    waves tell neighbouring tokens less clearly apart.
+waves_of_heads: "slowest": every head reads the slowest waves, as many as fit into its d channels at
+    two channels each. "disjoint": the waves are divided among the heads; when all waves have been
+    given out, the assignment starts again from the slowest.
+reserve: whether the first D_p channels are kept free of everything but the code at the start. If
+    False, all layers write to them, as in `impulse`.
+mlp_reads_code: whether the MLPs read the D_p channels at the start. If False, they see no
+    positions, and the tokens of a shifted image are more nearly the shifted tokens of the image
+    (`python -m vitinit.figures equivariance` measures it).
 value_init, value_alpha, value_beta: as for `impulse`.
+
+Measured effects of these options are in README.md of this package and in recipes/deep_impulse.md.
 """
 
 from __future__ import annotations
@@ -62,14 +87,16 @@ CHOICES = {"offsets": OFFSETS, "target": ("impulse", "gaussian"), "code": ("four
 
 
 # ---------------------------------------------------------------------------------------------
-# What is asked for
+# Checking the options
 # ---------------------------------------------------------------------------------------------
 
 
 def masses_by_block(target_mass: float | tuple[float, float], depth: int) -> list[float]:
-    """The wanted mass of each block; of a pair, the logarithm of the odds goes in equal steps.
+    """Return the wanted mass of each block.
 
-    That is what a logit at the target would do. NaN where an end is not between 0 and 1.
+    A single number holds for all blocks. For a pair, the log odds of the mass change linearly from
+    the first block to the last, as they would if a logit at the target changed linearly. The result
+    contains NaN where an end of the pair is not between 0 and 1.
     """
     if not isinstance(target_mass, Sequence):
         return [target_mass] * depth
@@ -79,7 +106,7 @@ def masses_by_block(target_mass: float | tuple[float, float], depth: int) -> lis
 
 def check_numbers(model: VisionTransformer, *, target_mass: float | tuple[float, float],
                   code_channels: float, sigma: float, code_rms: float, period: float) -> None:
-    """ValueError for numbers out of range; NaN is in none."""
+    """Raise ValueError if a number is out of range; NaN is always out of range."""
     uniform = 1.0 / (model.grid[0] * model.grid[1])
     masses = masses_by_block(target_mass, len(model.blocks))
     if not all(uniform < mass < 1.0 for mass in masses) or not 0.0 < code_channels <= 1.0:
@@ -92,7 +119,7 @@ def check_numbers(model: VisionTransformer, *, target_mass: float | tuple[float,
 
 
 def check_choices(*, bias_channels: bool, reserve: bool, **chosen: str) -> None:
-    """ValueError for a word that is none of CHOICES, and for choices that contradict each other."""
+    """Raise ValueError for a value not in CHOICES, or for choices that contradict each other."""
     for name, value in chosen.items():
         if value not in CHOICES[name]:
             raise ValueError(f"{name} is {value!r}, expected one of {', '.join(CHOICES[name])}")
@@ -101,26 +128,33 @@ def check_choices(*, bias_channels: bool, reserve: bool, **chosen: str) -> None:
         raise ValueError('code is "random", which has no waves for target "gaussian" and waves_of_heads '
                          '"disjoint"; use "fourier"')
     if bias_channels and not reserve:
-        raise ValueError("bias_channels = true needs reserve = true, since content in the bias channels swamps "
-                         "the logits; set bias_channels = false")
+        raise ValueError("bias_channels = true needs reserve = true, since content in the bias channels "
+                         "swamps the logits; set bias_channels = false")
 
 
 # ---------------------------------------------------------------------------------------------
-# What is written
+# Writing the weights
 # ---------------------------------------------------------------------------------------------
 
 
 def write_code(model: VisionTransformer, plan: CodePlan, table: Tensor, code_rms: float) -> float:
-    """table, (N, 2K), and the bias channels into the first D_p channels of pos_embed; returns their factor."""
+    """Write the code and the bias channels into the first D_p channels of pos_embed.
+
+    table: the code, (N, 2K).
+
+    Returns the factor by which code and bias channels were multiplied to give pos_embed the root
+    mean square `code_rms` over all its channels.
+    """
     prefix, dim = model.num_prefix_tokens, model.pos_embed.shape[2]
-    written = with_bias_channels(table, prefix) if plan.bias_channels else F.pad(table, (0, 0, prefix, 0))
+    written = (with_bias_channels(table, prefix) if plan.bias_channels
+               else F.pad(table, (0, 0, prefix, 0)))                     # (P + N, D_p)
     amplitude = code_rms * math.sqrt(dim / written[prefix:].square().sum(1).mean().item())
     model.pos_embed[..., :plan.channels] = amplitude * written           # (1, P + N, D_p)
     return amplitude
 
 
 def clear_channels(model: VisionTransformer, count: int) -> None:
-    """Nothing writes to the first `count` channels of the residual stream, and no value reads them."""
+    """Zero what writes to the first `count` channels of the stream, and what V reads from them."""
     writers = [model.patch_embed.proj] + [layer for block in model.blocks
                                           for layer in (block.attn.proj, block.mlp.fc2)]
     for layer in writers:
@@ -134,22 +168,23 @@ def clear_channels(model: VisionTransformer, count: int) -> None:
 
 
 def shield_from_mlps(model: VisionTransformer, count: int) -> None:
-    """No MLP reads the first `count` channels of the residual stream."""
+    """Zero the weights with which the MLPs read the first `count` channels of the stream."""
     for block in model.blocks:
         block.mlp.fc1.weight[:, :count] = 0.0
 
 
 def write_values_beside(attention: Attention, count: int, *, alpha: float, beta: float,
                         generator: torch.Generator) -> None:
-    """V·proj = αZ − βI on all but the first `count` channels, on which both are 0.
+    """Make V·proj = αZ − βI on all but the first `count` channels of the stream, and zero on those.
 
-    Inner channels come in falling order of singular value and are dealt to the heads at random, so
-    that no head carries more than another. To those that are left over, V gives nothing; their part of
-    proj stays as it was drawn, so that V can learn to use them.
+    The factorisation returns the inner channels, those between V and proj, in decreasing order of
+    singular value. They are assigned to the heads by a random permutation, so that no head
+    systematically carries more than another. `count` inner channels are left over: V is zero there,
+    but proj keeps the base's draw in their columns, so that gradients reach V.
     """
     dim = attention.proj.in_features
     product = noisy_identity(dim - count, alpha, -beta, attention.proj.weight, generator)
-    value, projection = balanced_factors(product, dim - count)           # (rest, rest) each
+    value, projection = balanced_factors(product, dim - count)           # (D − count, D − count)
     inner = torch.randperm(dim, generator=generator)[:dim - count]
     weight = torch.zeros_like(attention.proj.weight)
     weight[inner, count:] = value.mT
@@ -159,7 +194,10 @@ def write_values_beside(attention: Attention, count: int, *, alpha: float, beta:
 
 
 def write_queries_keys(attention: Attention, factors: list[tuple[Tensor, Tensor]]) -> None:
-    """Q and K of each head, (≤ d, D_p), into the first D_p columns of its weights; biases 0."""
+    """Write Q and K of each head, (≤ d, D_p) each, into the first D_p columns of its weights.
+
+    All other entries of Q and K, and their biases, become 0.
+    """
     for weight, ours in zip((attention.q_weight, attention.k_weight), zip(*factors)):
         ours = torch.stack(ours)                                         # (h, ≤ d, D_p)
         weight.zero_()
@@ -170,8 +208,12 @@ def write_queries_keys(attention: Attention, factors: list[tuple[Tensor, Tensor]
 
 
 def scale_queries_keys(model: VisionTransformer, scales: list[float], amplitude: float) -> None:
-    """Make up for what a token is divided by before it is read: LayerNorm's √scale, for Q and for K,
-    and √d; and for the code's amplitude, which is in both, too."""
+    """Scale Q and K of each block so that the logits on images are those solved for on the code.
+
+    Queries and keys are each read from a token that LayerNorm has divided by √scale; attention
+    divides the logits by √d; and the code was written to pos_embed with the factor `amplitude`,
+    which enters queries and keys alike.
+    """
     for block, scale in zip(model.blocks, scales):
         gain = math.sqrt(scale * math.sqrt(block.attn.head_dim)) / amplitude
         block.attn.q_weight.mul_(gain)
@@ -179,7 +221,7 @@ def scale_queries_keys(model: VisionTransformer, scales: list[float], amplitude:
 
 
 # ---------------------------------------------------------------------------------------------
-# The whole
+# The initialisation itself
 # ---------------------------------------------------------------------------------------------
 
 
@@ -202,29 +244,29 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
                  value_init: Literal["mimetic", "base"] = "mimetic",
                  value_alpha: float = 0.4,
                  value_beta: float = 0.4) -> None:
-    """softmax(Q Kᵀ / √d) is near an impulse convolution in every head of every block.
+    """Make softmax(Q Kᵀ / √d) near an impulse convolution in every head of every block of a ViT.
 
     | tensor                                     | value                                         |
     |--------------------------------------------|-----------------------------------------------|
-    | pos_embed, the first D_p channels          | a 2-D Fourier code, and the bias channels     |
-    | every block: attn.qkv.weight, Q, K rows    | K picks a head's waves, Q turns them by its   |
-    |                                            |   offset; 0 beyond the D_p channels           |
+    | pos_embed, the first D_p channels          | the Fourier code and the bias channels        |
+    | every block: attn.qkv.weight, Q, K rows    | K selects the head's waves, Q rotates them by |
+    |                                            |   the head's offset; 0 beyond D_p channels    |
     | every block: attn.qkv.bias, Q, K           | 0                                             |
     | every block: attn.qkv.weight, V rows,      | value_init "mimetic": factors of              |
     |   attn.proj.weight                         |   value_alpha · Z − value_beta · I on the     |
-    |                                            |   other channels, inner channels dealt to the |
-    |                                            |   heads at random                             |
-    | if `reserve`: patch_embed.proj, attn.proj, | 0 in their rows for the D_p channels, weight  |
-    |   mlp.fc2, cls_, dist_, reg_token; V       |   and bias; V in those columns                |
+    |                                            |   other channels; inner channels assigned to  |
+    |                                            |   the heads at random                         |
+    | if `reserve`: patch_embed.proj, attn.proj, | 0 in the rows (weight and bias) that write to |
+    |   mlp.fc2, cls_, dist_, reg_token; V       |   the D_p channels; V: 0 in those columns     |
     | unless `mlp_reads_code`: mlp.fc1           | 0 in the D_p columns                          |
     | everything else                            | as `base` drew it                             |
 
-    The options are explained at the top of this file. Raises ValueError for a model without a learned
-    position embedding, options out of range, and a mass that the waves cannot reach.
+    The module's docstring explains the options. Raises ValueError for a model without a learned
+    position embedding, for options out of range, and for a mass that the waves cannot reach.
     """
     if not model.learns_positions:
-        raise ValueError("init 'deep_impulse' writes the position embedding, and the model's is fixed; use "
-                         'pos_embed = "learned"')
+        raise ValueError("init 'deep_impulse' writes the position embedding, and the model's is fixed; "
+                         'use pos_embed = "learned"')
     check_numbers(model, target_mass=target_mass, code_channels=code_channels, sigma=sigma,
                   code_rms=code_rms, period=period)
     check_choices(offsets=offsets, target=target, code=code, waves_of_heads=waves_of_heads,

@@ -1,7 +1,8 @@
-"""From a wanted token-to-token map to the weights that produce it.
+"""Factorisations that turn a wanted map into the weights that produce it.
 
-`mimetic` and `impulse` end in a factorisation. A map over channels, (D, D), is split into two factors
-of inner width r; a map over tokens, (N, N), first has to be pulled back through the position embedding.
+`mimetic` wants a map over channels, (D, D), as the product of two weights of inner width r.
+`impulse` wants a map over tokens, (N, N), which must first be expressed in the channels of the
+position embedding, by a pseudo-inverse, before it is factorised.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-STEEPEST = 1e3          # logits beyond which an attention mass counts as out of reach
-BISECTIONS = 60         # more than the bits of a double
+STEEPEST = 1e3          # a mass that needs a larger logit than this counts as out of reach
+BISECTIONS = 60         # more than a double has significant bits
 
 
 def smallest_reaching(reached: Callable[[float], bool], largest: float) -> float | None:
-    """The smallest number up to `largest` that `reached` says yes to; None if not even that one.
+    """The smallest number in [0, largest] for which `reached` is true, or None.
 
-    By bisection: `reached` must say yes to whatever is larger, as a target's mass grows with the
-    scale of the logits.
+    Returns None if `reached` is false for `largest`. The search is a bisection, so `reached` must
+    be
+    monotone: true for all numbers above the smallest for which it is true. An example is whether
+        the mass of a target, which grows with the scale of the logits, exceeds a wanted value.
     """
     if not reached(largest):
         return None
@@ -32,16 +35,18 @@ def smallest_reaching(reached: Callable[[float], bool], largest: float) -> float
 
 
 def balanced_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The best rank-`rank` approximation U S Vᵀ as (left, right) = (U √S, V √S), left @ rightᵀ.
+    """The best rank-`rank` approximation U S Vᵀ of a matrix, as the factors U √S and V √S.
 
-    matrix: (..., n, n). Returns two of (..., n, rank), singular values in falling order.
+    matrix: (..., n, n). Returns (left, right), each (..., n, rank), in decreasing order of singular
+        value; the approximation is left @ rightᵀ.
 
-    It goes through the eigenvectors of MᵀM, which on large matrices costs half of an SVD. Then
-    left = M V / √S, so that left @ rightᵀ = M V Vᵀ is as exact as V is orthogonal; only the balance
-    of singular values below √eps · S₀ is blurred, and those below that are given to `right` alone.
+    The factors are computed from the eigenvectors of MᵀM, which for large matrices costs half as
+    much as an SVD: left = M V / √S, so that left @ rightᵀ = M V Vᵀ is as exact as V is orthogonal.
+    Squaring loses precision only in the balance between the factors: singular values below √eps
+    times the largest are not split evenly but go to `right`.
     """
-    squares, vectors = torch.linalg.eigh(matrix.mT @ matrix)             # rising order
-    vectors = vectors[..., -rank:].flip(-1)                              # (..., n, r), falling
+    squares, vectors = torch.linalg.eigh(matrix.mT @ matrix)             # in increasing order
+    vectors = vectors[..., -rank:].flip(-1)                              # (..., n, r), decreasing
     values = squares[..., -rank:].flip(-1).clamp_min(0.0).sqrt()         # (..., r)
     floor = values[..., :1] * torch.finfo(matrix.dtype).eps ** 0.5
     roots = values.clamp_min(floor.clamp_min(torch.finfo(matrix.dtype).tiny)).sqrt()
@@ -52,9 +57,9 @@ def balanced_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 class PositionBasis:
     """The part of a position embedding that can be inverted.
 
-    With X = LayerNorm(P), (N, D), and XᵀX = W diag(s) Wᵀ, it keeps the `rank` largest eigenvalues:
-    `directions` W is (D, rank), orthonormal; `inverse` is diag(1/s) Wᵀ Xᵀ, (rank, N), so that
-    W @ inverse is the pseudo-inverse of X at that rank.
+    Let X = LayerNorm(P), (N, D), and XᵀX = W diag(s) Wᵀ, cut to the `rank` largest eigenvalues s.
+    `directions` is W, (D, rank), with orthonormal columns. `inverse` is diag(1/s) Wᵀ Xᵀ, (rank, N),
+    so that W @ inverse is the pseudo-inverse of X at that rank.
     """
 
     directions: Tensor
@@ -62,30 +67,35 @@ class PositionBasis:
 
 
 def position_basis(positions: Tensor, rank: int) -> PositionBasis:
-    """positions: (N, D), after LayerNorm. rank: how many directions to keep, at most the numerical rank.
+    """The basis of the `rank` largest directions of a position embedding.
 
-    Truncation is what makes the method work: LayerNorm's rows sum to zero, so XᵀX is singular, and
-    at full rank the noise of the small directions drowns the map (arXiv 2505.19985, released code).
+    positions: (N, D), after LayerNorm. rank: at most the numerical rank.
+
+    The truncation is essential. LayerNorm makes the rows of X sum to zero, so that XᵀX is singular,
+    and at full rank the noise in the smallest directions swamps the map. The released code of arXiv
+    2505.19985 truncates, too; the paper does not mention it.
     """
-    # The SVD of X gives s and W without squaring the condition number.
+    # The SVD of X gives √s and W without squaring the condition number, as XᵀX would.
     _, values, directions = torch.linalg.svd(positions, full_matrices=False)
     values, directions = values[:rank], directions[:rank].mT             # (r,), (D, r)
     return PositionBasis(directions, (positions @ directions / values**2).mT)
 
 
 def numerical_rank(positions: Tensor) -> int:
-    """Singular values above max(N, D) · eps · the largest, as numpy and torch count them."""
+    """Number of singular values above max(N, D) · eps · the largest, as numpy and torch count."""
     return int(torch.linalg.matrix_rank(positions))
 
 
 def query_key_factors(maps: Tensor, basis: PositionBasis, width: int,
                       norm: float) -> tuple[Tensor, Tensor]:
-    """Q, K, each (..., width, D) as weights have it, for which X Qᵀ K Xᵀ is nearest to `maps` at the
-    basis' rank.
+    """Q and K, each (..., width, D), for which X Qᵀ K Xᵀ is nearest to `maps` at the basis' rank.
 
-    maps: (..., N, N). Algorithm 1 of arXiv 2505.19985: M̂ = X⁺ M X⁺ᵀ = U S Vᵀ, Qᵀ = U√S, Kᵀ = V√S,
-    each divided by its Frobenius norm and multiplied by `norm`. As M̂ = W C Wᵀ with orthonormal W,
-    the SVD is that of the (rank, rank) core C. Rows beyond the rank are zero.
+    maps: (..., N, N). width: rows of Q and K, the head's width; rows beyond the rank are zero.
+        norm: the Frobenius norm of Q and of K.
+
+    This is Algorithm 1 of arXiv 2505.19985: M̂ = X⁺ M X⁺ᵀ = U S Vᵀ, Qᵀ = U√S and Kᵀ = V√S, each
+    divided by its Frobenius norm and multiplied by `norm`. Since M̂ = W C Wᵀ with orthonormal W, it
+    suffices to compute the SVD of the (rank, rank) matrix C.
     """
     core = basis.inverse @ maps @ basis.inverse.mT                       # (..., r, r)
     left, values, right = torch.linalg.svd(core)

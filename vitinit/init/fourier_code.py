@@ -1,13 +1,35 @@
-"""A position embedding that shifts by rotation: pairs of cosine and sine of 2-D waves over the grid.
+"""The position embedding of `deep_impulse`: the Fourier code and the bias channels.
 
-Pair k of the token at place (y, x) is (cos, sin) of u_k·y + v_k·x + phase_k. Moving by an offset turns
-each pair by the angle u_k·δy + v_k·δx, exactly; so of two tokens' pairs, one of them turned, the
-products sum to Σ w_k cos(…(Δ − δ)), which is largest where the displacement Δ is the offset δ.
+**The Fourier code** is a table of cosines and sines of 2-D waves over the token grid. For wave k
+with frequency (u_k, v_k), in radians per row and per column, the token in row y and column x holds
+the pair
 
-Attention reads the code through a LayerNorm, which shifts and divides each token by numbers that
-depend on its content. Three more channels, the bias channels, are constant: 1 or 0 on all patches
-and on all prefix tokens. They give queries and keys a bias that passes through the same LayerNorm as
-the code, and so take both numbers out of the logit at the target.
+    (cos a, sin a)   with   a = u_k · y + v_k · x + phase_k.
+
+Moving by an offset (δy, δx) adds u_k · δy + v_k · δx to the angle a, whatever the token, and so
+rotates the pair by that angle. A linear layer can therefore compute the pair of another grid cell
+from the pair of its own. If K selects the pairs of some waves and Q selects them and rotates them
+by the head's offset δ, the logit between tokens at displacement Δ is
+
+    Σ_k w_k cos(u_k · (Δy − δy) + v_k · (Δx − δx)),
+
+which is largest at the target, Δ = δ, because all cosines are 1 there.
+
+**The bias channels** are three more channels of the position embedding, each constant on all patch
+tokens and on all prefix tokens (class, distillation and register tokens):
+
+| bias channel | patch tokens | prefix tokens |
+|--------------|--------------|---------------|
+| first        | 1            | 0             |
+| second       | 0            | 0             |
+| third        | 0            | 1             |
+
+They are needed because attention reads the code through a LayerNorm, which subtracts a mean from
+every token and divides it by a standard deviation, both of which depend on the token's content. The
+bias channels pass through the same LayerNorm. The second then holds nothing but the subtracted
+mean, so Q and K can cancel it. With the other two, Q and K subtract the value of the peak from all
+logits, so that the logit at the target is 0 whatever the standard deviation; see
+`reading_bias_channels`.
 """
 
 from __future__ import annotations
@@ -25,19 +47,20 @@ BIAS_CHANNELS = 3
 
 
 def waves(grid: tuple[int, int], period: float = 1.0) -> Tensor:
-    """(K, 2) radians down and across, slowest first: all waves of the grid up to sign, `period` times
-    as long.
+    """The frequencies of all waves of the grid, slowest first: (K, 2), radians per row and column.
 
-    Those that are their own mirror image (constant, and alternating signs) are left out, since they
-    have no sine: 30 are left on 8×8, 96 on 14×14, 126 on 16×16. At period 1 they are orthogonal on
-    the grid and go round its borders; a longer one does not, and its waves are slower.
+    These are the frequencies of the grid's discrete Fourier transform, one of each pair ±(u, v),
+    divided by `period`. The waves that equal their own mirror image (the constant, and those whose
+    sign alternates) are left out, since they have no sine. That leaves 30 waves on 8×8 tokens, 96
+    on 14×14 and 126 on 16×16. At period 1 the waves are orthogonal on the grid and wrap around its
+    borders; at longer periods they are slower and do neither.
     """
     height, width = grid
     found = []
     for u in range(height):
         for v in range(width):
-            if (u, v) < ((-u) % height, (-v) % width):       # of two mirror images, one
-                across = v - width if 2 * v > width else v   # the slow way round; u is slow already
+            if (u, v) < ((-u) % height, (-v) % width):       # one of each pair ±(u, v)
+                across = v - width if 2 * v > width else v   # the slower alias; u is it already
                 found.append((2.0 * math.pi * u / (period * height),
                               2.0 * math.pi * across / (period * width)))
     return torch.tensor(sorted(found, key=lambda wave: math.hypot(*wave)), dtype=torch.float64
@@ -45,25 +68,27 @@ def waves(grid: tuple[int, int], period: float = 1.0) -> Tensor:
 
 
 def wave_code(frequencies: Tensor, grid: tuple[int, int]) -> Tensor:
-    """(N, 2K): the cosines of all K waves at every token, then their sines; float64.
+    """The Fourier code, (N, 2K) in float64: the cosines of all K waves, then their sines.
 
-    Phases go on by the golden angle, so that nowhere all waves peak together: LayerNorm divides by a
-    standard deviation, which a large mean over channels would make smaller there.
+    The phases advance by the golden angle from wave to wave, so that there is no token at which all
+    waves peak together. At such a token the mean over channels would be large, and LayerNorm's
+    standard deviation therefore small.
     """
-    places = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).double()   # (N, 2)
+    cells = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).double()    # (N, 2)
     phases = GOLDEN_ANGLE * torch.arange(len(frequencies)).double()
-    angles = places @ frequencies.T + phases                             # (N, K)
+    angles = cells @ frequencies.T + phases                              # (N, K)
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
 def gaussian_weights(frequencies: Tensor, grid: tuple[int, int], period: float,
                      sigma: float) -> Tensor:
-    """(K,) weights for which Σ w cos is −‖Δ‖² / 2σ² up to a constant, as far as the waves reach.
+    """Weights w, (K,), for which Σ w cos is near −‖Δ‖² / 2σ², up to a constant.
 
-    They are its Fourier coefficients on the torus of period · grid, by least squares over the
-    displacements of the grid; some are negative.
+    Δ is the displacement from the target. The weights are fitted by least squares over the
+    displacements that occur on the grid, with a constant as a free term; some are negative. Raises
+    ValueError if sigma² underflows to 0.
     """
-    away = displacements(grid, period)                                   # (M, 2)
+    away = displacements(grid, period)                                   # (M, 2), from the target
     wanted = -away.square().sum(1) / (2.0 * sigma**2)
     if not wanted.isfinite().all():
         raise ValueError(f"sigma is {sigma}, so small that its square is 0; use a larger one")
@@ -73,10 +98,11 @@ def gaussian_weights(frequencies: Tensor, grid: tuple[int, int], period: float,
 
 
 def displacements(grid: tuple[int, int], period: float) -> Tensor:
-    """(M, 2) all places that a query may see, counted from its target.
+    """All displacements from a query's target at which there may be tokens: (M, 2).
 
-    Round the borders at period 1, so that each has one of all tokens on the torus, the nearest;
-    beyond that the places of a grid twice as large, of which a query sees a part.
+    At period 1 the waves wrap around the borders, so each token of the grid counts once, at its
+    nearest displacement on the torus (M = N). At longer periods these are all displacements from
+    1 − size to size − 1 on each axis; any one query finds tokens at only a part of them.
     """
     def axis(size: int) -> Tensor:
         if period == 1.0:
@@ -87,9 +113,9 @@ def displacements(grid: tuple[int, int], period: float) -> Tensor:
 
 def impulse_weights(frequencies: Tensor, grid: tuple[int, int], period: float,
                     mass: float) -> Tensor:
-    """(K,) equal weights, as large as it takes to give the target `mass` of the attention.
+    """Equal weights, (K,), just large enough to give the target the share `mass` of the attention.
 
-    Their sum is the logit at the target. Raises ValueError if a thousand would not do.
+    Their sum is the logit at the target. Raises ValueError if a logit of STEEPEST is not enough.
     """
     shape = (displacements(grid, period) @ frequencies.T).cos().mean(1)  # (M,), 1 at the target
     target = int(shape.argmax())
@@ -106,10 +132,12 @@ def impulse_weights(frequencies: Tensor, grid: tuple[int, int], period: float,
 
 def turned_factors(frequencies: Tensor, chosen: Tensor, weights: Tensor,
                    offset: Offset) -> tuple[Tensor, Tensor]:
-    """Q and K, each (2m, 2K), of a head that uses the m `chosen` of K waves on `wave_code`.
+    """Q and K, each (2m, 2K), of a head that reads m of the K waves of `wave_code`.
 
-    frequencies: (K, 2). weights: (m,). Then code(n) Qᵀ K code(n′)ᵀ = Σ w cos of the waves between
-    n + offset and n′. A negative weight turns a pair round.
+    frequencies: (K, 2). chosen: (m,) indices of waves. weights: (m,).
+
+    With code(n) the row of token n, code(n) Qᵀ K code(n′)ᵀ = Σ w cos(angle between n + offset and
+    n′), a sum over the chosen waves. A negative weight reverses the sign of the query's pair.
     """
     pairs, count = len(frequencies), len(chosen)
     query, key = (torch.zeros(2 * count, 2 * pairs, dtype=torch.float64) for _ in range(2))
@@ -125,9 +153,12 @@ def turned_factors(frequencies: Tensor, chosen: Tensor, weights: Tensor,
 
 
 def with_bias_channels(code: Tensor, prefix_tokens: int) -> Tensor:
-    """(P + N, C + 3): the patch tokens' code (N, C) after zeros for P prefix tokens, and the bias channels.
+    """Add the bias channels and the rows of the prefix tokens to the code: (P + N, C + 3).
 
-    The first bias channel is 1 on patch tokens, the second 0 on all, the third 1 on prefix tokens.
+    code: (N, C), of the patch tokens.
+
+    The rows of the P prefix tokens come first. They have zeros in place of the code. The table in
+    the module's docstring lists the values of the bias channels.
     """
     table = code.new_zeros(prefix_tokens + len(code), code.shape[1] + BIAS_CHANNELS)
     table[prefix_tokens:, :-BIAS_CHANNELS] = code
@@ -137,16 +168,22 @@ def with_bias_channels(code: Tensor, prefix_tokens: int) -> Tensor:
 
 
 def reading_bias_channels(query: Tensor, key: Tensor, peak: float) -> tuple[Tensor, Tensor]:
-    """Q and K, (m + 1, C + 3) each, for logits that LayerNorm upsets little, from those of the code.
+    """Extend Q and K to the bias channels, so that LayerNorm disturbs the logits less.
 
-    query, key: (m, C). peak: the logit at the target, which is the largest.
+    query, key: (m, C) each. peak: the logit at the target, which is the largest.
 
-    LayerNorm takes the mean over all channels from each, from the second bias channel, too, where nothing but
-    that is left; so a row with the sum 0 over all channels does not see it. And it divides a key by
-    a scale that differs from token to token: by a tenth, a logit of 30 varies by 3, which is more
-    than neighbours on slow waves differ by. The row that is added takes the peak from all logits: at
-    the target that leaves 0, which no scale changes, and elsewhere less. A prefix token's logit is
-    −peak, as far from the target's as without bias channels; its own queries see all patches alike.
+    Returns two matrices of (m + 1, C + 3).
+
+    *Mean.* LayerNorm subtracts a token's mean over channels from every channel. A row of Q or K is
+    unaffected if its entries sum to 0. Each row's entry for the second bias channel, which is 0 on
+    all tokens, is chosen to make that so.
+
+    *Scale.* LayerNorm also divides each key by a standard deviation that differs from token to
+    token. Where it differs by a tenth, a logit of 30 changes by 3, more than the code's logits of
+    neighbouring tokens differ where the waves are slow. The additional row of Q and K subtracts
+    `peak` from all logits. The logit at the target is then 0, which a division leaves unchanged,
+    and all others are negative. A prefix token, as a key, gets the logit −peak: as far below the
+    target's as without bias channels. As a query, it attends to all patches equally.
     """
     root = math.sqrt(abs(peak))
     rows = []

@@ -1,8 +1,9 @@
 """Impulse initialisation ("Structured Initialization for Vision Transformers", arXiv 2505.19985).
 
-Every head starts out looking at one neighbour: its attention map approximates the convolution
-matrix of an impulse kernel, so that the heads of a block together are a convolution whose taps are
-V and proj. Nothing is frozen; training may turn it into anything else.
+Q and K of each head are solved so that its attention map approximates the convolution matrix of an
+impulse kernel, a kernel that is 1 at a single offset: every token attends to one neighbour. The
+heads of a block together then act as a convolution, whose weights are V and proj. Nothing is
+frozen; training may turn the attention into anything else.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .options import require_not_negative
 
 OFFSETS = ("ordered", "rotating", "random")
 RELEASED_RANK = 64      # head_dim of ViT-T, S and B
-NEAR_UNIFORM = 2.0      # times what a token gets of uniform attention: less in all heads is refused
+NEAR_UNIFORM = 2.0      # in multiples of uniform attention: the least that one head must reach
 
 
 @torch.no_grad()
@@ -41,33 +42,44 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
             value_init: Literal["mimetic", "base"] = "mimetic",
             value_alpha: float = 0.4,
             value_beta: float = 0.4) -> None:
-    """softmax(P Q Kᵀ Pᵀ) ≈ an impulse convolution in every head (arXiv 2505.19985, Algorithm 1).
+    """Solve Q and K so that softmax(P Q Kᵀ Pᵀ) is near an impulse convolution in every head.
 
-    | tensor                                    | value                                          |
-    |-------------------------------------------|------------------------------------------------|
-    | pos_embed, all rows                       | base × pos_embed_scale                         |
-    | every block: attn.qkv.weight, Q, K rows   | factors of impulse_scale · H + noise, see below |
-    | every block: attn.qkv.weight, V rows,     | value_init "mimetic": factors of               |
-    |   attn.proj.weight                        |   value_alpha · Z − value_beta · I             |
-    | everything else                           | as `base` drew it                              |
+    This is Algorithm 1 of arXiv 2505.19985. P is the position embedding, H the convolution matrix
+    of a head's impulse kernel, Z the noise matrix of mimetic initialisation.
 
-    Options; defaults are what the released code does beyond the paper's text:
+    | tensor                                    | value                                            |
+    |-------------------------------------------|--------------------------------------------------|
+    | pos_embed, all rows                       | base × pos_embed_scale                           |
+    | every block: attn.qkv.weight, Q, K rows   | factors of impulse_scale · H + noise, see below  |
+    | every block: attn.qkv.weight, V rows,     | value_init "mimetic": factors of                 |
+    |   attn.proj.weight                        |   value_alpha · Z − value_beta · I               |
+    | everything else                           | as `base` drew it                                |
 
-    kernel_size: f of the f×f impulse kernels; paper: 3.
-    offsets: "ordered", the same in every block: head h takes offset h, modulo their number, of
-        `filters.ordered_offsets` (released order for 3×3); "rotating" goes on in the next block where
-        the last one stopped (ours); "random", one draw a head and block.
-    pos_embed_scale: from std .02 to .36, so that patches do not drown the position embedding; not in the paper.
-    qk_norm: Frobenius norm γ of each head's Q and K; paper: 2, which leaves ViT-T's map flat.
-    rank: directions of the position embedding that are kept, at most head_dim; 0: see `default_rank`.
-    impulse_scale, noise_scale, noise_std: the map is impulse_scale · H, plus noise_scale times a
-        normal of noise_std cut at ±2, where H is zero (paper: 40 H + Z). Rows whose target is off
-        the grid are all noise, a fresh one for every head and block.
-    value_init: "mimetic" as released, or "base", as the paper's text has it.
+    The defaults of the options are those of the released code, some of which the paper does not
+    state:
+
+    kernel_size: f of the f×f impulse kernels; 3 in the paper.
+    offsets: how offsets are assigned to heads. "ordered": head h of every block takes offset number
+        h of `filters.ordered_offsets`, modulo the number of offsets (for 3×3 the released order).
+        "rotating" (not in the paper): each block continues where the block before it stopped.
+        "random": one draw per head and block.
+    pos_embed_scale: factor on the base's pos_embed. The default raises its standard deviation from
+        0.02 to 0.36, so that the content of patches does not swamp it. Not in the paper.
+    qk_norm: γ, the Frobenius norm of each head's Q and K. The paper has 2, with which the maps of
+        ViT-T stay nearly uniform.
+    rank: how many directions of the position embedding are used, at most head_dim; 0 chooses by
+        `default_rank`.
+    impulse_scale, noise_scale, noise_std: the map to be factorised is impulse_scale · H where H is
+        not zero and noise elsewhere, noise_scale times a normal of standard deviation noise_std cut
+        at ±2 (in the paper 40 · H + Z, Z normal). A row whose target is off the grid is therefore
+        all noise. The noise is drawn anew for every head and block.
+    value_init: "mimetic" as in the released code, or "base", as the paper's text says.
     value_alpha, value_beta: of the mimetic V·proj (arXiv 2305.09828).
 
-    The class token's row of pos_embed and attention's 1/√d are left out of the solve, as released.
-    Raises ValueError for a position embedding that is fixed or has too few directions, and for uniform maps.
+    As in the released code, the solution takes no account of the class token's row of pos_embed or
+    of attention's factor 1/√d. Raises ValueError for a position embedding that is fixed or has too
+    few independent directions, for options out of range, and if the maps of all heads come out
+    nearly uniform.
     """
     if not model.learns_positions:
         _refuse(model.pos_embed[0, model.num_prefix_tokens:],
@@ -90,7 +102,7 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     head_dim = model.blocks[0].attn.head_dim
     basis = position_basis(positions, min(rank or default_rank(*positions.shape), head_dim, found))
 
-    # The impulse maps repeat from block to block; only their noise is drawn anew.
+    # The same impulse maps recur in every block; only their noise is drawn anew.
     @cache
     def impulse_map(cell: Offset) -> Tensor:
         kernel = impulse_kernel(cell, kernel_size).to(positions.dtype)
@@ -105,40 +117,47 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
         block.attn.q_weight.copy_(query)
         block.attn.k_weight.copy_(key)
         if number == 0:
-            _refuse_uniform(attention_weights(positions @ query.mT, positions @ key.mT), heads, model.grid)
+            _refuse_uniform(attention_weights(positions @ query.mT, positions @ key.mT), heads,
+                            model.grid)
         if value_init == "mimetic":
             write_values(block.attn, alpha=value_alpha, beta=value_beta, generator=generator)
 
 
 def default_rank(tokens: int, dim: int) -> int:
-    """Directions of a position embedding, (N, D), beyond which noise covers the maps, however wide a head.
+    """How many directions of a position embedding, (N, D), to use: min(max(64, N // 2), D // 3).
 
-    min(max(64, N // 2), D // 3); ours. 64 is every released model's head_dim, and small grids keep so
-    many: ViT-B with patch 32 has .998 of its attention on off-centre targets with 24 directions of
-    49, and 1.000 with all. Few wide heads are near full rank without this: README has the table.
+    The rule is ours. Beyond that many directions noise covers the maps, however wide a head is. 64
+    is the head_dim of every released model. README.md of this package says what the rule does on a
+    small grid, the repository's README what it does for models with few wide heads.
     """
     return max(min(max(RELEASED_RANK, tokens // 2), dim // 3), 1)
 
 
 def with_noise(maps: Tensor, scale: float, std: float, generator: torch.Generator) -> Tensor:
-    """`maps` with scale times a normal of that std, cut at ±2, where they are zero."""
+    """`maps`, with `scale` times a normal of standard deviation `std`, cut at ±2, where they are
+    zero.
+    """
     noise = torch.zeros_like(maps)
-    if std > 0:                                      # by which its share within the cut is divided
+    if std > 0:                                      # truncated_normal_ divides by std
         truncated_normal_(noise, std=std, cut=2.0, generator=generator)
     return torch.where(maps == 0, scale * noise, maps)
 
 
 def normalised_positions(model: VisionTransformer) -> Tensor:
-    """The position embedding of the patch tokens as attention sees it: (N, D), LayerNorm without gain."""
+    """The position embedding of the patch tokens after a LayerNorm of gain 1 and bias 0: (N, D).
+
+    This is what attention would read if the patches had no content.
+    """
     positions = model.pos_embed[0, model.num_prefix_tokens:]
     return nn.functional.layer_norm(positions, positions.shape[-1:], eps=model.blocks[0].norm1.eps)
 
 
 def head_offsets(num_heads: int, cells: list[Offset], offsets: str, generator: torch.Generator,
                  *, first: int = 0) -> list[Offset]:
-    """Which offset each head of one block takes.
+    """The offset of each head of one block.
 
-    first: how many heads the blocks before it have; "rotating" counts on from there.
+    offsets: "ordered", "rotating" or "random". first: number of heads in all blocks before this
+        one, from which "rotating" goes on counting.
     """
     if offsets == "random":
         draws = torch.randint(len(cells), (num_heads,), generator=generator)
@@ -148,16 +167,20 @@ def head_offsets(num_heads: int, cells: list[Offset], offsets: str, generator: t
 
 
 def _refuse_uniform(weights: Tensor, offsets: list[Offset], grid: tuple[int, int]) -> None:
-    """weights: (h, N, N), on the position embedding alone. ValueError unless a head is well above uniform maps."""
+    """Raise ValueError unless at least one head is well above uniform attention.
+
+    weights: (h, N, N), the maps on the position embedding alone.
+    """
     uniform = 1.0 / (grid[0] * grid[1])
     best = target_mass(weights, offsets, grid).max().item()
-    if not best >= min(NEAR_UNIFORM * uniform, 0.5 + 0.5 * uniform):     # NaN is not, either
+    if not best >= min(NEAR_UNIFORM * uniform, 0.5 + 0.5 * uniform):     # also refuses NaN
         raise ValueError(f"init 'impulse' comes out next to uniform in all heads: at best {best:.2g} of "
                          f"a head's attention is on its target, where {uniform:.2g} is uniform; use "
                          "more, narrower heads, a larger qk_norm, or init 'deep_impulse'")
 
 
 def _refuse(positions: Tensor, what: str) -> None:
+    """Raise ValueError: `what`, described by its numerical rank, cannot be inverted."""
     tokens = len(positions)
     centred = nn.functional.layer_norm(positions, positions.shape[-1:])
     raise ValueError(f"init 'impulse' cannot use {what}: after LayerNorm its numerical rank is "
