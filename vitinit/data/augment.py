@@ -1,12 +1,14 @@
-"""Pure batched functions on (B, 3, H, W), on whatever device the batch is.
+"""RandAugment, normalisation and random erasing of a batch (B, 3, H, W), on the batch's own device.
 
-    rand_augment   uint8 → uint8     each image through its own operations
+    rand_augment   uint8 → uint8     each image goes through its own operations
     normalise      uint8 → float32
     erase          float32 → float32
 
-Everything random was drawn before (draw.py); here arguments go in, one per image. An image's result
-does not depend, to the bit, on the batch it is in or on the device. Each function is a plan made on
-the host and what carries it out, so that the plans of a whole micro-batch travel in one copy.
+These are pure functions. All random numbers were drawn before (draw.py) and come in as arguments, one
+per image. The result for an image is the same, bit for bit, whatever batch it is in and whatever the
+device. `rand_augment` and `erase` work in two parts: the host makes a plan (`plan_…`), and a second
+function carries it out on the device. Training uses the two parts separately, so that all plans of a
+micro-batch are copied to the device together (to_device.py).
 """
 
 from __future__ import annotations
@@ -34,16 +36,18 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 def rand_augment(images: Tensor, draws: Draws, fill: Sequence[int], passes: Passes | None = None
                  ) -> Tensor:
-    """(B, 3, H, W) uint8 → the same: every image through its operations, in order.
+    """Apply to each image of (B, 3, H, W) uint8 the operations drawn for it, in order.
 
-    draws: on the host, B of them. fill: the colour that geometric operations bring in, 0 to 255.
+    draws: those of the B images, on the host. fill: the colour (three values, 0 to 255) of pixels
+    that a geometric operation brings in from outside the image. Returns a new tensor (B, 3, H, W)
+    uint8.
     """
     plan = tuple(plan_rand_augment(draws, images.shape[2:], fill, passes or passes_on(images.device)))
     return augmented(images, put(plan, images.device))
 
 
 def augmented(images: Tensor, plan: tuple[Pass, ...]) -> Tensor:
-    """Images as they come out of a plan of RandAugment that is on their device."""
+    """Carry out a plan of RandAugment, whose arrays are on the images' device; returns new images."""
     if not plan:
         return images.contiguous()
     images = images.clone(memory_format=torch.contiguous_format)
@@ -54,7 +58,12 @@ def augmented(images: Tensor, plan: tuple[Pass, ...]) -> Tensor:
 
 def plan_rand_augment(draws: Draws, size: tuple[int, int], fill: Sequence[int], passes: Passes
                       ) -> Iterator[Pass]:
-    """Layer by layer, each with its passes of levels, blends and geometric operations."""
+    """Yield the passes of RandAugment, layer by layer; `draws` are those of the whole batch.
+
+    Within a layer come first the operations on levels, then the blends, then the geometric
+    operations (see operations.py). Each image goes through at most one operation per layer, so
+    this order does not matter.
+    """
     for codes, arguments, bicubic in zip(draws.operations.T, draws.arguments.T, draws.bicubic.T):
         for rows in parts(_sorted_rows(codes, LEVEL_OPERATIONS), size, passes):
             yield Pass(rows, map_levels, level_arguments(codes[rows], arguments[rows]))
@@ -65,7 +74,10 @@ def plan_rand_augment(draws: Draws, size: tuple[int, int], fill: Sequence[int], 
 
 
 def _sorted_rows(codes: np.ndarray, operations: Sequence[Operation]) -> np.ndarray:
-    """Which images go through one of the operations, sorted as these are."""
+    """The images that go through one of `operations`, sorted in the order of `operations`.
+
+    codes: (B,), each image's operation. Returns rows of the batch, (n,).
+    """
     order = np.full(len(Operation), len(operations))
     order[list(operations)] = range(len(operations))
     rows = np.argsort(order[codes], kind="stable")
@@ -74,7 +86,11 @@ def _sorted_rows(codes: np.ndarray, operations: Sequence[Operation]) -> np.ndarr
 
 def _plan_geometric(codes: np.ndarray, arguments: np.ndarray, bicubic: np.ndarray,
                     size: tuple[int, int], fill: Sequence[int], passes: Passes) -> Iterator[Pass]:
-    """In one pass whatever the axes, or along the axes of each operation alone."""
+    """Yield the passes of one layer's geometric operations.
+
+    With `passes.at_once` all of them go through `affine` together. Otherwise they are grouped by
+    the axes along which they move pixels, because moving along one axis alone takes less work.
+    """
     outside = np.array(fill, np.uint8)[:, None, None]
     groups = {"xy": sum(GEOMETRIC.values(), ())} if passes.at_once else GEOMETRIC
     for axes, operations in groups.items():
@@ -93,16 +109,16 @@ def _plan_geometric(codes: np.ndarray, arguments: np.ndarray, bicubic: np.ndarra
 
 
 class Normalise:
-    """(B, 3, H, W) uint8 → float32: (value / 255 - mean) / std by channel.
+    """Map (B, 3, H, W) uint8 to float32: (value / 255 - mean) / std, per channel.
 
-    mean, std: three numbers each. device: the images'.
+    mean, std: three numbers each, of values in [0, 1]. device: that of the images.
     """
 
     def __init__(self, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor,
                  device: torch.device) -> None:
         mean, std = (torch.as_tensor(values, dtype=torch.float64, device=device).view(3, 1, 1)
                      for values in (mean, std))
-        # One product and one sum: devices divide by a number in different ways.
+        # Written as one product and one difference, because devices divide in different ways.
         self.scale, self.shift = (1.0 / (255.0 * std)).float(), (mean / std).float()
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -111,21 +127,21 @@ class Normalise:
 
 def normalise(images: Tensor, mean: Sequence[float] | Tensor,
               std: Sequence[float] | Tensor) -> Tensor:
-    """The same for once."""
+    """Normalise one batch; see `Normalise`, which is cheaper for many."""
     return Normalise(mean, std, images.device)(images)
 
 
 def normal_quantiles(count: int = 2**16) -> Tensor:
-    """The quantiles (i + ½) / count of N(0, 1): (count,) float32, from -4.3 to 4.3."""
+    """The quantiles of N(0, 1) at (i + ½) / count: (count,) float32, by default from -4.3 to 4.3."""
     shares = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     return torch.special.ndtri(shares).float()
 
 
 def hashed(keys: Tensor | int, counters: Tensor) -> Tensor:
-    """SplitMix64 (Steele et al., OOPSLA 2014): 64 random bits for each key and counter, int64.
+    """64 random bits per pair of key and counter, as int64: SplitMix64 (Steele et al., OOPSLA 2014).
 
-    The counter-th output of the generator that starts from the key. Multiplications wrap, as
-    int64's do; shifts are those of unsigned numbers.
+    The result is output number `counter` of the generator whose seed is `key`. Products wrap around,
+    as is usual for int64, and shifts to the right fill with zeros, as for unsigned integers.
     """
     def shifted(bits: Tensor, by: int) -> Tensor:
         return (bits >> by) & ((1 << (64 - by)) - 1)
@@ -136,7 +152,7 @@ def hashed(keys: Tensor | int, counters: Tensor) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """An unsigned 64-bit constant as the int64 with the same bits."""
+    """The int64 with the same bits as an unsigned 64-bit integer."""
     return word - 2**64 if word >= 2**63 else word
 
 
@@ -145,11 +161,13 @@ Fill = Literal["pixel", "rand", "const"]
 
 def erase(images: Tensor, draws: Draws, fill: Fill, quantiles: Tensor,
           passes: Passes | None = None) -> Tensor:
-    """Fill every image's box in (B, 3, H, W) float32, normalised.
+    """Fill each image's erased box; returns new images (B, 3, H, W) float32.
 
-    draws: on the host. quantiles: those of N(0, 1) on the images' device. Noise is looked up in
-    them by a hash of the image's key and the place in the box (channel, row, column), so that it is
-    the same to the bit on every device.
+    images: normalised, float32. draws: those of the B images, on the host. fill: what the boxes are
+    filled with, see `draw.Erasing`. quantiles: `normal_quantiles`, on the images' device.
+    Noise is not drawn by a generator of the device. It is looked up among the quantiles by a hash of
+    the image's noise key and the position in the box (channel, row, column), so that it is the
+    same, bit for bit, on every device.
     """
     erased = images.clone(memory_format=torch.contiguous_format)
     plan = plan_erasing(draws.erase_boxes, draws.noise_keys, images.shape[2:],
@@ -158,7 +176,11 @@ def erase(images: Tensor, draws: Draws, fill: Fill, quantiles: Tensor,
 
 
 def plan_erasing(boxes: np.ndarray, keys: np.ndarray, size: tuple[int, int], passes: Passes) -> Call:
-    """A call that fills the boxes (B, 4), where their height is not 0, in place: by keys (B,)."""
+    """Plan a call that fills, in place, the boxes (B, 4) whose height is not 0.
+
+    keys: (B,), the noise key of each image. size: (height, width) of the images. The call takes the
+    images, the fill and the quantiles.
+    """
     rows = np.flatnonzero(boxes[:, 2])
     tops, lefts, heights, widths = boxes[rows].T
     if not passes.at_once:
@@ -171,7 +193,7 @@ def plan_erasing(boxes: np.ndarray, keys: np.ndarray, size: tuple[int, int], pas
 
 
 def fill_each(images: Tensor, fill: Fill, quantiles: Tensor, *boxes: tuple[int, ...]) -> Tensor:
-    """boxes: (row, top, left, height, width, key) each."""
+    """Fill one box after the other, in place. boxes: (row, top, left, height, width, key) each."""
     for row, top, left, height, width, key in boxes:
         values = noise(key, torch.arange(3).view(3, 1, 1),
                        torch.arange(3 * height * width).view(3, height, width), fill, quantiles)
@@ -181,27 +203,32 @@ def fill_each(images: Tensor, fill: Fill, quantiles: Tensor, *boxes: tuple[int, 
 
 def fill_at_once(images: Tensor, fill: Fill, quantiles: Tensor, sizes: Tensor, count: int,
                  table: Tensor) -> Tensor:
-    """The `count` values of all n boxes one after another, of which `sizes`, (n,), are each box'.
+    """Fill all n boxes at once, in place, as one list of all their values.
 
-    table: (n, 5) int64, of each box the first of these values, its corner among all values of the
-    images, the pixels it has, its width, its key.
+    sizes: (n,), how many values (3 · height · width) each box has. count: their sum.
+    table: (n, 5) int64. The columns are, for each box: the index of its first value in the list,
+    the index of its top left corner in the flattened images, its number of pixels, its width and
+    its noise key.
     """
     if not count:
         return images
     device, area = images.device, images.shape[2] * images.shape[3]
     box = torch.repeat_interleave(sizes, output_size=count)              # (count,), each value's box
     starts, corners, pixels, widths, keys = table.index_select(0, box).unbind(1)
-    place = torch.arange(count, device=device) - starts                  # in their box
-    channel, within = place // pixels, place % pixels
-    index = channel * area + within // widths * images.shape[3] + within % widths + corners
-    images.view(-1)[index] = noise(keys, channel, place, fill, quantiles)
+    position = torch.arange(count, device=device) - starts               # of each value, in its box
+    channel, pixel = position // pixels, position % pixels
+    index = channel * area + pixel // widths * images.shape[3] + pixel % widths + corners
+    images.view(-1)[index] = noise(keys, channel, position, fill, quantiles)
     return images
 
 
-def noise(keys: Tensor | int, channels: Tensor, places: Tensor, fill: Fill, quantiles: Tensor
+def noise(keys: Tensor | int, channels: Tensor, positions: Tensor, fill: Fill, quantiles: Tensor
           ) -> Tensor:
-    """What stands in a box at these places, which are in these channels."""
+    """The values that fill a box at these positions, counted from 0 over (channel, row, column).
+
+    channels: the channel of each position, which decides the value where fill is "rand".
+    """
     if fill == "const":
         return torch.zeros((), device=quantiles.device)
-    bits = hashed(keys, channels if fill == "rand" else places)
+    bits = hashed(keys, channels if fill == "rand" else positions)
     return quantiles[bits & (len(quantiles) - 1)]

@@ -1,14 +1,15 @@
-"""All random draws of a sample of the training stream, keyed by (seed, epoch, index, repeat).
+"""All random draws for one training sample, keyed by (seed, epoch, index, repeat).
 
-A sample's draws depend on nothing but its key: not on the worker, the process, the position in the
-batch or how often the run was resumed. Each kind of draw has a stream of its own, so that switching
-one augmentation off leaves the draws of all others as they were.
+A sample is one view of one image in one epoch. Its draws depend on its key alone: not on the worker,
+the process, the position in the batch, or on how often the run was resumed. Each kind of draw has a
+random stream of its own (keys.py), so that switching one augmentation off leaves the draws of all
+others as they were.
 
-    CropAndFlip   applied where the image is decoded      → View
-    RandAugment   applied to whole batches on the device    ┐
-    Erasing       likewise, after normalisation             ┘ → Draws
+    CropAndFlip   applied in the worker that decodes the image          → View
+    RandAugment   applied to whole batches on the device                ┐
+    Erasing       applied to whole batches there, after normalisation   ┘ → Draws
 
-The defaults of the three are DeiT's for ImageNet (arXiv 2012.12877, table 9, and its code).
+The defaults of these three are those of DeiT on ImageNet (arXiv 2012.12877, table 9, and its code).
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ import numpy as np
 from ..keys import Stream, keyed_generator, keyed_generators
 from .images import Box
 
-CROP_ATTEMPTS = 10              # as in torchvision and timm, before the centre is taken
-ERASE_ATTEMPTS = 10             # likewise, before the image is left as it is
-BEYOND = 1e15                   # pixels a side, more than any image has; infinity has no integer
-MAX_MAGNITUDE = 10.0            # where RandAugment's operations reach their full extent
+CROP_ATTEMPTS = 10              # boxes tried before the centre is taken; as in torchvision and timm
+ERASE_ATTEMPTS = 10             # boxes tried before the image is left as it is; likewise
+BEYOND = 1e15                   # longer than the side of any image, in pixels; a box's sides are cut
+                                # to this length because infinity cannot be made an integer
+MAX_MAGNITUDE = 10.0            # the magnitude at which RandAugment's operations are strongest
 
 
 class SampleKey(NamedTuple):
-    """One view of one image: which epoch, which image, which of its views in that epoch."""
+    """One view of one image: the epoch, the image, and which of its views in that epoch it is."""
 
     epoch: int
     index: int
@@ -39,7 +41,7 @@ class SampleKey(NamedTuple):
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """The order in which epoch `epoch` goes through `count` images."""
+    """The order in which an epoch goes through `count` images: a permutation of their indices."""
     return keyed_generator(seed, Stream.ORDER, epoch).permutation(count)
 
 
@@ -49,7 +51,7 @@ def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 class View(NamedTuple):
-    """The part of an image that becomes one sample, and how."""
+    """The part of an image that becomes one sample, and how it is resized and flipped."""
 
     box: Box
     flip: bool
@@ -60,9 +62,12 @@ class View(NamedTuple):
 class CropAndFlip:
     """A random resized crop, then a horizontal flip.
 
-    scale: range of the crop's share of the image's area; ratio: range of its width over height.
-    padding: pixels round the image that a crop may reach into. flip: probability.
-    interpolation: of the resize; "random" draws one of the two for every sample, as timm does.
+    scale: range of the crop's area as a share of the image's area.
+    ratio: range of the crop's width over its height.
+    padding: how many pixels a crop may reach beyond each edge of the image.
+    flip: probability of the flip.
+    interpolation: how the crop is resized; "random" draws bilinear or bicubic for each sample, as
+    timm does.
     """
 
     scale: tuple[float, float] = (0.08, 1.0)
@@ -72,7 +77,7 @@ class CropAndFlip:
     interpolation: Literal["bilinear", "bicubic", "random"] = "bicubic"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> View:
-        """For an image of height × width pixels."""
+        """Draw the view of an image of height × width pixels."""
         box = draw_crop(rng, height, width, scale=self.scale, ratio=self.ratio,
                         padding=self.padding)
         flip = bool(rng.random() < self.flip)
@@ -83,15 +88,17 @@ class CropAndFlip:
 
 
 def draw_uniform(rng: np.random.Generator, low: float, high: float) -> float:
-    """What rng.uniform(low, high) gives, in a third of its time."""
+    """The same number as rng.uniform(low, high) gives, computed faster."""
     return low + (high - low) * rng.random()
 
 
 def draw_sides(rng: np.random.Generator, pixels: int, share: tuple[float, float],
                ratio: tuple[float, float]) -> tuple[int, int]:
-    """The sides of a box whose area is a uniform share of `pixels`, first over second log-uniform.
+    """Draw the two sides of a box.
 
-    In whole pixels, so 0 for less than half of one.
+    Its area is `pixels` times a number that is uniform on `share`; the first side over the second
+    is log-uniform on `ratio`. Sides are rounded to whole pixels, so a side of less than half a
+    pixel becomes 0.
     """
     area = pixels * draw_uniform(rng, *share)
     quotient = math.exp(draw_uniform(rng, math.log(ratio[0]), math.log(ratio[1])))
@@ -101,12 +108,13 @@ def draw_sides(rng: np.random.Generator, pixels: int, share: tuple[float, float]
 
 def draw_crop(rng: np.random.Generator, height: int, width: int, *, scale: tuple[float, float],
               ratio: tuple[float, float], padding: int) -> Box:
-    """A random resized crop (Szegedy et al., arXiv 1409.4842; torchvision's and timm's version).
+    """Draw the box of a random resized crop (Szegedy et al., arXiv 1409.4842).
 
-    Its area is a uniform share of the image's, its width over height log-uniform, its place
-    uniform on the image with `padding` pixels round it. After ten boxes that do not fit: the
-    centre of the image, at the nearest ratio allowed. scale = ratio = (1, 1) on a square image
-    is a random shift by up to `padding` pixels.
+    This is the version of torchvision and timm: the area is a uniform share of the image's area,
+    width over height is log-uniform, and the position is uniform on the image extended by
+    `padding` pixels on each side. After ten boxes that do not fit, the crop is the centre of the
+    image, at the allowed ratio that is nearest to the image's. With scale = ratio = (1, 1), a
+    square image is only shifted, by up to `padding` pixels.
     """
     for _ in range(CROP_ATTEMPTS):
         box_width, box_height = draw_sides(rng, height * width, scale, ratio)
@@ -115,7 +123,7 @@ def draw_crop(rng: np.random.Generator, height: int, width: int, *, scale: tuple
             left = int(rng.integers(-padding, width + padding - box_width, endpoint=True))
             return Box(top, left, box_height, box_width)
     aspect = min(max(width / height, ratio[0]), ratio[1])
-    # At an extreme ratio less than a pixel is left of a side, or more than any image has.
+    # At an extreme ratio a side could be shorter than a pixel, or longer than the image's.
     box_height = max(1, round(min(height, width / aspect)))
     box_width = max(1, round(min(width, height * aspect)))
     return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
@@ -127,27 +135,27 @@ def draw_crop(rng: np.random.Generator, height: int, width: int, *, scale: tuple
 
 
 class Operation(IntEnum):
-    """RandAugment's operations, by the names that its papers and recipes use. Values never change.
+    """RandAugment's operations, by the names that papers and recipes use. Values never change.
 
-    The argument that `augment.py` takes with each is in brackets.
+    The comments say what the argument of each operation means.
     """
 
     NONE = 0
     AutoContrast = 1
     Equalize = 2
     Invert = 3
-    Rotate = 4          # (degrees, counter-clockwise)
-    Posterize = 5       # (bits that are kept)
-    Solarize = 6        # (level from which on pixels are inverted)
-    SolarizeAdd = 7     # (what is added to pixels below 128)
-    Color = 8           # (factor; 1 changes nothing, in this and the next three)
+    Rotate = 4          # degrees, counter-clockwise
+    Posterize = 5       # how many of the 8 bits are kept
+    Solarize = 6        # the level from which on pixels are inverted
+    SolarizeAdd = 7     # what is added to pixels below 128
+    Color = 8           # a factor, for this and the next three; 1 changes nothing
     Contrast = 9
     Brightness = 10
     Sharpness = 11
-    ShearX = 12         # (columns a row)
-    ShearY = 13         # (rows a column)
-    TranslateX = 14     # (share of the width)
-    TranslateY = 15     # (share of the height)
+    ShearX = 12         # shift in columns per row
+    ShearY = 13         # shift in rows per column
+    TranslateX = 14     # shift as a share of the width
+    TranslateY = 15     # shift as a share of the height
 
 
 ALL_OPERATIONS = tuple(operation.name for operation in Operation if operation)
@@ -155,19 +163,23 @@ ALL_OPERATIONS = tuple(operation.name for operation in Operation if operation)
 
 @dataclass(frozen=True)
 class RandAugment:
-    """RandAugment (Cubuk et al., arXiv 1909.13719) as timm's `rand-m9-mstd0.5-inc1` means it.
+    """RandAugment (Cubuk et al., arXiv 1909.13719), by default timm's `rand-m9-mstd0.5-inc1`.
 
-    For each of `layers`, one of `operations` is drawn, with replacement, and applied with
-    `probability`. Its magnitude is normal around `magnitude` with standard deviation
-    `magnitude_std`, clipped to [0, 10]; signs are ±, one half each. "inc1": every operation grows
-    with its magnitude. fill: the colour (0 to 255) that comes in from outside. interpolation: of
-    the geometric operations; "random" draws one of the two for every application.
+    In each of `layers` layers, one of `operations` is drawn, with replacement, and applied with
+    `probability`. Its magnitude is normally distributed around `magnitude` with standard deviation
+    `magnitude_std`, clipped to [0, 10]. Where an operation has a direction, its sign is + or −, each
+    with probability one half. As "inc1" says, every operation gets stronger with its magnitude.
+    fill: the colour (0 to 255) of pixels that come in from outside the image.
+    interpolation: of the geometric operations; "random" draws bilinear or bicubic per application.
 
-    What an operation's argument is at magnitude 10; it is proportional to the magnitude:
-    rotate_degrees, shear_factor and translate_share (of the side): ± that much.
-    enhance_factor: Color, Contrast, Brightness and Sharpness at factor 1 ± that, at least .1.
-    posterize_bits: so many bits kept at magnitude 0, none at 10. solarize_levels: the threshold is
-    256 minus that. solarize_add_levels: that much is added, at most 128.
+    The other fields say how strong each operation is at magnitude 10; its strength is proportional
+    to its magnitude.
+    rotate_degrees, shear_factor: ± the angle, and ± the shear.
+    translate_share: ± the shift, as a share of the image's side.
+    enhance_factor: Color, Contrast, Brightness and Sharpness use the factor 1 ± this, at least 0.1.
+    posterize_bits: how many of the 8 bits are kept at magnitude 0; at magnitude 10 none is kept.
+    solarize_levels: the threshold of Solarize is 256 minus this.
+    solarize_add_levels: what SolarizeAdd adds, at most 128.
     """
 
     layers: int = 2
@@ -186,16 +198,17 @@ class RandAugment:
     solarize_add_levels: int = 110
 
     def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What happens to one sample: codes, arguments, bicubic, each of length `layers`."""
+        """Draw the operations of one sample: codes, arguments and bicubic, each of length `layers`."""
         codes, arguments, bicubic = self.draw_each([rng], 1)
         return codes[0], arguments[0], bicubic[0]
 
     def draw_each(self, generators: Iterable[np.random.Generator], count: int
                   ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What happens to each of `count` samples, (B, L): int64 codes, float64 arguments, bicubic.
+        """Draw the operations of `count` samples; each sample has a generator of its own.
 
-        Each sample draws from a generator of its own. Every number is drawn whether it is used or
-        not, so that no draw shifts another.
+        Returns codes (int64, of `Operation`), arguments (float64) and bicubic (bool: how a geometric
+        operation interpolates), each (B, L) for B = count and L = layers. Every number is drawn
+        whether it is used or not, so that settings do not change which numbers other draws get.
         """
         chosen = np.empty((count, self.layers), np.int64)
         chances, normals = np.empty((2, count, self.layers))
@@ -209,7 +222,7 @@ class RandAugment:
         signs, kinds = signs_and_kinds.swapaxes(0, 1)                    # (B, L) each
         known = np.array([Operation[name] for name in self.operations], np.int64)
         codes = np.where(chances < self.probability, known[chosen], Operation.NONE)
-        with np.errstate(over="ignore"):             # beyond all bounds is clipped as well
+        with np.errstate(over="ignore"):             # an infinite magnitude is clipped like any other
             magnitudes = self.magnitude + self.magnitude_std * normals
         arguments = self.arguments(codes, magnitudes.clip(0.0, MAX_MAGNITUDE),
                                    np.where(signs < 0.5, -1.0, 1.0))
@@ -217,30 +230,31 @@ class RandAugment:
         return codes, arguments, kinds < share_bicubic
 
     def arguments(self, codes: np.ndarray, magnitudes: np.ndarray, signs: np.ndarray) -> np.ndarray:
-        """Of operations at magnitudes in [0, 10], float64; signs: -1 or 1, where one has any.
+        """The arguments of operations at magnitudes in [0, 10], as float64.
 
-        All of one shape, which is also the result's.
+        signs: -1 or 1, used only by operations that have a direction. All four arrays, the result
+        included, have the same shape.
         """
-        shares = magnitudes / MAX_MAGNITUDE
-        swings = signs * shares
+        strengths = magnitudes / MAX_MAGNITUDE
+        signed = signs * strengths
         values = np.zeros(codes.shape)
-        for operations, theirs in [
-                ([Operation.Rotate], swings * self.rotate_degrees),
-                ([Operation.ShearX, Operation.ShearY], swings * self.shear_factor),
-                ([Operation.TranslateX, Operation.TranslateY], swings * self.translate_share),
+        for operations, candidates in [
+                ([Operation.Rotate], signed * self.rotate_degrees),
+                ([Operation.ShearX, Operation.ShearY], signed * self.shear_factor),
+                ([Operation.TranslateX, Operation.TranslateY], signed * self.translate_share),
                 ([Operation.Color, Operation.Contrast, Operation.Brightness, Operation.Sharpness],
-                 np.maximum(0.1, 1.0 + swings * self.enhance_factor)),
+                 np.maximum(0.1, 1.0 + signed * self.enhance_factor)),
                 ([Operation.Posterize],
-                 self.posterize_bits - np.trunc(shares * self.posterize_bits)),
+                 self.posterize_bits - np.trunc(strengths * self.posterize_bits)),
                 ([Operation.Solarize],
-                 256 - np.minimum(256, np.trunc(shares * self.solarize_levels))),
+                 256 - np.minimum(256, np.trunc(strengths * self.solarize_levels))),
                 ([Operation.SolarizeAdd],
-                 np.minimum(128, np.trunc(shares * self.solarize_add_levels)))]:
-            values = np.where(np.isin(codes, operations), theirs, values)
+                 np.minimum(128, np.trunc(strengths * self.solarize_add_levels)))]:
+            values = np.where(np.isin(codes, operations), candidates, values)
         return values
 
     def argument(self, operation: Operation, magnitude: float, sign: float) -> float:
-        """That of one operation."""
+        """The argument of one operation; see `arguments`."""
         return float(self.arguments(np.array(operation), np.array(magnitude), np.array(sign)))
 
 
@@ -254,11 +268,13 @@ NOTHING = Box(0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Erasing:
-    """Random erasing (Zhong et al., arXiv 1708.04896) as in timm: one box an image.
+    """Random erasing (Zhong et al., arXiv 1708.04896) as in timm, with one box per image.
 
-    area: range of the box's share of the image; ratio: range of its height over width, drawn
-    log-uniformly. fill: "pixel" N(0, 1) for every value, "rand" N(0, 1) for every channel,
-    "const" 0, all of them after normalisation.
+    probability: that an image gets a box at all.
+    area: range of the box's area as a share of the image's area.
+    ratio: range of the box's height over its width, which is drawn log-uniformly.
+    fill: what the box is filled with, after normalisation. "pixel": one draw from N(0, 1) for each
+    value; "rand": one draw from N(0, 1) for each channel; "const": zeros.
     """
 
     probability: float = 0.25
@@ -267,7 +283,10 @@ class Erasing:
     fill: Literal["pixel", "rand", "const"] = "pixel"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[Box, int]:
-        """The box, NOTHING where nothing is erased, and the key of the noise in it (63 bits)."""
+        """Draw the box in an image of height × width pixels, and the 63-bit key of the noise in it.
+
+        The box is NOTHING where nothing is erased.
+        """
         if rng.random() >= self.probability:
             return NOTHING, 0
         noise_key = int(rng.integers(2**63))
@@ -286,21 +305,22 @@ class Erasing:
 
 
 class Draws(NamedTuple):
-    """What happens to samples on the device. Without the leading B: to one sample.
+    """What happens to the B samples of a batch on the device; without the leading B, to one sample.
 
-    numpy arrays, so that they travel between processes by value and can be read on the host.
+    These are numpy arrays, so that processes send them to each other by value and the host can read
+    them.
     """
 
     operations: np.ndarray      # (B, L) int64: RandAugment's codes in order, 0 for none
     arguments: np.ndarray       # (B, L) float64
     bicubic: np.ndarray         # (B, L) bool: how a geometric operation interpolates
-    erase_boxes: np.ndarray     # (B, 4) int64: top, left, height, width; height 0: nothing
-    noise_keys: np.ndarray      # (B,) int64
+    erase_boxes: np.ndarray     # (B, 4) int64: top, left, height, width; height 0: nothing is erased
+    noise_keys: np.ndarray      # (B,) int64: what the noise in each box is made from
 
 
 @dataclass(frozen=True)
 class SampleDraws:
-    """All draws of a run's samples, whose views are `size` = (height, width) pixels."""
+    """All draws for the samples of a run, whose views have `size` = (height, width) pixels."""
 
     seed: int
     size: tuple[int, int]
@@ -313,16 +333,16 @@ class SampleDraws:
         return next(self.views([key], [(height, width)]))
 
     def views(self, keys: Sequence[SampleKey], sizes: Iterable[tuple[int, int]]) -> Iterator[View]:
-        """Likewise of each sample, whose images are `sizes` = (height, width) pixels."""
+        """Yield the crop and flip of each sample; `sizes` are (height, width) of their images."""
         for rng, size in zip(keyed_generators(self.seed, Stream.CROP_AND_FLIP, keys), sizes):
             yield self.crop.draw(rng, *size)
 
     def for_device(self, key: SampleKey) -> Draws:
-        """All other draws of one sample."""
+        """The draws of one sample that are applied on the device."""
         return Draws(*(part[0, ...] for part in self.batch_for_device([key])))
 
     def batch_for_device(self, keys: Sequence[SampleKey]) -> Draws:
-        """Those of a batch, with a leading B, at a third of the time that each alone takes."""
+        """The draws of a batch that are applied on the device; faster than one by one."""
         operations = self.rand_augment.draw_each(
             keyed_generators(self.seed, Stream.RAND_AUGMENT, keys), len(keys))
         boxes, noise_keys = [NOTHING] * len(keys), [0] * len(keys)
@@ -334,5 +354,5 @@ class SampleDraws:
 
 
 def stack_draws(samples: Sequence[Draws]) -> Draws:
-    """Those of a batch, with a leading B."""
+    """Combine the draws of single samples into those of a batch, with a leading B."""
     return Draws(*map(np.stack, zip(*samples)))

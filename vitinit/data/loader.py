@@ -1,4 +1,8 @@
-"""Batches for this process: worker processes decode and cut, the loader stacks."""
+"""Loaders of uint8 batches on the host: worker processes decode and crop images and stack them.
+
+Training and evaluation each have a data set of views (`TrainViews`, `EvalViews`) and a function that
+makes a loader of it. A view is an image as it is cut out and resized for the model.
+"""
 
 from __future__ import annotations
 
@@ -22,45 +26,46 @@ from .workers import begin_work, expect_workers
 
 
 class Batch(NamedTuple):
-    """What evaluation loads."""
+    """A batch that the evaluation loader gives."""
 
     images: Tensor          # (B, 3, H, W) uint8
     labels: Tensor          # (B,) int64
 
 
 class TrainBatch(NamedTuple):
-    """What training loads: cropped and flipped, with everything that is still to be done."""
+    """A batch that the training loader gives, with the draws of what the device still has to do."""
 
-    images: Tensor          # (B, 3, H, W) uint8; (B, 4) int64 where they are still to be cut out
+    images: Tensor          # (B, 3, H, W) uint8, cropped and flipped; or (B, 4) int64, descriptions of
+                            # views that the device cuts out, see `TrainViews`
     labels: Tensor          # (B,) int64
-    draws: Draws            # B of them, on the host
+    draws: Draws            # those of the B samples, on the host
 
 
 class TrainViews(Dataset):
-    """Training views by sample key: an image, its label, and the draws that are still to be done.
+    """Training views, indexed by sample key: an image, its label, and its draws for the device.
 
-    decode: False where all images stand on the device and are as large as the model sees them. Then
-        a view is described instead of made: (image index, top, left, 1 if it is mirrored).
+    decode: False if all images are stored on the device, at the size that the model takes. Then a
+        view is not made but described, by (image index, top, left, 1 if it is flipped).
     """
 
     def __init__(self, source: Source, draws: SampleDraws, *, decode: bool = True) -> None:
         self.draws, self.decode, self.labels = draws, decode, source.labels
-        self.source = source if decode else None     # nor are workers sent what they need not decode
+        self.source = source if decode else None     # not sent to workers that need not decode it
 
     def __getitem__(self, key: SampleKey) -> tuple[Tensor, int, Draws]:
-        """One sample alone: (3, H, W) or (4,), its label, its draws."""
+        """One sample: its view, (3, H, W) uint8 or (4,) int64, its label and its draws."""
         images, labels, draws = self.__getitems__([key])
         return images[0], int(labels[0]), Draws(*(part[0, ...] for part in draws))
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> TrainBatch:
-        """What the loader asks for: a whole batch, whose draws cost a third of what each alone does."""
+        """A whole batch. DataLoader calls this if it exists; draws are faster for a batch at once."""
         indices = np.array([key.index for key in keys])                  # (B,)
         images = self._views(keys) if self.decode else self._windows(keys, indices)
         return TrainBatch(images, torch.from_numpy(self.labels[indices]),
                           self.draws.batch_for_device(keys))
 
     def _views(self, keys: Sequence[SampleKey]) -> Tensor:
-        """(B, 3, H, W) uint8: each image is decoded, cut and let go before the next."""
+        """The views themselves, (B, 3, H, W) uint8; no two decoded images are in memory at once."""
         views = []
         for key in keys:
             image = self.source.image(key.index)                         # (3, h, w)
@@ -69,14 +74,14 @@ class TrainViews(Dataset):
         return _stack_images(views)
 
     def _windows(self, keys: Sequence[SampleKey], indices: np.ndarray) -> Tensor:
-        """(B, 4) int64."""
+        """Descriptions of the views, (B, 4) int64: image index, top, left, 1 if it is flipped."""
         views = self.draws.views(keys, itertools.repeat(self.draws.size))
         corners = [(box.top, box.left, flip) for box, flip, _ in views]
         return torch.from_numpy(np.column_stack([indices, corners]))
 
 
 class EvalViews(Dataset):
-    """Evaluation views of this process' share: images rank, rank + world_size, …, each once."""
+    """Evaluation views of this process's share: the images rank, rank + world_size, …, once each."""
 
     def __init__(self, source: Source, *, rank: int, world_size: int, size: tuple[int, int],
                  crop_pct: float, interpolation: str) -> None:
@@ -90,12 +95,12 @@ class EvalViews(Dataset):
 
     @property
     def nbytes(self) -> int:
-        """Of all views together."""
+        """The size of all views together, in bytes."""
         return len(self) * 3 * self.size[0] * self.size[1]
 
     @property
     def ready_made(self) -> bool:
-        """Whether the images are in memory and as the model sees them: no work for workers."""
+        """Whether the images are in memory and are their own views, so that workers have no work."""
         return (isinstance(self.source, ImagesInMemory) and self.crop_pct == 1.0
                 and tuple(self.source.images.shape[2:]) == self.size)
 
@@ -107,12 +112,12 @@ class EvalViews(Dataset):
 
 def train_loader(views: TrainViews, sampler: TrainSampler, *, workers: int, pin_memory: bool,
                  accumulation: int = 1) -> Loader:
-    """Micro-batches in the sampler's order; `sampler.start` before each iteration.
+    """Load micro-batches in the sampler's order; call `sampler.start` before each iteration.
 
-    accumulation: of how many a step is made up. Workers are ahead by a step, and at least by two
-        micro-batches each, as torch has it.
+    accumulation: the number of micro-batches per step. The workers together prepare at least one
+        step in advance, and each at least two micro-batches, which is torch's default.
     """
-    workers = min(workers, len(sampler))             # more would have nothing to do
+    workers = min(workers, len(sampler))             # more workers would have nothing to do
     ahead = {"prefetch_factor": max(2, math.ceil(accumulation / workers)),
              "persistent_workers": True} if workers else {}
     return batch_loader(views, _as_it_is, workers, pin_memory, batch_sampler=sampler, **ahead)
@@ -120,9 +125,10 @@ def train_loader(views: TrainViews, sampler: TrainSampler, *, workers: int, pin_
 
 def eval_loader(views: EvalViews, *, batch_size: int, workers: int, pin_memory: bool,
                 again: bool = True) -> Loader:
-    """All views in order; the last batch may be smaller.
+    """Load all views in order; the last batch may be smaller.
 
-    again: whether there will be many passes, between which workers wait; else they end after one.
+    again: whether there will be further passes. If so, workers wait for the next pass; else they end
+        after this one.
     """
     workers = 0 if views.ready_made else min(workers, math.ceil(len(views) / batch_size))
     return batch_loader(views, _stack, workers, pin_memory, batch_size=batch_size,
@@ -130,23 +136,23 @@ def eval_loader(views: EvalViews, *, batch_size: int, workers: int, pin_memory: 
 
 
 class Loader(DataLoader):
-    """torch's, but what ends its worker processes is a DataError, raised where a batch is awaited."""
+    """torch's DataLoader, but the death of a worker is a DataError, raised while awaiting a batch."""
 
     def __iter__(self) -> Iterator[Batch | TrainBatch]:
         try:
             batches = super().__iter__()
             if self.num_workers:
-                # torch would raise a worker's death out of a signal handler, amid a step.
+                # torch's handler would raise an error when a worker dies, in the middle of a step.
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             yield from batches
         except (RuntimeError, OSError, EOFError, MemoryError) as error:
             raise DataError(self._explained(error)) from None
 
     def check_worker_number_rationality(self) -> None:
-        """torch warns at more workers than cores, in five lines; train.py has a line of its own."""
+        """Omit torch's warning of more workers than cores: five lines, where train.py prints one."""
 
     def _explained(self, error: Exception) -> str:
-        """One line for what workers die of. Raises `error` again if it is something else."""
+        """One line that explains why a worker died. Raises `error` again if the cause is not known."""
         text = own_words(str(error))
         no_memory = isinstance(error, MemoryError) or "can't allocate memory" in text
         if not self.num_workers:
@@ -155,7 +161,7 @@ class Loader(DataLoader):
                         "or eval.batch_size, or make room")
             raise error
         lower = f"lower data.workers, now {self.num_workers}"
-        # Whoever fetches a batch from a worker that is gone may find that out before torch does.
+        # Fetching a batch from a worker that has died may fail before torch notices its death.
         hung_up = isinstance(error, (ConnectionError, EOFError))
         if hung_up or "exited unexpectedly" in text or "killed by signal" in text:
             return (f"a worker process of the loader was killed, for example because memory ran out; "
@@ -171,7 +177,10 @@ class Loader(DataLoader):
 
 def batch_loader(views: Dataset, stack: Callable, workers: int, pin_memory: bool,
                  **batching) -> Loader:
-    """A loader whose workers leave signals to the training process and end with it."""
+    """Make a loader whose workers leave signals to the training process and end when it ends.
+
+    stack: turns what `views` returns for a batch into a batch (torch's `collate_fn`).
+    """
     expect_workers(workers)
     return Loader(views, num_workers=workers, pin_memory=pin_memory, collate_fn=stack,
                   worker_init_fn=begin_work, **batching)
@@ -183,12 +192,12 @@ def _stack(samples: list[tuple[Tensor, int]]) -> Batch:
 
 
 def _as_it_is(batch: TrainBatch) -> TrainBatch:
-    """Made whole already."""
+    """Return the batch unchanged, because `TrainViews` stacks images itself."""
     return batch
 
 
 def _stack_images(images: Sequence[Tensor]) -> Tensor:
     batch = torch.empty(len(images), *images[0].shape, dtype=images[0].dtype)
     if torch.utils.data.get_worker_info() is not None:
-        batch.share_memory_()       # written once, where the training process reads it
+        batch.share_memory_()       # so images are written once, where the training process reads them
     return torch.stack(images, out=batch)

@@ -1,15 +1,17 @@
-"""RandAugment's fifteen operations on batches (n, 3, H, W) uint8, with an argument per image.
+"""RandAugment's fifteen operations on batches (n, 3, H, W) uint8, with one argument per image.
 
-Each is Pillow's, as AutoAugment (arXiv 1805.09501) and RandAugment (arXiv 1909.13719) use it: same
-formula, same rounding. A GPU pays for each launch, so they are few functions:
+Each operation is the one of Pillow that AutoAugment (arXiv 1805.09501) and RandAugment (arXiv
+1909.13719) use, with the same formula and the same rounding. Since every kernel launch on a GPU has a
+fixed cost, the fifteen are implemented by only three functions:
 
-    map_levels           eight map levels to levels: tables of 256 entries and one look-up
-    color_or_sharpness   two blend an image with a plainer one
-    affine               five are geometric: one affine map per image
+    map_levels           8 operations that map levels to levels: tables of 256 entries, one look-up
+    color_or_sharpness   2 operations that blend the image with a plainer version of it
+    affine               5 geometric operations: one affine map per image
 
-Arithmetic is such that an image's result does not depend, to the bit, on the batch it is in, on the
-device or on how much is read at once: integers, or single float operations whose rounding IEEE 754
-fixes.
+A level is one of the 256 values of a channel. The result for an image is the same, bit for bit,
+whatever batch it is in, whatever the device, and however much is read at once. To that end all
+arithmetic is either on integers or consists of single floating-point operations, whose rounding IEEE
+754 defines.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from torch import Tensor
 from .draw import Operation
 
 LEVELS = 256
-MOST = 256.0                    # a factor that goes as far as any larger one, for levels are whole
+MOST = 256.0                    # no larger factor of a blend changes the result, as levels are integers
 
 
-# In the order in which their functions take images. Of the levels', those come first whose tables
-# depend on the image.
+# Operations by the function that implements them, each list in the order in which the function takes
+# images. In LEVEL_OPERATIONS those come first whose tables depend on the image.
 LEVEL_OPERATIONS = (Operation.AutoContrast, Operation.Equalize, Operation.Contrast,
                     Operation.Brightness, Operation.Invert, Operation.Posterize,
                     Operation.Solarize, Operation.SolarizeAdd)
@@ -43,37 +45,39 @@ GEOMETRIC: dict[Axes, tuple[Operation, ...]] = {     # by the axes along which p
 
 
 def to_levels(values: Tensor) -> Tensor:
-    """Floats as uint8, clipped and truncated as Pillow does it. Clips in place."""
-    # By way of int16, which a CPU does four times as fast.
+    """Floats as uint8, clipped and truncated like in Pillow. The argument is clipped in place."""
+    # By way of int16, because that is faster on a CPU.
     return values.clamp_(0, 255).to(torch.int16).to(torch.uint8)
 
 
 # ---------------------------------------------------------------------------------------------
-# Blends: away from (factor 1 .. 2) or towards (0 .. 1) a plainer version of the image
+# Blends with a plainer version of the image: towards it (factors 0 to 1) or away from it (above 1)
 # ---------------------------------------------------------------------------------------------
 
 
 def blend_factors(arguments: np.ndarray) -> np.ndarray:
+    """The factors of blends as float32, limited to those that differ in effect."""
     return arguments.clip(max=MOST).astype(np.float32)
 
 
 def blend(plain: Tensor, images: Tensor, factor: Tensor) -> Tensor:
-    """plain + factor · (images − plain) as uint8; plain holds whole numbers, factor is float32."""
+    """plain + factor · (images − plain) as uint8; `plain` holds integers, `factor` is float32."""
     plain = plain.float()
     return to_levels((images - plain).mul_(factor).add_(plain))
 
 
 def grey(images: Tensor) -> Tensor:
-    """ITU-R 601 luma as Pillow's convert("L") rounds it: (n, 1, H, W) int32."""
+    """The ITU-R 601 luma, rounded like in Pillow's convert("L"): (n, 1, H, W) int32."""
     red, green, blue = images.int().split(1, dim=1)
     luma = (red * 19595).add_(green, alpha=38470).add_(blue, alpha=7471)
     return luma.add_(0x8000).bitwise_right_shift_(16)
 
 
 def color_or_sharpness(images: Tensor, coloured: int, factor: Tensor) -> Tensor:
-    """Color for the first `coloured` images: a blend with grey. The others: with the smoothed image.
+    """Apply Color to the first `coloured` images, and Sharpness to the others.
 
-    factor: (n, 1, 1, 1) float32.
+    Color blends an image with its grey version, Sharpness with its smoothed version.
+    factor: (n, 1, 1, 1) float32, one per image; 1 leaves an image as it is.
     """
     plain = []
     if coloured:
@@ -84,7 +88,10 @@ def color_or_sharpness(images: Tensor, coloured: int, factor: Tensor) -> Tensor:
 
 
 def smoothed(images: Tensor) -> Tensor:
-    """By a 3×3 kernel, 5 in the centre and 1 around it, of 13; the border stays as it is."""
+    """Images smoothed by the 3×3 kernel with 5/13 in the centre and 1/13 around it, as in Pillow.
+
+    Pixels on the border stay as they are.
+    """
     smooth = images.clone()
     if min(images.shape[2:]) > 2:
         wide = images.to(torch.int16)
@@ -96,20 +103,24 @@ def smoothed(images: Tensor) -> Tensor:
 
 
 def nearest_of_13th(sums: Tensor) -> Tensor:
-    """(2 · sum + 13) // 26 of sums from 0 to 13 · 255, in int32."""
-    # 10083 / 2^18 exceeds 1 / 26 by too little to matter below 2^18 / 14, and a product and a shift
-    # take a seventh of a division's time.
+    """sums / 13 rounded to the nearest integer, for sums from 0 to 13 · 255: (2 · sum + 13) // 26."""
+    # A product and a shift are much faster than a division. 10083 / 2^18 exceeds 1 / 26 by too little
+    # to change the result for numerators below 2^18 / 14.
     return sums.int().mul_(2 * 10083).add_(13 * 10083).bitwise_right_shift_(18)
 
 
 # ---------------------------------------------------------------------------------------------
-# Levels to levels: tables (n, 3, 256) uint8, or (n, 1, 256) where all channels have the same
+# Maps of levels: tables (n, 3, 256) uint8, or (n, 1, 256) where all channels have the same table
 # ---------------------------------------------------------------------------------------------
 
 
 def level_arguments(codes: np.ndarray, arguments: np.ndarray
                     ) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
-    """What `map_levels` needs of images with these operations, in the order of LEVEL_OPERATIONS."""
+    """The arguments of `map_levels`: its counts, factors and tables.
+
+    codes, arguments: (n,), the operation of each image, in the order of LEVEL_OPERATIONS, and its
+    argument.
+    """
     counts = tuple(int((codes == operation).sum()) for operation in LEVEL_OPERATIONS[:4])
     blended = slice(sum(counts[:2]), sum(counts))
     tables = [fixed_table(Operation(code), int(argument))
@@ -119,27 +130,29 @@ def level_arguments(codes: np.ndarray, arguments: np.ndarray
 
 
 def fixed_table(operation: Operation, argument: int) -> np.ndarray:
-    """(256,) of an operation that looks at no image."""
+    """The table (256,) of an operation whose table does not depend on the image."""
     levels = np.arange(LEVELS)
     match operation:
         case Operation.Invert:
             return 255 - levels
-        case Operation.Posterize:                    # bits that are kept; of 0 nothing is left: black
+        case Operation.Posterize:                    # argument: bits that are kept; 0 bits make black
             return levels & (LEVELS - 2 ** (8 - argument))
-        case Operation.Solarize:                     # from this level on inverted
+        case Operation.Solarize:                     # argument: the level from which on to invert
             return np.where(levels < argument, levels, 255 - levels)
-        case Operation.SolarizeAdd:                  # added to what is below 128
+        case Operation.SolarizeAdd:                  # argument: what is added to levels below 128
             return np.where(levels < 128, (levels + argument).clip(max=255), levels)
     raise ValueError(f"{operation!r} has no fixed table")
 
 
 def map_levels(images: Tensor, counts: tuple[int, int, int, int], factors: Tensor, tables: Tensor
                ) -> Tensor:
-    """Every value of a channel becomes what the channel's table says.
+    """Replace each value of each channel by its entry in the table of that channel.
 
-    counts: of AutoContrast, Equalize, Contrast, Brightness, as which images come first in this
-    order. factors: (c, 1, 1) float32, those of Contrast and Brightness. tables: (m, 1, 256) uint8, of
-    the m images that remain.
+    The images come in the order of LEVEL_OPERATIONS. Those of AutoContrast, Equalize, Contrast and
+    Brightness get tables that are made here from the images.
+    counts: how many images each of these four operations has.
+    factors: (c, 1, 1) float32, those of the c images for Contrast and Brightness.
+    tables: (m, 1, 256) uint8, those of the m remaining images.
     """
     stretched, equalised, contrasted, brightened = counts
     parts = []
@@ -149,7 +162,7 @@ def map_levels(images: Tensor, counts: tuple[int, int, int, int], factors: Tenso
         parts.append(equalize_tables(images[stretched:][:equalised]))
     if contrasted or brightened:
         plain = images.new_zeros((contrasted + brightened, 1, 1), dtype=torch.int64)
-        if contrasted:                               # Brightness blends with black
+        if contrasted:                               # Contrast: the mean grey; Brightness: black, 0
             plain[:contrasted] = mean_grey(images[stretched + equalised:][:contrasted])
         levels = torch.arange(LEVELS, device=images.device)
         parts.append(blend(plain, levels, factors).expand(-1, 3, -1))
@@ -160,14 +173,14 @@ def map_levels(images: Tensor, counts: tuple[int, int, int, int], factors: Tenso
 
 
 def entries(images: Tensor) -> Tensor:
-    """Which entry of tables (n, 3, 256), one after another, each value has: (n, 3, H, W) int32."""
+    """The index of each value's entry in the flattened tables (n, 3, 256): (n, 3, H, W) int32."""
     tables = len(images) * 3
     first = torch.arange(0, tables * LEVELS, LEVELS, dtype=torch.int32, device=images.device)
     return images + first.view(-1, 3, 1, 1)
 
 
 def auto_contrast_tables(images: Tensor) -> Tensor:
-    """Stretch every channel so that its darkest value becomes 0 and its lightest 255."""
+    """Tables that stretch each channel so that its darkest value becomes 0 and its lightest 255."""
     low, high = (rearrange(bound, "n c -> n c 1").double()
                  for bound in (images.amin((2, 3)), images.amax((2, 3))))
     levels = torch.arange(LEVELS, device=images.device, dtype=torch.float64)
@@ -177,12 +190,13 @@ def auto_contrast_tables(images: Tensor) -> Tensor:
 
 
 def equalize_tables(images: Tensor) -> Tensor:
-    """Spread every channel's values so that each range of levels holds as many pixels."""
+    """Tables that equalise each channel's histogram: its pixels spread evenly over the levels."""
     values = entries(images).flatten()
     one = torch.ones(1, dtype=torch.int32, device=images.device)
     histogram = one.new_zeros(len(images) * 3 * LEVELS).index_add_(0, values, one.expand(len(values)))
     histogram = histogram.view(-1, 3, LEVELS)
-    # Pixels a level, were they spread evenly; those of the lightest value do not count.
+    # How many pixels each level would have if they were spread evenly, not counting those of the
+    # lightest value (as in Pillow).
     lightest = histogram.gather(2, images.amax((2, 3)).long()[..., None])
     step = (images.shape[2] * images.shape[3] - lightest) // 255         # (n, 3, 1)
     below = histogram.cumsum(2) - histogram
@@ -192,7 +206,7 @@ def equalize_tables(images: Tensor) -> Tensor:
 
 
 def mean_grey(images: Tensor) -> Tensor:
-    """(n, 1, 1) int64, rounded to the nearest."""
+    """The mean of each image's grey version, rounded to the nearest integer: (n, 1, 1) int64."""
     count = images.shape[2] * images.shape[3]
     total = grey(images).sum((1, 2, 3))                                  # int64
     return ((2 * total + count) // (2 * count)).view(-1, 1, 1)
@@ -203,12 +217,15 @@ def mean_grey(images: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------
 
 
-FRAME = 2                       # pixels round an image that its interpolation reaches into
+FRAME = 2                       # pixels of border that interpolation may read on each side
 
 
 def affine_matrix(operation: Operation, argument: float, height: int, width: int) -> np.ndarray:
-    """(2, 3): (x, y, 1) in the new image → (x, y) in the old, in pixels from the top left corner."""
-    argument = float(argument)                       # numpy would warn of what becomes infinite
+    """The matrix (2, 3) that maps (x, y, 1) in the new image to (x, y) in the old one.
+
+    Coordinates are in pixels from the top left corner.
+    """
+    argument = float(argument)                       # numpy would warn of products that overflow
     match operation:
         case Operation.ShearX:
             return np.array([[1.0, argument, 0.0], [0.0, 1.0, 0.0]])
@@ -218,7 +235,7 @@ def affine_matrix(operation: Operation, argument: float, height: int, width: int
             return np.array([[1.0, 0.0, argument * width], [0.0, 1.0, 0.0]])
         case Operation.TranslateY:
             return np.array([[1.0, 0.0, 0.0], [0.0, 1.0, argument * height]])
-        case Operation.Rotate:                       # about the centre
+        case Operation.Rotate:                       # about the centre of the image
             angle = -math.radians(argument)
             turn = np.array([[math.cos(angle), math.sin(angle)],
                              [-math.sin(angle), math.cos(angle)]]).round(15)    # as Pillow does
@@ -228,13 +245,14 @@ def affine_matrix(operation: Operation, argument: float, height: int, width: int
 
 
 def linear(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
-    """Between two values, t from the first to the second."""
+    """Linear interpolation between a (t = 0) and b (t = 1)."""
     return ((b - a) * t).add_(a)
 
 
 def cubic(a: Tensor, b: Tensor, c: Tensor, d: Tensor, t: Tensor) -> Tensor:
-    """Cubic convolution (Keys, 1981) with slope -1, as Pillow's transforms use it: t from b to c.
+    """Cubic convolution (Keys, 1981) between b (t = 0) and c (t = 1), with neighbours a and d.
 
+    Keys's parameter is -1, as in Pillow's transforms:
     b + t · ((c − a) + t · ((2 (a − b) + c − d) + t · (b − a + d − c)))
     """
     step = a - b
@@ -243,54 +261,60 @@ def cubic(a: Tensor, b: Tensor, c: Tensor, d: Tensor, t: Tensor) -> Tensor:
     return values.add_(c - a).mul_(t).add_(b)
 
 
-# The interpolation, and which of four neighbours in a row it takes, by whether it is bicubic.
+# By whether interpolation is bicubic: the function, and which of four neighbours in a row it takes.
 FILTERS = {False: (linear, range(1, 3)), True: (cubic, range(4))}
 
 
 def affine(images: Tensor, bilinear: int, matrices: Tensor, bounds: Tensor, fill: Tensor, *,
            axes: Axes = "xy", at_once: bool) -> Tensor:
-    """Each image (n, 3, H, W) uint8 seen through its matrix (n, 2, 3) float64.
+    """Transform each image of (n, 3, H, W) uint8 by its matrix, (n, 2, 3) float64 (`affine_matrix`).
 
-    The first `bilinear` images are interpolated so, the others bicubically. A pixel whose centre falls
-    outside of the old image gets `fill`, (3, 1, 1) uint8. Otherwise neighbours beyond the edge repeat
-    the edge, as in Pillow. bounds: `image_bounds`. axes: along which pixels move; where they stay on
-    their row (column), that row (column) alone need be read. at_once: read all neighbours of a pixel
-    at once, which takes both axes; else one by one.
+    A pixel of the new image whose centre is mapped outside of the old image gets `fill`. For all
+    others, neighbours beyond the edge repeat the edge, as in Pillow.
+
+    bilinear: how many images, from the first on, are interpolated bilinearly; the others bicubically.
+    bounds: `image_bounds`. fill: the colour, (3, 1, 1) uint8.
+    axes: the axes along which pixels move. Where pixels stay in their row (or column), only that row
+    (or column) is read.
+    at_once: read all neighbours of a pixel at once, for which `axes` must be "xy"; else read one
+    neighbour after the other.
     """
     height, width = images.shape[2:]
     chosen = {"x": slice(0, 1), "y": slice(1, 2), "xy": slice(0, 2)}[axes]
-    low, shares, inside = old_places(matrices[:, chosen], bounds[:, chosen], height, width)
-    places = dict(zip(axes, low.unbind(1)))
+    low, shares, inside = source_positions(matrices[:, chosen], bounds[:, chosen], height, width)
+    source = dict(zip(axes, low.unbind(1)))
     if axes == "x":
-        places["y"] = torch.arange(height, dtype=torch.int32, device=images.device)[:, None]
+        source["y"] = torch.arange(height, dtype=torch.int32, device=images.device)[:, None]
     elif axes == "y":
-        places["x"] = torch.arange(width, dtype=torch.int32, device=images.device)
+        source["x"] = torch.arange(width, dtype=torch.int32, device=images.device)
     words = framed(images)
     stride, size = words.shape[2], words[0].numel()
-    # Of the pixel's neighbour above on the left, among the words of all images: (n, H, W).
+    # The index of a pixel's neighbour above on the left, among the words of all images: (n, H, W).
     first = torch.arange((FRAME - 1) * (stride + 1), len(images) * size, size, dtype=torch.int32,
                          device=images.device).view(-1, 1, 1)
-    index = places["y"] * stride + places["x"] + first
+    index = source["y"] * stride + source["x"] + first
     interpolate = interpolated_at_once if at_once else interpolated_by_neighbour
     parts = [interpolate(words, index[some], dict(zip(axes, shares[some].split(1, dim=1))), bicubic)
              for bicubic, some in ((False, slice(bilinear)), (True, slice(bilinear, None)))
              if len(index[some])]
     values = torch.cat(parts) if len(parts) > 1 else parts[0]
-    # Arithmetic wraps round at 256: this is the value where `inside` is 1 and the fill where it is 0.
+    # uint8 arithmetic wraps around at 256: this gives the value where `inside` is 1, else the fill.
     return to_levels(values).sub_(fill).mul_(inside.view(torch.uint8)).add_(fill)
 
 
 def image_bounds(height: int, width: int) -> np.ndarray:
-    """Along x and along y: -1, the last pixel, the size: (3, 2, 1, 1) float64."""
+    """-1, the index of the last pixel, and the size, each along x and y: (3, 2, 1, 1) float64."""
     return np.array([[-1, -1], [width - 1, height - 1], [width, height]], float)[..., None, None]
 
 
-def old_places(matrices: Tensor, bounds: Tensor, height: int, width: int
-               ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where in the old images the new ones' pixels lie, along k axes: matrices (n, k, 3).
+def source_positions(matrices: Tensor, bounds: Tensor, height: int, width: int
+                     ) -> tuple[Tensor, Tensor, Tensor]:
+    """Where in the old images the pixels of the new images come from, along k of the axes.
 
-    Returns: the pixel below, as int32 and -1 to size - 1, (n, k, H, W); how far it is from there to
-    the next one, 0 to 1 as float32, (n, k, H, W); which lie in the image, (n, 1, H, W) bool.
+    matrices: (n, k, 3), the rows of the affine matrices for these axes. Returns the index of the
+    source pixel, rounded down, int32 from -1 to size - 1, (n, k, H, W); the remaining share of the
+    way to the next pixel, float32 from 0 to 1, (n, k, H, W); and whether the position lies in the
+    image, (n, 1, H, W) bool.
     """
     x = torch.arange(0.5, width, dtype=torch.float64, device=matrices.device)     # pixel centres
     y = torch.arange(0.5, height, dtype=torch.float64, device=matrices.device)[:, None]
@@ -301,14 +325,14 @@ def old_places(matrices: Tensor, bounds: Tensor, height: int, width: int
     old = old.sub_(0.5)                              # in units of whole pixels from the first
     low = old.floor()
     share = (old - low).float()
-    # What is outside is not looked at, but must not be read either.
+    # Pixels from outside get the fill in the end, but their indices must be valid, too.
     return low.clamp_(before, last).int(), share, inside
 
 
 def framed(images: Tensor) -> Tensor:
-    """A pixel's three channels in one word, so that one look-up fetches them.
+    """Pack the three channels of each pixel into one word, so that one look-up fetches them.
 
-    (n, 3, H, W) uint8 → (n, H + 4, W + 4) int32, the edge repeated around.
+    (n, 3, H, W) uint8 → (n, H + 4, W + 4) int32, with a border of 2 pixels that repeats the edge.
     """
     count, _, height, width = images.shape
     frame = images.new_empty(count, height + 2 * FRAME, width + 2 * FRAME, 4)
@@ -324,14 +348,15 @@ def framed(images: Tensor) -> Tensor:
 
 def interpolated_at_once(words: Tensor, index: Tensor, shares: dict[str, Tensor], bicubic: bool
                          ) -> Tensor:
-    """(n, 3, H, W) float32 between the neighbours of which `index`, (n, H, W), is the first.
+    """Interpolate between neighbours, all of which are read at once: (n, 3, H, W) float32.
 
-    shares: (n, 1, H, W) for each axis, how far from the second neighbour to the third.
+    index: (n, H, W), the word of each pixel's first neighbour, above on the left.
+    shares: for each axis (n, 1, H, W), the share of the way from the second neighbour to the third.
     """
     between, taps = FILTERS[bicubic]
     reach = torch.arange(taps.start, taps.stop, dtype=torch.int32, device=words.device)
     offsets = (reach[:, None] * words.shape[2] + reach)[..., None, None]     # (taps, taps, 1, 1)
-    # (n, 3, taps, taps, H, W), whole numbers; no name holds the index, which is as large.
+    # (n, 3, taps, taps, H, W). The index is as large, so no name keeps it in memory.
     neighbours = look_up(words, index[:, None, None] + offsets, torch.int16)
     rows = between(*neighbours.unbind(3), shares["x"][:, :, None])       # (n, 3, taps, H, W)
     return between(*rows.unbind(2), shares["y"])
@@ -339,7 +364,10 @@ def interpolated_at_once(words: Tensor, index: Tensor, shares: dict[str, Tensor]
 
 def interpolated_by_neighbour(words: Tensor, index: Tensor, shares: dict[str, Tensor], bicubic: bool
                               ) -> Tensor:
-    """The same in less memory; along an axis that has no share, pixels stay where they are."""
+    """The result of `interpolated_at_once` in less memory: neighbours are read one after the other.
+
+    Along an axis that is not in `shares`, pixels stay where they are.
+    """
     between, taps = FILTERS[bicubic]
 
     def neighbour(down: int, right: int) -> Tensor:
@@ -353,7 +381,7 @@ def interpolated_by_neighbour(words: Tensor, index: Tensor, shares: dict[str, Te
 
 
 def look_up(words: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Channels of the words at (n, …), among all of them: (n, 3, …)."""
+    """The three channels of the words at `index`, (n, …), in the flattened `words`: (n, 3, …)."""
     found = words.flatten().index_select(0, index.flatten()).view(torch.uint8)
     channels = found.view(*index.shape, 4)[..., :3].movedim(-1, 1)
     return channels.to(dtype, memory_format=torch.contiguous_format)

@@ -1,10 +1,12 @@
-"""The one door to batches: from a source of images to what the model takes.
+"""The whole way from a source of images to batches on the device that the model can take.
 
-    files → workers: decode, crop, flip → (B, 3, H, W) uint8 ┐
-    or: the whole set on the device, cut there               ┤
-    or: evaluation views that an earlier pass has kept       ┴→ to_device → images, targets
+Images reach the device in one of three ways; there, `to_device` augments and normalises them:
 
-A GPU does its part while the model still trains on the batch before (ahead.py).
+    files → worker processes: decode, crop, flip → (B, 3, H, W) uint8   ┐
+    or: a small training set, stored whole on the device, cropped there ┤
+    or: evaluation views that an earlier pass has stored                ┴→ to_device → images, targets
+
+On a GPU the next micro-batch is prepared while the model still trains on the current one (ahead.py).
 """
 
 from __future__ import annotations
@@ -28,29 +30,31 @@ from .to_device import ToDevice, TrainToDevice
 
 
 class Prepared(NamedTuple):
-    """A micro-batch on the device."""
+    """A micro-batch on the device, ready for the model."""
 
-    step: int                   # global, from 0
+    step: int                   # the step that it belongs to, counted from 0 over the whole run
     images: Tensor              # (B, 3, H, W)
     targets: Tensor             # (B, K)
-    positions: np.ndarray       # of the images in the global batch, (B,)
+    positions: np.ndarray       # (B,), where its images stand in the global batch
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """This process' share of one global batch, which is made while it is iterated over, once.
+    """This process's share of one global batch, as an iterable over its micro-batches.
 
-    Iterating gives for each micro-batch: images (B, 3, H, W) and targets (B, K) on the device, and
-    which of the global batch they are, (B,). Raises DataError.
+    Each micro-batch is a tuple: images (B, 3, H, W) and targets (B, K) on the device, and the
+    positions (B,) of these images in the global batch. Micro-batches are made during the iteration,
+    so a step can be iterated over only once, and the steps of an epoch only in order. Raises
+    DataError for an image that cannot be read, and RuntimeError for steps out of order.
     """
 
-    number: int                 # global, from 0
+    number: int                 # counted from 0 over the whole run
     plan: BatchPlan
-    prepared: Iterator[Prepared]        # those of this step come next, once it is iterated over
+    prepared: Iterator[Prepared]        # shared by all steps; the next items are those of this step
 
     @property
     def global_batch(self) -> int:
-        """Images of all processes."""
+        """The number of images in the step, over all processes."""
         return self.plan.global_batch
 
     def __len__(self) -> int:
@@ -65,7 +69,7 @@ class TrainingStep:
 
 
 class TrainingBatches:
-    """The steps of an epoch, from whichever batch of it."""
+    """The training set as a sequence of steps, epoch by epoch, starting at any step of an epoch."""
 
     def __init__(self, batches: Iterable[TrainBatch], sampler: TrainSampler,
                  prepare: TrainToDevice) -> None:
@@ -73,7 +77,7 @@ class TrainingBatches:
 
     @property
     def resident(self) -> bool:
-        """Whether the whole set is on the device."""
+        """Whether the whole training set is stored on the device."""
         return isinstance(self.batches, ResidentTrainLoader)
 
     @property
@@ -81,7 +85,7 @@ class TrainingBatches:
         return self.sampler.steps_per_epoch
 
     def steps(self, *, epoch: int, done: int = 0) -> Iterator[TrainingStep]:
-        """Those of `epoch`, counted from 0, without the first `done`."""
+        """Yield the steps of `epoch` (counted from 0), without the first `done`."""
         self.sampler.start(epoch=epoch, step=done)
         numbers = range(epoch * self.steps_per_epoch + done, (epoch + 1) * self.steps_per_epoch)
         prepared = made_ahead(self._prepared(numbers), self.prepare.device)
@@ -89,16 +93,20 @@ class TrainingBatches:
             yield TrainingStep(number, self.sampler.plan, prepared)
 
     def _prepared(self, numbers: Iterable[int]) -> Iterator[Prepared]:
-        """The micro-batches of these steps, one after the other."""
+        """Yield the micro-batches of the steps with these numbers, one after the other."""
         plan, rank, batches = self.sampler.plan, self.sampler.rank, iter(self.batches)
-        carried = [(plan.positions(rank, micro_step), plan.mixing_groups(rank, micro_step))
-                   for micro_step in range(plan.accumulation)]       # the same in every step
-        for number, (positions, groups) in itertools.product(numbers, carried):
+        micro_steps = [(plan.positions(rank, micro_step), plan.mixing_groups(rank, micro_step))
+                       for micro_step in range(plan.accumulation)]       # the same in every step
+        for number, (positions, groups) in itertools.product(numbers, micro_steps):
             yield Prepared(number, *self.prepare(next(batches), number, groups), positions)
 
 
 class EvaluationBatches:
-    """This process' share of a set, each image once: images (B, 3, H, W) and labels (B,)."""
+    """This process's share of an evaluation set, in which each image occurs exactly once.
+
+    Iterating yields normalised images (B, 3, H, W) and labels (B,) on the device, and raises
+    DataError for an image that cannot be read. `len` is the number of batches.
+    """
 
     def __init__(self, kept: KeptViews, *, batch_size: int, workers: int, prepare: ToDevice) -> None:
         self.kept, self.batch_size, self.prepare = kept, batch_size, prepare
@@ -110,15 +118,14 @@ class EvaluationBatches:
         return len(self.decoded)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Raises DataError while images are decoded."""
         batches = self.kept.in_batches(self.batch_size, self.decoded)
         return made_ahead(map(self.prepare, batches), self.prepare.device)
 
 
 class Data(NamedTuple):
-    """What a run trains and is measured on."""
+    """The data that a run trains on and is validated on."""
 
-    whole_set: Source           # of which `train_set` is a part
+    whole_set: Source           # the training set before data.subset reduces it to `train_set`
     train_set: Source
     val_set: Source
     plan: BatchPlan
@@ -129,10 +136,16 @@ class Data(NamedTuple):
 def training_batches(source: Source, *, sampler: TrainSampler, draws: SampleDraws,
                      prepare: TrainToDevice, budget_gib: float, workers: int,
                      advance: Callable[[], None] = lambda: None) -> TrainingBatches:
-    """From the device if the set fits there and its crops only move pixels, else from workers.
+    """Build the batches that a run trains on.
 
-    budget_gib: of the device's memory, for the whole set. advance: called after each image that is
-    decoded to stand on the device.
+    If the whole set fits on the device and its crops only move pixels (they resize nothing, see
+    resident.py), the images are stored there and cropped there. Otherwise worker processes decode
+    and crop them.
+
+    source: the training set.
+    budget_gib: how much of the device's memory the whole set may take, in GiB.
+    workers: the number of loader processes of this process.
+    advance: called after each image that is decoded for storage on the device (to show progress).
     """
     device = prepare.device
     if only_moves_pixels(draws.crop, draws.size):

@@ -1,4 +1,9 @@
-"""Which image goes where: epochs → global steps → mixing groups → processes → micro-batches."""
+"""Which images each micro-batch holds: epoch → global batches → mixing groups → micro-batches.
+
+An epoch is an order of the training set, cut into global batches, one per step. A global batch is
+divided in two independent ways: into groups that share a random draw of mixup or cutmix, and into the
+micro-batches of all processes. `BatchPlan` describes both, `TrainSampler` applies them epoch by epoch.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +18,22 @@ from .draw import SampleKey, epoch_order
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one global batch is mixed and shared out.
+    """How one global batch is mixed, and how it is divided among processes and micro-batches.
 
-    **Groups** share a draw of mixing. Of G = global_batch / group groups, group g has the images g,
-    g + G, g + 2G, … of the global batch; within it image k is mixed with image group − 1 − k. So
-    three views of an image, which stand side by side, are in three groups, if there are that many:
-    as on DeiT's machines, where a process was a group.
+    **Groups.** The images of a group share one draw of mixup or cutmix. There are
+    G = global_batch / group groups. Group g holds the images g, g + G, g + 2G, … of the global
+    batch, and image k of a group is mixed with image group − 1 − k of the same group. With repeated
+    augmentation the views of an image stand side by side in the global batch, so they are in
+    different groups if there are enough groups. In DeiT's code each process forms one such group.
 
-    **Pairs** of such images are what is carried: pair p is the image p of the global batch and its
-    partner, both of group p mod G. Of all C micro-batches of a step the c-th carries the pairs c,
-    c + C, c + 2C, … and process r of W has the micro-batches r, r + W, …. So who carries what
-    changes neither what is mixed with what nor how; and micro-batches of `group` images are the
-    groups themselves, in order.
+    **Pairs.** Two images that are mixed with each other are always in the same micro-batch. Pair p
+    is image p of the global batch and its partner; both belong to group p mod G. A step has C
+    micro-batches over all processes. Micro-batch c holds the pairs c, c + C, c + 2C, …, and process
+    r of W has the micro-batches r, r + W, …. So the number of processes and the size of
+    micro-batches change neither which images are mixed nor how. Micro-batches of `group` images are
+    the groups themselves, in order.
 
-    group = 1 means that nothing is mixed: each image is its own partner and is carried alone.
+    group = 1 means that nothing is mixed: each image is then distributed alone, without a partner.
     """
 
     global_batch: int
@@ -47,33 +54,34 @@ class BatchPlan:
         return self.global_batch // self.group
 
     def positions(self, rank: int, micro_step: int) -> np.ndarray:
-        """Which images of the global batch this process carries in this micro-step, (B,) int64.
+        """The positions in the global batch of the images of one micro-batch, (B,) int64.
 
-        Partners stand opposite each other: that of image i of the micro-batch is image B − 1 − i.
+        Of process `rank`, in micro-step `micro_step` of the step. The partner of image i of the
+        micro-batch is its image B − 1 − i.
         """
-        units = self.global_batch // min(self.group, 2)          # pairs, or images alone
+        units = self.global_batch // min(self.group, 2)          # pairs, or single images
         first = np.arange(micro_step * self.world_size + rank, units,
                           self.world_size * self.accumulation)
         if self.group == 1:
             return first
-        place, group = np.divmod(first, self.groups)
-        partners = (self.group - 1 - place) * self.groups + group
+        within, group = np.divmod(first, self.groups)            # image `within` of its group
+        partners = (self.group - 1 - within) * self.groups + group
         return np.concatenate([first, partners[::-1]])
 
     def mixing_groups(self, rank: int, micro_step: int) -> np.ndarray:
-        """The group of each of these images, (B,) int64."""
+        """The group of each image of one micro-batch, (B,) int64; see `positions`."""
         return self.positions(rank, micro_step) % self.groups
 
     def cautions(self, *, repeats: int, max_batch_per_process: int) -> list[str]:
-        """What is possible but hardly meant, a line for each.
+        """Warnings about settings that are valid but probably not intended, one line each.
 
         repeats: how many views of an image stand side by side in the global batch.
         """
         lines = []
-        shared = np.arange(self.group) * self.groups // repeats          # images of the first group
-        again = self.group - len(np.unique(shared))
-        if self.group > 1 and again:
-            lines.append(f"{again} of the mix.group = {self.group} images that share a draw of "
+        sources = np.arange(self.group) * self.groups // repeats     # image behind each view of group 0
+        further_views = self.group - len(np.unique(sources))
+        if self.group > 1 and further_views:
+            lines.append(f"{further_views} of the mix.group = {self.group} images that share a draw of "
                          "mixing are further views of the others: optim.global_batch = "
                          f"{self.global_batch} has fewer groups ({self.groups}) than "
                          f"augment.repeats = {repeats}")
@@ -86,14 +94,17 @@ class BatchPlan:
 
 def plan_batches(global_batch: int, max_batch_per_process: int, world_size: int, *,
                  group: int) -> BatchPlan:
-    """The largest micro-batch of at most `max_batch_per_process` that divides evenly.
+    """Plan a global batch with the largest possible micro-batches.
 
-    group: images that share a draw of mixing, an even divisor of the global batch; 1: nothing is
-        mixed, and images are carried alone.
-    Raises ValueError if the global batch does not divide into groups, or its pairs not into the
-    processes.
+    A micro-batch has at most `max_batch_per_process` images, divides the share of a process evenly,
+    and holds whole pairs.
+
+    group: how many images share a draw of mixing, an even divisor of the global batch; 1 means that
+        nothing is mixed.
+    Raises ValueError if the global batch does not divide into groups, if its pairs do not divide
+    among the processes, or if a micro-batch may not hold a pair.
     """
-    unit = min(group, 2)                             # images that are carried together
+    unit = min(group, 2)                             # images that must be in the same micro-batch
     _require_even_shares(global_batch, world_size, group, unit)
     if max_batch_per_process < unit:
         raise ValueError(f"optim.max_batch_per_process = {max_batch_per_process}, but images are "
@@ -105,7 +116,7 @@ def plan_batches(global_batch: int, max_batch_per_process: int, world_size: int,
 
 
 def _require_even_shares(global_batch: int, world_size: int, group: int, unit: int) -> None:
-    """ValueError unless the batch is whole groups of pairs, and equally many pairs per process."""
+    """Raise ValueError unless the batch divides into groups of pairs, and its pairs into processes."""
     if group % unit:
         raise ValueError(f"mix.group = {group} is odd, but images are mixed in pairs; the nearest "
                          f"that are even are {group - 1} and {group + 1}")
@@ -128,7 +139,7 @@ def _require_even_shares(global_batch: int, world_size: int, group: int, unit: i
 
 
 def require_full_batch(count: int, repeats: int, global_batch: int) -> None:
-    """ValueError unless `count` images in `repeats` views fill a batch."""
+    """Raise ValueError unless `count` images with `repeats` views each fill one global batch."""
     if count * repeats < global_batch:
         views = f" in {repeats} views each" if repeats > 1 else ""
         raise ValueError(f"the training set has {count} images{views}, fewer than "
@@ -136,17 +147,18 @@ def require_full_batch(count: int, repeats: int, global_batch: int) -> None:
 
 
 class TrainSampler:
-    """Lists of sample keys, one a micro-batch of this process, for one epoch at a time.
+    """Yields one list of sample keys per micro-batch of this process, for one epoch at a time.
 
-    An epoch is a fresh order of all `count` images, in which each stands `repeats` times in a row,
-    in that many views: repeated augmentation (Hoffer et al., arXiv 1901.09335), as DeiT has it. The
-    epoch is the first count // global_batch steps of that, so it has the length that it has without
-    repeats and sees about count / repeats different images, different ones every epoch. Without
-    repeats it leaves out less than one batch (drop_last). A set smaller than a batch makes epochs of
-    one step, as long as its repeats fill it.
+    Each epoch has a new random order of all `count` images. In this order each image stands
+    `repeats` times in a row, once for each of its views: repeated augmentation (Hoffer et al., arXiv
+    1901.09335), as in DeiT. The epoch ends after count // global_batch steps, so it is as long as
+    without repeats, and sees only about count / repeats different images, a new selection every
+    epoch. Without repeats it leaves out the last, incomplete batch (drop_last). A set that is
+    smaller than a global batch has epochs of one step, provided that its repeated views fill it.
 
-    `start` says where to begin. A step's images depend neither on the number of processes nor on
-    where the run was resumed. Raises ValueError if a single batch cannot be filled.
+    `start` sets the epoch and the step at which the next iteration begins. The images of a step
+    depend neither on the number of processes nor on whether the run was resumed. Raises ValueError
+    if the set cannot fill a single global batch.
     """
 
     def __init__(self, count: int, plan: BatchPlan, *, rank: int, seed: int, repeats: int) -> None:
@@ -157,7 +169,7 @@ class TrainSampler:
         self.start(epoch=0, step=0)
 
     def start(self, *, epoch: int, step: int) -> None:
-        """The next iteration goes through `epoch` (from 0), beginning at `step` of it."""
+        """Let the next iteration go through `epoch`, beginning at its step `step` (both from 0)."""
         self.epoch, self.first_step = epoch, step
 
     def __len__(self) -> int:
@@ -167,7 +179,7 @@ class TrainSampler:
         order = epoch_order(self.seed, self.epoch, self.count)
         for step in range(self.first_step, self.steps_per_epoch):
             for micro_step in range(self.plan.accumulation):
-                places = (step * self.plan.global_batch
-                          + self.plan.positions(self.rank, micro_step)).tolist()
-                yield [SampleKey(self.epoch, int(order[place // self.repeats]),
-                                 place % self.repeats) for place in places]
+                positions = (step * self.plan.global_batch           # in the epoch, repeats included
+                             + self.plan.positions(self.rank, micro_step)).tolist()
+                yield [SampleKey(self.epoch, int(order[position // self.repeats]),
+                                 position % self.repeats) for position in positions]
