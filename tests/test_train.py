@@ -575,7 +575,7 @@ def test_a_run_under_the_profiler_is_the_run_without(train_program, stop_before,
     lines = capsys.readouterr().out.splitlines()
     title, = [number for number, line in enumerate(lines) if line.startswith("profile 3 step(s) from")]
     largest = lines[title + 1:title + 11]
-    assert all(re.match(r" +\d+\.\d % +\d+\.\d{3} ms a step in [\d.]+ call\(s\): \S", line)
+    assert all(re.match(r" +\d+\.\d % +\d+\.\d{3} ms per step in [\d.]+ call\(s\): \S", line)
                for line in largest)
     assert lines[title + 11].startswith("epoch 3/3 ")
     shares = [float(line.split("%")[0]) for line in largest]

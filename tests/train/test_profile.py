@@ -83,7 +83,7 @@ def test_the_largest_on_a_gpu_are_its_kernels_alone():
     lines = largest(SimpleNamespace(key_averages=lambda: events), 2, torch.device("cuda"))
     assert len(lines) == 10 and [line.split(": ")[1] for line in lines] == [
         f"kernel {number}<void>" for number in range(11, 1, -1)]
-    assert lines[0] == "    16.7 %       0.550 ms a step in 1 call(s): kernel 11<void>"
+    assert lines[0] == "    16.7 %       0.550 ms per step in 1 call(s): kernel 11<void>"
 
 
 def test_a_trace_that_cannot_be_written_costs_no_training(tmp_path, capsys):

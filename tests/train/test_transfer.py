@@ -17,7 +17,7 @@ from vitinit.train.transfer import Transfer, change_size, start_from
 
 PATH = Path("runs/a/last.pt")
 WIDTH = 11
-FIXED = "pos_embed (the model's codes are fixed)"
+FIXED = "pos_embed (the model's are fixed)"
 
 
 def vit(seed: int, *, grid: tuple[int, int] = (5, 5), classes: int = 7, **sizes) -> nn.Module:
@@ -175,7 +175,7 @@ def test_codes_of_no_square_grid_are_copied_where_they_fit_as_they_are():
 @pytest.mark.parametrize("grid, words", [(None, "no 4×4 grid"), ((3, 3), "no 3×3 grid")])
 def test_codes_whose_grid_is_unknown_are_refused_where_they_do_not_fit(grid, words):
     message = refusal(vit(0, grid=(5, 7)), snapshot(vit(1, grid=(3, 5))), grid)
-    assert "pos_embed has codes for 15 patches" in message and words in message
+    assert "pos_embed has embeddings for 15 patches" in message and words in message
 
 
 @pytest.mark.parametrize("old, new", [((5, 5), (5, 5)), ((5, 5), (3, 3)), ((3, 5), (7, 2))])

@@ -1,1 +1,1 @@
-"""The engine and what it keeps: optimiser, moving average, checkpoints, metrics, processes."""
+"""Training: the engine, with its optimiser, moving average, checkpoints, metrics and processes."""

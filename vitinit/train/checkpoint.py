@@ -1,4 +1,4 @@
-"""Checkpoints: plain tensors and containers, written whole or not at all."""
+"""Checkpoints: files of plain tensors and containers, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch import Tensor
 
 from ..messages import OneLineError, in_brief
 
-PREFIXES = ("module.", "_orig_mod.")    # what DistributedDataParallel and torch.compile put in front
+PREFIXES = ("module.", "_orig_mod.")    # added to names by DistributedDataParallel and torch.compile
 
 
 class CheckpointError(OneLineError):
-    """What is wrong with a checkpoint or run folder, in one line."""
+    """Something is wrong with a checkpoint or a run folder; the message is one line."""
 
 
 class NoCheckpoint(CheckpointError):
-    """There is no such file."""
+    """The file does not exist."""
 
 
 class Damaged(CheckpointError):
-    """The file is no checkpoint, or not the one any more that was written."""
+    """The file is not a checkpoint, or it changed after it was written."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -38,26 +38,29 @@ class Damaged(CheckpointError):
 
 
 def save_atomically(state: Mapping[str, Any], path: Path, *, keep: Path | None = None) -> None:
-    """Write `state` to `path`; whatever happens meanwhile, `path` is the old file or the new one.
+    """Write `state` to `path`. If writing fails or is interrupted, the old file stays as it was.
 
-    keep: where the old file goes. For a moment there is only that one, then. Raises CheckpointError
-    if it cannot be written; nothing has changed then.
+    keep: a path to which the old file is moved. Between that move and the next, which puts the new
+        file in its place, there is no file at `path`.
+    Raises CheckpointError if the file cannot be written.
     """
     with written_atomically(path, keep) as file:
         torch.save(dict(state), file)
 
 
 def write_text_atomically(text: str, path: Path) -> None:
-    """The same for a small text file."""
+    """Write a text file as UTF-8, in the same way as `save_atomically`."""
     with written_atomically(path) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
 
 
 @contextmanager
 def written_atomically(path: Path, keep: Path | None = None) -> Iterator[BinaryIO]:
-    """A file to write to, which becomes `path` once it is written and on disk, or not at all.
+    """A context that yields a temporary file; at the end the file is synchronised and renamed.
 
-    keep: where the old file goes. Raises CheckpointError if it cannot be written.
+    It becomes `path` once all of it is on disk; if an exception ends the context it is deleted.
+    keep: where an existing file at `path` is moved just before that. Raises CheckpointError if the
+    file cannot be written.
     """
     temporary = path.with_name(path.name + ".partial")
     try:
@@ -72,7 +75,8 @@ def written_atomically(path: Path, keep: Path | None = None) -> Iterator[BinaryI
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
-        # torch's writer says of a full disk only that its position is not what it expected.
+        # On a full disk torch's writer raises a RuntimeError about its position in the file; the
+        # operating system's error is that error's context.
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(error, Exception) and isinstance(cause, OSError):
             raise CheckpointError(f"{path}: cannot be written: {cause.strerror or cause}") from None
@@ -80,7 +84,7 @@ def written_atomically(path: Path, keep: Path | None = None) -> Iterator[BinaryI
 
 
 def _sync_folder(folder: Path) -> None:
-    """A rename is safe only once the folder that records it is on disk."""
+    """Flush the folder to disk: only then does a rename in it survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -94,12 +98,17 @@ def _sync_folder(folder: Path) -> None:
 
 
 def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, Any]:
-    """A checkpoint's containers, tensors on the CPU; raises CheckpointError naming the file.
+    """Read a checkpoint into plain containers, with its tensors on the CPU.
 
-    Files are read with weights_only=True: nothing in them is executed. Official DeiT checkpoints
-    also hold the argparse.Namespace that made them, which is allowed. A .safetensors file counts
-    as a bare state dict. mmap: leave the tensors on disk until they are used. verify: see `verify`;
-    it reads the whole file.
+    Files are read with weights_only=True, so that nothing in them is executed. One class beyond
+    torch's own list is allowed: argparse.Namespace, which official DeiT checkpoints contain. A
+    .safetensors file is read as a bare state dict.
+
+    mmap: leave the tensors on disk until they are used. verify: check the file's checksums first
+    (`require_checksums`), which reads the whole file.
+
+    Raises CheckpointError, which names the file: NoCheckpoint if it does not exist, Damaged if it
+    is not a readable checkpoint.
     """
     try:
         if path.suffix == ".safetensors":
@@ -109,7 +118,7 @@ def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, An
                 raise CheckpointError(f"{path}: reading it needs the extra 'safetensors': "
                                       "pip install 'vitinit[safetensors]'") from None
             return load_file(path)
-        archive = zipfile.is_zipfile(path)           # else of torch < 1.6, which cannot be mapped
+        archive = zipfile.is_zipfile(path)           # not so for torch < 1.6: it cannot be mapped
         if archive and verify:
             require_checksums(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
@@ -129,9 +138,9 @@ def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, An
 
 
 def require_checksums(path: Path) -> None:
-    """Damaged if a byte of torch's zip archive changed after it was written.
+    """Raise Damaged if a byte of torch's zip archive changed after it was written.
 
-    torch.save writes a CRC-32 of every tensor and torch.load reads none of them.
+    torch.save stores a CRC-32 checksum of every tensor, but torch.load does not check them.
     """
     with zipfile.ZipFile(path) as archive:
         broken = archive.testzip()
@@ -141,7 +150,7 @@ def require_checksums(path: Path) -> None:
 
 
 def _require_plain_tensors(state: Any, path: Path) -> None:
-    """Damaged if a tensor in these containers has no values in memory, one by one."""
+    """Raise Damaged if a tensor in these containers is sparse, quantised, or not on the CPU."""
     if isinstance(state, Tensor):
         if state.layout != torch.strided or state.device.type != "cpu" or state.is_quantized:
             raise Damaged(f"{path}: holds a tensor that is {str(state.layout).split('.')[-1]} on "
@@ -155,7 +164,7 @@ def _require_plain_tensors(state: Any, path: Path) -> None:
 
 
 def _reason(error: Exception, path: Path) -> str:
-    """Why torch cannot read a file, without its advice on how to read it unsafely."""
+    """Why torch cannot read a file, without torch's advice on how to read it unsafely."""
     wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
     if wanted:
         return f"it asks for {wanted[1]}, and only tensors and plain values are read"
@@ -169,13 +178,14 @@ def _reason(error: Exception, path: Path) -> str:
 
 
 def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> dict[str, Tensor]:
-    """The model's tensors in a checkpoint, names cleaned of wrappers' prefixes.
+    """The tensors of one model in a checkpoint, without the prefixes that wrappers add to names.
 
-    name: "model", or "ema", which DeiT and timm call "model_ema". A checkpoint with none of these
-    keys counts as a bare state dict, a model's. Raises CheckpointError if it has no such part.
+    name: "model"; or "ema" for the moving average, which DeiT and timm store as "model_ema".
+    A checkpoint without the key "model" is taken to be the model's bare state dict. Raises
+    CheckpointError if the checkpoint holds no such model; `path` is the file that it names.
     """
     if name == "ema":
-        tensors = state.get("ema", state.get("model_ema")) or {}         # None: a run without one
+        tensors = state.get("ema", state.get("model_ema")) or {}         # None: a run without EMA
         tensors = tensors.get("model", tensors) if isinstance(tensors, Mapping) else {}
     else:
         tensors = state.get("model", state)
@@ -187,13 +197,18 @@ def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> di
 
 
 def _without_prefixes(name: str) -> str:
+    """A parameter's name in the bare model: "module._orig_mod.head.bias" → "head.bias"."""
     while name.startswith(PREFIXES):
         name = name.partition(".")[2]
     return name
 
 
 def load_model(model: torch.nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Copy `tensors` into `model`, all or nothing; the error lists what fits on neither side."""
+    """Copy `tensors` into `model`: all of them, or none.
+
+    Raises CheckpointError, which names the file `path`, if names or shapes differ; it lists missing
+    names, surplus names and differing shapes.
+    """
     own = model.state_dict()
     missing = sorted(own.keys() - tensors.keys())
     surplus = sorted(tensors.keys() - own.keys())
@@ -207,7 +222,10 @@ def load_model(model: torch.nn.Module, tensors: Mapping[str, Tensor], path: Path
 
 
 def require_finite(tensors: Mapping[str, Tensor], what: str, path: Path) -> None:
-    """CheckpointError that names the first tensor with an infinity or a NaN in it."""
+    """Raise CheckpointError for the first tensor that contains an infinity or a NaN.
+
+    what: the kind of tensors for the message, such as "model" or "ema".
+    """
     for name, value in tensors.items():
         if value.is_floating_point() and not value.isfinite().all():
             raise CheckpointError(f"{path}: {what} '{name}' is not finite, the run diverged before "
@@ -215,6 +233,6 @@ def require_finite(tensors: Mapping[str, Tensor], what: str, path: Path) -> None
 
 
 def shortened(names: list[str], limit: int = 5) -> str:
-    """Names in one line, the first few of many."""
+    """The names in one line, separated by commas; of more than `limit` only the first ones."""
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + rest

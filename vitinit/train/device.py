@@ -1,4 +1,4 @@
-"""The device in words, the way to it, and what to do where its memory ends."""
+"""The device: its description and peak rate, copying tensors to it, and running out of its memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..messages import OneLineError
 
-# TFLOP/s of dense matrix products in bfloat16 that accumulate in float32, by the name that CUDA gives
-# the card; for V100 and T4, which have no bfloat16, in float16. As the makers' data sheets and white
-# papers say; halved where these count with sparsity.
+# Peak TFLOP/s of dense matrix products in bfloat16 with float32 accumulation, by the card's name in
+# CUDA; in float16 for V100 and T4, which have no bfloat16. From the manufacturers' data sheets and
+# white papers; halved where these assume sparsity.
 MATRIX_RATES = {
     "NVIDIA B200": 2250.0, "NVIDIA H200": 989.0, "NVIDIA H200 NVL": 835.0,
     "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H100 PCIe": 756.0, "NVIDIA H100 NVL": 835.0,
@@ -26,32 +26,38 @@ MATRIX_RATES = {
 
 
 def describe_device(device: torch.device) -> str:
-    """Its name; of a CPU the number of threads and the architecture."""
+    """The GPU's name; for a CPU the number of threads and the architecture."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads, {platform.machine()}"
 
 
 def matrix_rate(device: torch.device) -> float | None:
-    """TFLOP/s of the card by `MATRIX_RATES`; None for a CPU, another card and a part of one."""
+    """The card's peak TFLOP/s in `MATRIX_RATES`; None for a CPU, an unlisted card or a slice of one."""
     return MATRIX_RATES.get(describe_device(device))
 
 
 def peak_gib(device: torch.device) -> float:
-    """The most memory this process held so far, in GiB: of the GPU, or without one of the host."""
+    """The largest amount of memory this process has held so far, in GiB.
+
+    On a GPU this is memory that torch allocated there; on a CPU the resident memory of the process.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20        # from KiB
 
 
 def peak_memory(device: torch.device) -> str:
-    """The same in words."""
+    """`peak_gib` in words."""
     return f"{peak_gib(device):.2f} GiB{' on the GPU' * (device.type == 'cuda')}"
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host, on `device`. A GPU takes it out of pinned memory: a copy from any other
-    may wait until its stream has done all that was launched before."""
+    """Copy a CPU tensor to `device` without waiting for the device.
+
+    For a GPU the tensor is first copied to pinned memory: a copy from pageable memory may wait
+    until its stream has finished everything that was launched before.
+    """
     if device.type == "cuda":
         pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         values = pinned.copy_(values)
@@ -59,14 +65,17 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 class OutOfMemory(OneLineError):
-    """One process has no memory left. It says so itself, since the others cannot know."""
+    """One process ran out of memory."""
 
-    of_one_process = True
+    of_one_process = True       # that process prints the message itself: the others do not know
 
 
 @contextmanager
 def memory_for(key: str, value: int, rank: int) -> Iterator[None]:
-    """Where memory runs out in here, OutOfMemory says to lower the recipe's `key` from `value`."""
+    """A context that turns running out of memory into OutOfMemory.
+
+    Its message suggests lowering the recipe key `key` (a number of images), which is `value` now.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:     # torch.OutOfMemoryError is a RuntimeError
@@ -79,6 +88,6 @@ def memory_for(key: str, value: int, rank: int) -> Iterator[None]:
 
 
 def ran_out_of_memory(error: Exception) -> bool:
-    """CUDA's, the host's as torch says it, and Python's own."""
+    """Whether this is an error of CUDA's, torch's or Python's for running out of memory."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) \
         or "can't allocate memory" in str(error) or "not enough memory" in str(error)

@@ -1,7 +1,7 @@
-"""The processes of a run: who am I, and what do all of us agree on?
+"""The processes of a run: which one this is, and how all of them agree on what to do next.
 
-Under torchrun (or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) there
-are several; alone there is one, and every function here is then a no-op.
+Under torchrun, or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT,
+a run has several processes. Without them it has one, and the communication here does nothing.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from torch import Tensor
 from ..messages import OneLineError, in_brief
 from .interruption import Interrupted, StopRequest
 
-BROKEN_DATA = 1_000             # agreed on like a signal's number, and larger than any
-ALL_DONE = -1                   # likewise, and smaller than any
+# What a process may announce in `agreed` besides the number of a signal (1 … 64); 0 is "go on". The
+# largest announcement of all processes decides.
+BROKEN_DATA = 1_000             # this process's data cannot be read; overrides any signal
+ALL_DONE = -1                   # no more items here; anything else overrides it
 T = TypeVar("T")
 
 
 class LaunchError(OneLineError):
-    """What is wrong with how the processes were started, in one line."""
+    """The processes were started wrongly, or one of them died; a message of one line."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among the others."""
+    """This process's place among all processes of the run, and its device."""
 
-    rank: int
-    local_rank: int             # among the processes of this machine
-    world_size: int
+    rank: int                   # among all processes, from 0
+    local_rank: int             # among the processes of this machine, from 0
+    world_size: int             # number of processes
     device: torch.device
 
     @property
@@ -42,33 +44,34 @@ class Processes:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all processes, in place; CPU tensors travel by gloo, CUDA ones by nccl."""
+        """Sum `values` over all processes, in place. CPU tensors use gloo, CUDA tensors NCCL."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
     def maximum(self, value: int) -> int:
-        """The largest of all processes' integers, known to all of them."""
+        """The largest of the integers that the processes pass; all of them get it."""
         if self.world_size == 1:
             return value
-        box = torch.tensor(value)
-        dist.all_reduce(box, op=dist.ReduceOp.MAX)
-        return int(box)
+        largest = torch.tensor(value)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
 
     def share_weights(self, model: torch.nn.Module) -> None:
-        """Give every process the main one's parameters and buffers.
+        """Copy the main process's parameters and buffers of `model` to every process.
 
-        From one seed and the same code each process may compute others, if threads or CPUs differ.
+        Although all processes run the same code with the same seed, their initial weights may
+        differ if the processes have different numbers of threads or different CPUs.
         """
         if self.world_size > 1:
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), src=0)
 
     def share_buffers(self, models: Sequence[torch.nn.Module]) -> None:
-        """Give every process the main one's buffers: BatchNorm's running statistics.
+        """Copy the main process's buffers (BatchNorm's running statistics) to every process.
 
-        Each process has seen other images since the last step began, but all must measure the model
-        that is saved.
+        Within a step each process updates them from its own images, but all processes must evaluate
+        the model that the main process saves.
         """
         if self.world_size > 1:
             for model in models:
@@ -76,10 +79,11 @@ class Processes:
                     dist.broadcast(buffer, src=0)
 
     def on_all(self, action: Callable[[], Any]) -> Any:
-        """Run `action` on every process; if a OneLineError is raised on any, raise it on all.
+        """Run `action` on every process and return its result there.
 
-        So that a folder missing on one machine ends the run everywhere, with one message, instead
-        of leaving the others to wait for it.
+        If it raises a OneLineError on one process, that error is raised on all of them (the one of
+        the lowest rank, if there are several). So a folder that is missing on one machine ends the
+        run everywhere with one message, and no process waits for ever for another.
         """
         result = failure = None
         try:
@@ -95,21 +99,25 @@ class Processes:
         return result
 
     def on_main(self, action: Callable[[], Any]) -> None:
-        """`on_all`, with something to do on the main process alone (files it writes)."""
+        """Run `action` on the main process alone, such as writing a file; the others wait.
+
+        A OneLineError that it raises is raised on all processes.
+        """
         self.on_all(action if self.is_main else lambda: None)
 
 
 def agreed(items: Iterable[T], processes: Processes, stop: StopRequest, *,
            due: Callable[[T], bool] = lambda item: True) -> Iterator[T | None]:
-    """The items, each given out once every process has its own; None where it has no more.
+    """Yield the items of each process in step: an item is yielded once every process has its own.
 
-    So broken data or a signal on one process finds all of them between two items: Interrupted, or
-    the OneLineError of `items`, is raised on all of them together. Whoever is asked to stop while
-    waiting for an item waits no longer.
+    A process with fewer items than another yields None in their place. If reading `items` raises a
+    OneLineError on one process, or a signal arrives there, then that error, or Interrupted, is
+    raised on all processes together, between two items. A process that receives a signal while it
+    waits for an item stops waiting.
 
-    due: whether the others are waited for before this item. Those between are given out at once;
-        who has trouble with one meets the others at the next that is due. Due must be the same
-        items on all processes.
+    due: whether to wait for the other processes before this item. Items that are not due are
+        yielded at once; a process that fails at one of them tells the others at their next due
+        item. The same items must be due on all processes.
     """
     items = iter(items)
     while True:
@@ -137,37 +145,41 @@ def agreed(items: Iterable[T], processes: Processes, stop: StopRequest, *,
 
 
 def _raise(problem: Exception | None) -> None:
+    """Raise `problem`, unless it is None."""
     if problem is not None:
         raise problem
 
 
 def environment_rank() -> int:
-    """The rank that the launcher gave this process, before anything is connected."""
+    """The rank of this process by its environment, known before the processes are connected."""
     return int(os.environ["RANK"]) if "RANK" in os.environ else _number("SLURM_PROCID")
 
 
 def require_ranks() -> None:
-    """LaunchError if this is one of several tasks of `srun` without a rank: each would be a lone
-    run, all in one folder."""
+    """Raise LaunchError if this is one of several tasks of `srun` and the tasks have no ranks.
+
+    Each task would otherwise be a run of its own, and all of them would write to one folder.
+    """
     tasks = max(_number("SLURM_NTASKS"), _number("SLURM_PROCID") + 1)
     if "RANK" not in os.environ and tasks > 1:
         raise LaunchError(
-            f"SLURM has {tasks} tasks here, and none has a RANK; start one torchrun a machine: srun "
-            "--ntasks-per-node=1 torchrun --nproc_per_node=GPUS …, or set RANK, WORLD_SIZE, "
+            f"SLURM has {tasks} tasks here, and none has a RANK; start one torchrun per machine: "
+            "srun --ntasks-per-node=1 torchrun --nproc_per_node=GPUS …, or set RANK, WORLD_SIZE, "
             "LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each task (RANK=0 alone: a single process)")
 
 
 def _number(name: str) -> int:
-    """That the environment gives, or 0."""
+    """The environment variable `name` as an integer; 0 if it is not set or no integer."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else 0
 
 
 def start() -> Processes:
-    """Join the other processes, if there are any, and choose the device: CUDA if present.
+    """Join the process group, if there are several processes, and choose the device.
 
-    Raises LaunchError if there are more processes than GPUs, or if SLURM started several that do
-    not know of each other.
+    The device is the GPU numbered by the local rank if CUDA is available, and otherwise the CPU.
+    Raises LaunchError if a machine has more processes than GPUs, or if SLURM started several
+    processes without telling them about each other.
     """
     require_ranks()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -175,7 +187,7 @@ def start() -> Processes:
     cuda = torch.cuda.is_available()
     if cuda and local_rank >= torch.cuda.device_count():
         raise LaunchError(f"process {local_rank} of this machine has no GPU: "
-                          f"{torch.cuda.device_count()} are visible; start at most so many with "
+                          f"{torch.cuda.device_count()} are visible; start at most that many with "
                           "--nproc_per_node")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -187,7 +199,10 @@ def start() -> Processes:
 
 @contextmanager
 def joined() -> Iterator[Processes]:
-    """`start`, and `stop` at the end. Where another process dies in between, LaunchError says so."""
+    """A context that calls `start`, and `stop` at the end.
+
+    If the connection breaks in between because another process died, LaunchError says so.
+    """
     try:
         processes = start()
         yield processes

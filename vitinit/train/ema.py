@@ -1,4 +1,4 @@
-"""Exponential moving average of a model's state."""
+"""The exponential moving average (EMA) of a model's weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 
 class Ema:
-    """A second model whose state trails the first: v ← d·v + (1 − d)·m after every update.
+    """A second model whose state v follows the model's state m: v ← d·v + (1 − d)·m per update.
 
-    The average runs over every floating entry of the state dict, buffers included; integer entries
-    are copied. With `warmup` the decay of update k (from 0) is min(decay, 1 − (1 + k)^(−2/3)), so
-    that a short run is not dominated by its initial weights.
+    Every floating-point entry of the state dict is averaged, buffers included; integer entries are
+    copied. With `warmup` the decay d of update k, counted from 0, is min(decay, 1 − (1 +
+    k)^(−2/3)), so that the initial weights do not dominate the average of a short run.
 
-    Between two updates either model's tensors may be replaced; its modules may not.
+    `ema.model` is the average: a copy of `model` in evaluation mode, without gradients. Between two
+    updates the tensors of either model may be replaced, but not its modules.
     """
 
     def __init__(self, model: nn.Module, *, decay: float, warmup: bool) -> None:
@@ -27,16 +28,19 @@ class Ema:
 
     @property
     def updates(self) -> int:
-        """How many there were. Waits for the device where some may have been skipped."""
+        """How many updates there were. Reading it waits for the device if steps may be skipped."""
         return self.tried - int(self.skipped)
 
     @updates.setter
     def updates(self, count: int) -> None:
         self.tried = count
-        self.skipped: int | Tensor = 0               # of those that were tried
+        self.skipped: int | Tensor = 0               # how many of `tried` changed nothing; () in fp16
 
     def decay_at(self, update: int | Tensor) -> float | Tensor:
-        """That of this update, from 0; a tensor for a tensor, where it changes."""
+        """The decay d of update number `update`, from 0.
+
+        A tensor gives a tensor, which need not be waited for; without warm-up it is the constant.
+        """
         if not self.warmup:
             return self.decay
         if isinstance(update, Tensor):
@@ -45,9 +49,10 @@ class Ema:
 
     @torch.no_grad()
     def update(self, model: nn.Module, skipped: Tensor | None = None) -> None:
-        """v + (1 − d)(m − v), all tensors of one kind in a few kernels.
+        """Set v to v + (1 − d)(m − v), in a few kernels for all tensors of one dtype.
 
-        skipped: whether nothing is to change, a truth value on the device. It is not waited for.
+        skipped: a boolean scalar on the device: whether the optimiser skipped the step, in which
+            case nothing changes. The host does not wait for its value.
         """
         if model is not self.source:
             self.source, self.pairs = model, self._pairs(model)
@@ -56,29 +61,31 @@ class Ema:
         if skipped is not None:
             self.skipped = self.skipped + skipped
         for pairs in self.pairs:
-            ours = [tensors[name] for tensors, _, name in pairs]
-            theirs = [tensors[name] for _, tensors, name in pairs]
-            floating = ours[0].is_floating_point()
+            averages = [tensors[name] for tensors, _, name in pairs]
+            values = [tensors[name] for _, tensors, name in pairs]
+            floating = averages[0].is_floating_point()
             if skipped is not None:                  # lerp takes no weight that is on the device
                 share = (~skipped).double() * weight if floating else ~skipped
-                difference = torch._foreach_sub(theirs, ours)
-                torch._foreach_mul_(difference, share.to(ours[0].dtype))
-                torch._foreach_add_(ours, difference)
+                difference = torch._foreach_sub(values, averages)
+                torch._foreach_mul_(difference, share.to(averages[0].dtype))
+                torch._foreach_add_(averages, difference)
             elif floating:
-                torch._foreach_lerp_(ours, theirs, weight)
+                torch._foreach_lerp_(averages, values, weight)
             else:
-                torch._foreach_copy_(ours, theirs)
+                torch._foreach_copy_(averages, values)
 
     def _pairs(self, model: nn.Module) -> list[list[tuple[dict, dict, str]]]:
-        """Where each entry of the state dict stands in both models: the dictionaries that hold it,
-        and its name there; together those of one dtype. Two state dicts a step would take longer.
+        """Where each entry of the state dict is stored in both models, grouped by dtype.
+
+        Each entry is (a module's dictionary in the average, the same in `model`, the name in both).
+        Looking these up once is faster than building two state dicts per step.
         """
         kinds: dict[torch.dtype, list[tuple[dict, dict, str]]] = {}
         for path, value in self.model.state_dict().items():
             parent, _, name = path.rpartition(".")
-            ours, theirs = (_holding(name, either.get_submodule(parent))
-                            for either in (self.model, model))
-            kinds.setdefault(value.dtype, []).append((ours, theirs, name))
+            averages, values = (_holding(name, either.get_submodule(parent))
+                                for either in (self.model, model))
+            kinds.setdefault(value.dtype, []).append((averages, values, name))
         return list(kinds.values())
 
     def state_dict(self) -> dict:
@@ -90,5 +97,5 @@ class Ema:
 
 
 def _holding(name: str, module: nn.Module) -> dict[str, Any]:
-    """The module's own dictionary of parameters, or of buffers."""
+    """The module's own dictionary that holds `name`: that of its parameters or of its buffers."""
     return module._parameters if name in module._parameters else module._buffers

@@ -1,13 +1,17 @@
-"""The engine: one epoch of training, one exact evaluation. The only place that sees both images and
-model.
+"""The engine: one epoch of training, and one exact evaluation.
 
-A *step* is one update of the weights from one global batch. Each process works through its share in
-micro-batches, gradients accumulating; DistributedDataParallel averages them over the processes
-during the last one. So a step means the same for any number of processes and any micro-batch; only
-models with BatchNorm see which images came in one micro-batch.
+This is the only module in which images and the model meet.
 
-Micro-batches train as they come. The host launches a GPU's work and goes on to the next: nothing
-within a step asks the device for a value, but every tenth step looks at the losses.
+A *step* is one update of the weights, computed from one global batch. Each process works through
+its share of the global batch in micro-batches and accumulates their gradients; during the last
+micro-batch DistributedDataParallel averages the gradients over the processes. Up to
+rounding, the result of a step therefore does not depend on the number of processes or on the
+micro-batch size. The exception is a model with BatchNorm, whose statistics depend on which images
+share a micro-batch.
+
+Each micro-batch is trained on as soon as it has been loaded. On a GPU the host only launches
+kernels: nothing within a step waits for a value from the device. Only every tenth step
+(`SETTLE_EVERY`) are the losses copied to the host.
 """
 
 from __future__ import annotations
@@ -31,31 +35,36 @@ from .interruption import Interrupted, StopRequest
 from .metrics import Diverged, Progress, StepRow
 from .state import TrainState
 
-SETTLE_EVERY = 10               # steps between two looks at the losses, which wait for the device
+SETTLE_EVERY = 10               # steps between two reads of the losses; a read waits for the device
 T = TypeVar("T")
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Step(Protocol):
-    """One global batch: this process' share of it, as `train_epoch` needs it."""
+    """What `train_epoch` needs to know of one step: this process's share of a global batch.
 
-    number: int                                      # global, from 0
-    global_batch: int                                # images of all processes
-    def __len__(self) -> int: ...                    # micro-batches
+    Iterating yields one tuple (images, targets, positions) per micro-batch; see `MicroBatch`.
+    """
+
+    number: int                                      # of the step within the run, from 0
+    global_batch: int                                # images, over all processes
+    def __len__(self) -> int: ...                    # micro-batches of this process
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]: ...
 
 
 def set_precision(tf32: bool) -> None:
-    """Whether float32 matrix products and convolutions may run in TensorFloat-32 on CUDA."""
+    """Set whether float32 matrix products and convolutions may run in TensorFloat-32 on CUDA."""
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
 
 
 def tune_convolutions(model: nn.Module) -> None:
-    """Let cuDNN time its kernels for each convolution, and keep the fastest; on CUDA alone.
+    """Let cuDNN time its kernels for each convolution and use the fastest (no effect without CUDA).
 
-    A patch embedding, whose kernel is its stride, is not worth it. Which kernel wins depends on the
-    moment, and so do the last bits of a run: not under torch.use_deterministic_algorithms.
+    This is switched on only for models with a convolution whose stride differs from its kernel
+    size: a patch embedding alone is not worth the timing. Which kernel is fastest can change from
+    run to run, and the last bits of the results with it; the timing therefore stays off under
+    torch.use_deterministic_algorithms.
     """
     convolves = any(isinstance(module, nn.Conv2d) and module.kernel_size != module.stride
                     for module in model.modules())
@@ -64,23 +73,23 @@ def tune_convolutions(model: nn.Module) -> None:
 
 
 def autocast(device: torch.device, amp: str) -> torch.autocast:
-    """One code path for all precisions: amp "off" is an autocast that is switched off."""
+    """The autocast context of recipe key engine.amp: "bf16", "fp16", or "off" (a disabled context)."""
     return torch.autocast(device.type, dtype=AMP_DTYPES[amp], enabled=amp != "off")
 
 
 def normalises_over_images(model: nn.Module) -> bool:
-    """Whether a step depends on which images share a micro-batch, as BatchNorm's statistics do."""
+    """Whether the model has BatchNorm, so that a step depends on which images share a micro-batch."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
 class MicroBatch(NamedTuple):
-    """What of a step this process carries at once."""
+    """The part of a step for which this process runs one forward and one backward pass."""
 
     step: Step
-    number: int                 # within the step, from 0
+    number: int                 # of the micro-batch within the step, from 0
     images: Tensor              # (B, 3, H, W)
-    targets: Tensor             # (B, K)
-    positions: np.ndarray       # of the images in the global batch, (B,)
+    targets: Tensor             # (B, K), class probabilities
+    positions: np.ndarray       # (B,), index of each image within the global batch
 
     @property
     def first(self) -> bool:
@@ -92,17 +101,18 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(steps: Iterable[Step]) -> Iterator[MicroBatch]:
-    """Of all steps, one after the other, each as soon as it is there."""
+    """Yield the micro-batches of all steps in order, each as soon as it has been loaded."""
     for step in steps:
         for number, parts in enumerate(step):
             yield MicroBatch(step, number, *parts)
 
 
-class Retreat:
-    """The way back out of a step that is abandoned before its update.
+class Rollback:
+    """Undoes a step that is abandoned before its update.
 
-    Until then a step has changed no more than gradients and buffers: BatchNorm's running
-    statistics.
+    Until the update, a step has changed nothing but the gradients and the model's buffers
+    (BatchNorm's running statistics). `begin` copies the buffers; `undo` restores them and clears
+    the gradients.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -111,19 +121,20 @@ class Retreat:
         for buffer in model.buffers():
             kinds.setdefault(buffer.dtype, []).append(buffer)
         self.buffers = [(buffers, [buffer.clone() for buffer in buffers])
-                        for buffers in kinds.values()]       # now, and as they were
+                        for buffers in kinds.values()]       # (the model's, copies), per dtype
 
     def begin(self) -> None:
-        """Call before the first forward pass of a step that may be abandoned after it."""
+        """Save the buffers. Call this before the first forward pass of a step of several passes."""
         self.open = True
         for now, before in self.buffers:
             torch._foreach_copy_(before, now)
 
     def end(self) -> None:
+        """The step's update has been done: there is nothing left to undo."""
         self.open = False
 
-    def take(self) -> None:
-        """Back to where the step began, if one is open."""
+    def undo(self) -> None:
+        """Return to the state before the step, if a step has begun and has not ended."""
         if not self.open:
             return
         for now, before in self.buffers:
@@ -133,10 +144,10 @@ class Retreat:
 
 
 class Meter:
-    """Adds steps and seconds to the epoch's, and makes rows of steps.
+    """Adds steps, losses and seconds to the run's progress, and makes the rows of steps.jsonl.
 
-    A step's loss, and in fp16 whether it was skipped, stay on the device until `settle`, so that
-    launching the next step need not wait for the last one to finish.
+    The loss of a step, and in fp16 whether the step was skipped, stay on the device until `settle`
+    is called, so that the host can launch the next step before the device has finished this one.
     """
 
     def __init__(self, progress: Progress, processes: Processes) -> None:
@@ -147,12 +158,14 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
+        """Count seconds from now on; what passed since the last `settle` is left out."""
         self.began = time.perf_counter()
 
     def awaited(self, items: Iterable[T]) -> Iterator[T]:
-        """The items; the time until each is there counts as waiting.
+        """Yield the items; the time spent waiting for each one is added to `waiting_seconds`.
 
-        That is for the loader and for other processes, and on a CPU for augmentation, too.
+        This covers waiting for the loader and for the other processes. On a CPU it includes
+        augmentation, which then runs when the item is requested.
         """
         items = iter(items)
         while True:
@@ -166,13 +179,17 @@ class Meter:
             yield item
 
     def add(self, loss: Tensor, update: Update) -> None:
-        """A step that is done."""
+        """Record a finished step: its loss, a scalar on the device, and what its update reported."""
         self.losses.append(loss)
         if update.skipped is not None:
             self.skipped.append(update.skipped)
 
     def settle(self) -> None:
-        """Average over the processes, add to the epoch; Diverged on all of them together."""
+        """Average the recorded losses over the processes and add them to the progress.
+
+        This waits for the device. Raises Diverged, on all processes together, for a loss that is
+        infinite or NaN.
+        """
         now = time.perf_counter()
         self.progress.seconds += now - self.began
         self.began = now
@@ -186,7 +203,7 @@ class Meter:
             self.last_loss = losses[-1]
 
     def row(self, update: Update, lr: float, global_batch: int) -> StepRow:
-        """The last step that was settled, and the rate since the row before."""
+        """A row for the last settled step; its rates are those since the previous row."""
         before, self.at_last_row = self.at_last_row, self._totals()
         steps, seconds, waiting = (now - then for now, then in zip(self.at_last_row, before))
         norm, scale = (None if value is None else value.item()
@@ -203,24 +220,36 @@ def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterab
                 lr_at: Callable[[int], float], drop_path_at: Callable[[int], Tensor | None], amp: str,
                 clip_norm: float, every_steps: int, processes: Processes, stop: StopRequest,
                 record: Callable[[StepRow], None] = lambda row: None) -> Iterator[None]:
-    """Train on the global batches of `steps`; yields where the caller should write a checkpoint.
+    """Train on the global batches of `steps`; yield whenever the caller should write a checkpoint.
 
-    That is after every so many steps of the run as `every_steps` says (0: never). At each yield, at
-    the end, and when Interrupted or a OneLineError ends it, the state is whole, between two steps.
+    It yields after each step whose number within the run, counted from 1, is a multiple of
+    `every_steps` (0: never). At each yield, at the end, and when Interrupted or a OneLineError ends
+    the epoch early, `state` is consistent: it is the state between two steps.
 
-    forward: the state's model, compiled or wrapped for several processes; called as
-        forward(images, drop_path).
-    steps: of each, its global number, its length, and by iterating its micro-batches: images,
-        targets, and which of the global batch they are. The loss is the mean over images of
-        −Σ target · log softmax(logits).
-    lr_at: step → learning rate. drop_path_at: step → drop-path scales (branches, global batch),
-        or None.
-    record: called after every tenth step of the run, on each process.
-    Raises Diverged on all processes together; Interrupted and a OneLineError of `steps` likewise.
+    The loss is the mean over the global batch of −Σ target · log softmax(logits).
+
+    Args:
+        state: what is trained; it is changed in place.
+        forward: the state's model, possibly compiled or wrapped in DistributedDataParallel. Called
+            as forward(images (B, 3, H, W), drop_path scales (branches, B)) or forward(images).
+        steps: the steps of the epoch, or a part of them; see `Step`.
+        lr_at: step number, from 0 → learning rate.
+        drop_path_at: step number → drop-path scales (branches, global batch), or None.
+        amp: "off", "bf16" or "fp16".
+        clip_norm: the largest allowed norm of the gradients; 0 for no clipping.
+        record: called on every process with a row after every tenth step of the run.
+
+    Raises:
+        Diverged: a loss or a weight is infinite or NaN.
+        Interrupted: a signal asked the run to stop.
+        OneLineError: one that `steps` raised.
+        Each is raised on all processes together.
     """
     progress, meter = state.progress, Meter(state.progress, processes)
-    retreat, device = Retreat(state.model), processes.device
-    # DistributedDataParallel, compiled or not, has no_sync: gradients stay local until the last.
+    rollback, device = Rollback(state.model), processes.device
+    # DistributedDataParallel, compiled or not, has no_sync: under it the gradients of a backward
+    # pass stay local. Those of the last micro-batch are averaged, together with all accumulated
+    # before.
     synchronise_later = getattr(forward, "no_sync", contextlib.nullcontext)
     forward.train()
 
@@ -228,8 +257,9 @@ def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterab
         meter.settle()
         require_finite_weights(state.model, progress.step)
 
-    # Processes meet before a step's first forward pass, in which DistributedDataParallel shares
-    # buffers, and before its last backward pass, in which it shares gradients.
+    # The processes wait for each other before the first forward pass of a step, in which
+    # DistributedDataParallel broadcasts buffers, and before the last, whose backward pass averages
+    # gradients.
     stream = agreed(micro_batches(steps), processes, stop,
                     due=lambda batch: batch.first or batch.last)
     try:
@@ -237,7 +267,7 @@ def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterab
             step, done = batch.step, batch.step.number + 1
             if batch.first:
                 if not batch.last:
-                    retreat.begin()
+                    rollback.begin()
                 lr = lr_at(step.number)
                 for group in state.optimizer.param_groups:
                     group["lr"] = lr
@@ -255,7 +285,7 @@ def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterab
                 continue
 
             update = _update(state, clip_norm, measured=done % SETTLE_EVERY == 0)
-            retreat.end()
+            rollback.end()
             meter.add(step_loss, update)
             if done % SETTLE_EVERY == 0:
                 meter.settle()
@@ -263,31 +293,32 @@ def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterab
             if every_steps > 0 and done % every_steps == 0:
                 settle()
                 yield
-                meter.restart()                      # what the caller does is not training
+                meter.restart()                      # the caller's own work is not training time
     except (Interrupted, OneLineError):
-        retreat.take()
+        rollback.undo()
         settle()
         raise
     settle()
 
 
 class Update(NamedTuple):
-    """Of one optimiser step, on the device."""
+    """What one optimiser step reports: scalars on the device, which the host has not waited for."""
 
-    grad_norm: Tensor | None    # before clipping; None where it was not asked for
-    scale: Tensor | None        # of the loss, and
-    skipped: Tensor | None      # whether gradients overflowed, so that nothing was updated; in fp16
+    grad_norm: Tensor | None    # before clipping; None where it was not computed
+    scale: Tensor | None        # the loss scale of this step; None without fp16
+    skipped: Tensor | None      # bool, gradients overflowed and nothing was updated; None without fp16
 
 
 def _update(state: TrainState, clip_norm: float, *, measured: bool) -> Update:
-    """One optimiser step; none if GradScaler finds that gradients overflowed in fp16.
+    """Do one optimiser step; GradScaler skips it if gradients overflowed in fp16.
 
-    measured: whether the gradients' norm is asked for. Clipping has it anyway.
+    measured: whether to report the norm of the gradients. Clipping computes it in any case.
 
-    Whether a step was skipped is never asked on the host, which would wait for the device: the
-    fused optimiser reads it there, so does the moving average, and skipped steps are counted with
-    the losses. DeiT has timm's NativeScaler over an optimiser that is not fused, which waits for
-    the device at every step; it updates its average on skipped steps too.
+    The host never asks whether the step was skipped, since that would wait for the device. The
+    fused optimiser and the moving average read the answer on the device, and skipped steps are
+    counted when the losses are read. In contrast, DeiT uses timm's NativeScaler with an optimiser
+    that is not fused, which waits for the device at every step, and updates its moving average on
+    skipped steps too.
     """
     scaler, norm, scale, skipped = state.scaler, None, None, None
     if scaler.is_enabled():
@@ -304,16 +335,16 @@ def _update(state: TrainState, clip_norm: float, *, measured: bool) -> Update:
     scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
     if scale is not None:
-        skipped = scaler.scale(one) < scale          # it falls exactly when a step was skipped
+        skipped = scaler.scale(one) < scale          # the scale falls exactly when a step is skipped
     if state.ema is not None:
         state.ema.update(state.model, skipped)
     return Update(norm, scale, skipped)
 
 
 def require_finite_weights(model: nn.Module, step: int) -> None:
-    """Diverged if a weight is infinite or NaN: no checkpoint may be written over a good one then.
+    """Raise Diverged if a weight is infinite or NaN, so that no good checkpoint is overwritten.
 
-    The weights are the same on all processes, and so is the verdict.
+    The weights are equal on all processes, so all of them raise or none does.
     """
     norms = torch._foreach_norm([p.detach() for p in model.parameters()])
     if not torch.stack(norms).isfinite().all():
@@ -322,30 +353,38 @@ def require_finite_weights(model: nn.Module, step: int) -> None:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Over every image of the split once."""
+    """Loss and accuracy of one model, over every image of a split exactly once."""
 
-    loss: float
+    loss: float                 # mean cross-entropy per image
     top1: float                 # percent
-    top5: float                 # percent; of fewer than five classes all are in the top five
+    top5: float                 # percent; always 100 with five classes or fewer
     images: int
-    class_hits: list[int]       # by class: images of it that rank first
-    class_images: list[int]     # by class: images of it
+    class_hits: list[int]       # per class: its images whose highest logit is the right one
+    class_images: list[int]     # per class: its images
 
 
 @torch.no_grad()
 def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
              num_classes: int, amp: str, processes: Processes, stop: StopRequest,
              columns: Sequence[Tensor | None] | None = None) -> list[Evaluation]:
-    """Exact loss and accuracy of each model, in one pass over the images.
+    """Compute the exact loss and accuracy of each model in one pass over the images.
 
-    batches: images (B, 3, H, W) and labels (B,) on the device.
-    num_classes: K, those of the labels. columns: of each model, which of its logits belong to these
-        classes, (K,) int64 in the labels' order; the others are left out of ranking and softmax.
-        None: the model has these classes in this order.
+    Each process counts its own images once; then the counts are summed over the processes. The
+    processes may have different numbers of batches, so a forward pass of `models` must not
+    communicate (do not pass a DistributedDataParallel module). All models are put into evaluation
+    mode.
 
-    Each process counts its own images once, then the counts are summed. Processes may have
-    different numbers of batches, so `models` must not communicate. A OneLineError of
-    `batches` on any process is raised on all of them.
+    Args:
+        models: each maps images (B, 3, H, W) to logits (B, classes of the model).
+        batches: images (B, 3, H, W) and labels (B,) int64, both on the device of `processes`.
+        num_classes: K; labels lie in 0 … K − 1.
+        amp: "off", "bf16" or "fp16".
+        columns: per model, the indices (K,) int64 of the logits that belong to classes 0 … K − 1;
+            the remaining logits take no part in ranking and softmax. None for a model, or for all
+            of them: it has exactly these classes, in this order.
+
+    Returns one Evaluation per model, the same on all processes. A OneLineError that `batches`
+    raises on one process, or Interrupted, is raised on all of them.
     """
     device = processes.device
     totals = torch.zeros(len(models), 2, dtype=torch.float64, device=device)     # loss, top 5
@@ -356,7 +395,7 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor
     for model in models:
         model.eval()
     for batch in agreed(batches, processes, stop):
-        if batch is None:                            # others have more
+        if batch is None:                            # only other processes have images left
             continue
         images, labels = batch
         for index, model in enumerate(models):

@@ -1,4 +1,4 @@
-"""Ctrl-C and its kin: how a run is asked to end, and where it does."""
+"""Ctrl-C and other signals that ask a run to end, and the points at which it does."""
 
 from __future__ import annotations
 
@@ -12,40 +12,45 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# A terminal's Ctrl-C and its closing; what launchers send; what SLURM sends before a time limit.
+# Sent by Ctrl-C, by launchers, by a terminal that closes, and by SLURM before a time limit.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-SECOND_SECONDS = 1.0            # a Ctrl-C that comes sooner is the first one, seen twice
+SECOND_SECONDS = 1.0            # a Ctrl-C sooner after the first one counts as the same
 
 
 class Interrupted(BaseException):
-    """Somebody asked the run to end. Not an Exception, as little as KeyboardInterrupt is."""
+    """A signal asked the run to end. Like KeyboardInterrupt, this is not a subclass of Exception."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.number = number                         # of the signal
+        self.number = number                         # the signal's number
 
 
 class StopRequest:
-    """What signals ask for. A context, which gives the signals back as they were.
+    """A context that handles the signals in `STOP_SIGNALS`; at its end the old handlers return.
 
-    Until `defer` a signal raises Interrupted, wherever the program is: there is nothing to save yet.
-    After it a signal is only remembered, for the run to end where its state is whole, but for
-    stretches marked `at_once`, such as waiting for data, which may take for ever.
+    Before `defer` is called, a signal raises Interrupted wherever the program happens to be, since
+    there is nothing to save yet. Afterwards a signal is only remembered, and the run ends at the
+    next point between two steps. The exception is code within `at_once`, such as waiting for data,
+    which
+    may take arbitrarily long: there a signal raises Interrupted at once.
 
-    A second Ctrl-C ends the program on the spot, whatever it hangs in. Signals that were ignored
-    when the program began, as under nohup, stay ignored.
+    A second Ctrl-C ends the program immediately, even while a library does not return. Signals that
+    were ignored when the program started, as under nohup, stay ignored.
+
+    second_seconds: how long after the first signal a Ctrl-C counts as the second.
     """
 
     def __init__(self, *, second_seconds: float = SECOND_SECONDS) -> None:
-        self.number = 0                              # of the first signal that came; 0: none
+        self.number = 0                              # of the first signal that arrived; 0: none
         self.raises = True
         self.second_seconds = second_seconds
 
     def __enter__(self) -> StopRequest:
         self.handlers = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS
                          if signal.getsignal(number) is not signal.SIG_IGN}
-        # Handlers run in the main thread, between two steps of Python. Bytes of a pipe are read by
-        # a thread of its own even while the main one hangs in somebody's library.
+        # Python runs signal handlers in the main thread, between two bytecode instructions. Python
+        # also writes the number of each signal to a pipe; a second thread reads it there even while
+        # the main thread is stuck in a library.
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
         self.old_writer = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
@@ -58,15 +63,15 @@ class StopRequest:
             signal.signal(number, handler)
         sys.unraisablehook = self.old_hook
         signal.set_wakeup_fd(self.old_writer)
-        os.close(self.writer)                        # so the thread reads an end, and ends
+        os.close(self.writer)                        # the thread reads the end of the pipe, and ends
 
     def defer(self) -> None:
-        """From here on a signal is remembered."""
+        """From now on, remember signals instead of raising Interrupted."""
         self.raises = False
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """A stretch that a signal ends by Interrupted, even one that came before it."""
+        """A context in which a signal raises Interrupted at once, even one that arrived before it."""
         before, self.raises = self.raises, True
         try:
             if self.number:
@@ -81,12 +86,16 @@ class StopRequest:
             raise Interrupted(self.number)
 
     def _unraisable(self, what: Any) -> None:
-        """A finaliser, or what Python does around a fork, swallows Interrupted; it is remembered."""
+        """Stay silent about an Interrupted that Python could not raise; its signal is remembered.
+
+        Python swallows exceptions that a handler raises within a finaliser or around a fork.
+        """
         if not isinstance(what.exc_value, Interrupted):
             self.old_hook(what)
 
     def _watch(self, reader: int) -> None:
-        first = None                                 # when the first signal came
+        """In a thread: read signal numbers from the pipe; a second Ctrl-C ends the process."""
+        first = None                                 # the time of the first signal
         while byte := os.read(reader, 1):
             if byte[0] not in STOP_SIGNALS:
                 continue

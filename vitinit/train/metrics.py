@@ -1,4 +1,4 @@
-"""Where a run is: the state of the running epoch, and what the terminal shows of it."""
+"""The progress of a run: counts and sums over the current epoch, and the terminal's progress bar."""
 
 from __future__ import annotations
 
@@ -13,44 +13,51 @@ from tqdm import tqdm
 
 from ..messages import OneLineError
 
-PLAIN_LINE_SECONDS = 30.0       # between two progress lines where there is no terminal
+PLAIN_LINE_SECONDS = 30.0       # between two progress lines if standard error is not a terminal
 T = TypeVar("T")
 
 
 class StepRow(NamedTuple):
-    """One step as it went. All but the last two are the same however often a run was interrupted."""
+    """What steps.jsonl records of one step.
 
-    step: int                   # steps done, this one included
-    loss: float                 # of this step, the mean over its global batch
+    All values but the last two are the same for an interrupted and resumed run as for one that ran
+    through.
+    """
+
+    step: int                   # number of steps done, including this one
+    loss: float                 # mean over the global batch of this step alone
     lr: float
     grad_norm: float | None     # over all weights, before clipping; None where fp16 overflowed
-    scale: float | None         # of the loss, under which this step was taken; None without fp16
-    images_per_second: float    # of all processes since the row before, or since the epoch went on
+    scale: float | None         # the loss scale of this step; None without fp16
+    images_per_second: float    # of all processes since the previous row, or since the epoch began
     waiting: float              # share of that time in which the training loop waited for data
 
 
 class Diverged(OneLineError):
     """The loss or a weight became infinite or NaN; the message names the step."""
 
-    status = 1                  # the recipe is sound, its training is not
+    status = 1                  # exit status: the recipe is valid, but training failed
 
 
 @dataclass
 class Progress:
-    """Where a run is. It travels in every checkpoint, so that a resumed epoch adds up."""
+    """How far a run has come, and the sums of its current epoch.
 
-    step: int = 0               # global batches seen since the start, skipped ones included
-    epochs: int = 0             # finished, their evaluation included
-    epoch_steps: int = 0        # steps of the running epoch
-    loss_sum: float = 0.0       # of the running epoch
-    seconds: float = 0.0        # of the running epoch, training alone
-    waiting_seconds: float = 0.0    # of these, those in which the training loop waited for data
-    skipped_steps: int = 0      # since the start; steps whose gradients overflowed in fp16
-    best: float | None = None   # the best value so far of what checkpoint.best_by names
-    note = ""                   # the last loss in words, for people; not saved
+    Every checkpoint contains it, so that the sums of an epoch that was interrupted are complete.
+    """
+
+    step: int = 0               # global batches since the start of the run, skipped steps included
+    epochs: int = 0             # epochs finished, including their evaluation
+    epoch_steps: int = 0        # steps of the current epoch
+    loss_sum: float = 0.0       # over the steps of the current epoch
+    seconds: float = 0.0        # spent on training in the current epoch, without evaluation
+    waiting_seconds: float = 0.0    # part of `seconds`: the training loop waited for data
+    skipped_steps: int = 0      # since the start of the run: gradients overflowed in fp16
+    best: float | None = None   # the best value so far of the metric checkpoint.best_by
+    note = ""                   # the latest loss as text for the progress bar; not saved
 
     def add_losses(self, losses: list[float]) -> None:
-        """Count steps in; raises Diverged, naming the first step that is to blame."""
+        """Count one step per loss; raise Diverged, naming the step, for one that is not finite."""
         for loss in losses:
             if not math.isfinite(loss):
                 raise Diverged(f"the loss of step {self.step} is {loss}")
@@ -60,28 +67,33 @@ class Progress:
             self.note = f"loss {loss:.3f}"
 
     def improves(self, value: float | None, by: str) -> bool:
-        """Whether `value` of the metric `by` is the best so far, which it then becomes.
+        """Whether `value` of the metric `by` is the best so far; if it is, remember it.
 
-        NaN and infinity are never best, since nothing could be better than NaN later.
+        None, NaN and infinity never count as best: no later value would compare as better than NaN.
         """
         if value is None or not math.isfinite(value):
             return False
-        better = (self.best is None or math.isnan(self.best)     # as a run of earlier days had it
+        better = (self.best is None or math.isnan(self.best)     # as earlier versions may have saved
                   or (value < self.best if by == "val_loss" else value > self.best))
         if better:
             self.best = value
         return better
 
     def finish_epoch(self) -> None:
+        """Count the current epoch as finished and reset its sums."""
         self.epochs += 1
         self.epoch_steps, self.loss_sum, self.seconds, self.waiting_seconds = 0, 0.0, 0.0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
+        """The fields as a dictionary of plain values."""
         return asdict(self)
 
 
 class ProgressBar:
-    """tqdm on a terminal; elsewhere a plain line now and then; nothing if not `shown`."""
+    """A tqdm bar on a terminal; otherwise a printed line every 30 seconds; nothing if not `shown`.
+
+    what: the words before the bar. total: the number of items. initial: how many of them are done.
+    """
 
     def __init__(self, what: str, total: int, *, initial: int = 0, shown: bool = True) -> None:
         self.what, self.total, self.done, self.shown = what, total, initial, shown
@@ -92,6 +104,7 @@ class ProgressBar:
         self.initial = initial
 
     def advance(self, note: str = "") -> None:
+        """Count one item as done and show `note` beside the bar."""
         self.done += 1
         if self.terminal:
             self.bar.set_postfix_str(note, refresh=False)
@@ -105,7 +118,7 @@ class ProgressBar:
             self.last_line = now
 
     def over(self, items: Iterable[T], note: Callable[[], str] = lambda: "") -> Iterator[T]:
-        """The items, each counted once it has been worked on."""
+        """Yield the items; each is counted when the next one is requested."""
         for item in items:
             yield item
             self.advance(note())

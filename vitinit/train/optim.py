@@ -9,24 +9,30 @@ from typing import Literal
 import torch
 from torch import nn
 
-LINEAR_SCALING_BATCH = 512      # base_lr is meant for this global batch (DeiT, arXiv 2012.12877, §6)
+LINEAR_SCALING_BATCH = 512      # base_lr is for this global batch (DeiT, arXiv 2012.12877, §6)
 
-# Names that are never decayed, whatever their shape, as DeiT, Swin and timm 1.0 list them. One differs:
-# DeiT's own code decays dist_token; timm 1.0 does not, and neither is it here.
+# Parameters with these names are exempt from weight decay, whatever their shape, as in DeiT, Swin
+# and timm 1.0. The lists agree but for dist_token, which DeiT's own code decays; like timm 1.0, we
+# do not.
 UNDECAYED_NAMES = {"pos_embed", "cls_token", "dist_token", "reg_token",
                    "relative_position_bias_table"}
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: not to vectors, biases, position embeddings and extra tokens."""
+    """Whether weight decay applies to a parameter.
+
+    Exempt are vectors and scalars, biases, position embeddings, and class, distillation and
+    register tokens.
+    """
     leaf = name.rpartition(".")[2]
     return parameter.ndim > 1 and leaf != "bias" and leaf not in UNDECAYED_NAMES
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups for an optimiser: decayed parameters, then exempt ones.
+    """Two parameter groups for an optimiser: first the decayed parameters, then the exempt ones.
 
-    model: the bare model. A wrapper such as DistributedDataParallel would change the names.
+    model: the bare model, since a wrapper such as DistributedDataParallel changes the names that
+        `decays` compares. Parameters that do not require gradients are in neither group.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [{"params": [p for name, p in named if decays(name, p)], "weight_decay": weight_decay},
@@ -35,32 +41,42 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 def adamw(model: nn.Module, *, weight_decay: float, betas: tuple[float, float],
           eps: float) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused; the engine sets its lr every step."""
+    """Fused AdamW (Loshchilov and Hutter, arXiv 1711.05101) over the model's two parameter groups.
+
+    Its learning rate is 0 until the engine sets it, which happens at every step.
+    """
     return torch.optim.AdamW(parameter_groups(model, weight_decay), lr=0.0, betas=betas, eps=eps,
                              fused=True)
 
 
 def scaled_lr(base_lr: float, lr_scaling: Literal["linear", "none"], global_batch: int) -> float:
-    """The peak learning rate; linear: base_lr · global_batch / 512 (Goyal et al., 1706.02677)."""
+    """The peak learning rate.
+
+    "linear": base_lr · global_batch / 512, as in DeiT (the rule is that of Goyal et al., arXiv
+    1706.02677). "none": base_lr.
+    """
     return base_lr * global_batch / LINEAR_SCALING_BATCH if lr_scaling == "linear" else base_lr
 
 
 def learning_rate(step: int, *, shape: Literal["cosine", "one_cycle"], steps_per_epoch: int,
                   peak: float, epochs: int, warmup_epochs: int, warmup_lr: float, min_lr: float,
                   step_on: Literal["epoch", "update"]) -> float:
-    """The learning rate of `step`, counted from 0.
+    """The learning rate of step number `step`, counted from 0.
 
-    With t the time in epochs, whole ones if step_on is "epoch", and T = epochs; "cosine":
+    Let t = step / steps_per_epoch be the time in epochs, rounded down to whole epochs if step_on is
+    "epoch", and T = epochs. With shape "cosine" the learning rate is
 
-        t < warmup_epochs:  linear from warmup_lr, reaching `peak` at warmup_epochs
-        t < T:              min_lr + ½ (peak − min_lr) (1 + cos(π t / T))
-        after that:         min_lr (the cool-down)
+        t < warmup_epochs:      linear in t, from warmup_lr at t = 0 to peak at t = warmup_epochs
+        warmup_epochs ≤ t < T:  min_lr + ½ (peak − min_lr) (1 + cos(π t / T))
+        t ≥ T:                  min_lr (the cool-down)
 
-    The cosine counts from epoch 0, so the rate dips a little when the warm-up ends, as in timm and
-    DeiT. Unlike DeiT's loop, which sets an epoch's rate after it, nothing lags.
+    As in timm and DeiT, the cosine starts at t = 0, not at the end of the warm-up, so that the
+    learning rate drops slightly when the warm-up ends. DeiT's loop sets the learning rate of epoch
+    t after epoch t, so that its schedule lags by one epoch; this one does not.
 
-    "one_cycle", as ConvMixer trains (arXiv 2201.09792, its code), has a warm-up of its own: straight
-    lines from warmup_lr at 0 to `peak` at ⅖ T, peak / 20 at ⅘ T and min_lr at T.
+    With shape "one_cycle", the schedule of ConvMixer's code (arXiv 2201.09792), the learning rate
+    is piecewise linear through warmup_lr at t = 0, peak at 0.4 T, peak / 20 at 0.8 T, and min_lr at
+    T; warmup_epochs plays no part.
     """
     time = step // steps_per_epoch if step_on == "epoch" else step / steps_per_epoch
     if time >= epochs:
@@ -74,7 +90,7 @@ def learning_rate(step: int, *, shape: Literal["cosine", "one_cycle"], steps_per
 
 
 def _on_lines(x: float, corners: list[tuple[float, float]]) -> float:
-    """The value at x of the straight lines through (x, value) corners; x before the last of them."""
+    """Interpolate linearly between the corners (x, value); ValueError for x beyond the last one."""
     for (start, low), (end, high) in pairwise(corners):
         if x < end:
             return low + (high - low) * (x - start) / (end - start)

@@ -1,6 +1,6 @@
-"""Some steps of training under torch's profiler, which changes nothing about them.
+"""Run some training steps under torch's profiler, which does not change their results.
 
-    done … first − 1: warm-up │ first … first + count − 1: under the profiler │ the rest: as ever
+    done … first − 1: warm-up │ first … first + count − 1: profiled │ the rest: not profiled
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from ..messages import OneLineError, in_brief
 from .checkpoint import CheckpointError, written_atomically
 from .distributed import Processes
 
-WARMUP_STEPS = 10               # before the first under the profiler, if the run is that long
-MOST_PROFILED = 100             # steps; each takes up to some MB of the trace
-LARGEST = 10                    # operations that are named
-LONGEST_NAME = 80               # characters; a CUDA kernel's has hundreds
+WARMUP_STEPS = 10               # before the first profiled step, if the run is long enough
+MOST_PROFILED = 100             # steps; each adds up to a few MB to the trace
+LARGEST = 10                    # operations that are printed
+LONGEST_NAME = 80               # characters; the name of a CUDA kernel may have hundreds
 T = TypeVar("T")
 
 
 def first_profiled(count: int, *, done: int, per_epoch: int, total: int) -> int:
-    """The first of `count` steps that lie within one epoch, so that no evaluation is among them.
+    """The number of the first step to profile.
 
-    done: how many steps the run has behind it. WARMUP_STEPS more come first, or as many as leave
-        room. per_epoch, total: steps of an epoch and of the run. OneLineError where there is none.
+    The `count` profiled steps lie within one epoch, so that no evaluation comes between them.
+    Before them the run does WARMUP_STEPS steps, or fewer if it would otherwise end too soon.
+
+    done: number of steps the run has already done. per_epoch, total: steps per epoch and in the
+    run. Raises OneLineError if the epoch, or what is left of the run, has fewer than `count` steps.
     """
     room = min(per_epoch, total - done)
     if count > room:
@@ -46,10 +49,11 @@ def first_profiled(count: int, *, done: int, per_epoch: int, total: int) -> int:
 
 
 class StepProfiler:
-    """Writes the trace of `count` steps of a run into its folder; count = 0: of none.
+    """Writes the trace of `count` steps of a run into the run's folder (0: no trace).
 
-    done, per_epoch, total: steps that are behind, of an epoch, and of the run. All processes cut
-    their epochs alike, and the main one looks. OneLineError where the run has not so many steps.
+    done, per_epoch, total: steps already done, per epoch, and in the run. All processes split their
+    epochs at the same steps, but only the main process profiles. Raises OneLineError if fewer than
+    `count` steps are left.
     """
 
     def __init__(self, count: int, *, done: int, per_epoch: int, total: int, folder: Path,
@@ -58,7 +62,11 @@ class StepProfiler:
         self.first = first_profiled(count, done=done, per_epoch=per_epoch, total=total)
 
     def parts(self, steps: Iterable[T], numbers: range) -> Iterator[Iterator[T]]:
-        """The steps of an epoch, whose numbers these are, in parts to be worked on one by one."""
+        """Split the steps of an epoch into consecutive parts; the second one may be profiled.
+
+        numbers: the numbers of these steps within the run. Each part must be used up before the
+        next is requested. Epochs that are not profiled have a single part.
+        """
         steps = iter(steps)
         if self.count and self.first in numbers:
             yield islice(steps, self.first - numbers.start)
@@ -74,25 +82,28 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if self.processes.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        else:                                        # it reports as an error that it finds no GPU
+        else:                                        # else it reports the missing GPU as an error
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         return torch.profiler.profile(activities=activities, acc_events=True)
 
     def _report(self, profiler: torch.profiler.profile) -> None:
-        """The trace, and a line for each of the largest; what the disk refuses costs no training."""
+        """Write the trace and print the most expensive operations.
+
+        If the trace cannot be written, a warning is printed and training goes on.
+        """
         path = self.folder / f"profile_{self.first:06d}.json.gz"
         try:
             write_trace(profiler, path)
         except CheckpointError as error:
             self.say(f"warning {error}")
         on = "GPU" if self.processes.device.type == "cuda" else "CPU"
-        self.say("\n".join([f"profile {self.count} step(s) from step {self.first:,} on, {path}; by "
-                            f"time of their own on the {on}:",
+        self.say("\n".join([f"profile {self.count} step(s) from step {self.first:,} on, {path}; "
+                            f"operations by their own time on the {on}:",
                             *largest(profiler, self.count, self.processes.device)]))
 
 
 def write_trace(profiler: torch.profiler.profile, path: Path) -> None:
-    """Chrome's trace format, compressed; CheckpointError if it cannot be written."""
+    """Write the trace in Chrome's format, compressed; CheckpointError if it cannot be written."""
     with tempfile.TemporaryDirectory() as folder, written_atomically(path) as file:
         plain = os.path.join(folder, "trace.json")
         profiler.export_chrome_trace(plain)
@@ -101,9 +112,11 @@ def write_trace(profiler: torch.profiler.profile, path: Path) -> None:
 
 
 def largest(profiler: torch.profiler.profile, steps: int, device: torch.device) -> list[str]:
-    """A line for each of the operations that take the most time of their own, without what they call.
+    """One line for each of the most expensive operations, by the time spent in the operation
+    itself.
 
-    On a GPU these are its kernels and copies, whatever the host does meanwhile.
+    The time spent in operations that it calls is not included. On a GPU the operations are kernels
+    and copies on the GPU; the host's time is not counted.
     """
     events = list(profiler.key_averages())
     if device.type == "cuda":
@@ -111,7 +124,7 @@ def largest(profiler: torch.profiler.profile, steps: int, device: torch.device) 
                if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
     else:
         own = [(event.self_cpu_time_total, event) for event in events]
-    whole = sum(time for time, _ in own) or 1.0                          # microseconds
-    return [f"{100 * time / whole:8.1f} %  {time / steps / 1e3:10.3f} ms a step in "
+    total = sum(time for time, _ in own) or 1.0                          # microseconds
+    return [f"{100 * time / total:8.1f} %  {time / steps / 1e3:10.3f} ms per step in "
             f"{event.count / steps:.4g} call(s): {in_brief(event.key, LONGEST_NAME)}"
             for time, event in sorted(own, key=lambda pair: -pair[0])[:LARGEST]]

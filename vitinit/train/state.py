@@ -1,4 +1,4 @@
-"""Everything that training changes, saved and restored in one place."""
+"""The state of training: everything that a step changes, saved and restored in one place."""
 
 from __future__ import annotations
 
@@ -19,31 +19,34 @@ from .metrics import Progress
 
 @dataclass
 class TrainState:
-    """The model and what goes on with it: optimiser, loss scaling, moving average, progress."""
+    """The model, its optimiser, loss scaling and moving average, and the progress of the run."""
 
     model: nn.Module            # bare: neither compiled nor wrapped for several processes
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
+    optimizer: torch.optim.Optimizer     # AdamW
+    scaler: torch.amp.GradScaler         # disabled unless engine.amp is "fp16"
     ema: Ema | None
     progress: Progress
 
     def weights(self) -> dict[str, Any]:
-        """What of the state is a model, to be evaluated or started from."""
+        """The part of the state that evaluation and fine-tuning need: the models and the progress.
+
+        The tensors are the state's own, not copies.
+        """
         return {"model": self.model.state_dict(), "ema": self.ema.state_dict() if self.ema else None,
                 "grid": self.model.grid, "step": self.progress.step,
                 "progress": self.progress.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, to go on from. The tensors are the state's own, not copies."""
+        """The whole state, from which training can resume. The tensors are not copies."""
         return self.weights() | {"optimizer": self.optimizer.state_dict(),
                                  "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], path: Path) -> None:
-        """What `state_dict` gave; `path` is what errors name.
+        """Restore what `state_dict` returned. `path` is the file that error messages name.
 
-        Everything is held against what this state is made of: moments of another shape would end
-        the program within a kernel. Raises CheckpointError for what does not fit. The optimiser's
-        hyper-parameters stay its own: the recipe states them all.
+        Everything is first checked against this state's own tensors and types, because moments of
+        another shape would crash the fused optimiser's kernel. Raises CheckpointError for whatever
+        does not fit. The optimiser's hyper-parameters are not restored: the recipe states them all.
         """
         progress = restored_progress(state.get("progress"), path)
         require_finite(model_state(state, path), "model", path)
@@ -64,20 +67,20 @@ class TrainState:
         self.progress = progress
 
     def _fitting_moments(self, state: Any, progress: Progress, path: Path) -> dict[int, Any]:
-        """Adam's moments by the parameters' numbers, each of its parameter's shape and kind."""
+        """AdamW's moments per parameter number, each checked for its parameter's shape and dtype."""
         groups = self.optimizer.param_groups
         numbers = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]
         try:
-            theirs = [group["params"] for group in state["param_groups"]]
+            saved_numbers = [group["params"] for group in state["param_groups"]]
             moments = dict(state["state"])
         except (TypeError, KeyError, ValueError):
             raise CheckpointError(f"{path}: its optimizer is no state of AdamW") from None
-        if theirs != numbers:
+        if saved_numbers != numbers:
             raise CheckpointError(
-                f"{path}: its optimizer has parameter groups of {_counts(theirs)} tensors, and the "
-                f"model's have {_counts(numbers)}")
-        parameters = {number: parameter for numbers_, group in zip(numbers, groups)
-                      for number, parameter in zip(numbers_, group["params"])}
+                f"{path}: its optimizer has parameter groups of {_counts(saved_numbers)} tensors, "
+                f"and the model's have {_counts(numbers)}")
+        parameters = {number: parameter for group_numbers, group in zip(numbers, groups)
+                      for number, parameter in zip(group_numbers, group["params"])}
         trained = {number for number, parameter in parameters.items() if parameter.requires_grad}
         updated = progress.step > progress.skipped_steps
         if moments.keys() != (trained if updated else set()):
@@ -105,6 +108,7 @@ class TrainState:
         return moments
 
     def _fitting_scaling(self, state: Any, path: Path) -> dict[str, Any]:
+        """GradScaler's saved state, checked for the keys of this run's precision and finite values."""
         own = self.scaler.state_dict()
         if not isinstance(state, Mapping) or state.keys() != own.keys() or not all(
                 type(value) in (int, float) and math.isfinite(value) for value in state.values()):
@@ -114,7 +118,11 @@ class TrainState:
 
 
 def restored_progress(state: Any, path: Path) -> Progress:
-    """What `Progress.state_dict` gave; CheckpointError for unknown keys and other types."""
+    """The Progress whose `state_dict` is given.
+
+    Keys that are missing, as in checkpoints of earlier versions, keep their defaults. Raises
+    CheckpointError, naming the file `path`, for unknown keys and for values of the wrong type.
+    """
     own = Progress()
     known = own.state_dict()
     if not isinstance(state, Mapping):
@@ -134,4 +142,5 @@ def restored_progress(state: Any, path: Path) -> Progress:
 
 
 def _counts(groups: list[Any]) -> str:
+    """The lengths of the groups, in words: "50 + 102"."""
     return " + ".join(str(len(group)) if isinstance(group, list) else "?" for group in groups)

@@ -1,4 +1,4 @@
-"""How much a model computes for an image, and how fast its forward pass is by itself."""
+"""How many operations a model needs per image, and how fast its forward pass alone is."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from .engine import autocast
 from .metrics import ProgressBar
 
 
-BACKWARD_COST = 2               # of a forward pass: gradients of the inputs and of the weights
-WARMUP_PASSES, TIMED_PASSES = 10, 40    # as many as in timm's benchmark.py
+BACKWARD_COST = 2               # in forward passes: gradients of the inputs and of the weights
+WARMUP_PASSES, TIMED_PASSES = 10, 40    # as in timm's benchmark.py
 
 
 @torch.no_grad()
 def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:
-    """Floating-point operations of one forward pass over images of `shape` (B, 3, H, W).
+    """The number of floating-point operations of one forward pass over images (B, 3, H, W).
 
-    A multiplication and an addition are two. torch counts those of matrix products, attention and
-    convolutions by the operators' shapes; everything else is small beside them. On the meta device
-    nothing is computed and no weight is touched.
+    shape: (B, 3, H, W). A multiplication followed by an addition counts as two operations. torch
+    counts matrix products, attention and convolutions from the shapes of their operands; all other
+    operations are negligible. The pass runs on the meta device: nothing is computed, and the
+    model's weights are not changed.
     """
     weights = {name: torch.empty_like(value, device="meta")
                for name, value in (*model.named_parameters(), *model.named_buffers())}
@@ -37,10 +38,10 @@ def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:
 
 
 def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> float:
-    """Likewise of training on one image of a batch, forward and backward: model FLOPs.
+    """The model FLOPs of training per image: its share of one forward and one backward pass.
 
-    What activation checkpointing or a kernel computes twice does not count, as in PaLM's
-    "model FLOPs utilization" (arXiv 2204.02311, appendix B).
+    size: (H, W). Operations that activation checkpointing or a kernel repeats do not count, as in
+    PaLM's "model FLOPs utilization" (arXiv 2204.02311, appendix B).
     """
     forward = forward_flops(model, (batch_size, 3, *size)) / batch_size
     return (1 + BACKWARD_COST) * forward
@@ -48,19 +49,23 @@ def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> 
 
 @dataclass(frozen=True)
 class Throughput:
+    """The speed of a model's forward pass."""
+
     images_per_second: float    # of the median pass
-    milliseconds: float         # a median pass
+    milliseconds: float         # of the median pass
     batch_size: int
-    peak_memory: str            # in words; on a CPU that of the whole process so far
+    peak_memory: str            # in words; on a CPU, of the whole process so far
 
 
 @torch.no_grad()
 def throughput(model: nn.Module, *, batch_size: int, size: tuple[int, int], device: torch.device,
                amp: str, channels_last: bool, bar: ProgressBar) -> Throughput:
-    """The median of TIMED_PASSES forward passes after WARMUP_PASSES that do not count.
+    """Time TIMED_PASSES forward passes, after WARMUP_PASSES that do not count; return the median.
 
-    model: on `device` already, compiled or not. The batch is noise (B, 3, *size); each pass is
-    timed by itself, from an idle device to an idle device.
+    The batch is Gaussian noise (batch_size, 3, *size). Each pass is timed separately, and the
+    device is idle before and after it.
+
+    model: already on `device`, compiled or not. size: (H, W). amp: "off", "bf16" or "fp16".
     """
     cuda = device.type == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None

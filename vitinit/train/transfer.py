@@ -1,4 +1,7 @@
-"""Another run's weights, with other classes or at another resolution: to fine-tune or evaluate."""
+"""Load a checkpoint into a model with other classes or another image size, or exactly as it is.
+
+`start_from` is for fine-tuning, `load_exactly` and `change_size` are for evaluation.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,22 @@ from .checkpoint import CheckpointError, load_model, shortened
 
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
 
-# What no forward pass reads: the mask token and decoder of masked pretraining (DINOv2, iBOT, MAE), and
-# buffers that follow from the sizes, which older Swin checkpoints hold.
+# Tensors that no forward pass reads: the mask token and the decoder of masked pre-training (DINOv2,
+# iBOT, MAE), and buffers of older Swin checkpoints that follow from the sizes.
 UNREAD = re.compile(r"^(mask_token$|decoder_)|\.(relative_position_index|attn_mask)$")
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What became of a checkpoint's tensors and of the model's."""
+    """What `start_from` did with each tensor of the checkpoint and of the model.
 
-    loaded: list[str]           # copied, as their shapes agree
-    resized: list[str]          # "pos_embed 14×14 → 24×24"
-    dropped: list[str]          # in the checkpoint, not used
-    kept: list[str]             # in the model, as its init drew them
+    `str` of it is a summary of one line.
+    """
+
+    loaded: list[str]           # names of tensors copied unchanged
+    resized: list[str]          # such as "pos_embed 14×14 → 24×24"
+    dropped: list[str]          # in the checkpoint, but not used
+    kept: list[str]             # in the model, and left as its init drew them
 
     def __str__(self) -> str:
         parts = [f"{len(self.loaded)} tensors loaded", *(f"{name} resized" for name in self.resized)]
@@ -42,55 +48,65 @@ class Transfer:
 @torch.no_grad()
 def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path,
                grid: tuple[int, int] | None) -> Transfer:
-    """Copy `tensors` into `model`, whose init has run, to fine-tune it; all or nothing.
+    """Copy those of `tensors` that fit into `model`, to fine-tune it.
 
-    Position embeddings of another grid are resized, bicubic and antialiased when they shrink, as in
-    DeiT and timm; those of tokens before the patches are kept. grid: that of the checkpoint's; None:
-    square, or the model's own. What the checkpoint and the model may differ in is dropped, or stays
-    as its init drew it, and is reported:
+    Position embeddings for another grid are resized with bicubic interpolation, antialiased when
+    they shrink, as in DeiT and timm; those of tokens before the patches (class token and the like)
+    are not resized. The checkpoint and the model may differ in the tensors below. Such a tensor is
+    dropped if only the checkpoint has it, and stays as its init drew it if only the model has it:
 
-        the classifier (`head…`)            of another class count, or missing
-        cls_token, dist_token, reg_token    that the model adds, and the first two where it has none
-        norm, fc_norm                       the one for the other, where the classifier is new, too
-        blocks                              at the end of the deeper one
-        pos_embed                           where the model's is fixed
-        what no forward pass reads          mask_token, decoder_…, Swin's indices and masks
+        the classifier (`head…`)            another number of classes, or none
+        cls_token, dist_token, reg_token    any that only the model has; the first two also if only
+                                            the checkpoint has them, and it has no fc_norm
+        norm, fc_norm                       one in place of the other, if the classifier is new
+        blocks                              those at the end of the deeper of the two
+        pos_embed                           if the model's is fixed
+        tensors no forward pass reads       mask_token, decoder_…, Swin's indices and masks
 
-    Raises CheckpointError, listing the names, if nothing but the classifier fits, and for anything
-    else of another shape, without a place in the model, or without a value for it: with that, the
-    weights would no longer be the function that was trained.
+    Args:
+        model: its init must have run, since some tensors keep their initial values.
+        tensors: the checkpoint's state dict, under this package's names.
+        path: the file that error messages name.
+        grid: (rows, columns) of patches in the checkpoint; None: a square grid if that agrees with
+            the number of position embeddings, and otherwise the model's own.
+
+    Returns what was done with each tensor. Raises CheckpointError, listing the names, if nothing but
+    the classifier fits, or if any other tensor has another shape or is on one side only: the model
+    would then compute another function than the one that was trained. The model is unchanged then.
     """
     own = model.state_dict()
     tensors = class_token_as_register(own, tensors)
     new_head = all(name in own and value.shape != own[name].shape
                    for name, value in tensors.items() if name.startswith("head."))
-    loaded, resized, dropped, odd, strange = {}, [], [], [], []
+    loaded, resized, dropped, misshapen, surplus = {}, [], [], [], []
     for name, value in tensors.items():
         if name == "pos_embed" and name in own:
             if not model.learns_positions:
-                dropped.append("pos_embed (the model's codes are fixed)")
+                dropped.append("pos_embed (the model's are fixed)")
                 continue
             value, change = _fitted_pos_embed(own, tensors, model.grid, grid, path)
             resized += [f"pos_embed {change}"] * bool(change)
         if name not in own:
-            (dropped if _may_lack(name, own, tensors, new_head) else strange).append(name)
+            (dropped if _may_lack(name, own, tensors, new_head) else surplus).append(name)
         elif value.shape == own[name].shape:
             loaded[name] = value
         elif name.startswith("head"):
             dropped.append(f"{name} {tuple(value.shape)}")
         else:
-            odd.append(f"{name} {tuple(value.shape)} where the model has {tuple(own[name].shape)}")
-    if odd:
-        raise CheckpointError(f"{path}: does not fit the model; other shape: {shortened(odd)}")
+            misshapen.append(f"{name} {tuple(value.shape)} where the model has "
+                             f"{tuple(own[name].shape)}")
+    if misshapen:
+        raise CheckpointError(
+            f"{path}: does not fit the model; other shape: {shortened(misshapen)}")
     if all(name.startswith("head") for name in loaded):
         raise CheckpointError(f"{path}: none of its tensors fits the model; it holds "
                               f"{shortened(list(tensors))}")
     kept = [name for name in own if name not in loaded]
     missing = [name for name in kept if not _may_draw(name, model, tensors, new_head)]
-    if strange or missing:
+    if surplus or missing:
         raise CheckpointError(f"{path}: is another function than the model's" +
-                              _listed(surplus=strange, missing=missing) +
-                              _advice(own, tensors, strange + missing))
+                              _listed(surplus=surplus, missing=missing) +
+                              _advice(own, tensors, surplus + missing))
     model.load_state_dict(own | loaded)
     return Transfer([name for name in loaded if not (resized and name == "pos_embed")], resized,
                     dropped, kept)
@@ -98,11 +114,12 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path,
 
 @torch.no_grad()
 def load_exactly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Copy `tensors` into `model`, of the checkpoint's own image size, to evaluate it; all or nothing.
+    """Copy `tensors` into `model`, to evaluate it: all of them, or none.
 
-    The model is then the checkpoint's function, or CheckpointError lists what stands in the way. Only
-    what no forward pass reads is left out (see `start_from`). Position embeddings without entries
-    for the tokens before the patches get zeros there, which is the same.
+    model: built for the checkpoint's own image size. It then computes exactly the function that was
+    trained; if it cannot, CheckpointError lists the tensors that do not fit. Tensors that no
+    forward pass reads are left out (see `start_from`). Position embeddings without entries for the
+    tokens before the patches get entries of zero there, which does not change the function.
     """
     own = model.state_dict()
     tensors = {name: value for name, value in class_token_as_register(own, tensors).items()
@@ -130,8 +147,8 @@ def load_exactly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) ->
 def change_size(model: nn.Module, resized: nn.Module, path: Path) -> None:
     """Copy the weights of `model` into `resized`, the same model built for another image size.
 
-    Learned position embeddings are resized as above, fixed ones are those of the new size. Raises
-    CheckpointError, listing the names, if any other tensor depends on the size.
+    Learned position embeddings are resized as in `start_from`; fixed ones are those of the new
+    size. Raises CheckpointError, listing the names, if any other tensor depends on the image size.
     """
     own, tensors = resized.state_dict(), model.state_dict()
     if "pos_embed" in own:
@@ -151,10 +168,13 @@ def change_size(model: nn.Module, resized: nn.Module, path: Path) -> None:
 
 def class_token_as_register(own: Mapping[str, Tensor],
                             tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The class token as the model's first register, where it has one more than the checkpoint.
+    """Rename the checkpoint's class token to the model's first register, if the model expects that.
 
-    A model that pools over the patches alone (MAE's fine-tuned ones, timm's `avg`) has a class token
-    that takes part in attention and is read by nothing else, which is what a register is.
+    In a model that averages over the patches alone (fine-tuned MAE, timm's `avg` pooling), the
+    class token takes part in attention but is not read afterwards. It is therefore a register
+    token.
+    own: the model's state dict. The token is renamed if the model has no class token and one more
+    register than the checkpoint.
     """
     tensors = dict(tensors)
     registers = [tensors[name] for name in ("cls_token", "reg_token") if name in tensors]
@@ -166,36 +186,39 @@ def class_token_as_register(own: Mapping[str, Tensor],
 
 
 def _prefix_counts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number of tokens of each kind before the patches: {"cls_token": 1, "reg_token": 4}."""
     return {name: tensors[name].shape[1] for name in PREFIX_TOKENS if name in tensors}
 
 
 def _with_zeros(pos_embed: Tensor, entries: int, total: int) -> Tensor:
-    """(1, entries + patches, D) → (1, total + patches, D): zeros behind the first `entries`."""
+    """(1, entries + patches, D) → (1, total + patches, D): insert zeros after the first `entries`."""
     zeros = pos_embed.new_zeros(1, total - entries, pos_embed.shape[2])
     return torch.cat([pos_embed[:, :entries], zeros, pos_embed[:, entries:]], dim=1)
 
 
 def _fitted_pos_embed(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], wanted: tuple[int, int],
                       grid: tuple[int, int] | None, path: Path) -> tuple[Tensor, str]:
-    """The checkpoint's pos_embed for the model's tokens, (1, N, D), and in words what changed.
+    """The checkpoint's position embeddings for the model's tokens, (1, N, D), and a description.
 
-    own, wanted: the model's state and grid. Where the checkpoint lacks a token before the patches,
-    the model's own entry for it stays.
+    own, wanted: the model's state dict and grid. If the checkpoint lacks a token that the model has
+    before the patches, the model's own entry for it stays. The description is such as
+    "14×14 → 24×24", or empty if the patches' embeddings were not resized.
     """
     pos_embed, own_pos_embed = tensors["pos_embed"], own["pos_embed"]
     if pos_embed.ndim != 3 or pos_embed.shape[2] != own_pos_embed.shape[2]:
-        return pos_embed, ""                         # of another width: the caller complains
-    theirs, ours = _prefix_counts(tensors), _prefix_counts(own)
-    total = sum(theirs.values())
-    grid, entries = _grid_and_entries(pos_embed.shape[1], total, theirs.get("reg_token", 0), wanted, grid,
-                                      path)
+        return pos_embed, ""                         # another width: the caller raises the error
+    saved, needed = _prefix_counts(tensors), _prefix_counts(own)         # tokens before the patches
+    total = sum(saved.values())
+    grid, entries = _grid_and_entries(pos_embed.shape[1], total, saved.get("reg_token", 0), wanted,
+                                      grid, path)
     pos_embed = _with_zeros(pos_embed, entries, total)
 
-    # The entries of each token before the patches, by its name.
-    found = dict(zip(theirs, pos_embed.split([*theirs.values(), grid[0] * grid[1]], dim=1)))
-    drawn = dict(zip(ours, own_pos_embed.split([*ours.values(), wanted[0] * wanted[1]], dim=1)))
-    prefix = [found[name] if theirs.get(name) == count else drawn[name].to(pos_embed)
-              for name, count in ours.items()]
+    # The embeddings of each kind of token before the patches, by its name: (1, count, D).
+    trained = dict(zip(saved, pos_embed.split([*saved.values(), grid[0] * grid[1]], dim=1)))
+    initial = dict(zip(needed,
+                       own_pos_embed.split([*needed.values(), wanted[0] * wanted[1]], dim=1)))
+    prefix = [trained[name] if saved.get(name) == count else initial[name].to(pos_embed)
+              for name, count in needed.items()]
     patches, change = pos_embed[:, total:], ""
     if grid != wanted:
         image = rearrange(patches.float(), "1 (h w) d -> 1 d h w", h=grid[0])
@@ -207,11 +230,12 @@ def _fitted_pos_embed(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], 
 
 def _grid_and_entries(count: int, total: int, registers: int, wanted: tuple[int, int],
                       grid: tuple[int, int] | None, path: Path) -> tuple[tuple[int, int], int]:
-    """Of `count` position embeddings: the patches' grid, and how many stand before the patches.
+    """The grid of the patches among `count` position embeddings, and the number before the patches.
 
-    There are `total` tokens before the patches, which have an entry each, or all but the registers,
-    or none. The first that holds of: the grid that the checkpoint states; a square, if all have one;
-    the model's own grid.
+    The checkpoint has `total` tokens before the patches. Either each of them has a position
+    embedding, or all but the registers do, or none does. The first of these grids that agrees with
+    `count` is returned: `grid`, which the checkpoint states; a square, if each token has an
+    embedding; `wanted`, the model's own. Raises CheckpointError if none agrees.
     """
     possible = (total, total - registers, 0)
     for shape in [grid] * (grid is not None):
@@ -225,8 +249,8 @@ def _grid_and_entries(count: int, total: int, registers: int, wanted: tuple[int,
         if wanted[0] * wanted[1] == count - entries:
             return wanted, entries
     shape = grid or (round(max(count - total, 0) ** 0.5),) * 2
-    raise CheckpointError(f"{path}: pos_embed has codes for {count - total} patches, which is no "
-                          f"{shape[0]}×{shape[1]} grid; it cannot be resized")
+    raise CheckpointError(f"{path}: pos_embed has embeddings for {count - total} patches, which is "
+                          f"no {shape[0]}×{shape[1]} grid; it cannot be resized")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -236,16 +260,17 @@ def _grid_and_entries(count: int, total: int, registers: int, wanted: tuple[int,
 
 def _may_lack(name: str, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
               new_head: bool) -> bool:
-    """Whether the model can do without this tensor of the checkpoint, when it is fine-tuned."""
+    """Whether fine-tuning may drop this tensor, which only the checkpoint has."""
     if name in ("cls_token", "dist_token"):
-        # With fc_norm it was not what was pooled, so that another pooling is no reason to drop it.
+        # With fc_norm the classifier read the patches, not this token. A model that also averages
+        # over the patches needs the token in its attention.
         return "fc_norm.weight" not in tensors
     return bool(name.startswith("head") or UNREAD.search(name) or _is_of_deeper_block(name, own)
                 or new_head and _other_norm(name) in own)
 
 
 def _may_draw(name: str, model: nn.Module, tensors: Mapping[str, Tensor], new_head: bool) -> bool:
-    """Whether this tensor of the model may stay as its init drew it, when it is fine-tuned."""
+    """Whether fine-tuning may leave this tensor, which only the model has, as its init drew it."""
     return (name.startswith("head") or name in PREFIX_TOKENS
             or name == "pos_embed" and not model.learns_positions
             or name.endswith("num_batches_tracked") or _is_of_deeper_block(name, tensors)
@@ -253,30 +278,31 @@ def _may_draw(name: str, model: nn.Module, tensors: Mapping[str, Tensor], new_he
 
 
 def _other_norm(name: str) -> str | None:
-    """fc_norm.weight for norm.weight, and the other way round: only one of them is in a model."""
+    """norm.weight → fc_norm.weight and vice versa, since a model has only one of them; else None."""
     layer, _, part = name.partition(".")
     other = {"norm": "fc_norm", "fc_norm": "norm"}.get(layer)
     return other and f"{other}.{part}"
 
 
 def _is_of_deeper_block(name: str, others: Mapping[str, Tensor]) -> bool:
-    """Whether `name` lies in a block, or stage, beyond the last that `others` have."""
+    """Whether `name` lies in a block, or stage, beyond the last one that `others` have."""
     parts = name.split(".")
-    for place, part in enumerate(parts[:-1], 1):
-        if part in ("blocks", "layers") and parts[place].isdecimal():
-            list_of_blocks = ".".join(parts[:place]) + "."
+    for index, part in enumerate(parts[:-1], 1):     # parts[index] is the block's number
+        if part in ("blocks", "layers") and parts[index].isdecimal():
+            list_of_blocks = ".".join(parts[:index]) + "."
             present = [other for other in others if other.startswith(list_of_blocks)]
-            if not any(other.startswith(f"{list_of_blocks}{parts[place]}.") for other in present):
+            if not any(other.startswith(f"{list_of_blocks}{parts[index]}.") for other in present):
                 return bool(present)
     return False
 
 
 def _listed(**names: list[str]) -> str:
+    """"; surplus: a, b; missing: c" for the groups that are not empty."""
     return "".join(f"; {title}: {shortened(group)}" for title, group in names.items() if group)
 
 
 def _advice(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], names: list[str]) -> str:
-    """The model options that would give these tensors their place."""
+    """Which model options would make the model accept the tensors `names`; "" if none is known."""
     registers, advice = _prefix_counts(tensors).get("reg_token", 0), {}
     if "fc_norm.weight" in names and "fc_norm.weight" in tensors:
         advice["pool"] = "mean"
