@@ -1,4 +1,4 @@
-"""All models: one literal table, name → (class, sizes), and `build_model`."""
+"""The models by name: the table `MODELS`, name → (class, sizes), and `build_model`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ __all__ = ["MODELS", "ConvMixer", "MlpMixer", "SimpleViT", "SwinTransformer", "V
            "build_model"]
 
 GIB = 2**30
-LAYER_BYTES = 4096      # of a layer's own dictionaries, about: without them depth 10**9 would do
+# Approximate size of a layer's Python objects. Without it, a depth of 10**9 would pass the check of
+# memory below if the layers were narrow enough.
+LAYER_BYTES = 4096
 
 VIT_TINY = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
 VIT_SMALL = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
@@ -61,20 +63,21 @@ MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
 
 def build_model(name: str, *, num_classes: int, image_size: int | tuple[int, int],
                 **sizes: Any) -> nn.Module:
-    """The model `name` with its table's sizes, of which `sizes` replaces or adds any.
+    """Build the model `name` with the sizes of its table entry, which `sizes` override or extend.
 
     For example `build_model("vit_tiny", num_classes=10, image_size=32, patch_size=2)`.
-    Raises ValueError, of one line, for an unknown name, sizes that do not fit together, and sizes of
-    which the weights alone would not fit into this machine's memory.
+
+    Raises ValueError, with a message of one line, for an unknown name, for sizes that do not fit
+    together, and for sizes whose weights alone would exceed this machine's memory.
     """
     if name not in MODELS:
         near = difflib.get_close_matches(name, MODELS, n=3) or sorted(MODELS)
         raise ValueError(f"there is no model '{name}'; near: {', '.join(near)}")
     model, defaults = MODELS[name]
     arguments = dict(num_classes=num_classes, image_size=image_size, **defaults | sizes)
-    inspect.signature(model).bind(**arguments)       # an unknown option stays a TypeError
+    inspect.signature(model).bind(**arguments)       # an unknown option raises TypeError
     try:
-        if torch.get_default_device().type != "meta":            # which stores no weights
+        if torch.get_default_device().type != "meta":            # on meta no weights are stored
             _require_memory(name, model, arguments)
         return model(**arguments)
     except (TypeError, RuntimeError, ArithmeticError, MemoryError) as error:
@@ -83,14 +86,15 @@ def build_model(name: str, *, num_classes: int, image_size: int | tuple[int, int
 
 
 def _require_memory(name: str, model: type[nn.Module], arguments: dict[str, Any]) -> None:
-    """Raise ValueError if the weights are more than the machine's memory, before any is stored.
+    """Raise ValueError if the weights would exceed the machine's memory, before any is allocated.
 
-    Built without storage, and with one block per stage, of which the others are copies in size.
+    The size is measured on a model without storage that has one block per stage; the other blocks
+    of a stage are as large as the first.
     """
     staged = "depths" in arguments
     depths = arguments["depths"] if staged else (arguments["depth"],)
     if not all(depth > 0 for depth in depths):
-        return                                       # of which the constructor complains
+        return                                       # the constructor raises for it
     with torch.device("meta"):
         probe = model(**arguments | ({"depths": (1,) * len(depths)} if staged else {"depth": 1}))
     needed = _bytes(probe) + sum((depth - 1) * _bytes(stage.blocks[0]) for depth, stage in
@@ -102,7 +106,7 @@ def _require_memory(name: str, model: type[nn.Module], arguments: dict[str, Any]
 
 
 def _bytes(module: nn.Module) -> int:
-    """What its weights take, and what Python takes for each of its layers."""
+    """The bytes of the weights, and an estimate for the Python objects of the layers."""
     tensors = [*module.parameters(), *module.buffers()]
     return (sum(tensor.numel() * tensor.element_size() for tensor in tensors) +
             LAYER_BYTES * sum(1 for _ in module.modules()))

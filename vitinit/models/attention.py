@@ -1,11 +1,12 @@
-"""The one attention that every transformer here shares.
+"""Multi-head self-attention, shared by the transformer models of this package.
 
-Shape legend, in this folder:
-    B images, N tokens, C channels (embed_dim), h heads, d channels a head (head_dim = C / h)
+Shape legend for this package:
 
-Attention is a spatial mixer: per head, output token i is Σ_j A[i, j] · value j, where the rows of A
-sum to one. `attention_weights` gives A itself; `Attention.forward` uses PyTorch's fused kernel,
-which never writes A down. Tests hold the two equal, forward and backward.
+    B images, N tokens, C channels (embed_dim), h heads, d channels per head (head_dim = C / h)
+
+Attention is a spatial mixer: for each head, output token i is Σ_j A[i, j] · value j, where each row
+of A sums to 1. `attention_weights` computes A itself; `Attention.forward` uses PyTorch's fused
+kernel, which never stores A. Tests check that both give the same result, forward and backward.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def attention_weights(query: Tensor, key: Tensor, bias: Tensor | None = None) ->
 class Attention(nn.Module):
     """Multi-head self-attention: (B, N, C) → (B, N, C).
 
-    The parameters are packed as timm and DeiT pack them: qkv.weight is (3·C, C) with the queries
-    of all heads first, then the keys, then the values. `q_weight`, `k_weight`, `v_weight`, `q_bias`,
-    `k_bias` and `proj_weight` are views that name the parts; nobody else needs to know the layout.
+    The parameters are packed as in timm and DeiT: qkv.weight is (3·C, C), with the queries of all
+    heads first, then the keys, then the values. `q_weight`, `k_weight`, `v_weight`, `q_bias`,
+    `k_bias` and `proj_weight` are views of the parts, so that other code need not know this layout.
     """
 
     def __init__(self, dim: int, *, num_heads: int, qkv_bias: bool = True) -> None:
@@ -44,11 +45,11 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
 
-    # Views into the packed parameters; writing into one writes the parameter. -----------------
+    # Views into the packed parameters; writing to a view writes to the parameter. ---------------
 
     @property
     def q_weight(self) -> Tensor:
-        """(h, d, C): queries of head i are x @ q_weight[i].T."""
+        """(h, d, C): the queries of head i are x @ q_weight[i].T, plus q_bias[i]."""
         return self._unpacked(self.qkv.weight)[0]
 
     @property
@@ -89,7 +90,7 @@ class Attention(nn.Module):
         return q, k, v
 
     def mixing_weights(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The matrices that `forward` applies to x: (B, N, C) → (B, h, N, N)."""
+        """The attention matrices that `forward` applies to the values: (B, N, C) → (B, h, N, N)."""
         q, k, _ = self.queries_keys_values(x)
         return attention_weights(q, k, bias)
 

@@ -1,9 +1,9 @@
-"""ConvMixer (Trockman and Kolter, arXiv 2201.09792): a depthwise convolution mixes space, a pointwise
-one mixes channels.
+"""ConvMixer (Trockman and Kolter, arXiv 2201.09792): depthwise and pointwise convolutions in turn.
 
     image → patches → activation, norm → blocks → mean → head
 
-Names in the state dict, parameter counts and outputs are timm's. Maps are (B, C, H, W).
+The depthwise convolution of a block mixes space, the pointwise one mixes channels. Names in the
+state dict, parameter counts and outputs equal timm's. Feature maps are (B, C, H, W).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
 
 class Residual(nn.Module):
-    """x + fn(x); `fn` is timm's and the paper's name."""
+    """x + fn(x). `fn` is the name that timm and the paper use."""
 
     def __init__(self, fn: nn.Module) -> None:
         super().__init__()
@@ -33,10 +33,12 @@ class Residual(nn.Module):
 
 
 class DepthwiseConv(nn.Conv2d):
-    """A filter a channel, padding "same"; or few filters, which the channels share in turn.
+    """Depthwise convolution with padding "same", in which channels may share filters.
 
-    weight: (F, 1, k, k), F = num_filters, or C for 0; channel c uses filter c mod F. bias: (C,).
-    softmax: the filter in use is the softmax of its weight over the k² cells (arXiv 2401.12511, §5).
+    weight: (F, 1, k, k), where F is num_filters, or C if that is 0; channel c uses filter c mod F.
+    bias: (C,).
+    softmax: use the softmax of each filter's weight over its k² cells in place of the weight itself
+        (arXiv 2401.12511, §5).
     """
 
     def __init__(self, dim: int, kernel_size: int, *, num_filters: int, softmax: bool) -> None:
@@ -59,16 +61,19 @@ class DepthwiseConv(nn.Conv2d):
 
 
 class DenseMixing(nn.Module):
-    """The same with a free N×N matrix in the place of a filter: y = M x, M any mixing of N places.
+    """Channel-wise spatial mixing, y = M x, with a free N×N matrix M in place of each filter.
 
-    weight: (F, N, N); channel c uses matrix c mod F. bias: (C,). A kernel's matrix makes it that
-    convolution, a permutation matrix what no convolution is (arXiv 2401.12511, §5).
+    weight: (F, N, N); channel c uses matrix c mod F.
+    bias: (C,).
+
+    With the matrix of a kernel it is that convolution; with a permutation matrix, for example, it
+    is something that no convolution can be (arXiv 2401.12511, §5).
     """
 
-    def __init__(self, dim: int, places: int, *, num_filters: int) -> None:
+    def __init__(self, dim: int, num_tokens: int, *, num_filters: int) -> None:
         super().__init__()
-        bound = places ** -0.5                       # as PyTorch's layers draw
-        self.weight = nn.Parameter(torch.empty(num_filters or dim, places, places)
+        bound = num_tokens ** -0.5                   # the bound that PyTorch's layers use
+        self.weight = nn.Parameter(torch.empty(num_filters or dim, num_tokens, num_tokens)
                                    .uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(dim).uniform_(-bound, bound))
 
@@ -95,15 +100,18 @@ def conv_mixer_block(mixing: DepthwiseConv | DenseMixing, activation: type[nn.Mo
 class ConvMixer(nn.Module):
     """ConvMixer for images (B, 3, H, W) → logits (B, num_classes).
 
-    num_classes: 0 builds a model without a head, which gives what the head would read.
-    image_size, patch_size: one integer or (height, width); the patches must tile the image. No weight
-    depends on image_size, so other images that the patches tile work, too; what they do not tile is
-    a ValueError. There is no stochastic depth.
-    num_filters: distinct depthwise filters of a block, shared by the channels in turn; 0: one each.
-    softmax_filters: see DepthwiseConv. dense_filters: see DenseMixing; then images of another size do
-        not fit.
-    train_filters: False freezes depthwise weights and biases: they leave the optimiser, and with it
-        weight decay (arXiv 2401.12511).
+    num_classes: 0 builds a model without a head, whose output is the pooled features.
+    image_size, patch_size: one integer or (height, width); the patches must tile the image. Without
+        dense_filters no weight depends on image_size, so `forward` accepts images of any size that
+        the patches tile, and raises ValueError for others.
+    num_filters: number of distinct depthwise filters per block, which the channels share in turn; 0
+        gives each channel its own.
+    softmax_filters: see DepthwiseConv.
+    dense_filters: see DenseMixing; images must then have the given image_size.
+    train_filters: False freezes depthwise weights and biases, which excludes them from the
+        optimiser and from weight decay (arXiv 2401.12511).
+
+    There is no stochastic depth.
     """
 
     num_prefix_tokens = 0
@@ -148,17 +156,18 @@ class ConvMixer(nn.Module):
 
     @staticmethod
     def depthwise(block: nn.Sequential) -> DepthwiseConv | DenseMixing:
-        """The part of a block that mixes space, channel by channel."""
+        """The layer of a block that mixes space, each channel separately."""
         return block[0].fn[0]
 
     def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
-        """(B, 3, H, W), normalised → what is behind the `blocks`, and what the head reads.
+        """Return the tokens after the chosen blocks, and the pooled features that the head reads.
 
-        blocks: numbers from 0, negative ones from the last.
+        images: (B, 3, H, W), normalised.
+        blocks: block numbers, counted from 0; negative numbers count from the last block.
         """
         size = self.image_size if self.dense_filters else tuple(images.shape[-2:])
         require_image_size(images, size)
-        patch_grid(size, self.patch_size)            # else the stem would cut off the last rows
+        patch_grid(size, self.patch_size)            # otherwise the stem would drop the last rows
         wanted, seen = block_numbers(blocks, len(self.blocks)), {}
         x = self.stem(images)                                            # (B, C, h, w)
         for number, block in enumerate(self.blocks):
@@ -170,11 +179,11 @@ class ConvMixer(nn.Module):
 
     @staticmethod
     def tokens(x: Tensor) -> Tokens:
-        """(B, C, h, w) → a map (B, h, w, C), with no token before it."""
+        """(B, C, h, w) → a feature map (B, h, w, C) as `Tokens`; there are no prefix tokens."""
         return Tokens(rearrange(x, "b c h w -> b h w c"), x.flatten(2).mT[:, :0])
 
     def classify(self, features: Features) -> Tensor:
-        """→ (B, num_classes)."""
+        """The logits, (B, num_classes), from the pooled features."""
         return self.head(features.pooled)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -1,23 +1,25 @@
-"""Foreign checkpoints: other people's tensors become ours (whose names are timm's).
+"""Convert checkpoints of other implementations to the names of this package, which are timm's.
 
-DeiT's and timm's ViT, DeiT, Swin, Mixer and ConvMixer checkpoints need nothing. Every other layout is
-recognised by a name that only it has:
+Checkpoints of DeiT and of timm's ViT, DeiT, Swin, Mixer and ConvMixer need no conversion. Each of
+the other layouts is recognised by a name that occurs only in it:
 
-    torchvision ViT     class_token
-    torchvision Swin    features.1.0.attn.relative_position_bias_table
-    Microsoft's Swin    layers.0.downsample.norm.weight
-    ConvMixer's own     3.0.fn.0.weight, from a flat nn.Sequential
-    DINOv2's own        register_tokens
+    torchvision ViT         class_token
+    torchvision Swin        features.1.0.attn.relative_position_bias_table
+    Microsoft's Swin        layers.0.downsample.norm.weight
+    ConvMixer's authors     3.0.fn.0.weight, from a flat nn.Sequential
+    DINOv2's authors        register_tokens
 
-All of them pack q, k, v and order merged patches as we do, so that a name is all that changes, but for
-two things that ViTs differ in and that have an exact equal here:
+All of them pack q, k and v and order merged patches as this package does, so renaming is enough.
+Two further differences between ViTs have an exact equivalent here:
 
-    LayerScale          DINOv2, DeiT-III and others multiply what attention and MLP add by a vector γ:
-                        γ ⊙ (W x + b) = (γ ⊙ W) x + γ ⊙ b, so γ goes into the rows of the last layer.
-    position entries    DeiT-III adds positions to patches alone, DINOv2 with registers to the class
-                        token and the patches. A token without a position has a position of zeros here.
+    LayerScale            DINOv2, DeiT-III and others multiply the output of attention and MLP by a
+                          vector γ. As γ ⊙ (W x + b) = (γ ⊙ W) x + γ ⊙ b, γ is multiplied into the
+                          rows of the last layer.
+    entries of pos_embed  DeiT-III adds positions to the patches alone, DINOv2 with registers to the
+                          class token and the patches. Here every token has an entry, so the missing
+                          ones become zeros.
 
-What still does not fit afterwards is listed, on both sides, by whoever loads it.
+Tensors that still do not fit are reported, on both sides, by the code that loads the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from torch import Tensor
 
 from .vit import PREFIX_TOKENS
 
-DROPPED = ("relative_position_index", "attn_mask")   # buffers that follow from the sizes
+DROPPED = ("relative_position_index", "attn_mask")   # buffers computed from the sizes
 Rules = list[tuple[str, str | Callable[[re.Match], str]]]
 
 TORCHVISION_VIT: Rules = [
@@ -44,12 +46,13 @@ TORCHVISION_VIT: Rules = [
     (r"\.ln_", ".norm"),
     (r"\.mlp\.0\.", ".mlp.fc1."),
     (r"\.mlp\.3\.", ".mlp.fc2."),
-    (r"\.mlp\.linear_", ".mlp.fc"),                  # before torchvision 0.12
+    (r"\.mlp\.linear_", ".mlp.fc"),                  # torchvision before 0.12
     (r"^encoder\.ln\.", "norm."),
     (r"^heads\.head\.", "head."),
 ]
 
-# features: 0 the patches; 1, 3, 5, 7 the stages; 2, 4, 6 the merges before stages 1, 2, 3.
+# features: 0 is the patch embedding; 1, 3, 5, 7 are the stages; 2, 4, 6 the merges before stages
+# 1, 2, 3.
 TORCHVISION_SWIN: Rules = [
     (r"^features\.0\.0\.", "patch_embed.proj."),
     (r"^features\.0\.2\.", "patch_embed.norm."),
@@ -66,20 +69,24 @@ MICROSOFT_SWIN: Rules = [
     (r"^head\.", "head.fc."),
 ]
 
-DINOV2: Rules = [(r"^register_tokens$", "reg_token")]        # inserted behind the class token
+DINOV2: Rules = [(r"^register_tokens$", "reg_token")]        # placed after the class token
 
-# The γ of attention and of the MLP: timm's and DINOv2's name, or DeiT-III's own (models_v2.py).
+# The γ of attention and of the MLP, as timm and DINOv2 or as DeiT-III (models_v2.py) name it.
 LAYER_SCALE = re.compile(r"^(blocks\.\d+)\.(?:ls([12])\.gamma|gamma_([12]))$")
 SCALED_LAYER = {"1": "attn.proj", "2": "mlp.fc2"}
 
 
 def native_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same function's tensors under our names; of an unknown layout they come back as they are."""
+    """The tensors under this package's names, with LayerScale and missing positions converted.
+
+    The model that they make computes the same function. Tensors of an unknown layout are returned
+    unchanged.
+    """
     return fold_layer_scale(add_prefix_positions(native_names(tensors)))
 
 
 def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors under our names."""
+    """The same tensors under this package's names."""
     if "class_token" in tensors:
         rules = TORCHVISION_VIT
     elif "features.1.0.attn.relative_position_bias_table" in tensors:
@@ -97,15 +104,15 @@ def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def flat_conv_mixer(tensors: Mapping[str, Tensor]) -> Rules:
-    """ConvMixer's own layers: 0 … 2 the stem, then the blocks, pooling, flattening, the head."""
+    """The rules for ConvMixer's flat nn.Sequential: stem (0 … 2), blocks, pooling, …, head."""
     head = max(int(name.partition(".")[0]) for name in tensors)
 
-    def place(found: re.Match) -> str:
+    def rename(found: re.Match) -> str:
         layer = int(found[1])
         if layer == head:
             return "head."
         return f"stem.{layer}." if layer < 3 else f"blocks.{layer - 3}."
-    return [(r"^(\d+)\.", place)]
+    return [(r"^(\d+)\.", rename)]
 
 
 def _renamed(name: str, rules: Rules) -> str:
@@ -115,10 +122,11 @@ def _renamed(name: str, rules: Rules) -> str:
 
 
 def fold_layer_scale(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """γ of each branch (Touvron et al., arXiv 2103.17239, §2.1) into the layer that it multiplies.
+    """Multiply each LayerScale γ (Touvron et al., arXiv 2103.17239, §2.1) into the layer before it.
 
-    Products are rounded once, to float32 or what the weights have. A γ whose layer is missing or of
-    another width stays, so that whoever loads it refuses it.
+    Products are computed in float64 and rounded once, to float32 or to the weights' type if that is
+    wider. A γ whose layer is missing or has another width stays in the result, so that loading it
+    fails visibly.
     """
     folded = dict(tensors)
     for name, gamma in tensors.items():
@@ -137,10 +145,11 @@ def fold_layer_scale(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def add_prefix_positions(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """pos_embed with an entry for each token before the patches, zeros where it has none.
+    """Extend pos_embed to one entry per prefix token, with zeros where the checkpoint has none.
 
-    Only where the checkpoint alone tells: registers or LayerScale say that it may be such a layout,
-    and its patches make a square grid only if some or all of those tokens have no entry.
+    It changes something only if the checkpoint shows that entries are missing: it has registers or
+    LayerScale, and its patch entries form a square grid only on the assumption that some or all
+    prefix tokens have no entry.
     """
     pos_embed, registers = tensors.get("pos_embed"), tensors.get("reg_token")
     scaled = any(map(LAYER_SCALE.match, tensors))
@@ -148,7 +157,7 @@ def add_prefix_positions(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(tensors)
     before = sum(tensors[name].shape[1] for name in PREFIX_TOKENS if name in tensors)
     registers = 0 if registers is None else registers.shape[1]
-    for entries in (before, before - registers, 0):  # all of them, all but registers, none
+    for entries in (before, before - registers, 0):  # with entries: all, all but registers, none
         patches = pos_embed.shape[1] - entries
         if patches > 0 and isqrt(patches) ** 2 == patches:
             zeros = pos_embed.new_zeros(1, before - entries, pos_embed.shape[2])

@@ -1,6 +1,6 @@
-"""What a model sees in images before its head decides: token maps by block, and the pooled vector.
+"""What a model computes before its head: token maps after chosen blocks, and the pooled features.
 
-Every family has `features(images, blocks=…)`, which is the first half of its `forward`:
+Every model family has `features(images, blocks=…)`, which is the first half of its `forward`:
 
     logits = model.classify(model.features(images))
 """
@@ -14,24 +14,25 @@ from torch import Tensor, nn
 
 
 class Tokens(NamedTuple):
-    """The tokens of a layer, on their grid and before it."""
+    """The tokens after a layer: patch tokens on their grid, and the prefix tokens before them."""
 
-    map: Tensor             # (B, H, W, C): patch tokens at their places
-    prefix: Tensor          # (B, P, C): class, distillation and register tokens in this order; P ≥ 0
+    map: Tensor             # (B, H, W, C): patch tokens by row and column
+    prefix: Tensor          # (B, P, C): class, distillation, register tokens in this order; P ≥ 0
 
 
 class Features(NamedTuple):
-    """What a model makes of images (B, 3, H, W)."""
+    """The features of images (B, 3, H, W)."""
 
-    blocks: tuple[Tokens, ...]  # behind each block that was asked for, before the last norm
-    last: Tokens                # behind the last block and the last norm, where it has one
-    pooled: Tensor              # (B, C): what the head reads; of a distilled ViT (B, 2·C), both tokens
+    blocks: tuple[Tokens, ...]  # after each chosen block, without the last norm
+    last: Tokens                # after the last block and the last norm, if there is one
+    pooled: Tensor              # (B, C), what the head reads; (B, 2·C) for a distilled ViT
 
 
 def block_numbers(blocks: Sequence[int], depth: int) -> list[int]:
-    """Numbers from 0 to depth − 1, in the order given; negative ones count from the last block.
+    """Translate block numbers to 0 … depth − 1, in the order given.
 
-    Raises ValueError for a block that the model does not have.
+    Negative numbers count from the last block. Raises ValueError for a block that the model does
+    not have.
     """
     for block in blocks:
         if not -depth <= block < depth:
@@ -40,11 +41,11 @@ def block_numbers(blocks: Sequence[int], depth: int) -> list[int]:
 
 
 def make_head(dim: int, num_classes: int) -> nn.Module:
-    """The last layer, (B, dim) → (B, num_classes); of a model without classes it does nothing."""
+    """The last layer, (B, dim) → (B, num_classes); the identity for num_classes = 0."""
     return nn.Linear(dim, num_classes) if num_classes else nn.Identity()
 
 
 def require_classes(num_classes: int) -> None:
-    """Raise ValueError for a number of classes below 0; a model of 0 has no head."""
+    """Raise ValueError for a negative number of classes; 0 stands for a model without a head."""
     if not 0 <= num_classes < 2**63:
         raise ValueError(f"num_classes is {num_classes}, expected at least 0 (a model without a head)")

@@ -2,7 +2,8 @@
 
     image → patches → blocks → norm → mean → head
 
-Names in the state dict, parameter counts and outputs are timm's. Shape legend: see attention.py.
+Names in the state dict, parameter counts and outputs equal timm's. The shape legend is in
+attention.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ NORM_EPS = 1e-6
 
 
 class Stem(PatchEmbed):
-    """The patch embedding, under the name that timm gives it: stem.proj."""
+    """The patch embedding; the class exists so that its weights are named stem.proj, as in timm."""
 
 
 class MixerBlock(nn.Module):
@@ -33,11 +34,11 @@ class MixerBlock(nn.Module):
         self.mlp_channels = Mlp(dim, channels_hidden)
 
     def token_mixing(self, x: Tensor) -> Tensor:
-        """(B, N, C) → the same; the MLP runs along the tokens, alike for all channels."""
-        return self.mlp_tokens(x.mT).mT                                  # through (B, C, N)
+        """(B, N, C) → the same: the MLP acts along the tokens, alike for all channels."""
+        return self.mlp_tokens(x.mT).mT                                  # via (B, C, N)
 
     def forward(self, x: Tensor, drop_path: Tensor | None = None) -> Tensor:
-        """x: (B, N, C); drop_path: (2, B) drop-path scales of the two branches, or None."""
+        """x: (B, N, C); drop_path: (2, B), drop-path scales of the two branches, or None."""
         tokens_scale, channels_scale = (None, None) if drop_path is None else drop_path
         x = add_branch(x, self.token_mixing(self.norm1(x)), tokens_scale)
         return add_branch(x, self.mlp_channels(self.norm2(x)), channels_scale)
@@ -46,13 +47,13 @@ class MixerBlock(nn.Module):
 class MlpMixer(nn.Module):
     """MLP-Mixer for images (B, 3, H, W) → logits (B, num_classes).
 
-    num_classes: 0 builds a model without a head, which gives what the head would read.
-    tokens_ratio, channels_ratio: hidden widths of the two MLPs over embed_dim.
+    num_classes: 0 builds a model without a head, whose output is the pooled features.
+    tokens_ratio, channels_ratio: hidden widths of the two MLPs, divided by embed_dim.
     drop_path: stochastic-depth rate, the same in every block, as in timm.
     """
 
     num_prefix_tokens = 0
-    learns_positions = False        # the token MLP knows each position by itself
+    learns_positions = False        # not needed: the token MLP has weights for each position
 
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
                  patch_size: int | tuple[int, int], embed_dim: int, depth: int,
@@ -79,14 +80,16 @@ class MlpMixer(nn.Module):
 
     def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
-        """(B, 3, H, W), normalised → what is behind the `blocks`, and what the head reads.
+        """Return the tokens after the chosen blocks, and the pooled features that the head reads.
 
-        blocks: numbers from 0, negative ones from the last. drop_path: see `forward`.
+        images: (B, 3, H, W), normalised.
+        blocks: block numbers, counted from 0; negative numbers count from the last block.
+        drop_path: see `forward`.
         """
         wanted, seen = block_numbers(blocks, len(self.blocks)), {}
         x = self.stem(images)                                            # (B, N, C)
-        kept = [None] * len(self.blocks) if drop_path is None else drop_path.unflatten(0, (-1, 2))
-        for number, (block, scale) in enumerate(zip(self.blocks, kept)):
+        scales = [None] * len(self.blocks) if drop_path is None else drop_path.unflatten(0, (-1, 2))
+        for number, (block, scale) in enumerate(zip(self.blocks, scales)):
             x = block(x, scale)
             if number in wanted:
                 seen[number] = self.tokens(x)
@@ -94,13 +97,16 @@ class MlpMixer(nn.Module):
         return Features(tuple(seen[number] for number in wanted), self.tokens(x), x.mean(dim=1))
 
     def tokens(self, x: Tensor) -> Tokens:
-        """(B, N, C) on the grid."""
+        """(B, N, C) as `Tokens` on the grid; there are no prefix tokens."""
         return Tokens(x.unflatten(1, self.grid), x[:, :0])
 
     def classify(self, features: Features) -> Tensor:
-        """→ (B, num_classes)."""
+        """The logits, (B, num_classes), from the pooled features."""
         return self.head(features.pooled)
 
     def forward(self, images: Tensor, drop_path: Tensor | None = None) -> Tensor:
-        """images: (B, 3, H, W), normalised. drop_path: (2·depth, B) from `draw_drop_path`, or None."""
+        """Compute the logits, (B, num_classes), of normalised images, (B, 3, H, W).
+
+        drop_path: (2·depth, B) from `draw_drop_path`, or None.
+        """
         return self.classify(self.features(images, drop_path))

@@ -1,10 +1,10 @@
-"""SimpleViT as arXiv 2401.12511 takes it apart: what queries and keys read is a choice of its own.
+"""SimpleViT with the choices of arXiv 2401.12511 for what queries and keys are computed from.
 
     image → patches → blocks → norm → mean → head
 
-Layers, norms and missing biases are those of that paper's code, which follows Beyer et al., "Better
-plain ViT baselines for ImageNet-1k", arXiv 2205.01580. Shape legend: see attention.py; P is the
-position embedding (N, C).
+Layers, norms and the absence of biases follow that paper's code, which follows Beyer et al.,
+"Better plain ViT baselines for ImageNet-1k", arXiv 2205.01580. The shape legend is in attention.py;
+P is the position embedding, (N, C).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Reading = Literal["content", "mixed", "position", "free"]
 
 
 class SimplePatchEmbed(nn.Module):
-    """Patches as vectors, normalised, projected, normalised: (B, 3, H, W) → (B, N, C)."""
+    """Patches as vectors, normalised, projected and normalised again: (B, 3, H, W) → (B, N, C)."""
 
     def __init__(self, *, patch_size: tuple[int, int], embed_dim: int) -> None:
         super().__init__()
@@ -44,11 +44,16 @@ class SimplePatchEmbed(nn.Module):
 
 
 class SimpleAttention(nn.Module):
-    """Attention whose queries and keys read Z, while its values read X: (B, N, C) → (B, N, C).
+    """Attention with queries and keys from Z and values from X: (B, N, C) → (B, N, C).
 
-    Z is X ("content"), alpha · X + (1 − alpha) · P ("mixed", the paper's Model I), P ("position",
-    Model II), or nothing at all ("free", Model III): then Q and K are matrices (h, N, d) themselves.
-    Without values each head mixes its slice of X's channels. There are no biases.
+    reads: what Z is. "content": X. "mixed": alpha · X + (1 − alpha) · P, the paper's Model I.
+        "position": P, Model II. "free", Model III: there is no Z, and Q and K are themselves
+        parameters, (h, N, d).
+    values: whether the values are a linear projection of X. If not, each head mixes its own slice
+        of X's channels, and num_heads · head_dim must equal embed_dim.
+    logit_scale: factor on Q Kᵀ; 0 stands for head_dim^-½.
+
+    None of the linear layers has a bias.
     """
 
     def __init__(self, dim: int, *, tokens: int, num_heads: int, head_dim: int, reads: Reading,
@@ -68,20 +73,20 @@ class SimpleAttention(nn.Module):
         self.value = nn.Linear(dim, inner, bias=False) if values else nn.Identity()
         self.proj = nn.Linear(inner, dim, bias=False)
 
-    # Views into the packed weights; writing into one writes the parameter. --------------------
+    # Views into the packed weights; writing to a view writes to the parameter. ------------------
 
     @property
     def q_weight(self) -> Tensor:
-        """(h, d, C), unless Q is free"""
+        """(h, d, C); not for reads = "free"."""
         return self.qk.weight.unflatten(0, (2, self.num_heads, self.head_dim))[0]
 
     @property
     def k_weight(self) -> Tensor:
-        """(h, d, C), unless K is free"""
+        """(h, d, C); not for reads = "free"."""
         return self.qk.weight.unflatten(0, (2, self.num_heads, self.head_dim))[1]
 
     def queries_keys(self, x: Tensor, pos_embed: Tensor) -> tuple[Tensor, Tensor]:
-        """Q and K, each (B, h, N, d), for "position" and "free" (1, h, N, d).
+        """Q and K, each (B, h, N, d), or (1, h, N, d) where they are the same for all images.
 
         x: (B, N, C), normalised; pos_embed: P, (N, C).
         """
@@ -93,14 +98,16 @@ class SimpleAttention(nn.Module):
         return query, key
 
     def mixing_weights(self, x: Tensor, pos_embed: Tensor) -> Tensor:
-        """The matrices that `forward` applies: (B, h, N, N), for "position" and "free" (1, h, N, N)."""
+        """The attention matrices of `forward`: (B, h, N, N); for "position" and "free",
+        (1, h, N, N).
+        """
         query, key = self.queries_keys(x, pos_embed)
-        # attention_weights divides by √d; here the scale is a choice.
+        # attention_weights divides by √d, which is undone here in favour of logit_scale.
         return attention_weights(query * (self.logit_scale * self.head_dim ** 0.5), key)
 
     def forward(self, x: Tensor, pos_embed: Tensor) -> Tensor:
         values = self.value(x)                                           # (B, N, h·d)
-        if self.reads in ("position", "free"):       # one matrix per head serves all images
+        if self.reads in ("position", "free"):       # one matrix per head for all images
             values = rearrange(values, "b n (h d) -> h n (b d)", h=self.num_heads)
             mixed = self.mixing_weights(x, pos_embed)[0] @ values        # (h, N, B·d)
             return self.proj(rearrange(mixed, "h n (b d) -> b n (h d)", b=x.shape[0]))
@@ -111,7 +118,7 @@ class SimpleAttention(nn.Module):
 
 
 class SimpleBlock(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x))."""
+    """Pre-norm block: x + attention(norm(x)), then x + MLP(norm(x))."""
 
     def __init__(self, dim: int, attention: SimpleAttention, *, mlp_ratio: float) -> None:
         super().__init__()
@@ -128,18 +135,21 @@ class SimpleBlock(nn.Module):
 class SimpleViT(nn.Module):
     """SimpleViT for images (B, 3, H, W) → logits (B, num_classes).
 
-    num_classes: 0 builds a model without a head, which gives what the head would read.
-    reads, alpha: what queries and keys read in every block, see SimpleAttention. "content" is the
-        plain SimpleViT.
-    input_pos_embed: the tokens enter as alpha · X + (1 − alpha) · P, as in the paper's code; only for
-        "content", since else P would come in twice.
-    values: whether attention projects its values. train_qk: False freezes Q and K: they leave the
-        optimiser, and with it weight decay. (The paper's code freezes free ones alone.)
-    logit_scale: of Q Kᵀ; 0: head_dim^-½. The paper's code: 1 for "free", .1 for the others.
-    head_dim: 0: embed_dim / num_heads.
+    num_classes: 0 builds a model without a head, whose output is the pooled features.
+    reads, alpha: what queries and keys are computed from in every block, see SimpleAttention.
+        "content" is the plain SimpleViT.
+    input_pos_embed: whether the input of the first block is alpha · X + (1 − alpha) · P, as in the
+        paper's code. Only for reads = "content"; otherwise P would enter twice.
+    values: whether attention projects its values.
+    train_qk: False freezes Q and K, which excludes them from the optimiser and from weight decay.
+        (The paper's code freezes them only for "free".)
+    logit_scale: factor on Q Kᵀ; 0 stands for head_dim^-½. The paper's code uses 1 for "free" and
+        0.1 for the others.
+    head_dim: 0 stands for embed_dim / num_heads.
 
-    P is the fixed 2-D sin-cos embedding (MoCo v3's frequencies; the paper's code spaces them a little
-    wider). Weights are what PyTorch's layers draw; call `vitinit.init_weights` before training.
+    P is the fixed 2-D sin-cos embedding with MoCo v3's frequencies, which the paper's code spaces
+    slightly wider. The constructor leaves the weights as PyTorch's layers draw them; call
+    `vitinit.init_weights` before training.
     """
 
     num_prefix_tokens = 0
@@ -181,9 +191,10 @@ class SimpleViT(nn.Module):
                 parameter.requires_grad_(False)
 
     def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
-        """(B, 3, H, W), normalised → what is behind the `blocks`, and what the head reads.
+        """Return the tokens after the chosen blocks, and the pooled features that the head reads.
 
-        blocks: numbers from 0, negative ones from the last.
+        images: (B, 3, H, W), normalised.
+        blocks: block numbers, counted from 0; negative numbers count from the last block.
         """
         require_image_size(images, self.image_size)
         wanted, seen = block_numbers(blocks, len(self.blocks)), {}
@@ -198,11 +209,11 @@ class SimpleViT(nn.Module):
         return Features(tuple(seen[number] for number in wanted), self.tokens(x), x.mean(dim=1))
 
     def tokens(self, x: Tensor) -> Tokens:
-        """(B, N, C) on the grid."""
+        """(B, N, C) as `Tokens` on the grid; there are no prefix tokens."""
         return Tokens(x.unflatten(1, self.grid), x[:, :0])
 
     def classify(self, features: Features) -> Tensor:
-        """→ (B, num_classes)."""
+        """The logits, (B, num_classes), from the pooled features."""
         return self.head(features.pooled)
 
     def forward(self, images: Tensor) -> Tensor:

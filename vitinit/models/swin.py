@@ -1,10 +1,12 @@
-"""Swin Transformer (Liu et al., arXiv 2103.14030): attention in windows that shift from block to block.
+"""Swin Transformer (Liu et al., arXiv 2103.14030): attention within windows.
 
-    image → patches → stages of blocks, a merge of 2×2 tokens before all but the first → norm → mean
-    → head
+    image → patches → stages of blocks; each stage but the first begins by merging 2×2 tokens
+    → norm → mean → head
 
-Within a stage tokens stay on a map (B, H, W, C). Names in the state dict, parameter counts and
-outputs are timm's. Shape legend: see attention.py; w is a window's side, M the windows of a map.
+In every second block of a stage the windows are shifted by half their size, so that information
+crosses their borders. Within a stage the tokens form a feature map (B, H, W, C). Names in the state
+dict, parameter counts and outputs equal timm's. The shape legend is in attention.py; in addition, w
+is the side of a window and M the number of windows of one feature map.
 """
 
 from __future__ import annotations
@@ -23,14 +25,15 @@ from .features import Features, Tokens, block_numbers, make_head, require_classe
 from .layers import (Mlp, PatchEmbed, add_branch, drop_path_rates, hidden_width, require_positive,
                      to_pair)
 
-MASKED = -100.0                 # added to the logits of pairs that the shift brought together
+MASKED = -100.0                 # added to the logits of tokens that only the shift made neighbours
 
 
 class WindowAttention(Attention):
     """Attention among the tokens of one window, with a learned bias for each relative position.
 
-    relative_position_bias_table: ((2·w_h − 1)·(2·w_w − 1), h). Row (down + w_h − 1)·(2·w_w − 1) +
-    right + w_w − 1 is added to the logit of a query that stands (down, right) of its key (§3.2).
+    relative_position_bias_table: ((2·w_h − 1)·(2·w_w − 1), h). Row
+        (down + w_h − 1)·(2·w_w − 1) + right + w_w − 1 is added to the logit of a query that is
+        `down` rows below and `right` columns to the right of its key (§3.2).
     """
 
     def __init__(self, dim: int, *, num_heads: int, window: tuple[int, int],
@@ -40,44 +43,46 @@ class WindowAttention(Attention):
         self.window = window
         self.relative_position_bias_table = nn.Parameter(
             torch.zeros((2 * height - 1) * (2 * width - 1), num_heads))
-        places = torch.cartesian_prod(torch.arange(height), torch.arange(width))  # (w², 2)
-        down, right = (places[:, None] - places).unbind(-1)              # query − key, (w², w²)
+        cells = torch.cartesian_prod(torch.arange(height), torch.arange(width))   # (w², 2)
+        down, right = (cells[:, None] - cells).unbind(-1)                # query − key, (w², w²)
         index = (down + height - 1) * (2 * width - 1) + right + width - 1
         self.register_buffer("relative_position_index", index, persistent=False)
 
     def relative_bias(self) -> Tensor:
-        """(h, w², w²)"""
+        """The bias of every head for every pair of tokens: (h, w², w²)."""
         return rearrange(self.relative_position_bias_table[self.relative_position_index],
                          "query key h -> h query key")
 
-    # The windows of an image count as heads, so that one bias serves all images of a batch: it is
-    # (M·h, w², w²) with a mask, however large the batch, and (h, w², w²) without one. --------------
+    # The windows of an image are folded into the head dimension, so that all images of a batch
+    # share one bias: (M·h, w², w²) with a mask, (h, w², w²) without. ------------------------------
 
     def bias(self, mask: Tensor | None) -> Tensor:
         """What is added to the logits: (1, M·h, w², w²), or (1, h, w², w²) without a mask.
 
-        mask: (M, w², w²), 0 or MASKED, for the windows of one map in order, or None.
+        mask: (M, w², w²), 0 or MASKED, for the windows of a feature map in row-major order; or
+            None.
         """
         if mask is None:
             return self.relative_bias()[None]
         return rearrange(self.relative_bias() + mask[:, None], "m h query key -> 1 (m h) query key")
 
     def folded(self, x: Tensor, windows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of (B·M, w², C): three of (B, M·h, w², d), M = windows."""
-        # Each by itself: in one tensor, the values alone would keep all three for the backward pass.
+        """Queries, keys and values of x, (B·M, w², C): three of (B, M·h, w², d), M = windows."""
+        # Rearranged one by one: as views of one tensor, the values would keep the queries and keys
+        # in memory until the backward pass.
         q, k, v = (rearrange(part, "(b m) h n d -> b (m h) n d", m=windows)
                    for part in self.queries_keys_values(x))
         return q, k, v
 
     def mixing_weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The matrices that `forward` applies to x: (B·M, w², C) → (B·M, h, w², w²)."""
+        """The attention matrices that `forward` applies: (B·M, w², C) → (B·M, h, w², w²)."""
         windows = 1 if mask is None else mask.shape[0]
         q, k, _ = self.folded(x, windows)
         return rearrange(attention_weights(q, k, self.bias(mask)),
                          "b (m h) query key -> (b m) h query key", m=windows)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x: (B·M, w², C), the windows of an image one after another; mask: see `bias`."""
+        """x: (B·M, w², C), the windows of one image after those of another; mask: see `bias`."""
         windows = 1 if mask is None else mask.shape[0]
         q, k, v = self.folded(x, windows)                                # each (B, M·h, w², d)
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias(mask))
@@ -86,9 +91,9 @@ class WindowAttention(Attention):
 
 def shift_mask(grid: tuple[int, int], window: tuple[int, int],
                shift: tuple[int, int]) -> Tensor | None:
-    """(M, w², w²): MASKED between tokens that only the cyclic shift made neighbours, else 0 (§3.2).
+    """(M, w², w²): MASKED for tokens that only the cyclic shift made neighbours, else 0 (§3.2).
 
-    None without a shift.
+    Returns None if nothing is shifted.
     """
     if not any(shift):
         return None
@@ -102,9 +107,11 @@ def shift_mask(grid: tuple[int, int], window: tuple[int, int],
 
 
 class SwinBlock(nn.Module):
-    """Pre-norm block on a map (B, H, W, C): attention in windows of the shifted map, then the MLP.
+    """Pre-norm block on a feature map (B, H, W, C): attention in windows, then the MLP.
 
-    window: at most the grid; where it is the whole grid, nothing shifts along that side.
+    window: at most the grid. Along a side where the window spans the whole grid, nothing is
+        shifted.
+    shifted: whether the windows are shifted by half their size, as in every second block.
     """
 
     def __init__(self, dim: int, *, grid: tuple[int, int], num_heads: int, window: tuple[int, int],
@@ -119,7 +126,7 @@ class SwinBlock(nn.Module):
         self.register_buffer("mask", shift_mask(grid, window, self.shift), persistent=False)
 
     def mix_windows(self, x: Tensor) -> Tensor:
-        """The attention branch on a normalised map: (B, H, W, C) → the same."""
+        """The attention branch on a normalised feature map: (B, H, W, C) → the same."""
         down, right = self.shift
         height, width = self.window
         if any(self.shift):
@@ -131,14 +138,14 @@ class SwinBlock(nn.Module):
         return x.roll((down, right), dims=(1, 2)) if any(self.shift) else x
 
     def forward(self, x: Tensor, drop_path: Tensor | None = None) -> Tensor:
-        """x: (B, H, W, C); drop_path: (2, B) drop-path scales of the two branches, or None."""
+        """x: (B, H, W, C); drop_path: (2, B), drop-path scales of the two branches, or None."""
         attention_scale, mlp_scale = (None, None) if drop_path is None else drop_path
         x = add_branch(x, self.mix_windows(self.norm1(x)), attention_scale)
         return add_branch(x, self.mlp(self.norm2(x)), mlp_scale)
 
 
 class PatchMerging(nn.Module):
-    """2×2 neighbours become one token of twice the width: (B, H, W, C) → (B, H/2, W/2, 2·C)."""
+    """Merge 2×2 neighbours into one token of twice the width: (B, H, W, C) → (B, H/2, W/2, 2·C)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -146,15 +153,15 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Channels of the upper left, lower left, upper right, lower right token, in that order.
+        # Channels of the upper left, lower left, upper right and lower right token, in this order.
         x = rearrange(x, "n (h down) (w right) c -> n h w (right down c)", down=2, right=2)
         return self.reduction(self.norm(x))
 
 
 class SwinStage(nn.Module):
-    """A merge, unless it is the first stage, and blocks of which every second one is shifted.
+    """The parts of a stage: merging, unless it is the first stage, and the blocks.
 
-    `SwinTransformer.features` goes through them.
+    It has no `forward`; `SwinTransformer.features` calls the parts.
     """
 
     def __init__(self, dim: int, *, grid: tuple[int, int], depth: int, merge: bool, num_heads: int,
@@ -167,7 +174,7 @@ class SwinStage(nn.Module):
 
 
 class SwinPatchEmbed(PatchEmbed):
-    """Patches on a map, normalised: (B, 3, H, W) → (B, H/p, W/p, C)."""
+    """Patch embedding as a feature map, with a LayerNorm: (B, 3, H, W) → (B, H/p, W/p, C)."""
 
     def __init__(self, *, image_size: tuple[int, int], patch_size: tuple[int, int],
                  embed_dim: int) -> None:
@@ -182,16 +189,19 @@ class SwinPatchEmbed(PatchEmbed):
 class SwinTransformer(nn.Module):
     """Swin for images (B, 3, H, W) → logits (B, num_classes).
 
-    num_classes: 0 builds a model without a head, which gives what the head would read.
+    num_classes: 0 builds a model without a head, whose output is the pooled features.
     image_size, patch_size, window_size: one integer or (height, width). In each stage the window is
-    at most the stage's grid, and must tile it; all stages but the last need an even grid. Raises
-    ValueError naming the stage otherwise.
-    embed_dim: of the first stage; each merge doubles it. depths, num_heads: one entry a stage.
-    drop_path: stochastic-depth rate of the last block, rising linearly from 0 in the first.
+        cut to the stage's grid, and must tile it. The grids of all stages but the last must be
+        even.
+    embed_dim: width of the first stage; each merge doubles it.
+    depths, num_heads: one entry per stage.
+    drop_path: stochastic-depth rate of the last block; the rates rise linearly from 0 in the first.
+
+    Raises ValueError, naming the stage, if a grid is odd or its window does not tile it.
     """
 
     num_prefix_tokens = 0
-    learns_positions = False        # none to learn: the relative bias is the only position embedding
+    learns_positions = False        # positions enter by the relative position bias alone
 
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
                  patch_size: int | tuple[int, int], embed_dim: int, depths: tuple[int, ...],
@@ -225,18 +235,20 @@ class SwinTransformer(nn.Module):
 
     def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
-        """(B, 3, H, W), normalised → what is behind the `blocks`, and what the head reads.
+        """Return the tokens after the chosen blocks, and the pooled features that the head reads.
 
-        blocks: numbers from 0 through all stages, negative ones from the last; maps of later stages
-            are smaller and wider. drop_path: see `forward`.
+        images: (B, 3, H, W), normalised.
+        blocks: block numbers, counted from 0 through all stages; negative numbers count from the
+            last block. Feature maps of later stages are smaller and wider.
+        drop_path: see `forward`.
         """
         wanted, seen, number = block_numbers(blocks, sum(self.depths)), {}, 0
-        kept = [None] * sum(self.depths) if drop_path is None else drop_path.unflatten(0, (-1, 2))
+        scales = [None] * sum(self.depths) if drop_path is None else drop_path.unflatten(0, (-1, 2))
         x = self.patch_embed(images)                                     # (B, H, W, C)
         for stage in self.layers:
             x = stage.downsample(x)
             for block in stage.blocks:
-                x = block(x, kept[number])
+                x = block(x, scales[number])
                 if number in wanted:
                     seen[number] = self.tokens(x)
                 number += 1
@@ -246,20 +258,23 @@ class SwinTransformer(nn.Module):
 
     @staticmethod
     def tokens(x: Tensor) -> Tokens:
-        """(B, H, W, C), with no token before the map."""
+        """(B, H, W, C) as `Tokens`; there are no prefix tokens."""
         return Tokens(x, x.flatten(1, 2)[:, :0])
 
     def classify(self, features: Features) -> Tensor:
-        """→ (B, num_classes)."""
+        """The logits, (B, num_classes), from the pooled features."""
         return self.head(features.pooled)
 
     def forward(self, images: Tensor, drop_path: Tensor | None = None) -> Tensor:
-        """images: (B, 3, H, W), normalised. drop_path: (2·blocks, B) from `draw_drop_path`, or None."""
+        """Compute the logits, (B, num_classes), of normalised images, (B, 3, H, W).
+
+        drop_path: (2·blocks, B) from `draw_drop_path`, or None.
+        """
         return self.classify(self.features(images, drop_path))
 
 
 def stage_grids(grid: tuple[int, int], stages: int) -> list[tuple[int, int]]:
-    """The grid of each stage, halved by each merge; raises ValueError where one is odd."""
+    """The grid of each stage, halved by each merge; raises ValueError if it is odd before one."""
     grids = [grid]
     for stage in range(1, stages):
         height, width = grids[-1]
@@ -272,7 +287,7 @@ def stage_grids(grid: tuple[int, int], stages: int) -> list[tuple[int, int]]:
 
 
 def window_on(grid: tuple[int, int], window: Sequence[int], stage: int) -> tuple[int, int]:
-    """The window on a stage's grid, at most the grid; raises ValueError if it does not tile it."""
+    """The window of a stage, cut to its grid; raises ValueError if it does not tile the grid."""
     height, width = (min(w, side) for w, side in zip(window, grid))
     if grid[0] % height or grid[1] % width:
         raise ValueError(f"stage {stage + 1} has a grid of {grid[0]}×{grid[1]} tokens, which windows "

@@ -3,8 +3,8 @@
     image → patches → + class token, + registers, + position embedding → blocks → norm
     → class token or mean → head
 
-Names in the state dict, parameter counts and outputs are those of timm and of DeiT's checkpoints.
-Shape legend: see attention.py.
+Names in the state dict, parameter counts and outputs equal those of timm and of DeiT's checkpoints.
+The shape legend is in attention.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .layers import (LARGEST, Mlp, PatchEmbed, add_branch, drop_path_rates, hidd
                      require_positive, sincos_position_embedding, to_pair)
 
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
-NORM_EPS = 1e-6         # of every LayerNorm in ViT and DeiT (PyTorch's own default is 1e-5)
+NORM_EPS = 1e-6         # for every LayerNorm in ViT and DeiT (PyTorch's default is 1e-5)
 
 
 class Block(nn.Module):
@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio, "mlp_ratio"))
 
     def forward(self, x: Tensor, drop_path: Tensor | None = None) -> Tensor:
-        """x: (B, N, C); drop_path: (2, B) drop-path scales of the two branches, or None."""
+        """x: (B, N, C); drop_path: (2, B), drop-path scales of the two branches, or None."""
         attention_scale, mlp_scale = (None, None) if drop_path is None else drop_path
         x = add_branch(x, self.attn(self.norm1(x)), attention_scale)
         return add_branch(x, self.mlp(self.norm2(x)), mlp_scale)
@@ -44,22 +44,27 @@ class Block(nn.Module):
 class VisionTransformer(nn.Module):
     """ViT for images (B, 3, H, W) → logits (B, num_classes).
 
-    num_classes: 0 builds a model without a head, which gives what the head would read.
+    num_classes: 0 builds a model without a head, whose output is the pooled features.
     image_size, patch_size: one integer or (height, width); the patches must tile the image.
-    pool: "class" reads the class token, "mean" has none and averages the patch tokens.
-    fc_norm: the last norm stands after mean pooling, not before it, as in MAE's fine-tuned models
-        (arXiv 2111.06377, appendix A.1) and timm's `fc_norm`, which is its name in the state dict.
-    num_registers: tokens that take part in attention and are read by nothing else (Darcet et al.,
-        "Vision Transformers Need Registers", arXiv 2309.16588, §2.2), `reg_token` in the state dict.
-        A class token beside mean pooling, as MAE's fine-tuned models have it, is one of these.
-    pos_embed: "learned", or "sincos", which is fixed (a buffer). Either has an entry for each token,
-        those before the patches included; "sincos" has zeros for these.
-    distilled: DeiT's distillation token and its head beside the class token's; the logits are the
-        mean of both heads' (arXiv 2012.12877, §4). There is no teacher here.
-    drop_path: stochastic-depth rate of the last block, rising linearly from 0 in the first; used by
-        `forward` only through the `drop_path` table that the caller draws (`layers.draw_drop_path`).
+    pool: "class": the head reads the class token. "mean": there is no class token, and the head
+        reads the mean of the patch tokens.
+    fc_norm: apply the last LayerNorm after mean pooling instead of before it, as in MAE's
+        fine-tuned models (arXiv 2111.06377, appendix A.1). The name, also in the state dict, is
+        timm's.
+    num_registers: number of register tokens, which take part in attention but are not read by the
+        head (Darcet et al., "Vision Transformers Need Registers", arXiv 2309.16588, §2.2);
+        `reg_token` in the state dict. With mean pooling, an unread class token, as in MAE's
+        fine-tuned models, is represented as a register.
+    pos_embed: "learned", or "sincos", which is fixed (a buffer). Both have an entry for each token,
+        including the prefix tokens, for which the entries of "sincos" are zero.
+    distilled: add DeiT's distillation token and a second head, which reads it; the logits are the
+        mean of both heads' logits (arXiv 2012.12877, §4). Training with a teacher is not
+        implemented.
+    drop_path: stochastic-depth rate of the last block; the rates rise linearly from 0 in the first
+        block. `forward` drops branches only if it is given a table from `layers.draw_drop_path`.
 
-    Weights are what PyTorch's layers draw; call `vitinit.init_weights` before training.
+    The constructor leaves the weights as PyTorch's layers draw them; call `vitinit.init_weights`
+    before training.
     """
 
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
@@ -115,10 +120,11 @@ class VisionTransformer(nn.Module):
 
     @property
     def learns_positions(self) -> bool:
+        """Whether the position embedding is a parameter, not a fixed buffer."""
         return isinstance(self.pos_embed, nn.Parameter)
 
     def embed(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) → (B, N, C): prefix tokens and patches, each plus its position embedding."""
+        """(B, 3, H, W) → (B, N, C): prefix tokens and patches, plus the position embedding."""
         x = self.patch_embed(images)                                     # (B, patches, C)
         before = [getattr(self, name) for name in PREFIX_TOKENS if hasattr(self, name)]
         x = torch.cat([*(token.expand(x.shape[0], -1, -1) for token in before), x], dim=1)
@@ -126,9 +132,11 @@ class VisionTransformer(nn.Module):
 
     def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
-        """(B, 3, H, W), normalised → what is behind the `blocks`, and what the head reads.
+        """Return the tokens after the chosen blocks, and the pooled features that the head reads.
 
-        blocks: numbers from 0, negative ones from the last. drop_path: see `forward`.
+        images: (B, 3, H, W), normalised.
+        blocks: block numbers, counted from 0; negative numbers count from the last block.
+        drop_path: see `forward`.
         """
         wanted, seen = block_numbers(blocks, len(self.blocks)), {}
         x = self.embed(images)
@@ -140,28 +148,31 @@ class VisionTransformer(nn.Module):
         return Features(tuple(seen[number] for number in wanted), self.tokens(x), self.pooled(x))
 
     def tokens(self, x: Tensor) -> Tokens:
-        """(B, N, C), taken apart into the grid of patches and what stands before it."""
+        """(B, N, C) → the patch tokens on their grid, and the prefix tokens."""
         return Tokens(x[:, self.num_prefix_tokens:].unflatten(1, self.grid),
                       x[:, :self.num_prefix_tokens])
 
     def pooled(self, x: Tensor) -> Tensor:
-        """(B, N, C), normalised → (B, C): the class token, or the patch tokens' mean.
+        """(B, N, C), normalised → (B, C): the class token, or the mean of the patch tokens.
 
-        Of a distilled model (B, 2·C), the class token and the distillation token.
+        For a distilled model (B, 2·C): the class token and the distillation token.
         """
         if self.pool == "class":
             return x[:, :2].flatten(1) if self.distilled else x[:, 0]
         return self.fc_norm(x[:, self.num_prefix_tokens:].mean(dim=1))
 
     def classify(self, features: Features) -> Tensor:
-        """→ (B, num_classes)."""
+        """The logits, (B, num_classes), from the pooled features."""
         if self.distilled and self.num_classes:
             of_class, of_distillation = features.pooled.chunk(2, dim=1)
             return (self.head(of_class) + self.head_dist(of_distillation)) / 2
         return self.head(features.pooled)
 
     def forward(self, images: Tensor, drop_path: Tensor | None = None) -> Tensor:
-        """images: (B, 3, H, W), normalised. drop_path: (2·depth, B) from `draw_drop_path`, or None."""
+        """Compute the logits, (B, num_classes), of normalised images, (B, 3, H, W).
+
+        drop_path: (2·depth, B) from `draw_drop_path`, or None.
+        """
         return self.classify(self.features(images, drop_path))
 
     def _drop_path_of_blocks(self, drop_path: Tensor | None) -> Iterator[Tensor | None]:
