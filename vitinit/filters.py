@@ -1,13 +1,14 @@
-"""Convolution kernels, and the matrix that a kernel is when it acts on a flattened grid.
+"""Convolution kernels, and the matrix by which a kernel acts on a flattened grid.
 
-Everything follows torch's convention for padding "same": conv2d is a cross-correlation, so an
-f×f kernel k maps x to
+Everything follows PyTorch's convention for padding "same": conv2d is a cross-correlation, so an f×f
+kernel k maps x to
 
     y[p] = Σ_δ k[δ + (f - 1) // 2] · x[p + δ],        δ = index - (f - 1) // 2 on each axis.
 
-An *impulse* kernel is 1 at a single offset δ = (rows down, columns right): y[p] = x[p + δ]. Its
-matrix is a shift, and K² of them span every K×K convolution (Cordonnier et al., arXiv 1911.03584;
-arXiv 2505.19985, §4). Grids are (height, width); token n is at row n // width, column n % width.
+An *impulse* kernel is 1 at a single offset δ = (rows down, columns right) and 0 elsewhere:
+y[p] = x[p + δ]. Its matrix is a shift, and the K² shifts of a K×K kernel span all K×K convolutions
+(Cordonnier et al., arXiv 1911.03584; arXiv 2505.19985, §4). Grids are (height, width); token n is
+in row n // width and column n % width.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch import Tensor
 
 Offset = tuple[int, int]
 
-# The order in which the released code hands the cells of a 3×3 kernel to the heads:
-# centre, up, right, left, down, then the corners (structured-initialization, vision_transformer.py).
+# The order in which the released code assigns the cells of a 3×3 kernel to heads: centre, up,
+# right, left, down, then the corners (structured-initialization, vision_transformer.py).
 RELEASED_ORDER_3X3 = (4, 1, 5, 3, 7, 0, 2, 6, 8)
 
 
@@ -34,18 +35,19 @@ def kernel_offsets(kernel_size: int) -> list[Offset]:
 
 
 def ordered_offsets(kernel_size: int) -> list[Offset]:
-    """The offsets in the order in which heads take them.
+    """The offsets of a kernel in the order in which they are assigned to heads.
 
-    3×3: the released order. Other sizes: by distance from the centre, then row-major.
+    For 3×3 this is the order of the released code. Otherwise offsets are ordered by their distance
+    from the centre, and row-major at equal distance.
     """
     offsets = kernel_offsets(kernel_size)
     if kernel_size == 3:
         return [offsets[cell] for cell in RELEASED_ORDER_3X3]
-    return sorted(offsets, key=lambda offset: offset[0] ** 2 + offset[1] ** 2)   # sorted is stable
+    return sorted(offsets, key=lambda offset: offset[0] ** 2 + offset[1] ** 2)   # a stable sort
 
 
 def offsets_on_grid(kernel_size: int, grid: tuple[int, int]) -> list[Offset]:
-    """`ordered_offsets`, each of which has a target somewhere on the grid; else ValueError."""
+    """`ordered_offsets`, or ValueError if one of them leads off the grid from every token."""
     largest = 2 * min(grid) - 1
     if kernel_size > largest:
         raise ValueError(f"kernel_size is {kernel_size}, but beyond {largest} its outer offsets have "
@@ -59,7 +61,7 @@ def offsets_on_grid(kernel_size: int, grid: tuple[int, int]) -> list[Offset]:
 
 
 def impulse_kernel(offset: Offset, kernel_size: int) -> Tensor:
-    """One at `offset`, zero elsewhere. Raises ValueError if the kernel has no such cell."""
+    """1 at `offset`, 0 elsewhere. Raises ValueError if the kernel has no such cell."""
     offsets = kernel_offsets(kernel_size)
     if tuple(offset) not in offsets:
         raise ValueError(f"a {kernel_size}×{kernel_size} kernel has no offset {tuple(offset)}; "
@@ -70,18 +72,18 @@ def impulse_kernel(offset: Offset, kernel_size: int) -> Tensor:
 
 
 def random_kernel(kernel_size: int, *, generator: torch.Generator) -> Tensor:
-    """Uniform on ±1/kernel_size, PyTorch's draw for a depthwise convolution (arXiv 2401.12511)."""
+    """Uniform on ±1/kernel_size, as PyTorch draws depthwise filters (arXiv 2401.12511)."""
     draws = torch.rand(kernel_size, kernel_size, generator=generator)
     return (2.0 * draws - 1.0) / kernel_size
 
 
 def box_kernel(kernel_size: int) -> Tensor:
-    """The mean over the window: all cells 1 / kernel_size²."""
+    """The mean over the window: 1 / kernel_size² in all cells."""
     return torch.full((kernel_size, kernel_size), kernel_size**-2.0)
 
 
 def gaussian_kernel(kernel_size: int, sigma: float) -> Tensor:
-    """exp(-‖δ‖² / 2σ²) over the kernel's offsets δ, normalised to sum 1; sigma in cells."""
+    """exp(-‖δ‖² / 2σ²) at the kernel's offsets δ, normalised to sum 1; sigma in cells."""
     if sigma <= 0:
         raise ValueError(f"sigma is {sigma}, expected more than 0")
     squares = torch.tensor([row**2 + column**2 for row, column in kernel_offsets(kernel_size)])
@@ -95,7 +97,10 @@ def gaussian_kernel(kernel_size: int, sigma: float) -> Tensor:
 
 
 def shift_targets(offset: Offset, grid: tuple[int, int], *, circular: bool = False) -> Tensor:
-    """(N,) the token that each token of `grid` looks at through `offset`; -1 where it is off it."""
+    """The index of each token's neighbour at `offset`, (N,); -1 where that is off the grid.
+
+    circular: wrap around at the borders instead.
+    """
     height, width = grid
     rows = torch.arange(height)[:, None] + offset[0]                     # (H, 1)
     columns = torch.arange(width)[None, :] + offset[1]                   # (1, W)
@@ -108,8 +113,10 @@ def shift_targets(offset: Offset, grid: tuple[int, int], *, circular: bool = Fal
 def convolution_matrix(kernel: Tensor, grid: tuple[int, int], *, circular: bool = False) -> Tensor:
     """The (N, N) matrix M for which M @ x.flatten() is conv2d(x, kernel) with padding "same".
 
-    kernel: (f_down, f_right), square or not. circular wraps round at the borders instead of padding
-    with zeros. Raises ValueError for a kernel of other than two dimensions.
+    kernel: (f_down, f_right), square or not. circular: wrap around at the borders instead of
+        padding with zeros.
+
+    Raises ValueError unless the kernel has two dimensions.
     """
     if kernel.ndim != 2:
         raise ValueError(f"kernel has the shape {tuple(kernel.shape)}, expected (down, right)")
@@ -119,6 +126,6 @@ def convolution_matrix(kernel: Tensor, grid: tuple[int, int], *, circular: bool 
         weight, offset = kernel[cell], (cell[0] - centre[0], cell[1] - centre[1])
         targets = shift_targets(offset, grid, circular=circular)
         rows = (targets >= 0).nonzero()[:, 0]
-        # Cells of a kernel larger than a circular grid fall on the same entry, hence +=.
+        # += because several cells of a kernel larger than a circular grid fall on the same entry.
         matrix[rows, targets[rows]] += weight
     return matrix

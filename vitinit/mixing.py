@@ -1,18 +1,19 @@
-"""What spatial mixing does a model apply right now?
+"""Which spatial mixing does a model currently apply?
 
-Every model here alternates channel mixing with spatial mixing X ← M X, and M can be read off:
+All models of this package alternate channel mixing with spatial mixing X ← M X, and M can be read
+from a forward pass:
 
-| family             | M of a block                                                   | one for each    |
-|--------------------|----------------------------------------------------------------|-----------------|
-| VisionTransformer  | softmax(Q Kᵀ / √d)                                             | image, head     |
-| SwinTransformer    | the same in windows, with bias and mask, 0 between windows     | image, head     |
-| MlpMixer           | the Jacobian of the token MLP at its input                     | image, channel  |
-| SimpleViT          | softmax(σ Q Kᵀ)                                                | image, head     |
-| ConvMixer          | the matrix of the depthwise kernel, without its bias           | channel         |
+| family            | M of a block                                         | one M per         |
+|-------------------|------------------------------------------------------|-------------------|
+| VisionTransformer | softmax(Q Kᵀ / √d)                                   | image and head    |
+| SwinTransformer   | the same within windows, with bias and mask          | image and head    |
+| MlpMixer          | the Jacobian of the token MLP at its input           | image and channel |
+| SimpleViT         | softmax(σ Q Kᵀ)                                      | image and head    |
+| ConvMixer         | the matrix of the depthwise kernel, without its bias | channel           |
 
-`mixing_matrices` reads them off a real forward pass, and `target_mass` says how much of an attention
-matrix lies on the token that an impulse filter would pick. Mixing is meant without the skip
-connection round it.
+`mixing_matrices` returns these matrices. `target_mass` measures which share of an attention matrix
+lies on the token that an impulse filter would pick. The skip connection around the mixing is not
+part of M.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .models.conv_mixer import DenseMixing, DepthwiseConv
 from .models.swin import SwinBlock
 
 
-TINY = torch.finfo(torch.float32).tiny      # what has rounded to zero counts as this
+TINY = torch.finfo(torch.float32).tiny      # stands for values that have rounded to zero
 
 
 @torch.no_grad()
@@ -37,11 +38,15 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] |
                     heads: Sequence[int] | None = None) -> dict[int, Tensor]:
     """The matrices with which the model mixes the tokens of `images`, by block.
 
-    images: (B, 3, H, W), normalised as for the model. blocks, heads: indices, default all; of a
-        Mixer or ConvMixer "heads" are channels, all of which together are gigabytes in large models.
-    Returns {block: (B, len(heads), N, N)}, N counting the class token where there is one. A Swin's
-    blocks are counted through its stages, whose grids `block_grids` gives.
-    Raises ValueError for another model or a block that it lacks.
+    images: (B, 3, H, W), normalised as for the model.
+    blocks: block numbers; all by default. The blocks of a Swin are counted through its stages,
+        whose grids `block_grids` gives.
+    heads: head numbers; all by default. For a Mixer or ConvMixer they are channels; all channels of
+        a large model together take gigabytes.
+
+    Returns {block: (B, len(heads), N, N)}; N includes the class token, if there is one. The model
+    runs in evaluation mode and is left as it was. Raises ValueError for a model of another family
+    or a block that the model does not have.
     """
     readers = mixers(model)
     wanted = range(len(readers)) if blocks is None else list(blocks)
@@ -57,7 +62,7 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] |
             found[block] = read(chosen, *arguments)
         return hook
 
-    # The hook sees the very input that the spatial mixer of this block gets.
+    # The hook receives exactly the input of the block's spatial mixer.
     hooks = [readers[block][0].register_forward_pre_hook(record(block, readers[block][1]))
              for block in wanted]
     modes = [(module, module.training) for module in model.modules()]
@@ -73,17 +78,17 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] |
 
 
 def block_grids(model: nn.Module) -> list[tuple[int, int]]:
-    """The grid of tokens that each block mixes, without class tokens."""
+    """The grid of patch tokens that each block mixes."""
     if isinstance(model, SwinTransformer):
         return [block.grid for stage in model.layers for block in stage.blocks]
     return [model.grid] * len(model.blocks)
 
 
-Reader = Callable[..., Tensor]       # (which heads, the mixer's input …) → (B, heads, N, N)
+Reader = Callable[..., Tensor]       # (heads, *inputs of the mixer) → (B, len(heads), N, N)
 
 
 def mixers(model: nn.Module) -> list[tuple[nn.Module, Reader]]:
-    """Every block's spatial mixer and how to read its matrices off its input."""
+    """Each block's spatial mixer, and a function that computes its matrices from its input."""
     if isinstance(model, (VisionTransformer, SimpleViT)):
         return [(block.attn, _attention_reader(block.attn)) for block in model.blocks]
     if isinstance(model, SwinTransformer):
@@ -100,17 +105,17 @@ def mixers(model: nn.Module) -> list[tuple[nn.Module, Reader]]:
 def _attention_reader(attention: nn.Module) -> Reader:
     def read(heads, x: Tensor, *pos_embed: Tensor) -> Tensor:
         weights = attention.mixing_weights(x, *pos_embed)[:, heads]
-        return weights.expand(len(x), -1, -1, -1)    # a SimpleViT's may be alike for all images
+        return weights.expand(len(x), -1, -1, -1)    # a SimpleViT may have one for all images
     return read
 
 
 def _window_reader(block: SwinBlock) -> Reader:
-    """The windows' matrices put where their tokens stand on the unshifted map."""
+    """Reads the matrices of all windows as one (N, N), by token number on the unshifted map."""
     height, width = block.window
 
     def read(heads, x: Tensor, mask: Tensor | None) -> Tensor:
         weights = block.attn.mixing_weights(x, mask)[:, heads]           # (B·M, h, w², w²)
-        # The tokens of each window, by their place on the map: (M, w²).
+        # The token numbers, on the unshifted map, of each window: (M, w²).
         tokens = torch.arange(block.grid[0] * block.grid[1], device=x.device).view(block.grid)
         tokens = tokens.roll([-shift for shift in block.shift], dims=(0, 1))
         tokens = rearrange(tokens, "(a h) (b w) -> (a b) (h w)", h=height, w=width)
@@ -122,7 +127,7 @@ def _window_reader(block: SwinBlock) -> Reader:
 
 
 def _token_mlp_reader(mlp: nn.Module) -> Reader:
-    """J = fc2 · diag(GELU′(fc1 x + b)) · fc1, for every channel's own x."""
+    """J = fc2 · diag(GELU′(fc1 x + b)) · fc1, with each channel's own x."""
     def read(channels, x: Tensor) -> Tensor:
         hidden = mlp.fc1(x[:, channels])                                 # (B, c, hidden)
         with torch.enable_grad():
@@ -135,23 +140,23 @@ def _token_mlp_reader(mlp: nn.Module) -> Reader:
 def _depthwise_reader(mixing: DepthwiseConv | DenseMixing) -> Reader:
     def read(channels, x: Tensor) -> Tensor:
         if isinstance(mixing, DenseMixing):
-            matrices = mixing.matrices()[channels].clone()   # not the parameter, which will change
+            matrices = mixing.matrices()[channels].clone()   # a copy, as training changes the parameter
         else:
             matrices = torch.stack([convolution_matrix(kernel, x.shape[-2:])
                                     for kernel in mixing.kernels()[channels, 0]])
-        return matrices.expand(len(x), -1, -1, -1)   # alike for all images
+        return matrices.expand(len(x), -1, -1, -1)   # the same for all images
     return read
 
 
 # ---------------------------------------------------------------------------------------------
-# What attention matrices are near to; half precision is read as float32
+# Summaries of attention matrices; half precision is converted to float32
 # ---------------------------------------------------------------------------------------------
 
 
 def among_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
-    """(..., N, N) → (..., cells, cells): without prefix tokens, at least in float32.
+    """(..., N, N) → (..., cells, cells): without the prefix tokens, in float32 or higher precision.
 
-    Raises ValueError where N is less than the cells of the grid.
+    Raises ValueError if N is less than the number of cells of the grid.
     """
     cells = grid[0] * grid[1]
     if weights.ndim < 2 or min(weights.shape[-2:]) < cells:
@@ -161,18 +166,21 @@ def among_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def shares_of_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The same, each row divided by its sum; a row that is all on prefix tokens is zero."""
+    """`among_patches`, each row divided by its sum; a row that is all on prefix tokens is 0."""
     patches = among_patches(weights, grid)
     return patches / patches.sum(dim=-1, keepdim=True).clamp(min=TINY)
 
 
 def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int]) -> Tensor:
-    """The share of attention on each head's target token, (h,): 1 is a perfect shift.
+    """The share of each head's attention on its target token, (h,): 1 is a perfect shift.
 
-    weights: (..., h, N, N) with N = grid cells, or that plus prefix tokens, which come first. Their
-        rows are left out, and the other rows are normalised over the patch tokens alone.
-    offsets: one (down, right) per head. Rows whose target is off the grid are left out of the mean.
-    Raises ValueError for another number of heads, or an offset that leads no token to another.
+    weights: (..., h, N, N), where N counts the grid cells and any prefix tokens, which come first.
+        The rows of prefix tokens are left out, and the other rows are normalised over the patch
+        tokens.
+    offsets: one (down, right) per head.
+
+    The mean is over the tokens whose target is on the grid. Raises ValueError if the number of
+    heads differs from that of offsets, or if an offset leads off the grid from every token.
     """
     patches = shares_of_patches(weights, grid)                           # (..., h, cells, cells)
     if patches.ndim < 3 or patches.shape[-3] != len(offsets):
@@ -189,11 +197,12 @@ def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int
 
 
 def logit_peak(weights: Tensor, grid: tuple[int, int]) -> Tensor:
-    """How far the largest logit of a row is above the mean one, (h,): in the mean over rows.
+    """How far the largest logit of a row is above the mean logit, (h,), averaged over rows.
 
-    weights: (..., h, N, N), softmax of the logits; prefix tokens come first and are left out. From
-    about 30 on a softmax is saturated: its gradient is lost to rounding. What has rounded to zero
-    itself counts as 87 below 1.
+    weights: (..., h, N, N), the softmax of the logits; prefix tokens come first and are left out.
+
+    From about 30 on, a softmax is saturated: its gradient is lost to rounding. A weight that has
+    rounded to zero is taken as the smallest float32, a logit of 87 below that of a weight of 1.
     """
     logits = among_patches(weights, grid).clamp(min=TINY).log()          # up to a constant per row
     peaks = (logits.amax(-1) - logits.mean(-1)).mean(-1)                 # (..., h)
@@ -201,11 +210,12 @@ def logit_peak(weights: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def mean_kernel(weights: Tensor, grid: tuple[int, int], radius: int) -> Tensor:
-    """Mean attention by offset, (..., 2·radius + 1, 2·radius + 1): the kernel that a head is nearest
-    to being. Entry [radius + down, radius + right] averages over the tokens that have a token there, and
-    is 0 where none has: no attention can go there.
+    """Mean attention by offset, (..., 2·radius + 1, 2·radius + 1), as a convolution kernel.
 
-    weights: (..., N, N), prefix tokens first and left out, as in `target_mass`.
+    weights: (..., N, N); prefix tokens come first and are left out, as in `target_mass`.
+
+    Entry [radius + down, radius + right] is the average over the tokens for which that offset leads
+    to a token of the grid; it is 0 if there are none.
     """
     patches = shares_of_patches(weights, grid)
     kernel = []

@@ -1,16 +1,16 @@
-"""All initialisations: one literal table, name → model family → function, and `init_weights`.
+"""All initialisations: the table `INITS`, name → model family → function, and `init_weights`.
 
-An init draws its base for every parameter from the generator that it is given, so that nothing a
-constructor drew survives, and then overwrites the tensors that its docstring lists. It returns
-nothing, prints nothing and touches no global state. A family that an init is not defined for is
-missing from its row.
+An init first draws its base for every parameter from the generator that it is given, so that
+nothing the constructor drew remains, and then overwrites the tensors that its docstring lists. It
+returns nothing, prints nothing and changes no global state. If an init is not defined for a model
+family, the family is missing from its row.
 
-What is the same everywhere: the draws are the CPU's, so one seed gives the same numbers on any machine.
-What is computed from them is the same to the bit with equal numbers of threads and equal kernels (CPU
-and torch build). Otherwise Q·Kᵀ of each head and V·proj agree to 1e-4 of their norm, while the factors
-Q, K, V and proj may differ, above all in the signs of rows that cancel in the product. So models
-that are to start alike share weights, not seeds alone; train.py has its first process give them to
-all others.
+What a seed reproduces. All random draws are made on the CPU, so a seed gives the same draws on any
+machine. The weights computed from them are equal to the bit given the same number of threads and
+the same kernels (CPU and torch build). Otherwise the products Q·Kᵀ of each head and V·proj agree to
+1e-4 of their norm, but the factors Q, K, V and proj may differ, most of all in the signs of rows
+that cancel in the product. Models that must start equal should therefore share weights, not only a
+seed; in train.py the first process sends its weights to all others.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ INITS: dict[str, dict[type[nn.Module], Callable[..., None]]] = {
 
 
 def init_function(name: str, family: type[nn.Module]) -> Callable[..., None]:
-    """The function that does the init `name` on models of that class, or of one that it extends.
+    """The function that performs the init `name` on models of class `family` or of its subclasses.
 
-    Raises ValueError for an unknown name, or one that the family has not.
+    Raises ValueError for an unknown name, or if the init is not defined for the family.
     """
     if name not in INITS:
         near = difflib.get_close_matches(name, INITS, n=3) or sorted(INITS)
@@ -75,22 +75,23 @@ def init_function(name: str, family: type[nn.Module]) -> Callable[..., None]:
 
 def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,
                  **options: Any) -> None:
-    """Initialise all of `model`, in place, by the init `name`.
+    """Initialise all weights of `model` in place by the init `name`.
 
-    model: in float32 or float64, on the CPU; or what torch.compile made of such a one.
-    generator: a CPU generator; the same one in the same state gives the same weights, as far as the
-        top of this file says.
-    options: keyword options of that init, see its function (`init_function(name, type(model))`).
-    Raises ValueError, in one line, for an unknown name, a model or values that the init cannot serve,
-    and values for which weights would not be finite.
+    model: in float32 or float64, on the CPU; it may be compiled by torch.compile.
+    generator: a CPU generator. The same generator in the same state gives the same weights, within
+        the limits that the module's docstring describes.
+    options: keyword options of the init; see its function, `init_function(name, type(model))`.
+
+    Raises ValueError, with a message of one line, for an unknown name, for a model or values that
+    the init cannot handle, and for values with which weights would not be finite.
     """
-    model = getattr(model, "_orig_mod", model)       # what torch.compile wraps
+    model = getattr(model, "_orig_mod", model)       # the model that torch.compile wrapped
     function = init_function(name, type(model))
-    _require_place(model, generator)
+    _require_cpu_and_full_precision(model, generator)
     require_kinds(function, options)
     try:
         function(model, generator=generator, **options)
-    except (ArithmeticError, RuntimeError) as error:     # an overflow, a decomposition that fails
+    except (ArithmeticError, RuntimeError) as error:     # overflow, or a failed decomposition
         raise ValueError(f"init '{name}'{given_numbers(options)} cannot be computed "
                          f"({in_brief(error, 60)}); use values nearer to the defaults") from error
     for parameter_name, parameter in model.named_parameters():
@@ -99,8 +100,8 @@ def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,
                              "or NaN; use values nearer to the defaults")
 
 
-def _require_place(model: nn.Module, generator: torch.Generator) -> None:
-    """ValueError unless everything is drawn and solved on the CPU, in full precision."""
+def _require_cpu_and_full_precision(model: nn.Module, generator: torch.Generator) -> None:
+    """Raise ValueError unless both are on the CPU and the model is in float32 or float64."""
     if generator.device.type != "cpu":
         raise ValueError(f"the generator is on {generator.device}; inits draw on the CPU: use "
                          "torch.Generator()")

@@ -1,4 +1,4 @@
-"""The two baselines that the other inits start from: each draws every parameter of a model."""
+"""The two baselines on which the other inits build: each draws every parameter of a model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ..models import ConvMixer, MlpMixer, SimpleViT
 from ..models.conv_mixer import DenseMixing
 
-EMBED_STD = 0.02            # of position embeddings and class tokens, in ViT, DeiT and timm
-CUT_NORMAL_STD = 0.87962566103423978    # of a standard normal cut at ± 2
+EMBED_STD = 0.02            # std of position embeddings and class tokens in ViT, DeiT and timm
+CUT_NORMAL_STD = 0.87962566103423978    # std of a standard normal truncated at ± 2
 EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "reg_token", "relative_position_bias_table",
               "query", "key"}
 
@@ -19,11 +19,13 @@ EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "reg_token", "relative_pos
 @torch.no_grad()
 def truncated_normal_(tensor: Tensor, *, std: float, cut: float,
                       generator: torch.Generator) -> None:
-    """A normal of mean 0 and that std, cut at ± `cut`: what lies beyond is drawn again.
+    """Fill a tensor with a normal of mean 0 truncated at ± `cut`: values beyond are drawn again.
 
-    nn.init.trunc_normal_ does the same in torch 2.15 and draws in another way in 2.11; here both give
-    the same weights. Where less than .3 of the normal lies within the cut it is left to torch, since
-    drawing again would take long.
+    std: of the normal before the truncation.
+
+    nn.init.trunc_normal_ of torch 2.15 does the same, but that of torch 2.11 draws differently;
+    this function gives the same weights with both. Where less than 0.3 of the normal is within the
+    cut, torch's own function is used, since drawing again would take long.
     """
     if math.erf(cut / (std * 2.0**0.5)) <= 0.3:
         nn.init.trunc_normal_(tensor, std=std, a=-cut, b=cut, generator=generator)
@@ -36,9 +38,9 @@ def truncated_normal_(tensor: Tensor, *, std: float, cut: float,
 
 @torch.no_grad()
 def default(model: nn.Module, *, generator: torch.Generator) -> None:
-    """What the model's own paper uses.
+    """Draw all weights as the paper of the model's family does.
 
-    ViT as DeiT (arXiv 2012.12877) draws it, and Swin (arXiv 2103.14030):
+    ViT as in DeiT (arXiv 2012.12877), and Swin (arXiv 2103.14030):
 
     | tensor                                      | value                                       |
     |---------------------------------------------|---------------------------------------------|
@@ -49,10 +51,10 @@ def default(model: nn.Module, *, generator: torch.Generator) -> None:
     | patch_embed.proj                            | PyTorch's own: U(±1/√fan_in), weight, bias  |
     | LayerNorm                                   | weight 1, bias 0                            |
 
-    Both write trunc_normal_(std=.02), whose cut at an absolute ±2 is 100 standard deviations out: in
-    effect a normal distribution, and drawn as one here.
+    Both papers' code calls trunc_normal_(std=.02), which truncates at an absolute ±2, that is, at
+    100 standard deviations. In effect this is a normal distribution, so it is drawn as one here.
 
-    MLP-Mixer as its authors' code (arXiv 2105.01601) and timm have it:
+    MLP-Mixer as in its authors' code (arXiv 2105.01601) and timm:
 
     | tensor                                      | value                                       |
     |---------------------------------------------|---------------------------------------------|
@@ -62,7 +64,7 @@ def default(model: nn.Module, *, generator: torch.Generator) -> None:
     | head                                        | 0                                           |
     | LayerNorm                                   | weight 1, bias 0                            |
 
-    ConvMixer (arXiv 2201.09792) and SimpleViT (arXiv 2401.12511) have PyTorch's own init: `torch`.
+    ConvMixer (arXiv 2201.09792) and SimpleViT (arXiv 2401.12511) use PyTorch's own init: `torch`.
     """
     if isinstance(model, (ConvMixer, SimpleViT)):
         torch_default(model, generator=generator)
@@ -96,7 +98,7 @@ def _mixer_default(model: MlpMixer, generator: torch.Generator) -> None:
             nn.init.xavier_uniform_(module.weight, generator=generator)
             module.bias.normal_(std=1e-6, generator=generator)
         elif isinstance(module, nn.Conv2d):
-            # A normal cut at ± 2 std has .8796 of its std left; the wanted one is 1/√fan_in.
+            # Truncation at ± 2 std leaves .8796 of the std; the result is to be 1/√fan_in.
             std = (1.0 / module.weight[0].numel()) ** 0.5 / CUT_NORMAL_STD
             truncated_normal_(module.weight, std=std, cut=2 * std, generator=generator)
             module.bias.zero_()
@@ -106,8 +108,10 @@ def _mixer_default(model: MlpMixer, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def torch_default(model: nn.Module, *, generator: torch.Generator) -> None:
-    """PyTorch's own layer inits: the baseline of the released code of arXiv 2505.19985, which
-    builds timm's ViT with weight_init="skip".
+    """Draw all weights as PyTorch's own layers do.
+
+    This is the baseline of the released code of arXiv 2505.19985, which builds timm's ViT with
+    weight_init="skip".
 
     | tensor                                      | value                                       |
     |---------------------------------------------|---------------------------------------------|
@@ -139,7 +143,7 @@ BASES = {"default": default, "torch": torch_default}
 
 
 def draw_base(model: nn.Module, base: str, generator: torch.Generator) -> None:
-    """Draw every parameter by the baseline of that name; raises ValueError for another one."""
+    """Draw every parameter by the baseline named `base`; raises ValueError for an unknown name."""
     if base not in BASES:
         raise ValueError(f"base is {base!r}, expected one of {', '.join(BASES)}")
     BASES[base](model, generator=generator)
@@ -151,7 +155,9 @@ def _modules_with_parameters(model: nn.Module) -> list[nn.Module]:
 
 
 def _embeddings(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters that stand alone in a module; no parameter may escape unnoticed."""
+    """The parameters that a module owns directly; raises ValueError for one that no rule here
+    covers.
+    """
     own = dict(module.named_parameters(recurse=False))
     unknown = own.keys() - EMBEDDINGS
     if unknown:
@@ -161,7 +167,7 @@ def _embeddings(module: nn.Module) -> dict[str, Tensor]:
 
 def _uniform_by_fan_in(layer: nn.Linear | nn.Conv2d | DenseMixing,
                        generator: torch.Generator) -> None:
-    """U(±1/√fan_in) for weight and bias, which is what PyTorch's reset_parameters amounts to."""
+    """U(±1/√fan_in) for weight and bias, which PyTorch's reset_parameters amounts to."""
     fan_in = layer.weight.shape[2] if isinstance(layer, DenseMixing) else layer.weight[0].numel()
     bound = 1.0 / math.sqrt(fan_in)
     layer.weight.uniform_(-bound, bound, generator=generator)

@@ -1,6 +1,7 @@
-"""Conditioned initialisation: queries, keys and values whose singular values are all the same.
+"""Conditioned initialisation: queries, keys and values whose singular values are all equal.
 
-A control for the others here: it shapes the same weights and knows nothing of places.
+It serves as a control for the structured inits: it writes the same weights as they do, but without
+any information about token positions.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ from .mimetic import attentions
 @torch.no_grad()
 def conditioned(model: VisionTransformer | SwinTransformer, *, generator: torch.Generator,
                 base: Literal["default", "torch"] = "default") -> None:
-    """Q and K semi-orthogonal, V a rectangular identity, in every head ("Conditioned Initialization
-    for Attention", ICLR 2026).
+    """Make Q and K semi-orthogonal and V a rectangular identity in every head.
+
+    Source: "Conditioned Initialization for Attention", ICLR 2026.
 
     | tensor (every block)          | value                                                        |
     |-------------------------------|--------------------------------------------------------------|
     | attn.qkv.weight, Q and K rows | (d, C) with orthonormal rows, uniform among such matrices    |
-    | attn.qkv.weight, V rows       | head h takes channels h·d … h·d + d − 1: all heads together  |
-    |                               |   are the identity                                           |
-    | everything else               | as `base` drew it, proj and the biases, too                  |
+    | attn.qkv.weight, V rows       | head h takes channels h·d … h·d + d − 1; all heads together  |
+    |                               |   form the identity                                          |
+    | everything else               | as `base` drew it, including proj and the biases             |
 
-    The paper has each W_V a d×C identity. That heads share out the channels, where each could read the
-    same first d, is our reading: no code of theirs was at hand.
+    The paper makes each W_V a d×C identity, which could also mean that all heads read the same
+    first d channels. That the heads divide the channels among themselves is our interpretation; the
+    authors' code was not available to us.
     """
     draw_base(model, base, generator)
     for attention in attentions(model):
