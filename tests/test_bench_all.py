@@ -1,4 +1,4 @@
-"""`bench all`: its runner survives what items do, its report goes on, its checks can fail."""
+"""`bench all`: its runner survives what items do, its report is continued, its checks can fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from vitinit.bench import __main__ as bench
 from vitinit.bench import record as record_module
 from vitinit.bench import speeds
-from vitinit.bench import step as step_room
+from vitinit.bench import step as step_module
 from vitinit.bench.checks import runs, steps
 from vitinit.bench.everything import Workers, bench_all, run_within
 from vitinit.bench.item import Conditions, Goal, Item
@@ -34,7 +34,7 @@ from vitinit.train import engine
 from vitinit.train.checkpoint import save_atomically
 from vitinit.train.ema import Ema
 
-# What items of other processes do; each is a function of a module that they can import.
+# Functions of items. They are in a module of their own, which the worker processes can import.
 ITEMS_MODULE = '''
 import multiprocessing, os, signal, subprocess, sys, time
 from vitinit.bench.item import Skipped
@@ -74,7 +74,7 @@ def hangs(conditions):
 
 @pytest.fixture
 def items(tmp_path, monkeypatch):
-    """By name, as ITEMS_MODULE has them. Its folder is on the path, which a worker inherits."""
+    """Make items from functions of ITEMS_MODULE. Its folder is on the path, which workers inherit."""
     folder = tmp_path / "modules"
     folder.mkdir()
     (folder / "bench_items.py").write_text(ITEMS_MODULE)
@@ -93,6 +93,7 @@ def report(folder: Path) -> dict:
 
 
 def gone(pid: int) -> bool:
+    """Whether a process has ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -100,7 +101,7 @@ def gone(pid: int) -> bool:
     return state == "Z"
 
 
-def test_no_item_ends_the_rest_and_a_second_call_goes_on(items, tmp_path, monkeypatch):
+def test_no_item_ends_the_rest_and_a_second_call_continues(items, tmp_path, monkeypatch):
     monkeypatch.setattr(Item, "limit", lambda item, device: 2 if item.name == "hangs" else 60)
     chosen = items("disagrees", "passes", "raises", "crashes", "leaves", "hangs", "skips")
     out = tmp_path / "out"
@@ -117,7 +118,7 @@ def test_no_item_ends_the_rest_and_a_second_call_goes_on(items, tmp_path, monkey
     passed, = report(out)["items"]["passes"]["rows"]
     assert passed["calls"] == 1 and passed["starts by"] == multiprocessing.get_start_method()
     assert "what it said before" in (out / "log.txt").read_text()
-    # What the one that hung had started is ended with it, and nothing is left behind.
+    # The process that the hanging item started was ended with it, and no files are left behind.
     assert gone(int((out / "left.pid").read_text()))
     assert not (out / "scratch").exists()
 
@@ -125,7 +126,7 @@ def test_no_item_ends_the_rest_and_a_second_call_goes_on(items, tmp_path, monkey
     assert "passes: Counts its calls. And more | passed" in page
     assert "1 passed, 5 failed, 1 skipped; 0 not run yet." in page
 
-    # A second call repeats what failed, since it is asked to, and nothing else.
+    # A second call with `again` repeats what failed and nothing else.
     bench_all(items("passes", "raises", "skips"), out, photographs=None, minutes=5, again=True)
     calls = {name: item["call"] for name, item in report(out)["items"].items()}
     assert calls.pop("raises") == 1 and set(calls.values()) == {0} and len(report(out)["calls"]) == 2
@@ -140,7 +141,7 @@ def test_what_is_over_is_not_repeated(tmp_path):
 
 
 def test_nothing_outlives_a_call_that_is_killed(items, tmp_path):
-    """Else it would hold the GPU of the next call."""
+    """A process that did would hold the GPU that the next call needs."""
     program = ("import sys; from pathlib import Path; from vitinit.bench.item import Item\n"
                "from vitinit.bench.everything import bench_all\n"
                "if __name__ == '__main__':\n"
@@ -172,7 +173,7 @@ def test_an_item_that_wants_to_be_alone_is(items, tmp_path):
     assert pids[0] == pids[1] and len(set(pids[1:])) == 3
 
 
-def test_what_does_not_fit_into_the_time_is_left_for_the_next_call(items, tmp_path, capsys):
+def test_items_that_do_not_fit_into_the_time_are_left_for_the_next_call(items, tmp_path, capsys):
     short, long = items("passes", "skips")
     long = Item("skips", "check", long.function, seconds=(1000, 1000))
     out = tmp_path / "out"
@@ -182,7 +183,7 @@ def test_what_does_not_fit_into_the_time_is_left_for_the_next_call(items, tmp_pa
     assert "1 not run yet: skips" in (out / "report.md").read_text()
 
 
-def test_time_that_runs_out_amid_an_item_is_no_failure(items, tmp_path):
+def test_an_item_that_is_cut_short_has_not_failed(items, tmp_path):
     item, = items("hangs")
     record, workers = Record(tmp_path), Workers(tmp_path / "log.txt")
     record.begin({"device": "a"})
@@ -196,7 +197,7 @@ def test_time_that_runs_out_amid_an_item_is_no_failure(items, tmp_path):
 
 
 def test_a_report_is_whole_at_any_time(tmp_path, monkeypatch):
-    """One that cannot be written leaves the one before it."""
+    """If a report cannot be written, the previous one stays."""
     item = CHECKS[0]
     record = Record(tmp_path)
     record.begin({"device": "CPU, 1 threads"})
@@ -211,7 +212,7 @@ def test_a_report_is_whole_at_any_time(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"calls": [], "items": {"a": {"call": 0}}}',
                                   '{"calls": [], "items": {"a": 7}}', "\udcff"])
-def test_what_is_no_report_is_one_line(tmp_path, text):
+def test_a_file_that_is_no_report_is_refused_in_one_line(tmp_path, text):
     (tmp_path / "report.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(OneLineError, match="report.json: not what bench all writes"):
         Record(tmp_path)
@@ -224,13 +225,13 @@ def test_one_report_is_of_one_device(tmp_path):
         record.begin({"device": "b"})
 
 
-def test_wrong_arguments_are_one_line(capsys, tmp_path):
-    for words, said in ((["--only", "no_such"], "--only no_such: there is no such item"),
-                        (["--data-dir", str(tmp_path / "none")], "none: no such folder"),
-                        (["--minutes", "0"], "--minutes: 0: expected")):
+def test_wrong_arguments_are_refused_in_one_line(capsys, tmp_path):
+    for words, message in ((["--only", "no_such"], "--only no_such: there is no such item"),
+                           (["--data-dir", str(tmp_path / "none")], "none: no such folder"),
+                           (["--minutes", "0"], "--minutes: 0: expected")):
         assert bench.main(["all", "--out", str(tmp_path / "out"), *words]) == 2
         line, = capsys.readouterr().err.splitlines()
-        assert said in line
+        assert message in line
     assert bench.main(["all"]) == 2 and "needs --out DIR" in capsys.readouterr().err
 
 
@@ -242,7 +243,7 @@ def test_the_list_names_every_item_and_says_what_it_does(capsys):
     assert len({item.name for item in ITEMS}) == len(ITEMS)
 
 
-def test_goals_are_judged_by_the_best_figure_that_they_speak_of():
+def test_goals_are_judged_by_the_best_number_to_which_they_apply():
     rows = [{"way": "eager", "share": 40.0}, {"way": "compiled", "share": 52.0}, {"other": 99.0}]
     goal = Goal("share", at_least=50)
     assert goal.figures(rows) == [40.0, 52.0] and goal.met_by(52.0) and not goal.met_by(40.0)
@@ -277,9 +278,9 @@ def test_a_check_passes_on_the_cpu(item, tmp_path):
     assert item.function(Conditions("cpu", tmp_path))
 
 
-def prepared(door, batch, *arguments, original=TrainToDevice.__call__, part=0):
-    """As if one number of a larger batch were another than the same of a pair."""
-    found = original(door, batch, *arguments)
+def prepared(prepare, batch, *arguments, original=TrainToDevice.__call__, part=0):
+    """Break augmentation: one number of a large batch differs from that of a pair."""
+    found = original(prepare, batch, *arguments)
     if len(batch.images) > 2:
         found[part].view(-1)[-1] += 1e-3
     return found
@@ -299,14 +300,14 @@ def cut(*arguments, original=Resident.cut):
 
 
 def in_other_batches(kept, *arguments, original=KeptViews.in_batches):
-    """As if what is kept were not what was decoded."""
+    """Break kept evaluation views: they differ from what was decoded."""
     again = kept.place is not None and kept.filled
     for batch in original(kept, *arguments):
         yield batch._replace(images=batch.images ^ 1) if again else batch
 
 
 class TooLarge(torch.nn.Module):
-    """As if a compiler had made something else of a model."""
+    """Break compiling: the compiled model computes something else."""
 
     def __init__(self, model):
         super().__init__()
@@ -320,6 +321,7 @@ def without_the_last_batch(models, batches, **options):
     return engine.evaluate(models, batches[:-1], **options)
 
 
+# check, and part of it → object, attribute, and what replaces it to break what is checked
 BREAKS = {
     "augmentation": (TrainToDevice, "__call__", prepared),
     "erasing_and_mixing": (TrainToDevice, "__call__", prepared),
@@ -340,8 +342,8 @@ BREAKS = {
 
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_check_fails_where_what_it_checks_is_broken(name, tmp_path, monkeypatch):
-    room, attribute, broken = BREAKS[name]
-    monkeypatch.setattr(room, attribute, broken)
+    target, attribute, broken = BREAKS[name]
+    monkeypatch.setattr(target, attribute, broken)
     check = next(item for item in CHECKS if item.name == name.split()[0])
     with pytest.raises((AssertionError, OneLineError)):
         check.function(Conditions("cpu", tmp_path))
@@ -365,7 +367,7 @@ def test_a_batch_that_does_not_fit_is_halved():
 
 
 class Clocked(torch.nn.Module):
-    """A model under whose clock forward pass n takes `seconds[n]`."""
+    """A model with a clock, by which forward pass n takes `seconds[n]`."""
 
     def __init__(self, seconds: list[float]) -> None:
         super().__init__()
@@ -378,24 +380,24 @@ class Clocked(torch.nn.Module):
 
 
 def test_a_step_is_timed_without_what_comes_before_and_after(monkeypatch):
-    """In the engine, whose epoch ends with a look at all weights, and in a bare loop."""
+    """This holds in the engine, whose epoch ends with a check of all weights, and in a bare loop."""
     part = torch.zeros(2, 3, 2, 2), torch.eye(5)[:2]
     for bare in (False, True):
         model = Clocked([1000.0, 1000.0, 2.0, 3.0, 7.0, 500.0])
-        monkeypatch.setattr(step_room.time, "perf_counter", lambda model=model: model.now)
-        monkeypatch.setattr(step_room, "passes_on", lambda device: (2, 3))
+        monkeypatch.setattr(step_module.time, "perf_counter", lambda model=model: model.now)
+        monkeypatch.setattr(step_module, "passes_on", lambda device: (2, 3))
         if bare:
-            seconds = step_room.bare_seconds(model, part, amp="off", compiled=False,
-                                             wait=lambda: None)
+            seconds = step_module.bare_seconds(model, part, amp="off", compiled=False,
+                                               wait=lambda: None)
         else:
-            steps_given = (step_room.GivenStep(number, [part]) for number in range(10))
-            seconds = step_room.engine_seconds(
-                step_room.state_of(model, torch.optim.SGD(model.parameters(), lr=1.0)), model,
+            steps_given = (step_module.GivenStep(number, [part]) for number in range(10))
+            seconds = step_module.engine_seconds(
+                step_module.state_of(model, torch.optim.SGD(model.parameters(), lr=1.0)), model,
                 steps_given, amp="off", passes=(2, 3), wait=lambda: None)
         assert seconds == 4.0
 
 
-def test_noise_meets_all_that_is_timed_alike():
+def test_actions_are_timed_in_turn_so_that_noise_affects_all_alike():
     order = []
     found = best_seconds_each({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3)
     assert "".join(order) == "ababab" and list(found) == ["a", "b"] and min(found.values()) >= 0
@@ -403,14 +405,14 @@ def test_noise_meets_all_that_is_timed_alike():
 
 @pytest.fixture
 def threads_as_before():
-    """What is timed on one core sets them for its process."""
+    """Restore torch's number of threads, which measurements on one core set."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
 def test_speeds_are_measured(monkeypatch, tmp_path, image_tree, threads_as_before):
-    """At a small size, and without compiling."""
+    """The images are small, and nothing is compiled."""
     monkeypatch.setattr(speeds, "SIZE", 32)
     monkeypatch.setattr(speeds, "BATCHES", {"vit_tiny": (2, 2), "vit_base": (2, 2)})
     monkeypatch.setattr(torch, "compile", lambda model: model)
@@ -454,7 +456,7 @@ def test_checkpoints_are_compared_tensor_by_tensor(tmp_path):
     assert runs.apart(folders[2], folders[1]) == pytest.approx(0.5)
 
 
-def test_a_program_that_ends_with_another_status_is_said(tmp_path):
+def test_a_program_that_ends_with_another_status_fails_the_check(tmp_path):
     with pytest.raises(AssertionError, match="train.py ended with 2, not 0"):
         runs.finished("train.py", "--recipe", "no-such")
 

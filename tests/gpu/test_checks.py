@@ -1,4 +1,4 @@
-"""The checks of `bench all` on a GPU; without one they are skipped, and named."""
+"""The checks of `bench all` on a GPU; without one they are skipped, and the skip names them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Measurements: python -m vitinit.bench."""
+"""Checks and measurements of vitinit on a machine: python -m vitinit.bench."""

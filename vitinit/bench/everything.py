@@ -1,8 +1,8 @@
-"""`bench all`: every check and measurement on the device that is here, into one report.
+"""`bench all`: run every check and measurement on this machine's device and write one report.
 
-    items, in order of worth → each in a worker process, within the time → report.md, report.json
+    items, in order of importance → each in a worker process → report.md and report.json
 
-The same command again goes on where the time ran out.
+If the time runs out, the same command continues with the items that are left.
 """
 
 from __future__ import annotations
@@ -32,9 +32,16 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def bench_all(items: Sequence[Item], out: Path, *, photographs: Path | None, minutes: float,
               only: Sequence[str] = (), again: bool = False) -> int:
-    """Runs what is not over yet; returns how many of the chosen items have failed.
+    """Run the items that have no result yet, and write the report after each.
 
-    only: names; none: all. again: what failed before runs anew, and of `only` everything.
+    items: all items of the report, in the order in which they run. out: folder of the report.
+    photographs: folder of image files for the measurements; None: photographs are drawn.
+    minutes: time for this call; an item that is expected to take longer than what is left of it is
+        not started. only: names of the items to run; empty: all.
+    again: repeat items that failed in an earlier call, and all items that `only` names.
+    Returns how many of the chosen items have failed, in this call or an earlier one.
+    Raises OneLineError for unknown names, a missing folder, a report of another device, and a
+    device that does not answer.
     """
     deadline = time.monotonic() + 60 * minutes
     unknown = set(only) - {item.name for item in items}
@@ -58,7 +65,7 @@ def bench_all(items: Sequence[Item], out: Path, *, photographs: Path | None, min
             if (again and item.name in only) or not record.is_over(item.name, again=again):
                 run_within(item, conditions, workers, record, items, deadline)
     except BaseException:
-        workers.kill()                               # amid an item, such as by Ctrl-C
+        workers.kill()                               # an item may be running, as after Ctrl-C
         raise
     finally:
         workers.end()
@@ -72,28 +79,38 @@ def bench_all(items: Sequence[Item], out: Path, *, photographs: Path | None, min
 
 def run_within(item: Item, conditions: Conditions, workers: Workers, record: Record,
                items: Sequence[Item], deadline: float) -> None:
-    """Run one item, unless it needs more time than is left; say and record what came of it."""
+    """Run one item, print its outcome and add it to the report.
+
+    deadline: in seconds of time.monotonic. An item that is expected to take longer than until then
+    does not run and gets no outcome. An item that exceeds its own time limit has failed; one that
+    is stopped at the deadline is only cut short.
+    """
     left = deadline - time.monotonic()
     if left < item.expected(conditions.device):
         print(f"{item.name:24} no time left", flush=True)
         return
     limit = item.limit(conditions.device)
     outcome = workers.run(item, conditions, min(left, limit))
-    if outcome.status == CUT_SHORT and left > limit:     # it hangs: another try would, too
+    if outcome.status == CUT_SHORT and left > limit:     # it hangs, and would hang again
         outcome = Outcome(FAILED, outcome.seconds, words=outcome.words)
     record.add(item, outcome, items)
     print(f"{item.name:24} {outcome.status:10} {outcome.seconds:6.1f} s  {outcome.words}", flush=True)
 
 
 class Workers:
-    """One worker at a time; another one after a failure, and for an item that wants to be alone."""
+    """Runs items in worker processes, of which there is one at a time.
+
+    A new worker is started after a failure, and before and after an item that must be alone.
+    """
 
     def __init__(self, log: Path) -> None:
+        """log: file to which the workers append what items print."""
         self.log = log
         self.worker: Worker | None = None
-        self.used = False
+        self.used = False                            # whether this worker has run an item
 
     def run(self, item: Item, conditions: Conditions, seconds: float) -> Outcome:
+        """Run an item for at most `seconds`."""
         if item.alone and self.used:
             self.end()
         if self.worker is None or not self.worker.alive:
@@ -105,11 +122,13 @@ class Workers:
         return outcome
 
     def end(self) -> None:
+        """Dismiss the worker, which ends when it is idle."""
         if self.worker is not None:
             self.worker.dismiss()
         self.worker, self.used = None, False
 
     def kill(self) -> None:
+        """End the worker now, with whatever it is running."""
         if self.worker is not None:
             self.worker.end()
 
@@ -120,7 +139,7 @@ class Workers:
 
 
 def machine(conditions: Conditions) -> list[Row]:
-    """The machine and the versions, for the report's head."""
+    """The machine and the versions of the software, for the head of the report."""
     row: dict[str, Any] = {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
                            "commit": git_commit(REPOSITORY)}
     if conditions.on_gpu:
@@ -135,17 +154,17 @@ def machine(conditions: Conditions) -> list[Row]:
 
 
 def driver() -> str:
-    """The GPU driver's version; unknown where there is nobody to ask."""
+    """The GPU driver's version, or "unknown" where nvidia-smi does not say."""
     try:
-        asked = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-                               capture_output=True, text=True, timeout=60, check=True)
-        return asked.stdout.split("\n")[0].strip()
+        answer = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                                capture_output=True, text=True, timeout=60, check=True)
+        return answer.stdout.split("\n")[0].strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
 
 def processor() -> str:
-    """The CPU's name."""
+    """The CPU's model name, or its architecture where /proc/cpuinfo does not name it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

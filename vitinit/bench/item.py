@@ -1,4 +1,4 @@
-"""What `bench all` is made of: items, the conditions under which they run, and goals."""
+"""The parts of `bench all`: items (checks and measurements), their conditions, and goals."""
 
 from __future__ import annotations
 
@@ -10,42 +10,43 @@ from typing import Any
 
 import torch
 
-Row = dict[str, Any]            # what an item found: names in words → numbers or short words
+Row = dict[str, Any]            # a row of an item's results: column name → number or short text
 
 
 class Skipped(Exception):
-    """This item has nothing to do on this machine; the text says why."""
+    """An item does not apply to this machine; the message says why."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Under which an item runs."""
+    """The conditions under which an item runs."""
 
     device: str                 # "cuda" or "cpu"
-    scratch: Path               # an empty folder; it is removed afterwards
-    photographs: Path | None = None
+    scratch: Path               # an empty folder for the item's files; it is removed afterwards
+    photographs: Path | None = None     # folder of image files; None: photographs are drawn
 
     @property
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 
     @property
-    def place(self) -> torch.device:
-        """The device with its number, as tensors on it say where they are."""
+    def torch_device(self) -> torch.device:
+        """The device with its index, so that it equals the `device` of tensors on it."""
         return torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a GPU's figure should reach, by the column that it stands in.
+    """A bound that a measured number should satisfy on a GPU.
 
-    where: of the rows that have the column, those whose cells are these.
+    It applies to one column of an item's rows: to all rows with that column, or to those that also
+    have the values in `where`.
     """
 
     column: str
     at_least: float = -math.inf
     at_most: float = math.inf
-    where: tuple[tuple[str, Any], ...] = ()
+    where: tuple[tuple[str, Any], ...] = ()      # (column, value) pairs
 
     def __str__(self) -> str:
         bound = f"≥ {self.at_least:g}" if self.at_least > -math.inf else f"≤ {self.at_most:g}"
@@ -53,7 +54,7 @@ class Goal:
         return f"{self.column} {bound}" + (f" ({rows})" if rows else "")
 
     def figures(self, rows: list[Row]) -> list[float]:
-        """Those that it speaks of."""
+        """The numbers in `rows` to which the goal applies."""
         return [row[self.column] for row in rows if isinstance(row.get(self.column), (int, float))
                 and all(row.get(name) == value for name, value in self.where)]
 
@@ -65,10 +66,12 @@ class Goal:
 class Item:
     """One check or measurement.
 
-    function: a function of a module, since another process runs it. It gives rows of figures, and
-        raises AssertionError for what is not as it should be, or Skipped.
-    seconds: about as long as it takes on a GPU and on a CPU. alone: nothing runs in its process
-        before it, for peak memory and for what compilers keep.
+    function: returns rows of results. It raises AssertionError if a check fails, and Skipped if the
+        item does not apply here. It must be importable, since another process runs it.
+    seconds: about how long it takes on a GPU and on a CPU.
+    alone: whether it needs a process of its own, so that other items affect neither its peak memory
+        nor a compiler's caches.
+    goals: bounds that its numbers should satisfy on a GPU.
     """
 
     name: str
@@ -80,13 +83,14 @@ class Item:
 
     @property
     def what(self) -> str:
-        """The first line of its docstring."""
+        """What the item does: the first line of its function's docstring, without the full stop."""
         text = getattr(self.function, "func", self.function).__doc__ or ""
         return text.strip().splitlines()[0].rstrip(".") if text.strip() else self.name
 
     def expected(self, device: str) -> int:
+        """About how many seconds it takes on "cuda" or "cpu"."""
         return self.seconds[0 if device == "cuda" else 1]
 
     def limit(self, device: str) -> int:
-        """Seconds after which it counts as hanging."""
+        """The number of seconds after which it counts as hanging."""
         return 60 + 4 * self.expected(device)

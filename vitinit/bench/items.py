@@ -1,4 +1,8 @@
-"""Everything that `bench all` does, in order of worth: right first, then fast, then a whole run."""
+"""All items of `bench all`, in the order in which they run.
+
+Checks of correctness come first, since measurements of wrong results are worth nothing. Then follow
+the measurements to which the GPU's goals belong, a short training run, and all other measurements.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +51,6 @@ SPEEDS = (
     Item("draws", "speed", speeds.draws),
     Item("listing", "speed", speeds.listing, seconds=(15, 10)),
 )
-# A run tells most after the checks, before a GPU's last figures.
+# If the time runs out, the short run is worth more than the remaining measurements.
 ITEMS = (*CHECKS, *SPEEDS[:4], Item("quickstart", "run", runs.quickstart, seconds=(60, 150)),
          *SPEEDS[4:])

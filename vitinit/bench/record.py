@@ -1,4 +1,4 @@
-"""report.json and report.md: what `bench all` found so far, written anew after every item."""
+"""The report of `bench all`, report.json and report.md, which is rewritten after every item."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ NO_FIGURE = "–"
 
 
 class Record:
-    """The report in a folder. Raises OneLineError for one that cannot be read or is no report.
+    """The report in a folder: read from report.json if that exists, else empty.
 
-    calls: of each call of `bench all`, the machine and the versions it ran on, oldest first.
+    calls: the machine and the versions of each call of `bench all` on this report, oldest first.
+    outcomes: name of an item → its outcome.
+    Raises OneLineError if report.json cannot be read or is not a report.
     """
 
     def __init__(self, folder: Path) -> None:
         self.json, self.page = folder / "report.json", folder / "report.md"
         self.calls: list[dict[str, Any]] = []
         self.outcomes: dict[str, Outcome] = {}
-        self.call_of: dict[str, int] = {}            # which call an outcome is of
+        self.call_of: dict[str, int] = {}            # name → index of the call that ran the item
         folder.mkdir(parents=True, exist_ok=True)
         if self.json.exists():
             self._read()
@@ -45,7 +47,10 @@ class Record:
                                "away or choose another --out") from None
 
     def begin(self, machine: dict[str, Any]) -> None:
-        """A call on this machine. One report is of one kind of device."""
+        """Start a call of `bench all` on this machine.
+
+        Raises OneLineError if the report is of another device, since it may hold only one.
+        """
         for call in self.calls[-1:]:
             if call["device"] != machine["device"]:
                 raise OneLineError(f"{self.json} is of {call['device']}, and this is "
@@ -53,17 +58,18 @@ class Record:
         self.calls.append(machine)
 
     def is_over(self, name: str, *, again: bool) -> bool:
-        """Whether an item need not run any more; again: one that failed shall."""
+        """Whether an item has a final outcome; `again`: a failure does not count as one."""
         status = self.outcomes[name].status if name in self.outcomes else CUT_SHORT
         return status in ((PASSED, SKIPPED) if again else (PASSED, SKIPPED, FAILED))
 
     def add(self, item: Item, outcome: Outcome, items: Sequence[Item]) -> None:
-        """And write everything. items: all there are, in order."""
+        """Add an item's outcome and write the report. items: all items, in order."""
         self.outcomes[item.name] = outcome
         self.call_of[item.name] = len(self.calls) - 1
         self.write(items)
 
     def write(self, items: Sequence[Item]) -> None:
+        """Write report.json and report.md, each atomically."""
         found = {name: {"call": self.call_of[name], **dataclasses.asdict(outcome)}
                  for name, outcome in self.outcomes.items()}
         write_text_atomically(json.dumps({"calls": self.calls, "items": found}, indent=1,
@@ -77,7 +83,7 @@ class Record:
 
 
 def page(record: Record, items: Sequence[Item]) -> str:
-    """All of report.md."""
+    """The text of report.md."""
     machine = record.calls[-1] if record.calls else {}
     counts = [f"{number} {status}" for status in (PASSED, FAILED, SKIPPED, CUT_SHORT)
               if (number := sum(o.status == status for o in record.outcomes.values()))]
@@ -106,7 +112,7 @@ def page(record: Record, items: Sequence[Item]) -> str:
 
 
 def _goals(record: Record, items: Sequence[Item]) -> Iterator[Sequence[str]]:
-    """Of each goal: its words, its item, the figure nearest to it, and whether that meets it."""
+    """A table row for each goal: the goal, its item, the best number found, whether it is met."""
     for item in items:
         rows = record.outcomes[item.name].rows if item.name in record.outcomes else []
         for goal in item.goals:
@@ -119,13 +125,14 @@ def _goals(record: Record, items: Sequence[Item]) -> Iterator[Sequence[str]]:
 
 
 def _line(item: Item, record: Record) -> Sequence[str]:
+    """A check's table row: name and docstring, status, seconds, what was found or went wrong."""
     outcome = record.outcomes[item.name]
     return [f"{item.name}: {item.what}", outcome.status, f"{outcome.seconds:.0f}",
             outcome.words or in_short(outcome.rows) or NO_FIGURE]
 
 
 def in_short(rows: Sequence[Row]) -> str:
-    """One row in words; of several their number, and the largest of each column of numbers."""
+    """Rows in one line: one row in full; of several, their number and each column's maximum."""
     if len(rows) == 1:
         return ", ".join(f"{name} {cell(value)}" for name, value in rows[0].items())
     columns = {name: [row[name] for row in rows if name in row] for row in rows for name in row}
@@ -135,7 +142,7 @@ def in_short(rows: Sequence[Row]) -> str:
 
 
 def _section(item: Item, outcome: Outcome) -> list[str]:
-    """A heading, and the rows as a table of all columns that any of them has."""
+    """A measurement's section: heading, table of its rows, and how long it took."""
     heading = f"### {item.name}: {item.what}"
     if outcome.status != PASSED:
         return [heading, f"{outcome.status}: {outcome.words}"]
@@ -143,12 +150,13 @@ def _section(item: Item, outcome: Outcome) -> list[str]:
 
 
 def row_table(rows: Sequence[Row]) -> str:
+    """A Markdown table with every column that any of the rows has."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     return table(columns, [[cell(row.get(column)) for column in columns] for row in rows])
 
 
 def cell(value: Any) -> str:
-    """Numbers to three digits or more, so that whole ones stay whole."""
+    """A value as text: floats with three significant digits, from 1000 on and integers in full."""
     if value is None:
         return NO_FIGURE
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -70,7 +70,7 @@ def as_large_as_fits(measure: Callable[[int], T], batch: int) -> T:
 def step(name: str, conditions: Conditions) -> list[Row]:
     """A training step on synthetic images at 224 px, as train.py makes it: forward to optimiser."""
     amp = amp_on(conditions)
-    best, card = product_tflops(amp), matrix_rate(conditions.place)
+    best, card = product_tflops(amp), matrix_rate(conditions.torch_device)
     # A CPU's compiler takes minutes over the larger ones.
     ways = (False, True) if conditions.on_gpu or name == "vit_tiny" else (False,)
 

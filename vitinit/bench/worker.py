@@ -1,4 +1,4 @@
-"""A process that runs items, so that a crash, a lost GPU or a hang costs one item, not the rest."""
+"""A process that runs items, so that a crash, a lost GPU or a hang ends only one of them."""
 
 from __future__ import annotations
 
@@ -20,39 +20,46 @@ import torch
 from ..messages import in_brief
 from .item import Conditions, Item, Row, Skipped
 
-SPAWN = multiprocessing.get_context("spawn")     # no fork: CUDA does not survive it
-TO_START, TO_LEAVE = 120.0, 10.0     # seconds
+SPAWN = multiprocessing.get_context("spawn")     # CUDA does not survive a fork
+TO_START, TO_LEAVE = 120.0, 10.0     # seconds that a worker has to start and to end
 PASSED, SKIPPED, FAILED, CUT_SHORT = "passed", "skipped", "failed", "cut short"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an item."""
+    """The outcome of an item."""
 
-    status: str                 # PASSED, SKIPPED, FAILED, or CUT_SHORT where time ran out
+    status: str                 # PASSED, SKIPPED, FAILED, or CUT_SHORT if the time ran out
     seconds: float
     rows: list[Row] = field(default_factory=list)
     words: str = ""             # why it was skipped or failed, in one line
 
 
 class Worker:
-    """The process, in this one's view. It has a process group of its own: what an item started and
-    left running ends with it. And it ends with this process, however that ends."""
+    """A handle on a worker process.
+
+    The worker leads a process group of its own, so that processes which an item started and left
+    running end with it. It also ends when this process ends, even if this one is killed.
+    """
 
     def __init__(self, log: Path) -> None:
-        """log: where everything goes that items and the libraries below print."""
-        self.connection, theirs = SPAWN.Pipe()
-        self.lifeline, their_lifeline = SPAWN.Pipe()
+        """Start the process. log: file for all that items and the libraries below them print."""
+        self.connection, worker_connection = SPAWN.Pipe()
+        self.lifeline, worker_lifeline = SPAWN.Pipe()
         self.process = SPAWN.Process(target=serve, args=(
-            theirs, their_lifeline, log, multiprocessing.get_start_method()))
+            worker_connection, worker_lifeline, log, multiprocessing.get_start_method()))
         self.process.start()
-        theirs.close()
-        their_lifeline.close()
+        worker_connection.close()
+        worker_lifeline.close()
         with suppress(EOFError):
-            self.connection.poll(TO_START) and self.connection.recv()    # it is there
+            self.connection.poll(TO_START) and self.connection.recv()    # "here": it has started
 
     def run(self, item: Item, conditions: Conditions, seconds: float) -> Outcome:
-        """At most `seconds`; after anything but a plain result the process is ended."""
+        """Run an item for at most `seconds`.
+
+        The process is ended if the time runs out or the item fails, since its state, or its GPU's,
+        can no longer be relied on. A crash of the process is a failure of the item.
+        """
         began = time.perf_counter()
 
         def spent() -> float:
@@ -69,7 +76,7 @@ class Worker:
             return Outcome(FAILED, spent(), words="its process ended " + (
                 f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"))
         if status == FAILED:
-            self.end()                               # a GPU may be lost to it
+            self.end()                               # its GPU may be unusable
         return Outcome(status, spent(), rows, words)
 
     @property
@@ -77,28 +84,32 @@ class Worker:
         return self.process.is_alive()
 
     def dismiss(self) -> None:
-        """It ends by itself once it has nothing to do, or is ended."""
+        """Let the process end, which it does when it waits for its next item; else kill it."""
         self.connection.close()
         self.process.join(TO_LEAVE)
         self.end()
 
     def end(self) -> None:
-        """At once, with all that its items started."""
-        for kill in (os.killpg, os.kill):            # it may not have its group yet
+        """Kill the process at once, with all processes that its items started."""
+        for kill in (os.killpg, os.kill):            # it may not lead its group yet
             with suppress(ProcessLookupError, PermissionError):
                 kill(self.process.pid, signal.SIGKILL)
         self.process.join()
 
 
 # ---------------------------------------------------------------------------------------------
-# In the process
+# In the worker process
 # ---------------------------------------------------------------------------------------------
 
 
 def serve(connection: Connection, lifeline: Connection, log: Path, start_method: str) -> None:
-    """Items one after another, as they come. start_method: of the processes that these start."""
+    """Run the items that arrive on `connection`, one after another, and send back their results.
+
+    lifeline: a pipe that closes when the parent process ends. log: file for standard output and
+    error. start_method: how processes that items start are to be started.
+    """
     os.setpgid(0, 0)
-    multiprocessing.set_start_method(start_method, force=True)       # else they are spawned, too
+    multiprocessing.set_start_method(start_method, force=True)       # not "spawn", as for this one
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 1)
@@ -113,7 +124,7 @@ def serve(connection: Connection, lifeline: Connection, log: Path, start_method:
 
 
 def outcome_of(function: Any, conditions: Conditions) -> tuple[str, list[Row], str]:
-    """Status, rows and words of one item, run here."""
+    """Run one item in this process; return its status, rows and the reason if it did not pass."""
     print(f"---- {function}", flush=True)
     shutil.rmtree(conditions.scratch, ignore_errors=True)
     conditions.scratch.mkdir(parents=True)
@@ -122,14 +133,14 @@ def outcome_of(function: Any, conditions: Conditions) -> tuple[str, list[Row], s
         return PASSED, list(function(conditions)), ""
     except Skipped as reason:
         return SKIPPED, [], str(reason)
-    except BaseException as error:                   # SystemExit of a program that it ran, too
+    except BaseException as error:                   # includes SystemExit of a program that it ran
         traceback.print_exc()
-        said = in_brief(error, 300)
+        message = in_brief(error, 300)
         if isinstance(error, AssertionError):
-            return FAILED, [], said
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        return FAILED, [], f"{type(error).__name__}: {said} ({Path(place.filename).name}:" \
-                           f"{place.lineno})"
+            return FAILED, [], message
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return FAILED, [], f"{type(error).__name__}: {message} ({Path(frame.filename).name}:" \
+                           f"{frame.lineno})"
     finally:
         shutil.rmtree(conditions.scratch, ignore_errors=True)
         if torch.cuda.is_initialized():
@@ -138,6 +149,7 @@ def outcome_of(function: Any, conditions: Conditions) -> tuple[str, list[Row], s
 
 
 def _end_with_parent(lifeline: Connection) -> None:
+    """Wait until the parent process has ended, then kill this process group."""
     with suppress(EOFError, OSError):
-        lifeline.recv()                              # nothing ever comes but the end
+        lifeline.recv()                              # nothing is sent: this returns on EOF
     os.killpg(0, signal.SIGKILL)

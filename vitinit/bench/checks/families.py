@@ -1,4 +1,4 @@
-"""A small model of every family, and batches for it."""
+"""A small model of every family, and batches for these models."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ FAMILIES = {
 
 
 def small_model(name: str) -> nn.Module:
-    """On the CPU, with the same weights every time."""
+    """Build the small model of a family on the CPU, with the same weights every time.
+
+    name: a key of FAMILIES.
+    """
     model = build_model(name, num_classes=CLASSES, image_size=SIZE, **FAMILIES[name])
     init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
     return model
 
 
 def batch_of(seed: int = 1, count: int = BATCH) -> Part:
-    """Noise (count, 3, SIZE, SIZE) float32, and a distribution over the classes for each image."""
+    """Noise images (count, 3, SIZE, SIZE), and random soft targets (count, CLASSES); float32."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.randn(count, 3, SIZE, SIZE, generator=generator)
     return images, torch.randn(count, CLASSES, generator=generator).softmax(dim=1)
 
 
 def drop_path_of(model: nn.Module, count: int = BATCH) -> Tensor | None:
-    """A draw of stochastic depth (branches, count), where the model has any."""
+    """Drop-path scales (branches, count) for a model with stochastic depth, else None."""
     if not any(model.drop_path_rates):
         return None
     return draw_drop_path(model.drop_path_rates, count, np.random.default_rng(4))

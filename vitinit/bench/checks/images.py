@@ -1,4 +1,7 @@
-"""Images on the way to the model: the same bits on every device, in every batch, by every path."""
+"""Checks of what happens to images before the model sees them.
+
+Every device, batch size and code path has to give the same images and targets to the bit.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ NO_MIXING = MixSettings(mixup_alpha=0.0, cutmix_alpha=0.0, group=2)
 
 
 def noisy_images(count: int, height: int = HEIGHT, width: int = WIDTH) -> Tensor:
-    """(count, 3, height, width) uint8: noise, noise of little contrast, slopes, and one colour."""
+    """Test images (count, 3, height, width), uint8.
+
+    They are noise, noise of low contrast, slopes and images of one colour.
+    """
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (count, 3, height, width), dtype=np.uint8)
     images[1::4] //= 5
@@ -38,27 +44,33 @@ def noisy_images(count: int, height: int = HEIGHT, width: int = WIDTH) -> Tensor
 
 def preparation(device: torch.device, mixing: MixSettings, *, fill: str = "pixel",
                 erase_after_mix: bool = False, passes: Passes | None = None) -> TrainToDevice:
+    """The device's part of augmentation, with these settings and otherwise fixed ones."""
     return TrainToDevice(device, mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=False,
                          fill=(1, 120, 254), erase_fill=fill, erase_after_mix=erase_after_mix,
                          mixing=mixing, num_classes=CLASSES, seed=3, passes=passes)
 
 
-def differing(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> int:
-    """How many numbers differ, or AssertionError where shapes do; on the CPU."""
+def differing(found: Sequence[Tensor], reference: Sequence[Tensor]) -> int:
+    """How many numbers in `found` differ from those in `reference`, which is on the CPU.
+
+    Raises AssertionError if shapes or types differ.
+    """
     count = 0
-    for one, other in zip(ours, reference, strict=True):
-        one = one.cpu()
-        assert one.shape == other.shape and one.dtype == other.dtype, \
-            f"{tuple(one.shape)} {one.dtype} where {tuple(other.shape)} {other.dtype} is right"
-        count += int((one != other).sum())
+    for tensor, expected in zip(found, reference, strict=True):
+        tensor = tensor.cpu()
+        assert tensor.shape == expected.shape and tensor.dtype == expected.dtype, (
+            f"{tuple(tensor.shape)} {tensor.dtype} where {tuple(expected.shape)} "
+            f"{expected.dtype} is right")
+        count += int((tensor != expected).sum())
     return count
 
 
 def pair_by_pair(prepare: TrainToDevice, batch: TrainBatch, groups: np.ndarray
                  ) -> tuple[Tensor, Tensor]:
-    """What `prepare` makes of a batch, made of each image with its partner alone.
+    """Prepare a batch pair by pair: each image together with its mixing partner only.
 
-    The partner of image i is image B - 1 - i, as in mix.py.
+    The partner of image i is image B - 1 - i, as in data/mix.py. Returns images and targets of the
+    whole batch in its order.
     """
     count = len(batch.images)
     images, targets = [None] * count, [None] * count
@@ -66,23 +78,25 @@ def pair_by_pair(prepare: TrainToDevice, batch: TrainBatch, groups: np.ndarray
         pair = [first, count - 1 - first]
         part = TrainBatch(batch.images[pair], batch.labels[pair],
                           Draws(*(column[pair] for column in batch.draws)))
-        for place, image, target in zip(pair, *prepare(part, 0, groups[pair])):
-            images[place], targets[place] = image, target
+        for index, image, target in zip(pair, *prepare(part, 0, groups[pair])):
+            images[index], targets[index] = image, target
     return torch.stack(images), torch.stack(targets)
 
 
-def equal_to_pairs(conditions: Conditions, batch: TrainBatch, groups: np.ndarray, mixing: MixSettings,
-                   **options) -> int:
-    """How many numbers differ between the device's whole batch and the CPU's pairs.
+def equal_to_pairs(conditions: Conditions, batch: TrainBatch, groups: np.ndarray,
+                   mixing: MixSettings, **options) -> int:
+    """How many numbers differ between a whole batch on the device and its pairs on the CPU.
 
-    The batch goes a GPU's way, in few passes, where there is none as well; pairs go a CPU's.
+    The whole batch is augmented in the few large passes that suit a GPU, even on a CPU, so that
+    these are checked there; the pairs are augmented in the small passes that suit a CPU's cache.
     """
-    whole = preparation(conditions.place, mixing, passes=FEW_LAUNCHES, **options)(batch, 0, groups)
+    prepare = preparation(conditions.torch_device, mixing, passes=FEW_LAUNCHES, **options)
     pairs = pair_by_pair(preparation(CPU, mixing, passes=IN_CACHE, **options), batch, groups)
-    return differing(whole, pairs)
+    return differing(prepare(batch, 0, groups), pairs)
 
 
 def drawn_batch(draws: Sequence[Draws], height: int = HEIGHT, width: int = WIDTH) -> TrainBatch:
+    """A batch of test images with these draws."""
     return TrainBatch(noisy_images(len(draws), height, width), torch.arange(len(draws)) % CLASSES,
                       stack_draws(draws))
 
@@ -93,10 +107,12 @@ def drawn_batch(draws: Sequence[Draws], height: int = HEIGHT, width: int = WIDTH
 
 
 def augmentation(conditions: Conditions) -> list[Row]:
-    """RandAugment, each operation and both filters: a batch on the device = pairs on the CPU.
+    """RandAugment: each operation with both filters gives the CPU's bits, in any batch.
 
-    To the bit: operations are integers and single float operations that IEEE 754 rounds. Two layers
-    of the same operation, and then two of any, with magnitudes and signs as they are drawn.
+    A batch on the device has to equal its pairs on the CPU to the bit, since all operations use
+    integers or single float operations, which IEEE 754 rounds alike everywhere. Each image goes
+    through two layers: of the same operation for each in turn, then of any operation. Magnitudes
+    and signs are drawn as in training.
     """
     wrong, rows = [], 0
     for operations in [*((name,) for name in ALL_OPERATIONS), ALL_OPERATIONS]:
@@ -113,15 +129,16 @@ def augmentation(conditions: Conditions) -> list[Row]:
 
 
 def erasing_and_mixing(conditions: Conditions) -> list[Row]:
-    """Normalising, erasing and mixing: a batch on the device = pairs of it on the CPU, to the bit.
+    """Normalising, erasing and mixing give the CPU's bits, in images and targets, in any batch.
 
-    Three ways to fill a box, both orders of erasing and mixing, mixup, cutmix, and images of which
-    some are mixed and some are not. Targets as well.
+    A batch on the device has to equal its pairs on the CPU to the bit: for three ways to fill an
+    erased box, both orders of erasing and mixing, mixup, cutmix, a choice of both where some images
+    stay unmixed, and no mixing.
     """
     count, numbers = 48, 0
     kinds = [MixSettings(0.8, 1.0, 0.7, 0.5, 0.1, group=2), MixSettings(0.8, 0.0, 1.0, 0.5, 0.1, group=2),
              MixSettings(0.0, 1.0, 1.0, 0.5, 0.0, group=2), NO_MIXING]
-    groups = np.arange(count) % (count // 2)         # partners share one: i and count - 1 - i
+    groups = np.arange(count) % (count // 2)         # partners i and count - 1 - i share a group
     groups[count // 2:] = groups[:count // 2][::-1]
     for mixing in kinds:
         for fill in ("pixel", "rand", "const"):
@@ -137,30 +154,34 @@ def erasing_and_mixing(conditions: Conditions) -> list[Row]:
 
 
 def resident_cutting(conditions: Conditions) -> list[Row]:
-    """A set that lives on the device: its training batches = those through the loader, to the bit.
+    """A training set that is kept on the device gives the same batches, to the bit, as the loader.
 
-    Pad and shift, flips, RandAugment, erasing and mixing, by the doors that train.py uses.
+    Images are padded and shifted, flipped, augmented, erased and mixed, by the same functions that
+    train.py calls.
     """
-    found = differing(epochs_of(conditions.place, budget_gib=1.0), epochs_of(CPU, budget_gib=0.0))
+    found = differing(epochs_of(conditions.torch_device, budget_gib=1.0),
+                      epochs_of(CPU, budget_gib=0.0))
     assert not found, f"{found} numbers differ"
     return [{"numbers that differ": 0}]
 
 
 def streams(conditions: Conditions) -> list[Row]:
-    """Batches that are made while the device is busy with the one before = the CPU's, to the bit.
+    """Batches prepared while the device is busy with the batch before equal the CPU's, to the bit.
 
-    A GPU makes them in a stream of its own, where a missing wait would show: in memory that is
-    written too early, or read too early. Through the loader with two workers, and cut there.
+    A GPU prepares batches in a CUDA stream of its own. If the streams did not wait for each other,
+    memory would be read or overwritten too early, and numbers would differ. Both ways to get
+    batches are checked: through the loader with two workers, and from images kept on the device.
     """
-    busy = torch.randn(4096, 4096, device=conditions.place) if conditions.on_gpu else torch.ones(1, 1)
+    matrix = (torch.randn(4096, 4096, device=conditions.torch_device) if conditions.on_gpu else
+              torch.ones(1, 1))
 
     def work() -> None:
-        for _ in range(20):                          # some 50 ms on an H100, in float32
-            busy @ busy
+        for _ in range(20):                          # tens of milliseconds on a large GPU
+            matrix @ matrix
     reference, rows = epochs_of(CPU, budget_gib=0.0), []
     for way, options in (("loader", dict(budget_gib=0.0, workers=2)),
                          ("resident", dict(budget_gib=1.0))):
-        found = differing(epochs_of(conditions.place, before=work, **options), reference)
+        found = differing(epochs_of(conditions.torch_device, before=work, **options), reference)
         assert not found, f"{found} numbers differ: {way}"
         rows.append({"way": way, "numbers that differ": 0})
     return rows
@@ -170,7 +191,9 @@ def epochs_of(device: torch.device, *, budget_gib: float, workers: int = 0,
               before: Callable[[], None] = lambda: None) -> list[Tensor]:
     """Images, targets and positions of all micro-batches of two epochs, copied to the CPU.
 
-    before: called before each is copied. Who takes batches may not keep them: see data/ahead.py.
+    budget_gib: memory on the device for the training set; 0: it is loaded anew in every epoch.
+    before: called before each micro-batch is copied. It has to be copied because its memory is used
+    again for a later one: see data/ahead.py.
     """
     size, count = (29, 29), 60
     source = ImagesInMemory(noisy_images(count, *size), np.arange(count) % CLASSES,
@@ -191,23 +214,24 @@ def epochs_of(device: torch.device, *, budget_gib: float, workers: int = 0,
 
 
 def evaluation_views(conditions: Conditions) -> list[Row]:
-    """Evaluation batches = the CPU's, to the bit: decoded, and kept on the device or in memory."""
+    """Evaluation batches equal the CPU's to the bit: decoded, or kept on the device or in memory."""
     size, count = (31, 31), 23
     source = ImagesInMemory(noisy_images(count, *size), np.arange(count) % CLASSES,
                             list(map(str, range(CLASSES))))
 
-    def batches(device: torch.device, crop_pct: float, **rooms: float) -> list[Tensor]:
+    def batches(device: torch.device, crop_pct: float, **budgets: float) -> list[Tensor]:
         views = EvalViews(source, rank=0, world_size=1, size=size, crop_pct=crop_pct,
                           interpolation="bicubic")
-        found = EvaluationBatches(kept_views(views, device, **rooms), batch_size=10, workers=0,
+        found = EvaluationBatches(kept_views(views, device, **budgets), batch_size=10, workers=0,
                                   prepare=ToDevice(device, mean=IMAGENET_MEAN, std=IMAGENET_STD,
                                                    channels_last=True))
-        # The second pass finds what the first one kept.
+        # The second pass reads what the first one kept.
         return [tensor.clone() for _ in range(2) for batch in found for tensor in batch]
     for crop_pct in (1.0, 0.875):
         reference = batches(CPU, crop_pct, on_device_gib=0.0, cache_gib=0.0)
-        for rooms in ({"on_device_gib": 1.0, "cache_gib": 0.0}, {"on_device_gib": 0.0, "cache_gib": 1.0},
-                      {"on_device_gib": 0.0, "cache_gib": 0.0}):
-            found = differing(batches(conditions.place, crop_pct, **rooms), reference)
-            assert not found, f"{found} numbers differ at crop_pct {crop_pct} with {rooms}"
+        for budgets in ({"on_device_gib": 1.0, "cache_gib": 0.0},
+                        {"on_device_gib": 0.0, "cache_gib": 1.0},
+                        {"on_device_gib": 0.0, "cache_gib": 0.0}):
+            found = differing(batches(conditions.torch_device, crop_pct, **budgets), reference)
+            assert not found, f"{found} numbers differ at crop_pct {crop_pct} with {budgets}"
     return [{"views": 2 * count, "numbers that differ": 0}]

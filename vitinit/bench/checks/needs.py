@@ -1,4 +1,4 @@
-"""What a training step needs of a GPU: memory, and no waiting."""
+"""Checks of what a training step requires of a GPU: its memory, and that the host does not wait."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .families import batch_of, drop_path_of, small_model
 
 
 def peak_memory(conditions: Conditions) -> list[Row]:
-    """What `bench memory` counts for the backward pass is what a GPU holds, within 0.8 to 1.6 times.
+    """Memory that a GPU holds for the backward pass is 0.8 to 1.6 times what `bench memory` counts.
 
-    Beside it a GPU holds what kernels need for a moment, and rounds each tensor up.
+    The two differ because a GPU also holds workspace of kernels and rounds each tensor's size up.
     """
     if not conditions.on_gpu:
         raise Skipped("a CPU does not count what it holds")
-    device, rows = conditions.place, []
+    device, rows = conditions.torch_device, []
     for name in ("vit_tiny", "swin_tiny", "mixer_b16", "convmixer_768_32"):
         model = build_model(name, num_classes=1000, image_size=224)
         images = torch.zeros(16, 3, 224, 224, device=device)
@@ -46,13 +46,14 @@ def peak_memory(conditions: Conditions) -> list[Row]:
 
 
 def no_waiting(conditions: Conditions) -> list[Row]:
-    """Twenty steps of training wait for the device less than once a step, as torch itself counts.
+    """The host waits for the device less than once per training step, as torch's debug mode counts.
 
-    The engine looks at its losses every ten steps and at its weights at the end; nothing else may.
+    The engine reads its losses every ten steps and checks the weights at the end of an epoch.
+    Nothing else may make the host wait.
     """
     if not conditions.on_gpu:
         raise Skipped("on a CPU there is nothing to wait for")
-    device = conditions.place
+    device = conditions.torch_device
     model = small_model("vit_tiny").to(device)
     part = tuple(tensor.to(device) for tensor in batch_of())
     state = state_of(model, adamw(model, weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8),
@@ -66,7 +67,7 @@ def no_waiting(conditions: Conditions) -> list[Row]:
                      drop_path=drop_path_of(model), amp="bf16", clip_norm=1.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    places = [f"{warning.filename.rpartition('/')[2]}:{warning.lineno}" for warning in waits
-              if "synchroniz" in str(warning.message)]
-    assert len(places) < 20, f"{len(places)} waits in 20 steps, at {', '.join(sorted(set(places)))}"
-    return [{"steps": 20, "waits": len(places), "at": ", ".join(sorted(set(places)))}]
+    lines = [f"{warning.filename.rpartition('/')[2]}:{warning.lineno}" for warning in waits
+             if "synchroniz" in str(warning.message)]
+    assert len(lines) < 20, f"{len(lines)} waits in 20 steps, at {', '.join(sorted(set(lines)))}"
+    return [{"steps": 20, "waits": len(lines), "at": ", ".join(sorted(set(lines)))}]

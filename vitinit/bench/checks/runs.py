@@ -1,4 +1,4 @@
-"""Whole runs of train.py and eval.py in processes of their own, as a user starts them."""
+"""Checks of whole runs: train.py and eval.py are started in processes, as a user starts them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..item import Conditions, Row, Skipped
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 EPOCHS, STOPPED_AFTER = 12, 3
-# Everything is on that could go wrong on resume. eps is large, so that AdamW does not make a step of
-# what is rounding in a gradient that is zero, such as that of a key's bias.
+# The small run uses every feature with state that a resume could lose. eps is large because some
+# gradients, such as those of keys' biases, are zero but for rounding, which AdamW would blow up.
 SMALL = {
     "data.name": "image_folder", "data.num_classes": "3", "data.image_size": "16",
     "data.workers": "2", "eval.batch_size": "7", "optim.global_batch": "12",
@@ -34,7 +34,7 @@ SMALL = {
     "augment.erase_probability": "0.5", "rand_augment.layers": "2", "mix.group": "4",
     "mix.mixup_alpha": "0.8", "mix.cutmix_alpha": "1.0", "engine.tf32": "false",
 }
-# Without these two a GPU's matrix products and sums may be ordered anew in every run.
+# Without these settings a GPU may sum in another order in every run, so that rounding differs.
 DETERMINISTIC = ("import runpy, sys, torch\n"
                  "torch.use_deterministic_algorithms(True, warn_only=True)\n"
                  "sys.argv = sys.argv[1:]\n"
@@ -43,23 +43,32 @@ ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def start(*words: object, launcher: tuple[str, ...] = ("-c", DETERMINISTIC)) -> subprocess.Popen:
-    """A program of this repository; what it prints can be read, errors go to the log."""
+    """Start a program of this repository. Its standard output is a pipe; errors go to the log.
+
+    words: the program and its arguments. launcher: arguments of Python before them.
+    """
     return subprocess.Popen([sys.executable, *launcher, *map(str, words)], cwd=REPOSITORY, text=True,
                             stdout=subprocess.PIPE, env=os.environ | ENVIRONMENT)
 
 
 def finished(*words: object, status: int = 0, **options: Any) -> str:
-    """What it printed, once it has ended with this status."""
+    """Run a program to its end and return what it printed.
+
+    Raises AssertionError if its exit status is another than `status`.
+    """
     process = start(*words, **options)
-    said, _ = process.communicate()
-    print(said, flush=True)
+    output, _ = process.communicate()
+    print(output, flush=True)
     assert process.returncode == status, \
-        f"{words[0]} ended with {process.returncode}, not {status}: {said.strip()[-200:]}"
-    return said
+        f"{words[0]} ended with {process.returncode}, not {status}: {output.strip()[-200:]}"
+    return output
 
 
 def small_run(data: Path, folder: Path, **changes: str) -> list[str]:
-    """Arguments of train.py for a run of seconds."""
+    """Arguments of train.py for a run that takes seconds.
+
+    changes: recipe keys to override, with "__" in place of the dot.
+    """
     values = SMALL | {name.replace("__", "."): value for name, value in changes.items()}
     return ["train.py", "--recipe", "quickstart", "--init", "mimetic", "--data-dir", str(data),
             "--out-dir", str(folder),
@@ -67,7 +76,7 @@ def small_run(data: Path, folder: Path, **changes: str) -> list[str]:
 
 
 def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in a checkpoint, by where it stands."""
+    """Every tensor in a nested checkpoint with its path, such as ".model.head.weight"."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, dict):
@@ -80,10 +89,10 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def apart(one: Path, other: Path) -> float:
     """The largest relative distance between tensors of two runs' last checkpoints: 0 if equal."""
-    ours, theirs = (dict(tensors_in(load(folder / "last.pt"))) for folder in (one, other))
-    assert ours.keys() == theirs.keys() and ours
-    return max(float((ours[name].double() - tensor.double()).norm()
-                     / (tensor.double().norm() + 1e-12)) for name, tensor in theirs.items())
+    found, expected = (dict(tensors_in(load(folder / "last.pt"))) for folder in (one, other))
+    assert found.keys() == expected.keys() and found
+    return max(float((found[name].double() - tensor.double()).norm()
+                     / (tensor.double().norm() + 1e-12)) for name, tensor in expected.items())
 
 
 def last_line(folder: Path) -> dict[str, Any]:
@@ -96,50 +105,52 @@ def last_line(folder: Path) -> dict[str, Any]:
 
 
 def resume(conditions: Conditions) -> list[Row]:
-    """A run that is stopped by SIGTERM in an epoch and resumed = one that never was; eval.py agrees.
+    """A run stopped by SIGTERM in an epoch and resumed equals an uninterrupted one; eval.py agrees.
 
-    To the bit (weights, moments, moving average) with deterministic algorithms. Where two whole runs
-    differ already, no further apart than ten times that.
+    With deterministic algorithms the last checkpoints (weights, moments, moving average) have to be
+    equal to the bit. If two uninterrupted runs differ already on this device, the resumed run may
+    differ by up to ten times as much.
     """
     data = draw_classes(conditions.scratch / "images", train=60, val=20, side=24)
-    whole, broken = conditions.scratch / "whole", conditions.scratch / "broken"
+    whole, stopped = conditions.scratch / "whole", conditions.scratch / "stopped"
     finished(*small_run(data, whole))
 
-    process = start(*small_run(data, broken))
-    seen = time.monotonic()
+    process = start(*small_run(data, stopped))
+    previous = time.monotonic()                      # when the previous line was printed
     for line in process.stdout:
         print(line, end="", flush=True)
         if line.startswith("epoch") and f"{STOPPED_AFTER}/{EPOCHS}" in line:
-            time.sleep((time.monotonic() - seen) / 2)    # amid the next epoch
+            time.sleep((time.monotonic() - previous) / 2)    # half an epoch
             process.send_signal(signal.SIGTERM)
             break
-        seen = time.monotonic()
-    said, _ = process.communicate()
+        previous = time.monotonic()
+    output, _ = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM, \
-        f"stopped by SIGTERM it ended with {process.returncode}: {said.strip()[-200:]}"
-    epochs = last_line(broken)["epoch"]
+        f"stopped by SIGTERM it ended with {process.returncode}: {output.strip()[-200:]}"
+    epochs = last_line(stopped)["epoch"]
     assert epochs < EPOCHS, "it had finished before the signal came"
-    step = load(broken / "last.pt")["progress"]["step"]
-    finished("train.py", "--resume", broken)
+    step = load(stopped / "last.pt")["progress"]["step"]
+    finished("train.py", "--resume", stopped)
 
-    row: Row = {"stopped after step": step, "apart": apart(broken, whole)}
+    row: Row = {"stopped after step": step, "apart": apart(stopped, whole)}
     if row["apart"] > 0:
         again = conditions.scratch / "again"
         finished(*small_run(data, again))
         row["two whole runs apart"] = apart(again, whole)
         assert row["apart"] <= 10 * row["two whole runs apart"], row
-    assert last_line(broken)["epoch"] == EPOCHS
-    said = json.loads(finished("eval.py", whole).splitlines()[-1])
-    measured = last_line(whole)
-    assert said["model"]["top1"] == measured["val_top1"] and said["ema"]["top1"] == \
-        measured["ema_top1"], (said, measured)
+    assert last_line(stopped)["epoch"] == EPOCHS
+    evaluated = json.loads(finished("eval.py", whole).splitlines()[-1])
+    trained = last_line(whole)
+    assert evaluated["model"]["top1"] == trained["val_top1"] and evaluated["ema"]["top1"] == \
+        trained["ema_top1"], (evaluated, trained)
     return [row]
 
 
 def two_processes(conditions: Conditions) -> list[Row]:
-    """Two processes, on two GPUs or on the CPU, make the run that one makes, within rounding.
+    """Two processes, on two GPUs or on the CPU, train the same model as one, within rounding.
 
-    Their gradients are sums in another order: after an epoch weights are within 1e-3 of their norm.
+    They sum gradients in another order. After one epoch the relative distance of every tensor of
+    weights has to be less than 1e-3.
     """
     if conditions.on_gpu and torch.cuda.device_count() < 2:
         raise Skipped("there is one GPU")
@@ -148,15 +159,18 @@ def two_processes(conditions: Conditions) -> list[Row]:
     finished(*small_run(data, one, schedule__epochs="1", schedule__warmup_epochs="0"))
     finished(*small_run(data, two, schedule__epochs="1", schedule__warmup_epochs="0"),
              launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
-    ours, theirs = (load(folder / "last.pt")["model"] for folder in (two, one))
-    distance = max(float((ours[name] - value).norm() / (value.norm() + 1e-12))
-                   for name, value in theirs.items())
+    found, expected = (load(folder / "last.pt")["model"] for folder in (two, one))
+    distance = max(float((found[name] - value).norm() / (value.norm() + 1e-12))
+                   for name, value in expected.items())
     assert distance < 1e-3, f"weights {distance:.2g} apart"
     return [{"weights apart": distance}]
 
 
 def quickstart(conditions: Conditions) -> list[Row]:
-    """The README's first run, quickstart with impulse initialisation: top-1 and seconds."""
+    """The README's first run, recipe quickstart with impulse initialisation: top-1 and seconds.
+
+    Raises AssertionError for a top-1 of 70 % or less, which is far below what its seeds reach.
+    """
     folder = conditions.scratch / "quickstart"
     began = time.perf_counter()
     finished("train.py", "--recipe", "quickstart", "--init", "impulse", "--out-dir", folder,

@@ -1,4 +1,4 @@
-"""Training steps and evaluation on a device, beside the CPU's and beside plain formulas."""
+"""Checks of training steps and evaluation on a device, against the CPU and plain formulas."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from ..training import GivenStep, alone, state_of, train_on
 from .families import CLASSES, FAMILIES, batch_of, drop_path_of, small_model
 
 CPU = torch.device("cpu")
-FLOAT32_STEP = 1e-4             # relative error of gradients; sums of 10² to 10⁴ float32 products
-COMPILED = 1e-4                 # likewise, since a compiler orders sums anew
-BF16_GRADIENT = 0.1             # relative; bf16 has 8 bits, and rounds after every layer
+# Tolerances, as relative errors.
+FLOAT32_STEP = 1e-4             # of gradients, which are sums of 10² to 10⁴ float32 products
+COMPILED = 1e-4                 # of gradients, since a compiler sums in another order
+BF16_GRADIENT = 0.1             # bf16 has 8 significant bits and rounds after every layer
 BF16_LOSS = 0.02
 
 
 def gradients(model: nn.Module, device: torch.device, *, dtype: torch.dtype = torch.float32,
               amp: str = "off", compiled: bool = False, channels_last: bool = False,
               micro_batches: int = 1) -> tuple[dict[str, Tensor], float]:
-    """What one step of the engine finds: by name, in float64 on the CPU; and the loss.
+    """The gradients of one step of the engine, by name in float64 on the CPU, and the loss.
 
-    A step of plain SGD at a rate of 1 takes the gradient from the weights; the difference is it.
+    A step of plain SGD with learning rate 1 subtracts the gradient from the weights, so the
+    gradient is the difference of the weights before and after it.
+    dtype: of weights and images. amp: as `engine.amp` of a recipe. compiled: use torch.compile.
     """
     model = copy.deepcopy(model).to(device, dtype)
     before = in_float64(model)
@@ -43,16 +46,17 @@ def gradients(model: nn.Module, device: torch.device, *, dtype: torch.dtype = to
 
 
 def in_float64(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of the parameters on the CPU."""
+    """A copy of the parameters in float64 on the CPU, by name."""
     return {name: p.detach().cpu().to(torch.float64, copy=True)
             for name, p in model.named_parameters()}
 
 
 def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest relative distance of a tensor's gradient from the `other` one.
+    """The largest relative distance between two gradients of the same tensor, over all tensors.
 
-    A key's bias has none, which rounding makes a little: so a thousandth of the whole gradient's
-    norm counts with every tensor's own.
+    It is relative to the norm of the tensor's gradient in `other`, plus a thousandth of the norm of
+    the whole gradient. That floor is for gradients that are zero but for rounding, such as those of
+    keys' biases.
     """
     floor = 1e-3 * torch.stack([g.norm() for g in other.values()]).norm()
     return max(float((one[name] - g).norm() / (g.norm() + floor)) for name, g in other.items())
@@ -64,19 +68,20 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 def train_step(conditions: Conditions) -> list[Row]:
-    """One step of each family in float32 without TF32: gradients and loss against the CPU's float64.
+    """A float32 step of each family without TF32: gradients and loss against the CPU's float64.
 
-    On the device, and on the CPU to see what float32 costs there. Weights are the size of their last
-    bit away from the gradient that is taken from them, 6e-8: within 1e-4 of each tensor's norm.
+    It is made on the device, and on the CPU to see what float32 costs there. Gradients have to be
+    within 1e-4, relative to each tensor's norm. That leaves room for rounding, also of the weights
+    from whose difference a gradient is computed (6e-8 relative).
     """
     set_precision(tf32=False)
     rows = []
     for name in FAMILIES:
         model = small_model(name)
         exact, exact_loss = gradients(model, CPU, dtype=torch.float64)
-        for place in dict.fromkeys((conditions.place, CPU)):
-            found, loss = gradients(model, place)
-            row = {"family": name, "on": place.type, "gradients apart": apart(found, exact),
+        for device in dict.fromkeys((conditions.torch_device, CPU)):
+            found, loss = gradients(model, device)
+            row = {"family": name, "on": device.type, "gradients apart": apart(found, exact),
                    "loss apart": abs(loss - exact_loss) / exact_loss}
             assert row["gradients apart"] < FLOAT32_STEP and row["loss apart"] < 1e-5, row
             rows.append(row)
@@ -84,23 +89,29 @@ def train_step(conditions: Conditions) -> list[Row]:
 
 
 def micro_batches(conditions: Conditions) -> list[Row]:
-    """A step of three micro-batches = the same in one, within rounding, for models without BatchNorm."""
+    """A step in three micro-batches equals the same step in one, within rounding.
+
+    Models with BatchNorm are left out, since they normalise each micro-batch by its own statistics.
+    """
     set_precision(tf32=False)
     rows = []
     for name in ("vit_tiny", "swin_tiny", "mixer_s16", "simple_vit"):
         model = small_model(name)
-        whole, _ = gradients(model, conditions.place)
-        parts, _ = gradients(model, conditions.place, micro_batches=3)
+        whole, _ = gradients(model, conditions.torch_device)
+        parts, _ = gradients(model, conditions.torch_device, micro_batches=3)
         rows.append({"family": name, "gradients apart": apart(parts, whole)})
         assert rows[-1]["gradients apart"] < FLOAT32_STEP, rows[-1]
     return rows
 
 
 def moving_average(conditions: Conditions) -> list[Row]:
-    """EMA after five updates of known weights, with and without warm-up: the formula in float64."""
+    """The moving average after five updates of known weights, against its formula in float64.
+
+    Weights and integer buffers are checked, with and without warm-up.
+    """
     largest = 0.0
     for warmup in (False, True):
-        model = small_model("convmixer_256_8").to(conditions.place)      # has integer buffers
+        model = small_model("convmixer_256_8").to(conditions.torch_device)   # has integer buffers
         ema = Ema(model, decay=0.9, warmup=warmup)
         expected = {name: value.double().cpu() for name, value in model.state_dict().items()}
         for update in range(5):
@@ -120,27 +131,33 @@ def moving_average(conditions: Conditions) -> list[Row]:
 
 
 def channels_last(conditions: Conditions) -> list[Row]:
-    """Images laid out channels last give the same step, within rounding (other kernels, other sums)."""
+    """Images in channels-last layout give the same step, within rounding.
+
+    The layout selects other kernels, which sum in another order.
+    """
     set_precision(tf32=False)
     rows = []
     for name in FAMILIES:
         model = small_model(name)
-        plain, _ = gradients(model, conditions.place)
-        last, _ = gradients(model, conditions.place, channels_last=True)
+        plain, _ = gradients(model, conditions.torch_device)
+        last, _ = gradients(model, conditions.torch_device, channels_last=True)
         rows.append({"family": name, "gradients apart": apart(last, plain)})
         assert rows[-1]["gradients apart"] < FLOAT32_STEP, rows[-1]
     return rows
 
 
 def compiled(conditions: Conditions) -> list[Row]:
-    """torch.compile's step = the eager one's in float32, within rounding; on a CPU of ViT alone."""
+    """A step of the compiled model equals the eager one in float32, within rounding.
+
+    All families are checked on a GPU, the ViT only on a CPU, where compiling takes long.
+    """
     set_precision(tf32=False)
     rows = []
     for name in FAMILIES if conditions.on_gpu else ["vit_tiny"]:
         torch.compiler.reset()
         model = small_model(name)
-        eager, _ = gradients(model, conditions.place)
-        found, _ = gradients(model, conditions.place, compiled=True)
+        eager, _ = gradients(model, conditions.torch_device)
+        found, _ = gradients(model, conditions.torch_device, compiled=True)
         rows.append({"family": name, "gradients apart": apart(found, eager)})
         assert rows[-1]["gradients apart"] < COMPILED, rows[-1]
     return rows
@@ -152,15 +169,19 @@ def compiled(conditions: Conditions) -> list[Row]:
 
 
 def bf16(conditions: Conditions) -> list[Row]:
-    """A step in bf16 is near float32's, and not the same: gradients within .1, the loss within .02."""
+    """A step in bf16 is close to the float32 one but not equal: gradients to 0.1, the loss to 0.02.
+
+    The bounds are relative. Equal gradients would mean that autocast was not applied.
+    """
     set_precision(tf32=False)
     rows = []
     for name in FAMILIES:
         model = small_model(name)
-        full, full_loss = gradients(model, conditions.place)
-        half, loss = gradients(model, conditions.place, amp="bf16")
-        whole, theirs = (torch.cat([g.flatten() for g in found.values()]) for found in (full, half))
-        row = {"family": name, "gradients apart": float((theirs - whole).norm() / whole.norm()),
+        full, full_loss = gradients(model, conditions.torch_device)
+        half, loss = gradients(model, conditions.torch_device, amp="bf16")
+        exact, rounded = (torch.cat([g.flatten() for g in found.values()])
+                          for found in (full, half))
+        row = {"family": name, "gradients apart": float((rounded - exact).norm() / exact.norm()),
                "loss apart": abs(loss - full_loss) / full_loss}
         assert 0 < row["gradients apart"] < BF16_GRADIENT and row["loss apart"] < BF16_LOSS, row
         rows.append(row)
@@ -168,12 +189,12 @@ def bf16(conditions: Conditions) -> list[Row]:
 
 
 def fp16_overflow(conditions: Conditions) -> list[Row]:
-    """A step whose fp16 gradients overflow is skipped; then the same weights train at a lower scale.
+    """A step whose fp16 gradients overflow is skipped; the next one, at a lower scale, is made.
 
-    To the bit: weights, moving average and its count stay; the scale halves; the step counts as seen
-    and as skipped.
+    In the skipped step weights, moving average and its update count stay the same to the bit, the
+    loss scale halves, and the step counts as done and as skipped.
     """
-    device = conditions.place
+    device = conditions.torch_device
     model = small_model("vit_tiny").to(device)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**40)
     state = state_of(model, adamw(model, weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8),
@@ -183,7 +204,8 @@ def fp16_overflow(conditions: Conditions) -> list[Row]:
     part = tuple(tensor.to(device) for tensor in batch_of())
 
     def step(number: int) -> None:
-        train_on(state, [GivenStep(number, [part])], drop_path=drop_path_of(model), amp="fp16", clip_norm=1.0)
+        train_on(state, [GivenStep(number, [part])], drop_path=drop_path_of(model), amp="fp16",
+                 clip_norm=1.0)
     step(0)
     assert scaler.get_scale() == 2.0**39, f"the scale is {scaler.get_scale()}, not half of 2^40"
     assert (state.progress.step, state.progress.skipped_steps) == (1, 1), state.progress
@@ -207,22 +229,27 @@ def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def evaluation(conditions: Conditions) -> list[Row]:
-    """Exact evaluation of each family, a smaller last batch among them: the CPU's counts and loss."""
+    """Evaluation of each family gives the CPU's counts exactly and its loss within rounding.
+
+    The last batch is smaller than the others, and every image has to count once.
+    """
     set_precision(tf32=False)
     images, targets = batch_of(seed=2, count=53)
     labels = targets.argmax(1)
     rows = []
     for name in FAMILIES:
         results = []
-        for device in (conditions.place, CPU):
+        for device in (conditions.torch_device, CPU):
             batches = [(images[start:start + 20].to(device), labels[start:start + 20].to(device))
                        for start in range(0, 53, 20)]
             results += evaluate([small_model(name).to(device)], batches, amp="off",
                                 num_classes=CLASSES, processes=alone(device), stop=StopRequest())
-        ours, theirs = results
-        row = {"family": name, "images": ours.images, "loss apart": abs(ours.loss - theirs.loss)}
-        assert ours.images == 53 and ours.class_images == labels.bincount(minlength=CLASSES).tolist()
-        assert ours.class_hits == theirs.class_hits and ours.top5 == theirs.top5, (ours, theirs)
-        assert row["loss apart"] < 1e-5 * theirs.loss, row
+        found, reference = results
+        row = {"family": name, "images": found.images,
+               "loss apart": abs(found.loss - reference.loss)}
+        assert found.images == 53 and found.class_images == labels.bincount(minlength=CLASSES).tolist()
+        assert found.class_hits == reference.class_hits and found.top5 == reference.top5, \
+            (found, reference)
+        assert row["loss apart"] < 1e-5 * reference.loss, row
         rows.append(row)
     return rows
