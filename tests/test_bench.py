@@ -1,4 +1,4 @@
-"""Measurements run and count what they say; how fast anything is, is not asserted."""
+"""The measurements run and count what they claim to; how fast anything is, is not tested."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vitinit.models.attention import attention_weights
 
 @pytest.fixture(autouse=True)
 def threads():
-    """The loader bench sets one thread, as a loader's worker does."""
+    """Restore torch's number of threads, which the loader's measurement sets to 1."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -46,13 +46,13 @@ def refusal(capsys, *arguments: object) -> str:
 
 
 @pytest.mark.parametrize("amp, wide", [("off", 4), ("bf16", 2)])
-def test_what_an_image_keeps_for_the_backward_pass_is_what_each_layer_needs(amp, wide):
+def test_saved_bytes_are_those_that_each_layer_needs_for_the_backward_pass(amp, wide):
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 5 * 7, 11),
                                 torch.nn.GELU(), torch.nn.Linear(11, 13))
     model.drop_path_rates = ()
     # The inputs of both products and of GELU; log-softmax and targets, which stay in float32.
     expected = wide * (105 + 11 + 11) + 4 * (13 + 13)
-    copy = 2 * 11 * 13 if amp == "bf16" else 0       # of the second weight; the first needs none
+    copy = 2 * 11 * 13 if amp == "bf16" else 0       # bf16 copy of the second weight only
     for count in (2, 3):
         assert saved_bytes(model, torch.zeros(count, 3, 5, 7), amp) == count * expected + copy
 
@@ -62,7 +62,8 @@ def test_memory_says_how_many_images_of_a_recipe_fit(capsys):
                    for gib in (1, 0.1))
     assert re.search(r"quickstart +1\.5 MiB per image at amp off, 0\.01 GiB .* of 50 images at most "
                      r"50 in half of 1 GiB", half)
-    assert "at most 10 in half of 0.1 GiB" in tenth  # 50 need more than 42 MiB; pairs need an even number
+    # 50 images need more than the 42 MiB that are left; 10 is the next even divisor of 50.
+    assert "at most 10 in half of 0.1 GiB" in tenth
     assert re.search("^vitinit.bench: .*no-such-recipe",
                      refusal(capsys, "memory", "--recipe", "no-such-recipe"))
 
@@ -71,21 +72,21 @@ def test_the_loader_is_measured_beside_torchvisions_pipeline(capsys, image_tree)
     printed = run(capsys, "loader", "--data-dir", image_tree, "--image-size", 8)
     assert "72 images to 8 px" in printed           # 3 × (17 + 7)
     assert re.search(r"workers' part.* % of decoding alone, \d+\.\d\d × torchvision's", printed)
-    assert re.search(r"µs an image between processes", printed)
+    assert re.search(r"µs per image between processes", printed)
     assert re.search(r"torchvision's whole pipeline on Pillow +\d+$", printed.strip())
 
 
-def test_a_folder_without_images_is_one_line(capsys, tmp_path):
+def test_a_folder_without_images_is_refused_in_one_line(capsys, tmp_path):
     assert "no images in" in refusal(capsys, "loader", "--data-dir", tmp_path)
 
 
-def test_the_devices_part_is_measured(capsys):
+def test_the_devices_part_of_augmentation_is_measured(capsys):
     printed = run(capsys, "augment", "--batch", 3, "--image-size", 16)
     for part in ("RandAugment", "normalise", "erase", "mixup", "all, as in training"):
         assert re.search(rf"^{part} +\d+\.\d\d$", printed, flags=re.MULTILINE)
 
 
-def test_launches_are_all_but_views_and_copies_are_told_apart_by_their_direction():
+def test_operations_except_views_are_counted_and_copies_by_their_direction():
     with FakeTensorMode():
         host = torch.zeros(3, 5)
 
@@ -103,7 +104,7 @@ def test_launches_are_all_but_views_and_copies_are_told_apart_by_their_direction
 def test_a_step_is_measured(capsys):
     printed = run(capsys, "step", "--model", "vit_tiny", "--batch", 2, "--image-size",
                   32, "--amp", "off")
-    assert re.search(r"\d images/s, .* ms a step, peak memory \d", printed)
+    assert re.search(r"\d images/s, .* ms per step, peak memory \d", printed)
 
 
 def test_a_step_fed_from_files_is_compared_with_the_synthetic_one(monkeypatch, capsys,
@@ -119,12 +120,12 @@ def test_inits_are_measured_against_the_transcription(capsys):
 
 
 def test_what_the_init_bench_measures_works():
-    """The timed call is a real initialisation: its heads look at their offsets."""
+    """The timed call really initialises the model: its heads attend to their offsets."""
     model = vitinit.build_model("vit_tiny", num_classes=7, image_size=32, patch_size=4, depth=1)
     vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(0),
                          value_init="base")
-    code, attention = normalised_positions(model), model.blocks[0].attn
-    weights = attention_weights(code @ attention.q_weight.mT, code @ attention.k_weight.mT)
+    positions, attention = normalised_positions(model), model.blocks[0].attn
+    weights = attention_weights(positions @ attention.q_weight.mT, positions @ attention.k_weight.mT)
     assert target_mass(weights, ordered_offsets(3)[:3], model.grid).min() > 0.9
 
 
@@ -149,7 +150,7 @@ def test_broken_files_are_counted_by_format(capsys):
     assert counts[2:5] == [0, 0, 0]
 
 
-def test_files_that_end_or_halt_the_process_are_noticed(monkeypatch, tmp_path):
+def test_files_that_crash_or_hang_the_process_are_detected(monkeypatch, tmp_path):
     def decode(path: str) -> None:
         match int(path):
             case 3:
@@ -180,6 +181,6 @@ def test_a_listing_is_measured_beside_scandir_and_torchvisions(capsys):
         "scandir", "ours", "torchvision"]
 
 
-def test_what_is_listed_is_a_data_set_of_so_many_files(tmp_path):
+def test_the_tree_that_is_listed_has_as_many_files_as_asked_for(tmp_path):
     grow_tree(tmp_path, files=23, folders=5)
     assert len(ImageFolder(tmp_path)) == scan(str(tmp_path)) == 23

@@ -74,7 +74,7 @@ def hangs(conditions):
 
 @pytest.fixture
 def items(tmp_path, monkeypatch):
-    """Make items from functions of ITEMS_MODULE. Its folder is on the path, which workers inherit."""
+    """Make items of functions in ITEMS_MODULE. Its folder is on the path, which workers inherit."""
     folder = tmp_path / "modules"
     folder.mkdir()
     (folder / "bench_items.py").write_text(ITEMS_MODULE)
@@ -380,7 +380,7 @@ class Clocked(torch.nn.Module):
 
 
 def test_a_step_is_timed_without_what_comes_before_and_after(monkeypatch):
-    """This holds in the engine, whose epoch ends with a check of all weights, and in a bare loop."""
+    """So in the engine, whose epoch ends with a check of all weights, and in a bare loop."""
     part = torch.zeros(2, 3, 2, 2), torch.eye(5)[:2]
     for bare in (False, True):
         model = Clocked([1000.0, 1000.0, 2.0, 3.0, 7.0, 500.0])

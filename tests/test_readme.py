@@ -1,4 +1,4 @@
-"""The README's commands: train and eval for real, all others as far as their arguments go."""
+"""The README's commands: the first run is made in full, of the others arguments are checked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encodi
 
 
 def commands() -> list[list[str]]:
-    """Every line of a bash block as words, continued lines joined."""
+    """The words of every command in a bash block; continued lines are joined."""
     blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [shlex.split(line, comments=True) for line in lines if shlex.split(line, comments=True)]
@@ -37,10 +37,10 @@ def started(program: str) -> list[list[str]]:
 def run(words: list[str], cwd: Path) -> subprocess.CompletedProcess:
     """A README command from another folder than the repository's, with this Python's torchrun."""
     repository = Path(__file__).resolve().parent.parent
-    beside = Path(sys.executable).parent
+    scripts = Path(sys.executable).parent
     words = [str(repository / word) if word in ("train.py", "eval.py") else word for word in words]
     # --standalone: torchrun's usual port may be taken by another run on this machine.
-    words[:1] = {"torchrun": [str(beside / "torchrun"), "--standalone"],
+    words[:1] = {"torchrun": [str(scripts / "torchrun"), "--standalone"],
                  "python": [sys.executable]}[words[0]]
     ours = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return subprocess.run(words, cwd=cwd, env=ours, capture_output=True, text=True, timeout=300)
@@ -76,7 +76,7 @@ def python_blocks() -> list[str]:
 
 
 def test_what_was_trained_is_used_and_exported_as_shown(tmp_path, monkeypatch):
-    """The blocks of "Use what was trained", on another run; timm's is read, not built."""
+    """Run the code blocks of "Use what was trained" on another run, with a stand-in for timm."""
     section = README.partition("## Use what was trained\n")[2].partition("\n## ")[0]
     blocks = [block for block in python_blocks() if block in section]
     load, program, timms = blocks
@@ -113,7 +113,7 @@ def test_every_figure_names_arguments_and_recipes_that_exist(repository):
 
 def test_every_sweep_is_one_that_could_start(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")   # which of an array's jobs it is
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")   # the number of a job in a SLURM array
     found = started("vitinit.sweep")
     assert found
     for arguments in found:

@@ -1,4 +1,6 @@
-"""Measurements: each against what a user would pick instead, as a ratio in the same run.
+"""Check and measure vitinit on this machine.
+
+Most measurements are made beside an alternative that a user could choose, in the same run.
 
     python -m vitinit.bench all --out report --data-dir /data/imagenet/val --minutes 15
     python -m vitinit.bench init
@@ -43,48 +45,51 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; `arguments` stands for sys.argv[1:]."""
     parser = Parser(prog="python -m vitinit.bench", description=__doc__)
     size, workers, seed = integer(1), integer(0, 2**15), integer(0, 2**63)
     benches = parser.add_subparsers(dest="bench", required=True)
     everything = benches.add_parser(
-        "all", help="every check and measurement, into a report; again: what is left")
+        "all", help="run all checks and measurements that have no result yet, and write a report")
     everything.add_argument("--out", type=Path, help="folder of the report")
-    everything.add_argument("--data-dir", type=Path, help="photographs; without, they are drawn")
+    everything.add_argument("--data-dir", type=Path,
+                            help="folder of photographs; default: artificial ones are drawn")
     everything.add_argument("--minutes", type=real(above=0.0), default=10.0)
-    everything.add_argument("--only", nargs="+", metavar="NAME", default=(), help="these items alone")
+    everything.add_argument("--only", nargs="+", metavar="NAME", default=(),
+                            help="run these items only")
     everything.add_argument("--again", action="store_true",
-                            help="also what failed; with --only, whatever came of it")
-    everything.add_argument("--list", action="store_true", help="name the items and do nothing")
-    init = benches.add_parser("init", help="seconds of each init")
-    loader = benches.add_parser("loader", help="images a second and core, against torchvision")
+                            help="repeat failed items; with --only, repeat all items named")
+    everything.add_argument("--list", action="store_true", help="list the items and run nothing")
+    init = benches.add_parser("init", help="how long each init takes")
+    loader = benches.add_parser("loader", help="images/s per core, against torchvision")
     loader.add_argument("--data-dir", type=Path, required=True)
-    listing = benches.add_parser("listing", help="seconds to list a folder of many files")
+    listing = benches.add_parser("listing", help="how long it takes to list a folder of many files")
     listing.add_argument("--files", type=size, default=130_000)
     listing.add_argument("--folders", type=size, default=1_000)
-    augment = benches.add_parser("augment", help="milliseconds of the device's part")
+    augment = benches.add_parser("augment", help="how long augmentation takes on the device")
     augment.add_argument("--batch", type=size, default=256)
     pixels = benches.add_parser("pixels", help="RandAugment's operations against Pillow's")
     pixels.add_argument("--data-dir", type=Path, required=True)
     pixels.add_argument("--count", type=size, default=200, help="photographs")
-    pixels.add_argument("--rounds", type=size, default=2, help="draws for each")
-    corrupt = benches.add_parser("corrupt", help="broken files: none may end the program")
+    pixels.add_argument("--rounds", type=size, default=2, help="draws per photograph")
+    corrupt = benches.add_parser("corrupt", help="broken files: none may crash the decoder")
     corrupt.add_argument("--count", type=size, default=1440)
     corrupt.add_argument("--seed", type=seed, default=0)
     corrupt.add_argument("--workers", type=integer(1, 2**15), default=os.cpu_count())
-    fuzz = benches.add_parser("fuzz", help="odd recipes and command lines: each ends in one line")
+    fuzz = benches.add_parser("fuzz", help="invalid recipes and arguments: each ends in one line")
     fuzz.add_argument("--count", type=size, default=2000)
     fuzz.add_argument("--seed", type=seed, default=0)
     for bench in (loader, augment, pixels):
         bench.add_argument("--image-size", type=size, default=224)
-    step = benches.add_parser("step", help="images a second of a training step")
+    step = benches.add_parser("step", help="images/s of a training step")
     step.add_argument("--batch", type=size, default=64)
     step.add_argument("--image-size", type=size, default=224)
     step.add_argument("--amp", type=one_of(AMP_DTYPES), default="bf16",
                       help=", ".join(AMP_DTYPES))
     step.add_argument("--compile", action="store_true")
-    step.add_argument("--data-dir", type=Path, help="also feed it from the images in this folder")
+    step.add_argument("--data-dir", type=Path, help="also measure it on the images in this folder")
     step.add_argument("--workers", type=workers, default=os.cpu_count())
-    memory = benches.add_parser("memory", help="images of a recipe that fit on a card")
+    memory = benches.add_parser("memory", help="how many images of a recipe fit on a GPU")
     memory.add_argument("--recipe", nargs="+", required=True, help="names in recipes/, or paths")
     memory.add_argument("--card-gib", type=real(above=0.0), default=24.0)
     vits = [name for name, (family, _) in MODELS.items() if family is VisionTransformer]
@@ -95,7 +100,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def everything(args: argparse.Namespace) -> int:
-    """Status 1 if an item failed."""
+    """Run `bench all`; the exit status is 1 if an item failed."""
     if args.list:
         print("\n".join(f"{item.name:24} {item.kind:6} {item.what}" for item in ITEMS))
         return 0

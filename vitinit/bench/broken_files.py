@@ -1,4 +1,4 @@
-"""Valid image files of every format, and seeded ways to break them."""
+"""Valid image files of every format, and reproducible ways to break them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ PNG_START = b"\x89PNG\r\n\x1a\n"
 
 
 def noise(height: int, width: int, seed: int = 0) -> Image.Image:
-    """Smooth waves and a little noise: what a photograph looks like to a filter; RGB."""
+    """An RGB image of smooth waves and a little noise, as a substitute for a photograph."""
     row, column = np.mgrid[:height, :width]
     waves = np.stack([np.sin(column / 29 + row / 17), np.cos(column / 23 - row / 31),
                       np.sin(row / 13 - column / 19)], axis=-1)
-    noise = np.random.default_rng(seed).normal(0, 12, waves.shape)
-    return Image.fromarray((125 + 100 * waves + noise).clip(0, 255).round().astype(np.uint8))
+    grain = np.random.default_rng(seed).normal(0, 12, waves.shape)
+    return Image.fromarray((125 + 100 * waves + grain).clip(0, 255).round().astype(np.uint8))
 
 
 def encoded(image: Image.Image, file_format: str, **options) -> bytes:
+    """The image as a file of a format, by Pillow with these options."""
     buffer = io.BytesIO()
     image.save(buffer, file_format, **options)
     return buffer.getvalue()
 
 
 def png_chunk(name: bytes, content: bytes) -> bytes:
+    """A chunk of a PNG file: length, name, content, checksum."""
     checksum = zlib.crc32(name + content)
     return struct.pack(">I", len(content)) + name + content + struct.pack(">I", checksum)
 
 
 def png_of_16_bits(values: np.ndarray) -> bytes:
-    """A PNG of 16-bit values, (H, W) or, which Pillow cannot write, (H, W, 3)."""
+    """A PNG file of 16-bit values: grey (H, W), or RGB (H, W, 3), which Pillow cannot write."""
     height, width = values.shape[:2]
     colour_type = 0 if values.ndim == 2 else 2
     header = struct.pack(">IIBBBBB", width, height, 16, colour_type, 0, 0, 0)
@@ -53,7 +55,7 @@ def png_of_16_bits(values: np.ndarray) -> bytes:
 
 @functools.cache
 def valid_files(height: int, width: int) -> dict[str, bytes]:
-    """One file of every format and mode, by a name with the format's ending."""
+    """One valid file of every format and mode: file name with the format's extension → content."""
     rgb = noise(height, width)
     grey, palette = rgb.convert("L"), rgb.quantize(61)
     rgba = Image.merge("RGBA", (*rgb.split(), grey))
@@ -100,7 +102,7 @@ def valid_files(height: int, width: int) -> dict[str, bytes]:
 
 
 # ---------------------------------------------------------------------------------------------
-# Ways to break one: (content, rng) → content
+# Ways to break a file: (content, rng) → content
 # ---------------------------------------------------------------------------------------------
 
 
@@ -110,8 +112,8 @@ def flip_a_bit(content: bytearray, rng: np.random.Generator) -> bytearray:
 
 
 def flip_bits(content: bytearray, rng: np.random.Generator) -> bytearray:
-    for place in rng.integers(len(content), size=2 + len(content) // int(rng.integers(20, 500))):
-        content[place] ^= 1 << int(rng.integers(8))
+    for index in rng.integers(len(content), size=2 + len(content) // int(rng.integers(20, 500))):
+        content[index] ^= 1 << int(rng.integers(8))
     return content
 
 
@@ -145,16 +147,19 @@ def blank_a_part(content: bytearray, rng: np.random.Generator) -> bytearray:
 
 
 def extreme_number(content: bytearray, rng: np.random.Generator) -> bytearray:
-    """Sizes, lengths, offsets: one, two or four bytes, at the head where most of them stand."""
+    """Overwrite one, two or four bytes by an extreme number.
+
+    They are near the start of the file, where most formats store sizes, lengths and offsets.
+    """
     value, width = int(rng.choice(EXTREMES)), int(rng.choice((1, 2, 4)))
-    place = int(rng.integers(min(len(content), int(rng.choice((64, 1024))))))
+    start = int(rng.integers(min(len(content), int(rng.choice((64, 1024))))))
     order = "big" if rng.random() < 0.5 else "little"
-    return content[:place] + (value % 256**width).to_bytes(width, order) + content[place + width:]
+    return content[:start] + (value % 256**width).to_bytes(width, order) + content[start + width:]
 
 
 def garbage_after_the_head(content: bytearray, rng: np.random.Generator) -> bytearray:
-    kept = int(rng.integers(2, 40))
-    return content[:kept] + rng.bytes(len(content))
+    head = int(rng.integers(2, 40))
+    return content[:head] + rng.bytes(len(content))
 
 
 def garbage(content: bytearray, rng: np.random.Generator) -> bytearray:
@@ -171,19 +176,19 @@ WAYS: tuple[Callable[[bytearray, np.random.Generator], bytearray], ...] = (
 
 
 def png_with_right_checksums(content: bytes) -> bytes:
-    """A broken PNG whose chunks pass their checksums all the same."""
-    mended, place = bytearray(content), len(PNG_START)
-    while place + 12 <= len(mended):
-        end = place + 8 + int.from_bytes(mended[place:place + 4], "big")
+    """Correct the checksums of a broken PNG's chunks, so that a decoder reads further into it."""
+    mended, start = bytearray(content), len(PNG_START)
+    while start + 12 <= len(mended):
+        end = start + 8 + int.from_bytes(mended[start:start + 4], "big")
         if end + 4 > len(mended):
             break
-        mended[end:end + 4] = zlib.crc32(mended[place + 4:end]).to_bytes(4, "big")
-        place = end + 4
+        mended[end:end + 4] = zlib.crc32(mended[start + 4:end]).to_bytes(4, "big")
+        start = end + 4
     return bytes(mended)
 
 
 def broken(content: bytes, rng: np.random.Generator, way: int) -> bytes:
-    """The file broken in one of WAYS; of PNGs every second with right checksums again."""
+    """Break a file in one of WAYS, counted cyclically; half of the PNGs get correct checksums."""
     changed = bytes(WAYS[way % len(WAYS)](bytearray(content), rng))
     if changed.startswith(PNG_START) and rng.random() < 0.5:
         changed = png_with_right_checksums(changed)
@@ -191,16 +196,17 @@ def broken(content: bytes, rng: np.random.Generator, way: int) -> bytes:
 
 
 def broken_files(count: int, seed: int = 0) -> list[tuple[str, bytes]]:
-    """`count` (name, content): every file of `valid_files` in every size and way, again and again.
+    """`count` broken files as (name, content).
 
-    File i is a pure function of (seed, i).
+    They go through all formats, sizes and ways to break them, and repeat with other random numbers
+    if there are more. File i depends only on (seed, i).
     """
-    valid = [found for size in SIZES for found in valid_files(*size).items()]
+    valid = [file for size in SIZES for file in valid_files(*size).items()]
     result = []
     for number in range(count):
         rng = np.random.default_rng((seed, number))
         name, content = valid[number % len(valid)]
-        # A whole round of the valid files goes by before a file meets its next way.
+        # The ways shift by one in each round of the valid files, so a file meets others in others.
         way = number + number // len(valid)
         result.append((f"{number:06}_{WAYS[way % len(WAYS)].__name__}_{name}",
                        broken(content, rng, way)))

@@ -1,4 +1,4 @@
-"""Broken files against the decoder: each is decoded or refused in one line, and nothing crashes."""
+"""Test the image decoder with broken files: each has to be decoded or refused in one line."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from torch import Tensor
 from ..data.images import DataError, decode_image
 from .broken_files import broken_files
 
-PATIENCE = 60.0                 # seconds until a file counts as one that hangs
+PATIENCE = 60.0                 # seconds after which decoding a file counts as hanging
 KINDS = ("decoded", "refused", "traceback", "signal", "hung")
 
 
 class DecodeOutcome(NamedTuple):
-    """What became of a file: one of KINDS, and the words that came with it."""
+    """The outcome of decoding a file."""
 
-    kind: str
-    words: str = ""
-    printed: str = ""           # what C libraries wrote on standard error meanwhile
+    kind: str                   # one of KINDS
+    words: str = ""             # the message of the exception, or the exit status
+    printed: str = ""           # what C libraries wrote to standard error meanwhile
 
 
 def outcome(decode: Callable[[str], Tensor], path: str) -> DecodeOutcome:
-    """Decoded, refused in one line that names the file, or a traceback: anything else raised."""
+    """Decode a file in this process.
+
+    It is "decoded", or "refused" if a DataError is raised whose message is one line: the path and
+    at most 200 more characters. Any other exception is a "traceback".
+    """
     try:
         decode(path)
     except DataError as error:
@@ -42,11 +46,11 @@ def outcome(decode: Callable[[str], Tensor], path: str) -> DecodeOutcome:
 
 
 def worker(connection: Connection, decode: Callable[[str], Tensor], paths: Sequence[str],
-           mine: Sequence[int]) -> None:
-    """In a process of its own: says of each file what became of it."""
+           indices: Sequence[int]) -> None:
+    """Decode the files with these indices in a worker process; send (index, outcome) of each."""
     with tempfile.TemporaryFile() as log:
         os.dup2(log.fileno(), 2)
-        for index in mine:
+        for index in indices:
             log.seek(0)
             log.truncate()
             found = outcome(decode, paths[index])
@@ -55,21 +59,25 @@ def worker(connection: Connection, decode: Callable[[str], Tensor], paths: Seque
 
 
 def outcomes(decode: Callable[[str], Tensor], paths: Sequence[str], workers: int) -> list[DecodeOutcome]:
-    """Of every file. A worker that dies or hangs is replaced, and its file is to blame."""
+    """The outcome of every file, decoded in `workers` processes.
+
+    If a worker dies or hangs, that is the outcome of the file it was decoding, and another worker
+    continues with the next file.
+    """
     context = multiprocessing.get_context("fork")
     found: list[DecodeOutcome | None] = [None] * len(paths)
 
-    def start(mine: Sequence[int]) -> tuple[Connection, multiprocessing.Process, list[int]]:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=worker, args=(theirs, decode, paths, mine), daemon=True)
+    def start(indices: Sequence[int]) -> tuple[Connection, multiprocessing.Process, list[int]]:
+        receiver, sender = context.Pipe()
+        process = context.Process(target=worker, args=(sender, decode, paths, indices), daemon=True)
         process.start()
-        theirs.close()                               # so that its death is the end of the pipe
-        return ours, process, list(mine)
+        sender.close()                               # so that recv raises EOFError if it dies
+        return receiver, process, list(indices)
 
     running = [start(range(first, len(paths), workers)) for first in range(workers)]
     while running:
         ready = wait([connection for connection, _, _ in running], timeout=PATIENCE)
-        for place, (connection, process, left) in list(enumerate(running)):
+        for number, (connection, process, left) in list(enumerate(running)):
             if ready and connection not in ready:
                 continue
             try:
@@ -84,13 +92,16 @@ def outcomes(decode: Callable[[str], Tensor], paths: Sequence[str], workers: int
                     found[left[0]] = (DecodeOutcome("hung") if hung else
                                       DecodeOutcome("signal", f"exit status {process.exitcode}"))
                     left = left[1:]
-                running[place] = start(left) if left else None
+                running[number] = start(left) if left else None
         running = [one for one in running if one is not None]
     return found
 
 
 def bench_corrupt(count: int, seed: int, workers: int) -> int:
-    """Prints how `count` broken files went, by format; returns how many went wrong."""
+    """Decode `count` broken files and print their outcomes by format.
+
+    Returns how many were neither decoded nor refused in one line.
+    """
     files = broken_files(count, seed)
     with tempfile.TemporaryDirectory() as folder:
         paths = []

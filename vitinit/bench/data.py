@@ -1,4 +1,4 @@
-"""Images a second that workers and the device prepare, beside torchvision's pipeline."""
+"""How many images/s workers and the device prepare, beside torchvision's pipeline."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from .timing import best_seconds, device_to_time
 
 
 def deit_views(source: LooseImages, size: int) -> TrainViews:
-    """DeiT's augmentation, the workers' part; repeats count on where the images are used up."""
+    """The workers' part of DeiT's augmentation: decode, crop, resize, flip."""
     return TrainViews(source, SampleDraws(0, (size, size)))
 
 
 def deit_device_part(device: torch.device, num_classes: int = 1000, *,
                      passes: Passes | None = None) -> TrainToDevice:
+    """The device's part of DeiT's augmentation: RandAugment, normalise, erase, mix."""
     return TrainToDevice(device, mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=True,
                          fill=RandAugment().fill, erase_fill="pixel", erase_after_mix=False,
                          mixing=MixSettings(), num_classes=num_classes, seed=0, passes=passes)
 
 
 def noise_batch(batch: int, size: int, device: torch.device) -> TrainBatch:
-    """Noise on the device, with the draws of DeiT's augmentation."""
+    """Noise images on the device, with the random draws of DeiT's augmentation for them."""
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(0, 256, (batch, 3, size, size), dtype=np.uint8))
     draws = SampleDraws(0, (size, size)).batch_for_device(
@@ -47,7 +48,10 @@ def noise_batch(batch: int, size: int, device: torch.device) -> TrainBatch:
 
 
 def torchvisions_pipeline(size: int) -> transforms.Compose:
-    """What a user would write instead, on Pillow; its RandAugment is milder than DeiT's."""
+    """The same augmentation as a user would write it with torchvision, on Pillow images.
+
+    It lacks mixing, and its RandAugment is milder than DeiT's.
+    """
     return transforms.Compose([
         transforms.RandomResizedCrop(size, interpolation=InterpolationMode.BICUBIC),
         transforms.RandomHorizontalFlip(), transforms.RandAugment(2, 9), transforms.ToTensor(),
@@ -56,7 +60,13 @@ def torchvisions_pipeline(size: int) -> transforms.Compose:
 
 
 def loader_rates(source: LooseImages, size: int, batch: int = 50) -> dict[str, float]:
-    """Images a second and core: what workers do, what is left to the device, and torchvision's."""
+    """Images/s per core of parts of DeiT's augmentation, and of torchvision's pipeline.
+
+    Keys of the result: "decode", decoding alone; "worker", the workers' part in this process;
+    "through", the same in a worker process, counting its way to this one; "whole", the workers' and
+    the device's part on one core; "torchvision". Each is the best of three. Sets torch's number of
+    threads to 1.
+    """
     torch.set_num_threads(1)
     views, prepare = deit_views(source, size), deit_device_part(torch.device("cpu"))
     pipeline = torchvisions_pipeline(size)
@@ -72,30 +82,30 @@ def loader_rates(source: LooseImages, size: int, batch: int = 50) -> dict[str, f
     def loaded() -> Iterator[TrainBatch]:
         return iter(train_loader(views, sampler, workers=0, pin_memory=False))
 
-    def theirs() -> None:
+    def torchvisions() -> None:
         for index in indices:
             pipeline(Image.open(source.paths[index]).convert("RGB"))
 
     def seconds_through_a_worker() -> float:
-        """From the arrival of a first batch, its warm-up, so that it has not worked ahead."""
+        """The time from the arrival of the first batch, which is a warm-up, to that of the last."""
         batches = iter(train_loader(views, sampler, workers=1, pin_memory=False))
         next(batches)
         began = time.perf_counter()
         deque(batches, maxlen=0)
         return time.perf_counter() - began
 
-    one_group = np.zeros(batch, np.int64)            # all mixed by one draw
+    one_group = np.zeros(batch, np.int64)            # all images are mixed by one draw
     decode = rate(lambda: [source.image(index) for index in indices])
     worker = rate(lambda: deque(loaded(), maxlen=0))
     through = (count - batch) / min(seconds_through_a_worker() for _ in range(3))
     whole = rate(lambda: [prepare(some, number, one_group) for number, some in enumerate(loaded())])
-    pillow = rate(theirs)
+    pillow = rate(torchvisions)
     return {"decode": decode, "worker": worker, "through": through, "whole": whole,
             "torchvision": pillow}
 
 
 def bench_loader(folder: Path, size: int, batch: int = 50) -> None:
-    """Prints them."""
+    """Print what `loader_rates` measures on at most 400 images of a folder."""
     source = LooseImages(folder, 400)
     rates = loader_rates(source, size, batch)
     decode, worker, through, whole, pillow = rates.values()
@@ -104,7 +114,7 @@ def bench_loader(folder: Path, size: int, batch: int = 50) -> None:
           f"workers' part: + draws, crop, flip, stack  {worker:6.0f}   "
           f"{100 * worker / decode:.0f} % of decoding alone, {worker / pillow:.2f} × torchvision's\n"
           f"the same out of another process            {through:6.0f}   "
-          f"{1e6 / through - 1e6 / worker:+.0f} µs an image between processes\n"
+          f"{1e6 / through - 1e6 / worker:+.0f} µs per image between processes\n"
           f"whole: + RandAugment, normalise, erase, mix, here on the same core\n"
           f"                                           {whole:6.0f}   {whole / pillow:.2f} × "
           f"torchvision's\n"
@@ -112,7 +122,10 @@ def bench_loader(folder: Path, size: int, batch: int = 50) -> None:
 
 
 def augment_milliseconds(batch: int, size: int) -> dict[str, float]:
-    """Of each part of DeiT's augmentation on the device, noise images, best of three."""
+    """Milliseconds of each part of DeiT's augmentation on the device, best of three.
+
+    The images are noise. The last entry is the whole augmentation, as in training.
+    """
     device, wait = device_to_time()
     prepare = deit_device_part(device)
     loaded = noise_batch(batch, size, device)
@@ -136,7 +149,7 @@ def augment_milliseconds(batch: int, size: int) -> dict[str, float]:
 
 
 def bench_augment(batch: int, size: int) -> None:
-    """Prints them."""
+    """Print what `augment_milliseconds` measures."""
     found = augment_milliseconds(batch, size)
     print(f"{batch}×3×{size}×{size} on {describe_device(device_to_time()[0])}, ms, best of three")
     for name, milliseconds in found.items():

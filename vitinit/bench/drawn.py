@@ -1,4 +1,4 @@
-"""Drawn photographs, for machines without any."""
+"""Artificial photographs, for machines that have no real ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from PIL import Image
 
 def draw_photographs(folder: Path, count: int, *, height: int = 375, width: int = 500,
                      seed: int = 0, extension: str = "jpg") -> Path:
-    """Colour clouds with some noise on them: 500×375 as JPEG are about as large as ImageNet's.
+    """Write `count` images of smooth colours with noise, named 000.jpg and so on; return `folder`.
 
-    Gives `folder`, with 000.jpg and so on in it.
+    At the default size of 500×375, their JPEG files are about as large as ImageNet's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
@@ -25,7 +25,10 @@ def draw_photographs(folder: Path, count: int, *, height: int = 375, width: int 
 
 
 def draw_classes(root: Path, *, train: int, val: int, side: int) -> Path:
-    """train/ and val/ of three classes that differ in brightness, as PNGs. Gives `root`."""
+    """Write an image folder of three classes that differ in brightness; return `root`.
+
+    train, val: number of images per class. side: height in pixels; the width is 3 more.
+    """
     for split, count in (("train", train), ("val", val)):
         for number, name in enumerate(("dark", "light", "middle")):
             draw_photographs(root / split / name, count, height=side, width=side + 3,

@@ -1,8 +1,9 @@
-"""Odd recipes and command lines: each is accepted, or refused in one line; no traceback, no hanging.
+"""Fuzz recipes and command lines: each has to be accepted, or refused in one line, without hanging.
 
-Recipes are the shipped ones on a model and data of the smallest size, with one to three mutations: a
-value that is extreme, of another type or no value at all, a key too many or missing, text that is no
-TOML. train.py builds them in a dry run. All other programs get odd arguments.
+Half of the cases are recipes: those in recipes/, with a model and data of the smallest size and one
+to three mutations. A mutation makes a value extreme, changes its type, adds or removes a key, or
+makes the text invalid TOML. train.py reads the recipe in a dry run. The other half of the cases are
+random arguments for all programs.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from ..models import (MODELS, ConvMixer, MlpMixer, SimpleViT, SwinTransformer, V
 from ..recipe.values import to_toml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PATIENCE = 60                   # seconds until a case counts as one that hangs
-WORDY = 200                     # characters of a message beside the argument or line it quotes
+PATIENCE = 60                   # seconds after which a case counts as hanging
+WORDY = 200                     # limit of a message's characters, beside the arguments it quotes
 KINDS = ("accepted", "refused", "traceback", "several lines", "wordy", "hung")
 GOOD = KINDS[:2]
 
-SMALL = {                       # model.options of a family, for images of 32×32 pixels
+SMALL = {                       # family → model.options of a small model for 32×32 pixels
     VisionTransformer: dict(patch_size=8, embed_dim=24, depth=1, num_heads=3),
     SwinTransformer: dict(patch_size=4, embed_dim=24, depths=[1, 1], num_heads=[3, 3], window_size=4),
     MlpMixer: dict(patch_size=8, embed_dim=16, depth=1),
@@ -48,7 +49,7 @@ SMALL_DATA = dict(name="image_folder", root="images", num_classes=2, image_size=
                   subset=1.0, images_per_class=0)
 SMALL_BATCHES = dict(global_batch=8, max_batch_per_process=4)
 
-# Numbers are small or beyond everything: those between are what legitimately takes long.
+# Numbers are small or far out of range. Those between are valid, and models of such sizes take long.
 NUMBERS = (-1, 0, 1, 2, 3, 5, 7, 16, -2**63, 2**31, 2**40, 2**62, 2**63, 2**64, 10**30, 10**400, -0.0,
            0.5, 1.5, -1.5, 1e-30, 1e-320, 1e30, 1e300, -1e300, float("nan"), float("inf"),
            -float("inf"))
@@ -60,7 +61,7 @@ LISTS = ([], [1], [1, 2], [1, 2, 3], [0.5, 0.5], [2.0, 1.0], [-1, -1], [True], [
 
 
 class Case(NamedTuple):
-    """A program, its arguments, and the bytes of the recipe that `RECIPE` in them stands for."""
+    """A program and its arguments, in which RECIPE stands for the path of a file of these bytes."""
 
     program: str
     arguments: list[str]
@@ -68,10 +69,10 @@ class Case(NamedTuple):
 
 
 class CaseOutcome(NamedTuple):
-    """One of KINDS, and what was raised or printed."""
+    """The outcome of a case."""
 
-    kind: str
-    words: str = ""
+    kind: str                   # one of KINDS
+    words: str = ""             # what was raised or printed
 
 
 RECIPE = "RECIPE"
@@ -83,7 +84,7 @@ RECIPE = "RECIPE"
 
 
 def small_recipe(path: Path, random: Random) -> dict[str, Any]:
-    """A shipped recipe's table at the smallest size, now and then with another init or model."""
+    """Read a recipe and make its model and data small; sometimes with another init or model."""
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     if random.random() < 0.3:
         table["model"]["name"] = random.choice(list(MODELS))
@@ -92,7 +93,7 @@ def small_recipe(path: Path, random: Random) -> dict[str, Any]:
     table["model"]["options"] = table["model"].get("options", {}) | SMALL[family]
     if family is ConvMixer or random.random() < 0.5:
         names = [name for name, families in INITS.items() if family in families
-                 and name != "impulse_gd"]           # which takes long, however small the model
+                 and name != "impulse_gd"]           # takes long for any model
         table["init"] |= {"name": random.choice(names), "options": {}}
     if table["init"]["name"] == "impulse_gd" or family not in INITS[table["init"]["name"]]:
         table["init"] |= {"name": "default", "options": {}}
@@ -106,13 +107,13 @@ def small_recipe(path: Path, random: Random) -> dict[str, Any]:
 
 
 def odd_value(random: Random, value: Any) -> Any:
-    """In place of `value`: extreme, of another type, or the same a little off."""
+    """A replacement for `value`: extreme, of another type, or slightly different."""
     if type(value) is bool and random.random() < 0.6:
         return not value
     if isinstance(value, list) and value and random.random() < 0.4:
         return [odd_value(random, item) for item in value]
     if type(value) in (int, float) and random.random() < 0.8:
-        extreme = random.choice(NUMBERS)             # of the same type, so that more than types count
+        extreme = random.choice(NUMBERS)             # the same type, to get past checks of the type
         return extreme if type(extreme) is type(value) else random.choice([value * 2, value // 2])
     match random.randrange(6):
         case 0:
@@ -131,7 +132,7 @@ def odd_value(random: Random, value: Any) -> Any:
 
 
 def written(value: Any) -> str:
-    """As TOML has it, NaN and infinity, too."""
+    """A value in TOML, including NaN and infinity."""
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, list):
@@ -140,13 +141,13 @@ def written(value: Any) -> str:
 
 
 def mutated(table: dict[str, Any], random: Random) -> None:
-    """One change of values or keys."""
+    """Change one value or key of a recipe in place."""
     title = random.choice(list(table))
     section = table[title]
     if title in ("model", "init") and isinstance(section, dict) and random.random() < 0.7:
         section = section.get("options")
     if not isinstance(section, dict):
-        return                                       # by an earlier mutation
+        return                                       # an earlier mutation replaced the section
     key = random.choice([*section] or ["new"])
     match random.randrange(20):
         case 0:
@@ -162,7 +163,7 @@ def mutated(table: dict[str, Any], random: Random) -> None:
 
 
 def recipe_text(table: Mapping[str, Any], random: Random) -> bytes:
-    """The file, now and then no TOML any more."""
+    """The recipe as the bytes of a file, which in one of eight cases are damaged."""
     lines = []
     for title, section in table.items():
         if not isinstance(section, dict):
@@ -171,12 +172,12 @@ def recipe_text(table: Mapping[str, Any], random: Random) -> bytes:
         lines.append(f"[{title}]")
         lines += [f"{to_toml(key)} = {inline(value)}" for key, value in section.items()]
     text = "\n".join(lines).encode("utf-8", "surrogatepass")
-    place = random.randrange(len(text))
+    position = random.randrange(len(text))
     match random.randrange(40):
         case 0:
-            return text[:place]
+            return text[:position]
         case 1:
-            return text[:place] + bytes(random.choices(range(256), k=5)) + text[place:]
+            return text[:position] + bytes(random.choices(range(256), k=5)) + text[position:]
         case 2:
             return text + b"\n[run]\nseed = 1\n"
         case 3:
@@ -187,14 +188,14 @@ def recipe_text(table: Mapping[str, Any], random: Random) -> bytes:
 
 
 def inline(value: Any) -> str:
-    """Tables within a section stand in one line."""
+    """A value in TOML, with tables on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{to_toml(key)} = {inline(item)}" for key, item in value.items()) + "}"
     return written(value)
 
 
 def override(table: Mapping[str, Any], random: Random) -> str:
-    """What --set takes, a mutation of one value, or nothing that it takes."""
+    """An argument for --set: mostly a mutation of one value, sometimes with invalid syntax."""
     title = random.choice(list(table))
     section, prefix = table[title], title
     if title in ("model", "init") and random.random() < 0.7:
@@ -235,7 +236,7 @@ PLAIN = ("quickstart", "deit_base", "0", "1", "-1", "0-3", "3-0", "1,2", "1,x", 
 
 
 def odd_arguments(program: str, random: Random) -> list[str]:
-    """Flags and words; a shell can hand over no zero byte."""
+    """Random options and words, without zero bytes, since a shell cannot pass those."""
     words = [word for word in (*WORDS, *PLAIN) if "\x00" not in word]
     found = [random.choice(LEADING[program])] if program in LEADING else []
     for _ in range(random.randrange(5)):
@@ -245,7 +246,7 @@ def odd_arguments(program: str, random: Random) -> list[str]:
 
 
 def cases(count: int, seed: int) -> Iterator[Case]:
-    """Half of them recipes, half of them command lines; those of a seed are always the same."""
+    """`count` cases, alternately a recipe and a command line; case i depends only on (seed, i)."""
     recipes = sorted((REPOSITORY / "recipes").glob("*.toml"))
     for number in range(count):
         random = Random(f"{seed} {number}")
@@ -270,11 +271,11 @@ def cases(count: int, seed: int) -> Iterator[Case]:
 
 
 class Hung(BaseException):
-    """The alarm went."""
+    """A case has run for PATIENCE seconds. It is a BaseException, so that no program handles it."""
 
 
 def program_file(name: str) -> ModuleType:
-    """train.py or eval.py, which belong to no package."""
+    """Load train.py or eval.py, which belong to no package, as a module."""
     spec = importlib.util.spec_from_file_location(f"fuzzed_{name}", REPOSITORY / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -283,7 +284,11 @@ def program_file(name: str) -> ModuleType:
 
 
 def programs() -> dict[str, Callable[[list[str]], int]]:
-    """Each as far as nothing is trained, drawn or measured."""
+    """Name of a program → a function that runs it with given arguments and returns its status.
+
+    train.py and vitinit.sweep make a dry run, vitinit.figures and vitinit.bench only parse their
+    arguments, so that nothing is trained, drawn or measured.
+    """
     from .__main__ import parse_arguments as parse_bench
 
     def parsed(name: str, parse: Callable) -> Callable[[list[str]], int]:
@@ -299,19 +304,24 @@ def programs() -> dict[str, Callable[[list[str]], int]]:
 
 
 def small_images(folder: Path) -> None:
-    """train/ and val/: two classes of a few files, as SMALL_DATA names them."""
+    """Write the image folder that SMALL_DATA names: train/ and val/ with two small classes."""
     random = np.random.default_rng(0)
     for split, count in (("train", 8), ("val", 2)):
         for label in ("one", "two"):
-            place = folder / "images" / split / label
-            place.mkdir(parents=True)
+            class_folder = folder / "images" / split / label
+            class_folder.mkdir(parents=True)
             for number in range(count):
                 pixels = random.integers(0, 256, (37, 41, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(place / f"{number}.png")
+                Image.fromarray(pixels).save(class_folder / f"{number}.png")
 
 
 def outcome(case: Case, run: Callable[[list[str]], int], folder: Path) -> CaseOutcome:
-    """Of one case, in this process, in `folder`."""
+    """Run one case in this process, with `folder` as the working directory.
+
+    "accepted": exit status 0 and nothing on stderr. "refused": status 2 and one printable line on
+    stderr that starts with the program's name. "wordy": such a line, but too long. "several lines":
+    anything else that was printed. "traceback": an exception. "hung": more than PATIENCE seconds.
+    """
     recipe = folder / "odd.toml"
     recipe.write_bytes(case.recipe)
     arguments = [str(recipe) if word == RECIPE else word for word in case.arguments]
@@ -333,20 +343,24 @@ def outcome(case: Case, run: Callable[[list[str]], int], folder: Path) -> CaseOu
         signal.alarm(0)
         signal.signal(signal.SIGALRM, handler)
         os.chdir(before)
-    said = errors.getvalue()
+    message = errors.getvalue()
     if status == 0:
-        return CaseOutcome("several lines", said[:500]) if said else CaseOutcome("accepted", "")
-    one = said.endswith("\n") and said[:-1].isprintable() and said.startswith(f"{case.program}: ")
-    if status != 2 or not one:
-        return CaseOutcome("several lines", f"status {status}: {said}"[:500])
-    said = said.partition("; valid: ")[0]            # what is right may be a long list
+        return CaseOutcome("several lines", message[:500]) if message else CaseOutcome("accepted", "")
+    one_line = (message.endswith("\n") and message[:-1].isprintable()
+                and message.startswith(f"{case.program}: "))
+    if status != 2 or not one_line:
+        return CaseOutcome("several lines", f"status {status}: {message}"[:500])
+    message = message.partition("; valid: ")[0]      # the list of valid values may be long
     quoted = (len(str(recipe)) + sum(map(len, arguments))
               + max(map(len, case.recipe.splitlines()), default=0))
-    return CaseOutcome("wordy" if len(said) > WORDY + quoted else "refused", said)
+    return CaseOutcome("wordy" if len(message) > WORDY + quoted else "refused", message)
 
 
 def bench_fuzz(count: int, seed: int) -> int:
-    """Prints how `count` cases went, by program; returns how many went wrong."""
+    """Run `count` cases and print their outcomes by program.
+
+    Returns how many were neither accepted nor refused in one line.
+    """
     runs, found, wrong = programs(), {name: Counter() for name in FLAGS}, []
     with tempfile.TemporaryDirectory() as folder:
         small_images(Path(folder))

@@ -1,4 +1,4 @@
-"""Seconds of each init, and of the impulses as their formulas read."""
+"""How long each init takes, beside a literal transcription of the paper's formulas."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from .timing import best_seconds, best_seconds_each
 
 
 def transcribed_impulse(model: torch.nn.Module) -> None:
-    """Q and K as the formulas read, D×D matrices and all: what the fast path is measured against.
+    """Compute Q and K of impulse initialisation literally by the formulas of arXiv 2505.19985.
 
-    One pseudo-inverse a block and one full SVD of a D×D matrix a head.
+    This is what the fast implementation is compared with. It takes one pseudo-inverse per block and
+    one full SVD of a D×D matrix per head. The result is discarded.
     """
     positions = normalised_positions(model).detach()
     for block in model.blocks:
@@ -34,7 +35,11 @@ def transcribed_impulse(model: torch.nn.Module) -> None:
 
 
 def init_seconds(name: str, *, repeats: int = 3) -> list[Row]:
-    """Of each init on the CPU, the best of some repeats; of the transcription once."""
+    """Seconds that each init of a model takes on the CPU.
+
+    Each is the best of `repeats` calls; the transcription is called once. The time of the position
+    embedding, Q and K alone is that of the init with `value_init="base"` minus that of its base.
+    """
     model = build_model(name, num_classes=1000, image_size=224)
 
     def one(init: str, **options) -> Callable[[], object]:
@@ -56,7 +61,7 @@ def init_seconds(name: str, *, repeats: int = 3) -> list[Row]:
 
 
 def bench_init(name: str) -> None:
-    """Prints them."""
+    """Print what `init_seconds` measures for a model."""
     rows = init_seconds(name)
     print(f"{name} on {describe_device(torch.device('cpu'))}, best of three")
     for row in rows:

@@ -1,4 +1,4 @@
-"""How often a GPU is given work: counted on any device, or on none (FakeTensorMode)."""
+"""How often a GPU would be given work, counted on any device or without one (FakeTensorMode)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Launches(TorchDispatchMode):
-    """Counts what PyTorch is asked for within `with Launches() as launches:`.
+    """Counts PyTorch's operations inside `with Launches() as launches:`.
 
-    by_name: each operation beside views, which cost nothing on a device; nearly all of them launch one
-    kernel, some none and some two or three. uploads, downloads: copies from the host to another
-    device and back.
+    by_name: number of calls of each operation except views, which give a device nothing to do. Most
+        of these operations launch one kernel, some none, and some two or three.
+    uploads, downloads: number of copies from the host to another device, and back.
     """
 
     def __init__(self) -> None:
@@ -25,12 +25,13 @@ class Launches(TorchDispatchMode):
 
     @property
     def count(self) -> int:
+        """The number of operations except views."""
         return self.by_name.total()
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: tuple = (),
                            keywords: dict | None = None) -> Any:
         result = function(*arguments, **keywords or {})
-        if function.namespace != "prim" and not function.is_view:        # prim asks for a device
+        if function.namespace != "prim" and not function.is_view:    # "prim": queries of the device
             self.by_name[function.name()] += 1
         if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
             source = arguments[1] if function is torch.ops.aten.copy_.default else arguments[0]
@@ -41,6 +42,7 @@ class Launches(TorchDispatchMode):
 
 
 def launches_of(action: Callable[[], object]) -> Launches:
+    """Call `action` and count its operations."""
     with Launches() as launches:
         action()
     return launches

@@ -1,4 +1,4 @@
-"""How many images fit on a card: what a recipe's model keeps of each for the backward pass."""
+"""How many images fit on a GPU, by the memory that the backward pass needs per image."""
 
 from __future__ import annotations
 
@@ -14,34 +14,42 @@ from ..train.engine import autocast
 
 GIB, MIB = 2**30, 2**20
 STATE_BYTES = 20                # per parameter: weight, gradient, AdamW's two moments, EMA; float32
-SHARE = 0.5                     # of the card; the rest is for augmentation, kernels, fragmentation
+SHARE = 0.5                     # of the GPU's memory; augmentation, kernels and gaps need the rest
 
 
 def saved_bytes(model: nn.Module, images: Tensor, amp: str) -> int:
-    """What one forward pass keeps for the backward pass beside the parameters, each storage once."""
-    own = {id_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    kept: dict[int, Tensor] = {}                     # the tensors live on, so no two share an id
+    """Bytes that a forward pass saves for the backward pass, without parameters and buffers.
 
-    def keep(tensor: Tensor) -> Tensor:
+    images: (B, 3, H, W). amp: precision, as in `engine.amp`. Tensors with a common storage count
+    once.
+    """
+    own = {id_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    saved: dict[int, Tensor] = {}                    # keeps tensors alive, so that ids stay unique
+
+    def save(tensor: Tensor) -> Tensor:
         if id_of(tensor) not in own:
-            kept[id_of(tensor)] = tensor
+            saved[id_of(tensor)] = tensor
         return tensor
-    factors = (torch.ones(len(model.drop_path_rates), len(images)),) if any(
+    drop_path = (torch.ones(len(model.drop_path_rates), len(images)),) if any(
         model.drop_path_rates) else ()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), \
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), \
             autocast(images.device, amp):
-        logits = model(images, *factors).float()
+        logits = model(images, *drop_path).float()
         F.cross_entropy(logits, torch.zeros_like(logits))
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 def id_of(tensor: Tensor) -> int:
-    """Which memory it is in; fake tensors have no address."""
+    """An identifier of the tensor's storage, also for fake tensors, which have no address."""
     return tensor.untyped_storage()._cdata
 
 
 def bench_memory(recipe: Recipe, card_gib: float) -> None:
-    """Counted on shapes alone, by the kernels of the CPU."""
+    """Print how many images per micro-batch of a recipe fit into a share of `card_gib` GiB.
+
+    Memory is counted with fake tensors, so nothing is computed; which tensors are saved is decided
+    by the operations that PyTorch uses on a CPU.
+    """
     height, width = recipe.data.image_size
     with building(f"recipe {recipe.name}", "model"), FakeTensorMode():
         model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
@@ -49,11 +57,11 @@ def bench_memory(recipe: Recipe, card_gib: float) -> None:
         two, four = (saved_bytes(model, torch.zeros(count, 3, height, width), recipe.engine.amp)
                      for count in (2, 4))
     parameters = sum(p.numel() for p in model.parameters())
-    image = (four - two) // 2                        # what does not grow with the batch cancels
-    room = SHARE * card_gib * GIB - STATE_BYTES * parameters - (two - 2 * image)
+    image = (four - two) // 2                        # a part that does not grow with B cancels
+    available = SHARE * card_gib * GIB - STATE_BYTES * parameters - (two - 2 * image)
     batch = recipe.optim.global_batch
     fits = max((size for size in range(2, batch + 1, 2)
-                if batch % size == 0 and size * image <= room), default=0)
+                if batch % size == 0 and size * image <= available), default=0)
     print(f"{recipe.name:26} {image / MIB:7.1f} MiB per image at amp {recipe.engine.amp}, "
           f"{STATE_BYTES * parameters / GIB:.2f} GiB of weights and optimiser: of {batch} images at "
           f"most {fits} in half of {card_gib:g} GiB")

@@ -1,4 +1,4 @@
-"""RandAugment's operations on photographs, beside Pillow's: how far apart the pixels are."""
+"""How far RandAugment's operations on photographs differ from Pillow's, pixel by pixel."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ from ..data.images import from_pillow, resize_and_centre_crop
 from ..data.operations import GEOMETRIC
 
 RESAMPLING = {False: Image.Resampling.BILINEAR, True: Image.Resampling.BICUBIC}
-BATCH = 20
+BATCH = 20                      # photographs that are augmented together
 
 
 def with_pillow(image: Image.Image, operation: Operation, argument: float, bicubic: bool,
                 fill: tuple[int, int, int]) -> Image.Image:
-    """One operation as AutoAugment's and timm's code call Pillow for it."""
+    """Apply one operation by the calls of Pillow that AutoAugment's and timm's code make.
+
+    argument: factor, angle, threshold or share of the side, as the operation has it. fill: colour
+    of pixels from outside the image. Posterising to 0 bits, which Pillow refuses, gives black.
+    """
     match operation.name:
         case "NONE":
             return image
@@ -56,13 +60,16 @@ def with_pillow(image: Image.Image, operation: Operation, argument: float, bicub
 
 
 def decibels(one: Tensor, two: Tensor) -> float:
-    """The peak signal-to-noise ratio of two uint8 images; infinite if they are equal."""
+    """The peak signal-to-noise ratio of two uint8 images in dB; infinite if they are equal."""
     mean_square = (one.double() - two.double()).square().mean().item()
     return 10 * math.log10(255**2 / mean_square) if mean_square else math.inf
 
 
 def distances(views: Tensor, settings: RandAugment, seed: int) -> Iterator[tuple[float, int]]:
-    """Of each of the views (N, 3, H, W), augmented by us and by Pillow: decibels, levels at most."""
+    """Augment each view here and by Pillow; yield PSNR and largest difference of the two results.
+
+    views: (N, 3, H, W) uint8. The difference is in grey levels, 0 to 255.
+    """
     rng = np.random.default_rng(seed)
     nothing = np.zeros(4, np.int64), np.array(0)
     draws = stack_draws([Draws(*settings.draw(rng), *nothing) for _ in views])
@@ -77,18 +84,19 @@ def distances(views: Tensor, settings: RandAugment, seed: int) -> Iterator[tuple
 
 
 def bench_pixels(folder: Path, size: int, count: int, rounds: int) -> None:
-    """Prints the lowest PSNR and the largest difference, `rounds` draws for each photograph.
+    """Print how many results equal Pillow's, the lowest PSNR and the largest difference.
 
-    Draws are DeiT's (magnitude 9 ± .5, fifteen operations), every one applied.
+    count: number of photographs. rounds: draws per photograph. Draws are DeiT's (magnitude 9 ± 0.5,
+    fifteen operations), but every drawn operation is applied.
     """
     source = LooseImages(folder, count)
-    torch.set_num_threads(1)                         # on single images a second one only waits
-    others = [operation.name for operations in GEOMETRIC.values() for operation in operations]
-    plain = [name for name in ALL_OPERATIONS if name not in others]
-    columns = {"one of the ten on colours": dict(layers=1, operations=plain)}
+    torch.set_num_threads(1)                         # for so few images a second thread only waits
+    geometric = [operation.name for operations in GEOMETRIC.values() for operation in operations]
+    colour = [name for name in ALL_OPERATIONS if name not in geometric]
+    columns = {"one of the ten on colours": dict(layers=1, operations=colour)}
     for interpolation in ("bilinear", "bicubic"):
         columns[f"one geometric, {interpolation}"] = dict(
-            layers=1, operations=others, interpolation=interpolation)
+            layers=1, operations=geometric, interpolation=interpolation)
         columns[f"two of fifteen, {interpolation}"] = dict(layers=2, interpolation=interpolation)
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in columns}
     for start in trange(0, len(source), BATCH, leave=False, disable=None):
@@ -106,6 +114,7 @@ def bench_pixels(folder: Path, size: int, count: int, rounds: int) -> None:
 
 
 def row(name: str, pairs: Sequence[tuple[float, int]]) -> str:
+    """A printed row. pairs: (PSNR, largest difference) of each image."""
     equal = sum(levels == 0 for _, levels in pairs) / len(pairs)
     return (f"{name:28}{100 * equal:6.1f} %{min(psnr for psnr, _ in pairs):11.1f} dB"
             f"{max(levels for _, levels in pairs):15}")

@@ -1,6 +1,7 @@
-"""Items of `bench all` that measure how fast something is; sizes that suit the device.
+"""Items of `bench all` that measure speed, with sizes that suit the device.
 
-On a CPU batches are as small as end in seconds: its figures compare, they do not recommend.
+On a CPU, batches are so small that an item ends in seconds. Its numbers serve to compare parts with
+each other; they are not what one would train with.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .timing import best_seconds
 from .training import GivenStep, train_on
 
 SIZE = 224
-BATCHES = {                     # on a GPU of 80 GB, and on a CPU
+BATCHES = {                     # batch sizes on a GPU with 80 GB and on a CPU
     "vit_tiny": (1024, 8), "vit_small": (512, 4), "vit_base": (256, 2), "swin_tiny": (256, 2),
     "mixer_b16": (256, 2), "convmixer_768_32": (128, 1),
 }
@@ -41,24 +42,25 @@ T = TypeVar("T")
 
 
 def batch_for(name: str, conditions: Conditions) -> int:
+    """The batch size of a model's step on the device."""
     return BATCHES[name][0 if conditions.on_gpu else 1]
 
 
 def amp_on(conditions: Conditions) -> str:
-    """What one would train in there."""
+    """The precision in which one would train on the device."""
     return "bf16" if conditions.on_gpu else "off"
 
 
 def as_large_as_fits(measure: Callable[[int], T], batch: int) -> T:
-    """`measure(batch)`, and with half of the batch where a GPU's memory runs out."""
+    """Call `measure(batch)`, and again with half of the batch for as long as memory runs out."""
     while True:
-        gc.collect()                                 # what was measured before is gone
+        gc.collect()                                 # frees what an earlier measurement left
         try:
             return measure(batch)
         except torch.OutOfMemoryError:
             if batch == 1:
                 raise
-        batch //= 2                                  # the exception has let go of its tensors
+        batch //= 2                  # outside of `except`, where the exception still holds tensors
         torch.cuda.empty_cache()
 
 
@@ -68,10 +70,15 @@ def as_large_as_fits(measure: Callable[[int], T], batch: int) -> T:
 
 
 def step(name: str, conditions: Conditions) -> list[Row]:
-    """A training step on synthetic images at 224 px, as train.py makes it: forward to optimiser."""
+    """A training step on synthetic images at 224 px, from forward pass to optimiser.
+
+    It is made by the engine, as in train.py.
+
+    name: a key of BATCHES. On a GPU, and for vit_tiny on a CPU, the compiled step is measured, too.
+    """
     amp = amp_on(conditions)
     best, card = product_tflops(amp), matrix_rate(conditions.torch_device)
-    # A CPU's compiler takes minutes over the larger ones.
+    # On a CPU, compiling the larger models takes minutes.
     ways = (False, True) if conditions.on_gpu or name == "vit_tiny" else (False,)
 
     def measured(compiled: bool, batch: int) -> Row:
@@ -88,7 +95,7 @@ def step(name: str, conditions: Conditions) -> list[Row]:
 
 
 def torchvision_vit(conditions: Conditions) -> list[Row]:
-    """ViT-B/16: our step, engine and all, against torchvision's model in a bare loop."""
+    """ViT-B/16: a step of our model in our engine against torchvision's model in a bare loop."""
     amp, ways = amp_on(conditions), (False, True) if conditions.on_gpu else (False,)
 
     def measured(compiled: bool, batch: int) -> Row:
@@ -99,22 +106,22 @@ def torchvision_vit(conditions: Conditions) -> list[Row]:
 
 
 def launches(conditions: Conditions) -> list[Row]:
-    """What a step asks of a device: operations beside views, and on a GPU what was launched.
+    """Operations of a step, except views, and on a GPU the kernels and copies that it launches.
 
-    ViT-B/16, eager, with DeiT's augmentation of 64 images as a GPU does it.
+    The step is ViT-B/16's, eager; augmentation is DeiT's on 64 images, in the few passes of a GPU.
     """
     batch = 64 if conditions.on_gpu else 4
     bench = StepBench("vit_base", batch=batch, image_size=SIZE, amp=amp_on(conditions),
                       compiled=False)
     bench.state.ema = Ema(bench.model, decay=0.999, warmup=False)
     prepare = deit_device_part(bench.device, passes=FEW_LAUNCHES)
-    loaded = noise_batch(64, SIZE, bench.device)     # enough for every operation to occur
+    loaded = noise_batch(64, SIZE, bench.device)     # so many that every operation occurs
     parts = {"augmentation": lambda: prepare(loaded, 0, np.zeros(64, np.int64)),
              "forward, backward, optimiser, EMA": lambda: train_on(
                  bench.state, [GivenStep(0, [bench.part])], amp=bench.amp)}
     rows = []
     for name, action in parts.items():
-        action()                                     # what is done once is done
+        action()                                     # not counted: work that is done only once
         counted = launches_of(action)
         rows.append({"part": name, "operations beside views": counted.count,
                      "copies to the device": counted.uploads, "and back": counted.downloads})
@@ -124,7 +131,7 @@ def launches(conditions: Conditions) -> list[Row]:
 
 
 def launched(action: Callable[[], object]) -> int:
-    """Kernels, copies and fills that CUDA was asked for, by torch's profiler."""
+    """The number of kernels, copies and fills that `action` launches, by torch's profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU,
                                             torch.profiler.ProfilerActivity.CUDA]) as found:
         action()
@@ -134,8 +141,8 @@ def launched(action: Callable[[], object]) -> int:
 
 
 def host_time(conditions: Conditions) -> list[Row]:
-    """CPU time of a step of ViT-T's operations in miniature: python and dispatch, EMA included."""
-    torch.set_num_threads(1)                         # others would spin, and count
+    """CPU time of Python and dispatch in a ViT-T step with EMA, measured on a tiny model."""
+    torch.set_num_threads(1)                         # idle threads spin, which counts as CPU time
     return [{"way": "compiled" if compiled else "eager", "ms a step, median of 200":
              host_milliseconds(amp=amp_on(conditions), compiled=compiled)}
             for compiled in (False, True)]
@@ -147,7 +154,7 @@ def host_time(conditions: Conditions) -> list[Row]:
 
 
 def photographs(conditions: Conditions, count: int) -> tuple[LooseImages, str]:
-    """At most `count` of those in --data-dir, or drawn ones; and in words which."""
+    """At most `count` photographs of --data-dir, or 100 drawn ones; and a description of them."""
     if conditions.photographs is None:
         folder = draw_photographs(conditions.scratch / "photographs", 100)
         return LooseImages(folder, count), "100 drawn JPEGs of 500×375"
@@ -155,61 +162,64 @@ def photographs(conditions: Conditions, count: int) -> tuple[LooseImages, str]:
     return source, f"{len(source)} of the given photographs"
 
 
-def over_and_over(source: LooseImages, count: int) -> ImageFiles:
-    """An epoch of `count` files, each as often as it takes: where an epoch ends, a loader starts
-    anew, which is not to be measured."""
+def repeated(source: LooseImages, count: int) -> ImageFiles:
+    """A set of `count` files, made of those of `source` as often as necessary.
+
+    So one epoch lasts for the whole measurement, which shall not include how a loader starts anew
+    for the next epoch.
+    """
     paths = list(itertools.islice(itertools.cycle(source.paths), count))
     return ImageFiles(paths, np.zeros(count, np.int64), source.classes)
 
 
 def augmentation_share(conditions: Conditions) -> list[Row]:
-    """DeiT's augmentation on the device beside vit_tiny's step with the same batch."""
+    """DeiT's augmentation on the device, as a share of vit_tiny's step with the same batch."""
     amp = amp_on(conditions)
 
     def measured(batch: int) -> Row:
         parts = augment_milliseconds(batch, SIZE)
-        whole = parts.popitem()[1]
+        total = parts.popitem()[1]                   # the last entry is all parts together
         bench = StepBench("vit_tiny", batch=batch, image_size=SIZE, amp=amp,
                           compiled=conditions.on_gpu)
         milliseconds = 1e3 * bench.seconds()
         return {"batch": batch} | {f"{name}, ms": each for name, each in parts.items()} | {
-            "all, ms": whole, "step, ms": milliseconds, "% of the step": 100 * whole / milliseconds}
+            "all, ms": total, "step, ms": milliseconds, "% of the step": 100 * total / milliseconds}
     return [as_large_as_fits(measured, 1024 if conditions.on_gpu else 16)]
 
 
 def loader_fed(conditions: Conditions) -> list[Row]:
-    """A step fed from JPEG files with DeiT's augmentation against the synthetic one, by workers."""
+    """A step fed from JPEG files with DeiT's augmentation against a synthetic one, by workers."""
     name = "vit_small" if conditions.on_gpu else "vit_tiny"
     batch = 512 if conditions.on_gpu else 4
-    some, what = photographs(conditions, 2000)
+    files, description = photographs(conditions, 2000)
     bench = StepBench(name, batch=batch, image_size=SIZE, amp=amp_on(conditions),
                       compiled=conditions.on_gpu)
-    bench.seconds(passes=(1, 1))                     # compiles
+    bench.seconds(passes=(1, 1))                     # not counted: compiling
     rows = []
     for workers in WORKERS:
         if workers > len(os.sched_getaffinity(0)):
             break
-        # Workers begin together and so end together: several rounds of them count.
+        # Workers start together and so deliver together; several rounds of deliveries are timed.
         passes = (workers + 2, max(10 if conditions.on_gpu else 3, 2 * workers))
-        source = over_and_over(some, batch * (sum(passes) + 2))
+        source = repeated(files, batch * (sum(passes) + 2))
         synthetic = bench.seconds(passes=(1, passes[1]))
         fed = bench.seconds(steps_from_files(source, image_size=SIZE, batch=batch, workers=workers,
                                              device=bench.device), passes)
-        rows.append({"workers": workers, "model": name, "batch": batch, "images": what,
+        rows.append({"workers": workers, "model": name, "batch": batch, "images": description,
                      "synthetic, images/s": batch / synthetic, "fed, images/s": batch / fed,
                      "fed/synthetic": synthetic / fed})
     return rows
 
 
 def loader(conditions: Conditions) -> list[Row]:
-    """What one core prepares of JPEG files to 224 px, images/s, beside torchvision's pipeline."""
-    source, what = photographs(conditions, 200)
+    """JPEG files that one core prepares to 224 px, in images/s, beside torchvision's pipeline."""
+    source, description = photographs(conditions, 200)
     rates = loader_rates(source, SIZE)
     words = {"decode": "decoding alone", "worker": "a worker's part: + draws, crop, flip, stack",
              "through": "the same out of another process",
              "whole": "whole: + RandAugment, normalise, erase, mix on the same core",
              "torchvision": "torchvision's whole pipeline on Pillow; its RandAugment is milder"}
-    return [{"of " + what: words[name], "images/s": rate, "× torchvision's":
+    return [{"of " + description: words[name], "images/s": rate, "× torchvision's":
              rate / rates["torchvision"]} for name, rate in rates.items()]
 
 
@@ -224,7 +234,7 @@ def listing(conditions: Conditions) -> list[Row]:
 
 
 def draws(conditions: Conditions) -> list[Row]:
-    """Random draws of the training stream, on one core of the host."""
+    """Random draws of the training stream, per image on one core of the host."""
     sample = SampleDraws(0, (SIZE, SIZE))
     keys = [SampleKey(0, index) for index in range(256)]
     ways = {"crop and flip": lambda: list(sample.views(keys, itertools.repeat((375, 500)))),
@@ -234,5 +244,5 @@ def draws(conditions: Conditions) -> list[Row]:
 
 
 def inits(conditions: Conditions) -> list[Row]:
-    """Seconds of each init of ViT-B, which all run on the CPU."""
+    """Seconds that each init of ViT-B takes; all of them run on the CPU."""
     return init_seconds("vit_base")

@@ -1,4 +1,4 @@
-"""Images a second of a training step, beside the device's matrix rate and torchvision's ViT."""
+"""The speed of training steps, beside the device's matrix rate and torchvision's ViT."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ from .training import GivenStep, Part, state_of, train_on
 
 CLASSES = 1000
 OPTIMISER = dict(weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8)
-RATE = 1e-4
+RATE = 1e-4                     # learning rate
 
 
 class StepBench:
-    """A model and its optimiser on the device, whose steps are timed as train.py makes them."""
+    """A model and its optimiser on the device, to time training steps as train.py makes them."""
 
     def __init__(self, name: str, *, batch: int, image_size: int, amp: str, compiled: bool) -> None:
+        """name: of a model. amp: precision, as in `engine.amp`. compiled: use torch.compile."""
         self.device, self.wait = device_to_time()
         self.name, self.batch, self.image_size, self.amp = name, batch, image_size, amp
         set_precision(tf32=True)
@@ -55,9 +56,10 @@ class StepBench:
             torch.cuda.reset_peak_memory_stats()
 
     def seconds(self, steps: Iterable | None = None, passes: tuple[int, int] | None = None) -> float:
-        """Of a step of the engine, on one synthetic batch again and again, or on other steps.
+        """Mean time of a step of the engine, in seconds.
 
-        passes: steps that do not count, and steps that do.
+        steps: the steps to make; None: the same synthetic batch over and over.
+        passes: number of warm-up steps, and number of timed steps.
         """
         if steps is None:
             steps = (GivenStep(number, [self.part]) for number in itertools.count())
@@ -65,18 +67,18 @@ class StepBench:
                               passes=passes or passes_on(self.device), wait=self.wait)
 
     def tflops(self, seconds: float) -> float:
-        """Model TFLOP/s of steps that take so long."""
+        """The model's TFLOP/s if a step takes `seconds`."""
         size = (self.image_size, self.image_size)
         return self.batch * training_flops(self.model, self.batch, size) / seconds / 1e12
 
 
 def passes_on(device: torch.device) -> tuple[int, int]:
-    """Steps that do not count, and steps that do: as many as a minute or two allow."""
+    """Number of warm-up steps and of timed steps, which together take a minute or two at most."""
     return (WARMUP_PASSES, TIMED_PASSES) if device.type == "cuda" else (1, 3)
 
 
 def synthetic_batch(batch: int, image_size: int, device: torch.device) -> Part:
-    """Noise, laid out as to_device.py does, and one-hot targets."""
+    """Noise images in channels-last layout, as from data/to_device.py, and one-hot targets."""
     images = torch.randn(batch, 3, image_size, image_size, device=device)
     targets = torch.eye(CLASSES, device=device)[torch.arange(batch, device=device) % CLASSES]
     return images.contiguous(memory_format=torch.channels_last), targets
@@ -84,15 +86,17 @@ def synthetic_batch(batch: int, image_size: int, device: torch.device) -> Part:
 
 def engine_seconds(state: TrainState, forward: Callable[..., Tensor], steps: Iterable, *, amp: str,
                    passes: tuple[int, int], wait: Callable[[], None]) -> float:
-    """Of a step, from the beginning of the first that counts to that of the one after the last.
+    """Mean time of a step of the engine, in seconds.
 
-    So what the engine does once an epoch, such as looking at every weight, does not count.
+    The clock runs from the start of the first timed step to the start of the step after the last.
+    So what the engine does once per epoch, such as a check of all weights, is not included.
+    passes: number of warm-up steps, and number of timed steps. wait: waits for the device.
     """
     warmup, count = passes
     beginnings: list[float] = []
 
     def at_beginning(number: int) -> float:
-        """train_epoch asks for the learning rate as each step begins."""
+        """The learning rate, for which `train_epoch` asks at the beginning of each step."""
         if len(beginnings) in (warmup, warmup + count):
             wait()
         beginnings.append(time.perf_counter())
@@ -103,10 +107,11 @@ def engine_seconds(state: TrainState, forward: Callable[..., Tensor], steps: Ite
 
 
 def host_milliseconds(*, amp: str, compiled: bool, steps: int = 200) -> float:
-    """CPU time of a step of ViT-T's operations, the moving average included; the median step.
+    """Median CPU time that a training step of ViT-T with a moving average takes, in milliseconds.
 
-    Its width is 12 and its images are two of 8×8, so that python and dispatch are all there is: a
-    GPU would wait for them where its own work takes less. CPU time, since others use the machine, too.
+    The model has ViT-T's operations but a width of 12, and gets two images of 8×8 pixels, so that
+    nearly all of the time is Python and dispatch. A GPU waits for these if its own work takes less.
+    CPU time is measured, not wall time, since other processes may use the machine.
     """
     device, _ = device_to_time()
     model = build_model("vit_tiny", num_classes=7, image_size=8, patch_size=4, embed_dim=12,
@@ -127,7 +132,10 @@ def host_milliseconds(*, amp: str, compiled: bool, steps: int = 200) -> float:
 
 def bare_seconds(model: nn.Module, part: Part, *, amp: str, compiled: bool,
                  wait: Callable[[], None]) -> float:
-    """Of a step of any model as one would write it down: what an engine is measured against."""
+    """Mean time of a step in a bare training loop, in seconds: the reference for the engine.
+
+    The loop is forward pass, cross-entropy, backward pass and fused AdamW, for any model.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.05, fused=True)
     forward = torch.compile(model) if compiled else model
     forward.train()
@@ -147,7 +155,7 @@ def bare_seconds(model: nn.Module, part: Part, *, amp: str, compiled: bool,
 
 
 def product_tflops(amp: str) -> float:
-    """Of this device in large matrix products: what it can do at best."""
+    """TFLOP/s of this device in large matrix products of precision `amp`: about its best."""
     device, wait = device_to_time()
     side = 8192 if device.type == "cuda" else 2048
     matrix = torch.randn(side, side, device=device, dtype=AMP_DTYPES[amp])
@@ -162,8 +170,8 @@ def product_tflops(amp: str) -> float:
 
 def steps_from_files(source: Source, *, image_size: int, batch: int, workers: int,
                      device: torch.device) -> Iterator:
-    """Steps of one micro-batch with DeiT's augmentation, epoch after epoch, as training takes them."""
-    # An odd batch is not of pairs; what its mixing costs is the same.
+    """Steps of one micro-batch with DeiT's augmentation, epoch after epoch, for `train_epoch`."""
+    # An odd batch has no pairs, so each image is a group of its own; mixing costs the same.
     plan = plan_batches(batch, batch, 1, group=batch if batch % 2 == 0 else 1)
     sampler = TrainSampler(len(source), plan, rank=0, seed=0, repeats=-(-batch // len(source)))
     batches = training_batches(source, sampler=sampler,
@@ -174,8 +182,11 @@ def steps_from_files(source: Source, *, image_size: int, batch: int, workers: in
 
 
 def against_torchvision(*, batch: int, image_size: int, amp: str, compiled: bool) -> Row:
-    """How long torchvision's ViT-B/16 takes for the same batch in a bare loop, and ours in the
-    engine, in turn, so that noise meets both alike."""
+    """Images/s of our ViT-B/16 in the engine, and of torchvision's in a bare loop, on one batch.
+
+    The two are timed in turn, so that noise of the machine affects both alike; each counts with the
+    better of two rounds.
+    """
     from torchvision.models import vit_b_16
     ours = StepBench("vit_base", batch=batch, image_size=image_size, amp=amp, compiled=compiled)
     theirs = vit_b_16(image_size=image_size).to(ours.device)
@@ -190,14 +201,17 @@ def against_torchvision(*, batch: int, image_size: int, amp: str, compiled: bool
 
 def bench_step(name: str, *, batch: int, image_size: int, amp: str, compiled: bool,
                folder: Path | None, workers: int) -> None:
-    """The engine's step on synthetic images, beside the matrix rate of the device; then on images
-    from files with DeiT's whole augmentation, if there are any."""
+    """Print the speed of the engine's step on synthetic images, beside the device's matrix rate.
+
+    folder: if given, the step is also measured on its images, with DeiT's whole augmentation and
+    `workers` loader processes.
+    """
     bench = StepBench(name, batch=batch, image_size=image_size, amp=amp, compiled=compiled)
     seconds = bench.seconds()
     tflops, best = bench.tflops(seconds), product_tflops(amp)
     print(f"{name}, batch {batch}, {image_size} px, amp {amp}, compile {compiled}, "
           f"{describe_device(bench.device)}\n"
-          f"{batch / seconds:.1f} images/s, {1e3 * seconds:.1f} ms a step, peak memory "
+          f"{batch / seconds:.1f} images/s, {1e3 * seconds:.1f} ms per step, peak memory "
           f"{peak_memory(bench.device)}\n"
           f"{tflops:.2f} TFLOP/s, {100 * tflops / best:.0f} % of this device's measured "
           f"{best:.2f} TFLOP/s in large {amp} products")

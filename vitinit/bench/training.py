@@ -1,4 +1,4 @@
-"""Training steps on batches that are at hand, through the engine's own door."""
+"""Training steps on given batches, made by the engine's `train_epoch`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ Part = tuple[Tensor, Tensor]    # images (B, 3, H, W) and targets (B, K) on the 
 
 @dataclass(frozen=True)
 class GivenStep:
-    """A global batch of one process, as `train_epoch` takes it."""
+    """A global batch of given tensors on one process, in the form that `train_epoch` expects.
+
+    Iterating gives (images, targets, positions in the global batch) of each micro-batch.
+    """
 
     number: int
     parts: Sequence[Part]       # its micro-batches
@@ -41,28 +44,31 @@ class GivenStep:
 
 
 def alone(device: torch.device) -> Processes:
-    """A run of one process."""
+    """The processes of a run that consists of one process."""
     return Processes(rank=0, local_rank=0, world_size=1, device=device)
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, ema: Ema | None = None,
              scaler: torch.amp.GradScaler | None = None) -> TrainState:
-    """A training state at step 0, by default without loss scaling and moving average."""
+    """A training state at step 0, by default without loss scaling and without a moving average."""
     device = next(model.parameters()).device
     return TrainState(model, optimizer, scaler or torch.amp.GradScaler(device.type, enabled=False),
                       ema, Progress())
 
 
 def train_on(state: TrainState, steps: Iterable, *, forward: Callable[..., Tensor] | None = None,
-             lr: float | Callable[[int], float] = 1e-3, drop_path: Tensor | None = None, amp: str = "off",
-             clip_norm: float = 0.0) -> None:
-    """The engine's epoch over `steps`, with one learning rate and one draw of stochastic depth.
+             lr: float | Callable[[int], float] = 1e-3, drop_path: Tensor | None = None,
+             amp: str = "off", clip_norm: float = 0.0) -> None:
+    """Train on `steps` as one epoch of the engine.
 
-    lr: a function of the step is called once as each step begins.
+    forward: what computes the logits, such as a compiled model; None: the model itself.
+    lr: the learning rate, or a function of the step, which is called once as each step begins.
+    drop_path: drop-path scales (branches, B) for every step. amp, clip_norm: as in `train_epoch`.
     """
     for _ in train_epoch(state, state.model if forward is None else forward, steps,
-                         lr_at=lr if callable(lr) else lambda step: lr, drop_path_at=lambda step: drop_path,
-                         amp=amp, clip_norm=clip_norm, every_steps=0,
+                         lr_at=lr if callable(lr) else lambda step: lr,
+                         drop_path_at=lambda step: drop_path, amp=amp, clip_norm=clip_norm,
+                         every_steps=0,
                          processes=alone(next(state.model.parameters()).device),
                          stop=StopRequest()):
         pass

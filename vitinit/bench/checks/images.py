@@ -214,7 +214,7 @@ def epochs_of(device: torch.device, *, budget_gib: float, workers: int = 0,
 
 
 def evaluation_views(conditions: Conditions) -> list[Row]:
-    """Evaluation batches equal the CPU's to the bit: decoded, or kept on the device or in memory."""
+    """Evaluation batches equal the CPU's to the bit, decoded or kept on the device or in memory."""
     size, count = (31, 31), 23
     source = ImagesInMemory(noisy_images(count, *size), np.arange(count) % CLASSES,
                             list(map(str, range(CLASSES))))
