@@ -6,7 +6,7 @@ from a forward pass:
 | family            | M of a block                                         | one M per         |
 |-------------------|------------------------------------------------------|-------------------|
 | VisionTransformer | softmax(Q Kᵀ / √d)                                   | image and head    |
-| SwinTransformer   | the same within windows, with bias and mask          | image and head    |
+| SwinTransformer   | the same within windows, with bias and mask; else 0  | image and head    |
 | MlpMixer          | the Jacobian of the token MLP at its input           | image and channel |
 | SimpleViT         | softmax(σ Q Kᵀ)                                      | image and head    |
 | ConvMixer         | the matrix of the depthwise kernel, without its bias | channel           |

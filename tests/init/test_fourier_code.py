@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitinit.init.fourier_code import (STEEPEST, gaussian_weights, impulse_weights, reading_bias_channels,
-                                       turned_factors, wave_code, waves, with_bias_channels)
+                                       rotated_factors, wave_code, waves, with_bias_channels)
 
 GRIDS = [(8, 8), (14, 14), (16, 16), (5, 7), (7, 5), (6, 11), (1, 13), (4, 1)]
 
@@ -147,7 +147,7 @@ def test_queries_and_keys_make_the_sum_of_cosines_that_is_written_out(offset, pe
     grid, chosen = (4, 5), torch.tensor([6, 0, 3])
     frequencies, weights = waves(grid, period)[:7], torch.tensor([0.7, -1.3, 2.1]).double()
     code = wave_code(frequencies, grid)
-    query, key = turned_factors(frequencies, chosen, weights, offset)
+    query, key = rotated_factors(frequencies, chosen, weights, offset)
     assert query.shape == key.shape == (6, 14)
     expected = logits_written_out(frequencies[chosen], weights, grid, offset)
     torch.testing.assert_close(code @ query.T @ key @ code.T, expected, rtol=0, atol=1e-12)
@@ -157,7 +157,7 @@ def test_queries_and_keys_make_the_sum_of_cosines_that_is_written_out(offset, pe
 
 def test_queries_and_keys_share_the_weights_evenly():
     frequencies, weights = waves((5, 7))[:3], torch.tensor([0.5, -2.0, 3.0]).double()
-    for factor in turned_factors(frequencies, torch.arange(3), weights, (1, -2)):
+    for factor in rotated_factors(frequencies, torch.arange(3), weights, (1, -2)):
         torch.testing.assert_close(factor.square().sum(1), weights.abs().repeat(2))
 
 
@@ -170,7 +170,7 @@ def logits_of(frequencies: Tensor, weights: Tensor, grid: tuple[int, int],
               offset: tuple[int, int] = (0, 0)) -> Tensor:
     """(N, N) from the code, through Q and K."""
     code = wave_code(frequencies, grid)
-    query, key = turned_factors(frequencies, torch.arange(len(frequencies)), weights, offset)
+    query, key = rotated_factors(frequencies, torch.arange(len(frequencies)), weights, offset)
     return code @ query.T @ key @ code.T
 
 
@@ -220,7 +220,7 @@ def test_a_mass_out_of_reach_is_an_error_of_one_line(grid, count, period):
     code = wave_code(frequencies, grid)
     steepest = (STEEPEST / count * code @ code.T).softmax(1).diagonal()
     assert steepest.min() < 0.9
-    with pytest.raises(ValueError, match=rf"^so few waves as {count} cannot give one token of a {grid[0]}×"
+    with pytest.raises(ValueError, match=rf"^{count} wave\(s\) cannot give one token of a {grid[0]}×"
                        rf"{grid[1]} grid a mass of 0.9; use more channels, a lower target_mass or") as error:
         impulse_weights(frequencies, grid, period, 0.9)
     assert "\n" not in str(error.value)
@@ -305,7 +305,7 @@ def test_queries_and_keys_that_read_marks_do_not_see_what_is_added_to_all_channe
     generator = torch.Generator().manual_seed(0)
     frequencies = waves((5, 7))[:6]
     weights = torch.full((6,), 1.7, dtype=torch.float64)
-    query, key = reading_bias_channels(*turned_factors(frequencies, torch.arange(6), weights, (0, 0)),
+    query, key = reading_bias_channels(*rotated_factors(frequencies, torch.arange(6), weights, (0, 0)),
                                        peak=weights.sum().item())
     table = with_bias_channels(wave_code(frequencies, (5, 7)), 0)
     shift, scale = torch.randn(2, 35, 1, dtype=torch.float64, generator=generator)

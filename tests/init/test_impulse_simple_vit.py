@@ -328,7 +328,7 @@ NO_CODE = "this model's queries do not see; set input_pos_embed = true, alpha < 
     ("content", {}, dict(kernel_size=0), "kernel_size is 0, expected at least 1"),
     ("mixed", {}, dict(base="zeros"), "base is 'zeros', expected one of default, torch"),
     ("position", dict(grid=(5, 47), head_dim=7), {},
-     "cannot tell 47 places in a row apart by so few as 1 frequencies to a mass of 0.948683"),
+     r"cannot give one of 47 positions along an axis a mass of 0.948683 with 1 pair\(s\)"),
 ])
 def test_what_cannot_be_is_refused_in_one_line_before_anything_is_drawn(reading, sizes, options,
                                                                         message):

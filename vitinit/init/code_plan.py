@@ -20,7 +20,7 @@ from ..filters import Offset, convolution_matrix, impulse_kernel, shift_targets
 from ..models.vit import VisionTransformer
 from .factorize import STEEPEST, position_basis, query_key_factors, smallest_reaching
 from .fourier_code import (BIAS_CHANNELS, gaussian_weights, impulse_weights,
-                           reading_bias_channels, turned_factors, waves)
+                           reading_bias_channels, rotated_factors, waves)
 
 HeadFactors = Callable[[float, int, Offset], tuple[Tensor, Tensor]]
 
@@ -109,7 +109,7 @@ def wave_factors(plan: CodePlan, grid: tuple[int, int], period: float, masses: l
     @cache                                           # the same heads recur in other blocks
     def factors(mass: float, group: int, offset: Offset) -> tuple[Tensor, Tensor]:
         weight = weights[mass, group]
-        query, key = turned_factors(plan.frequencies, plan.groups[group], weight, offset)
+        query, key = rotated_factors(plan.frequencies, plan.groups[group], weight, offset)
         if not plan.bias_channels:
             return query, key
         return reading_bias_channels(query, key, weight.sum().item())

@@ -1,4 +1,4 @@
-"""The other filters that arXiv 2401.12511 compares with impulses in a ConvMixer."""
+"""The filters with which arXiv 2401.12511 compares impulses in a ConvMixer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..filters import convolution_matrix, random_kernel
 from ..models.conv_mixer import ConvMixer, DenseMixing, DepthwiseConv
 from .baseline import draw_base
 
-ENERGY = 1 / 3          # Σ w² of a filter that PyTorch draws, on average: k² cells of variance 1/3k²
+ENERGY = 1 / 3          # expected Σ w² of PyTorch's draw: k² cells of variance 1 / (3 k²)
 
 
 @torch.no_grad()
@@ -20,23 +20,32 @@ def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
                        kind: Literal["random", "box", "gaussian", "permutation"] = "random",
                        cells: int = 2,
                        sigma: float = 1.0) -> None:
-    """Depthwise filters of one kind, at the scale of the paper's code: Σ w² = ⅓ each.
+    """Draw depthwise filters of one kind, at the scale of the paper's code: Σ w² = ⅓ for each.
 
     | tensor (every block)       | value                                                        |
     |----------------------------|--------------------------------------------------------------|
     | blocks.i.0.fn.0.weight     | see kind                                                     |
     | everything else            | as `base` drew it                                            |
 
-    kind: "random": uniform on ±1/k, what PyTorch draws. "box": `cells` cells drawn without
-        replacement hold the same value, the others 0; with all k² of them every filter is the mean.
-        "gaussian": exp(−‖δ − c‖² / 2σ²) around a cell c drawn at random; all of a block have one
-        factor in common, so that only their mean energy is ⅓. (The code's σ is our σ².)
-        "permutation": √⅓ times a random permutation of the places, which no kernel can be, so that
-        the model must have `dense_filters`. There the other kinds are their convolution matrices.
-    cells: of "box". sigma: of "gaussian", in cells.
+    kind: one of the following.
+    cells: of "box".
+    sigma: of "gaussian", in cells. (The paper's code calls σ² what is σ here.)
 
-    With `train_filters = false` in the model they stay what they are. Impulses are init `impulse`,
-    softmax filters the model's `softmax_filters`. Raises ValueError for values out of range.
+    | kind          | filter                                                                    |
+    |---------------|---------------------------------------------------------------------------|
+    | "random"      | uniform on ±1/k, as PyTorch draws filters                                 |
+    | "box"         | one value in `cells` cells, drawn without replacement, 0 in the others;   |
+    |               |   with cells = k² every filter is the mean over its window                |
+    | "gaussian"    | exp(−‖δ − c‖² / 2σ²) around a random cell c; all filters of a block are   |
+    |               |   multiplied by one factor, so that their mean Σ w² is ⅓                  |
+    | "permutation" | √⅓ times a random permutation of the tokens                               |
+
+    A permutation is not a convolution, so it needs a model with `dense_filters`. In such a model
+    the other kinds are written as convolution matrices.
+
+    With the model option `train_filters = false` the filters keep these values. Impulse filters are
+    the init `impulse`, softmax filters the model option `softmax_filters`. Raises ValueError for
+    values out of range.
     """
     size = model.kernel_size
     if kind not in ("random", "box", "gaussian", "permutation"):
@@ -58,10 +67,10 @@ def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
         mixing = model.depthwise(block)
         filters = range(len(mixing.weight))
         if kind == "permutation":
-            places = mixing.weight.shape[1]
+            tokens = mixing.weight.shape[1]
             for number in filters:
-                order = torch.randperm(places, generator=generator)
-                mixing.weight[number] = ENERGY ** 0.5 * torch.eye(places)[order]
+                order = torch.randperm(tokens, generator=generator)
+                mixing.weight[number] = ENERGY ** 0.5 * torch.eye(tokens)[order]
             continue
         kernels = torch.stack([draw[kind]() for _ in filters])           # (F, k, k)
         if kind == "gaussian":
@@ -71,7 +80,7 @@ def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
 
 def write_kernels(mixing: DepthwiseConv | DenseMixing, kernels: Tensor,
                   grid: tuple[int, int]) -> None:
-    """kernels, (F, k, k), as the filters of a block; in dense ones, as their matrices on `grid`."""
+    """Write kernels, (F, k, k), as filters of a block, or as matrices on `grid` if it is dense."""
     if isinstance(mixing, DenseMixing):
         mixing.weight.copy_(torch.stack([convolution_matrix(kernel, grid) for kernel in kernels]))
     else:
@@ -79,14 +88,14 @@ def write_kernels(mixing: DepthwiseConv | DenseMixing, kernels: Tensor,
 
 
 def scattered_box(size: int, cells: int, *, generator: torch.Generator) -> Tensor:
-    """(size, size): `cells` cells at random share the energy ⅓."""
+    """(size, size): `cells` cells, chosen at random, with equal values and Σ w² = ⅓ in total."""
     kernel = torch.zeros(size**2)
     kernel[torch.randperm(size**2, generator=generator)[:cells]] = (ENERGY / cells) ** 0.5
     return kernel.view(size, size)
 
 
 def placed_gaussian(size: int, sigma: float, *, generator: torch.Generator) -> Tensor:
-    """(size, size): a Gaussian of height 1 around a random cell."""
+    """(size, size): a Gaussian with peak value 1 around a random cell."""
     centre = torch.randint(size, (2,), generator=generator)
     axes = (torch.arange(size) - centre[:, None]).square()               # (2, size)
     return (-(axes[0][:, None] + axes[1]) / (2.0 * sigma**2)).exp()

@@ -124,13 +124,13 @@ def impulse_weights(frequencies: Tensor, grid: tuple[int, int], period: float,
         return (logit * shape).softmax(0)[target].item() >= mass
     logit = smallest_reaching(reached, STEEPEST)
     if logit is None:
-        raise ValueError(f"so few waves as {len(frequencies)} cannot give one token of a {grid[0]}×"
-                         f"{grid[1]} grid a mass of {mass:g}; use more channels, a lower target_mass "
-                         "or a shorter period")
+        raise ValueError(f"{len(frequencies)} wave(s) cannot give one token of a {grid[0]}×{grid[1]} "
+                         f"grid a mass of {mass:g}; use more channels, a lower target_mass or a shorter "
+                         "period")
     return torch.full((len(frequencies),), logit / len(frequencies), dtype=torch.float64)
 
 
-def turned_factors(frequencies: Tensor, chosen: Tensor, weights: Tensor,
+def rotated_factors(frequencies: Tensor, chosen: Tensor, weights: Tensor,
                    offset: Offset) -> tuple[Tensor, Tensor]:
     """Q and K, each (2m, 2K), of a head that reads m of the K waves of `wave_code`.
 

@@ -19,7 +19,7 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
                        kernel_size: int = 0,
                        offsets: Literal["ordered", "rotating", "random"] = "ordered",
                        gain: float = 1.0) -> None:
-    """Every filter picks one neighbour (arXiv 2401.12511, §3).
+    """Make every depthwise filter an impulse, which picks one neighbour (arXiv 2401.12511, §3).
 
     | tensor (every block)       | value                                                        |
     |----------------------------|--------------------------------------------------------------|
@@ -28,13 +28,16 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
     | blocks.i.0.fn.0.bias       | 0                                                            |
     | everything else            | as `base` drew it                                            |
 
-    kernel_size: the offsets are those of such a kernel, in the middle of the model's own; 0: all of
-        the model's.
-    offsets: "ordered" takes them in turn over the filters, alike in every block; "rotating" goes on
-        in the next block where the last one stopped; "random", as in the paper, draws one a filter.
-    gain: the paper's code has √⅓: the norm of a filter that PyTorch draws.
+    kernel_size: which offsets are used: those of a kernel of this size, centred in the model's
+        kernel; 0 uses all offsets of the model's kernel.
+    offsets: how offsets are assigned to filters. "ordered": in turn, the same in every block.
+        "rotating": each block continues where the block before it stopped. "random", as in the
+        paper: one draw per filter.
+    gain: the value of the impulse. The paper's code uses √⅓, the expected norm of a filter that
+        PyTorch draws.
 
-    Raises ValueError for a model whose filters are a softmax, which is an impulse only at infinity.
+    Raises ValueError for a model whose filters are a softmax of weights, since that is an impulse
+    only for infinite weights, and for options out of range.
     """
     first = model.depthwise(model.blocks[0])
     if isinstance(first, DepthwiseConv) and first.softmax:
@@ -64,7 +67,10 @@ def deep_impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
                             base: Literal["default", "torch"] = "default",
                             kernel_size: int = 0,
                             gain: float = 1.0) -> None:
-    """`impulse_conv_mixer`, which is exact at every depth already, with offsets that rotate over
-    filters and blocks."""
+    """`impulse_conv_mixer` with offsets that rotate over filters and blocks.
+
+    A ConvMixer's convolutions are exact at every depth, so nothing else distinguishes
+    `deep_impulse`.
+    """
     impulse_conv_mixer(model, generator=generator, base=base, kernel_size=kernel_size,
                        offsets="rotating", gain=gain)

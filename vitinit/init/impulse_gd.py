@@ -1,6 +1,6 @@
-"""Impulse initialisation by gradient descent: what the closed form's two forerunners do.
+"""Impulse initialisation by gradient descent, as in the two papers that preceded the closed form.
 
-It needs no full-rank position embedding, so it is what fixed sin-cos embeddings need.
+It needs no position embedding of full rank, so it also works for fixed sin-cos embeddings.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ def impulse_gd(model: VisionTransformer | SimpleViT, *, generator: torch.Generat
                steps: int = 1000,
                step_size: float = 1e-4,
                renorm_every: int = 100) -> None:
-    """Adam on Q and K until softmax(σ X̃ Q Kᵀ X̃ᵀ) is near the impulse maps of all heads.
+    """Optimise Q and K until softmax(σ X̃ Q Kᵀ X̃ᵀ) is near the impulse maps of all heads.
 
-    | tensor (every block)                 | value                                               |
+    The optimiser is Adam, σ the model's own factor on the logits. The papers are arXiv 2401.12511
+    ("first") and arXiv 2404.01139 ("second").
+
+    | tensor                               | value                                               |
     |--------------------------------------|-----------------------------------------------------|
     | attn.qkv.weight, Q, K rows (ViT);    | the solution; V, proj and biases stay               |
     |   attn.qk.weight, or attn.query and  |                                                     |
@@ -40,38 +43,29 @@ def impulse_gd(model: VisionTransformer | SimpleViT, *, generator: torch.Generat
     |   (SimpleViT)                        |                                                     |
     | everything else                      | as `base` drew it                                   |
 
-    kernel_size, offsets: as for `impulse`; both papers draw an offset a head, with replacement. 5 in
-        arXiv 2401.12511, 3 or 5 in arXiv 2404.01139.
-    pseudo_input: X̃. The position embedding: of a ViT after LayerNorm, as in the second paper, of a
-        SimpleViT as it is, as in the first; or noise, uniform on ±√3 or normal; or a sum. Free Q
-        and K have none.
-    share_blocks: one solution for all blocks (second paper) or one a block (first).
-    steps, step_size: of Adam on the mean squared error of the maps. The papers take 10,000 steps.
-    renorm_every: after so many steps every column of Q, and of Kᵀ, is brought back to the mean norm
-        that Q's had at first; 1 or 100 in the papers' code. That bounds the logits, so that little is
-        gained by further steps. 0: never; then maps sharpen for as long as it runs. Free Q and K
-        (Model III) hardly leave uniform maps either way.
+    kernel_size, offsets: as for `impulse`. Both papers draw one offset per head, with replacement;
+        the kernel size is 5 in the first paper, 3 or 5 in the second.
+    pseudo_input: what X̃ is. "pos_embed": the position embedding, after LayerNorm for a ViT, as in
+        the second paper, and as it is for a SimpleViT, as in the first. "uniform" or "normal":
+        noise, uniform on ±√3 or standard normal. Or a sum of both. Free Q and K have no X̃.
+    share_blocks: one solution for all blocks (second paper) or one per block (first paper).
+    steps, step_size: of Adam, on the mean squared error of the maps. The papers take 10,000 steps.
+    renorm_every: after every so many steps, each column of Q and of Kᵀ is scaled back to the mean
+        norm that Q's columns had at the start. The papers' code has 1 or 100. This bounds the
+        logits, so that further steps gain little. With 0 it is never done, and the maps become
+        sharper the longer the descent runs. Free Q and K (Model III) hardly leave uniform maps
+        either way.
 
-    Measured on the position embedding alone, mass on the targets, one busy core, beside the closed forms:
-
-    | what                                                   | 1,000 steps | 10,000 | closed form  |
-    |--------------------------------------------------------|-------------|--------|--------------|
-    | SimpleViT, width 512, 16×16, fixed embedding, kernel 5,     | .21 in 13 s | .22    | ≥ .90, .03 s |
-    |   σ .1, renorm_every 100, as the first paper's code    |             |        |              |
-    | the same with free Q, K, σ 1 (Model III), renorm 0     | .004        | .006   | .95, .03 s   |
-    | ViT, width 96, 8×8, learned embedding, off-centre heads     | .74 in 2 s  | .93 *  | .99, .04 s   |
-    | the same, renorm_every 0                               | .89         | .98 *  |              |
-
-    * after 3,000 steps.
-
-    σ is the model's own scale of logits. Raises ValueError for options out of range, and for a fixed
-    position embedding beside a class token, which has none: it would draw all attention to itself.
+    The closed forms (`impulse`, `impulse_simple_vit`) give sharper maps and are faster by orders of
+    magnitude; README.md of this package has a table. Raises ValueError for options out of range,
+    and for a fixed position embedding in a model with a class token: the class token has no
+    position there, and would attract all attention.
     """
     if pseudo_input not in PSEUDO_INPUTS:
         raise ValueError(f"pseudo_input is {pseudo_input!r}, expected one of "
                          f"{', '.join(PSEUDO_INPUTS)}")
     if model.num_prefix_tokens and not model.learns_positions:
-        raise ValueError('init \'impulse_gd\' solves on the patches\' fixed position embedding, and the class '
+        raise ValueError("init 'impulse_gd' solves on the patches' fixed position embedding, and the class "
                          'token, which has none, would draw the attention; set pool = "mean"')
     if offsets not in ("ordered", "random"):
         raise ValueError(f'offsets is {offsets!r}, expected "ordered" or "random"')
@@ -104,7 +98,7 @@ def impulse_gd(model: VisionTransformer | SimpleViT, *, generator: torch.Generat
 
 def draw_pseudo_input(model: VisionTransformer | SimpleViT, kind: PseudoInput,
                       generator: torch.Generator) -> Tensor:
-    """X̃, (N, C): what Q and K are solved on."""
+    """X̃, (N, C): the tokens on which Q and K are solved."""
     if isinstance(model, SimpleViT):
         positions = model.pos_embed
     else:
@@ -120,20 +114,21 @@ def draw_pseudo_input(model: VisionTransformer | SimpleViT, kind: PseudoInput,
 
 def solve(maps: Tensor, tokens: Tensor | None, *, rank: int, logit_scale: float, steps: int,
           step_size: float, renorm_every: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Q and K, each (h, rank, C), with softmax(logit_scale · X̃ Qᵀ K X̃ᵀ) ≈ maps, (h, N, N).
+    """Optimise Q and K, each (h, rank, C), for softmax(logit_scale · X̃ Qᵀ K X̃ᵀ) ≈ maps.
 
-    tokens: X̃, (N, C), or None for the identity: then Q and K are (h, rank, N) and mixed directly.
+    maps: (h, N, N). tokens: X̃, (N, C), or None for the identity; Q and K are then (h, rank, N) and
+        give the logits directly.
     """
     heads, count, _ = maps.shape
     rows = count if tokens is None else tokens.shape[1]
     bound = (rank * heads) ** -0.5
     query, key = (maps.new_empty(heads, rows, rank).uniform_(-bound, bound, generator=generator)
-                  .requires_grad_() for _ in range(2))                   # as the papers' code has them
+                  .requires_grad_() for _ in range(2))                   # as in the papers' code
     norm = query.detach().norm(dim=1).mean()
     optimizer = torch.optim.Adam([query, key], lr=step_size)
     for step in range(steps):
         if renorm_every and step % renorm_every == 0:
-            # Columns of Q (C, rank), but of Kᵀ (rank, C): as the papers' code has it.
+            # Columns of Q (C, rank), but of Kᵀ (rank, C), as in the papers' code.
             for factor, axis in ((query, 1), (key, 2)):
                 factor.detach().mul_(norm / factor.detach().norm(dim=axis, keepdim=True))
         with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Impulse initialisation of a Swin Transformer: it lies in the relative position bias alone."""
+"""Impulse initialisation of a Swin Transformer, by its relative position bias alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
                  value_init: Literal["mimetic", "base"] = "base",
                  value_alpha: float = 0.4,
                  value_beta: float = 0.4) -> None:
-    """Every head looks at one neighbour in its window (arXiv 2505.19985, §5; no code was released).
+    """Make every head attend to one neighbour within the window (arXiv 2505.19985, §5).
+
+    The paper writes the pattern into the relative position bias, but gives neither magnitudes nor
+    code; these are ours.
 
     | tensor (every block)                    | value                                            |
     |-----------------------------------------|--------------------------------------------------|
@@ -34,12 +37,13 @@ def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
     | everything else                         | as `base` drew it                                |
 
     β = ln(m (n − 1) / (1 − m)) gives the target the mass m = target_mass among the n tokens of a
-    window: e^β / (e^β + n − 1) = m. The logits Q Kᵀ of the base, near 0 at first, come on top. Where
-    the shift masks part of a window the mass is higher. A token whose target lies outside of its
-    window, or is masked, spreads its attention evenly over the tokens that it sees.
+    window, since e^β / (e^β + n − 1) = m. The base's logits Q Kᵀ, near 0 at the start, are added to
+    it. Where the shift masks part of a window the mass is higher. A token whose target is outside
+    its window, or masked, spreads its attention evenly over the tokens that it can attend to.
 
-    kernel_size, offsets: as for ViT; a kernel that reaches beyond a window is an error.
-    value_init: "base" as the paper's text has it; mimetic V·proj as its code has for ViT.
+    kernel_size, offsets: as for ViT. A kernel that reaches beyond a window is an error.
+    value_init: "base", as the paper's text says, or "mimetic": V·proj as in the paper's code for
+        ViT.
     """
     if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
         raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected one of '
@@ -51,7 +55,7 @@ def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
     narrowest = min(min(block.window) for block in blocks)
     if kernel_size // 2 >= narrowest:
         raise ValueError(f"kernel_size is {kernel_size}, but its outer offsets leave a window "
-                         f"{narrowest} tokens wide from every place in it")
+                         f"{narrowest} tokens wide from every token in it")
     cells = ordered_offsets(kernel_size)             # also checks kernel_size, before any draw
     draw_base(model, base, generator)
 
@@ -66,7 +70,7 @@ def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
         for head, (down, right) in enumerate(chosen):
             # The table's rows count query − key, and the key is wanted at query + offset.
             row = (height - 1 - down) * (2 * width - 1) + width - 1 - right
-            if tokens > 1:                           # alone in its window, a token sees itself
+            if tokens > 1:                           # a token alone in its window attends to itself
                 table[row, head] = math.log(target_mass * (tokens - 1) / (1.0 - target_mass))
         if value_init == "mimetic":
             write_values(attention, alpha=value_alpha, beta=value_beta, generator=generator)
@@ -76,7 +80,9 @@ def deep_impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
                       base: Literal["default", "torch"] = "default",
                       kernel_size: int = 3,
                       target_mass: float = 0.9) -> None:
-    """`impulse_swin`, which is the same at every depth already, with offsets that rotate over heads
-    and blocks."""
+    """`impulse_swin` with offsets that rotate over heads and blocks.
+
+    The bias of a Swin acts equally at every depth, so nothing else distinguishes `deep_impulse`.
+    """
     impulse_swin(model, generator=generator, base=base, kernel_size=kernel_size, offsets="rotating",
                  target_mass=target_mass)

@@ -1,6 +1,7 @@
-"""Mimetic initialisation (Trockman and Kolter, arXiv 2305.09828): weights shaped like trained ones.
+"""Mimetic initialisation (Trockman and Kolter, arXiv 2305.09828).
 
-In trained ViTs, W_Q W_Kᵀ of a head has a pronounced positive diagonal and W_V W_proj a negative one.
+Its weights resemble trained ones. In trained ViTs, W_Q W_Kᵀ of a head has a pronounced positive
+diagonal, and W_V W_proj a negative one.
 """
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ def mimetic(model: VisionTransformer | SwinTransformer, *, generator: torch.Gene
             qk_alpha: float = 0.7, qk_beta: float = 0.7,
             value_init: Literal["mimetic", "base"] = "mimetic",
             value_alpha: float = 0.4, value_beta: float = 0.4) -> None:
-    """Q Kᵀ ≈ αZ + βI in every head, V·proj ≈ αZ − βI in every block (arXiv 2305.09828, §3).
+    """Make Q Kᵀ ≈ αZ + βI in every head and V·proj ≈ αZ − βI in every block (arXiv 2305.09828, §3).
 
     | tensor (every block)            | value                                                    |
     |---------------------------------|----------------------------------------------------------|
-    | attn.qkv.weight, Q and K rows   | rank-d factors of qk_alpha · Z + qk_beta · I, Z a head   |
+    | attn.qkv.weight, Q and K rows   | rank-d factors of qk_alpha · Z + qk_beta · I, with one Z |
+    |                                 |   per head                                               |
     | attn.qkv.weight, V rows;        | factors of value_alpha · Z − value_beta · I, so that     |
     | attn.proj.weight                | x ↦ x @ (αZ − βI) where attention is the identity        |
     | everything else                 | as `base` drew it                                        |
 
-    qk_init, value_init: "base" leaves that half of the attention as `base` drew it, so that the other
-        is seen alone.
+    qk_init, value_init: "base" leaves that half of the attention as `base` drew it, so that the
+        effect of the other half can be seen alone.
 
-    Z is uniform with variance 1/D. The paper's constants for ViT are the defaults. As in the
-    released code of arXiv 2505.19985 every head has a Z of its own and pos_embed is left alone
-    (the mimetic paper adds sin-cos codes). That code stores V and proj untransposed for its mimetic
-    baseline, so its tokens meet √S Vᵀ U √S instead; here the product is the paper's.
+    Z is uniform with mean 0 and variance 1/D. The defaults are the paper's constants for ViT. As in
+    the released code of arXiv 2505.19985, every head has its own Z and pos_embed is left alone (the
+    mimetic paper adds sin-cos embeddings). In its mimetic baseline that code stores V and proj
+    untransposed, so its tokens are multiplied by √S Vᵀ U √S; here the product is the paper's.
     """
     if qk_init not in ("mimetic", "base") or value_init not in ("mimetic", "base"):
         raise ValueError(f'qk_init is {qk_init!r} and value_init is {value_init!r}; expected "mimetic" '
@@ -58,13 +60,13 @@ def mimetic(model: VisionTransformer | SwinTransformer, *, generator: torch.Gene
 def mimetic_simple_vit(model: SimpleViT, *, generator: torch.Generator,
                        base: Literal["default", "torch"] = "default",
                        qk_alpha: float = 0.7, qk_beta: float = 0.7) -> None:
-    """Q Kᵀ ≈ αZ + βI in every head, as the code of arXiv 2401.12511 has it beside its impulses.
+    """Make Q Kᵀ ≈ αZ + βI in every head, like the mimetic baseline in the code of arXiv 2401.12511.
 
     | tensor (every block)            | value                                                    |
     |---------------------------------|----------------------------------------------------------|
-    | attn.qk.weight                  | rank-d factors of qk_alpha · Z + qk_beta · I, (C, C)      |
-    | attn.query, attn.key, if free   | the same of matrices (N, N): their product is the logits  |
-    | everything else                 | as `base` drew it: V and proj, too                       |
+    | attn.qk.weight                  | rank-d factors of qk_alpha · Z + qk_beta · I, (C, C)     |
+    | attn.query, attn.key, if free   | such factors of matrices (N, N), which are the logits    |
+    | everything else                 | as `base` drew it, including V and proj                  |
     """
     require_not_negative(qk_alpha=qk_alpha)
     draw_base(model, base, generator)
@@ -84,13 +86,13 @@ def mimetic_simple_vit(model: SimpleViT, *, generator: torch.Generator,
 
 
 def attentions(model: VisionTransformer | SwinTransformer) -> list[Attention]:
-    """The attention of every block, from the first to the last."""
+    """The attention layers of all blocks, from the first to the last."""
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
 def write_queries_keys(attention: Attention, *, alpha: float, beta: float,
                        generator: torch.Generator) -> None:
-    """Q and K of every head from rank-d factors of its own αZ + βI."""
+    """Write Q and K of every head: rank-d factors of αZ + βI, with one Z per head."""
     dim = attention.proj.in_features
     for head in range(attention.num_heads):
         product = noisy_identity(dim, alpha, beta, attention.q_weight, generator)
@@ -101,11 +103,11 @@ def write_queries_keys(attention: Attention, *, alpha: float, beta: float,
 
 def write_values(attention: Attention, *, alpha: float, beta: float,
                  generator: torch.Generator) -> None:
-    """V and proj of one attention from balanced factors of αZ − βI.
+    """Write V and proj of one attention layer: balanced factors of αZ − βI.
 
-    With attention the identity and no biases, the layer is x ↦ x @ V.weightᵀ @ proj.weightᵀ. The
-    inner channels stand in falling order of singular value, as released, so that the first head
-    carries the most.
+    If attention is the identity and there are no biases, the layer is x ↦ x @ V.weightᵀ @
+    proj.weightᵀ. The inner channels are in decreasing order of singular value, as in the released
+    code, so the first head carries the most.
     """
     dim = attention.proj.in_features
     product = noisy_identity(dim, alpha, -beta, attention.proj.weight, generator)
@@ -116,9 +118,9 @@ def write_values(attention: Attention, *, alpha: float, beta: float,
 
 def noisy_identity(dim: int, alpha: float, beta: float, like: Tensor,
                    generator: torch.Generator) -> Tensor:
-    """(D, D): alpha · Z + beta · I, Z uniform with mean 0 and variance 1/D; alpha ≥ 0.
+    """(D, D): alpha · Z + beta · I, where Z is uniform with mean 0 and variance 1/D; alpha ≥ 0.
 
-    Z and −Z are as likely, so that a negative alpha would say nothing else.
+    Z and −Z have the same distribution, so a negative alpha would mean nothing new.
     """
     bound = alpha * (3.0 / dim) ** 0.5               # U(-b, b) has variance b² / 3
     matrix = torch.empty(dim, dim, dtype=like.dtype).uniform_(-bound, bound, generator=generator)

@@ -1,7 +1,7 @@
-"""What an init's options may be, in one line each: option, value, what is expected.
+"""Checks of the options of inits, with messages of one line: option, value, what is expected.
 
-Kinds and finiteness follow from an init's signature and are checked for all at once; bounds stand
-in the inits.
+Types and finiteness follow from an init's signature and are checked for all inits here; the inits
+themselves check the ranges.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ KINDS = {int: "an integer", float: "a finite number", bool: "true or false"}
 
 
 def require_kinds(init: Callable[..., None], options: Mapping[str, Any]) -> None:
-    """ValueError for the first option that is not of its annotated kind; NaN and ∞ are no numbers.
+    """Raise ValueError for the first option that does not have its annotated type.
 
-    Words are left to the inits, which know those that they take.
+    NaN and ∞ are refused, too. Strings are not checked here, but by the inits, which know the
+    accepted values.
     """
     hints = get_type_hints(init)
     for name, value in options.items():
@@ -27,19 +28,21 @@ def require_kinds(init: Callable[..., None], options: Mapping[str, Any]) -> None
 
 
 def require_positive(**options: float) -> None:
+    """Raise ValueError for an option that is not above 0."""
     for name, value in options.items():
-        if not value > 0:                            # NaN is neither
+        if not value > 0:                            # also refuses NaN
             raise ValueError(f"{name} is {value}, expected {name} > 0")
 
 
 def require_not_negative(**options: float) -> None:
+    """Raise ValueError for an option that is below 0 or NaN."""
     for name, value in options.items():
         if not value >= 0:
             raise ValueError(f"{name} is {value}, expected {name} ≥ 0")
 
 
 def given_numbers(options: Mapping[str, Any]) -> str:
-    """" with a=1, b=2": the options that are numbers, to stand in a message; "" without any."""
+    """The numeric options as text for a message, " with a=1, b=2"; "" if there are none."""
     numbers = [f"{name}={_shown(value)}" for name, value in options.items()
                if not isinstance(value, (bool, str))]
     return f" with {', '.join(numbers)}" if numbers else ""

@@ -1,18 +1,18 @@
-"""What an init achieves on its own terms: how much of each head's attention is on its target, on the
-position embedding alone.
+"""Measure how well an init reached what it aims at, on the position embedding alone.
 
-An init that writes attention aims each head at one neighbour. Whether it gets there depends on the
-grid, the heads and the width, and no loss says so. This measures it on a freshly initialised model,
-without images: what real images leave of it is less, by how much `figures mass` shows.
+Inits that write attention aim each head at one neighbour, its target. Whether the head reaches it
+depends on the grid, the number of heads and the width, and no loss shows it. This module measures
+the mass, the share of a head's attention on its target, on a freshly initialised model, without
+images. On images the mass is lower; `python -m vitinit.figures mass` shows by how much.
 
-| family    | "the position embedding alone" is                                                                   |
-|-----------|---------------------------------------------------------------------------------------|
-| ViT       | LayerNorm of the patch tokens' pos_embed; of `deep_impulse` the same at the scale of  |
-|           |   the stream that it expects before each block                                        |
-| SimpleViT | what queries and keys read where patches add nothing                                  |
-| Swin      | the relative position bias within a window                                            |
+| family    | what "the position embedding alone" means                                           |
+|-----------|-------------------------------------------------------------------------------------|
+| ViT       | LayerNorm of the patch tokens' pos_embed; for `deep_impulse`, pos_embed divided by  |
+|           |   the standard deviation that the init expects before each block                    |
+| SimpleViT | what queries and keys read if patches have no content                               |
+| Swin      | the relative position bias within a window                                          |
 
-Mixer and ConvMixer hold their shifts exactly, by construction, so there is nothing to measure.
+In Mixer and ConvMixer the shifts are exact by construction, so there is nothing to measure.
 """
 
 from __future__ import annotations
@@ -37,23 +37,26 @@ from .mimetic import attentions
 from .stream_scales import stream_scales
 
 AIMED = ("impulse", "impulse_gd", "deep_impulse", "mimetic")
-FAINT = 0.3             # less than this on the targets is worth a warning
-REACHED = 0.9           # of a mass that was asked for
-SHARPER = 2.0           # times qk_norm: what the warning tries out
+FAINT = 0.3             # a mass below this causes a warning
+REACHED = 0.9           # share of the wanted target_mass that counts as having reached it
+SHARPER = 2.0           # multiple of qk_norm for which the warning states the mass
 
 HeadMaps = Callable[[int], Tensor]   # head → (1, N, N), its attention on the position embedding alone
 
 
 class PositionMass(NamedTuple):
-    """Attention on the heads' targets, by block; NaN in a block that has no such head."""
+    """The mass on the heads' targets, one entry per block; NaN where a block has no such head."""
 
     centre: list[float]         # mean over the heads whose target is their own token
     others: list[float]         # mean over all other heads
-    uniform: list[float]        # what a token gets of uniform attention
+    uniform: list[float]        # the share of one token under uniform attention
 
     def __str__(self) -> str:
-        """For example ".99 / .05 (uniform .001) on the targets of centre / other heads": means over
-        the blocks, or the first and last where they are more than .05 apart."""
+        """For example ".99 / .05 (uniform .001) on the targets of centre / other heads".
+
+        The numbers are means over the blocks, or "first … last" where blocks differ by more than
+        0.05.
+        """
         kinds = {kind: known for kind, values in (("centre", self.centre), ("other", self.others))
                  if (known := [value for value in values if not math.isnan(value)])}
         shown = [_decimal(_mean(known)) if max(known) - min(known) <= 0.05 else
@@ -65,13 +68,16 @@ class PositionMass(NamedTuple):
 @torch.no_grad()
 def position_mass(model: nn.Module, name: str, options: Mapping[str, Any], *,
               sharper: float = 1.0) -> PositionMass | None:
-    """The masses that the init `name` with `options` reached on `model`, which it has just written.
+    """The masses that the init `name` reached on `model`, to which it has just been applied.
 
-    None where it aims at nothing that attention can miss: baselines and controls, Mixer, ConvMixer,
-    Swin's mimetic (tokens have no position embedding), and mimetic queries and keys that were left as drawn. The
-    target of `mimetic` is the token itself. Where offsets were drawn at random, a head's target is
-    that of the kernel's offsets which it looks at most. sharper: as if a ViT's Q and K were so many
-    times as large.
+    options: those given to the init. sharper: compute as if Q and K of a ViT were this many times
+        as large.
+
+    Returns None where there is nothing to measure: for baselines and controls, for Mixer and
+    ConvMixer, for `mimetic` on a Swin, whose tokens have no position embedding, for mimetic queries
+    and keys left as the base drew them, and for Gaussian targets. The target of `mimetic` is the
+    token itself. If offsets were drawn at random, the target of a head is the offset of the kernel
+    to which it attends most.
     """
     function = init_function(name, type(model))
     chosen = {key: parameter.default for key, parameter in inspect.signature(function).parameters
@@ -108,7 +114,11 @@ def reached(weights: Tensor, offsets: list[Offset], grid: tuple[int, int]) -> tu
 
 def readers(model: nn.Module, name: str, options: Mapping[str, Any], sharper: float,
             ) -> tuple[list[tuple[int, HeadMaps]], list[tuple[int, int]]]:
-    """For every block its number of heads and how to read a head's map, and the grid that it mixes."""
+    """Two lists with one entry per block: (number of heads, function head → (1, N, N)), and the
+    grid.
+
+    The function returns the head's attention on the position embedding alone.
+    """
     if isinstance(model, SwinTransformer):
         return ([(attention.num_heads, _bias_reader(attention)) for attention in attentions(model)],
                 [attention.window for attention in attentions(model)])
@@ -136,7 +146,7 @@ def _reader(attention: nn.Module, positions: Tensor, sharper: float) -> HeadMaps
 
 
 def _simple_reader(model: SimpleViT, block: nn.Module) -> HeadMaps:
-    x = torch.zeros_like(model.pos_embed)            # (N, C): patches that add nothing
+    x = torch.zeros_like(model.pos_embed)            # (N, C): patches without content
     if model.input_pos_embed:
         x = block.norm1((1.0 - model.alpha) * model.pos_embed)
     weights = block.attn.mixing_weights(x[None], model.pos_embed)        # (1, h, N, N)
@@ -149,22 +159,23 @@ def _bias_reader(attention: nn.Module) -> HeadMaps:
 
 
 # ---------------------------------------------------------------------------------------------
-# In words
+# The warning
 # ---------------------------------------------------------------------------------------------
 
 
 def shortfall(mass: PositionMass, model: nn.Module, name: str, options: Mapping[str, Any]) -> str:
-    """One line that says which heads fall short, and what would help; "" where none does.
+    """One line that names the heads that fall short and says what would help; "" if none does.
 
-    Short is less than FAINT on the targets in some block, or less than REACHED times a target_mass
-    that was asked for, if that is lower. `mimetic` promises no mass, so it cannot fall short.
+    Heads fall short if their mass in some block is less than FAINT, or than REACHED times the
+    target_mass that was asked for, whichever is lower. `mimetic` asks for no mass, so it cannot
+    fall short.
     """
     if name == "mimetic":
         return ""
     asked = masses_by_block(options.get("target_mass", 1.0), len(mass.uniform))
     for kind, values in (("centre", mass.centre), ("other", mass.others)):
         short = [value for value, wanted in zip(values, asked)
-                 if value < min(FAINT, REACHED * wanted)]                # NaN is not
+                 if value < min(FAINT, REACHED * wanted)]                # false for NaN
         if short:
             return (f"{kind} heads have only {_decimal(min(short))} of their attention on their target, "
                     f"on the position embedding alone; {_advice(kind, min(short), model, name, options)}")
@@ -186,7 +197,8 @@ def _advice(kind: str, mass: float, model: nn.Module, name: str, options: Mappin
     default = inspect.signature(init_function(name, type(model))).parameters["qk_norm"].default
     norm = SHARPER * options.get("qk_norm", default)
     return (f"qk_norm = {norm:g} would give {_decimal(would)}, " if would > 1.1 * mass else "") + (
-        "init deep_impulse .9 in every block; a wider model, or fewer and larger patches, would help, too")
+        "init deep_impulse .9 in every block; a wider model, or fewer and larger patches, would help, "
+        "too")
 
 
 def _mean(values: list[float]) -> float:
@@ -195,6 +207,6 @@ def _mean(values: list[float]) -> float:
 
 
 def _decimal(value: float) -> str:
-    """.99, .05, .0013: two decimals, or two digits of what is smaller than a tenth."""
+    """For example .99, .05, .0013: two decimals, or, below 0.1, two digits."""
     text = f"{value:.2f}" if value >= 0.0995 else f"{float(f'{value:.2g}'):.6f}".rstrip("0")
     return text.removeprefix("0")

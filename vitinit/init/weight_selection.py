@@ -1,9 +1,10 @@
-"""Weight selection: a small model starts as every s-th element of a trained larger one.
+"""Weight selection: initialise a small model with evenly spaced weights of a larger trained one.
 
-Xu et al., "Initializing Models with Larger Ones", arXiv 2311.18823, §3: same family, the first blocks
-("first-N layer selection"), and evenly spaced elements along every width ("uniform element
-selection"). It needs a checkpoint, so it is no init by name: a recipe's `init.checkpoint_fit = "select"`
-applies it before the tensors are copied into the model.
+The method is that of Xu et al., "Initializing Models with Larger Ones", arXiv 2311.18823, §3. Both
+models belong to the same family. The small one takes the first blocks ("first-N layer selection")
+and, along every width, evenly spaced elements ("uniform element selection"). As it needs a
+checkpoint, it is not in the table of inits: the recipe key `init.checkpoint_fit = "select"` applies
+it before the tensors are copied into the model.
 """
 
 from __future__ import annotations
@@ -13,30 +14,33 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-# Dimensions that count channels, hidden units or heads, by the end of a tensor's name; of the others
-# of these tensors, which count tokens, windows' places or pixels, none may be thinned out.
+# By the end of a tensor's name: the dimensions that count channels, hidden units or heads.
+# Their other dimensions count tokens, relative positions or pixels, and must not be thinned out.
 WIDTHS = {
     "pos_embed": (-1,),                              # (1, N, C)
     "reg_token": (-1,),                              # (1, registers, C)
-    "relative_position_bias_table": (1,),            # (places, heads)
+    "relative_position_bias_table": (1,),            # (relative positions, heads)
     "mlp_tokens.fc1.weight": (0,),                   # (hidden, N)
     "mlp_tokens.fc2.weight": (1,),                   # (N, hidden)
     "mlp_tokens.fc2.bias": (),                       # (N,)
-    "attn.query": (0, 2),                            # (heads, N, d), free ones of a SimpleViT
+    "attn.query": (0, 2),                            # (heads, N, d), of a SimpleViT with free Q, K
     "attn.key": (0, 2),
     "fn.0.weight": (0,),                             # (C, 1, k, k) or (F, N, N), of a ConvMixer
 }
 
 
 def select_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors` with every one that the model has, too, thinned out to the model's widths.
+    """Return `tensors` with those that the model also has thinned out to the model's widths.
 
-    tensors: a trained model's state dict under our names. Classifiers (`head…`) are left out, since
-        the paper draws them anew; what the model does not have (deeper blocks) comes back as it is.
-    Packed tensors need no unpacking: even spacing of (3·C) is even spacing of each third. As in the
-    paper, a head takes its channels from as many of the larger model's heads as there are to one.
+    tensors: a trained model's state dict, under this package's names. Classifiers (`head…`) are
+        left out, because the paper draws them anew. Tensors that the model does not have, such as
+        those of deeper blocks, are returned unchanged.
 
-    Raises ValueError, listing the names, where the model is the wider one.
+    A packed qkv needs no unpacking: evenly spaced elements of (3·C) are evenly spaced elements of
+    each third. As in the paper, each head takes its channels from several consecutive heads of the
+    larger model if that has more of them.
+
+    Raises ValueError, listing the names, if the checkpoint is the narrower one.
     """
     own, selected, narrower = model.state_dict(), {}, []
     for name, value in tensors.items():
@@ -58,18 +62,18 @@ def select_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def widths(name: str, ndim: int) -> tuple[int, ...]:
-    """Which dimensions of a tensor may be thinned out."""
+    """The dimensions of a tensor that may be thinned out."""
     for ending, dims in WIDTHS.items():
         if name.endswith(ending):
             return dims
-    return (0, 1) if ndim == 4 else tuple(range(ndim))   # not the sides of a patch
+    return (0, 1) if ndim == 4 else tuple(range(ndim))   # not the height and width of a patch
 
 
 def evenly_spaced(large: int, small: int) -> Tensor:
     """(small,) indices into `large` elements: 0, s, 2s, … with s = large / small, rounded down.
 
-    Where the smaller width divides the larger these are the paper's. Elsewhere its code rounds
-    linspace(0, large − 1, small), which takes other channels from each third of a packed qkv; these
-    take the same.
+    If the smaller width divides the larger one, these are the paper's indices. Otherwise its code
+    rounds linspace(0, large − 1, small), which takes different channels from each third of a packed
+    qkv, whereas these take the same from each.
     """
     return torch.arange(small) * large // small
