@@ -1,8 +1,8 @@
-"""Train a model by a recipe.
+"""Train a model as a recipe describes.
 
     torchrun train.py --recipe deit_base --init impulse --data-dir /data/imagenet
 
-Read it from top to bottom:
+Read this file from top to bottom:
     recipe → data → model → init → optimiser → engine → run folder
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import signal
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)     # no traceback of what is being imported
+    signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C during the imports prints no traceback
 
 import argparse
 import sys
@@ -70,6 +70,7 @@ REPOSITORY = Path(__file__).resolve().parent
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; an error ends the program with exit status 2."""
     parser = Parser(prog="train.py", description=__doc__)
     parser.add_argument("--recipe", help="name in recipes/, or path of a .toml file")
     parser.add_argument("--init", help=f"init.name: {', '.join(INITS)}")
@@ -79,7 +80,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=integer(0, 2**63), help="run.seed")
     parser.add_argument("--resume", metavar="RUN",
                         help="continue the run in this folder; 'auto': the one in --out-dir if any")
-    how = parser.add_mutually_exclusive_group()      # a dry run has no steps to look at
+    how = parser.add_mutually_exclusive_group()      # a dry run has no steps to profile
     how.add_argument("--dry-run", action="store_true",
                      help="build everything, print it, run one forward pass, write nothing")
     how.add_argument("--profile", type=integer(1, MOST_PROFILED + 1), default=0, metavar="N",
@@ -96,7 +97,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
-    """Sources, then batches of this process. A dry run downloads nothing and decodes nothing yet."""
+    """Open the data sets of the recipe and build the batches of this process.
+
+    A dry run downloads nothing and does not decode the training set into memory.
+    """
     data, optim, augment = recipe.data, recipe.optim, recipe.augment
     start_fork_server(data.workers)
     if not dry_run:
@@ -107,7 +111,7 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     train_set = processes.on_all(lambda: stratified_part(
         whole_set, share=data.subset, images_per_class=data.images_per_class, seed=data.subset_seed))
 
-    # Which images a step has, and which of them this process takes.
+    # Which images each step uses, and which of them this process loads.
     mixing = MixSettings(**vars(recipe.mix))
     with building(f"recipe {recipe.name}", "optim"):
         require_full_batch(len(train_set), augment.repeats, optim.global_batch)
@@ -116,14 +120,15 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
         sampler = TrainSampler(len(train_set), plan, rank=processes.rank, seed=recipe.run.seed,
                                repeats=augment.repeats)
 
-    # What becomes of an image on its way to the model.
+    # How an image is augmented on its way to the model.
     crop = CropAndFlip(scale=augment.crop_scale, ratio=augment.crop_ratio, flip=augment.flip,
                        padding=augment.crop_padding, interpolation=augment.interpolation)
     erasing = Erasing(probability=augment.erase_probability, area=augment.erase_area,
                       ratio=augment.erase_ratio, fill=augment.erase_fill)
     draws = SampleDraws(seed=recipe.run.seed, size=data.image_size, crop=crop,
                         rand_augment=RandAugment(**vars(recipe.rand_augment)), erasing=erasing)
-    with building(f"recipe {recipe.name}", "augment"):   # one draw, before thousands in workers
+    # One draw here finds invalid options before the workers start.
+    with building(f"recipe {recipe.name}", "augment"):
         key = SampleKey(0, 0)
         draws.view(key, *data.image_size)
         mixing.draw(keyed_generator(recipe.run.seed, Stream.MIX, 0, 0), *data.image_size)
@@ -144,10 +149,10 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     views = EvalViews(val_set, rank=processes.rank, world_size=processes.world_size,
                       size=data.image_size, crop_pct=recipe.eval.crop_pct,
                       interpolation=recipe.eval.interpolation)
-    kept = kept_views(views, processes.device, on_device_gib=data.on_device_gib,
-                      cache_gib=recipe.eval.cache_gib)
+    cached = kept_views(views, processes.device, on_device_gib=data.on_device_gib,
+                        cache_gib=recipe.eval.cache_gib)
     val_batches = processes.on_all(lambda: EvaluationBatches(
-        kept, batch_size=recipe.eval.batch_size, workers=data.workers, prepare=prepare_to_measure))
+        cached, batch_size=recipe.eval.batch_size, workers=data.workers, prepare=prepare_to_measure))
     return Data(whole_set, train_set, val_set, plan, train_batches, val_batches)
 
 
@@ -156,46 +161,52 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
 # ---------------------------------------------------------------------------------------------
 
 
-def initial_state(recipe: Recipe, processes: Processes, kept: dict[str, Any] | None,
+def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | None,
                   path: Path) -> tuple[TrainState, list[str]]:
-    """What training starts with, and lines about it: `kept`, the checkpoint at `path`, or step 0.
+    """The state that training starts from, and lines for the terminal about it.
 
-    At step 0 the model has the weights of its init, and another run's where the recipe names one.
-    The init draws on the CPU from its own generator. With equal threads and kernels that gives every
-    process the same bits; with others Q·Kᵀ and V·proj agree to 1e-4 and single factors may change
-    sign. So all processes take the main one's weights, before the moving average copies them.
+    saved: the contents of the checkpoint at `path`, to resume from; None for a new run.
+
+    In a new run the weights are those of the init, or, where the recipe names a checkpoint, those
+    of the checkpoint. The init draws on the CPU from its own generator. With equal numbers of
+    threads and equal CPUs it gives the same bits in every process. Otherwise the products Q·Kᵀ and
+    V·proj agree to 1e-4, but single factors may differ in sign; therefore all processes copy the
+    main process's weights before the moving average is created.
     """
     init, optim, source = recipe.init, recipe.optim, f"recipe {recipe.name}"
     with building(source, "model"):
         model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
                             image_size=recipe.data.image_size, **recipe.model.options)
     with building(source, "init"):
-        if kept is None:
+        if saved is None:
             init_weights(model, init.name, **init.options,
                          generator=torch.Generator().manual_seed(recipe.run.seed))
     notes = []
-    if kept is None and init.checkpoint:
+    if saved is None and init.checkpoint:
         transfer = processes.on_all(lambda: fine_tune(
             model, Path(init.checkpoint), init.checkpoint_weights, init.checkpoint_fit))
         notes = [f"start   {init.checkpoint}, {init.checkpoint_fit}: {transfer}"]
-    elif kept is None and processes.is_main:
+    elif saved is None and processes.is_main:
         with building(source, "init"):
             notes = what_the_init_achieved(model, init.name, init.options)
     model.to(processes.device)
-    if kept is None:
+    if saved is None:
         processes.share_weights(model)
     with building(source, "optim"):
         optimizer = adamw(model, weight_decay=optim.weight_decay, betas=optim.betas, eps=optim.eps)
     scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.engine.amp == "fp16")
     ema = Ema(model, decay=recipe.ema.decay, warmup=recipe.ema.warmup) if recipe.ema.decay else None
     state = TrainState(model, optimizer, scaler, ema, Progress())
-    if kept is not None:
-        state.load_state_dict(kept, path)
+    if saved is not None:
+        state.load_state_dict(saved, path)
     return state, notes
 
 
 def what_the_init_achieved(model: nn.Module, name: str, options: dict[str, Any]) -> list[str]:
-    """How much attention is on the targets, where the init has any, and what would help if little."""
+    """Lines about how much attention lies on the init's targets; a warning if it is little.
+
+    An empty list for inits without targets.
+    """
     mass = position_mass(model, name, options)
     if mass is None:
         return []
@@ -204,7 +215,12 @@ def what_the_init_achieved(model: nn.Module, name: str, options: dict[str, Any])
 
 
 def fine_tune(model: nn.Module, path: Path, weights: str, fit: str) -> Transfer:
-    """Another run's weights into the initialised model; a run's folder means its last.pt."""
+    """Load weights into `model`, which has been initialised, and return what was loaded.
+
+    path: a checkpoint, or a run folder, which stands for its last.pt. weights: "model" or "ema".
+    fit: recipe key init.checkpoint_fit; "select" takes evenly spaced elements of a larger model's
+    weights (`select_weights`). Raises CheckpointError if the checkpoint does not fit.
+    """
     path = checkpoint_file(path)
     state = load(path)
     tensors = native_tensors(model_state(state, path, weights))
@@ -218,9 +234,11 @@ def fine_tune(model: nn.Module, path: Path, weights: str, fit: str) -> Transfer:
 
 def wrapped(state: TrainState, recipe: Recipe, processes: Processes
             ) -> tuple[nn.Module, list[nn.Module]]:
-    """What trains, and what is measured: the model, then its moving average where there is one.
+    """The state's models as modules to call: one to train, and a list to evaluate.
 
-    As the state's own, but distributed over the processes and compiled where the recipe says so.
+    The first is the model, wrapped in DistributedDataParallel if there are several processes. The
+    list holds the model and, if there is one, its moving average. All are compiled if the recipe
+    asks for it. They share their weights with `state`.
     """
     forward, measured = state.model, [state.model, *([state.ema.model] if state.ema else [])]
     if processes.world_size > 1:
@@ -231,7 +249,7 @@ def wrapped(state: TrainState, recipe: Recipe, processes: Processes
 
 
 def learning_rate_of(recipe: Recipe, steps_per_epoch: int) -> Callable[[int], float]:
-    """step → learning rate; base_lr is scaled by the global batch here, and nowhere else."""
+    """The function step → learning rate. Only here base_lr is scaled by the global batch."""
     optim, schedule = recipe.optim, recipe.schedule
     return partial(learning_rate, shape=schedule.shape, steps_per_epoch=steps_per_epoch,
                    peak=scaled_lr(optim.base_lr, optim.lr_scaling, optim.global_batch),
@@ -240,7 +258,7 @@ def learning_rate_of(recipe: Recipe, steps_per_epoch: int) -> Callable[[int], fl
 
 
 def drop_path_of(model: nn.Module, recipe: Recipe) -> Callable[[int], Tensor | None]:
-    """step → the stochastic-depth factors (branches, global batch) of all its images, or None."""
+    """The function step → drop-path scales (branches, global batch); None for a model without."""
     def drop_path_at(step: int) -> Tensor | None:
         if not any(model.drop_path_rates):
             return None
@@ -255,20 +273,20 @@ def drop_path_of(model: nn.Module, recipe: Recipe) -> Callable[[int], Tensor | N
 
 
 def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: StopRequest) -> int:
-    """One run from its command line to its last line; returns the exit status."""
+    """Do one run, from the parsed command line to the last line printed; return the exit status."""
     say = partial(print, flush=True) if processes.is_main else lambda *_: None
 
-    # A new run, or one to continue. -------------------------------------------------------------
+    # Choose a new run, or one to resume. --------------------------------------------------------
     chosen = choose_run(args, processes, REPOSITORY / "recipes", lock, say)
     if chosen is None:
         return 0
-    folder, kept, recipe = chosen
+    folder, saved, recipe = chosen
     with building(f"recipe {recipe.name}", "data"):
         data = open_data(recipe, processes, dry_run=args.dry_run)
-    state, notes = initial_state(recipe, processes, kept, folder.read_from)
-    require_same_micro_batch_size(state.model, data.plan.micro_batch_size, kept)
-    resumed = kept is not None
-    chosen = kept = None                             # its tensors need no second place in memory
+    state, notes = initial_state(recipe, processes, saved, folder.read_from)
+    require_same_micro_batch_size(state.model, data.plan.micro_batch_size, saved)
+    resumed = saved is not None
+    chosen = saved = None                            # frees the second copy of its tensors
     model, progress = state.model, state.progress
     epochs = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
     per_epoch = data.train_batches.steps_per_epoch
@@ -290,13 +308,13 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
 
     # Run folder. --------------------------------------------------------------------------------
     def write(path: Path, *, to_resume: bool = False) -> None:
-        """For the main process alone."""
+        """Write a checkpoint. Only the main process calls this."""
         folder.save((state.state_dict() if to_resume else state.weights()) | {
             "recipe": recipe.as_dict(), "micro_batch": data.plan.micro_batch_size,
             "classes": list(map(str, data.whole_set.classes))}, path)
 
     def save_last() -> None:
-        """last.pt; all processes wait until the main one has written it."""
+        """Write last.pt; all processes wait until the main one has written it."""
         processes.on_main(lambda: write(folder.last, to_resume=True))
 
     stop.defer()                                     # from here on there is something to save
@@ -309,7 +327,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
         else:
             folder.require_unused(starts_again=args.resume is not None)
             folder.record_recipe(dump_recipe(recipe))
-            write(folder.last, to_resume=True)       # so that a restart finds this run, not none
+            write(folder.last, to_resume=True)       # so that a restart finds a run to resume
         if progress.step == 0 and 0 in recipe.checkpoint.keep_epochs:
             write(folder.kept(0))
         folder.record_start(REPOSITORY, processes=processes.world_size,
@@ -329,7 +347,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
 
     for epoch in range(progress.epochs, epochs):
         evaluated = (epoch + 1) % recipe.eval.every_epochs == 0 or epoch + 1 == epochs
-        kept = (epoch + 1) % recipe.checkpoint.every_epochs == 0 or epoch + 1 == epochs
+        save_due = (epoch + 1) % recipe.checkpoint.every_epochs == 0 or epoch + 1 == epochs
         steps = data.train_batches.steps(epoch=epoch, done=progress.epoch_steps)
         try:
             with (ProgressBar(f"epoch {epoch + 1}/{epochs}", per_epoch,
@@ -337,15 +355,15 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
                   memory_for("optim.max_batch_per_process", data.plan.micro_batch_size, processes.rank),
                   closing(profiler.parts(bar.over(steps, lambda: progress.note),
                                          range(progress.step, (epoch + 1) * per_epoch))) as parts):
-                for part in parts:                   # one, but where --profile looks at some steps
+                for part in parts:                   # a single part, unless steps are profiled
                     for _ in train_epoch(
                             state, forward, part, lr_at=lr_at, drop_path_at=drop_path_at,
                             amp=recipe.engine.amp, clip_norm=recipe.optim.clip_norm,
                             every_steps=recipe.checkpoint.every_steps, processes=processes,
                             stop=stop, record=record_step):
                         save_last()
-            if evaluated and kept:
-                save_last()                          # so no accident of evaluation costs the epoch
+            if evaluated and save_due:
+                save_last()                          # an error in evaluation then loses no training
             with memory_for("eval.batch_size", recipe.eval.batch_size, processes.rank):
                 results = measure() if evaluated else []
         except (Interrupted, DataError) as reason:
@@ -370,14 +388,14 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
         is_best = progress.improves(row[best_by], best_by)
 
         def record() -> None:
-            # Metrics first: a run that dies before last.pt is written cuts the line back on resume.
+            # Metrics first: if the run dies before last.pt is written, resuming removes the line.
             folder.metrics.append(row)
             if is_best:
                 write(folder.best)
             if epoch + 1 in recipe.checkpoint.keep_epochs:
                 write(folder.kept(epoch + 1))
         processes.on_main(record)
-        if kept:
+        if save_due:
             save_last()
 
     best = "none" if progress.best is None else f"{progress.best:.2f}"
@@ -387,6 +405,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the program with these arguments (default: the command line); return the exit status."""
     def program() -> int:
         args = parse_arguments(arguments)
         with StopRequest() as stop, distributed.joined() as processes, RunLock() as lock:

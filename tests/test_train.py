@@ -303,7 +303,7 @@ def test_repeated_views_let_a_tiny_set_fill_a_batch(train_program, small_run, tm
     folder = tmp_path / "run"
     assert train_program.main(small_run(folder, optim__global_batch="60", augment__repeats="3",
                                         schedule__epochs="2")) == 0
-    assert "steps   1 an epoch × 2 epochs = 2" in capsys.readouterr().out
+    assert "steps   1 per epoch × 2 epochs = 2" in capsys.readouterr().out
     assert checkpoint(folder)["step"] == 2
 
 
@@ -314,7 +314,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(train_program, small_run,
     assert train_program.main(small_run(tmp_path / "run", "--dry-run")) == 0
     printed = capsys.readouterr().out
     assert "images (4, 3, 8, 8) → logits (4, 3); nothing was written" in printed
-    assert "steps   4 an epoch × 3 epochs = 12" in printed
+    assert "steps   4 per epoch × 3 epochs = 12" in printed
     assert "lr      peak 0.001; first step 1e-06" in printed
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -210,7 +210,7 @@ def test_two_runs_of_one_seed_in_a_group_are_an_error(written_run):
     with pytest.raises(CheckpointError) as caught:
         grouped(first, second)
     assert str(caught.value) == (f"{second}: the same experiment and seed 3 as {first}; expected "
-                                 "one run a seed")
+                                 "one run per seed")
     with pytest.raises(CheckpointError, match="the same experiment and seed 3"):
         grouped(first, first)
 

@@ -1,1 +1,1 @@
-"""What a run leaves behind, and how it is read back: continued, compared, evaluated."""
+"""Runs: the files that a run leaves, and how they are resumed from, compared and loaded."""

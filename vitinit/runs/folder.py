@@ -1,15 +1,15 @@
-"""The folder of one run: everything needed to repeat it, continue it and read its numbers.
+"""The folder of one run: everything needed to repeat it, resume it and read its results.
 
     recipe.toml       the recipe with every option resolved; `--recipe <this file>` repeats the run
     run.json          commands, versions, git commit, hardware
     metrics.jsonl     one line per epoch
     steps.jsonl       one line per ten steps
-    last.pt           the checkpoint that --resume reads; there from step 0 on
-    previous.pt       the one before it, for the day that last.pt is damaged
+    last.pt           the checkpoint that --resume reads; it exists from step 0 on
+    previous.pt       the checkpoint before it, in case last.pt is damaged
     best.pt           the weights of the best epoch
-    epoch_0007.pt     those of the epochs that checkpoint.keep_epochs names; 0: as initialised
-    profile_000010.json.gz  a trace of some steps from there on, where --profile asked for one
-    run.lock          who writes here, see lock.py
+    epoch_0007.pt     the weights after each epoch in checkpoint.keep_epochs; 0: as initialised
+    profile_000010.json.gz  a profiler's trace of some steps, from step 10 on, made by --profile
+    run.lock          the process that writes here, see lock.py
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from .records import JsonLines
 
 
 class RunFolder:
-    """Paths and files of one run; all writing is atomic. Only the main process writes.
+    """The paths and files of one run. Files are written atomically, by the main process alone.
 
-    Every method raises CheckpointError for what the disk refuses, and for files that are no run's.
+    Every method raises CheckpointError if a file cannot be read or written, or is not what a run
+    writes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,19 +47,20 @@ class RunFolder:
         self.recipe, self.info = path / "recipe.toml", path / "run.json"
         self.metrics = JsonLines(path / "metrics.jsonl", "epoch")
         self.steps = JsonLines(path / "steps.jsonl", "step")
-        self.read_from = self.last                   # where `load_last` found its checkpoint
+        self.read_from = self.last                   # the file that `load_last` has read
 
     def kept(self, epoch: int) -> Path:
+        """The path of the weights after `epoch` epochs, for the epochs that the recipe keeps."""
         return self.path / f"epoch_{epoch:04d}.pt"
 
     # What is there ------------------------------------------------------------------------------
 
     def holds_checkpoint(self) -> bool:
-        """Whether there is something to go on from."""
+        """Whether there is a checkpoint to resume from."""
         return os.path.exists(self.last) or os.path.exists(self.previous)
 
     def results(self) -> list[str]:
-        """Names of the files that training left; a recipe and a start on record are none."""
+        """The names of the files that training has left; recipe.toml and run.json do not count."""
         found = [path.name for path in (self.last, self.previous, self.best)
                  if os.path.exists(path)]
         found += sorted(path.name for pattern in ("epoch_*.pt", "profile_*.json.gz")
@@ -68,9 +70,10 @@ class RunFolder:
         return found
 
     def require_unused(self, *, starts_again: bool = False) -> None:
-        """CheckpointError if anything that a run would write is there already.
+        """Raise CheckpointError if the folder already has files that a run writes.
 
-        starts_again: what a run leaves before its first checkpoint may be there.
+        starts_again: allow those that a run writes before its first checkpoint, recipe.toml and
+            run.json.
         """
         if self.holds_checkpoint():
             raise CheckpointError(f"{self.path}: already holds a run; continue it with --resume "
@@ -86,7 +89,7 @@ class RunFolder:
                                   "another --out-dir")
 
     def starts(self) -> list[dict[str, Any]]:
-        """run.json: how the run was started and continued; none where there is no file yet."""
+        """The contents of run.json: one dictionary per start of the run; [] if there is no file."""
         try:
             starts = json.loads(self.info.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -104,18 +107,19 @@ class RunFolder:
     # Writing ------------------------------------------------------------------------------------
 
     def make(self) -> None:
+        """Create the folder, and those above it, if they do not exist."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from None
 
     def record_recipe(self, recipe_toml: str) -> None:
-        """recipe.toml; one that is there stays."""
+        """Write recipe.toml, unless there is one."""
         if not os.path.exists(self.recipe):
             write_text_atomically(recipe_toml, self.recipe)
 
     def record_start(self, repository: Path, *, processes: int, device: str) -> None:
-        """Append to run.json how the run was started or continued."""
+        """Append to run.json how the run was started or resumed this time."""
         starts = self.starts()
         starts.append({
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -129,14 +133,15 @@ class RunFolder:
         write_text_atomically(json.dumps(starts, indent=2) + "\n", self.info)
 
     def save(self, state: dict[str, Any], path: Path) -> None:
-        """A checkpoint; last.pt becomes previous.pt as it gets a successor."""
+        """Write a checkpoint. Before a new last.pt takes its place, the old one becomes previous.pt."""
         save_atomically(state, path, keep=self.previous if path == self.last else None)
 
     def tidy(self, *, epochs: int, steps: int) -> None:
-        """Before a run goes on from its checkpoint after so many: what is newer than that goes.
+        """Remove what is newer than the checkpoint that a run resumes from.
 
-        A last.pt that could not be read is kept as damaged.pt, so that it does not become the
-        previous one.
+        epochs, steps: how many of them that checkpoint has behind it; later lines of metrics.jsonl
+        and steps.jsonl are removed, and so are partly written files. A last.pt that could not be
+        read is renamed damaged.pt, so that it does not become previous.pt.
         """
         try:
             if self.read_from != self.last and self.last.exists():
@@ -152,9 +157,10 @@ class RunFolder:
 
     def load_last(self, *, glance: bool = False, say: Callable[[str], None] = lambda line: None
                   ) -> dict[str, Any]:
-        """last.pt, or the checkpoint before it if that is damaged or gone, which `say` is told.
+        """The contents of last.pt, or of previous.pt if last.pt is damaged or missing.
 
-        glance: only to see its plain values; tensors stay on disk and are not verified.
+        In the second case `say` is called with a line about it. glance: read only plain values; the
+        tensors stay on disk, and their checksums are not verified.
         """
         if not self.path.is_dir():
             raise CheckpointError(f"--resume {self.path}: no such run folder")
@@ -176,7 +182,7 @@ class RunFolder:
         return state
 
     def what_is_left(self) -> str:
-        """Of a run that diverged: its last checkpoint, which is from before that."""
+        """For the error message of a run that diverged: which good checkpoint it has left."""
         step = self.load_last(glance=True)["progress"]["step"]
         return (f"; {self.read_from} holds the state after {step:,} steps, which would go the same "
                 "way again: start anew with a lower optim.base_lr, say, or optim.clip_norm")
@@ -192,17 +198,21 @@ class RunFolder:
 
 
 def disk_space(model: nn.Module, *, ema: bool, kept: int) -> str:
-    """What the checkpoints of a run take, in words. kept: how many epochs it keeps for good."""
+    """The disk space that the checkpoints of a run take, in words.
+
+    ema: whether the run has a moving average. kept: the number of epochs in checkpoint.keep_epochs.
+    """
     weights = sum(value.nbytes for value in model.state_dict().values()) * (2 if ema else 1)
     moments = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    whole = weights + moments
-    parts = [f"last.pt and previous.pt {_size(whole)} each", f"best.pt {_size(weights)}"]
+    state = weights + moments
+    parts = [f"last.pt and previous.pt {_size(state)} each", f"best.pt {_size(weights)}"]
     parts += [f"{kept} kept epochs {_size(weights)} each"] if kept else []
-    # While a file is written, the one that it replaces is there, too.
-    return f"{', '.join(parts)}; {_size(3 * whole + (kept + 1) * weights)} at most"
+    # While last.pt is being written there are three such files.
+    return f"{', '.join(parts)}; {_size(3 * state + (kept + 1) * weights)} at most"
 
 
 def _size(count: float) -> str:
+    """A number of bytes with a unit: "23.5 MB"."""
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -211,12 +221,12 @@ def _size(count: float) -> str:
 
 
 def checkpoint_file(path: Path) -> Path:
-    """A checkpoint, or the last one of a run by its folder."""
+    """`path` itself, or its last.pt if it is a run folder."""
     return RunFolder(path).last if os.path.isdir(path) else path
 
 
 def git_commit(repository: Path) -> str:
-    """The commit of the code, with "+changes" if files differ from it; "unknown" outside of git."""
+    """The commit of the code, followed by "+changes" if files differ; "unknown" outside of git."""
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(repository), *arguments], check=True, text=True,
                               capture_output=True, timeout=10).stdout.strip()

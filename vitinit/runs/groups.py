@@ -1,6 +1,6 @@
-"""Runs read back from their folders, and grouped: what is the same experiment but for the seed.
+"""Read runs back from their folders, and group those that differ in nothing but the seed.
 
-Only recipe.toml, run.json and metrics.jsonl are read, so a folder may have lost its checkpoints.
+Only recipe.toml, run.json and metrics.jsonl are read; the checkpoints may have been deleted.
 """
 
 from __future__ import annotations
@@ -24,49 +24,55 @@ from ..train.metrics import StepRow
 from .folder import RunFolder
 from .records import LATER, METRICS
 
-# What the runs of one experiment may differ in: the seed, the data's place, and the machine.
+# The keys in which runs of one experiment may differ: seed, folder of the data, and machine.
 FREE_KEYS = ("run.seed", "data.root", *MACHINE_KEYS)
 NEEDED_KEYS = {"run.seed": int, "model.name": str, "init.name": str, "schedule.epochs": int,
                "schedule.cooldown_epochs": int}
 NEEDED_OF_START = {"command": list, "git_commit": str, "torch": str, "python": str,
                    "processes": int, "device": str}
-FINITE = ("val_top1", "val_top5", "ema_top1", "ema_top5", "seconds")    # metrics that always are
+FINITE = ("val_top1", "val_top5", "ema_top1", "ema_top5", "seconds")    # never infinite or NaN
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder says of it."""
+    """A run, as the text files in its folder describe it."""
 
-    path: Path
+    path: Path                  # of the folder
     recipe: str                 # the recipe's name, as --recipe gave it
     keys: dict[str, Any]        # "section.key" → value, every option written out
-    rows: list[dict[str, Any]]  # metrics.jsonl, one a finished epoch, with all keys of today
-    starts: list[dict[str, Any]]  # run.json, one a start: command, commit, versions, hardware
+    rows: list[dict[str, Any]]  # metrics.jsonl: one row per finished epoch; missing keys are None
+    starts: list[dict[str, Any]]  # run.json: per start, its command, commit, versions, hardware
 
     @property
     def seed(self) -> int:
+        """Recipe key run.seed."""
         return self.keys["run.seed"]
 
     @property
     def epochs(self) -> int:
-        """How many the recipe asks for."""
+        """The number of epochs that the recipe asks for, cool-down included."""
         return self.keys["schedule.epochs"] + self.keys["schedule.cooldown_epochs"]
 
     @property
     def epochs_done(self) -> int:
+        """The number of finished epochs."""
         return self.rows[-1]["epoch"] if self.rows else 0
 
     @property
     def finished(self) -> bool:
+        """Whether all epochs are done."""
         return self.epochs_done == self.epochs
 
     @property
     def experiment(self) -> dict[str, Any]:
-        """The keys that tell experiments apart."""
+        """The keys, with their values, that distinguish one experiment from another."""
         return {key: value for key, value in self.keys.items() if not is_free(key, self.keys)}
 
     def departure(self, recipe: Recipe) -> str | None:
-        """What makes this another experiment, or another seed, than `recipe`; None: nothing."""
+        """The first difference, in words, from a run of `recipe`; None if there is no difference.
+
+        A different seed counts; other differences that one experiment allows do not.
+        """
         expected = keys_of(with_defaults(recipe.as_dict()))
         for key in dict.fromkeys([*expected, *self.keys]):
             if self.keys.get(key) != expected.get(key) and (
@@ -78,10 +84,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one experiment by their seeds, in ascending order."""
+    """The runs of one experiment."""
 
-    label: str
-    runs: dict[int, Run]
+    label: str                  # what distinguishes it from the other groups, in words
+    runs: dict[int, Run]        # seed → run, in ascending order of the seeds
 
 
 # ---------------------------------------------------------------------------------------------
@@ -90,7 +96,7 @@ class Group:
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one: {"init": {"options": {"base": "torch"}}} → {"init.options.base": …}."""
+    """Flatten nested tables: {"init": {"options": {"base": "torch"}}} → {"init.options.base": …}."""
     keys = {}
     for name, value in table.items():
         keys |= (flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else
@@ -99,13 +105,13 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def keys_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """What `Recipe.as_dict` gave as "section.key" → value, without the recipe's name and version."""
+    """Flatten the result of `Recipe.as_dict`; the recipe's name and version are left out."""
     return flat({title: body for title, body in recipe.items() if title not in ("name", "version")})
 
 
 def is_free(key: str, keys: Mapping[str, Any]) -> bool:
-    """Whether runs that differ in `key` are one experiment."""
-    if key == "optim.max_batch_per_process":         # a ConvMixer's BatchNorm sees it
+    """Whether runs that differ in `key` alone count as the same experiment. keys: of one of them."""
+    if key == "optim.max_batch_per_process":         # it matters to a ConvMixer's BatchNorm
         return not str(keys["model.name"]).startswith("convmixer_")
     if key == "mix.group":
         return not keys.get("mix.probability") or not (keys.get("mix.mixup_alpha") or
@@ -114,9 +120,10 @@ def is_free(key: str, keys: Mapping[str, Any]) -> bool:
 
 
 def read_run(path: Path) -> Run:
-    """The run in the folder `path`, finished or not, its recipe with the keys of today.
+    """Read the run in the folder `path`, finished or not.
 
-    Raises CheckpointError if it is no run's folder or one of its files cannot be understood.
+    A recipe of an earlier version is upgraded to the current keys. Raises CheckpointError if the
+    folder is not that of a run, or if one of its files is not what a run writes.
     """
     folder = RunFolder(path)
     if not os.path.isfile(folder.recipe):
@@ -153,9 +160,10 @@ def read_run(path: Path) -> Run:
 
 
 def read_steps(run: Run) -> list[dict[str, Any]]:
-    """steps.jsonl: one row per ten steps, see StepRow; none of a run of earlier days.
+    """The rows of steps.jsonl, one per ten steps; see StepRow for the keys.
 
-    Raises CheckpointError as `read_run` does.
+    The list is empty for a run of an earlier version, which had no such file. Raises
+    CheckpointError as `read_run` does.
     """
     lines = RunFolder(run.path).steps
     rows = lines.rows()
@@ -168,7 +176,7 @@ def read_steps(run: Run) -> list[dict[str, Any]]:
 
 
 def _problem(name: str, row: Mapping[str, Any]) -> str | None:
-    """What is wrong with a value: it is a number, or null where nothing was measured."""
+    """What is wrong with row[name], in words; None if it is a number, or null for "not measured"."""
     if name not in row:
         return None if name in LATER else f"lacks '{name}'"
     value = row[name]
@@ -180,7 +188,7 @@ def _problem(name: str, row: Mapping[str, Any]) -> str | None:
 
 
 def _recipe_name(starts: list[dict[str, Any]]) -> str:
-    """The name of the recipe that the first start names; recipe.toml does not hold it."""
+    """The recipe's name, from the command of the first start, since recipe.toml does not state it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe", default="recipe")
     words = list(map(str, starts[0]["command"][1:])) if starts else []
@@ -193,9 +201,9 @@ def _recipe_name(starts: list[dict[str, Any]]) -> str:
 
 
 def finished_groups(folders: Sequence[Path]) -> tuple[list[Group], list[str]]:
-    """The finished runs in these folders as groups, and a line for each that is not finished.
+    """Group the finished runs in these folders; also return one line per unfinished run.
 
-    Raises CheckpointError as `read_run` and `group_runs` do, or if no run is finished.
+    Raises CheckpointError as `read_run` and `group_runs` do, and if no run is finished.
     """
     runs = [read_run(folder) for folder in folders]
     unfinished = [f"left out, not finished: {run.path}, {run.epochs_done} of {run.epochs} epochs"
@@ -206,9 +214,9 @@ def finished_groups(folders: Sequence[Path]) -> tuple[list[Group], list[str]]:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Runs by experiment, in the order in which each experiment comes first.
+    """Group the runs by experiment. The groups are in the order of their first runs.
 
-    Raises CheckpointError if two runs of an experiment have the same seed.
+    Raises CheckpointError if two runs of one experiment have the same seed.
     """
     groups: list[dict[int, Run]] = []
     for run in runs:
@@ -218,7 +226,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
             groups.append({run.seed: run})
         elif run.seed in members:
             raise CheckpointError(f"{run.path}: the same experiment and seed {run.seed} as "
-                                  f"{members[run.seed].path}; expected one run a seed")
+                                  f"{members[run.seed].path}; expected one run per seed")
         else:
             members[run.seed] = run
     return [Group(label, dict(sorted(members.items())))
@@ -226,10 +234,12 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def _labels(firsts: list[Run]) -> list[str]:
-    """Init, then the keys that set a group apart from others of the same recipe, one run a group.
+    """One label per group; `firsts` has one run of each.
 
-    The recipe's name stands in front where there are several. Options are compared only among
-    groups whose model or init has the same name, since others have other options.
+    A label is the name of the init, followed by the keys in which the group differs from other
+    groups of the same recipe; the recipe's name comes first if there are several recipes. Options
+    of a model or an init are compared only with groups whose model or init has the same name, since
+    others have different options.
     """
     labels = []
     for run in firsts:

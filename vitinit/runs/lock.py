@@ -1,4 +1,4 @@
-"""One writer for a run's folder."""
+"""A lock that lets only one process at a time write to a run's folder."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from ..messages import OneLineError
 
 
 class Occupied(OneLineError):
-    """The folder is another process', or cannot be locked at all."""
+    """Another process has the lock on the folder, or the folder cannot be written."""
 
 
 class RunLock:
-    """Holds a run's folder for this process, from `take` until the `with` block ends.
+    """Locks a run's folder for this process, from `take` until the `with` block ends.
 
-    A record lock (fcntl.lockf) on the file run.lock: the kernel gives it back however the process
-    ends, on a network file system, too, and a forked loader worker that outlives its parent does
-    not keep it, as it would one of flock. The file stays, and says who took it last. A process
-    loses the lock as soon as it closes the file anywhere, so it is opened here alone, and once.
+    It is a record lock (fcntl.lockf) on the file run.lock. The kernel releases it however the
+    process ends, also on a network file system. Unlike a lock of flock, it is not inherited by a
+    forked loader worker that outlives its parent. A process loses a record lock as soon as it
+    closes the file, even through another handle; therefore the file is opened only here, and only
+    once. The file stays behind and names the process that took the lock last.
     """
 
     def __init__(self) -> None:
@@ -39,9 +40,10 @@ class RunLock:
             self._file = None
 
     def take(self, folder: Path, say: Callable[[str], None]) -> None:
-        """Raises Occupied, which names the holder, if another process has the folder.
+        """Lock the folder; raise Occupied, which names the holder, if another process has the lock.
 
-        `say` is told where the file system has no locks; then there is none.
+        If the file system has no locks, `say` is called with a warning and the folder stays
+        unlocked.
         """
         if self._file is not None:
             return
@@ -67,5 +69,5 @@ class RunLock:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
             file.flush()
-        except OSError:                              # a full disk: the lock holds all the same
+        except OSError:                              # the disk is full; the lock holds nevertheless
             pass

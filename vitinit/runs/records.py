@@ -1,6 +1,7 @@
-"""The lines that a run writes as it goes: an epoch each in metrics.jsonl, ten steps each in steps.jsonl.
+"""The records of a run: one line per epoch in metrics.jsonl, one per ten steps in steps.jsonl.
 
-Both files are JSON lines: one object a line, appended as it comes, readable while the run goes on.
+Both files consist of JSON lines, one object per line. Lines are appended as the run goes on, so
+that the files can be read meanwhile.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from ..train.distributed import Processes
 from ..train.engine import Evaluation
 from ..train.metrics import Progress
 
-# The keys of a line of metrics.jsonl, in order. Those of a line of steps.jsonl are StepRow's.
+# The keys of a line of metrics.jsonl, in order. Those of steps.jsonl are the fields of StepRow.
 METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
            "ema_top1", "ema_top5", "skipped_steps", "seconds", "waiting", "tflops_per_device",
            "share_of_rate", "peak_memory_gib")
-LATER = METRICS[11:]            # those that runs of earlier days lack
+LATER = METRICS[11:]            # keys that runs of earlier versions lack
 
 
 class JsonLines:
-    """A file of JSON objects, one a line, whose integers under `key` grow from line to line."""
+    """A file with one JSON object per line, whose integers under `key` increase from line to line."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
 
     def append(self, row: Mapping[str, Any]) -> None:
+        """Append one line; CheckpointError if the file cannot be written."""
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
@@ -38,10 +40,11 @@ class JsonLines:
             raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from None
 
     def rows(self) -> list[dict[str, Any]]:
-        """One dictionary a line; none where there is no file yet. Blank lines count for nothing.
+        """One dictionary per line; [] if there is no file. Blank lines are skipped.
 
-        Raises CheckpointError, naming the line, for what is no run's: no JSON object, no `key`, or
-        one that does not come after that of the line before, as where two runs wrote.
+        Raises CheckpointError, naming the line, for one that is not a JSON object, has no integer
+        under `key`, or has one that is not larger than that of the previous line, as happens if two
+        runs write to one file.
         """
         rows: list[dict[str, Any]] = []
         for number, line in self._lines():
@@ -61,16 +64,17 @@ class JsonLines:
         return rows
 
     def cut_back(self, last: int) -> None:
-        """Keep the lines up to `last`, as a checkpoint taken then knows them."""
-        kept = [row for row in self.rows() if row[self.key] <= last]
-        write_text_atomically("".join(json.dumps(row) + "\n" for row in kept), self.path)
+        """Remove the lines with a number under `key` above `last`, where a checkpoint was taken."""
+        rows = [row for row in self.rows() if row[self.key] <= last]
+        write_text_atomically("".join(json.dumps(row) + "\n" for row in rows), self.path)
 
     def _broken(self, number: int, problem: str) -> CheckpointError:
+        """The error that `problem` makes line `number` unreadable."""
         return CheckpointError(f"{self.path}: line {number} {problem}; mend the file or move it "
                                "away")
 
     def _lines(self) -> list[tuple[int, bytes]]:
-        """Whole lines with their numbers: one that a crash cut short is no line."""
+        """The lines with their numbers, from 1; a last line that a crash cut short is left out."""
         try:
             text = self.path.read_bytes()
         except FileNotFoundError:
@@ -83,12 +87,15 @@ class JsonLines:
 
 def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float, global_batch: int,
                 flops: float, processes: Processes) -> dict[str, Any]:
-    """The finished epoch's line of metrics; null where nothing was evaluated or is known.
+    """The line of metrics.jsonl for the epoch that has just ended.
 
-    results: of the model, and of its moving average where there is one.
-    flops: of training on one image, by the model's products.
+    Values are None where nothing was evaluated, or where the device's peak rate is not known.
+
+    results: the evaluation of the model and, if there is one, of its moving average; empty if none
+        took place. flops: model FLOPs of training per image (`training_flops`). lr: learning rate
+        of the epoch's last step.
     """
-    rate = progress.epoch_steps * global_batch / progress.seconds        # of all processes
+    rate = progress.epoch_steps * global_batch / progress.seconds        # images/s, all processes
     tflops, peak = rate * flops / processes.world_size / 1e12, matrix_rate(processes.device)
     row = dict.fromkeys(METRICS) | {
         "epoch": progress.epochs + 1, "lr": lr,
@@ -105,7 +112,7 @@ def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float,
 
 
 def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
-    """A line of metrics for people, without what was not measured."""
+    """A row of metrics as a printed line; what was not measured is left out."""
     parts = [f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}", f"lr {row['lr']:.2e}",
              f"train loss {row['train_loss']:.3f}"]
     for key, text in (("val_loss", "val loss {:.3f}"), ("val_top1", "top-1 {:.2f} %"),

@@ -1,4 +1,4 @@
-"""What eval.py found, for people and as JSON."""
+"""The report of eval.py: results as text and as JSON."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .markdown import table
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of one checkpoint on one data set."""
+    """The results of one checkpoint on one data set."""
 
-    checkpoint: str
-    recipe: str
-    data_set: NamedSet                          # of the data set
+    checkpoint: str                         # its path
+    recipe: str                             # name
+    data_set: NamedSet
     image_size: tuple[int, int]             # (height, width)
-    model_classes: int                      # that the model knows
-    classes: Sequence[str]                  # that the data set has
-    throughput: Throughput | None
-    results: Mapping[str, Evaluation]       # of "model", and of "ema" where it has one
+    model_classes: int                      # number of logits of the model
+    classes: Sequence[str]                  # names of the data set's classes
+    throughput: Throughput | None           # None: not measured
+    results: Mapping[str, Evaluation]       # by weights: "model", and "ema" if there are any
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON object: what was evaluated on what, then the numbers under "model" and "ema"."""
+        """The JSON object: checkpoint and data set, then the results under "model" and "ema"."""
         row = {"checkpoint": self.checkpoint, "recipe": self.recipe, "data": self.data_set.name,
                "data_dir": self.data_set.root, "image_size": list(self.image_size),
                "classes": len(self.classes), "model_classes": self.model_classes}
@@ -48,7 +48,7 @@ class Finding:
         return row
 
     def by_class(self) -> str:
-        """A table of all classes, those that the model knows least first."""
+        """A Markdown table of all classes by their top-1 accuracy, lowest first."""
         rows = []
         for label, total, *hits in zip(self.classes, self.results["model"].class_images,
                                        *(result.class_hits for result in self.results.values())):
@@ -60,7 +60,11 @@ class Finding:
 
 
 def report(findings: Sequence[Finding], *, per_class: bool, json_file: Path | None) -> None:
-    """Print the findings, one as lines, several as a table; then JSON, a line a finding."""
+    """Print the findings, a single one as lines and several as a table; then their JSON.
+
+    The JSON has one line per finding. It is printed, or written to `json_file`. per_class: also
+    print a table of all classes per finding. Raises CheckpointError if the file cannot be written.
+    """
     for finding in findings:
         if len(finding.classes) < finding.model_classes:
             print(f"{finding.data_set}: {len(finding.classes)} of the {finding.model_classes} classes "
@@ -86,16 +90,16 @@ def report(findings: Sequence[Finding], *, per_class: bool, json_file: Path | No
 
 
 def write_output(text: str, path: Path) -> None:
-    """Into a regular file or a new one whole or not at all; through anything else, as it stands.
+    """Write a text to `path`, which may be any kind of file.
 
-    A link stays, and what it leads to is written. A pipe, a terminal or /dev/null is no file to
-    replace, and neither is the one that this program prints to, under whatever name.
-    Raises CheckpointError.
+    A regular file, or a new one, is written atomically; of a symbolic link, the target is. A pipe,
+    a terminal and /dev/null are written to, not replaced. So is the file that standard output or
+    standard error goes to, under whatever name. Raises CheckpointError if writing fails.
     """
     try:
         there = os.stat(path)
     except OSError:
-        there = None                                 # a new file, or an error that comes again
+        there = None                                 # a new file, or an error that recurs below
     try:
         for stream in (sys.stdout, sys.stderr):
             if there is not None and _is_open_as(stream, there):
@@ -111,6 +115,7 @@ def write_output(text: str, path: Path) -> None:
 
 
 def _is_open_as(stream: TextIO, there: os.stat_result) -> bool:
+    """Whether the stream writes to the file with this status."""
     try:
         return os.path.samestat(os.fstat(stream.fileno()), there)
     except (OSError, ValueError):                    # a stream without a file, as in a test

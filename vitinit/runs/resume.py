@@ -1,4 +1,4 @@
-"""Which run train.py is about: a new one, or one to continue."""
+"""Decide which run train.py does: a new one, or one to resume."""
 
 from __future__ import annotations
 
@@ -21,29 +21,33 @@ from .folder import RunFolder
 from .groups import keys_of, read_run
 from .lock import RunLock
 
-NEW, GO_ON, DONE = range(3)             # what is to be done in a folder; the largest decides
+NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes do the largest
 
 
 class Chosen(NamedTuple):
-    """A run for train.py."""
+    """The run that train.py is to do."""
 
     folder: RunFolder
-    kept: dict[str, Any] | None         # its last checkpoint if it is to be continued
+    saved: dict[str, Any] | None        # the checkpoint to resume from; None for a new run
     recipe: Recipe
 
 
 # ---------------------------------------------------------------------------------------------
-# A run that goes on
+# A run to resume
 # ---------------------------------------------------------------------------------------------
 
 
 def continued(stored: Recipe, changes: Sequence[Override], source: str
               ) -> tuple[Recipe, list[str]]:
-    """The recipe to go on with, and what the command line would change that may not, in phrases.
+    """The recipe to resume with, and a phrase for each forbidden change by the command line.
 
-    All of the command line is applied to the run's own recipe, as it was to the recipe's file at
-    the start. So whatever is written twice, or as a table, changes nothing if it changed nothing
-    then. What belongs to the machine may change, and so may the place of the data.
+    stored: the recipe in the run's checkpoint. changes: the overrides of the command line. source:
+    where `stored` is from, for error messages.
+
+    The overrides are applied to the stored recipe, as they were to the recipe's file when the run
+    began. Repeating the original command line therefore changes nothing, even where it sets a key
+    twice or sets a whole table. Only keys that describe the machine (`MACHINE_KEYS`) and data.root
+    may change. Raises RecipeError for a key that the recipe does not have.
     """
     wanted = from_dict(stored.as_dict(), source, changes)
     before, after = (keys_of(with_defaults(recipe.as_dict())) for recipe in (stored, wanted))
@@ -53,7 +57,7 @@ def continued(stored: Recipe, changes: Sequence[Override], source: str
     for key in dict.fromkeys([*after, *before]):
         section, *_, last = key.split(".")
         if before.get(key) == after.get(key) or key in ("data.root", *MACHINE_KEYS) or (
-                section in renamed and last != "name"):          # another one has other options
+                section in renamed and last != "name"):          # another name has other options
             continue
         text = next((change.text for change in reversed(changes)
                      if f"{key}.".startswith(f"{change.key}.")), "the command line")
@@ -66,18 +70,23 @@ def continued(stored: Recipe, changes: Sequence[Override], source: str
 
 
 def old_micro_batch_size(recipe: Recipe, processes: int) -> int:
-    """Images of a forward pass, in runs whose checkpoints do not say: the most that fitted."""
+    """The micro-batch size of a run whose checkpoints, of earlier versions, do not record it.
+
+    It was the largest divisor of a process's share of the global batch that
+    optim.max_batch_per_process allowed.
+    """
     share = max(recipe.optim.global_batch // processes, 1)
     return next(size for size in range(min(recipe.optim.max_batch_per_process, share), 0, -1)
                 if share % size == 0)
 
 
-def require_same_micro_batch_size(model: nn.Module, now: int, kept: Mapping[str, Any] | None) -> None:
-    """RecipeError where a run goes on in other micro-batches, and its model would notice.
+def require_same_micro_batch_size(model: nn.Module, now: int, saved: Mapping[str, Any] | None
+                                  ) -> None:
+    """Raise RecipeError if a model with BatchNorm would resume with another micro-batch size.
 
-    kept: the checkpoint that it goes on from; None of a new run.
+    now: the micro-batch size. saved: the checkpoint to resume from; None for a new run.
     """
-    before = (kept or {}).get("micro_batch", now)
+    before = (saved or {}).get("micro_batch", now)
     if now != before and normalises_over_images(model):
         raise RecipeError(f"this run's BatchNorm has seen micro-batches of {before} images, and they "
                           f"would have {now} now; go on with as many processes and the same "
@@ -85,14 +94,18 @@ def require_same_micro_batch_size(model: nn.Module, now: int, kept: Mapping[str,
 
 
 def resumed_run(args: argparse.Namespace, folder: RunFolder, say: Callable[[str], None]) -> Chosen:
-    """A run's last checkpoint and its own recipe; a command line that differs is an error."""
+    """Read the run's last checkpoint and its recipe, which the command line may hardly change.
+
+    Raises RecipeError if the command line asks for another recipe (see `continued`), and
+    CheckpointError if one of the run's files cannot be read. say: prints notes about what is done.
+    """
     if args.dry_run:
         raise RecipeError("--dry-run and --resume exclude each other; --dry-run shows a new run")
     if args.out_dir is not None and args.out_dir.resolve() != folder.path.resolve():
         raise RecipeError(f"--out-dir {args.out_dir} differs from --resume {folder.path}; a run "
                           "goes on in its own folder")
-    folder.starts()                                  # what cannot be read cannot be added to later
-    folder.metrics.rows()
+    folder.starts()                                  # read the files that training appends to, so
+    folder.metrics.rows()                            # that a broken one is an error now, not later
     folder.steps.rows()
     state = folder.load_last(say=say)
     source, processes = str(folder.read_from), processes_of(folder.path)
@@ -114,10 +127,10 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, say: Callable[[str]
 
 
 def left_without_checkpoint(folder: RunFolder, recipe: Recipe | None) -> str | None:
-    """Of a run whose last.pt is gone: None if there is nothing of it, else that it is finished.
+    """A line that says that the run in a folder without last.pt is finished; None for no run.
 
-    recipe: what the command line asks for, if it does. Raises CheckpointError for a run that is not
-    finished, and for another one: what it left is not started over.
+    recipe: the one that the command line asks for, if any. Raises CheckpointError if the folder has
+    results of an unfinished run, or of a run by another recipe: these are not overwritten.
     """
     results = folder.results()
     if not results and recipe is None:
@@ -138,11 +151,12 @@ def left_without_checkpoint(folder: RunFolder, recipe: Recipe | None) -> str | N
     return f"done    {folder.path}: all {run.epochs} epochs, by its metrics.jsonl; no last.pt is left"
 
 
-def look(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | None, lock: RunLock,
-         say: Callable[[str], None]) -> int:
-    """What is to be done in the folder, from what the main process sees there, locked if need be.
+def task_in(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | None, lock: RunLock,
+            say: Callable[[str], None]) -> int:
+    """What to do in the folder: NEW, GO_ON or DONE. Only the main process calls this.
 
-    recipe: of a new run; None where --resume names the folder.
+    It locks a folder that it may write to. recipe: that of a new run; None if --resume names the
+    folder.
     """
     if args.dry_run:
         return GO_ON if recipe is None or args.resume and folder.holds_checkpoint() else NEW
@@ -161,7 +175,11 @@ def look(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | None, loc
 
 def choose_run(args: argparse.Namespace, processes: Processes, recipes: Path, lock: RunLock,
                say: Callable[[str], None]) -> Chosen | None:
-    """The run to train, or None where nothing is left to do."""
+    """The run to train; None if it is finished already.
+
+    recipes: the folder in which recipes are found by name. Raises the same OneLineError on all
+    processes.
+    """
     recipe = None
     if args.resume in (None, "auto"):
         recipe = processes.on_all(lambda: fresh_recipe(
@@ -171,24 +189,24 @@ def choose_run(args: argparse.Namespace, processes: Processes, recipes: Path, lo
                            f"{recipe.name}-{recipe.init.name}-s{recipe.run.seed}")
     else:
         folder = RunFolder(Path(args.resume))
-    # What the main process sees on its disk decides for all.
-    seen = processes.on_all(lambda: look(args, folder, recipe, lock, say)
-                            if processes.is_main else NEW)
-    task = processes.maximum(seen)
+    # The main process's view of the disk decides for all processes.
+    own_task = processes.on_all(lambda: task_in(args, folder, recipe, lock, say)
+                                if processes.is_main else NEW)
+    task = processes.maximum(own_task)
     if task == DONE:
         return None
     if task == NEW:
         return Chosen(folder, None, recipe)
     chosen = processes.on_all(lambda: resumed_run(args, folder, say))
-    step = chosen.kept.get("step")
-    ours = step if type(step) is int else -1
-    latest = processes.maximum(ours)
-    processes.on_all(lambda: require_same_step(folder, ours, latest))
+    step = chosen.saved.get("step")
+    own_step = step if type(step) is int else -1
+    latest = processes.maximum(own_step)
+    processes.on_all(lambda: require_same_step(folder, own_step, latest))
     return chosen
 
 
-def require_same_step(folder: RunFolder, ours: int, latest: int) -> None:
-    """CheckpointError where this process read another checkpoint than the others did."""
-    if ours != latest:
-        raise CheckpointError(f"{folder.read_from}: is of step {ours} here, and of step {latest} on "
-                              "another process; expected a folder that all machines share")
+def require_same_step(folder: RunFolder, own_step: int, latest: int) -> None:
+    """Raise CheckpointError if this process read an older checkpoint than another process did."""
+    if own_step != latest:
+        raise CheckpointError(f"{folder.read_from}: is of step {own_step} here, and of step {latest} "
+                              "on another process; expected a folder that all machines share")

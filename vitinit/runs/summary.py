@@ -1,4 +1,4 @@
-"""What a run says before it begins: all that will happen, in words, and what is hardly meant."""
+"""What train.py prints before training: everything it will do, and warnings about doubtful values."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..train.optim import scaled_lr
 from ..train.state import TrainState
 from .folder import disk_space
 
-CROWDED = 8                     # loader workers a core, from which on it is said
-FEW_UPDATES = 2_000             # below which it is said that a model from scratch needs more
+CROWDED = 8                     # loader workers per CPU core; more than that gives a warning
+FEW_UPDATES = 2_000             # steps; fewer than that from scratch give a warning
 
 
 def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
             lr_at: Callable[[int], float], processes: Processes) -> str:
-    """Everything that will happen: recipe, data, model, init, batches, steps, rates.
+    """Describe the run: recipe, data, model, init, batches, steps and learning rates.
 
-    notes: lines about the weights that training starts with.
+    notes: lines about the weights that training starts from. lr_at: step → learning rate.
     """
     schedule, augment, mix = recipe.schedule, recipe.augment, recipe.mix
     peak = scaled_lr(recipe.optim.base_lr, recipe.optim.lr_scaling, recipe.optim.global_batch)
@@ -42,7 +42,7 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
         f"{recipe.data.num_classes} classes, "
         f"{recipe.data.image_size[0]}×{recipe.data.image_size[1]}{where}\n"
         f"views   {data.val_batches.kept.in_words()}\n"
-        f"augment {augment.repeats} view(s) of an image, RandAugment {recipe.rand_augment.layers} × "
+        f"augment {augment.repeats} view(s) per image, RandAugment {recipe.rand_augment.layers} × "
         f"magnitude {recipe.rand_augment.magnitude:g}, erasing {augment.erase_probability:g}, mixup "
         f"{mix.mixup_alpha:g}, cutmix {mix.cutmix_alpha:g}, label smoothing "
         f"{mix.label_smoothing:g}\n"
@@ -53,24 +53,24 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
         f"batch   {recipe.optim.global_batch} = {processes.world_size} process(es) × "
         f"{data.plan.accumulation} micro-batch(es) × {data.plan.micro_batch_size} images, on "
         f"{describe_device(processes.device)}\n"
-        f"steps   {steps_per_epoch:,} an epoch × {epochs} epochs = {steps_per_epoch * epochs:,}\n"
+        f"steps   {steps_per_epoch:,} per epoch × {epochs} epochs = {steps_per_epoch * epochs:,}\n"
         f"lr      peak {peak:g}; first step {lr_at(0):g}, last step "
         f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}")
 
 
 def cautions(recipe: Recipe, data: Data) -> list[str]:
-    """What is possible but hardly meant, a line for each."""
+    """One line for each value that is valid but probably a mistake."""
     layers, workers, cores = recipe.rand_augment.layers, recipe.data.workers, os.cpu_count() or 1
     epochs = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
     updates = epochs * data.train_batches.steps_per_epoch
     lines = data.plan.cautions(repeats=recipe.augment.repeats,
                                max_batch_per_process=recipe.optim.max_batch_per_process)
     if layers > len(ALL_OPERATIONS):
-        lines.append(f"rand_augment.layers = {layers:,}: every image goes through so many operations, "
-                     f"of which there are {len(ALL_OPERATIONS)} kinds")
+        lines.append(f"rand_augment.layers = {layers:,}: every image goes through that many "
+                     f"operations, of which there are {len(ALL_OPERATIONS)} kinds")
     if workers > CROWDED * cores:
         lines.append(f"data.workers = {workers:,} on a machine of {cores} cores")
-    # Weights that were trained need few; `shapes`, drawn to be learned in minutes, needs hundreds.
+    # Fine-tuning needs few steps, and `shapes`, made to be learned within minutes, needs hundreds.
     if updates < FEW_UPDATES and not recipe.init.checkpoint and recipe.data.name != "shapes":
         lines.append(f"{updates:,} update(s) in all: from scratch, such a model needs thousands; "
                      "more schedule.epochs or a smaller optim.global_batch make more of them")
@@ -78,7 +78,7 @@ def cautions(recipe: Recipe, data: Data) -> list[str]:
 
 
 def rehearsal(recipe: Recipe, data: Data, state: TrainState) -> str:
-    """What a dry run finds out: the room that checkpoints take, and one forward pass."""
+    """The last lines of a dry run: the disk space of the checkpoints, and one forward pass."""
     with building(f"recipe {recipe.name}", "model"), torch.no_grad():
         images, _ = next(iter(data.val_batches))
         logits = state.model.eval()(images[:data.plan.micro_batch_size])

@@ -1,7 +1,12 @@
-"""A trained model as something to use: from its run or checkpoint, with its classes and its view.
+"""Trained models for use in Python: weights, class names and preprocessing, read from a run.
+
+    import vitinit
 
     trained = vitinit.load("runs/quickstart-impulse-s0")
     trained.predict("photo.jpg", top=3)             # [("cat", 0.81), ("dog", 0.12), …]
+
+`load` and `Trained` are the public interface. `open_saved` and `loaded`, beneath them, are what
+`eval.py` uses too: they open a checkpoint and build its model.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from .folder import checkpoint_file
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 BOXED = RECIPES / "trained"                          # models that come with the repository
-BATCH = 64                                           # images a forward pass of `predict_batch`
+BATCH = 64                                           # images per forward pass in `predict_batch`
 
 Weights = Literal["model", "ema"]
 ImageLike = str | os.PathLike | bytes | Image.Image | Tensor
@@ -44,37 +49,43 @@ ImageLike = str | os.PathLike | bytes | Image.Image | Tensor
 
 
 class Saved(NamedTuple):
-    """A checkpoint, its tensors still on disk, and what is known of it."""
+    """An opened checkpoint, whose tensors are still on disk, and what is known about it."""
 
-    path: Path
-    state: dict[str, Any]
+    path: Path                  # of the checkpoint file
+    state: dict[str, Any]       # the checkpoint's contents, without optimiser and loss scaling
     recipe: Recipe
-    classes: list[str] | None   # the model's, in order; None: nobody wrote them down
-    size: tuple[int, int]       # (height, width) of what the model is to see
+    classes: list[str] | None   # the class of each logit, in order; None if they are not recorded
+    size: tuple[int, int]       # (height, width) of the images that the model is to take
 
     @property
     def brings_recipe(self) -> bool:
+        """Whether the checkpoint contains the recipe it was trained by."""
         return "recipe" in self.state
 
     @property
     def weights(self) -> list[str]:
-        """Which it holds: the model's, and those of its moving average if there is one."""
+        """Which weights the checkpoint contains: "model", and "ema" if there is a moving average."""
         return [name for name in ("model", "ema") if name == "model" or self.state.get(name)]
 
     def model(self, name: str) -> nn.Module:
-        """The model with the weights under "model" or "ema", fitted to `size`."""
+        """Build the model with the weights "model" or "ema", for images of `size`."""
         return loaded(self.recipe, self.state, self.path, name, self.size)
 
 
 def open_saved(path: Path, *, recipe: Recipe | None = None, changes: Sequence[Override] = (),
                image_size: tuple[int, int] | None = None) -> Saved:
-    """The checkpoint at `path`, or the last one of the run in that folder.
+    """Open the checkpoint at `path`, or last.pt if `path` is a run folder.
 
-    recipe: what a checkpoint that brings none is a checkpoint of; RecipeError without it. changes:
-        to a recipe that it brings. image_size: (height, width); None: the recipe's.
+    Args:
+        recipe: describes the model of a checkpoint that contains no recipe.
+        changes: overrides for the recipe that the checkpoint contains.
+        image_size: (height, width); None: that of the recipe.
+
+    Raises CheckpointError if the file cannot be read, and RecipeError if there is no recipe or its
+    values are invalid.
     """
     path = checkpoint_file(path)
-    # Tensors stay on disk until a model takes them; an optimiser's are none that one takes.
+    # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
     state = {key: part for key, part in load_checkpoint(path, mmap=True).items()
              if key not in ("optimizer", "scaler")}
     if "recipe" in state:
@@ -87,9 +98,17 @@ def open_saved(path: Path, *, recipe: Recipe | None = None, changes: Sequence[Ov
 
 def loaded(recipe: Recipe, state: dict, path: Path, name: str,
            image_size: tuple[int, int] | None = None) -> nn.Module:
-    """The recipe's model with the checkpoint's weights under "model" or "ema".
+    """Build the recipe's model and copy a checkpoint's weights into it.
 
-    image_size: (height, width), another than the recipe's, to fit the model to.
+    Args:
+        state: the contents of the checkpoint at `path`.
+        name: which weights: "model", or "ema" for the moving average.
+        image_size: (height, width) of the images that the model is to take, if not the recipe's;
+            learned position embeddings are then resized.
+
+    Returns the model on the CPU, in float32. Raises CheckpointError if the weights do not fit the
+    recipe's model, are infinite or NaN, or depend on the image size, and RecipeError if the model
+    cannot be built.
     """
     def built(size: tuple[int, int], place: str) -> nn.Module:
         with building(place, "model"):
@@ -97,7 +116,7 @@ def loaded(recipe: Recipe, state: dict, path: Path, name: str,
                                image_size=size, **recipe.model.options)
     model = built(recipe.data.image_size, f"recipe {recipe.name}")
     tensors = model_state(state, path, name)
-    require_finite(tensors, name, path)              # what they classify would be chance
+    require_finite(tensors, name, path)
     load_exactly(model, native_tensors(tensors), path)
     if image_size in (None, recipe.data.image_size):
         return model
@@ -112,20 +131,25 @@ def loaded(recipe: Recipe, state: dict, path: Path, name: str,
 
 
 def evaluation_view(image: Tensor, recipe: Recipe, size: tuple[int, int] | None = None) -> Tensor:
-    """(3, H, W) uint8 → what the recipe evaluates of it, (3, *size) uint8; None: its own size."""
+    """Resize and centre-crop an image as the recipe's evaluation does.
+
+    image: (3, H, W) uint8. size: (height, width); None: the recipe's image size. Returns
+    (3, height, width) uint8.
+    """
     return resize_and_centre_crop(image, size or recipe.data.image_size, recipe.eval.crop_pct,
                                   recipe.eval.interpolation)
 
 
 def as_input(views: Tensor, recipe: Recipe) -> Tensor:
-    """(B, 3, H, W) uint8 → what the recipe's model takes, float32."""
+    """Normalise views (B, 3, H, W) uint8 by the recipe's mean and std → (B, 3, H, W) float32."""
     return normalise(views, recipe.data.mean, recipe.data.std)
 
 
 def as_uint8(image: ImageLike) -> Tensor:
-    """A file by its path, a file's bytes, one of Pillow's images, or a tensor → (3, H, W) uint8.
+    """Read an image into a tensor (3, H, W) uint8, in RGB, on the CPU.
 
-    A tensor is (3, H, W) uint8 already. Raises DataError for anything else.
+    image: the path of a file, a file's bytes, a PIL image, or a tensor that is (3, H, W) uint8
+    already. Raises DataError, a ValueError, for anything else and for files that cannot be decoded.
     """
     if isinstance(image, Tensor):
         if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] != 3 or not image.numel():
@@ -143,33 +167,49 @@ def as_uint8(image: ImageLike) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------
-# The whole
+# The public interface
 # ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model and all that it takes to use it; `load` makes one."""
+    """A trained model together with its class names and its preprocessing. `load` makes one.
 
-    model: nn.Module            # in eval mode, on its device, float32
-    classes: tuple[str, ...]    # the names of its logits, in order
-    recipe: Recipe              # of its training, with every option written out
-    image_size: tuple[int, int]  # (height, width) that the model sees
+    Wherever a method takes an image, it may be a path, the bytes of an image file, a PIL image, or
+    a tensor (3, H, W) uint8. Images may have any size.
+
+    Example:
+        trained = vitinit.load("runs/quickstart-impulse-s0")
+        [(name, probability)] = trained.predict("photo.jpg", top=1)
+        logits = trained.model(trained.preprocess(["a.jpg", "b.jpg"]))       # (2, classes)
+    """
+
+    model: nn.Module            # images as `preprocess` returns them → logits (B, classes); eval mode
+    classes: tuple[str, ...]    # the class of each logit, in order
+    recipe: Recipe              # of the training, with every option written out
+    image_size: tuple[int, int]  # (height, width) of the model's input
     path: Path                  # of the checkpoint
 
     @property
     def device(self) -> torch.device:
+        """The device that the model's parameters are on."""
         return next(self.model.parameters()).device
 
     def view(self, image: ImageLike) -> Tensor:
-        """What the model sees of one image, before it is normalised: (3, H, W) uint8."""
+        """Resize and centre-crop one image to the model's input: (3, *image_size) uint8, on the
+        CPU.
+
+        Raises ValueError, naming the image, if it cannot be read.
+        """
         return evaluation_view(as_uint8(image), self.recipe, self.image_size)
 
     def preprocess(self, images: ImageLike | Sequence[ImageLike]) -> Tensor:
-        """One image or several → (B, 3, H, W) float32 on the model's device.
+        """Turn one image, or several, into input of the model, exactly as `eval.py` does.
 
-        This is the evaluation view, resized and cut out and normalised as `eval.py` does it. Raises
-        ValueError naming an image that cannot be read.
+        Each image is resized, centre-cropped and normalised by the recipe's mean and std.
+
+        Returns (B, 3, *image_size) float32 on the model's device, with B = 1 for a single image.
+        Raises ValueError, naming the image, if one cannot be read, and if there is none.
         """
         if isinstance(images, (str, os.PathLike, bytes, bytearray, Image.Image)) or (
                 isinstance(images, Tensor) and images.ndim == 3):
@@ -181,16 +221,30 @@ class Trained:
 
     @torch.no_grad()
     def probabilities(self, inputs: Tensor) -> Tensor:
-        """(B, 3, H, W) as `preprocess` makes them → (B, classes) float32, on the CPU."""
+        """Class probabilities (B, classes) float32, on the CPU.
+
+        inputs: (B, 3, *image_size), as `preprocess` returns them. The probabilities of each image
+        are the softmax of its logits.
+        """
         return self.model(inputs).float().softmax(dim=1).cpu()
 
     def predict(self, image: ImageLike, top: int = 5) -> list[tuple[str, float]]:
-        """The `top` likeliest classes of one image and their probabilities, likeliest first."""
+        """Classify one image.
+
+        Returns the `top` likeliest classes as (name, probability), likeliest first; all of them if
+        the model has fewer. Raises ValueError if the image cannot be read, or if `top` is below 1.
+
+        Example:
+            trained.predict("photo.jpg", top=3)     # [("cat", 0.81), ("dog", 0.12), ("fox", 0.02)]
+        """
         return self.predict_batch([image], top)[0]
 
     def predict_batch(self, images: Iterable[ImageLike], top: int = 5
                       ) -> list[list[tuple[str, float]]]:
-        """Likewise of each of the images."""
+        """Classify several images; returns for each of them, in order, what `predict` returns.
+
+        The images pass through the model 64 at a time. Raises ValueError like `predict`.
+        """
         if top < 1:
             raise ValueError(f"top is {top}, expected at least 1")
         images, found = list(images), []
@@ -200,21 +254,41 @@ class Trained:
         return found
 
     def ranked(self, probabilities: Tensor, top: int) -> list[list[tuple[str, float]]]:
-        """(B, classes) → of each image the `top` likeliest classes; equal ones in class order."""
+        """The `top` likeliest classes of each image, as (name, probability), likeliest first.
+
+        probabilities: (B, classes). Classes of equal probability keep the order of `classes`.
+        """
         order = probabilities.sort(dim=1, descending=True, stable=True)
-        return [[(self.classes[place], value) for place, value in zip(places[:top], values[:top])]
-                for places, values in zip(order.indices.tolist(), order.values.tolist())]
+        return [[(self.classes[index], value) for index, value in zip(indices[:top], values[:top])]
+                for indices, values in zip(order.indices.tolist(), order.values.tolist())]
 
 
 def load(path: str | os.PathLike, *, weights: Weights = "model",
          image_size: int | tuple[int, int] | None = None,
          device: str | torch.device | None = None, recipe: str | None = None) -> Trained:
-    """A trained model: a run folder, a checkpoint, or the name of a model in recipes/trained.
+    """Load a trained model with its class names and preprocessing.
 
-    weights: the model's, or those of its moving average. image_size: another than it was trained
-        at, one integer or (height, width). device: by default the CPU. recipe: what a checkpoint
-        that holds none is a checkpoint of, by name or path, for example "deit_base" for DeiT's own.
-    Raises ValueError, of one line, for whatever is wrong.
+    Args:
+        path: a run folder (its last.pt is read), a checkpoint file (.pt, .pth or .safetensors), or
+            the name of a model in recipes/trained.
+        weights: "model", or "ema" for the exponential moving average of the weights.
+        image_size: the input size in pixels, if it is to differ from that of training: an integer
+            for a square, or (height, width). Position embeddings are resized; a model whose weights
+            depend on the image size (an MLP-Mixer, for example) raises an error.
+        device: where the model is put; default: the CPU.
+        recipe: describes the model of a checkpoint that contains no recipe: the name of a recipe,
+            or the path of a .toml file. Official DeiT-B weights are loaded with recipe="deit_base".
+
+    Returns a `Trained`, whose model is in evaluation mode and does not require gradients. Class
+    names are those that the checkpoint records; without them they are ImageNet's synset ids (such
+    as "n01440764") for a model of 1000 classes, and otherwise "0", "1", ….
+
+    Raises ValueError, with a message of one line, if there is no such checkpoint, if it is damaged,
+    if it does not fit its model, or if `weights`, `image_size` or `recipe` has an invalid value.
+
+    Example:
+        trained = vitinit.load("runs/quickstart-impulse-s0", weights="ema", device="cuda")
+        trained.predict("photo.jpg", top=3)         # [("cat", 0.81), ("dog", 0.12), ("fox", 0.02)]
     """
     if weights not in ("model", "ema"):
         raise ValueError(f'weights is {weights!r}, expected "model" or "ema"')
@@ -230,13 +304,16 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
 
 
 def named_run(path: Path) -> Path:
-    """A path as it is, or what recipes/trained holds under that name where nothing lies there."""
+    """`path` itself; or, if nothing exists there, the model of that name in recipes/trained."""
     boxed = BOXED / path
     return boxed if not os.path.exists(path) and path.parent == Path(".") and boxed.is_dir() else path
 
 
 def class_names(saved: Saved) -> list[str]:
-    """Those of a checkpoint; of an unnamed ImageNet model its wnids, of any other "0", "1", …"""
+    """The recorded class names; without them, ImageNet's synset ids for a model of 1000 classes.
+
+    For any other number of classes the names are "0", "1", ….
+    """
     count = saved.recipe.data.num_classes
     if saved.classes is not None:
         return list(saved.classes)

@@ -4,10 +4,10 @@ This is the only module in which images and the model meet.
 
 A *step* is one update of the weights, computed from one global batch. Each process works through
 its share of the global batch in micro-batches and accumulates their gradients; during the last
-micro-batch DistributedDataParallel averages the gradients over the processes. Up to
-rounding, the result of a step therefore does not depend on the number of processes or on the
-micro-batch size. The exception is a model with BatchNorm, whose statistics depend on which images
-share a micro-batch.
+micro-batch DistributedDataParallel averages the gradients over the processes. Up to rounding, the
+result of a step therefore does not depend on the number of processes or on the micro-batch size.
+The exception is a model with BatchNorm, whose statistics depend on which images share a
+micro-batch.
 
 Each micro-batch is trained on as soon as it has been loaded. On a GPU the host only launches
 kernels: nothing within a step waits for a value from the device. Only every tenth step
