@@ -1,4 +1,4 @@
-"""The embedded data set: every image a pure function of (split, index)."""
+"""The embedded data set: each image is a pure function of (split, index)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from vitinit.data import shapes
 from vitinit.keys import Stream, keyed_generator
 
 SMALL = {"train": 1009, "val": 307}
-FAR = 1.5                            # units: no figure reaches so far from its centre
+FAR = 1.5                            # in radii; no shape reaches this far from its centre
 
 
 def lens(radius: float, other: float, distance: float) -> float:
-    """The area that two discs share whose centres are `distance` apart."""
-    def segment(mine: float, yours: float) -> float:
-        angle = np.arccos((distance**2 + mine**2 - yours**2) / (2 * distance * mine))
-        return mine**2 * (angle - np.sin(angle) * np.cos(angle))
+    """The area of the intersection of two discs whose centres are `distance` apart."""
+    def segment(one: float, two: float) -> float:
+        angle = np.arccos((distance**2 + one**2 - two**2) / (2 * distance * one))
+        return one**2 * (angle - np.sin(angle) * np.cos(angle))
     return segment(radius, other) + segment(other, radius)
 
 
@@ -31,16 +31,16 @@ def splits():
 
 
 def alone(split_number: int, index: int) -> tuple[np.ndarray, int]:
-    """One image drawn by itself."""
+    """One image drawn alone, and its class."""
     return shapes.draw_image(keyed_generator(shapes.SEED, Stream.SHAPES, split_number, index))
 
 
 def mask(name: str, angle: float = 0.0, points: int = 301) -> np.ndarray:
-    """The figure on a square grid from -FAR to FAR, turned by `angle`."""
+    """Which points of a square grid from -FAR to FAR lie in the shape, turned by `angle`."""
     axis = (np.arange(points) + 0.5) / points * 2 * FAR - FAR
     u, v = np.meshgrid(axis, axis)
-    return shapes.FIGURES[name](u * np.cos(angle) + v * np.sin(angle),
-                                v * np.cos(angle) - u * np.sin(angle))
+    return shapes.SHAPES[name](u * np.cos(angle) + v * np.sin(angle),
+                               v * np.cos(angle) - u * np.sin(angle))
 
 
 @pytest.mark.parametrize("split, number", [("train", 0), ("val", 1)])
@@ -61,7 +61,7 @@ def test_splits_have_their_sizes_and_types(splits):
 
 def test_the_real_splits_hold_5000_and_1000_images_of_ten_classes():
     assert shapes.SPLITS == {"train": 5_000, "val": 1_000}
-    assert len(shapes.CLASSES) == 10 and shapes.CLASSES == list(shapes.FIGURES)
+    assert len(shapes.CLASSES) == 10 and shapes.CLASSES == list(shapes.SHAPES)
 
 
 def test_all_ten_classes_come_about_equally_often(splits):
@@ -83,24 +83,25 @@ def test_clutter_drawn_in_its_window_equals_clutter_drawn_on_the_whole_canvas(mo
     assert np.array_equal(fast, slow)
 
 
-def test_the_label_names_the_figure_that_is_drawn(monkeypatch):
+def test_the_label_names_the_shape_that_is_drawn(monkeypatch):
     drawn = []
 
-    def recorded(name, figure):
-        return lambda u, v: (drawn.append(name), figure(u, v))[1]
+    def recorded(name, shape):
+        return lambda u, v: (drawn.append(name), shape(u, v))[1]
 
-    monkeypatch.setattr(shapes, "FIGURES", {name: recorded(name, figure)
-                                            for name, figure in shapes.FIGURES.items()})
+    monkeypatch.setattr(shapes, "SHAPES", {name: recorded(name, shape)
+                                           for name, shape in shapes.SHAPES.items()})
     labels = [alone(1, index)[1] for index in range(101)]
     assert drawn == [shapes.CLASSES[label] for label in labels]
 
 
-def test_a_figure_is_lighter_than_its_ground_and_of_the_promised_size(monkeypatch):
-    # White on black without noise: what is left is the figure's area, 7 to 12 pixels a unit. Its
-    # centre is at least 0.8 radii from the edge, which cuts off less than a quarter.
+def test_a_shape_is_lighter_than_its_background_and_of_the_promised_size(monkeypatch):
+    # White on black without noise, so the sum of the pixels is the area of the shape, whose radius
+    # is 7 to 12 pixels. Its centre is at least 0.8 radii from the edge of the image, which cuts off
+    # less than a quarter of the area.
     monkeypatch.setattr(shapes, "GROUND_RANGE", (0.0, 0.0))
     monkeypatch.setattr(shapes, "CLUTTER_RANGE", (0.0, 0.0))
-    monkeypatch.setattr(shapes, "FIGURE_RANGE", (1.0, 1.0))
+    monkeypatch.setattr(shapes, "SHAPE_RANGE", (1.0, 1.0))
     monkeypatch.setattr(shapes, "NOISE_STD", 0.0)
     areas = {name: mask(name).mean() * (2 * FAR)**2 for name in shapes.CLASSES}
     radii = []
@@ -111,7 +112,7 @@ def test_a_figure_is_lighter_than_its_ground_and_of_the_promised_size(monkeypatc
 
 
 @pytest.mark.parametrize("name", shapes.CLASSES)
-def test_a_figure_has_an_area_that_can_be_seen(name):
+def test_a_shape_has_an_area_that_can_be_seen(name):
     inside = mask(name)
     assert not inside[[0, -1]].any() and not inside[:, [0, -1]].any()    # all of it is on the grid
     assert 0.3 < inside.mean() * (2 * FAR)**2 < 4.0
@@ -125,12 +126,12 @@ def test_a_figure_has_an_area_that_can_be_seen(name):
     ("crescent", np.pi - lens(1.0, 0.75, 0.45)),
     # A pentagon of apothem a = 0.38 and five points on its sides, 72° at their feet.
     ("star", 5 * 0.38**2 * np.tan(np.pi / 5) * (1 + np.tan(np.pi / 5) * np.tan(2 * np.pi / 5)))])
-def test_a_figures_area_is_that_of_its_name(name, area):
+def test_a_shapes_area_is_that_of_its_name(name, area):
     assert mask(name, points=1201).mean() * (2 * FAR)**2 == pytest.approx(area, rel=0.005)
 
 
 @pytest.mark.parametrize("one, two", list(itertools.combinations(shapes.CLASSES, 2)))
-def test_two_figures_differ_at_every_angle(one, two):
+def test_two_shapes_differ_at_every_angle(one, two):
     fixed = mask(one, points=101)
     for angle in np.linspace(0, 2 * np.pi, 36, endpoint=False):
         turned = mask(two, angle, points=101)

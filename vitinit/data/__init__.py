@@ -1,1 +1,1 @@
-"""File bytes → uint8 images → keyed draws → batches on the device."""
+"""From image files to augmented batches on the device; README.md says what each file is for."""

@@ -4,11 +4,11 @@
     normalise      uint8 → float32
     erase          float32 → float32
 
-These are pure functions. All random numbers were drawn before (draw.py) and come in as arguments, one
-per image. The result for an image is the same, bit for bit, whatever batch it is in and whatever the
-device. `rand_augment` and `erase` work in two parts: the host makes a plan (`plan_…`), and a second
-function carries it out on the device. Training uses the two parts separately, so that all plans of a
-micro-batch are copied to the device together (to_device.py).
+These are pure functions. All random numbers were drawn before (draw.py) and come in as arguments,
+one per image. The result for an image is the same, bit for bit, whatever batch it is in and
+whatever the device. `rand_augment` and `erase` work in two parts: the host makes a plan (`plan_…`),
+and a second function carries it out on the device. Training uses the two parts separately, so that
+all plans of a micro-batch are copied to the device together (to_device.py).
 """
 
 from __future__ import annotations
@@ -140,8 +140,9 @@ def normal_quantiles(count: int = 2**16) -> Tensor:
 def hashed(keys: Tensor | int, counters: Tensor) -> Tensor:
     """64 random bits per pair of key and counter, as int64: SplitMix64 (Steele et al., OOPSLA 2014).
 
-    The result is output number `counter` of the generator whose seed is `key`. Products wrap around,
-    as is usual for int64, and shifts to the right fill with zeros, as for unsigned integers.
+    The result is output number `counter` of the generator whose seed is `key`. Products wrap
+    around, as is usual for int64, and shifts to the right fill with zeros, as for unsigned
+    integers.
     """
     def shifted(bits: Tensor, by: int) -> Tensor:
         return (bits >> by) & ((1 << (64 - by)) - 1)
@@ -164,10 +165,10 @@ def erase(images: Tensor, draws: Draws, fill: Fill, quantiles: Tensor,
     """Fill each image's erased box; returns new images (B, 3, H, W) float32.
 
     images: normalised, float32. draws: those of the B images, on the host. fill: what the boxes are
-    filled with, see `draw.Erasing`. quantiles: `normal_quantiles`, on the images' device.
-    Noise is not drawn by a generator of the device. It is looked up among the quantiles by a hash of
-    the image's noise key and the position in the box (channel, row, column), so that it is the
-    same, bit for bit, on every device.
+    filled with, see `draw.Erasing`. quantiles: `normal_quantiles`, on the images' device. Noise is
+    not drawn by a generator of the device. It is looked up among the quantiles by a hash of the
+    image's noise key and the position in the box (channel, row, column), so that it is the same,
+    bit for bit, on every device.
     """
     erased = images.clone(memory_format=torch.contiguous_format)
     plan = plan_erasing(draws.erase_boxes, draws.noise_keys, images.shape[2:],

@@ -1,7 +1,7 @@
-"""Where images come from: image folders, published data sets, and the embedded set `shapes`.
+"""Sources of images: image folders, published data sets, and the embedded set `shapes`.
 
-Every source answers the same three questions: `len(source)`, `source.image(i)` → (3, H, W) uint8,
-and `source.labels[i]`; `source.classes` names the labels. `DATA_SETS` at the end lists all sets.
+All sources have the same interface, `Source`: `len(source)`, `source.image(i)` → (3, H, W) uint8,
+`source.labels[i]`, and `source.classes`, the names of the classes. `DATA_SETS` lists all data sets.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .one_at_a_time import one_at_a_time
 from .paths import Paths
 
 VALIDATION_FOLDERS = ("val", "test")
-QUOTED = 50                     # characters of another library's error
+QUOTED = 50                     # how many characters of another library's error a message quotes
 
 
 class Source(Protocol):
-    """Images with labels, by index."""
+    """Images with labels, by index. Reading an image raises DataError if it cannot be decoded."""
 
     classes: list[str]
     labels: np.ndarray                               # (N,) int64
@@ -39,11 +39,11 @@ class Source(Protocol):
 
     def image(self, index: int) -> Tensor: ...       # (3, H, W) uint8
 
-    def part(self, indices: np.ndarray) -> Source: ...   # those images alone, in that order
+    def part(self, indices: np.ndarray) -> Source: ...   # only these images, in this order
 
 
 class ImagesInMemory:
-    """Images of one size that fit into memory: (N, 3, H, W) uint8."""
+    """Images in one tensor in memory, (N, 3, H, W) uint8, so all of one size."""
 
     def __init__(self, images: Tensor, labels: np.ndarray, classes: list[str]) -> None:
         self.images, self.labels, self.classes = images, labels, classes
@@ -59,7 +59,7 @@ class ImagesInMemory:
 
 
 class ImageFiles:
-    """Images on disk, each decoded when it is asked for."""
+    """Images on disk; each is decoded anew whenever it is read."""
 
     def __init__(self, paths: Sequence[str], labels: Sequence[int] | np.ndarray,
                  classes: list[str]) -> None:
@@ -77,10 +77,9 @@ class ImageFiles:
 
 
 class ImageFolder(ImageFiles):
-    """`folder`/<class>/**/<image>: one folder a class, in alphabetical order.
+    """The images `folder`/<class>/**/<image>: one folder per class, in alphabetical order.
 
-    Raises DataError, in one line, for a folder that is missing, has no classes, or has a class
-    without images.
+    Raises DataError for a folder that is missing, has no classes, or has a class without images.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -98,9 +97,10 @@ class ImageFolder(ImageFiles):
 
 
 class LooseImages:
-    """Every image under `folder`, at most `count` of them, all of one nameless class.
+    """The first `count` images anywhere under `folder`, all of one class without a name.
 
-    For measurements and figures. Raises DataError if there is none.
+    This is for measurements and figures, which need no labels. Raises DataError if there is no
+    image.
     """
 
     def __init__(self, folder: Path, count: int) -> None:
@@ -123,7 +123,11 @@ class LooseImages:
 
 
 def open_folder(root: Path, split: str) -> ImageFolder:
-    """train/<class>/… and val/<class>/… or test/<class>/…, of the same classes."""
+    """Open a split of an image folder.
+
+    Images are in root/train/<class>/… and in root/val/<class>/… or root/test/<class>/…. Raises
+    DataError unless both splits have the same classes.
+    """
     if split == "train":
         return ImageFolder(root / "train")
     present = [name for name in VALIDATION_FOLDERS if os.path.isdir(root / name)]
@@ -140,16 +144,17 @@ def open_folder(root: Path, split: str) -> ImageFolder:
 
 
 def open_imagenet(root: Path, split: str) -> ImageFolder:
-    """ImageNet-1K: an image folder whose classes are WordNet's numbers.
+    """Open a split of ImageNet-1K, which is an image folder whose classes are WordNet ids.
 
-    Its archive of validation images unpacks into one flat folder, which is an error.
+    The published archive of validation images unpacks into one flat folder without class folders;
+    that raises DataError with a hint how to sort them.
     """
     folder = root / split
     if os.path.isdir(folder) and not any(os.path.isdir(entry.path) for entry in os.scandir(folder)):
         raise DataError(f"{folder}: no class folders in it; ImageNet's images must lie in "
                         f"{folder}/<wnid>/, the 50,000 of validation, too (valprep.sh of "
                         "github.com/soumith/imagenetloader.torch moves them)")
-    if split == "val" and not folder.is_dir():       # test/ holds images without labels
+    if split == "val" and not folder.is_dir():       # ImageNet's test/ has no labels to validate on
         raise DataError(f"{folder}: no such folder; ImageNet is train/<wnid>/… and val/<wnid>/…")
     source = open_folder(root, split)
     strange = [name for name in source.classes if not is_wnid(name)]
@@ -160,7 +165,7 @@ def open_imagenet(root: Path, split: str) -> ImageFolder:
 
 
 def is_wnid(name: str) -> bool:
-    """A number of WordNet's: n and eight digits."""
+    """Whether `name` is a WordNet id: the letter n and eight digits."""
     return len(name) == 9 and name[0] == "n" and name[1:].isdecimal()
 
 
@@ -171,11 +176,14 @@ def is_wnid(name: str) -> bool:
 
 @dataclass(frozen=True)
 class DataSet:
-    """What is known of a data set by its name.
+    """What is known about a data set.
 
-    open: its part "train" or "val" under a root folder. holds: what that folder holds.
-    num_classes: None: as many as there are. mean, std: per channel, of [0, 1], as its recipes
-    normalise. download: torchvision's, into a root folder, of what is not there yet.
+    open: opens the split "train" or "val" under a root folder.
+    holds: what the root folder has to hold, in words for error messages.
+    num_classes: how many classes the set has; None: any number.
+    mean, std: per channel, of values in [0, 1], as the recipes for this set normalise images.
+    download: downloads into a root folder whatever is missing there, by torchvision; None if the
+    set cannot be downloaded. needs_scipy: whether its files are read with scipy.
     """
 
     open: Callable[[Path, str], Source]
@@ -187,11 +195,11 @@ class DataSet:
     needs_scipy: bool = False
 
 
-def _in_memory(read: Callable[[Path, str], layouts.Whole]) -> Callable[[Path, str], Source]:
+def _in_memory(read: Callable[[Path, str], layouts.ImageArrays]) -> Callable[[Path, str], Source]:
     return lambda root, split: ImagesInMemory(*read(root, split))
 
 
-def _from_files(list_images: Callable[[Path, str], layouts.Listed]
+def _from_files(list_images: Callable[[Path, str], layouts.ImageList]
                 ) -> Callable[[Path, str], Source]:
     return lambda root, split: ImageFiles(*list_images(root, split))
 
@@ -201,8 +209,9 @@ def _download_svhn(root: Path) -> None:
         SVHN(root, split=split, download=True)
 
 
-# Those of torchvision and timm, which arXiv 2505.19985 takes for its small sets, too. They stand
-# wherever a set's own could not be computed here. CIFAR's are those of its training pixels.
+# The mean and std of torchvision and timm, which arXiv 2505.19985 also uses for its small data
+# sets. They are used for every set whose own have not been computed. CIFAR's are those of its
+# training pixels.
 IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
 DATA_SETS: dict[str, DataSet] = {
@@ -247,15 +256,16 @@ DATA_SETS: dict[str, DataSet] = {
 
 
 def download(name: str, root: str, say: Callable[[str], object] = print) -> None:
-    """Fetch a data set that torchvision offers, unless it is there; raises DataError offline.
+    """Download a data set that torchvision offers, unless its files are there already.
 
-    Of several processes that see the same folder, whatever machines they are on, one does it and
-    the others wait. say: gets a line when this one waits, or cannot tell whether it should.
+    Among processes that share the folder, on one or several machines, one downloads and the others
+    wait. say: called with one line if this process has to wait, or if the folder's file system
+    cannot lock files. Raises DataError if the download fails.
     """
     data_set = DATA_SETS[name]
     if data_set.download is None:
         return
-    _require_scipy(name)                             # before hours of downloading
+    _require_scipy(name)                             # checked before hours of downloading
     folder = folder_of(root)
     try:
         with one_at_a_time(folder / f".{name}.downloading", say):
@@ -267,10 +277,10 @@ def download(name: str, root: str, say: Callable[[str], object] = print) -> None
 
 
 def open_split(name: str, root: str, split: str, num_classes: int | None) -> Source:
-    """The split "train" or "val" of a data set that is on disk already.
+    """Open the split "train" or "val" of a data set that is on disk already.
 
-    Raises DataError when something is missing or damaged, when a class has no image, or when the
-    number of classes is not `num_classes`; None: any number.
+    num_classes: how many classes are expected; None: any number. Raises DataError if a file is
+    missing or damaged, if a class has no image, or if the number of classes is different.
     """
     data_set = DATA_SETS[name]
     _require_scipy(name)
@@ -279,7 +289,7 @@ def open_split(name: str, root: str, split: str, num_classes: int | None) -> Sou
         source = data_set.open(folder, split)
     except DataError:
         raise
-    except (OSError, RuntimeError, ValueError) as error:     # torchvision's own is a RuntimeError
+    except (OSError, RuntimeError, ValueError) as error:     # torchvision raises RuntimeError
         reason = "no such folder"
         if os.path.isdir(folder):
             reason = "a file is missing or damaged"
@@ -289,9 +299,9 @@ def open_split(name: str, root: str, split: str, num_classes: int | None) -> Sou
                         f"{data_set.holds}") from None
     found = len(source.classes)
     if num_classes not in (None, found):
-        whole = ("the data is right" if data_set.num_classes in (None, found) else
-                 f"a part of {name}, which has {data_set.num_classes}, is meant")
-        advice = (f"--set data.num_classes={found} if {whole}" if found > 1 else
+        condition = ("the data is right" if data_set.num_classes in (None, found) else
+                     f"a part of {name}, which has {data_set.num_classes}, is meant")
+        advice = (f"--set data.num_classes={found} if {condition}" if found > 1 else
                   "expected two classes at least, a folder each")
         raise DataError(f"{root or name}: {found} classes found, but the recipe's data.num_classes "
                         f"is {num_classes}; {advice}")
@@ -303,9 +313,9 @@ def open_split(name: str, root: str, split: str, num_classes: int | None) -> Sou
 
 
 def folder_of(root: str) -> Path:
-    """A data set's folder as it is written in a recipe or on a command line; ~ is the home folder.
+    """The path of a data set's folder as written in a recipe or on a command line.
 
-    Raises DataError for what no path can hold.
+    A leading ~ is the home folder. Raises DataError for a zero byte, which no path can hold.
     """
     if "\0" in root:
         raise DataError(f"{root}: a path holds no zero byte")
@@ -313,6 +323,7 @@ def folder_of(root: str) -> Path:
 
 
 def _require_scipy(name: str) -> None:
+    """Raise DataError if reading this set needs scipy and it is not installed."""
     if not DATA_SETS[name].needs_scipy:
         return
     try:

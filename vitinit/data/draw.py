@@ -1,9 +1,9 @@
 """All random draws for one training sample, keyed by (seed, epoch, index, repeat).
 
-A sample is one view of one image in one epoch. Its draws depend on its key alone: not on the worker,
-the process, the position in the batch, or on how often the run was resumed. Each kind of draw has a
-random stream of its own (keys.py), so that switching one augmentation off leaves the draws of all
-others as they were.
+A sample is one view of one image in one epoch. Its draws depend on its key alone: not on the
+worker, the process, the position in the batch, or on how often the run was resumed. Each kind of
+draw has a random stream of its own (keys.py), so that switching one augmentation off leaves the
+draws of all others as they were.
 
     CropAndFlip   applied in the worker that decodes the image          → View
     RandAugment   applied to whole batches on the device                ┐
@@ -167,8 +167,9 @@ class RandAugment:
 
     In each of `layers` layers, one of `operations` is drawn, with replacement, and applied with
     `probability`. Its magnitude is normally distributed around `magnitude` with standard deviation
-    `magnitude_std`, clipped to [0, 10]. Where an operation has a direction, its sign is + or −, each
-    with probability one half. As "inc1" says, every operation gets stronger with its magnitude.
+    `magnitude_std`, clipped to [0, 10]. Where an operation has a direction, its sign is + or −,
+    each with probability one half. As "inc1" says, every operation gets stronger with its
+    magnitude.
     fill: the colour (0 to 255) of pixels that come in from outside the image.
     interpolation: of the geometric operations; "random" draws bilinear or bicubic per application.
 
@@ -206,9 +207,10 @@ class RandAugment:
                   ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Draw the operations of `count` samples; each sample has a generator of its own.
 
-        Returns codes (int64, of `Operation`), arguments (float64) and bicubic (bool: how a geometric
-        operation interpolates), each (B, L) for B = count and L = layers. Every number is drawn
-        whether it is used or not, so that settings do not change which numbers other draws get.
+        Returns codes (int64, of `Operation`), arguments (float64) and bicubic (bool: how a
+        geometric operation interpolates), each (B, L) for B = count and L = layers. Every number is
+        drawn whether it is used or not, so that settings do not change which numbers other draws
+        get.
         """
         chosen = np.empty((count, self.layers), np.int64)
         chances, normals = np.empty((2, count, self.layers))

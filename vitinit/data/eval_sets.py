@@ -1,14 +1,15 @@
-"""What a trained model is evaluated on: any set's validation split, and ImageNet's other test sets.
+"""What a trained model is evaluated on: the validation split of any data set, and four more test sets.
 
-The latter hold images of ImageNet-1K's classes, or of 200 of them, and no training split:
+These four test models that were trained on ImageNet-1K. They have its 1000 classes, or 200 of them,
+and no training split:
 
-    ImageNet-V2      Recht et al., arXiv 1902.10811: the images were collected a second time
+    ImageNet-V2      Recht et al., arXiv 1902.10811: images collected anew in the same way
     ImageNet-R       Hendrycks et al., arXiv 2006.16241: paintings, toys, tattoos, …; 200 classes
-    ImageNet-A       Hendrycks et al., arXiv 1907.07174: photographs that fool a ResNet-50; 200
+    ImageNet-A       Hendrycks et al., arXiv 1907.07174: photographs that fool a ResNet-50; 200 classes
     ImageNet-Sketch  Wang et al., arXiv 1905.13549: drawings in black and white
 
-Accuracy on R and A is defined over their 200 classes: a model's logits of the other 800 are left
-out (`class_subsets.class_indices`).
+Accuracy on ImageNet-R and ImageNet-A is defined over their 200 classes: the model's logits of the
+other 800 classes are left out (`class_subsets.class_indices`).
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from .images import DataError
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A folder of class folders.
+    """A test set that is a folder of class folders.
 
-    unpacked: the folder that its archive unpacks into, which is the one to name.
-    numbered: folders are called 0 … 999, ImageNet's classes in the order of their wnids.
+    unpacked: the name of the folder that its archive unpacks into, which the user should give.
+    numbered: whether its class folders are called 0 … 999, for ImageNet's classes in the order of
+    their wnids; else they are called by the wnids themselves.
     """
 
     unpacked: str
@@ -40,11 +42,12 @@ class EvalSet:
 
     @property
     def holds(self) -> str:
+        """What the folder has to hold, in words for error messages."""
         return "0/… to 999/…" if self.numbered else f"{self.num_classes} folders <wnid>/…"
 
 
 class NamedSet(NamedTuple):
-    """A data set by its name and folder; "" for one that lies in none."""
+    """A data set by its name and its folder, which is "" for the embedded set `shapes`."""
 
     name: str
     root: str
@@ -62,9 +65,10 @@ EVAL_SETS: dict[str, EvalSet] = {
 
 
 def open_to_evaluate(name: str, root: str) -> Source:
-    """A set by its name in EVAL_SETS or, its validation split, in DATA_SETS.
+    """Open a set of EVAL_SETS, or the validation split of a set of DATA_SETS, by its name.
 
-    Raises DataError for what is missing, damaged, incomplete or laid out differently.
+    Raises DataError if files are missing, damaged or laid out differently, or if classes are
+    missing.
     """
     if name in EVAL_SETS:
         return open_eval_set(name, folder_of(root))
@@ -77,7 +81,7 @@ def open_to_evaluate(name: str, root: str) -> Source:
 
 
 def open_eval_set(name: str, root: Path) -> ImageFiles:
-    """One of EVAL_SETS; its classes are wnids whatever its folders are called."""
+    """Open one of EVAL_SETS. The names of its classes are wnids, whatever its folders are called."""
     known = EVAL_SETS[name]
     where = f"the folder {known.unpacked} of its archive, {known.holds}"
     if not os.path.isdir(root):
@@ -92,7 +96,7 @@ def open_eval_set(name: str, root: Path) -> ImageFiles:
         raise DataError(f"{root}: {len(folders)} classes found, and {name} has "
                         f"{known.num_classes}; it is not complete")
     source = ImageFolder(root)
-    if known.numbered:                               # in alphabetical order: 0, 1, 10, 100, 101, …
+    if known.numbered:                               # folders are sorted as words: 0, 1, 10, 100, …
         source.labels = np.array(source.classes, dtype=np.int64)[source.labels]
         source.classes = wnids
     return source

@@ -1,11 +1,12 @@
-"""Which files under a folder are its images, and which folders its classes.
+"""Which files under a folder are images, and which folders are classes.
 
-Files count by their ending; hidden files and folders (.ipynb_checkpoints, macOS' ._x.jpg) do not,
-nor does what is no file, such as a pipe. Links to files are files.
+A file is an image if its name has one of the EXTENSIONS. Hidden files and folders are left out
+(such as .ipynb_checkpoints and macOS's ._x.jpg), and so is whatever is not a regular file, such as
+a pipe. A link to a file counts as a file.
 
-Links to folders are followed if they lead out of the listing: not to a folder that is part of it,
-nor to one that holds such a folder. So a link that leads back (b/loop → ..) brings in nothing,
-neither others' images nor itself again.
+A link to a folder is followed only if its target has nothing in common with what is listed already:
+the target must not be such a folder, lie in one, or contain one. So a link that leads back (b/loop
+→ ..) adds nothing: neither images that belong to other classes nor the same images again.
 """
 
 from __future__ import annotations
@@ -20,29 +21,30 @@ from .images import DataError
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 
 
-class Places:
-    """Folders that are listed already, by their real paths."""
+class ListedFolders:
+    """The folders that are listed already, by their real paths (without links)."""
 
     def __init__(self) -> None:
         self.listed: set[str] = set()
-        self.above: set[str] = set()                 # the listed ones and all that hold one
+        self.above: set[str] = set()                 # the listed folders and all that contain one
 
     def add(self, real: str) -> None:
+        """Add the folder with this real path."""
         self.listed.add(real)
         self.above.update(lineage(real))
 
-    def meet(self, real: str) -> bool:
-        """Whether a folder is one of them, lies in one, or holds one."""
+    def overlap(self, real: str) -> bool:
+        """Whether a folder is one of the listed ones, lies in one, or contains one."""
         return real in self.above or not self.listed.isdisjoint(lineage(real))
 
 
 def lineage(path: str) -> list[str]:
-    """A path and all folders above it."""
+    """A path and all of its parent folders."""
     return [path, *map(str, PurePath(path).parents)]
 
 
 def class_folders(folder: Path) -> list[str]:
-    """The names of the folders in `folder`, sorted; hidden ones left out. DataError without any."""
+    """The names of the folders in `folder`, sorted, without hidden ones. DataError if there is none."""
     with entries_of(folder) as entries:
         names = sorted(entry.name for entry in entries
                        if not entry.name.startswith(".") and leads_to_folder(entry))
@@ -52,54 +54,54 @@ def class_folders(folder: Path) -> list[str]:
 
 
 def images_of_classes(folder: Path, classes: list[str]) -> list[list[str]]:
-    """The paths of each class' images, `folder`/<class>/**/<image>, in alphabetical order.
+    """The paths of the images of each class, `folder`/<class>/**/<image>, in alphabetical order.
 
     Raises DataError for a class that is a link back into the data set.
     """
-    whole = Places()
-    whole.add(os.path.realpath(folder))
+    data_set = ListedFolders()
+    data_set.add(os.path.realpath(folder))
     with entries_of(folder) as entries:
         linked = {entry.name for entry in entries if entry.is_symlink()}
     links = {name: os.path.realpath(folder / name) for name in classes if name in linked}
     for name, real in links.items():
-        if whole.meet(real):
+        if data_set.overlap(real):
             raise DataError(f"{folder / name}: a link that leads back into {folder}")
     for real in links.values():
-        whole.add(real)
-    return [images_below(os.path.join(folder, name), whole) for name in classes]
+        data_set.add(real)
+    return [images_below(os.path.join(folder, name), data_set) for name in classes]
 
 
-def images_below(folder: str, whole: Places | None = None) -> list[str]:
+def images_below(folder: str, data_set: ListedFolders | None = None) -> list[str]:
     """The paths of all images under `folder`, folder by folder in alphabetical order.
 
-    whole: other folders of the same data set, into which no link is followed. Raises DataError for
-    a folder that cannot be listed and for a link that leads nowhere.
+    data_set: the folders of the same data set, into which no link is followed. Raises DataError for
+    a folder that cannot be listed and for a link whose target does not exist.
     """
-    here = Places()
-    names: dict[str, list[str]] = {}                 # by folder
+    listed = ListedFolders()
+    names: dict[str, list[str]] = {}                 # of images, by folder
     waiting = [folder]
     while waiting:
-        place = waiting.pop()
-        with entries_of(place) as entries:
-            names[place], folders = sort_out(entries)
+        current = waiting.pop()
+        with entries_of(current) as entries:
+            names[current], folders = sort_out(entries)
         for entry in folders:
             if entry.is_symlink():
-                here.add(os.path.realpath(folder))   # which most data sets never need to know
+                listed.add(os.path.realpath(folder))     # only here, as most data sets have no links
                 real = os.path.realpath(entry.path)
-                if here.meet(real) or (whole is not None and whole.meet(real)):
+                if listed.overlap(real) or (data_set is not None and data_set.overlap(real)):
                     continue
-                here.add(real)
+                listed.add(real)
             waiting.append(entry.path)
-    found = []
-    for place in sorted(names):
-        begins = os.path.join(place, "")             # once for all files in it
-        found += [begins + name for name in sorted(names[place])]
-    return found
+    paths = []
+    for parent in sorted(names):
+        prefix = os.path.join(parent, "")            # computed once for all files in the folder
+        paths += [prefix + name for name in sorted(names[parent])]
+    return paths
 
 
 @contextmanager
 def entries_of(folder: Path | str) -> Iterator[Iterator[os.DirEntry]]:
-    """All that is in a folder, in the order of the disk. DataError if it cannot be listed."""
+    """The entries of a folder, in the order of the disk. Raises DataError if it cannot be listed."""
     try:
         with os.scandir(folder) as entries:
             yield entries
@@ -108,14 +110,17 @@ def entries_of(folder: Path | str) -> Iterator[Iterator[os.DirEntry]]:
 
 
 def sort_out(entries: Iterator[os.DirEntry]) -> tuple[list[str], list[os.DirEntry]]:
-    """What of one folder's entries is an image, by name, and what leads to a folder."""
+    """Among the entries of one folder: the names of the images, and the folders or links to folders.
+
+    Raises DataError for a link with the name of an image whose target does not exist.
+    """
     names, folders = [], []
     for entry in entries:
         name = entry.name
         if name.startswith("."):
             continue
         image = name.lower().endswith(EXTENSIONS)
-        if not entry.is_symlink():                   # which costs no look at the disk
+        if not entry.is_symlink():                   # known from the listing, without disk access
             if image and entry.is_file():
                 names.append(name)
             elif entry.is_dir():
@@ -131,5 +136,8 @@ def sort_out(entries: Iterator[os.DirEntry]) -> tuple[list[str], list[os.DirEntr
 
 
 def leads_to_folder(entry: os.DirEntry) -> bool:
-    """Whether it is a folder or a link to one; of a ring of links False, where is_dir raises."""
+    """Whether an entry is a folder or a link to one.
+
+    For links that form a ring the answer is False; DirEntry.is_dir would raise an error.
+    """
     return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()

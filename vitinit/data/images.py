@@ -1,7 +1,7 @@
-"""From file bytes to a uint8 image of the size that the model sees. All of it runs in workers.
+"""Decode image files, resize and crop. During training and evaluation this runs in worker processes.
 
-Images are (3, H, W) uint8 tensors whose memory is channels-last, as the JPEG decoder leaves them:
-torch's antialiased uint8 interpolation is fastest there.
+Images are (3, H, W) uint8 tensors whose memory is channels-last. The JPEG decoder returns them so,
+and torch's antialiased interpolation of uint8 is fastest with that layout.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 from ..messages import OneLineError, in_brief
 
-IMMENSE = 10**8                 # pixels; more of them are not made to keep a few
+IMMENSE = 10**8                 # pixels; no larger image is made only to crop a small part of it
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM")   # Pillow's names
 JPEG_START = b"\xff\xd8\xff"
-# Markers: SOF0 … SOF15, without DHT, JPG and DAC among them; TEM and RST0 … RST7 have no content.
+# Markers of JPEG. Frame headers are SOF0 … SOF15, except for DHT, JPG and DAC, which lie among
+# them. TEM, RST0 … RST7 and SOI have no content.
 FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 MARKERS_ALONE = frozenset({0x00, 0x01, *range(0xD0, 0xD9)})
 
 
 class DataError(OneLineError):
-    """What is wrong with a data set or one of its files, in one line."""
+    """Something is wrong with a data set or one of its files; the message is one line."""
 
 
 class Box(NamedTuple):
-    """A rectangle in pixels; it may reach beyond the image."""
+    """A rectangle in an image, in pixels; it may reach beyond the image."""
 
     top: int
     left: int
@@ -45,22 +46,26 @@ class Box(NamedTuple):
 
 
 def decode_image(path: str) -> Tensor:
-    """The image in a file as RGB, (3, H, W) uint8.
+    """Read and decode an image file: RGB, (3, H, W) uint8.
 
-    Raises DataError naming the file if it is missing or no regular file, and as `decode_bytes`.
+    Raises DataError, which names the file, if it is missing, is not a regular file, or cannot be
+    decoded (see `decode_bytes`).
     """
     return decode_bytes(read_file(path), path)
 
 
 def decode_bytes(content: bytes, name: str) -> Tensor:
-    """A file's content as RGB, (3, H, W) uint8.
+    """Decode the content of an image file: RGB, (3, H, W) uint8.
 
-    JPEG by torchvision, which is fast; all else by Pillow, which no damaged file brings down (of an
-    animation the first frame). What a file is, its first bytes say, not its name. Transparency is
-    dropped as Pillow's convert("RGB") drops it, and the EXIF rotation of JPEGs is ignored. Of 16
-    bits the higher 8 are kept. Raises DataError, which calls it by `name`, if it is empty,
-    truncated, no image, or of more pixels than Pillow takes for harmless (Image.MAX_IMAGE_PIXELS,
-    89,478,485).
+    torchvision decodes JPEGs, because it is fast. Pillow decodes all other formats, and also JPEGs
+    that torchvision refuses, because no damaged file makes it crash. The first bytes of the content
+    decide which format it is, not the name of the file. Of an animation the first frame is taken;
+    transparency is dropped as by Pillow's convert("RGB"); the EXIF rotation of JPEGs is ignored; of
+    16-bit values the higher 8 bits are kept.
+
+    Raises DataError, which calls the image `name`, if the content is empty, truncated or not an
+    image, or if the image has more pixels than Pillow considers harmless (Image.MAX_IMAGE_PIXELS,
+    89,478,485 by default).
     """
     if content.startswith(JPEG_START):
         height, width = jpeg_size(content)
@@ -68,15 +73,15 @@ def decode_bytes(content: bytes, name: str) -> Tensor:
             try:
                 encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
                 return decode_jpeg(encoded, mode=ImageReadMode.RGB)
-            except RuntimeError:                     # Pillow says better what is wrong
+            except RuntimeError:                     # Pillow's message is better, see below
                 pass
     return _decode_with_pillow(name, content)
 
 
 def read_file(path: str) -> bytes:
-    """The content of a regular file; a pipe or a device, which may never end, is a DataError."""
+    """The content of a regular file. Raises DataError for others: a pipe or a device may never end."""
     try:
-        # Without O_NONBLOCK, opening a pipe would wait for somebody to write into it.
+        # Without O_NONBLOCK, opening a pipe would wait until a program writes into it.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:
             if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -90,31 +95,33 @@ def read_file(path: str) -> bytes:
 
 
 def jpeg_size(content: bytes) -> tuple[int, int]:
-    """(height, width) in the frame header of a JPEG; (0, 0) if there is none (ITU-T T.81, annex B).
+    """(height, width) from the frame header of a JPEG, or (0, 0) if there is none.
 
-    Goes from marker to marker as libjpeg does, which skips what is no marker.
+    Goes from marker to marker (ITU-T T.81, annex B), and like libjpeg skips bytes between segments
+    that do not begin with a marker.
     """
-    place = len(JPEG_START) - 1                      # the first marker's own 0xFF
+    offset = len(JPEG_START) - 1                     # that of the 0xFF of the second marker
     try:
-        while (place := content.index(0xFF, place)) >= 0:
-            while content[place] == 0xFF:            # any number of them may stand before a marker
-                place += 1
-            marker, place = content[place], place + 1
+        while (offset := content.index(0xFF, offset)) >= 0:
+            while content[offset] == 0xFF:           # a marker may begin with any number of them
+                offset += 1
+            marker, offset = content[offset], offset + 1
             if marker in FRAME_HEADERS:
-                return struct.unpack_from(">HH", content, place + 3)   # after length and precision
-            if marker in (0xD9, 0xDA):               # the end, or the image's data
+                return struct.unpack_from(">HH", content, offset + 3)  # after length and precision
+            if marker in (0xD9, 0xDA):               # the end of the file, or the start of its pixels
                 break
             if marker not in MARKERS_ALONE:
-                place += struct.unpack_from(">H", content, place)[0]
-    except (ValueError, IndexError, struct.error):   # the file ends
+                offset += struct.unpack_from(">H", content, offset)[0]
+    except (ValueError, IndexError, struct.error):   # the content ends before a frame header
         pass
     return 0, 0
 
 
 def _decode_with_pillow(path: str, content: bytes) -> Tensor:
-    """For all but sound JPEGs. A truncated file is an error, too."""
+    """Decode with Pillow. A truncated file is an error, too."""
     try:
-        # Pillow prints warnings of damaged files, and of too many pixels, which is an error here.
+        # Pillow warns of damaged files, which we ignore, and of too many pixels, which is an error
+        # here.
         with warnings.catch_warnings(action="ignore"):
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
@@ -129,10 +136,10 @@ def _decode_with_pillow(path: str, content: bytes) -> Tensor:
 
 
 def from_pillow(image: Image.Image) -> Tensor:
-    """An image of Pillow's as RGB, (3, H, W) uint8, channels-last in memory."""
+    """Convert a Pillow image to RGB, (3, H, W) uint8, channels-last in memory."""
     if image.mode == "I" or image.mode.startswith("I;16"):
-        # 16-bit grey, which convert("RGB") would clip to white. Of 16-bit colours Pillow keeps the
-        # higher byte by itself.
+        # convert("RGB") would clip 16-bit grey levels above 255 to white. For 16-bit colours Pillow
+        # itself keeps the higher byte.
         image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
     image = image.convert("RGB")
     flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
@@ -140,10 +147,13 @@ def from_pillow(image: Image.Image) -> Tensor:
 
 
 def resize(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
-    """(3, H, W) → (3, *size) uint8, antialiased like Pillow; "bilinear" or "bicubic"."""
+    """Resize an image (3, H, W) uint8 to (3, *size), antialiased like Pillow.
+
+    interpolation: "bilinear" or "bicubic".
+    """
     if tuple(image.shape[1:]) == size:
         return image
-    if size == (1, 1):                               # to which torch resizes this layout alone
+    if size == (1, 1):                               # torch can do this only in channels-last memory
         image = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
     return F.interpolate(image[None], size, mode=interpolation, antialias=True)[0]
 
@@ -151,7 +161,7 @@ def resize(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
 def crop(image: Tensor, box: Box) -> Tensor:
     """The pixels in `box`, (3, box.height, box.width); black where it reaches beyond the image."""
     top, left, height, width = box
-    # The part of the box that lies on the image; empty if the box lies beside it.
+    # The part of the box that lies in the image; empty if the box lies outside.
     y0, y1 = (min(max(y, 0), image.shape[1]) for y in (top, top + height))
     x0, x1 = (min(max(x, 0), image.shape[2]) for x in (left, left + width))
     inside = image[:, y0:y1, x0:x1]
@@ -163,24 +173,25 @@ def crop(image: Tensor, box: Box) -> Tensor:
 
 def crop_and_flip(image: Tensor, box: Box, flip: bool, size: tuple[int, int],
                   interpolation: str) -> Tensor:
-    """The training view: `box` cut out, resized to `size`, mirrored if `flip`: (3, *size) uint8."""
+    """The training view: `box` cropped, resized to `size`, and mirrored if `flip`: (3, *size) uint8."""
     view = resize(crop(image, box), size, interpolation)
     return view.flip(-1) if flip else view
 
 
 def resize_and_centre_crop(image: Tensor, size: tuple[int, int], crop_pct: float,
                            interpolation: str) -> Tensor:
-    """The evaluation view: resize until it covers size / crop_pct, cut out the centre.
+    """The evaluation view: resize the image until it covers size / crop_pct, then crop the centre.
 
-    For a square size this is Resize(floor(size / crop_pct)) of the shorter side, then
-    CenterCrop(size), as in timm and DeiT: .875 makes 256 of 224. Where that would be an immense
-    image (of a line of pixels, or at a tiny crop_pct), its centre is cut out of the original,
-    rounded to whole pixels, and resized alone.
+    For a square size this is Resize(floor(size / crop_pct)) of the shorter side, followed by
+    CenterCrop(size), as in timm and DeiT: with crop_pct = 0.875 an image is resized to 256 pixels
+    and cropped to 224. If the resized image would be immense (because the image is a single line of
+    pixels, or crop_pct is tiny), the part that ends up in the view is cropped from the original,
+    rounded to whole pixels, and only that part is resized.
     """
     height, width = image.shape[1:]
-    # 1e-9: floor(224 / 0.875) must not become 255 by rounding.
+    # 1e-9 because floor(224 / 0.875) must not become 255 through a rounding error.
     wanted = [int(min(side / crop_pct, IMMENSE) + 1e-9) for side in size]
-    if wanted[0] * width >= wanted[1] * height:      # the height decides
+    if wanted[0] * width >= wanted[1] * height:      # the height must be scaled by the larger factor
         target = (wanted[0], int(wanted[0] * width / height))
     else:
         target = (int(wanted[1] * height / width), wanted[1])

@@ -1,10 +1,10 @@
-"""Evaluation views never change: a first whole pass decodes them, every later one finds them kept.
+"""A cache of evaluation views. Views never change, so the first complete pass decodes and stores them.
 
-    first pass      files → workers: decode, resize, cut → (B, 3, H, W) uint8 → kept, and given out
-    later passes    what is kept, batch by batch; there are no workers any more
+    first pass      files → workers: decode, resize, crop → (B, 3, H, W) uint8 → stored and yielded
+    later passes    the stored views, batch by batch, without workers
 
-All views of this process' share are kept or none: on the device if they fit there, else in the memory
-of the process, else nowhere, and every pass decodes them.
+Either all views of this process's share are stored or none: on the device if they fit there, else
+in the memory of the process. If they fit nowhere, every pass decodes them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ MIB = 2**20
 
 
 class KeptViews:
-    """The views of this process' share, and room for all of them.
+    """The evaluation views of this process's share, and memory to store all of them.
 
-    place: where the room is; None: there is none.
+    place: the device on which they are stored; None: they are not stored.
     """
 
     def __init__(self, views: EvalViews, place: torch.device | None) -> None:
         self.views, self.place = views, place
-        self.filled = False                          # by a pass that came to its end
+        self.filled = False                          # set by the first pass that is complete
         if place is not None:
             self.images = torch.empty(len(views), 3, *views.size, dtype=torch.uint8, device=place)
             self.labels = torch.tensor(views.labels, device=place)         # (n,)
 
     def in_batches(self, size: int, decoded: Iterable[Batch]) -> Iterator[Batch]:
-        """All views in order, `size` at a time; the last batch may be smaller.
+        """Yield all views in order, `size` at a time; the last batch may be smaller.
 
-        decoded: just these batches, as workers make them; asked for until a pass has come to its
-            end. A pass that is broken off leaves nothing behind that a later one would give out.
+        decoded: the same batches, decoded by workers. It is used until a pass has been completed;
+            what an interrupted pass has stored is not used.
         """
         if self.place is None:
             yield from decoded
@@ -52,7 +52,7 @@ class KeptViews:
             yield Batch(self.images[part], self.labels[part])
 
     def in_words(self) -> str:
-        """For the line that a run says of them."""
+        """Where the views are stored and how large they are, in words for the start of a run."""
         size = f"{self.views.nbytes / MIB:,.0f} MiB per process"
         if self.place is None:
             return f"decoded for every validation: {size} would be more than eval.cache_gib"
@@ -62,7 +62,10 @@ class KeptViews:
 
 def kept_views(views: EvalViews, device: torch.device, *, on_device_gib: float,
                cache_gib: float) -> KeptViews:
-    """With room on `device` or in memory, up to so many GiB of the one or the other."""
+    """The views, with memory for all of them on `device` or else in the process, if they fit.
+
+    on_device_gib, cache_gib: the most GiB that they may take there.
+    """
     budgets = [(device, on_device_gib), (torch.device("cpu"), cache_gib)]
     fits = [place for place, gib in budgets if views.nbytes <= gib * GIB]
     return KeptViews(views, fits[0] if fits else None)

@@ -1,11 +1,12 @@
-"""Published data sets as they lie on disk: a root folder and a split → images, labels, classes.
+"""How published data sets are laid out on disk: a root folder and a split → images, labels, classes.
 
-Binary sets are read whole. Of the others only the lists are read; an image is decoded when it is
-asked for. Roots are those of torchvision.datasets, which reads the binary sets and downloads all
-but Tiny-ImageNet. `split` is "train" or "val"; which part of a set that is stands with each.
+Binary sets are read completely. Of the other sets only the lists of images are read, and an image
+is decoded when it is needed. Root folders are those of torchvision.datasets, which reads the binary
+sets and downloads all sets but Tiny-ImageNet. `split` is "train" or "val"; each function says which
+published part of its set that is.
 
-An OSError or RuntimeError means that a file is missing or damaged, a DataError that one says what
-it should not.
+All functions raise OSError or RuntimeError if a file is missing or damaged, and DataError if a file
+has unexpected content or lists an image that does not exist.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from torchvision.datasets import CIFAR10, STL10, SVHN, Flowers102
 from .images import DataError
 
 
-class Whole(NamedTuple):
-    """A binary set: all of its images."""
+class ImageArrays(NamedTuple):
+    """A binary set: all of its images in memory."""
 
     images: Tensor                  # (N, 3, H, W) uint8
     labels: np.ndarray              # (N,) int64
     classes: list[str]
 
 
-class Listed(NamedTuple):
-    """A set of files: where its images are."""
+class ImageList(NamedTuple):
+    """A set of image files: the paths and labels of its images."""
 
     paths: list[str]
     labels: list[int]
@@ -45,31 +46,38 @@ class Listed(NamedTuple):
 
 
 class LabelledSTL10(STL10):
-    """STL-10 without its 2.8 GB of unlabelled images, which need not be there."""
+    """STL-10 without its unlabelled images (2.8 GB), whose files may be missing."""
 
     train_list = [entry for entry in STL10.train_list if not entry[0].startswith("unlabeled")]
 
 
-def read_cifar(kind: type[CIFAR10], root: Path, split: str) -> Whole:
-    """CIFAR-10 or CIFAR-100 (fine labels): 50,000 images to train on, 10,000 to test."""
-    found = kind(root, train=split == "train")
-    images = torch.from_numpy(found.data).permute(0, 3, 1, 2)            # channels-last in memory
-    return Whole(images, np.array(found.targets, dtype=np.int64), list(found.classes))
+def read_cifar(kind: type[CIFAR10], root: Path, split: str) -> ImageArrays:
+    """CIFAR-10 or CIFAR-100 (fine labels): train has 50,000 images, val has the 10,000 test images."""
+    read = kind(root, train=split == "train")
+    images = torch.from_numpy(read.data).permute(0, 3, 1, 2)             # channels-last in memory
+    return ImageArrays(images, np.array(read.targets, dtype=np.int64), list(read.classes))
 
 
-def read_stl10(root: Path, split: str) -> Whole:
-    """STL-10's labelled part: 5,000 images of 96 px to train on, all folds, and 8,000 to test."""
-    found = LabelledSTL10(root, split="train" if split == "train" else "test")
-    if not hasattr(found, "classes"):                # torchvision does without this file
+def read_stl10(root: Path, split: str) -> ImageArrays:
+    """STL-10's labelled images of 96×96 pixels.
+
+    train has the 5,000 training images of all folds, val has the 8,000 test images.
+    """
+    read = LabelledSTL10(root, split="train" if split == "train" else "test")
+    if not hasattr(read, "classes"):                 # torchvision ignores that the file is missing
         raise FileNotFoundError(2, "No such file or directory",
-                                str(root / found.base_folder / found.class_names_file))
-    return Whole(_channels_last(found.data), found.labels.astype(np.int64), found.classes)
+                                str(root / read.base_folder / read.class_names_file))
+    return ImageArrays(_channels_last(read.data), read.labels.astype(np.int64), read.classes)
 
 
-def read_svhn(root: Path, split: str) -> Whole:
-    """SVHN's cropped digits, 32 px: 73,257 to train on and 26,032 to test, none of the extra."""
-    found = SVHN(root, split="train" if split == "train" else "test")
-    return Whole(_channels_last(found.data), found.labels, [str(digit) for digit in range(10)])
+def read_svhn(root: Path, split: str) -> ImageArrays:
+    """SVHN's cropped digits of 32×32 pixels.
+
+    train has the 73,257 training images, without the set's extra images; val has the 26,032 test
+    images.
+    """
+    read = SVHN(root, split="train" if split == "train" else "test")
+    return ImageArrays(_channels_last(read.data), read.labels, [str(digit) for digit in range(10)])
 
 
 def _channels_last(images: np.ndarray) -> Tensor:
@@ -81,10 +89,11 @@ def _channels_last(images: np.ndarray) -> Tensor:
 # ---------------------------------------------------------------------------------------------
 
 
-def list_food101(root: Path, split: str) -> Listed:
-    """Food-101: 750 images a class to train on, uncleaned, and 250 to test.
+def list_food101(root: Path, split: str) -> ImageList:
+    """Food-101: train has 750 images per class, val has 250 test images per class.
 
-    food-101/meta/<split>.json holds {class: ["<class>/<number>", …]}.
+    The training images are not cleaned: some labels are wrong. The files food-101/meta/train.json
+    and test.json hold {class: ["<class>/<number>", …]}.
     """
     folder = root / "food-101"
     file = folder / "meta" / f"{'train' if split == 'train' else 'test'}.json"
@@ -99,11 +108,12 @@ def list_food101(root: Path, split: str) -> Listed:
     return _checked(listed, classes, file)
 
 
-def list_flowers102(root: Path, split: str) -> Listed:
-    """Oxford Flowers: its training and validation parts (2,040) to train on, and 6,149 to test.
+def list_flowers102(root: Path, split: str) -> ImageList:
+    """Oxford Flowers, 102 classes.
 
-    flowers-102/setid.mat holds the numbers of each part, imagelabels.mat the class of each number,
-    both from 1.
+    train has the 2,040 images of its training and validation parts; val has its 6,149 test images.
+    flowers-102/setid.mat holds the numbers of the images in each part, and imagelabels.mat the
+    class of each image. Numbers and classes are counted from 1.
     """
     folder = root / "flowers-102"
     file, parts = folder / "setid.mat", ("trnid", "valid") if split == "train" else ("tstid",)
@@ -118,8 +128,8 @@ def list_flowers102(root: Path, split: str) -> Listed:
 
 
 def _variable(file: Path, name: str) -> np.ndarray:
-    """One array of a .mat file, flat."""
-    from scipy.io import loadmat                     # an extra, not everybody's need
+    """Read one variable of a .mat file: a flat int64 array."""
+    from scipy.io import loadmat                     # here, because scipy is an optional dependency
     with open(file, "rb") as content:
         try:
             return loadmat(content)[name].astype(np.int64).ravel()
@@ -128,57 +138,59 @@ def _variable(file: Path, name: str) -> np.ndarray:
                             f"({type(error).__name__})") from None
 
 
-def list_pets(root: Path, split: str) -> Listed:
-    """Oxford-IIIT Pet, 37 breeds: its trainval part (3,680) to train on, and 3,669 to test.
+def list_pets(root: Path, split: str) -> ImageList:
+    """Oxford-IIIT Pet, 37 breeds.
 
-    A line of oxford-iiit-pet/annotations/<part>.txt is "<Breed>_<number> <class> <species>
-    <number in species>", the class from 1.
+    train has the 3,680 images of its trainval part; val has its 3,669 test images. Each line of
+    oxford-iiit-pet/annotations/trainval.txt and test.txt is "<Breed>_<number> <class> <species>
+    <number in species>", with classes counted from 1.
     """
     folder = root / "oxford-iiit-pet"
     file = folder / "annotations" / f"{'trainval' if split == 'train' else 'test'}.txt"
     listed, breeds = [], {}
-    for place, line in _lines(file):
+    for where, line in _lines(file):
         words = line.split()
         if len(words) != 4 or not words[1].isdecimal() or int(words[1]) < 1:
-            raise DataError(f"{place}: found '{line}', expected <image> <class> <species> "
+            raise DataError(f"{where}: found '{line}', expected <image> <class> <species> "
                             "<number> such as 'Abyssinian_100 1 1 1'")
         label = int(words[1]) - 1
         breed = breeds.setdefault(label, words[0].rpartition("_")[0])
         if words[0].rpartition("_")[0] != breed:
-            raise DataError(f"{place}: found '{line}', but class {label + 1} is {breed} above")
+            raise DataError(f"{where}: found '{line}', but class {label + 1} is {breed} above")
         listed.append((str(folder / "images" / f"{words[0]}.jpg"), label))
     count = max(breeds, default=-1) + 1
     classes = [breeds.get(label, f"class {label + 1}") for label in range(count)]
     return _checked(listed, classes, file)
 
 
-def list_tiny_imagenet(root: Path, split: str) -> Listed:
-    """Tiny-ImageNet, 200 classes of 64 px: 500 images each to train on, 50 to validate.
+def list_tiny_imagenet(root: Path, split: str) -> ImageList:
+    """Tiny-ImageNet, 64×64 pixels, 200 classes: train has 500 images per class, val has 50.
 
-    wnids.txt lists the classes, sorted here. Training images are train/<wnid>/images/*.JPEG. All
-    validation images are in val/images/, and a line of val/val_annotations.txt gives one's file
-    name, class and box, between tabs.
+    wnids.txt lists the classes, which are sorted here. Training images are
+    train/<wnid>/images/*.JPEG. All validation images are in val/images/; each line of
+    val/val_annotations.txt gives the file name, the class and the bounding box of one of them,
+    separated by tabs.
     """
     classes = sorted(wnid for _, line in _lines(root / "wnids.txt") for wnid in line.split())
     labels = {wnid: label for label, wnid in enumerate(classes)}
     if split == "train":
         folders = [root / "train" / wnid / "images" for wnid in classes]
-        return Listed(*_columns([(str(folder / name), label)
+        return ImageList(*_columns([(str(folder / name), label)
                                  for label, folder in enumerate(folders)
                                  for name in sorted(os.listdir(folder))
                                  if name.endswith(".JPEG") and not name.startswith(".")]), classes)
     file, listed = root / "val" / "val_annotations.txt", []
-    for place, line in _lines(file):
+    for where, line in _lines(file):
         words = line.split("\t")
         if len(words) < 2 or words[1] not in labels:
-            raise DataError(f"{place}: found {line!r}, expected <image> and a class of wnids.txt "
+            raise DataError(f"{where}: found {line!r}, expected <image> and a class of wnids.txt "
                             "between tabs")
         listed.append((str(root / "val" / "images" / words[0]), labels[words[1]]))
     return _checked(listed, classes, file)
 
 
 def _lines(file: Path) -> list[tuple[str, str]]:
-    """(where, text) of every line that is not blank."""
+    """(where it is, text) of every line of a file that is not blank."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
@@ -187,8 +199,11 @@ def _lines(file: Path) -> list[tuple[str, str]]:
             if line.strip()]
 
 
-def _checked(listed: list[tuple[str, int]], classes: list[str], file: Path) -> Listed:
-    """What `file` lists; an error if an image of it is not there. One look at every folder."""
+def _checked(listed: list[tuple[str, int]], classes: list[str], file: Path) -> ImageList:
+    """The (path, label) pairs that `file` lists. Raises DataError if an image is missing.
+
+    Each folder of images is listed once, which is faster than asking for each file.
+    """
     folders = {os.path.dirname(path) for path, _ in listed}
     present = {os.path.join(folder, name) for folder in folders if os.path.isdir(folder)
                for name in os.listdir(folder)}
@@ -196,8 +211,9 @@ def _checked(listed: list[tuple[str, int]], classes: list[str], file: Path) -> L
     if missing:
         raise DataError(f"{missing[0]}: no such image; {len(missing):,} of the {len(listed):,} "
                         f"that {file} lists are missing")
-    return Listed(*_columns(listed), classes)
+    return ImageList(*_columns(listed), classes)
 
 
 def _columns(listed: list[tuple[str, int]]) -> tuple[list[str], list[int]]:
+    """All paths and all labels of (path, label) pairs."""
     return [path for path, _ in listed], [label for _, label in listed]

@@ -1,7 +1,7 @@
 """Loaders of uint8 batches on the host: worker processes decode and crop images and stack them.
 
-Training and evaluation each have a data set of views (`TrainViews`, `EvalViews`) and a function that
-makes a loader of it. A view is an image as it is cut out and resized for the model.
+Training and evaluation each have a data set of views (`TrainViews`, `EvalViews`) and a function
+that makes a loader of it. A view is an image as it is cut out and resized for the model.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def eval_loader(views: EvalViews, *, batch_size: int, workers: int, pin_memory: 
                 again: bool = True) -> Loader:
     """Load all views in order; the last batch may be smaller.
 
-    again: whether there will be further passes. If so, workers wait for the next pass; else they end
-        after this one.
+    again: whether there will be further passes. If so, workers wait for the next pass; else they
+        end after this one.
     """
     workers = 0 if views.ready_made else min(workers, math.ceil(len(views) / batch_size))
     return batch_loader(views, _stack, workers, pin_memory, batch_size=batch_size,

@@ -1,4 +1,4 @@
-"""One process at a time downloads into a folder, whichever machines share it."""
+"""A lock file: one process at a time downloads into a folder, also where several machines share it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ except ImportError:                                  # not on Windows
 
 @contextmanager
 def one_at_a_time(lock_file: Path, say: Callable[[str], object]) -> Iterator[None]:
-    """Holds a lock that processes on all machines see which share the disk; waits for it first.
+    """Wait for a lock and hold it during the `with` block.
 
-    A process that dies leaves the lock to the next. The file is there only as long as somebody
-    holds or awaits it. Where no file can be locked, `say` gets one line and work goes on without; a
-    folder in which no file can be made needs no lock, because nothing can be downloaded into it.
+    All processes on all machines that share the disk see the lock. If a process dies, its lock is
+    released. The lock file exists only while a process holds the lock or waits for it. If the file
+    system cannot lock files, `say` is called with one line and the block runs without a lock. If no
+    file can be created in the folder, no lock is needed, because nothing can be downloaded into it.
     """
     descriptor = locked(lock_file, say) if fcntl is not None else None
     try:
         yield
     finally:
         if descriptor is not None:
-            lock_file.unlink(missing_ok=True)        # while locked: those who wait look for it again
+            lock_file.unlink(missing_ok=True)        # while locked; waiting processes open it again
             os.close(descriptor)
 
 
 def locked(lock_file: Path, say: Callable[[str], object]) -> int | None:
-    """A descriptor of the locked file; None if there is nothing to lock."""
+    """Wait for the lock; the descriptor of the locked file, or None if nothing can be locked."""
     waiting = False
     while True:
         try:
@@ -47,7 +48,8 @@ def locked(lock_file: Path, say: Callable[[str], object]) -> int | None:
                     say(f"{lock_file.parent}: waiting for another process that downloads into it")
                 waiting = True
                 fcntl.lockf(descriptor, fcntl.LOCK_EX)
-            # Whoever held it has removed the file: what is locked now must be what others find.
+            # The process that held the lock has removed its file. What is locked now must be the
+            # file that other processes find under this name.
             if same_file(descriptor, lock_file):
                 return descriptor
             os.close(descriptor)
@@ -63,6 +65,7 @@ def locked(lock_file: Path, say: Callable[[str], object]) -> int | None:
 
 
 def same_file(descriptor: int, path: Path) -> bool:
+    """Whether `path` still names the file that was opened as `descriptor`."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

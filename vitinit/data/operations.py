@@ -1,8 +1,8 @@
 """RandAugment's fifteen operations on batches (n, 3, H, W) uint8, with one argument per image.
 
 Each operation is the one of Pillow that AutoAugment (arXiv 1805.09501) and RandAugment (arXiv
-1909.13719) use, with the same formula and the same rounding. Since every kernel launch on a GPU has a
-fixed cost, the fifteen are implemented by only three functions:
+1909.13719) use, with the same formula and the same rounding. Since every kernel launch on a GPU has
+a fixed cost, the fifteen are implemented by only three functions:
 
     map_levels           8 operations that map levels to levels: tables of 256 entries, one look-up
     color_or_sharpness   2 operations that blend the image with a plainer version of it
@@ -10,8 +10,8 @@ fixed cost, the fifteen are implemented by only three functions:
 
 A level is one of the 256 values of a channel. The result for an image is the same, bit for bit,
 whatever batch it is in, whatever the device, and however much is read at once. To that end all
-arithmetic is either on integers or consists of single floating-point operations, whose rounding IEEE
-754 defines.
+arithmetic is either on integers or consists of single floating-point operations, whose rounding
+IEEE 754 defines.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ LEVELS = 256
 MOST = 256.0                    # no larger factor of a blend changes the result, as levels are integers
 
 
-# Operations by the function that implements them, each list in the order in which the function takes
-# images. In LEVEL_OPERATIONS those come first whose tables depend on the image.
+# Operations by the function that implements them, each list in the order in which the function
+# takes images. In LEVEL_OPERATIONS those come first whose tables depend on the image.
 LEVEL_OPERATIONS = (Operation.AutoContrast, Operation.Equalize, Operation.Contrast,
                     Operation.Brightness, Operation.Invert, Operation.Posterize,
                     Operation.Solarize, Operation.SolarizeAdd)
@@ -104,8 +104,8 @@ def smoothed(images: Tensor) -> Tensor:
 
 def nearest_of_13th(sums: Tensor) -> Tensor:
     """sums / 13 rounded to the nearest integer, for sums from 0 to 13 · 255: (2 · sum + 13) // 26."""
-    # A product and a shift are much faster than a division. 10083 / 2^18 exceeds 1 / 26 by too little
-    # to change the result for numerators below 2^18 / 14.
+    # A product and a shift are much faster than a division. 10083 / 2^18 exceeds 1 / 26 by too
+    # little to change the result for numerators below 2^18 / 14.
     return sums.int().mul_(2 * 10083).add_(13 * 10083).bitwise_right_shift_(18)
 
 
@@ -272,10 +272,11 @@ def affine(images: Tensor, bilinear: int, matrices: Tensor, bounds: Tensor, fill
     A pixel of the new image whose centre is mapped outside of the old image gets `fill`. For all
     others, neighbours beyond the edge repeat the edge, as in Pillow.
 
-    bilinear: how many images, from the first on, are interpolated bilinearly; the others bicubically.
+    bilinear: how many images, from the first on, are interpolated bilinearly; the others
+    bicubically.
     bounds: `image_bounds`. fill: the colour, (3, 1, 1) uint8.
-    axes: the axes along which pixels move. Where pixels stay in their row (or column), only that row
-    (or column) is read.
+    axes: the axes along which pixels move. Where pixels stay in their row (or column), only that
+    row (or column) is read.
     at_once: read all neighbours of a pixel at once, for which `axes` must be "xy"; else read one
     neighbour after the other.
     """

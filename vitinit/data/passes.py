@@ -1,11 +1,11 @@
 """How a batch goes through per-image operations on a device, and how their arguments get there.
 
-The host knows which operation was drawn for which image. It groups the images of a batch into passes:
-a pass is a set of images that go through the same function together. The best size of a pass depends
-on the device. On a GPU every kernel launch and every copy has a fixed cost, so a pass takes as many
-images as memory allows, and the arguments of all passes travel in one tensor. On a CPU memory traffic
-costs most, so a pass takes only as many images as fit into the cache. The results are equal, bit for
-bit.
+The host knows which operation was drawn for which image. It groups the images of a batch into
+passes: a pass is a set of images that go through the same function together. The best size of a
+pass depends on the device. On a GPU every kernel launch and every copy has a fixed cost, so a pass
+takes as many images as memory allows, and the arguments of all passes travel in one tensor. On a
+CPU memory traffic costs most, so a pass takes only as many images as fit into the cache. The
+results are equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Passes(NamedTuple):
                                 # at once (few launches, more memory) or on one after the other
 
 
-# For GPUs. A geometric operation takes 280 bytes of memory per pixel and all others at most 50, so a
-# pass takes 4.4 GiB at most. 2^24 pixels are 334 images of 224×224; with DeiT's settings about 171 of
-# 1024 images go through a geometric operation in one layer.
+# For GPUs. A geometric operation takes 280 bytes of memory per pixel and all others at most 50, so
+# a pass takes 4.4 GiB at most. 2^24 pixels are 334 images of 224×224; with DeiT's settings about
+# 171 of 1024 images go through a geometric operation in one layer.
 FEW_LAUNCHES = Passes(pixels=2**24, finished_pixels=2**40, at_once=True)
 # For CPUs: 2.6 images of 224×224.
 IN_CACHE = Passes(pixels=2**17, finished_pixels=2**17, at_once=False)

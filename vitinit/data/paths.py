@@ -1,7 +1,8 @@
-"""Many paths in one run of bytes: a million of them are two tensors, not a million Python strings.
+"""A compact list of paths: a million of them are two tensors, not a million Python strings.
 
-Worker processes share tensors, however they are started (forked: as pages that nobody writes to;
-spawned: as shared memory), and a long path takes no more room than its own bytes.
+Worker processes share the memory of tensors, however they are started: forked processes share pages
+that nobody writes to, spawned ones get tensors through shared memory. Python strings would be
+copied into each worker, since reading one writes to its reference count.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from .images import DataError
 
 
 class Paths(Sequence[str]):
-    """What `os.fsencode` makes of N paths, each with a zero byte behind it, which no path holds.
+    """A sequence of N paths, stored as bytes (`os.fsencode`) with a zero byte after each path.
 
-    content: (bytes,) uint8. ends: (N,) int64, where the zero bytes are.
+    No path contains a zero byte. content: (bytes,) uint8. ends: (N,) int64, the indices of the zero
+    bytes.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
-        """DataError for a path with a zero byte in it."""
+        """Raises DataError for a path with a zero byte in it."""
         content = np.frombuffer(bytearray(os.fsencode("\0".join([*paths, ""]))), dtype=np.uint8)
         ends = np.flatnonzero(content == 0)
         if len(ends) != len(paths):
@@ -34,7 +36,7 @@ class Paths(Sequence[str]):
         return len(self.ends)
 
     def __getitem__(self, index: int) -> str:
-        """index: 0 … N − 1."""
+        """The path at `index`, from 0 to N − 1."""
         begin = int(self.ends[index - 1]) + 1 if index else 0
         return os.fsdecode(self.content[begin:int(self.ends[index])].numpy().tobytes())
 
@@ -42,6 +44,6 @@ class Paths(Sequence[str]):
         return iter(os.fsdecode(self.content.numpy().tobytes()).split("\0")[:-1])
 
     def part(self, indices: Sequence[int] | np.ndarray) -> Paths:
-        """Those paths alone, in that order."""
-        whole = list(self)
-        return Paths([whole[index] for index in indices])
+        """Only the paths at these indices, in this order."""
+        paths = list(self)
+        return Paths([paths[index] for index in indices])

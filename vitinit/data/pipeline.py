@@ -6,7 +6,8 @@ Images reach the device in one of three ways; there, `to_device` augments and no
     or: a small training set, stored whole on the device, cropped there ┤
     or: evaluation views that an earlier pass has stored                ┴→ to_device → images, targets
 
-On a GPU the next micro-batch is prepared while the model still trains on the current one (ahead.py).
+On a GPU the next micro-batch is prepared while the model still trains on the current one
+(ahead.py).
 """
 
 from __future__ import annotations

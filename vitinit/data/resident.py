@@ -1,8 +1,9 @@
-"""Small training sets live on the device: decoded once, gathered and cut there, batch by batch.
+"""Small training sets on the device: decoded once, then cropped and flipped there, batch by batch.
 
-The same draws and the same bits as the way through worker processes (loader.py). It works where crop
-and flip only move pixels: images of one size, which is the size that the model sees, shifted over a
-padded border. There the workers, if there are any, make draws alone.
+This needs no decoding during training, and gives the same batches, bit for bit, as the loader with
+worker processes (loader.py), from the same draws. It is possible if crop and flip only move pixels:
+all images have the size that the model takes, and are shifted over a padded border. Worker
+processes, if there are any, then only make random draws.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ GIB = 2**30
 
 
 class Resident(NamedTuple):
-    """A set on the device."""
+    """A training set that is stored on the device."""
 
     images: Tensor          # (N, 3, H, W) uint8
     labels: Tensor          # (N,) int64
 
     def cut(self, indices: Tensor, windows: Tensor) -> Tensor:
-        """Views of the images `indices`, (B,): (B, 3, H, W), black where a window leaves an image.
+        """Crop and flip the images at `indices`, (B,): views (B, 3, H, W), black outside the images.
 
-        windows: (B, 3), the top and left of what is cut out, in pixels of the image, and 1 for a
-            view that is mirrored.
+        windows: (B, 3), for each view the top and left of its crop in the image, in pixels, and 1
+            if it is mirrored, else 0.
         """
         height, width = self.images.shape[2:]
         top, left, flip = (column[:, None] for column in windows.unbind(1))
@@ -47,15 +48,17 @@ class Resident(NamedTuple):
 
 
 def only_moves_pixels(crop: CropAndFlip, size: tuple[int, int]) -> bool:
-    """Whether every view of an image of `size` is a part of it and its border, not resized."""
+    """Whether no view of an image of `size` = (height, width) is resized, only shifted and flipped."""
     return crop.scale == crop.ratio == (1.0, 1.0) and size[0] == size[1]
 
 
 def resident_source(source: Source, device: torch.device, size: tuple[int, int], budget_gib: float,
                     advance: Callable[[], None] = lambda: None) -> Resident | None:
-    """All images on `device`; None if there are too many, or if they are not all of `size`.
+    """Store all images of `source` on `device`.
 
-    advance: called after every image that is decoded. Raises DataError for one that is broken.
+    Returns None if they take more than `budget_gib` GiB or do not all have the same `size`.
+    advance: called after each image that is decoded. Raises DataError for an image that cannot be
+    decoded.
     """
     if len(source) * 3 * size[0] * size[1] > budget_gib * GIB:
         return None
@@ -75,10 +78,13 @@ def resident_source(source: Source, device: torch.device, size: tuple[int, int],
 
 
 class ResidentTrainLoader:
-    """Micro-batches in the sampler's order, cut on the device; `sampler.start` before each pass."""
+    """Micro-batches in the sampler's order, cropped on the device.
+
+    windows: a loader of `TrainViews` with decode=False, which gives descriptions of views.
+    Call `sampler.start` before each iteration.
+    """
 
     def __init__(self, resident: Resident, windows: Loader) -> None:
-        """windows: of `TrainViews` that do not decode."""
         self.resident, self.windows = resident, windows
 
     def __iter__(self) -> Iterator[TrainBatch]:

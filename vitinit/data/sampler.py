@@ -1,7 +1,7 @@
 """Which images each micro-batch holds: epoch → global batches → mixing groups → micro-batches.
 
 An epoch is an order of the training set, cut into global batches, one per step. A global batch is
-divided in two independent ways: into groups that share a random draw of mixup or cutmix, and into the
+divided in two ways: into groups that share a random draw of mixup or cutmix, and into the
 micro-batches of all processes. `BatchPlan` describes both, `TrainSampler` applies them epoch by epoch.
 """
 
@@ -150,10 +150,10 @@ class TrainSampler:
     """Yields one list of sample keys per micro-batch of this process, for one epoch at a time.
 
     Each epoch has a new random order of all `count` images. In this order each image stands
-    `repeats` times in a row, once for each of its views: repeated augmentation (Hoffer et al., arXiv
-    1901.09335), as in DeiT. The epoch ends after count // global_batch steps, so it is as long as
-    without repeats, and sees only about count / repeats different images, a new selection every
-    epoch. Without repeats it leaves out the last, incomplete batch (drop_last). A set that is
+    `repeats` times in a row, once for each of its views: repeated augmentation (Hoffer et al.,
+    arXiv 1901.09335), as in DeiT. The epoch ends after count // global_batch steps, so it is as
+    long as without repeats, and sees only about count / repeats different images, a new selection
+    every epoch. Without repeats it leaves out the last, incomplete batch (drop_last). A set that is
     smaller than a global batch has epochs of one step, provided that its repeated views fill it.
 
     `start` sets the epoch and the step at which the next iteration begins. The images of a step

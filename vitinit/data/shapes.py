@@ -1,8 +1,9 @@
 """`shapes`: an embedded data set, so that the first command needs no download.
 
-Ten classes of simple figures at random place, size, angle and colour on cluttered backgrounds,
-32×32 pixels, 5,000 to train on and 1,000 to validate. Image i of a split is a pure function of
-(split, i). A figure is a formula: whether the point (u, v), in units of its size, is inside it.
+Each image is 32×32 pixels and shows one of ten simple shapes, at a random position, size, angle and
+colour, on a cluttered background. There are 5,000 training images and 1,000 validation images.
+Image i of a split is a pure function of (split, i). A shape is defined by a formula that says
+whether the point (u, v), in units of the shape's radius, is inside it.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from torch import Tensor
 
 from ..keys import Stream, keyed_generator
 
-SIZE = 32                       # pixels a side
-SUPERSAMPLING = 2               # points a pixel side; their mean is the anti-aliased edge
+SIZE = 32                       # pixels per side of an image
+SUPERSAMPLING = 2               # sampling points per side of a pixel; their mean smooths edges
 SPLITS = {"train": 5_000, "val": 1_000}
-SEED = 0                        # of the data set itself, not of a run
-# Each colour channel is uniform on its range, of [0, 1].
-GROUND_RANGE, CLUTTER_RANGE, FIGURE_RANGE = (0.0, 0.45), (0.0, 0.7), (0.45, 1.0)
+SEED = 0                        # the seed of the data set itself, which is not that of a run
+# Each colour channel is uniform on one of these ranges in [0, 1].
+GROUND_RANGE, CLUTTER_RANGE, SHAPE_RANGE = (0.0, 0.45), (0.0, 0.7), (0.45, 1.0)
 NOISE_STD = 0.03
 
 
 def _polygon(u: np.ndarray, v: np.ndarray, sides: int) -> np.ndarray:
-    """The apothem at which a regular polygon's edge passes through the point (u, v)."""
+    """The apothem (radius of the inscribed circle) of the regular polygon through the point (u, v)."""
     angles = 2.0 * np.pi * np.arange(sides) / sides
     return np.max([u * np.cos(angle) + v * np.sin(angle) for angle in angles], axis=0)
 
 
-FIGURES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+SHAPES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "disc": lambda u, v: u**2 + v**2 < 0.85**2,
     "ring": lambda u, v: (u**2 + v**2 < 0.9**2) & (u**2 + v**2 > 0.5**2),
     "half_disc": lambda u, v: ((u + 0.35)**2 + v**2 < 1.0) & (u > -0.35),
@@ -39,23 +40,27 @@ FIGURES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "frame": lambda u, v: (np.maximum(abs(u), abs(v)) < 0.8) & (np.maximum(abs(u), abs(v)) > 0.42),
     "triangle": lambda u, v: _polygon(u, v, 3) < 0.5,
     "cross": lambda u, v: (np.maximum(abs(u), abs(v)) < 0.95) & (np.minimum(abs(u), abs(v)) < 0.28),
-    # A five-pointed star is what at least four of five half-planes have in common.
+    # A five-pointed star consists of the points that lie in at least four of five half-planes.
     "star": lambda u, v: sum((u * np.cos(t) + v * np.sin(t) < 0.38).astype(int)
                              for t in 2.0 * np.pi * np.arange(5) / 5) >= 4,
     "bars": lambda u, v: (abs(v) < 0.9) & (abs(abs(u) - 0.5) < 0.26),
 }
-CLASSES = list(FIGURES)
+CLASSES = list(SHAPES)
 
 
 def _points() -> tuple[np.ndarray, np.ndarray]:
-    """Column and row, in pixels, of the sampling points: two of (SIZE·SUPERSAMPLING)²."""
+    """The columns and the rows of the sampling points, in pixels: two (n, n), n = 64."""
     axis = (np.arange(SIZE * SUPERSAMPLING, dtype=np.float32) + 0.5) / SUPERSAMPLING
     return np.meshgrid(axis, axis)
 
 
 def _turned(x: np.ndarray, y: np.ndarray, centre: np.ndarray, angle: float,
             scale: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
-    """The points in the frame of a figure at `centre`, turned by `angle`, `scale` pixels large."""
+    """The points (x, y) in the coordinates of a shape.
+
+    centre: the shape's centre, in pixels. angle: by how much it is turned, in radians. scale: its
+    radius in pixels, or one number along each of its two axes.
+    """
     x, y = x - centre[0], y - centre[1]
     across, down = (scale, scale) if np.isscalar(scale) else scale
     return ((x * np.cos(angle) + y * np.sin(angle)) / across,
@@ -63,17 +68,18 @@ def _turned(x: np.ndarray, y: np.ndarray, centre: np.ndarray, angle: float,
 
 
 def _window(centre: np.ndarray, radius: float) -> tuple[slice, slice]:
-    """Rows and columns of the sampling points within `radius` pixels of `centre`."""
+    """The rows and columns of the sampling points within `radius` pixels of `centre`, as slices."""
     column, row = ((max(0, int((c - radius) * SUPERSAMPLING)), int((c + radius) * SUPERSAMPLING) + 1)
                    for c in centre)
     return slice(*row), slice(*column)
 
 
 def draw_image(rng: np.random.Generator) -> tuple[np.ndarray, int]:
-    """One image (3, SIZE, SIZE) uint8 and its class.
+    """Draw one image (3, SIZE, SIZE) uint8, and return it with its class.
 
-    Background: a dark colour ramp. Clutter: a few thin bars and small ellipses in darker colours.
-    Figure: one of ten in a lighter colour, 7 to 12 pixels in radius. On top a little noise.
+    The background is a dark colour gradient. On it are a few thin bars and small ellipses in rather
+    dark colours, then the shape in a lighter colour, with a radius of 7 to 12 pixels. In the end
+    some noise is added.
     """
     x, y = _points()
     corner, other = rng.uniform(*GROUND_RANGE, (2, 3))
@@ -82,7 +88,7 @@ def draw_image(rng: np.random.Generator) -> tuple[np.ndarray, int]:
     for _ in range(rng.integers(4, 10)):
         half = rng.uniform((0.6, 0.6), (6.0, 1.5))                       # half length, half width
         centre = rng.uniform(0, SIZE, 2)
-        near = _window(centre, 1.5 * half.max())     # 1.5 > √2: the bar's corner
+        near = _window(centre, 1.5 * half.max())     # 1.5 > √2, so a bar's corners are included
         u, v = _turned(x[near], y[near], centre, rng.uniform(0, 2 * np.pi), half)
         inside = np.maximum(abs(u), abs(v)) < 1 if rng.random() < 0.5 else u**2 + v**2 < 1
         canvas[near][inside] = rng.uniform(*CLUTTER_RANGE, 3)
@@ -91,7 +97,7 @@ def draw_image(rng: np.random.Generator) -> tuple[np.ndarray, int]:
     radius = rng.uniform(7.0, 12.0)
     centre = rng.uniform(radius * 0.8, SIZE - radius * 0.8, 2)
     u, v = _turned(x, y, centre, rng.uniform(0, 2 * np.pi), radius)
-    canvas[FIGURES[CLASSES[label]](u, v)] = rng.uniform(*FIGURE_RANGE, 3)
+    canvas[SHAPES[CLASSES[label]](u, v)] = rng.uniform(*SHAPE_RANGE, 3)
 
     pixels = canvas.reshape(SIZE, SUPERSAMPLING, SIZE, SUPERSAMPLING, 3).mean(axis=(1, 3))
     noisy = pixels + rng.normal(0.0, NOISE_STD, pixels.shape)
@@ -99,7 +105,7 @@ def draw_image(rng: np.random.Generator) -> tuple[np.ndarray, int]:
 
 
 def make_split(split: str) -> tuple[Tensor, np.ndarray]:
-    """All images (N, 3, SIZE, SIZE) uint8 and labels (N,) of "train" or "val"; a few seconds."""
+    """Draw all images (N, 3, SIZE, SIZE) uint8 and labels (N,) of the split "train" or "val"."""
     images = np.empty((SPLITS[split], 3, SIZE, SIZE), dtype=np.uint8)
     labels = np.empty(SPLITS[split], dtype=np.int64)
     for index in range(SPLITS[split]):

@@ -1,4 +1,4 @@
-"""A part of a training set, as large in every class: for studies of how much data a model needs."""
+"""Reduce a training set evenly over its classes, for studies of how much data a model needs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from .images import DataError
 
 def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int = 0,
                     seed: int = 0) -> Source:
-    """`share` of every class, or `images_per_class` of each, in the order of `source`.
+    """A part of `source` with a share of each class, or a number of images of each class.
 
-    A class of n images keeps share · n of them, rounded to the nearest (a half up), but at least
-    one. Which ones is keyed by (seed, class) alone: of every class the first so many of one fixed
-    order. So a smaller part lies in every larger one of the same seed. Without a limit (share 1.0,
-    images_per_class 0) that is `source` itself. Raises DataError, naming it, for a class of fewer
-    than `images_per_class` images.
+    A class of n images keeps share · n of them, rounded to the nearest integer (halves up), but at
+    least one. If `images_per_class` is not 0, every class keeps that many instead. Each class has a
+    random order that is keyed by (seed, class) alone, and its first images in that order are kept.
+    So with the same seed a smaller part is contained in every larger one. The images that are kept
+    stay in the order of `source`. With share 1.0 and images_per_class 0 the result is `source`
+    itself. Raises DataError that names the class if a class has fewer than `images_per_class`
+    images.
     """
     if share == 1.0 and not images_per_class:
         return source
-    kept = []
+    indices = []                                     # of the images that are kept, class by class
     for label, name in enumerate(source.classes):
         members = np.flatnonzero(source.labels == label)
         if images_per_class > len(members):
@@ -31,5 +33,5 @@ def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int
                             f"{len(members)} images to train on")
         count = images_per_class or max(1, math.floor(share * len(members) + 0.5))
         order = keyed_generator(seed, Stream.SUBSET, label).permutation(len(members))
-        kept.append(members[order[:count]])
-    return source.part(np.sort(np.concatenate(kept)))
+        indices.append(members[order[:count]])
+    return source.part(np.sort(np.concatenate(indices)))

@@ -1,4 +1,4 @@
-"""The last step before the model: copy a batch to the device, augment it there, normalise and mix it."""
+"""The last step before the model: a batch is copied to the device, augmented, normalised and mixed."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class Plan(NamedTuple):
 class TrainToDevice(ToDevice):
     """Prepare training batches: augmented images (B, 3, H, W) float32, and targets (B, K) float32.
 
-        RandAugment → normalise → erase → mix          the order of DeiT
-        RandAugment → mix → normalise → erase          with erase_after_mix, the order of timm with its
-                                                       prefetcher, which mixes uint8 images in workers
+        RandAugment → normalise → erase → mix      the order of DeiT
+        RandAugment → mix → normalise → erase      with erase_after_mix: the order of timm with its
+                                                   prefetcher, which mixes uint8 images in workers
 
     The draws for RandAugment and erasing come with the batch (draw.py). Mixing is drawn here, keyed
-    by (seed, step, group). Three copies go to the device: the images, the labels, and one tensor with
-    the arguments of all operations.
+    by (seed, step, group). Three copies go to the device: the images, the labels, and one tensor
+    with the arguments of all operations.
 
     fill: the colour of RandAugment's geometric operations. erase_fill: see `draw.Erasing`.
     passes: how many images go through an operation at once; by default what suits the device.

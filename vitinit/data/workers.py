@@ -1,10 +1,10 @@
-"""Worker processes of a loader: how they start, what they do about signals, when they end.
+"""Worker processes of a loader: how they start, how they treat signals, and when they end.
 
-Python starts them in one of three ways, all of which give the same batches:
+Python starts them in one of three ways (start methods), all of which give the same batches:
 
-    fork          copies of the training process; Linux's way before Python 3.14
-    forkserver    copies of a process that has only imported things; Linux's way from 3.14 on
-    spawn         programs of their own, which import everything again, each for itself
+    fork          copies of the training process; the default on Linux before Python 3.14
+    forkserver    copies of a server process that has imported the modules; the default from 3.14 on
+    spawn         new processes, each of which imports all modules again
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from typing import Any
 
 from .images import DataError
 
-GRACE_SECONDS = 60          # that a worker outlives a SIGTERM
-FILES_A_WORKER = 8          # that the training process holds open: both ends of its queue, two pipes
-                            # of its life, and as much for one that waits to evaluate
-FILES_BESIDE = 256          # that it may need for all else
+GRACE_SECONDS = 60          # how long a worker lives on after a SIGTERM
+FILES_PER_WORKER = 8        # open files of the training process per worker: both ends of its queue and
+                            # two pipes that show whether it is alive, and the same once more for a
+                            # worker of the evaluation loader
+OTHER_FILES = 256           # open files that the training process may need for everything else
 
 
 # ---------------------------------------------------------------------------------------------
@@ -33,45 +34,49 @@ FILES_BESIDE = 256          # that it may need for all else
 
 
 def expect_workers(number: int) -> None:
-    """Before the first of so many starts. DataError if they need too many open files."""
+    """Prepare this process for `number` workers; called before they start.
+
+    Raises DataError if they need more open files than this process may have.
+    """
     require_open_files(number)
     if number:
-        atexit.unregister(end_workers)               # once is enough
+        atexit.unregister(end_workers)               # so that it is registered only once
         atexit.register(end_workers)
     start_fork_server(number)
 
 
 def require_open_files(workers: int) -> None:
-    """DataError if so many workers need more open files than this process may have."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most != resource.RLIM_INFINITY and FILES_BESIDE + FILES_A_WORKER * workers > most:
-        fits = max(0, (most - FILES_BESIDE) // FILES_A_WORKER)
-        raise DataError(f"data.workers = {workers} need more than the {most} files that this process "
+    """Raise DataError if this many workers need more open files than this process may have."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and OTHER_FILES + FILES_PER_WORKER * workers > limit:
+        fits = max(0, (limit - OTHER_FILES) // FILES_PER_WORKER)
+        raise DataError(f"data.workers = {workers} need more than the {limit} files that this process "
                         f"may have open (ulimit -n); expected at most {fits} on this machine of "
                         f"{os.cpu_count()} cores")
 
 
 def start_fork_server(workers: int) -> None:
-    """Let the process that workers will be copies of, if there is to be one, import what they need.
+    """If workers are started by a fork server, start the server and let it import their modules.
 
-    It does so while this one goes on; the earlier, the better. Else each worker would import torch
-    and all of ours by itself. What that is, this program has imported by now.
+    Otherwise each worker would import torch and this package itself. The server imports while this
+    process goes on, so it should be started early. Workers need the modules of this package that
+    this process has imported by now.
     """
     if workers == 0 or multiprocessing.get_start_method() != "forkserver":
         return
-    ours = __name__.partition(".")[0]
+    package = __name__.partition(".")[0]
     needed = [name for name in sys.modules
-              if name.partition(".")[0] == ours and not name.endswith(".__main__")]
+              if name.partition(".")[0] == package and not name.endswith(".__main__")]
     forkserver.set_forkserver_preload(["__main__", *needed])
     forkserver.ensure_running()
 
 
 def end_workers() -> None:
-    """At exit, end the workers of loaders that were left open.
+    """Kill the workers of loaders that are still open when the program exits.
 
-    multiprocessing would send them a SIGTERM, which they outlive, and wait.
+    multiprocessing would send them a SIGTERM, which they ignore for a while, and wait for them.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)    # torch's handler takes it for a crash
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)    # torch's handler would report a crash
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
@@ -83,31 +88,38 @@ def end_workers() -> None:
 
 
 def begin_work(worker: int) -> None:
-    """What each worker does first; its number does not matter."""
+    """What each worker does first (torch's `worker_init_fn`). Its number, `worker`, is not used."""
     leave_signals_to_parent()
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def leave_signals_to_parent() -> None:
-    """What asks a run to end often reaches all of its processes; the training process decides.
+    """Ignore the signals that ask a run to end, which often reach all of its processes.
 
-    So a worker outlives a SIGTERM for a while, to let its parent finish a step and a checkpoint.
+    The training process decides what to do. After a SIGTERM a worker lives on for GRACE_SECONDS, so
+    that the training process can finish its step and write a checkpoint.
     """
     sys.excepthook = unless_the_parent_left
-    signal.set_wakeup_fd(-1)                         # the training process'
+    signal.set_wakeup_fd(-1)                         # a forked worker inherits the parent's
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE_SECONDS))
 
 
 def unless_the_parent_left(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """A worker's thread hands batches over; a run that ends may hang up while it does."""
+    """Print an uncaught error of a worker, unless it comes from a connection to a parent that is gone.
+
+    A thread of the worker sends batches to the parent, which may end in the meantime.
+    """
     if not issubclass(kind, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, trace)
 
 
 def end_with_parent() -> None:
-    """A training process that is killed ends nobody, and torch looks only after the process that a
-    worker was copied from: with a fork server that one lives on, for the sake of its copies."""
+    """Wait until the training process ends, however it ends, then end this worker.
+
+    torch's own check does not suffice: it watches the process that the worker was forked from, and
+    a fork server lives on for as long as its workers do.
+    """
     multiprocessing.parent_process().join()
     os._exit(1)
