@@ -1,9 +1,9 @@
-"""Keyed randomness: every draw of a run comes from a generator named by what it is for.
+"""Keyed randomness: each random draw of a run has a generator of its own, identified by a key.
 
-`keyed_generator(seed, stream, *counters)` is a counter-based generator (Philox, Salmon et al. 2011):
-the same key gives the same draws on any machine, in any process, in any order. So nothing that a
-run does depends on how many workers load its data, how many processes share its batch, or how often
-it was interrupted, and any single draw can be made again to be looked at.
+`keyed_generator(seed, stream, *counters)` is a counter-based generator (Philox, Salmon et al.
+2011). The same key gives the same draws on any machine, in any process, in any order. So the
+results of a run do not depend on how many workers load its data, how many processes share its
+batch, or how often it was interrupted; and any single draw can be repeated in order to inspect it.
 """
 
 from __future__ import annotations
@@ -15,37 +15,44 @@ import numpy as np
 
 
 class Stream(IntEnum):
-    """What a draw is for. Two streams never share numbers; values never change."""
+    """What a draw is for. Different streams are independent. The numbers must never change.
 
-    ORDER = 1           # the order of an epoch: counters (epoch,)
-    CROP_AND_FLIP = 2   # one sample's crop and flip: counters (epoch, index, repeat)
-    DROP_PATH = 3       # stochastic depth of a global batch: counters (step,)
-    SHAPES = 4          # one embedded image: counters (split, index); its seed is fixed
-    RAND_AUGMENT = 5    # one sample's operations: counters (epoch, index, repeat)
-    ERASE = 6           # one sample's erased box and its noise: counters (epoch, index, repeat)
-    MIX = 7             # mixup or cutmix of a group of images: counters (step, group)
-    SUBSET = 8          # the order of a class' images, of which a subset takes the first: (class,)
+    The comments name the counters of each stream.
+    """
+
+    ORDER = 1           # (epoch): the order of an epoch
+    CROP_AND_FLIP = 2   # (epoch, index, repeat): the crop and flip of a sample
+    DROP_PATH = 3       # (step): drop path (stochastic depth) in a global batch
+    SHAPES = 4          # (split, index): an image of the embedded data set, whose seed is fixed
+    RAND_AUGMENT = 5    # (epoch, index, repeat): the operations of a sample
+    ERASE = 6           # (epoch, index, repeat): the erased box of a sample, and its noise
+    MIX = 7             # (step, group): mixup or cutmix of a group of images
+    SUBSET = 8          # (class): the order of a class's images, of which a subset takes the first
 
 
 def keyed_generator(seed: int, stream: Stream, *counters: int) -> np.random.Generator:
-    """A numpy generator for up to three counters; seed and counters are non-negative integers."""
+    """The numpy generator for a key; seed and counters are non-negative integers.
+
+    Raises ValueError for more than three counters.
+    """
     if len(counters) > 3:
         raise ValueError(f"{len(counters)} counters, expected at most 3")
-    # Philox counts its blocks in the lowest word, so that word must start at zero.
+    # While it draws, Philox counts in the lowest word, so that word must start at zero.
     words = [0, *counters, *[0] * (3 - len(counters))]
     return np.random.Generator(np.random.Philox(key=[seed, int(stream)], counter=words))
 
 
 def keyed_generators(seed: int, stream: Stream, keys: Iterable[tuple[int, int, int]]
                      ) -> Iterator[np.random.Generator]:
-    """`keyed_generator(seed, stream, *key)` for each of many keys, at a tenth of its cost.
+    """Yield `keyed_generator(seed, stream, *key)` for many keys, about ten times as fast.
 
-    It is one generator, set to each key in turn: draw from it before the next one is asked for.
+    It is always the same generator, set to each key in turn. So draw from it before you ask for the
+    next one.
     """
     generator = keyed_generator(seed, stream)
     bits = generator.bit_generator
     state = bits.state                               # of a generator that has drawn nothing
-    # numpy reads Python's own numbers several times as fast as arrays.
+    # Python's own numbers, because numpy reads them faster than arrays when it sets the state.
     words = state["state"] = {name: words.tolist() for name, words in state["state"].items()}
     state["buffer"] = state["buffer"].tolist()
     for epoch, index, repeat in keys:

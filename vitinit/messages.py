@@ -1,29 +1,29 @@
-"""What a message may quote: names, paths and other libraries' words, made safe for one line.
+"""Messages of one line: names, paths and other libraries' errors, quoted so that they cannot break it.
 
-Imports nothing of the package, so that every room may use it.
+This module imports nothing from the package, so that every other module may use it.
 """
 
 from __future__ import annotations
 
-LONGEST = 1000                  # characters of a message, whatever it quotes
-IN_BRIEF = 120                  # characters of what another library says
+LONGEST = 1000                  # most characters of a message, with everything that it quotes
+IN_BRIEF = 120                  # most characters quoted from the error of another library
 
 
 class OneLineError(ValueError):
-    """Something for the user to mend, said in one line, whatever the line quotes."""
+    """An error that the user can fix. Its message is always one line, whatever it quotes."""
 
-    status = 2                  # with which a program ends for it
+    status = 2                  # the exit status of a program that ends with this error
 
     def __init__(self, text: object = "") -> None:
         super().__init__(one_line(own_words(str(text))))
 
 
 def one_line(text: object, longest: int = LONGEST) -> str:
-    r"""`text` in one line that a terminal shows as it is: "a\nb" for what holds a line break.
+    r"""`text` as one line of printable characters; a line break, for example, becomes "\n".
 
-    Control characters, escape sequences, bytes that are no UTF-8 (as os.fsdecode keeps them) and
-    invisible characters stand as Python would write them in a string. What is longer than `longest`
-    characters loses its middle. A line that is fine already stays as it is.
+    Control characters, escape sequences, invisible characters and bytes that are not UTF-8 (as
+    os.fsdecode represents them) are written as in a Python string. A text of more than `longest`
+    characters loses its middle. A line that is printable and short enough stays as it is.
     """
     text = str(text)
     if not text.isprintable():
@@ -36,9 +36,10 @@ def one_line(text: object, longest: int = LONGEST) -> str:
 
 
 def in_brief(essay: object, longest: int = IN_BRIEF) -> str:
-    """What another library says, such as an exception, as part of a line: its first words.
+    """The first words of a long text, such as another library's exception, to be quoted in a line.
 
-    Line breaks and runs of blanks become one blank; without words, an exception's kind.
+    Sequences of blanks and line breaks become one blank. If there are no words, the result is the
+    name of the exception's class.
     """
     text = one_line(" ".join(str(essay).split()), longest=2**20)
     if not text:
@@ -47,10 +48,10 @@ def in_brief(essay: object, longest: int = IN_BRIEF) -> str:
 
 
 def own_words(text: str) -> str:
-    """The error itself where a loader's worker wrapped it in its traceback: the last line of that.
+    """The message of an error itself, without the traceback that torch adds to errors of workers.
 
-    torch raises an error of a worker anew in the training process, of the same class, with the
-    worker's whole traceback as its text.
+    When an error occurs in a worker of a loader, torch raises one of the same class in the training
+    process, with the worker's whole traceback as its text. The last line is the original error.
     """
     if not (text.startswith("Caught ") and "\nOriginal Traceback " in text):
         return text

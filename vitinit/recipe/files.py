@@ -1,9 +1,9 @@
-"""Recipes as files: read, overridden, checked, written out again.
+"""Recipe files: reading, overriding, checking and writing them.
 
-Every key must be there and no key may be there twice or for nothing, so that `diff` between two
-recipes shows every difference between two experiments. Whatever is wrong ends in a `RecipeError`
-of one line that names the place, the key, what was expected and the nearest valid key.
-Standard library only.
+A recipe must state every key, and may not have unknown keys or a key twice. So `diff` between two
+recipes shows every difference between two experiments. Every error is a `RecipeError` of one line
+that names the file or option, the key, what was expected, and the nearest valid key. This module
+uses the standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .values import convert, describe, nearest, nearest_choice, plain, shown, to
 
 
 class RecipeError(OneLineError):
-    """What is wrong with a recipe or an override, in one line."""
+    """Something is wrong with a recipe or an override; the message is one line."""
 
 
 class Override(NamedTuple):
@@ -32,16 +32,20 @@ class Override(NamedTuple):
 
     key: str                    # section.key
     value: Any
-    text: str                   # what the user wrote, for errors to name
+    text: str                   # what the user wrote, quoted by error messages
 
 
 FREE_TABLES = ("model.options", "init.options")
-# Runs began before these had to fit others; a run that has begun goes on, and is evaluated.
+# Keys that may contradict others in the recipe of a checkpoint, because its run may be older than the
+# rule that forbids this. Such a run can still be resumed and evaluated.
 LATER_RULES = ("schedule.min_lr", "schedule.warmup_lr")
 
 
 def parse_override(text: str) -> Override:
-    """`section.key=value` as --set takes it: TOML's notation, bare words being strings."""
+    """Parse `section.key=value`, the argument of --set. The value is in TOML's notation.
+
+    A value that is not valid TOML, such as a word without quotes, is a string. Raises RecipeError.
+    """
     key, equals, written = text.partition("=")
     key, written = key.strip(), written.strip()
     if not equals or "." not in key:
@@ -49,7 +53,7 @@ def parse_override(text: str) -> Override:
                           "--set schedule.epochs=10")
     try:
         table = tomllib.loads(f"value = {written}")
-    except (ValueError, RecursionError):             # no TOML, or nested too deeply to be read
+    except (ValueError, RecursionError):             # not TOML, or nested too deeply to be read
         return Override(key, written, f"--set {text}")
     if len(table) > 1:
         raise RecipeError(f"--set {text}: expected one value, and one --set for each key")
@@ -63,9 +67,12 @@ def parse_override(text: str) -> Override:
 
 
 def find_recipe(name: str, folder: Path) -> Path:
-    """A recipe by name (looked up in `folder`) or by path (anything that ends in .toml)."""
+    """The path of a recipe, given by name (looked up in `folder`) or by path (if it ends in .toml).
+
+    Raises RecipeError if there is no such file.
+    """
     path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
-    if not os.path.isfile(path):                     # never raises, however odd the name
+    if not os.path.isfile(path):                     # unlike Path.is_file, it never raises
         if name.endswith(".toml"):
             raise RecipeError(f"--recipe {name}: no such file")
         shipped = [recipe.stem for recipe in folder.glob("*.toml")]
@@ -74,38 +81,41 @@ def find_recipe(name: str, folder: Path) -> Path:
 
 
 def load_recipe(path: Path, overrides: Sequence[Override] = ()) -> Recipe:
-    """Read the recipe at `path`, apply `overrides` in order, check everything; RecipeError.
+    """Read the recipe at `path`, apply `overrides` in order, and check everything.
 
-    What a run wrote (it bears a version, or lies beside a run.json) may be of earlier days; what a
-    person wrote is complete as it stands.
+    A recipe that a run has written (it has a version, or there is a run.json beside it) may be of
+    an earlier version and is upgraded. A recipe that a person has written must have all keys.
+    Raises RecipeError.
     """
     path = Path(path)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-        runs = path.name == "recipe.toml" and os.path.exists(path.with_name("run.json"))
+        is_of_run = path.name == "recipe.toml" and os.path.exists(path.with_name("run.json"))
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:    # TOML's, Unicode's, too long or too deep
+    except (ValueError, RecursionError) as error:    # no TOML or UTF-8, too long a number, too deep
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
-    if "version" in table or runs:
-        table = _of_today(table, str(path), processes_of(path.parent))
+    if "version" in table or is_of_run:
+        table = _upgraded(table, str(path), processes_of(path.parent))
     return _build(table, path.stem, str(path), overrides)
 
 
 def from_dict(table: Mapping[str, Any], source: str,
               overrides: Sequence[Override] = (), *, processes: int = 1) -> Recipe:
-    """What `Recipe.as_dict` gave, for instance in a checkpoint; `source` is what errors name.
+    """The recipe of which `Recipe.as_dict` made `table`, for instance in a checkpoint.
 
-    It may be of any earlier version. processes: that its run had, see `upgraded`.
+    It may be of any earlier version. source: how error messages call it. overrides: applied in
+    order. processes: how many its run had, see `upgraded`. Raises RecipeError.
     """
     if not isinstance(table, Mapping):
         raise RecipeError(f"{source}: its recipe is {shown(table)}, expected a table of sections")
     sections = {name: value for name, value in table.items() if name != "name"}
-    return _build(_of_today(sections, source, processes), str(table.get("name", "unnamed")), source,
+    return _build(_upgraded(sections, source, processes), str(table.get("name", "unnamed")), source,
                   overrides, tolerated=LATER_RULES)
 
 
-def _of_today(table: Mapping[str, Any], source: str, processes: int) -> dict[str, Any]:
+def _upgraded(table: Mapping[str, Any], source: str, processes: int) -> dict[str, Any]:
+    """`upgraded`, with errors as RecipeError that names `source`."""
     try:
         return upgraded(table, processes=processes)
     except ValueError as error:
@@ -113,11 +123,12 @@ def _of_today(table: Mapping[str, Any], source: str, processes: int) -> dict[str
 
 
 def with_options(recipe: Recipe, *, model: Mapping[str, Any], init: Mapping[str, Any]) -> Recipe:
-    """The recipe with both free tables written out in full, as a run folder records it.
+    """The recipe with all options of model and init written out, as a run's folder records it.
 
-    Lists stay lists, as TOML has them, so that what is written reads back equal.
+    Tuples become lists, as in TOML, so that the recipe equals what is read back from its file.
     """
-    def with_table(section: ModelSection | InitSection, options: Mapping[str, Any]) -> ModelSection | InitSection:
+    def with_table(section: ModelSection | InitSection, options: Mapping[str, Any]
+                   ) -> ModelSection | InitSection:
         return dataclasses.replace(section, options=types.MappingProxyType(plain(options)))
     return dataclasses.replace(recipe, model=with_table(recipe.model, model),
                                init=with_table(recipe.init, init))
@@ -125,7 +136,10 @@ def with_options(recipe: Recipe, *, model: Mapping[str, Any], init: Mapping[str,
 
 def _build(table: Mapping[str, Any], name: str, source: str, overrides: Sequence[Override], *,
            tolerated: Collection[str] = ()) -> Recipe:
-    """tolerated: keys whose contradictions count only where an override names one of their keys."""
+    """Apply the overrides to a table of sections, check it, and make a Recipe of it.
+
+    tolerated: keys that may contradict others, unless an override names a key of the contradiction.
+    """
     table = plain(table)
     for title, body in table.items():
         if title not in SECTIONS:
@@ -136,7 +150,7 @@ def _build(table: Mapping[str, Any], name: str, source: str, overrides: Sequence
     for title in SECTIONS:
         if title not in table:
             raise RecipeError(f"{source}: section [{title}] is missing")
-    for title in ("model", "init"):                 # an options table that is empty may be left out
+    for title in ("model", "init"):                 # an empty table of options may be left out
         table[title].setdefault("options", {})
 
     written = _apply(table, overrides)
@@ -145,8 +159,8 @@ def _build(table: Mapping[str, Any], name: str, source: str, overrides: Sequence
     for keys, problem in contradictions(recipe):
         if keys[0] in tolerated and not written.keys() & set(keys):
             continue
-        place = next((written[key] for key in keys if key in written), source)
-        raise RecipeError(f"{place}: {keys[0]} {problem}")
+        where = next((written[key] for key in keys if key in written), source)
+        raise RecipeError(f"{where}: {keys[0]} {problem}")
     return recipe
 
 
@@ -163,19 +177,24 @@ def _apply(table: dict[str, Any], overrides: Sequence[Override]) -> dict[str, st
                               f"{nearest(parents[1], ['options'])}")
         if ".".join(parents) not in (*SECTIONS, *FREE_TABLES):
             raise RecipeError(f"{text}: '{key}' is nested too deeply; expected section.key=value")
-        place = table
+        body = table
         for parent in parents:
-            place = place[parent]
-            if not isinstance(place, dict):
-                raise RecipeError(f"{text}: {'.'.join(parents)} is {shown(place)}, expected a "
+            body = body[parent]
+            if not isinstance(body, dict):
+                raise RecipeError(f"{text}: {'.'.join(parents)} is {shown(body)}, expected a "
                                   "table")
-        place[last] = value
+        body[last] = value
         written[key] = text
     return written
 
 
 def _section(section: type, title: str, body: dict[str, Any], source: str,
              written: Mapping[str, str]) -> Any:
+    """Check the values of one section against the dataclass `section` and make an instance of it.
+
+    written: key → what the user wrote on the command line, which errors then name instead of
+    source.
+    """
     kinds = typing.get_type_hints(section)
     fields = {item.name: item for item in dataclasses.fields(section)}
     for key in body:
@@ -205,7 +224,7 @@ def _section(section: type, title: str, body: dict[str, Any], source: str,
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as TOML that `load_recipe` reads back to an equal one (its name aside)."""
+    """The recipe as TOML, which `load_recipe` reads back as an equal recipe (except for its name)."""
     lines = [f"version = {VERSION}", ""]
     for title, body in recipe.as_dict().items():
         if title in ("name", "version"):

@@ -1,9 +1,10 @@
-"""The recipe of a run: the file, then the command line, then every option written out.
+"""Make the recipe of a run: read the file, apply the command line, and write every option out.
 
     file  →  --init, --seed, --data-dir, --set  →  typed sections  →  cross-checks  →  Recipe
 
-The two free tables, `[model.options]` and `[init.options]`, hold departures from documented
-defaults; `resolve_options` checks them against the signature of the function that takes them.
+The two free tables, `[model.options]` and `[init.options]`, hold only options that differ from
+their documented defaults. `resolve_options` adds the defaults, and checks the options against the
+signature of the function that takes them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .values import convert, describe, nearest, nearest_choice, plain, shown, to
 
 def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str | None = None,
               sets: Sequence[str]) -> list[Override]:
-    """Everything on the command line that changes a recipe, in the order in which it applies."""
+    """All changes that the command line makes to a recipe, in the order in which they apply."""
     flags = {"data.root": ("--data-dir", data_dir), "init.name": ("--init", init),
              "run.seed": ("--seed", seed)}
     return [Override(key, value, f"{flag} {value}") for key, (flag, value) in flags.items()
@@ -34,11 +35,15 @@ def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str
 def resolve_options(function: Callable, options: Mapping[str, Any], *, title: str,
                     source: Callable[[str], str], fixed: Mapping[str, Any],
                     given: Iterable[str]) -> dict[str, Any]:
-    """All keyword options of `function`: its defaults, then `fixed`, then `options`, type-checked.
+    """All options of `function` with their values, type-checked.
+
+    A value is taken from `options`, else from `fixed`, else from the defaults of the function.
 
     function: a function or class whose keyword-only parameters are the options.
-    title: how errors call the table. source: option → where its value was written.
-    given: keyword parameters that the caller passes itself; they are no options.
+    title: how error messages call the table of options.
+    source: called with an option, returns where its value was written, for error messages.
+    given: keyword parameters that the caller passes itself, so that they are not options.
+    Raises RecipeError for an unknown option and for a value of the wrong type.
     """
     kinds = typing.get_type_hints(function.__init__ if isinstance(function, type) else function)
     known = {name: parameter for name, parameter in inspect.signature(function).parameters.items()
@@ -60,12 +65,12 @@ def resolve_options(function: Callable, options: Mapping[str, Any], *, title: st
 def resolve_recipe(path: Path, changes: list[Override]) -> Recipe:
     """The recipe at `path` with `changes` applied and every option of model and init written out.
 
-    Raises RecipeError for whatever is wrong, unknown models, inits and their options included.
+    Raises RecipeError for every kind of error, including unknown models, inits and options.
     """
     recipe = load_recipe(path, changes)
 
     def source(key: str) -> str:
-        """Where the value of `key`, or the table that holds it, was written last."""
+        """Where the value of `key`, or of a table that contains it, was written last."""
         return next((change.text for change in reversed(changes)
                      if f"{key}.".startswith(f"{change.key}.")), str(path))
 
@@ -91,10 +96,10 @@ def resolve_recipe(path: Path, changes: list[Override]) -> Recipe:
 
 
 def with_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's recipe with the options of model and init that it lacks, at their defaults.
+    """Add to a run's recipe the options of model and init that it lacks, at their defaults.
 
-    So an option that came after the run counts as left alone. Names that are unknown stay as they
-    are, and so does a table of another form.
+    So an option that was introduced after the run counts as left at its default. Unknown options,
+    models and inits stay as they are, and so do tables that are not those of a recipe.
     """
     table = {title: dict(body) if isinstance(body, Mapping) else body
              for title, body in table.items()}
@@ -119,11 +124,12 @@ def with_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
 def fresh_recipe(name: str | None, *, recipes: Path, say: Callable[[str], None],
                  init: str | None = None, seed: int | None = None, data_dir: str | None = None,
                  sets: Sequence[str] = ()) -> Recipe:
-    """The recipe `name` (in the folder `recipes`, or a path), then the command line's changes,
-    every option resolved.
+    """The recipe of a new run: the file, the changes of the command line, and all options resolved.
 
-    `init` keeps those of the recipe's options that it has, too, such as `base`; `say` is told which
-    are set aside.
+    name: that of a recipe in the folder `recipes`, or the path of a .toml file.
+    init, seed, data_dir, sets: the values of --init, --seed, --data-dir and of each --set. If
+    `init` is given, only those of the recipe's init options are used that it has, such as `base`;
+    `say` is called with one line about the others. Raises RecipeError.
     """
     if name is None:
         raise RecipeError("--recipe is missing; for example --recipe quickstart")
@@ -133,19 +139,19 @@ def fresh_recipe(name: str | None, *, recipes: Path, say: Callable[[str], None],
         from_file = [change for change in changes if not change.key.startswith("init.options")]
         recipe = load_recipe(path, from_file)
         options, (family, _) = recipe.init.options, MODELS.get(recipe.model.name, (None, {}))
-        function = INITS[init].get(family)      # None is complained of below
+        function = INITS[init].get(family)      # None is an error, which resolve_recipe raises
         known = inspect.signature(function).parameters if function else options
         set_aside = {key: value for key, value in options.items() if key not in known}
         if set_aside:
-            kept = {key: value for key, value in options.items() if key in known}
-            changes.insert(0, Override("init.options", kept, str(path)))     # the file wrote them
+            usable = {key: value for key, value in options.items() if key in known}
+            changes.insert(0, Override("init.options", usable, str(path)))   # errors name the file
             say(f"--init {init} has none of these options of the recipe, which are set aside: "
                 f"{to_toml(set_aside)}")
     return resolve_recipe(path, changes)
 
 
 def moved(recipe: Recipe, data_dir: str | None) -> Recipe:
-    """The recipe for the same images in another place, if one was given."""
+    """The recipe with `data_dir` as the folder of its data set; None leaves it unchanged."""
     if data_dir is None:
         return recipe
     return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, root=data_dir))

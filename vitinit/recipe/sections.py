@@ -1,6 +1,7 @@
-"""What a recipe holds: one frozen dataclass a section, one typed and bounded field a key.
+"""All keys of a recipe: one frozen dataclass per section, one field with a type and bounds per key.
 
-A field has no default: every recipe states every key. Standard library only.
+No field has a default, since every recipe states every key. This module uses the standard library
+only.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from .upgrade import VERSION
 from .values import PAIR, number, plain
 
 
-COUNT = 2**31                   # beyond what a list, a tensor's side or a C integer counts
-TINIEST, LARGEST = 2.0**-149, 2.0**128      # of float32, in which training calculates; exclusive
+COUNT = 2**31                   # counts must be less than this, so that they fit into a C integer
+TINIEST, LARGEST = 2.0**-149, 2.0**128      # the range of float32, in which training calculates
 
-LINEAR_SCALING_BATCH = 512      # what lr_scaling = "linear" divides the global batch by
+LINEAR_SCALING_BATCH = 512      # lr_scaling = "linear" divides the global batch by this
 
 RandAugmentOperation = Literal["AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize",
                                "SolarizeAdd", "Color", "Contrast", "Brightness", "Sharpness",
@@ -37,47 +38,47 @@ class DataSection:
     root: str                                       # folder of the data set; "" for `shapes`
     num_classes: int = number(minimum=2, below=COUNT)
     subset: float = number(above=0.0, maximum=1.0)  # share of each class that is trained on
-    images_per_class: int = number(minimum=0, below=COUNT)  # the same as a number; 0: no such limit
-    subset_seed: int = number(minimum=0, below=2**63)  # keys which images those are
-    image_size: PAIR = number(minimum=1, below=COUNT)  # (height, width) that the model sees
-    mean: tuple[float, float, float] = number(minimum=0.0, maximum=1.0)  # per channel, of [0, 1]
+    images_per_class: int = number(minimum=0, below=COUNT)  # number of images instead; 0: no limit
+    subset_seed: int = number(minimum=0, below=2**63)  # decides which images those are
+    image_size: PAIR = number(minimum=1, below=COUNT)  # (height, width) that the model takes
+    mean: tuple[float, float, float] = number(minimum=0.0, maximum=1.0)  # per channel, in [0, 1]
     std: tuple[float, float, float] = number(minimum=TINIEST, below=LARGEST)
-    workers: int = number(minimum=0, below=COUNT)   # loader processes, per training process
-    on_device_gib: float = number(minimum=0.0)      # small sets live on the device up to this size
+    workers: int = number(minimum=0, below=COUNT)   # loader processes per training process
+    on_device_gib: float = number(minimum=0.0)      # sets up to this size are stored on the device
 
 
 @dataclass(frozen=True)
 class AugmentSection:
-    """One random crop, resized to the image size, then a flip; after normalisation, erasing.
+    """A random crop that is resized to the image size, a flip, and erasing after normalisation.
 
-    Pad-and-shift is the special case crop_scale = crop_ratio = [1, 1] with crop_padding > 0.
+    Padding and shifting is the special case crop_scale = crop_ratio = [1, 1] with crop_padding > 0.
     """
 
-    repeats: int = number(minimum=1, below=COUNT)   # views of an image side by side in an epoch
+    repeats: int = number(minimum=1, below=COUNT)   # repeated augmentation: views per image
     crop_scale: tuple[float, float] = number(above=0.0, maximum=1.0)  # share of the image's area
     crop_ratio: tuple[float, float] = number(above=0.0)               # width over height
     crop_padding: int = number(minimum=0, below=2**31)  # black pixels on each side before the crop
     flip: float = number(minimum=0.0, maximum=1.0)  # probability of a horizontal flip
-    interpolation: Literal["bilinear", "bicubic", "random"]           # random: by sample
+    interpolation: Literal["bilinear", "bicubic", "random"]           # random: drawn per sample
     erase_probability: float = number(minimum=0.0, maximum=1.0)
     erase_area: tuple[float, float] = number(above=0.0, maximum=1.0)  # share of the image's area
     erase_ratio: tuple[float, float] = number(above=0.0)              # height over width
-    erase_fill: Literal["pixel", "rand", "const"]   # noise by value, noise by channel, zeros
-    erase_after_mix: bool                           # else before, as in DeiT
+    erase_fill: Literal["pixel", "rand", "const"]   # noise per value, noise per channel, zeros
+    erase_after_mix: bool                           # false: before mixing, as in DeiT
 
 
 @dataclass(frozen=True)
 class RandAugmentSection:
-    """RandAugment; timm's string rand-m9-mstd0.5-inc1 spelt out. layers = 0: none."""
+    """RandAugment, with all settings of timm's `rand-m9-mstd0.5-inc1` as keys; layers = 0: none."""
 
-    layers: int = number(minimum=0, below=2**16)    # operations drawn for an image
-    probability: float = number(minimum=0.0, maximum=1.0)  # that a drawn one is applied
-    magnitude: float = number(minimum=0.0, maximum=10.0)   # mean of what is drawn, out of 10
-    magnitude_std: float = number(minimum=0.0)
-    fill: tuple[int, int, int] = number(minimum=0, maximum=255)  # colour from outside the image
-    interpolation: Literal["bilinear", "bicubic", "random"]     # random: by application
-    operations: tuple[RandAugmentOperation, ...]    # what is drawn from, with replacement
-    rotate_degrees: float = number(minimum=0.0)     # from here on: an operation's extent at
+    layers: int = number(minimum=0, below=2**16)    # operations drawn per image
+    probability: float = number(minimum=0.0, maximum=1.0)  # that a drawn operation is applied
+    magnitude: float = number(minimum=0.0, maximum=10.0)   # mean of the magnitude, out of 10
+    magnitude_std: float = number(minimum=0.0)             # its standard deviation
+    fill: tuple[int, int, int] = number(minimum=0, maximum=255)  # colour of pixels from outside
+    interpolation: Literal["bilinear", "bicubic", "random"]     # random: drawn per application
+    operations: tuple[RandAugmentOperation, ...]    # drawn from with replacement
+    rotate_degrees: float = number(minimum=0.0)     # from here on: how strong operations are at
     shear_factor: float = number(minimum=0.0)       # magnitude 10
     translate_share: float = number(minimum=0.0)    # of the image's side
     enhance_factor: float = number(minimum=0.0)     # colour, contrast, brightness, sharpness
@@ -88,12 +89,12 @@ class RandAugmentSection:
 
 @dataclass(frozen=True)
 class MixSection:
-    """Mixup and cutmix of groups of images, and the targets."""
+    """Mixup and cutmix of groups of images and of their targets, and label smoothing."""
 
-    mixup_alpha: float = number(minimum=0.0)        # of Beta(α, α); 0: no mixup
+    mixup_alpha: float = number(minimum=0.0)        # λ ~ Beta(α, α); 0: no mixup
     cutmix_alpha: float = number(minimum=0.0)       # likewise
     probability: float = number(minimum=0.0, maximum=1.0)         # that a group is mixed
-    switch_probability: float = number(minimum=0.0, maximum=1.0)  # cutmix where both are on
+    switch_probability: float = number(minimum=0.0, maximum=1.0)  # of cutmix, where both are on
     label_smoothing: float = number(minimum=0.0, below=1.0)
     group: int = number(minimum=2, below=COUNT)  # images per draw: even, divides global_batch
 
@@ -102,31 +103,31 @@ class MixSection:
 class EvalSection:
     crop_pct: float = number(above=0.0, maximum=1.0)  # resize to image_size / crop_pct, then crop
     interpolation: Literal["bilinear", "bicubic"]
-    batch_size: int = number(minimum=1, below=COUNT)  # images a process and forward pass
-    cache_gib: float = number(minimum=0.0)          # decoded views stay in each process' memory up to
-                                                    # this size; 0: they are decoded every time
+    batch_size: int = number(minimum=1, below=COUNT)  # images per process and forward pass
+    cache_gib: float = number(minimum=0.0)          # views up to this size per process are decoded
+                                                    # once and stored; 0: decoded every time
     every_epochs: int = number(minimum=1, below=COUNT)           # the last epoch is always evaluated
 
 
 @dataclass(frozen=True)
 class ModelSection:
     name: str
-    options: Mapping[str, Any]                      # keyword sizes of that model
+    options: Mapping[str, Any]                      # keyword arguments of that model
 
 
 @dataclass(frozen=True)
 class InitSection:
     name: str
     checkpoint: str                                 # weights to start from; "": none
-    checkpoint_weights: Literal["model", "ema"]     # which of those in it
-    checkpoint_fit: Literal["exact", "select"]      # select: a larger model's, thinned out evenly
-    options: Mapping[str, Any]                      # departures from that init's defaults
+    checkpoint_weights: Literal["model", "ema"]     # which weights in the checkpoint
+    checkpoint_fit: Literal["exact", "select"]      # select: weight selection from a larger model
+    options: Mapping[str, Any]                      # keyword arguments of that init
 
 
 @dataclass(frozen=True)
 class OptimSection:
-    global_batch: int = number(minimum=1, below=COUNT)  # images a step, over all processes
-    max_batch_per_process: int = number(minimum=1, below=COUNT)  # a forward pass; the rest adds up
+    global_batch: int = number(minimum=1, below=COUNT)  # images per step, over all processes
+    max_batch_per_process: int = number(minimum=1, below=COUNT)  # most images per micro-batch
     base_lr: float = number(above=0.0, below=LARGEST)
     lr_scaling: Literal["linear", "none"]           # linear: base_lr · global_batch / 512
     weight_decay: float = number(minimum=0.0, below=LARGEST)
@@ -137,12 +138,12 @@ class OptimSection:
 
 @dataclass(frozen=True)
 class ScheduleSection:
-    shape: Literal["cosine", "one_cycle"]           # one_cycle rises for ⅖ of the epochs by itself
-    epochs: int = number(minimum=1, below=COUNT)                 # length of warm-up and decay together
+    shape: Literal["cosine", "one_cycle"]           # one_cycle has a warm-up of its own, ⅖ of epochs
+    epochs: int = number(minimum=1, below=COUNT)                 # warm-up and decay together
     cooldown_epochs: int = number(minimum=0, below=COUNT)        # further epochs at min_lr
     warmup_epochs: int = number(minimum=0, below=COUNT)
-    warmup_lr: float = number(minimum=0.0)          # where the rise starts; at most the peak
-    min_lr: float = number(minimum=0.0)             # where the decay ends, likewise
+    warmup_lr: float = number(minimum=0.0)          # where the warm-up starts; at most the peak
+    min_lr: float = number(minimum=0.0)             # where the decay ends; at most the peak
     step_on: Literal["epoch", "update"]             # when the learning rate changes
 
 
@@ -162,8 +163,8 @@ class EngineSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    every_epochs: int = number(minimum=1, below=COUNT)           # last.pt; the last epoch always writes it
-    every_steps: int = number(minimum=0, below=COUNT)            # last.pt also every so many steps; 0: never
+    every_epochs: int = number(minimum=1, below=COUNT)  # between two last.pt; also after the last epoch
+    every_steps: int = number(minimum=0, below=COUNT)   # also within an epoch; 0: never
     keep_epochs: tuple[int, ...] = number(minimum=0, below=COUNT)  # kept for good; 0: as initialised
     best_by: Literal["val_top1", "val_loss", "ema_top1"]
 
@@ -186,14 +187,14 @@ class Recipe:
     checkpoint: CheckpointSection
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain nested containers, with the version; `from_dict` reads them back."""
+        """The recipe as nested dicts and lists, with its version; `from_dict` reads them back."""
         sections = {name: ({key: plain(value) for key, value in vars(section).items()}
                            if dataclasses.is_dataclass(section) else section)
                     for name, section in vars(self).items()}
         return {"version": VERSION} | sections
 
 
-# What belongs to the machine and not to the experiment: it may change while a run is resumed.
+# Keys that describe the machine and not the experiment: they may change when a run is resumed.
 MACHINE_KEYS = ("data.workers", "data.on_device_gib", "eval.batch_size", "eval.cache_gib",
                 "optim.max_batch_per_process", "engine.compile", "checkpoint.every_steps")
 
@@ -201,7 +202,10 @@ SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items() i
 
 
 def contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
-    """(keys, what is wrong with the first) for values that are fine alone, impossible together."""
+    """Values that are valid on their own but contradict each other.
+
+    Yields for each contradiction the keys, and in words what is wrong with the first of them.
+    """
     total = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
     for key in ("crop_scale", "crop_ratio", "erase_area", "erase_ratio"):
         low, high = getattr(recipe.augment, key)
@@ -239,7 +243,7 @@ def contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
 
 
 def _rate_contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
-    """Likewise of the learning rate, which rises to its peak and falls from it."""
+    """The contradictions of the learning rate: no other rate may exceed its peak."""
     optim, schedule = recipe.optim, recipe.schedule
     peak, words = optim.base_lr, f"optim.base_lr = {optim.base_lr:g}"
     if optim.lr_scaling == "linear":

@@ -1,11 +1,12 @@
-"""Recipes that runs of earlier days wrote, as they read today.
+"""Upgrade recipes that runs of earlier versions wrote, so that they have the present keys.
 
-A recipe that a run writes (recipe.toml and its checkpoints) carries `version`, the number of the
-set of keys that it was written with. Each step below says literally what one set became in the
-next, with the value that makes the key do what was done before there was one. Recipes that people
-write need no version: without one they are of today, so that a forgotten key is an error.
+A recipe that a run writes (in recipe.toml and in checkpoints) states its `version`: the number of
+the set of keys that it was written with. Each function `to_N` below changes a recipe of version N −
+1 into one of version N, and gives each new key the value with which training does what it did
+without the key. Recipes that people write need no version. Without one they must have all present
+keys, so that a forgotten key is an error.
 
-A change of keys adds one to VERSION, and one function to STEPS.
+A change of the keys adds one to VERSION and one function to STEPS.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Table = dict[str, Any]
 
 
 def to_2(table: Table, processes: int) -> None:
-    """DeiT's augmentation got its keys, and label smoothing moved to the other targets."""
+    """DeiT's augmentation got keys, and label smoothing moved from [optim] to [mix]."""
     table["augment"] |= {
         "repeats": 1, "erase_probability": 0.0, "erase_area": [0.02, 1 / 3],
         "erase_ratio": [0.3, 10 / 3], "erase_fill": "pixel", "erase_after_mix": False}
@@ -42,22 +43,25 @@ def to_2(table: Table, processes: int) -> None:
 
 
 def to_3(table: Table, processes: int) -> None:
-    """Weight selection, and ConvMixer's schedule."""
+    """Keys for weight selection and for ConvMixer's schedule were added."""
     table["init"]["checkpoint_fit"] = "exact"
     table["schedule"]["shape"] = "cosine"
 
 
 def to_4(table: Table, processes: int) -> None:
-    """Subsets of a data set, and small sets on the device."""
+    """Keys for subsets of a data set and for small sets on the device were added."""
     table["data"] |= {"subset": 1.0, "images_per_class": 0, "subset_seed": 0, "on_device_gib": 0.0}
 
 
 def to_5(table: Table, processes: int) -> None:
-    """From here on recipes bear their version. Images are mixed in groups, which were the
-    micro-batches, and `marks`, which changed an init, is there to be left out."""
+    """Images are mixed in groups, and `deep_impulse` has an option `marks`.
+
+    Before, the images of a micro-batch were mixed with one draw, so the group has its size. `marks`
+    changed what the init does, so it is off. From this version on recipes state their version.
+    """
     mix, optim = table["mix"], table["optim"]
     most = min(optim["max_batch_per_process"], optim["global_batch"] // processes)
-    groups = [size for size in range(2, most + 1, 2)             # a group is pairs of images
+    groups = [size for size in range(2, most + 1, 2)             # a group consists of pairs
               if optim["global_batch"] // processes % size == 0]
     mix.setdefault("group", groups[-1] if groups else 2)
     if table["init"]["name"] == "deep_impulse" and table["model"]["name"].startswith("vit_"):
@@ -65,16 +69,16 @@ def to_5(table: Table, processes: int) -> None:
 
 
 def to_6(table: Table, processes: int) -> None:
-    """Evaluation views may stay in memory; so far they were decoded for every evaluation."""
+    """Evaluation views may be stored in memory; before, they were decoded for every evaluation."""
     table["eval"]["cache_gib"] = 0.0
 
 
-# Options that got the field's names in version 7, and a value that says the same.
+# Options that were renamed in version 7: (section, old name) → new name.
 RENAMED = {("init", "marks"): "bias_channels", ("model", "input_code"): "input_pos_embed"}
 
 
 def to_7(table: Table, processes: int) -> None:
-    """Some options of models and inits were renamed; what they do is as before."""
+    """Some options of models and inits, and values of `pseudo_input`, were renamed."""
     for (title, old), new in RENAMED.items():
         options = table[title].get("options", {})
         table[title]["options"] = {new if key == old else key: value
@@ -89,7 +93,7 @@ STEPS: dict[int, Callable[[Table, int], None]] = {2: to_2, 3: to_3, 4: to_4, 5: 
 
 
 def version_of(table: Mapping[str, Any]) -> Any:
-    """The version that a run's recipe bears; those of before there were any go by their keys."""
+    """The version of a run's recipe. Versions 1 to 4 state none and are recognised by their keys."""
     if "version" in table:
         return table["version"]
     mix, schedule, data = (table.get(title) for title in ("mix", "schedule", "data"))
@@ -101,11 +105,11 @@ def version_of(table: Mapping[str, Any]) -> Any:
 
 
 def upgraded(table: Mapping[str, Any], *, processes: int = 1) -> Table:
-    """A run's recipe, of whatever version, with today's keys, and without its version.
+    """A run's recipe of any version, upgraded to the present keys; the key `version` is removed.
 
-    processes: that the run was started with; training of some earlier versions depended on it.
-    Raises ValueError, in words, for a version that this code does not know, and for a table that
-    lacks what its version says it has.
+    processes: how many the run was started with, because training of earlier versions depended on
+    it. Raises ValueError for a version that this code does not know, and for a table that lacks
+    keys of its version.
     """
     table = plain(table)
     version = version_of(table)
@@ -122,7 +126,7 @@ def upgraded(table: Mapping[str, Any], *, processes: int = 1) -> Table:
 
 
 def processes_of(run: Path) -> int:
-    """How many processes the run in this folder had when it was last started; 1 if nobody knows."""
+    """How many processes the run in this folder had when it was last started; 1 if unknown."""
     try:
         processes = json.loads((run / "run.json").read_text(encoding="utf-8"))[-1]["processes"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -131,7 +135,7 @@ def processes_of(run: Path) -> int:
 
 
 def notes(table: Mapping[str, Any]) -> list[str]:
-    """What a run of this recipe is told when it goes on: where training is not quite as before."""
+    """One line for each way in which training differs from before when a run of this recipe resumes."""
     mix = table.get("mix", {})
     mixes = mix.get("probability") and (mix.get("mixup_alpha") or mix.get("cutmix_alpha"))
     if "group" in mix or not mixes:

@@ -1,6 +1,7 @@
-"""Typed values: what a key of a recipe accepts, in words, and TOML values as that kind.
+"""Values of recipe keys: types and bounds, their description in words, and conversion from and to TOML.
 
-Standard library only; recipe.py is its only user but for `nearest` and `to_toml`.
+A `kind` is a type annotation, such as int, tuple[float, float], Literal["a", "b"] or PAIR. This
+module uses the standard library only.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ PAIR = tuple[int, int]          # (height, width); one integer stands for both
 
 def number(*, minimum: float | None = None, above: float | None = None,
            maximum: float | None = None, below: float | None = None) -> Any:
-    """A numeric key with bounds: `minimum` and `maximum` inclusive, `above` and `below` exclusive.
+    """A numeric field with bounds: `minimum` and `maximum` inclusive, `above` and `below` exclusive.
 
-    On a list every element is held to the bounds.
+    In a list, every element must be within the bounds.
     """
     return field(metadata={"minimum": minimum, "above": above, "maximum": maximum, "below": below})
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """A hint for a mistyped word: '; did you mean X?', or the whole list where nothing is near."""
+    """A hint for a mistyped word: '; did you mean X?', or all valid words if none is similar."""
     valid = list(valid)
     close = difflib.get_close_matches(str(word), valid, n=1)
     if close and close[0] != word:
@@ -37,9 +38,9 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 
 def nearest_choice(value: Any, kind: Any) -> str:
-    """The hint of `nearest` where `kind` is a choice of words, or a list of them, and one is near.
+    """The hint '; did you mean X?' if `kind` is a choice of words, or a list of such, else "".
 
-    Of a list, the first word that is no choice is looked at, and named.
+    In a list, the hint is about the first word that is not among the choices, and names it.
     """
     named = ""
     if typing.get_origin(kind) is tuple and isinstance(value, list):
@@ -63,7 +64,7 @@ def shown(value: Any) -> str:
 
 
 def describe(kind: Any, bounds: Mapping[str, float | None] = types.MappingProxyType({})) -> str:
-    """What a key accepts, in words: 'an integer ≥ 1'."""
+    """What a key of this kind accepts, in words, such as 'an integer ≥ 1'."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         words = "one of " + ", ".join(f'"{choice}"' for choice in arguments)
@@ -91,7 +92,10 @@ def _number(value: float) -> str:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """A TOML value as `kind`; raises TypeError if it is something else."""
+    """Convert a TOML value to `kind`; lists become tuples and tables read-only mappings.
+
+    Raises TypeError, with `describe(kind)` as its message, if the value is of another kind.
+    """
     arguments = typing.get_args(kind)
     origin = typing.get_origin(kind)
     if origin is Literal:
@@ -114,7 +118,7 @@ def convert(value: Any, kind: Any) -> Any:
     elif kind is float:
         try:
             if type(value) in (int, float) and math.isfinite(value):
-                return float(value) + 0.0            # of a negative zero, zero
+                return float(value) + 0.0            # makes a negative zero positive
         except OverflowError:                        # an integer beyond what a float can hold
             pass
     elif origin is Mapping or kind is dict:
@@ -126,6 +130,7 @@ def convert(value: Any, kind: Any) -> Any:
 
 
 def within(value: Any, bounds: Mapping[str, float | None]) -> bool:
+    """Whether a number, or every number of a tuple, is within the bounds of `number`."""
     if isinstance(value, tuple):
         return all(within(item, bounds) for item in value)
     return ((bounds.get("minimum") is None or value >= bounds["minimum"])
@@ -135,7 +140,10 @@ def within(value: Any, bounds: Mapping[str, float | None]) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Tuples as lists and mappings as dicts, all the way down: what TOML and weights_only hold."""
+    """The value with all nested tuples as lists and all nested mappings as dicts.
+
+    These are the containers of TOML, and of checkpoints that torch.load reads with weights_only.
+    """
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -144,11 +152,11 @@ def plain(value: Any) -> Any:
 
 
 def to_toml(value: Any) -> str:
-    """One value in TOML's notation."""
+    """A value in TOML's notation."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but for one character that TOML wants escaped, too.
+        # JSON's escapes are valid in TOML, which in addition requires this character to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(to_toml, value)) + "]"
