@@ -49,7 +49,7 @@ def drawn_images(height: int = 12, width: int = 20) -> torch.Tensor:
 
 
 def inputs_of(modules: list[nn.Module], model: nn.Module) -> list[torch.Tensor]:
-    """What each of the modules gets while the model looks at the images."""
+    """The input of each module in a forward pass of the images."""
     inputs = []
     hooks = [module.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
              for module in modules]
@@ -100,7 +100,7 @@ def test_a_swins_matrices_are_what_its_blocks_apply_to_the_values_of_the_whole_m
 
 @torch.no_grad()
 @pytest.mark.parametrize("shifted", [False, True])
-def test_a_swin_that_looks_at_positions_alone_moves_one_hot_tokens_as_its_matrix_says(shifted):
+def test_a_swin_that_reads_positions_alone_moves_one_hot_tokens_by_its_matrix(shifted):
     """Q = K = 0, V = proj = I: token j in, column j of the head's matrix out, in its channels."""
     model = built("swin", depths=(2,), num_heads=(2,))
     block = model.layers[0].blocks[shifted]
@@ -128,7 +128,7 @@ def test_the_rows_of_attention_sum_to_one_and_leave_windows_alone():
 
 
 def test_a_mixers_matrices_are_the_jacobian_of_its_token_mixing():
-    """∂ output (token n, channel c) / ∂ input (token m, channel c); other channels do not count."""
+    """∂ output (token n, channel c) / ∂ input (token m, channel c); other channels have no effect."""
     model = built("mixer")
     found = mixing_matrices(model, drawn_images())
     for index, x in enumerate(inputs_of([block.norm1 for block in model.blocks], model)):
@@ -196,7 +196,7 @@ def test_chosen_blocks_and_heads_are_parts_of_all(family):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reading_leaves_the_model_as_it_was(family, training):
-    """Mode, running statistics, gradients, hooks; and what it reads is the model in evaluation."""
+    """Mode, running statistics, gradients and hooks; what is read is the model in evaluation mode."""
     model = built(family).train(training)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = mixing_matrices(model, drawn_images())
@@ -279,7 +279,8 @@ def test_rows_that_are_all_on_the_class_token_have_no_mass_elsewhere():
 
 def test_the_peak_is_that_of_the_logits_without_prefix_tokens_and_counts_zeros_as_87():
     generator = torch.Generator().manual_seed(0)
-    logits = 5.0 * torch.randn(2, 7, 16, 16, dtype=torch.float64, generator=generator)   # a prefix token
+    logits = 5.0 * torch.randn(2, 7, 16, 16, dtype=torch.float64, generator=generator)
+    # The first token is a prefix token.
     patches = logits[:, :, 1:, 1:]
     expected = (patches.amax(-1) - patches.mean(-1)).mean((0, 2))
     torch.testing.assert_close(logit_peak(logits.softmax(-1), GRID), expected)
@@ -287,7 +288,7 @@ def test_the_peak_is_that_of_the_logits_without_prefix_tokens_and_counts_zeros_a
     assert logit_peak(one_hot, GRID).item() == pytest.approx(87.3 * 14 / 15, abs=0.05)
 
 
-def test_one_offset_a_head_is_needed():
+def test_one_offset_per_head_is_needed():
     with pytest.raises(ValueError, match="2 heads but 1 offsets"):
         target_mass(torch.ones(2, 15, 15), [(0, 0)], GRID)
     with pytest.raises(ValueError, match="no heads but 1 offsets"):
@@ -324,7 +325,7 @@ def test_any_number_of_dimensions_before_the_heads_is_read(read):
 @pytest.mark.parametrize("dtype, near", [(torch.float16, 2e-3), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
 def test_half_precision_is_read_as_float32(read, dtype, near):
-    """Entries that are normal numbers in fp16: what underflows there is lost to any reading."""
+    """For entries that are normal numbers in fp16; what underflows there is lost anyway."""
     weights = (0.01 + attention_like(3)) / 1.16
     found = read(weights.to(dtype))
     assert found.dtype == torch.float32
@@ -375,7 +376,7 @@ def test_the_mean_kernel_of_a_convolution_matrix_is_its_kernel():
 
 
 def test_a_conv_mixers_matrix_has_the_size_of_the_map_it_mixes():
-    """Its weights know no image size, so other images than it was built for are mixed, too."""
+    """Its weights do not depend on the image size, so images of other sizes are mixed, too."""
     model = vitinit.build_model("convmixer_256_8", num_classes=3, image_size=8, patch_size=2,
                                 embed_dim=5, depth=1, kernel_size=3)
     matrices = mixing_matrices(model, torch.randn(1, 3, 6, 10))[0]

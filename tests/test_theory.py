@@ -39,7 +39,7 @@ def drawn_tokens(channels: int, rank: int, seed: int = 1) -> tuple[Tensor, Tenso
 
 
 def kernels_of(kind: str, count: int, size: int) -> Tensor:
-    """(count, f, f): one filter a channel."""
+    """(count, f, f): one filter per channel."""
     if kind == "random":
         draws = generator(7)
         return torch.stack([random_kernel(size, generator=draws) for _ in range(count)]).double()
@@ -57,7 +57,7 @@ def spatially_mixed(tokens: Tensor, kernels: Tensor) -> Tensor:
 
 
 def times_spanned(vectors: Tensor) -> tuple[int, int]:
-    """(M, k): disjoint subsets are picked greedily, each a basis of what all vectors span."""
+    """(M, k): disjoint subsets are picked greedily, each a basis of the span of all vectors."""
     whole = int(torch.linalg.matrix_rank(vectors))
     left, times = list(vectors), 0
     while len(left) >= whole:
@@ -72,16 +72,16 @@ def times_spanned(vectors: Tensor) -> tuple[int, int]:
 
 
 def channel_system(coefficients: Tensor, kernels: Tensor) -> Tensor:
-    """(k·f², D): what T_C is solved from. Column c is a_c ⊗ h_c, a_c from A and h_c the filter.
+    """(k·f², D): the matrix of the linear system for T_C.
 
-    Σ_c t_c H_c x_c = Σ_j (Σ_c t_c a_jc H_c) b_j, so that t is right as soon as each of the k
-    brackets is, tap by tap.
+    Column c is a_c ⊗ h_c, with a_c from A and h_c the filter: Σ_c t_c H_c x_c = Σ_j (Σ_c t_c a_jc
+    H_c) b_j, so t is right if each of the k sums in brackets is right, tap by tap.
     """
     return torch.einsum("jc, cm -> jmc", coefficients, kernels.flatten(1)).flatten(0, 1)
 
 
 def wanted_taps(coefficients: Tensor, kernels: Tensor, mixer: Tensor) -> Tensor:
-    """(k·f², E): the brackets of the transformer that is to be matched, one column an output."""
+    """(k·f², E): these sums for the transformer that is to be matched, one column per output."""
     return channel_system(coefficients, kernels) @ mixer
 
 
@@ -90,7 +90,7 @@ def worst_column(found: Tensor, target: Tensor) -> float:
 
 
 def best_effort(mixed: Tensor, target: Tensor) -> float:
-    """The error that the best T_C leaves, relative."""
+    """The relative error of the best T_C."""
     return worst_column(mixed @ torch.linalg.lstsq(mixed, target, driver="gelsd").solution, target)
 
 

@@ -119,8 +119,8 @@ def test_default_of_a_conv_mixer_is_pytorchs(family):
     assert all(torch.equal(default[name], pytorchs[name]) for name in default)
 
 
-def test_dense_filters_are_drawn_up_to_one_over_the_root_of_the_number_of_places():
-    """15 places, 67 matrices: 15,075 draws leave less than a thousandth of the range unused."""
+def test_dense_filters_are_drawn_up_to_one_over_the_root_of_the_number_of_tokens():
+    """15 tokens, 67 matrices: 15,075 draws leave less than a thousandth of the range unused."""
     state, bound = drawn_by("default", family="dense_conv_mixer"), 15**-0.5
     for block in range(2):
         weight = state[f"blocks.{block}.0.fn.0.weight"]
@@ -254,7 +254,7 @@ def test_models_without_attention_are_refused_before_anything_is_drawn(name):
 
 
 @pytest.mark.parametrize("family, kind", [("mixer", "MlpMixer"), ("conv_mixer", "ConvMixer")])
-def test_an_init_that_a_family_has_not_lists_those_that_it_has(family, kind):
+def test_an_init_not_defined_for_a_family_lists_those_that_are(family, kind):
     model_name, sizes = FAMILIES[family]
     model = vitinit.build_model(model_name, **sizes)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -295,7 +295,7 @@ def test_a_cut_normal_keeps_what_lies_within_and_draws_the_rest_again(dtype):
 
 @pytest.mark.skipif(torch.__version__ < "2.15", reason="earlier versions draw in another way")
 @pytest.mark.parametrize("std, cut", [(0.6, 2.0), (0.05, 0.1), (7.0, 2.0)])
-def test_a_cut_normal_is_todays_torchs(std, cut):
+def test_a_truncated_normal_is_that_of_recent_torch_versions(std, cut):
     ours, theirs = torch.empty(2, 53, 59)
     truncated_normal_(ours, std=std, cut=cut, generator=torch.Generator().manual_seed(1))
     torch.nn.init.trunc_normal_(theirs, std=std, a=-cut, b=cut,

@@ -1,4 +1,4 @@
-"""Conditioned initialisation: every head's matrices have all singular values alike."""
+"""Conditioned initialisation: the singular values of every head's matrices are all equal."""
 
 from __future__ import annotations
 

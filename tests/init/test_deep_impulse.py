@@ -1,4 +1,4 @@
-"""Deep impulse initialisation: a convolution in every block, by a code that nothing writes over."""
+"""Deep impulse initialisation: a convolution in every block, by a code that no layer overwrites."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def images_for(model: nn.Module, count: int = 3, mean_square: float = 1.0) -> Te
 
 
 def rotating(model: nn.Module, block: int, cells: int = 9) -> list[tuple[int, int]]:
-    """Where head h of block l looks: offset l · heads + h, counted round."""
+    """The offsets of the heads of a block: number l · heads + h, modulo the number of offsets."""
     heads, offsets = model.blocks[0].attn.num_heads, ordered_offsets(math.isqrt(cells))
     return [offsets[(block * heads + head) % cells] for head in range(heads)]
 
 
 def circular_shift(offset: tuple[int, int], grid: tuple[int, int]) -> Tensor:
-    """(N, N): row n is one at n + offset, round the borders."""
+    """(N, N): row n is one at n + offset, wrapping around the borders."""
     tokens = torch.eye(grid[0] * grid[1], dtype=torch.float64).view(*grid, -1)
     return tokens.roll((-offset[0], -offset[1]), dims=(0, 1)).flatten(0, 1)
 
 
 def code_attention(model: nn.Module, block: int, reserved: int = RESERVED,
                    code_rms: float = 0.36, reserve: bool = True) -> Tensor:
-    """(h, N, N): attention on the code alone, divided as the init expects LayerNorm to do."""
+    """(h, N, N): attention on the code alone, divided by the expected scale of LayerNorm."""
     scale = stream_scales(model, reserved if reserve else 0, code_rms)[block]
     code = model.pos_embed[0, model.num_prefix_tokens:, :reserved] / math.sqrt(scale)
     attention = model.blocks[block].attn
@@ -80,7 +80,7 @@ def images() -> Tensor:
 
 @pytest.mark.parametrize("base", ["default", "torch"])
 def test_every_block_has_the_mass_on_images_where_impulse_fades(images, base):
-    """The defining property. Measured: .97 to .99, and .45 falling to .18–.2."""
+    """The defining property. Measured: .97 to .99, and for `impulse` .45 falling to .18–.2."""
     sizes = dict(image_size=32, patch_size=4, embed_dim=96, depth=6, num_heads=3)
     deep, plain = (initialised(name, base=base, sizes=sizes)
                    for name in ("deep_impulse", "impulse"))
@@ -96,7 +96,7 @@ def test_every_block_has_the_mass_on_images_where_impulse_fades(images, base):
 @pytest.mark.parametrize("base", ["default", "torch"])
 @pytest.mark.parametrize("dim, heads", [(37, 1), (58, 2), (57, 3), (85, 5)])
 def test_even_noise_for_images_leaves_every_head_its_target(dim, heads, base, kind):
-    """White noise is harder than images: neighbours have nothing in common. Measured: .83 or more."""
+    """White noise is harder than images, as neighbours have nothing in common. Measured: ≥ .83."""
     model = initialised(base=base, sizes=dict(embed_dim=dim, num_heads=heads, depth=3) | kind)
     for block, matrices in mixing_matrices(model, images_for(model)).items():
         assert target_mass(matrices, rotating(model, block), model.grid).min() > 0.82
@@ -106,7 +106,7 @@ def test_even_noise_for_images_leaves_every_head_its_target(dim, heads, base, ki
 @pytest.mark.parametrize("mass", [0.5, 0.9])
 @pytest.mark.parametrize("reserve", [True, False])
 def test_on_the_code_alone_every_target_has_exactly_the_mass(mass, reserve, kind):
-    """At the scale of the stream that the init expects, and round the borders."""
+    """At the scale of the stream that the init expects, and with wrapping around the borders."""
     model = initialised(sizes=kind, target_mass=mass, reserve=reserve, bias_channels=reserve)
     for block in range(5):
         weights = code_attention(model, block, reserve=reserve)
@@ -116,7 +116,7 @@ def test_on_the_code_alone_every_target_has_exactly_the_mass(mass, reserve, kind
 
 
 def test_of_a_pair_of_masses_the_odds_fall_by_the_same_factor_from_block_to_block():
-    """Measured on the attention: 4, 2, 1, 1/2, 1/4 to 1 from the first of five blocks to the last."""
+    """Of the attention's odds: 4, 2, 1, 1/2, 1/4 to 1 from the first of five blocks to the last."""
     model = initialised(target_mass=(0.8, 0.2))
     for block, odds in enumerate((4.0, 2.0, 1.0, 0.5, 0.25)):
         weights = code_attention(model, block)
@@ -134,7 +134,7 @@ def test_a_pair_of_one_mass_is_that_mass_in_every_block(options):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=name)
 
 
-def test_at_a_longer_period_targets_have_more_and_heads_without_one_look_at_the_border():
+def test_at_a_longer_period_targets_have_more_and_heads_without_one_attend_to_the_border():
     model = initialised(period=2.0, target_mass=0.8)
     for block in range(5):
         weights = code_attention(model, block)
@@ -149,9 +149,9 @@ def test_at_a_longer_period_targets_have_more_and_heads_without_one_look_at_the_
 
 @torch.no_grad()
 def test_mixing_is_a_circular_conv2d_in_every_block_to_within_one_minus_the_mass(images):
-    """V = proj = I leaves the layer its mixing alone; a row errs by 1 − mass of a channel's range.
+    """With V = proj = I the layer only mixes; a row errs by at most 1 − mass of a channel's range.
 
-    The mean of 1 − mass is .02 to .04, but where an image has a sharp edge a token may lose half.
+    The mean of 1 − mass is .02 to .04, but a token at a sharp edge of the image may lose half.
     """
     model = initialised(sizes=dict(image_size=32, embed_dim=96, num_heads=3, pool="mean"))
     x = model.embed(images)
@@ -225,7 +225,7 @@ def test_without_reserve_the_patches_and_every_block_write_there(kind):
 
 @torch.no_grad()
 def test_values_do_not_read_the_code():
-    """Whatever stands in its channels, V of the LayerNorm's output is the same."""
+    """Whatever values the code's channels have, V of the LayerNorm's output is the same."""
     model = initialised(base="torch")
     z = torch.randn(2, 36, 57, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     other = z.clone()
@@ -238,7 +238,9 @@ def test_values_do_not_read_the_code():
 @each_kind
 @torch.no_grad()
 def test_mlps_read_the_code_unless_told_not_to(kind):
-    """Whatever stands in its channels; the columns are all that differs outside Q and K."""
+    """Changing the code's channels changes the output of the MLPs or not. The columns are all that
+    differs outside Q and K.
+    """
     reading, not_reading = (initialised(mlp_reads_code=reads, sizes=kind) for reads in (True, False))
     z = torch.randn(2, 5, 57, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     other = z.clone()
@@ -264,10 +266,10 @@ def test_queries_and_keys_read_the_code_alone_and_have_no_biases():
 
 
 @each_kind
-def test_the_code_is_that_of_the_slowest_waves_and_as_loud_as_asked(kind):
+def test_the_code_is_that_of_the_slowest_waves_and_has_the_rms_that_was_asked_for(kind):
     model = initialised(code_rms=0.7, period=1.5, sizes=kind)
     code, prefix = model.pos_embed[0, :, :RESERVED].detach(), model.num_prefix_tokens
-    amplitude = 0.7 * math.sqrt(57 / 9)              # 8 waves and the first bias channel have a square of 1
+    amplitude = 0.7 * math.sqrt(57 / 9)      # 8 waves and the first bias channel: squares of 1 each
     expected = wave_code(waves((5, 7), 1.5)[:8], (5, 7))
     torch.testing.assert_close(code[prefix:, :16], amplitude * expected, rtol=1e-6, atol=1e-7)
     for tokens, biases in ((code[:prefix], [0, 0, 1]), (code[prefix:], [1, 0, 0])):
@@ -278,7 +280,7 @@ def test_the_code_is_that_of_the_slowest_waves_and_as_loud_as_asked(kind):
 
 
 @pytest.mark.parametrize("share, reserved", [(1 / 3, 19), (0.5, 27), (0.2, 11), (1.0, 37)])
-def test_the_codes_share_of_the_width_is_at_most_two_channels_a_wave_and_the_marks(share, reserved):
+def test_the_code_takes_at_most_two_channels_per_wave_and_the_bias_channels(share, reserved):
     model = initialised(code_channels=share, target_mass=0.5)
     position, base = model.pos_embed[0, 1:], initialised("default").pos_embed[0, 1:]
     assert (position[:, :reserved].square().mean(1) > 0.1).all()
@@ -293,7 +295,7 @@ def test_the_codes_share_of_the_width_is_at_most_two_channels_a_wave_and_the_mar
 
 def as_the_table_has_it(base: dict[str, Tensor], found: dict[str, Tensor], *, reserve: bool,
                         mimetic: bool) -> dict[str, Tensor]:
-    """The base's tensors with zeros and the init's own where the docstring's table says so."""
+    """The base's tensors with the zeros and the init's own values of the docstring's table."""
     expected = {key: value.clone() for key, value in base.items()}
     for key, value in expected.items():
         if key == "pos_embed":
@@ -323,9 +325,10 @@ def as_the_table_has_it(base: dict[str, Tensor], found: dict[str, Tensor], *, re
 @pytest.mark.parametrize("value_init", ["mimetic", "base"])
 @pytest.mark.parametrize("reserve", [True, False])
 def test_the_tables_tensors_are_all_that_is_written(reserve, value_init, base, kind):
-    """To the bit, part by part; and what the init writes of its own is not the base's."""
+    """To the bit, part by part; and what the init writes itself differs from the base's draw."""
     reference = initialised(base, sizes=kind).state_dict()
-    model = initialised(base=base, reserve=reserve, bias_channels=reserve, value_init=value_init, sizes=kind)
+    model = initialised(base=base, reserve=reserve, bias_channels=reserve, value_init=value_init,
+                        sizes=kind)
     found = model.state_dict()
     expected = as_the_table_has_it(reference, found, reserve=reserve,
                                    mimetic=value_init == "mimetic")
@@ -342,9 +345,10 @@ def test_the_tables_tensors_are_all_that_is_written(reserve, value_init, base, k
 
 
 @pytest.mark.parametrize("reserve, reserved", [(True, RESERVED), (False, 0)])
-def test_values_multiply_to_the_noisy_identity_and_are_dealt_by_a_permutation(reserve, reserved):
-    """x @ V.T @ proj.T = x @ (αZ − βI) on the other channels: Z and the deal, block after block."""
-    model = initialised(seed=3, reserve=reserve, bias_channels=reserve, value_alpha=0.3, value_beta=0.7)
+def test_values_multiply_to_the_noisy_identity_and_are_assigned_by_a_permutation(reserve, reserved):
+    """x @ V.T @ proj.T = x @ (αZ − βI) on the other channels: Z, then the permutation."""
+    model = initialised(seed=3, reserve=reserve, bias_channels=reserve, value_alpha=0.3,
+                        value_beta=0.7)
     generator = torch.Generator().manual_seed(3)
     vitinit.init_weights(built(), "default", generator=generator)        # the base's draws
     for block in model.blocks:
@@ -355,14 +359,14 @@ def test_values_multiply_to_the_noisy_identity_and_are_dealt_by_a_permutation(re
         product[reserved:, reserved:] = drawn
         torch.testing.assert_close((projection @ value).T, product, rtol=0, atol=1e-8)
         inner = torch.randperm(57, generator=generator)[:57 - reserved]
-        # Both factors carry the root of the singular values, in falling order along the deal.
+        # Both factors carry the root of the singular values, in decreasing order along `inner`.
         singular = torch.linalg.svdvals(drawn)
         for energy in (value.square().sum(1), projection.square().sum(0)):
             torch.testing.assert_close(energy[inner], singular, rtol=1e-6, atol=1e-6)
 
 
 def test_no_head_carries_more_than_another_as_the_first_does_in_mimetic():
-    """Strongest over weakest head, in the mean over blocks. Measured: 1.3 against 18."""
+    """Strongest over weakest head, averaged over blocks. Measured: 1.3 against 18."""
     sizes = dict(embed_dim=96)
     spread = {}
     for name in ("deep_impulse", "mimetic"):
@@ -377,8 +381,8 @@ def test_no_head_carries_more_than_another_as_the_first_does_in_mimetic():
 # ---------------------------------------------------------------------------------------------
 
 
-def looked_at(weights: Tensor, kernel_size: int = 3) -> list[tuple[int, int]]:
-    """By head, the offset that has the most of the attention, on 5×7 tokens."""
+def strongest_offsets(weights: Tensor, kernel_size: int = 3) -> list[tuple[int, int]]:
+    """For each head, the offset that has most of the attention, on 5×7 tokens."""
     radius = kernel_size // 2
     peaks = mean_kernel(weights, (5, 7), radius).flatten(1).argmax(1).tolist()
     return [(peak // kernel_size - radius, peak % kernel_size - radius) for peak in peaks]
@@ -386,7 +390,7 @@ def looked_at(weights: Tensor, kernel_size: int = 3) -> list[tuple[int, int]]:
 
 def test_rotating_offsets_cover_the_kernel_over_depth():
     model = initialised()
-    found = [looked_at(code_attention(model, block)) for block in range(5)]
+    found = [strongest_offsets(code_attention(model, block)) for block in range(5)]
     assert found == [rotating(model, block) for block in range(5)]
     assert set(sum(found[:3], [])) == set(ordered_offsets(3))            # of three blocks
 
@@ -394,7 +398,7 @@ def test_rotating_offsets_cover_the_kernel_over_depth():
 def test_ordered_offsets_are_the_same_in_every_block():
     model = initialised(offsets="ordered")
     for block in range(5):
-        assert looked_at(code_attention(model, block)) == ordered_offsets(3)[:3]
+        assert strongest_offsets(code_attention(model, block)) == ordered_offsets(3)[:3]
 
 
 def test_random_offsets_are_drawn_for_each_block_after_its_values():
@@ -404,14 +408,14 @@ def test_random_offsets_are_drawn_for_each_block_after_its_values():
         noisy_identity(57 - RESERVED, 0.4, -0.4, torch.empty(0).double(), generator)
         torch.randperm(57, generator=generator)
         drawn = torch.randint(9, (3,), generator=generator).tolist()
-        assert looked_at(code_attention(model, block)) == [
+        assert strongest_offsets(code_attention(model, block)) == [
             ordered_offsets(3)[index] for index in drawn]
 
 
 def test_a_larger_kernel_has_its_own_offsets():
     model = initialised(kernel_size=5)
     for block in range(5):
-        found = looked_at(code_attention(model, block), 5)
+        found = strongest_offsets(code_attention(model, block), 5)
         assert found == rotating(model, block, cells=25)
 
 
@@ -433,7 +437,7 @@ def test_a_random_code_is_normal_with_a_mean_square_of_a_half_and_has_the_mass_o
 
 @pytest.mark.parametrize("sigma", [0.7, 1.0, 1.5])
 def test_gaussian_heads_fall_off_as_a_gaussian_of_that_width_round_their_offset(sigma):
-    """Exact with all 17 waves of 5×7, of which a head of 37 channels has room for 18."""
+    """Exact with all 17 waves of 5×7, which a head of 37 channels has room for."""
     model = initialised(target="gaussian", sigma=sigma, sizes=dict(embed_dim=111))
     rows, columns = (torch.arange(size) - size // 2 for size in (5, 7))
     bump = (-(rows[:, None]**2 + columns**2).double() / (2.0 * sigma**2)).exp()      # at (2, 3)
@@ -459,13 +463,13 @@ def test_a_gaussian_of_too_few_waves_still_falls_from_its_centre_the_faster_the_
 
 
 def used_waves(model: nn.Module, block: int, waves: int) -> list[set[int]]:
-    """By head, which of so many pairs of code channels its keys read."""
+    """For each head, the waves that its keys read, out of `waves` in the code."""
     weight = model.blocks[block].attn.k_weight[..., :2 * waves].unflatten(2, (2, waves))
     return [set(rows.abs().sum((0, 1)).nonzero()[:, 0].tolist()) for rows in weight.detach()]
 
 
 def test_disjoint_heads_share_out_the_waves_and_others_take_the_slowest():
-    """Three heads of eight channels have room for three waves each, which are all nine."""
+    """Three heads of eight channels have room for three waves each: all nine."""
     sizes = dict(embed_dim=24)
     options = dict(code_channels=0.9, target_mass=0.3, sizes=sizes)
     for block in range(5):
@@ -492,7 +496,7 @@ def test_more_waves_than_there_are_begin_again():
 
 @torch.no_grad()
 def heads_logits(model: nn.Module, block: int, x: Tensor) -> Tensor:
-    """(B, h, N, N) before the softmax, of a stream x, class tokens included."""
+    """(B, h, N, N), before the softmax, of a stream x that includes prefix tokens."""
     attention = model.blocks[block].attn
     query, key, _ = attention.queries_keys_values(model.blocks[block].norm1(x))
     return query @ key.mT / math.sqrt(attention.head_dim)
@@ -501,9 +505,9 @@ def heads_logits(model: nn.Module, block: int, x: Tensor) -> Tensor:
 @each_kind
 @pytest.mark.parametrize("code", ["fourier", "random"])
 def test_the_logit_at_the_target_is_zero_whatever_content_is_beside_the_code(code, kind):
-    """Exact for waves, whose targets all have the same logit; a random code's average is what is taken.
+    """Exact for waves, whose targets all have the same logit; for a random code, on average.
 
-    Without bias channels it is 8 to 30 at the same stream, and varies.
+    Without bias channels it is 8 to 30 on the same stream, and varies.
     """
     sizes = dict(embed_dim=111) | kind
     content = 3.0 * torch.randn(7, 111, dtype=torch.float64,
@@ -529,7 +533,7 @@ def test_the_logit_at_the_target_is_zero_whatever_content_is_beside_the_code(cod
 
 
 @pytest.mark.parametrize("kind", [{}, dict(distilled=True)], ids=["class token", "distilled"])
-def test_prefix_tokens_look_at_all_patches_alike_and_are_looked_at_by_none(kind):
+def test_prefix_tokens_attend_to_all_patches_equally_and_none_attends_to_them(kind):
     model = initialised(sizes=kind)
     prefix = model.num_prefix_tokens
     for matrices in mixing_matrices(model, images_for(model)).values():
@@ -538,7 +542,7 @@ def test_prefix_tokens_look_at_all_patches_alike_and_are_looked_at_by_none(kind)
         assert matrices[:, :, prefix:, :prefix].max() < 0.05
 
 
-def test_with_marks_a_longer_period_has_the_mass_on_images_too(images):
+def test_with_bias_channels_a_longer_period_has_the_mass_on_images_too(images):
     """.97 to .99 at periods 1 to 3; without them at period 2 at most .8, which falls to .5."""
     sizes = dict(image_size=32, patch_size=4, embed_dim=96, depth=6, num_heads=3)
     for period, bias_channels in ((1.0, True), (2.0, True), (3.0, True), (2.0, False)):
@@ -565,8 +569,8 @@ def measured_scales(model: nn.Module, images: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("options", [{}, dict(value_init="base"), dict(code_rms=0.7)])
 @pytest.mark.parametrize("base", ["default", "torch"])
-def test_the_expected_scale_is_that_of_noise_as_loud_as_the_init_takes_pixels_to_be(base, options):
-    """In block 0 to 2 %; then too low by up to .26, as noise has no neighbours alike."""
+def test_the_expected_scale_is_that_of_noise_with_the_assumed_mean_square(base, options):
+    """In block 0 to 2 %; later up to .26 too low, as neighbours in noise are not alike."""
     model = initialised(base=base, **options, sizes=dict(embed_dim=85, num_heads=5))
     expected = torch.tensor(stream_scales(model, 27, options.get("code_rms", 0.36))).double()
     ratio = expected / measured_scales(model, images_for(model, count=11, mean_square=PIXELS))
@@ -575,8 +579,8 @@ def test_the_expected_scale_is_that_of_noise_as_loud_as_the_init_takes_pixels_to
 
 
 @pytest.mark.parametrize("base", ["default", "torch"])
-def test_images_are_quieter_than_expected_so_that_attention_is_rather_too_sharp(images, base):
-    """Measured: 1.3 to 2.2 times less in mean square."""
+def test_streams_of_images_are_smaller_than_expected_so_attention_is_rather_too_sharp(images, base):
+    """Measured: 1.3 to 2.2 times smaller in mean square."""
     model = initialised(base=base, sizes=dict(image_size=32, embed_dim=96, depth=6))
     expected = torch.tensor(stream_scales(model, 31, 0.36)).double()
     ratio = expected / measured_scales(model, images)
@@ -619,7 +623,7 @@ def test_the_generator_alone_decides(options):
 
 @each_kind
 def test_gradients_reach_what_starts_as_zero(kind):
-    """The code may be written to and read by everybody, once training says so."""
+    """Every layer can learn to write to the code's channels and to read them."""
     model = initialised(sizes=kind)
     images, labels = images_for(model, count=5), torch.tensor([0, 3, 1, 6, 2])
     F.cross_entropy(model(images), labels).backward()
@@ -661,7 +665,8 @@ FIXED = dict(pos_embed="sincos", embed_dim=60)
     ({}, dict(offsets="spiral"), "offsets is 'spiral', expected one of ordered, rotating, random"),
     ({}, dict(target="box"), "target is 'box', expected one of impulse, gaussian"),
     ({}, dict(code="sincos"), "code is 'sincos', expected one of fourier, random"),
-    ({}, dict(reserve=False), "bias_channels = true needs reserve = true, .*; set bias_channels = false"),
+    ({}, dict(reserve=False),
+     "bias_channels = true needs reserve = true, .*; set bias_channels = false"),
     ({}, dict(waves_of_heads="all"), "waves_of_heads is 'all', expected one of slowest, disjoint"),
     ({}, dict(value_init="x"), "value_init is 'x', expected one of mimetic, base"),
     ({}, dict(base="zeros"), "base is 'zeros'"),
@@ -696,7 +701,7 @@ def test_a_mass_that_a_random_code_cannot_reach_is_an_error_of_one_line():
 
 
 def test_channels_that_values_leave_over_can_learn():
-    """Of V·proj only as many inner channels are in use as there is content; the others get gradients."""
+    """V·proj uses as many inner channels as there are content channels; the others get gradients."""
     model = initialised()
     images = torch.randn(3, 3, *model.patch_embed.image_size, dtype=model.pos_embed.dtype,
                          generator=torch.Generator().manual_seed(1))

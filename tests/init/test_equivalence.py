@@ -42,17 +42,17 @@ def convolved(maps: Tensor, kernels: Tensor) -> Tensor:
 
 
 def dense(offset: tuple[int, int], grid: tuple[int, int]) -> Tensor:
-    """(N, N) of that impulse's conv2d: column j is what an image that is 1 at token j becomes."""
+    """(N, N), the matrix of that impulse's conv2d: column j is its output for a one at token j."""
     cells = grid[0] * grid[1]
     one_hot = torch.eye(cells, dtype=torch.float64).view(cells, 1, *grid)
     return convolved(one_hot, impulse(offset)[None]).flatten(1).T
 
 
-def seen_together(model: torch.nn.Module, block: int) -> Tensor:
-    """(N, N), true where block `block` lets one token see another.
+def visible_pairs(model: torch.nn.Module, block: int) -> Tensor:
+    """(N, N), true where block `block` lets one token attend to another.
 
-    In a Swin they share a window and stand on the same side of the map's edge: row r of a map that
-    rolls by s is in the window ⌊(r − s) / w⌋, which is −1 for the rows that wrap round.
+    In a Swin these tokens share a window and are on the same side of the map's edge: row r of a map
+    that is rolled by s is in the window ⌊(r − s) / w⌋, which is −1 for the rows that wrap around.
     """
     height, width = block_grids(model)[block]
     rows, columns = torch.arange(height * width) // width, torch.arange(height * width) % width
@@ -81,7 +81,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    # The token MLP has one offset a block, alike for all channels.
+    # The token MLP has one offset per block, the same for all channels.
     "mixer, wide": Case(
         "mixer_s16", (20, 28), dict(patch_size=4, embed_dim=142, depth=11), {},
         [[OFFSETS[block % 9]] * 3 for block in range(11)], 1e-10, True),
@@ -105,7 +105,7 @@ CASES = {
                                     window_size=(3, 5)), {},
         [[OFFSETS[head % 9] for head in range(heads)] for heads in (2, 2, 11, 11)], 0.11, False),
     # 31 of 35 directions of the position embedding fit into a head. Deep in a real model, or with 64
-    # channels a head on 196 tokens, the mass is far lower; see test_impulse.py.
+    # channels per head on 196 tokens, the mass is far lower; see test_impulse.py.
     "vit": Case(
         "vit_tiny", (20, 28), dict(patch_size=4, embed_dim=341, depth=2, num_heads=11,
                                    pool="mean"), {},
@@ -150,7 +150,7 @@ def initialised(case: Case, **options: Any) -> torch.nn.Module:
 
 
 def images_for(case: Case) -> Tensor:
-    """Faint for the ViT, whose attention looks at the patches' content, too."""
+    """Faint for the ViT, whose attention depends on the patches' content, too."""
     drawn = torch.randn(2, 3, *case.image_size, generator=torch.Generator().manual_seed(1),
                         dtype=torch.float64)
     return 0.1 * drawn if case.model == "vit_tiny" else drawn
@@ -177,7 +177,7 @@ def test_an_impulse_model_mixes_real_input_as_conv2d_with_these_kernels_does(cas
         assert matrices.shape[1:] == expected.shape
         off_grid = expected.sum(-1) == 0                                 # (h, N)
         # A row counts if all that the kernel reads is what the token may see.
-        within = ~off_grid & (expected * ~seen_together(model, block) == 0).all(-1)
+        within = ~off_grid & (expected * ~visible_pairs(model, block) == 0).all(-1)
         assert within.any(-1).all()
         assert distances(matrices, expected)[:, within].max() <= case.distance
         if case.pads_with_zeros:
@@ -186,18 +186,18 @@ def test_an_impulse_model_mixes_real_input_as_conv2d_with_these_kernels_does(cas
 
 @pytest.mark.parametrize("name", ["swin", "swin, deep", "vit", "vit, deep", *SIMPLE_VITS])
 def test_attention_sums_to_one_where_zero_padding_gives_nothing(name):
-    """The difference that no init can take away: a softmax has to look somewhere."""
+    """The difference that no init can remove: a softmax must distribute its attention somewhere."""
     case = CASES[name]
     for matrices in mixing_matrices(initialised(case), images_for(case)).values():
         torch.testing.assert_close(matrices.sum(-1), torch.ones_like(matrices[..., 0]))
 
 
-def test_swin_rows_without_a_target_in_sight_spread_evenly_over_what_they_see():
-    """Evenly but for the logits of the base; over the same part of a window, not all of it."""
+def test_swin_rows_without_a_visible_target_spread_evenly_over_what_they_see():
+    """Evenly except for the base's logits, and over the visible part of the window."""
     case = CASES["swin"]
     model = initialised(case)
     for block, matrices in mixing_matrices(model, images_for(case)).items():
-        seen = seen_together(model, block)
+        seen = visible_pairs(model, block)
         expected = torch.stack([dense(offset, block_grids(model)[block])
                                 for offset in case.offsets[block]])
         lost = ~(expected * seen).any(-1)                                # (h, N)
@@ -213,7 +213,7 @@ def test_swin_rows_without_a_target_in_sight_spread_evenly_over_what_they_see():
 
 @torch.no_grad()
 def pass_values_through(attention: torch.nn.Module) -> None:
-    """V = proj = I and no biases: what is left of the layer is its mixing."""
+    """Set V = proj = I and all biases to 0, so that the layer only mixes."""
     dim = attention.proj.in_features
     attention.qkv.weight[2 * dim:] = torch.eye(dim)
     attention.proj.weight.copy_(torch.eye(dim))
@@ -256,7 +256,7 @@ def test_a_vits_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(nam
 @pytest.mark.parametrize("values", [True, False])
 @pytest.mark.parametrize("name", SIMPLE_VITS)
 def test_a_simple_vits_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(name, values):
-    """On any z, as its queries hardly see it."""
+    """For any z, as the queries hardly depend on it."""
     case = CASES[name]
     model = initialised(case._replace(sizes=case.sizes | dict(values=values)))
     kernels = head_kernels(case, 0, 132)
@@ -286,7 +286,7 @@ def test_a_swins_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(na
     kernels, maps = head_kernels(case, block, dim), z.permute(0, 3, 1, 2)
     expected = convolved(maps, kernels)
     error = (layer.mix_windows(z).permute(0, 3, 1, 2) - expected).abs()
-    seen = torch.stack([(dense(offset, grid) * seen_together(model, block)).sum(-1) == 1
+    seen = torch.stack([(dense(offset, grid) * visible_pairs(model, block)).sum(-1) == 1
                         for offset in case.offsets[block]])              # (h, N)
     seen = seen.repeat_interleave(dim // len(seen), dim=0).view(1, dim, *grid).expand_as(error)
     span = (maps.amax((2, 3)) - maps.amin((2, 3)))[:, :, None, None]

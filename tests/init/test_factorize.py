@@ -15,19 +15,19 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def layer_normalised(code: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.layer_norm(code, code.shape[-1:], eps=1e-6)
+def layer_normalised(positions: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(positions, positions.shape[-1:], eps=1e-6)
 
 
-def transcription(code: torch.Tensor, maps: torch.Tensor, rank: int, width: int,
+def transcription(positions: torch.Tensor, maps: torch.Tensor, rank: int, width: int,
                   norm: float) -> torch.Tensor:
-    """Q Kᵀ of Algorithm 1 (arXiv 2505.19985), written down as it stands, D×D matrices and all.
+    """Q Kᵀ by Algorithm 1 of arXiv 2505.19985 as it is stated, with D×D matrices.
 
     X⁺ = (XᵀX)⁺ Xᵀ, the inverse keeping the `rank` largest singular values; M̂ = X⁺ M X⁺ᵀ = U S Vᵀ;
     Q = (U√S)[:, :width], K = (V√S)[:, :width], each over its Frobenius norm, times `norm`.
     """
-    left, values, right = torch.linalg.svd(code.T @ code)
-    inverse = right.T[:, :rank] @ torch.diag(1 / values[:rank]) @ left[:, :rank].T @ code.T
+    left, values, right = torch.linalg.svd(positions.T @ positions)
+    inverse = right.T[:, :rank] @ torch.diag(1 / values[:rank]) @ left[:, :rank].T @ positions.T
     left, values, right = torch.linalg.svd(inverse @ maps @ inverse.T)
     query = left[:, :width] * values[:width].sqrt()
     key = right.T[:, :width] * values[:width].sqrt()
@@ -36,34 +36,34 @@ def transcription(code: torch.Tensor, maps: torch.Tensor, rank: int, width: int,
 
 @pytest.mark.parametrize("rank, width", [(11, 11), (7, 11), (22, 11), (5, 3)])
 def test_query_key_products_equal_the_transcription(rank, width):
-    code, maps = layer_normalised(drawn(TOKENS, DIM)), drawn(2, TOKENS, TOKENS, seed=1)
-    query, key = query_key_factors(maps, position_basis(code, rank), width, norm=7.0)
+    positions, maps = layer_normalised(drawn(TOKENS, DIM)), drawn(2, TOKENS, TOKENS, seed=1)
+    query, key = query_key_factors(maps, position_basis(positions, rank), width, norm=7.0)
     assert query.shape == key.shape == (2, width, DIM)
     for head in range(2):
-        expected = transcription(code, maps[head], rank, width, norm=7.0)
+        expected = transcription(positions, maps[head], rank, width, norm=7.0)
         torch.testing.assert_close(query[head].T @ key[head], expected, rtol=0, atol=1e-8)
         assert query[head].norm().item() == pytest.approx(7.0)
         assert key[head].norm().item() == pytest.approx(7.0)
 
 
-def test_a_map_within_reach_of_the_code_is_recovered():
+def test_a_map_that_the_position_embedding_can_express_is_recovered():
     """With more directions than the map's rank nothing but the scale is lost."""
-    code = layer_normalised(drawn(TOKENS, DIM))
+    positions = layer_normalised(drawn(TOKENS, DIM))
     wanted = drawn(DIM, 3, seed=1) @ drawn(3, DIM, seed=2)
-    maps = code @ wanted @ code.T
-    query, key = query_key_factors(maps[None], position_basis(code, DIM - 1), 11, norm=1.0)
-    logits = (code @ query[0].T) @ (code @ key[0].T).T
+    maps = positions @ wanted @ positions.T
+    query, key = query_key_factors(maps[None], position_basis(positions, DIM - 1), 11, norm=1.0)
+    logits = (positions @ query[0].T) @ (positions @ key[0].T).T
     torch.testing.assert_close(logits / logits.norm(), maps / maps.norm(), rtol=0, atol=1e-10)
 
 
 def test_the_basis_is_the_truncated_pseudo_inverse():
-    code = layer_normalised(drawn(TOKENS, DIM))
-    basis = position_basis(code, DIM - 1)
-    torch.testing.assert_close(basis.directions @ basis.inverse, torch.linalg.pinv(code),
+    positions = layer_normalised(drawn(TOKENS, DIM))
+    basis = position_basis(positions, DIM - 1)
+    torch.testing.assert_close(basis.directions @ basis.inverse, torch.linalg.pinv(positions),
                                rtol=0, atol=1e-10)
 
 
-def test_layer_normalised_codes_lack_one_rank():
+def test_layer_normalised_position_embeddings_lack_one_rank():
     assert numerical_rank(layer_normalised(drawn(TOKENS, DIM))) == DIM - 1
     assert numerical_rank(layer_normalised(drawn(7, DIM))) == 7
 
@@ -91,8 +91,9 @@ def test_balanced_factors_of_a_singular_matrix_are_finite_and_exact():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_directions_that_a_singular_matrix_lacks_get_nothing_left_and_little_right(dtype):
-    """Rounding, divided by the root of rounding, is nothing that a weight should hold: of such
-    directions the right factor carries the floor √eps · S₀, the left one rounding alone."""
+    """Weights should not hold rounding errors divided by the root of rounding errors: in these
+    directions the right factor is the floor √eps · S₀, and the left one mere rounding error.
+    """
     for seed in range(20):                           # rounding falls on either side of zero
         matrix = (drawn(23, 5, seed=seed) @ drawn(5, 23, seed=100 + seed)).to(dtype)
         largest = torch.linalg.matrix_norm(matrix, 2)
@@ -103,16 +104,16 @@ def test_directions_that_a_singular_matrix_lacks_get_nothing_left_and_little_rig
 
 
 def test_factors_wider_than_the_basis_are_padded_with_zeros():
-    """As many columns as the head has channels, whatever the code's rank."""
-    code, maps = layer_normalised(drawn(TOKENS, DIM)), drawn(3, TOKENS, TOKENS, seed=1)
-    for factor in query_key_factors(maps, position_basis(code, 7), 11, norm=2.0):
+    """As many columns as the head has channels, whatever the rank of the position embedding."""
+    positions, maps = layer_normalised(drawn(TOKENS, DIM)), drawn(3, TOKENS, TOKENS, seed=1)
+    for factor in query_key_factors(maps, position_basis(positions, 7), 11, norm=2.0):
         assert factor.shape == (3, 11, DIM)
         assert (factor[:, 7:] == 0).all() and (factor[:, :7] != 0).any(-1).all()
 
 
 def test_a_batch_of_maps_is_factorised_one_by_one():
-    code, maps = layer_normalised(drawn(TOKENS, DIM)), drawn(3, TOKENS, TOKENS, seed=1)
-    basis = position_basis(code, 11)
+    positions, maps = layer_normalised(drawn(TOKENS, DIM)), drawn(3, TOKENS, TOKENS, seed=1)
+    basis = position_basis(positions, 11)
     query, key = query_key_factors(maps, basis, 5, norm=2.0)
     for head in range(3):
         alone, other = query_key_factors(maps[head], basis, 5, norm=2.0)

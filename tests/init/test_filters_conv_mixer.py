@@ -37,7 +37,7 @@ def test_every_kind_has_the_energy_of_pytorchs_draw(kind, kernel_size):
 
 
 @pytest.mark.parametrize("cells", [1, 2, 7, 25])
-def test_a_box_is_so_many_equal_cells_anywhere(cells):
+def test_a_box_is_the_given_number_of_equal_cells_anywhere(cells):
     kernels = filters(conv_mixer(), kind="box", cells=cells)
     assert ((kernels > 0).sum((1, 2)) == cells).all()
     assert torch.allclose(kernels[kernels > 0], torch.tensor(math.sqrt(1 / (3 * cells))))
@@ -47,12 +47,12 @@ def test_a_box_is_so_many_equal_cells_anywhere(cells):
 
 
 def test_a_box_of_all_cells_is_a_multiple_of_the_mean():
-    """So all filters of a block are one: what corollary 3 of arXiv 2401.12511 is about."""
+    """So all filters of a block are the same: the subject of corollary 3 of arXiv 2401.12511."""
     kernels = filters(conv_mixer(17), kind="box", cells=25)
     assert torch.linalg.matrix_rank(kernels.flatten(1)) == 1
 
 
-def test_a_gaussian_stands_on_a_cell_and_has_the_wanted_width():
+def test_a_gaussian_is_centred_on_a_cell_and_has_the_wanted_width():
     kernels = filters(conv_mixer(), kind="gaussian", sigma=1.3)
     peaks = kernels.flatten(1).argmax(1)
     assert set(peaks.tolist()) == set(range(25))
@@ -181,9 +181,9 @@ def test_permutations_differ_from_filter_to_filter_and_block_to_block():
     first, second = matrices(dense(kind="permutation"))
     orders = {tuple(matrix.argmax(1).tolist()) for matrix in torch.cat([first, second])}
     assert len(orders) == 22
-    # And they move places anywhere: in 22 · 35 draws all displacements but the rarest occur.
-    moves = {(target // 7 - place // 7, target % 7 - place % 7)
-             for order in orders for place, target in enumerate(order)}
+    # And they move tokens anywhere: in 22 · 35 draws all displacements but the rarest occur.
+    moves = {(target // 7 - token // 7, target % 7 - token % 7)
+             for order in orders for token, target in enumerate(order)}
     assert len(moves) > 0.85 * 9 * 13
 
 

@@ -1,4 +1,4 @@
-"""The Fourier position embedding: its waves, how it shifts, and the logits that its weights make."""
+"""The Fourier code and the bias channels: waves, shifts, and the logits of the weights."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitinit.init.fourier_code import (STEEPEST, gaussian_weights, impulse_weights, reading_bias_channels,
-                                       rotated_factors, wave_code, waves, with_bias_channels)
+from vitinit.init.fourier_code import (STEEPEST, extend_to_bias_channels, gaussian_weights,
+                                       impulse_weights, rotated_factors, wave_code, waves,
+                                       with_bias_channels)
 
 GRIDS = [(8, 8), (14, 14), (16, 16), (5, 7), (7, 5), (6, 11), (1, 13), (4, 1)]
 
 
-def places(grid: tuple[int, int]) -> list[tuple[int, int]]:
+def cells(grid: tuple[int, int]) -> list[tuple[int, int]]:
     """(row, column) of every token."""
     return [(row, column) for row in range(grid[0]) for column in range(grid[1])]
 
 
 def nearest(step: int, size: int) -> int:
-    """A step on a circle of `size` places, the short way round."""
+    """A step along a ring of `size` cells, taken the shorter way."""
     return (step + size // 2) % size - size // 2
 
 
 def logits_written_out(frequencies: Tensor, weights: Tensor, grid: tuple[int, int],
                        offset: tuple[int, int]) -> Tensor:
-    """(N, N): Σ w cos(u (Δy − δy) + v (Δx − δx)) from each token to each, term by term."""
+    """(N, N): Σ w cos(u (Δy − δy) + v (Δx − δx)) for each pair of tokens, term by term."""
     rows = []
-    for row, column in places(grid):
+    for row, column in cells(grid):
         rows.append([sum(weight * math.cos(u * (y - row - offset[0]) + v * (x - column - offset[1]))
                          for (u, v), weight in zip(frequencies.tolist(), weights.tolist()))
-                     for y, x in places(grid)])
+                     for y, x in cells(grid)])
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -79,15 +80,15 @@ def test_waves_are_whole_numbers_of_turns_of_the_torus_slowest_first(grid, perio
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_no_wave_is_another_one_its_mirror_image_or_its_own(grid):
-    """On the torus, where k and k − size turns of an axis are one and the same."""
+    """On the torus, where frequencies k and k − size along an axis are the same wave."""
     turns = (waves(grid) * torch.tensor(grid) / (2.0 * math.pi)).round().long()
     here = [tuple(turn) for turn in (turns % torch.tensor(grid)).tolist()]
     mirrored = [tuple(turn) for turn in (-turns % torch.tensor(grid)).tolist()]
     assert len(set(here)) == len(here)
     assert not set(here) & set(mirrored)
-    own = [place for place in places(grid)
-           if all(2 * turn % size == 0 for turn, size in zip(place, grid))]
-    assert set(here) | set(mirrored) | set(own) == set(places(grid))     # and none is missing
+    own = [cell for cell in cells(grid)
+           if all(2 * turn % size == 0 for turn, size in zip(cell, grid))]
+    assert set(here) | set(mirrored) | set(own) == set(cells(grid))     # and none is missing
 
 
 def test_a_longer_period_makes_the_same_waves_slower():
@@ -95,7 +96,7 @@ def test_a_longer_period_makes_the_same_waves_slower():
 
 
 def test_no_token_has_all_its_cosines_at_their_peak():
-    """Without phases the first token's would all be 1, and LayerNorm would subtract most of it."""
+    """Without phases the first token's would all be 1, and LayerNorm would subtract most of them."""
     code = wave_code(waves((14, 14))[:31], (14, 14))
     assert code.mean(1).abs().max() < 0.4
     assert code[0].abs().max() > 0.9                 # and yet they are cosines
@@ -106,7 +107,7 @@ def test_no_token_has_all_its_cosines_at_their_peak():
 # ---------------------------------------------------------------------------------------------
 
 
-def turned(code: Tensor, frequencies: Tensor, offset: tuple[int, int]) -> Tensor:
+def rotated(code: Tensor, frequencies: Tensor, offset: tuple[int, int]) -> Tensor:
     """Every pair as a complex number cos + i sin, times e^{i (u δy + v δx)}."""
     cosine, sine = code.chunk(2, dim=1)
     angles = frequencies @ torch.tensor(offset, dtype=torch.float64)
@@ -115,23 +116,23 @@ def turned(code: Tensor, frequencies: Tensor, offset: tuple[int, int]) -> Tensor
 
 
 @pytest.mark.parametrize("offset", [(0, 0), (-1, 0), (0, 1), (2, -3), (4, 6)])
-def test_a_circular_shift_of_the_grid_turns_each_pair_at_period_one(offset):
+def test_a_circular_shift_of_the_grid_rotates_each_pair_at_period_one(offset):
     grid = (5, 7)
     frequencies = waves(grid)
     code = wave_code(frequencies, grid)
     shifted = code.view(5, 7, -1).roll((-offset[0], -offset[1]), dims=(0, 1)).flatten(0, 1)
-    torch.testing.assert_close(turned(code, frequencies, offset), shifted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(rotated(code, frequencies, offset), shifted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("period", [2.0, 3.5])
 @pytest.mark.parametrize("offset", [(0, 0), (-1, 0), (0, 1), (2, -3), (4, 6)])
-def test_a_shift_inside_the_grid_turns_each_pair_at_longer_periods(offset, period):
+def test_a_shift_inside_the_grid_rotates_each_pair_at_longer_periods(offset, period):
     grid = (5, 7)
     frequencies = waves(grid, period)
     code = wave_code(frequencies, grid)
-    moved = turned(code, frequencies, offset)
+    moved = rotated(code, frequencies, offset)
     inside = [(row * 7 + column, (row + offset[0]) * 7 + column + offset[1])
-              for row, column in places(grid)
+              for row, column in cells(grid)
               if 0 <= row + offset[0] < 5 and 0 <= column + offset[1] < 7]
     here, there = torch.tensor(inside).T
     torch.testing.assert_close(moved[here], code[there], rtol=0, atol=1e-12)
@@ -181,7 +182,7 @@ def test_every_target_on_the_torus_gets_the_mass_and_no_smaller_weights_would_do
     weights = impulse_weights(frequencies, grid, 1.0, mass)
     assert weights.shape == (count,) and (weights == weights[0]).all()
     targets = [(row - 1) % grid[0] * grid[1] + (column + 2) % grid[1]
-               for row, column in places(grid)]
+               for row, column in cells(grid)]
     logits = logits_of(frequencies, weights, grid, offset=(-1, 2))
     masses = logits.softmax(1)[range(len(targets)), targets]
     torch.testing.assert_close(masses, torch.full_like(masses, mass), rtol=0, atol=1e-9)
@@ -191,12 +192,12 @@ def test_every_target_on_the_torus_gets_the_mass_and_no_smaller_weights_would_do
 @pytest.mark.parametrize("period", [1.5, 2.0, 3.5])
 @pytest.mark.parametrize("offset", [(0, 0), (-1, 0), (1, 1), (2, -3)])
 def test_at_longer_periods_every_target_on_the_grid_gets_at_least_the_mass(offset, period):
-    """A query sees part of the places that were counted; the one that sees most has little more."""
+    """A query sees a part of the displacements counted; the one that sees most has little more."""
     grid = (5, 7)
     frequencies = waves(grid, period)
     logits = logits_of(frequencies, impulse_weights(frequencies, grid, period, 0.8), grid, offset)
     pairs = [(row * 7 + column, (row + offset[0]) * 7 + column + offset[1])
-             for row, column in places(grid)
+             for row, column in cells(grid)
              if 0 <= row + offset[0] < 5 and 0 <= column + offset[1] < 7]
     here, there = torch.tensor(pairs).T
     masses = logits.softmax(1)[here, there]
@@ -220,8 +221,9 @@ def test_a_mass_out_of_reach_is_an_error_of_one_line(grid, count, period):
     code = wave_code(frequencies, grid)
     steepest = (STEEPEST / count * code @ code.T).softmax(1).diagonal()
     assert steepest.min() < 0.9
-    with pytest.raises(ValueError, match=rf"^{count} wave\(s\) cannot give one token of a {grid[0]}×"
-                       rf"{grid[1]} grid a mass of 0.9; use more channels, a lower target_mass or") as error:
+    message = (rf"^{count} wave\(s\) cannot give one token of a {grid[0]}×{grid[1]} grid a mass of 0.9; "
+               "use more channels, a lower target_mass or")
+    with pytest.raises(ValueError, match=message) as error:
         impulse_weights(frequencies, grid, period, 0.9)
     assert "\n" not in str(error.value)
 
@@ -234,12 +236,12 @@ def test_a_mass_out_of_reach_is_an_error_of_one_line(grid, count, period):
 @pytest.mark.parametrize("grid", [(5, 7), (13, 3), (1, 11)])
 @pytest.mark.parametrize("sigma", [0.6, 1.0, 2.5])
 def test_with_all_waves_of_an_odd_grid_the_attention_is_the_gaussian_round_the_torus(grid, sigma):
-    """Without error, as the constant is all that the waves leave out; the softmax ignores it."""
+    """Without error: the waves lack only the constant, which the softmax ignores."""
     frequencies = waves(grid)
     weights = gaussian_weights(frequencies, grid, 1.0, sigma)
     squares = torch.tensor([[nearest(y - row - 1, grid[0])**2 + nearest(x - column + 2, grid[1])**2
-                             for y, x in places(grid)]
-                            for row, column in places(grid)]).double()
+                             for y, x in cells(grid)]
+                            for row, column in cells(grid)]).double()
     logits = logits_of(frequencies, weights, grid, offset=(1, -2))
     offsets = logits + squares / (2.0 * sigma**2)
     torch.testing.assert_close(offsets, offsets.mean().expand_as(offsets), rtol=0, atol=1e-10)
@@ -271,7 +273,7 @@ def test_with_fewer_waves_the_gaussian_is_still_the_nearest_by_least_squares():
     """No change of any weight comes nearer: the error is orthogonal to all waves on the torus."""
     frequencies = waves((5, 7))[:6]
     weights = gaussian_weights(frequencies, (5, 7), 1.0, 1.3)
-    away = torch.tensor([(nearest(y, 5), nearest(x, 7)) for y, x in places((5, 7))]).double()
+    away = torch.tensor([(nearest(y, 5), nearest(x, 7)) for y, x in cells((5, 7))]).double()
     shapes = (away @ frequencies.T).cos()
     error = shapes @ weights + away.square().sum(1) / (2 * 1.3**2)
     torch.testing.assert_close(shapes.T @ (error - error.mean()), torch.zeros(6).double(),
@@ -286,13 +288,13 @@ def test_with_fewer_waves_the_gaussian_is_still_the_nearest_by_least_squares():
 
 @pytest.mark.parametrize("peak", [7.3, -2.1])
 @pytest.mark.parametrize("prefix", [0, 1, 2])
-def test_marks_take_the_peak_from_all_logits_and_prefix_tokens_queries_see_nothing(prefix, peak):
+def test_bias_channels_subtract_the_peak_and_prefix_queries_are_uniform(prefix, peak):
     generator = torch.Generator().manual_seed(0)
     code, query, key = (torch.randn(rows, 5, dtype=torch.float64, generator=generator)
                         for rows in (11, 3, 3))
     table = with_bias_channels(code, prefix)
     assert table.shape == (prefix + 11, 8)
-    first, second = reading_bias_channels(query, key, peak)
+    first, second = extend_to_bias_channels(query, key, peak)
     assert first.shape == second.shape == (4, 8)
     expected = torch.zeros(prefix + 11, prefix + 11, dtype=torch.float64)
     expected[prefix:, prefix:] = code @ query.T @ key @ code.T - peak
@@ -300,13 +302,13 @@ def test_marks_take_the_peak_from_all_logits_and_prefix_tokens_queries_see_nothi
     torch.testing.assert_close(table @ first.T @ second @ table.T, expected, rtol=0, atol=1e-12)
 
 
-def test_queries_and_keys_that_read_marks_do_not_see_what_is_added_to_all_channels():
-    """Nor how a token is scaled, at the logit that was the peak: LayerNorm does both."""
+def test_queries_and_keys_that_read_bias_channels_ignore_what_is_added_to_all_channels():
+    """And at the target, how a token is scaled: LayerNorm does both."""
     generator = torch.Generator().manual_seed(0)
     frequencies = waves((5, 7))[:6]
     weights = torch.full((6,), 1.7, dtype=torch.float64)
-    query, key = reading_bias_channels(*rotated_factors(frequencies, torch.arange(6), weights, (0, 0)),
-                                       peak=weights.sum().item())
+    query, key = extend_to_bias_channels(
+        *rotated_factors(frequencies, torch.arange(6), weights, (0, 0)), peak=weights.sum().item())
     table = with_bias_channels(wave_code(frequencies, (5, 7)), 0)
     shift, scale = torch.randn(2, 35, 1, dtype=torch.float64, generator=generator)
     moved = (table + shift) * scale.exp()

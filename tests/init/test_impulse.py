@@ -25,14 +25,15 @@ def initialised(model, seed: int = 0, **options):
     return model
 
 
-def code_attention(model, block: int = 0) -> torch.Tensor:
+def position_attention(model, block: int = 0) -> torch.Tensor:
     """The attention matrices on the position embedding alone, (h, N, N), with 1/√d as in the model."""
-    code, attention = normalised_positions(model), model.blocks[block].attn
-    return attention_weights(code @ attention.q_weight.mT, code @ attention.k_weight.mT).detach()
+    positions, attention = normalised_positions(model), model.blocks[block].attn
+    return attention_weights(positions @ attention.q_weight.mT,
+                             positions @ attention.k_weight.mT).detach()
 
 
 def cut_normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> torch.Tensor:
-    """A float64 normal whose values beyond ±2 are drawn again, one after the other in one array."""
+    """A float64 normal whose values beyond ±2 are drawn again, one after another in one array."""
     values = torch.zeros(shape, dtype=torch.float64).normal_(std=std, generator=generator).numpy()
     while (abs(values) > 2).any():
         again = torch.zeros(shape, dtype=torch.float64).normal_(std=std, generator=generator).numpy()
@@ -41,18 +42,18 @@ def cut_normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -
 
 
 def test_query_key_products_equal_a_direct_transcription():
-    """Algorithm 1 and what the released code adds, formula by formula, from the same draws."""
+    """Algorithm 1 with the additions of the released code, formula by formula, from the same draws."""
     sizes = dict(patch_size=4, embed_dim=46, depth=2, num_heads=2)
     model = initialised(built(image_size=(20, 28), **sizes).double(), seed=5, value_init="base",
                         rank=23)
     generator = torch.Generator().manual_seed(5)
     reference = built(image_size=(20, 28), **sizes).double()
     vitinit.init_weights(reference, "default", generator=generator)
-    code = 18 * reference.pos_embed.detach()[0, 1:]
-    code = (code - code.mean(1, keepdim=True)) / (code.var(1, correction=0, keepdim=True)
-                                                  + 1e-6).sqrt()
-    left, values, right = torch.linalg.svd(code.T @ code)
-    inverse = right.T[:, :23] @ torch.diag(1 / values[:23]) @ left[:, :23].T @ code.T
+    positions = 18 * reference.pos_embed.detach()[0, 1:]
+    variance = positions.var(1, correction=0, keepdim=True)
+    positions = (positions - positions.mean(1, keepdim=True)) / (variance + 1e-6).sqrt()
+    left, values, right = torch.linalg.svd(positions.T @ positions)
+    inverse = right.T[:, :23] @ torch.diag(1 / values[:23]) @ left[:, :23].T @ positions.T
     for block in model.blocks:
         noise = cut_normal((2, 35, 35), 0.6, generator)
         for head, offset in enumerate([(0, 0), (-1, 0)]):
@@ -66,8 +67,8 @@ def test_query_key_products_equal_a_direct_transcription():
 
 
 # Mass on the target token, on the position embedding alone, seed 0: (centre, mean of the other heads).
-# There is no universal threshold: the more of the code's directions a head can hold, the sharper,
-# until they are so many that noise covers the map.
+# There is no universal threshold: the more directions of the position embedding a head can hold, the
+# sharper the map, until there are so many that noise covers it.
 @pytest.mark.parametrize("name, image_size, sizes, centre, shifted", [
     ("vit_tiny", 224, dict(num_heads=1, depth=1), 0.81, None),
     ("vit_small", 224, dict(num_heads=2, depth=1), 0.984, 0.902),
@@ -79,11 +80,11 @@ def test_query_key_products_equal_a_direct_transcription():
     ("vit_tiny", 32, dict(patch_size=2), 0.993, 0.53),
     ("vit_tiny", 32, dict(patch_size=4, embed_dim=96, pool="mean"), 1.0, 0.994),
 ])
-def test_heads_look_at_their_targets(name, image_size, sizes, centre, shifted):
+def test_heads_attend_to_their_targets(name, image_size, sizes, centre, shifted):
     model = initialised(built(name, image_size, **sizes))
     heads = model.blocks[0].attn.num_heads
     offsets = [ordered_offsets(3)[head % 9] for head in range(heads)]
-    mass = target_mass(code_attention(model), offsets, model.grid)
+    mass = target_mass(position_attention(model), offsets, model.grid)
     assert mass[0].item() == pytest.approx(centre, abs=0.02)
     others = mass[[head for head in range(heads) if head % 9]]
     assert (shifted is None) == (len(others) == 0)
@@ -94,7 +95,7 @@ def test_the_attention_of_an_initialised_layer_is_a_convolution():
     """Mixing z, of unit variance, by attention equals conv2d with the head's impulse. Measured: at most
     .0066 on average over the tokens that have a target; any other offset gives about 1."""
     model = initialised(built(image_size=32, patch_size=4, embed_dim=96, num_heads=3, depth=1))
-    weights = code_attention(model)
+    weights = position_attention(model)
     z = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     for head, offset in enumerate([(0, 0), (-1, 0), (0, 1)]):
         for other in ordered_offsets(3):
@@ -109,7 +110,7 @@ def test_a_rectangular_grid_larger_kernels_and_many_heads():
     model = initialised(built(image_size=(20, 28), patch_size=4, embed_dim=390, num_heads=13,
                               depth=1), kernel_size=5)
     offsets = ordered_offsets(5)[:13]
-    assert target_mass(code_attention(model), offsets, (5, 7)).min() > 0.9
+    assert target_mass(position_attention(model), offsets, (5, 7)).min() > 0.9
 
 
 def test_random_offsets_differ_between_blocks_and_follow_the_generator():
@@ -117,7 +118,7 @@ def test_random_offsets_differ_between_blocks_and_follow_the_generator():
     model = initialised(built(image_size=32, **sizes), offsets="random")
     found = []
     for block in range(2):
-        weights = code_attention(model, block)
+        weights = position_attention(model, block)
         masses = torch.stack([target_mass(weights, [cell] * 6, model.grid)
                               for cell in ordered_offsets(3)])            # (9, h)
         assert masses.max(0).values.min() > 0.6      # every head has one clear offset
@@ -146,14 +147,14 @@ def test_rotating_offsets_go_on_in_the_next_block_where_the_last_one_stopped():
                       for offsets in ("rotating", "ordered"))
     for block in range(3):
         offsets = [ordered_offsets(3)[(5 * block + head) % 9] for head in range(5)]
-        assert target_mass(code_attention(model, block), offsets, (5, 7)).min() > 0.9
+        assert target_mass(position_attention(model, block), offsets, (5, 7)).min() > 0.9
         weight, other = (net.blocks[block].attn.qkv.weight for net in (model, ordered))
         assert torch.equal(weight, other) == (block == 0)
 
 
 @pytest.mark.parametrize("value_init", ["mimetic", "base"])
 def test_real_images_leave_the_first_blocks_map_where_their_patches_are_faint(value_init):
-    """The same through a forward pass; loud patches cover the position embedding."""
+    """The same through a forward pass; patches of large content swamp the position embedding."""
     model = initialised(built(image_size=32, patch_size=4, embed_dim=96, depth=2, pool="mean"),
                         value_init=value_init)
     images = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -173,11 +174,11 @@ def test_rank_one_is_flatter_than_the_full_rank():
     masses = []
     for rank in (1, 0):
         model = initialised(built(image_size=32, patch_size=4, embed_dim=96, depth=1), rank=rank)
-        masses.append(target_mass(code_attention(model), ordered_offsets(3)[:3], (8, 8)).mean())
+        masses.append(target_mass(position_attention(model), ordered_offsets(3)[:3], (8, 8)).mean())
     assert masses[0] < 0.3 < 0.9 < masses[1]
 
 
-def test_the_class_tokens_code_is_left_out_of_the_solve_but_scaled():
+def test_the_class_tokens_position_is_left_out_of_the_solve_but_scaled():
     model = initialised(built(image_size=32, patch_size=4, embed_dim=96, depth=1))
     base = built(image_size=32, patch_size=4, embed_dim=96, depth=1)
     vitinit.init_weights(base, "default", generator=torch.Generator().manual_seed(0))
@@ -188,10 +189,12 @@ def test_the_class_tokens_code_is_left_out_of_the_solve_but_scaled():
 
 @pytest.mark.parametrize("head, offset", [(1, (-1, 0)), (2, (0, 1))])
 def test_rows_without_a_target_are_noise(head, offset):
-    """A border row of a shifted head has no target, and its attention is on no one token: measured, the
-    largest share is .10 and .14 there, .78 and .79 elsewhere."""
+    """In border rows of a shifted head, whose target is off the grid, attention is on no one token.
+
+    Measured: the largest share is .10 and .14 there, .78 and .79 elsewhere.
+    """
     model = initialised(built(depth=1))
-    largest = code_attention(model)[head].amax(1)    # (N,)
+    largest = position_attention(model)[head].amax(1)    # (N,)
     lost = shift_targets(offset, (14, 14)) < 0
     assert lost.sum() == 14
     assert largest[lost].mean() < 0.2 and largest[lost].max() < 0.5 < 0.7 < largest[~lost].mean()
@@ -227,14 +230,14 @@ def test_the_default_rank(tokens, dim, rank):
     assert default_rank(tokens, dim) == rank
 
 
-def test_sincos_codes_are_refused_with_the_reason():
+def test_sincos_position_embeddings_are_refused_with_the_reason():
     model = built(image_size=224, pos_embed="sincos")
     with pytest.raises(ValueError, match=r"numerical rank is \d+ for 196 tokens.*uniform.*learned"):
         initialised(model)
 
 
-def test_a_learned_code_that_lacks_directions_is_refused_however_many_it_has(monkeypatch):
-    """The same code for every second token: 32 directions are many, but not one for each token."""
+def test_a_learned_embedding_that_lacks_directions_is_refused_however_many_it_has(monkeypatch):
+    """The same embedding for every second token: 32 directions are many, but not one per token."""
     module = sys.modules["vitinit.init.impulse"]
     draw_base = module.draw_base
 
@@ -246,7 +249,7 @@ def test_a_learned_code_that_lacks_directions_is_refused_however_many_it_has(mon
         initialised(built(image_size=32, patch_size=4, embed_dim=96))
 
 
-def test_a_learned_code_that_cannot_tell_tokens_apart_is_refused():
+def test_a_learned_embedding_that_cannot_tell_tokens_apart_is_refused():
     model = built(image_size=32, patch_size=4, embed_dim=96)
     with pytest.raises(ValueError, match="numerical rank is 0 for 64 tokens"):
         initialised(model, pos_embed_scale=0.0)

@@ -42,7 +42,7 @@ def moved(image: Tensor, offset: tuple[int, int]) -> Tensor:
 @pytest.mark.parametrize("size, kernel_size", [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0),
                                                (5, 3), (7, 2), (6, 3), (5, 4), (4, 3), (9, 1)])
 def test_each_channel_reads_one_neighbour_in_the_order_of_the_offsets(size, kernel_size):
-    """Even kernels, too: a smaller kernel's offsets are the same places in the larger one."""
+    """Even kernels, too: a smaller kernel's offsets are the same cells in the larger one."""
     model = initialised(size=size, kernel_size=kernel_size)
     offsets = ordered_offsets(kernel_size or size)
     image = torch.randn(5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

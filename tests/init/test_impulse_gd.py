@@ -1,4 +1,4 @@
-"""Impulse initialisation by gradient descent: its steps written out, and where its heads look."""
+"""Impulse initialisation by gradient descent: its steps written out, and its attention."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def simple_vit(**options) -> torch.nn.Module:
 
 
 FAMILIES = {
-    "learned code": vit, "learned code, class mean": lambda: vit(pool="mean"),
+    "learned positions": vit, "learned positions, class mean": lambda: vit(pool="mean"),
     "two tokens": lambda: vit(distilled=True),
-    "sincos code": lambda: vit(pos_embed="sincos", pool="mean"),
+    "sincos positions": lambda: vit(pos_embed="sincos", pool="mean"),
     "content": simple_vit, "mixed": lambda: simple_vit(reads="mixed"),
     "position": lambda: simple_vit(reads="position", logit_scale=0.1),
     "free": lambda: simple_vit(reads="free", logit_scale=1.0),
@@ -144,7 +144,7 @@ def mean_squared_error(maps: Tensor, grid=GRID) -> float:
     return (maps - impulse_maps(OFF_CENTRE, grid)).square().mean().item()
 
 
-def test_it_succeeds_on_the_sincos_codes_that_the_closed_form_refuses():
+def test_it_succeeds_on_the_sincos_embeddings_that_the_closed_form_refuses():
     with pytest.raises(ValueError, match="numerical rank is"):
         vitinit.init_weights(vit(pos_embed="sincos"), "impulse", generator=seeded())
     maps = solved_maps(400, step_size=0.01, renorm_every=0)
@@ -184,7 +184,7 @@ def test_renormalisation_brings_columns_back_to_the_first_mean_norm():
                                    atol=0)
 
 
-def test_renormalisation_happens_every_so_many_steps():
+def test_renormalisation_happens_every_renorm_every_steps():
     spreads = []
     for steps in (21, 22):                           # 22: the last step follows the one at 21
         query, _ = solve(impulse_maps(OFF_CENTRE), sincos_tokens(), rank=13, logit_scale=0.3,
@@ -254,18 +254,18 @@ def test_the_generator_alone_decides(family):
 
 
 @each_family
-def test_queries_and_keys_are_the_solvers_on_the_models_own_scale_and_code(family):
+def test_queries_and_keys_are_the_solvers_on_the_models_own_scale_and_positions(family):
     """From the same draws; the solver itself is held to its own transcription above."""
     model, reference = initialised(FAMILIES[family](), 3), FAMILIES[family]()
     generator = seeded(3)
     vitinit.init_weights(reference, "default", generator=generator)
     offsets = head_offsets(2, ordered_offsets(3), "random", generator)
-    code = reference.pos_embed.detach()
-    rank = 22 if family.endswith(("code", "mean", "tokens")) else 17
+    positions = reference.pos_embed.detach()
+    rank = 22 if family.endswith(("positions", "mean", "tokens")) else 17
     if rank == 22:
-        code = layer_norm(code[0, code.shape[1] - 35:], (44,), eps=1e-6)
+        positions = layer_norm(positions[0, positions.shape[1] - 35:], (44,), eps=1e-6)
     scale = {"position": 0.1, "free": 1.0, "frozen": 1.0}.get(family, rank ** -0.5)
-    expected = solve(impulse_maps(offsets), None if scale == 1.0 else code, rank=rank,
+    expected = solve(impulse_maps(offsets), None if scale == 1.0 else positions, rank=rank,
                      logit_scale=scale, steps=2, step_size=1e-4, renorm_every=100,
                      generator=generator)
     for block in model.blocks:
@@ -274,7 +274,7 @@ def test_queries_and_keys_are_the_solvers_on_the_models_own_scale_and_code(famil
 
 
 def on_positions_alone(model) -> list[Tensor]:
-    """The maps of all blocks, (h, N, N) each, when patches and branches add nothing to the code."""
+    """The maps of all blocks, (h, N, N) each, when neither patches nor branches add content."""
     if isinstance(model, vitinit.models.VisionTransformer):
         model.patch_embed.proj.bias.data.zero_()
         for block in model.blocks:
@@ -285,8 +285,8 @@ def on_positions_alone(model) -> list[Tensor]:
 
 
 LOOKING = {
-    "learned code": vit, "two tokens": FAMILIES["two tokens"],
-    "sincos code": lambda: vit(pos_embed="sincos", pool="mean"),
+    "learned positions": vit, "two tokens": FAMILIES["two tokens"],
+    "sincos positions": lambda: vit(pos_embed="sincos", pool="mean"),
     "mixed": lambda: simple_vit(reads="mixed", alpha=0.0),
     "position": lambda: simple_vit(reads="position", logit_scale=0.83),
     "free": lambda: simple_vit(reads="free", logit_scale=0.83),
@@ -294,17 +294,17 @@ LOOKING = {
 
 
 @pytest.mark.parametrize("family", LOOKING)
-def test_the_heads_of_every_block_look_at_their_offsets(family):
+def test_the_heads_of_every_block_attend_to_their_offsets(family):
     model = initialised(LOOKING[family](), offsets="ordered", **FAST)
     for maps in on_positions_alone(model):
         mass = target_mass(maps, ordered_offsets(3)[:2], GRID)
         assert mass.min() > 25 / 35                  # 25 times the uniform map's
 
 
-@pytest.mark.parametrize("family, factor", [("learned code", 10), ("sincos code", 5),
+@pytest.mark.parametrize("family, factor", [("learned positions", 10), ("sincos positions", 5),
                                             ("position", 5), ("free", 1.5)])
-def test_renormalised_heads_look_at_their_offsets_too(family, factor):
-    """They are blurred, free ones most; a larger step than the papers', that fewer of them do."""
+def test_renormalised_heads_attend_to_their_offsets_too(family, factor):
+    """They are blurred, free ones most; a step larger than the papers' makes fewer steps do."""
     model = initialised(LOOKING[family](), offsets="ordered", steps=300, step_size=0.001)
     mass = target_mass(on_positions_alone(model)[0], ordered_offsets(3)[:2], GRID)
     assert mass.min() > factor / 35
@@ -333,31 +333,32 @@ def test_random_offsets_are_drawn_for_every_solution(kernel_size):
 
 
 @pytest.mark.parametrize("kind, spread", [("uniform", 9 / 5), ("normal", 3.0)])
-@pytest.mark.parametrize("family", ["two tokens", "sincos code", "position"])
-def test_pseudo_inputs_are_the_code_noise_of_unit_variance_or_both(family, kind, spread):
+@pytest.mark.parametrize("family", ["two tokens", "sincos positions", "position"])
+def test_pseudo_inputs_are_the_position_embedding_noise_of_unit_variance_or_both(family, kind, spread):
     model = FAMILIES[family]()
     vitinit.init_weights(model, "default", generator=seeded())
-    code = draw_pseudo_input(model, "pos_embed", seeded(1)).detach()
+    positions = draw_pseudo_input(model, "pos_embed", seeded(1)).detach()
     noise = draw_pseudo_input(model, kind, seeded(1)).detach()
     both = draw_pseudo_input(model, f"pos_embed+{kind}", seeded(1)).detach()
-    assert code.shape == noise.shape == both.shape == (35, 44)
-    torch.testing.assert_close(both, code + noise, rtol=0, atol=1e-6)
+    assert positions.shape == noise.shape == both.shape == (35, 44)
+    torch.testing.assert_close(both, positions + noise, rtol=0, atol=1e-6)
     assert noise.mean().abs() < 0.1                  # of 1540 entries
     assert noise.var().item() == pytest.approx(1.0, abs=0.15)
     assert noise.pow(4).mean().item() == pytest.approx(spread, rel=0.3)
     if kind == "uniform":
         assert 1.7 < noise.abs().max() <= 3 ** 0.5
     if family == "position":
-        assert torch.equal(code, model.pos_embed)    # as it is
+        assert torch.equal(positions, model.pos_embed)    # not normalised
     else:
         patches = model.pos_embed.detach()[0, -35:]
-        torch.testing.assert_close(code.mean(1), torch.zeros(35), rtol=0, atol=1e-6)
-        torch.testing.assert_close(code.var(1, correction=0), torch.ones(35), rtol=0, atol=0.01)
-        torch.testing.assert_close(code * patches.std(1, correction=0, keepdim=True)
+        torch.testing.assert_close(positions.mean(1), torch.zeros(35), rtol=0, atol=1e-6)
+        torch.testing.assert_close(positions.var(1, correction=0), torch.ones(35), rtol=0, atol=0.01)
+        torch.testing.assert_close(positions * patches.std(1, correction=0, keepdim=True)
                                    + patches.mean(1, keepdim=True), patches, rtol=0, atol=0.01)
 
 
-@pytest.mark.parametrize("kind", ["pos_embed", "uniform", "normal", "pos_embed+uniform", "pos_embed+normal"])
+@pytest.mark.parametrize("kind", ["pos_embed", "uniform", "normal", "pos_embed+uniform",
+                                  "pos_embed+normal"])
 def test_maps_are_sharp_on_the_pseudo_input_that_was_drawn(monkeypatch, kind):
     drawn, module = [], sys.modules["vitinit.init.impulse_gd"]
 
@@ -373,7 +374,7 @@ def test_maps_are_sharp_on_the_pseudo_input_that_was_drawn(monkeypatch, kind):
         query, key = query_and_key(block)
         maps = ((tokens @ query.mT) @ (tokens @ key.mT).mT / 22 ** 0.5).softmax(-1)
         assert target_mass(maps, ordered_offsets(3)[:2], GRID).min() > 25 / 35
-    if "pos_embed" not in kind:                      # noise says nothing of positions
+    if "pos_embed" not in kind:                      # noise contains no positions
         on_positions = target_mass(on_positions_alone(model)[0], ordered_offsets(3)[:2], GRID)
         assert on_positions.max() < 5 / 35
 
@@ -387,7 +388,7 @@ def test_maps_are_sharp_on_the_pseudo_input_that_was_drawn(monkeypatch, kind):
     (dict(kernel_size=0), "kernel_size is 0"), (dict(base="zeros"), "base is 'zeros'"),
     (dict(kernel_size=11), "kernel_size is 11, but beyond 9 its outer offsets have no target"),
     (dict(pseudo_input="noise"), "pseudo_input is 'noise', expected one of pos_embed, uniform")])
-@pytest.mark.parametrize("family", ["learned code", "position"])
+@pytest.mark.parametrize("family", ["learned positions", "position"])
 def test_impossible_options_are_errors_of_one_line(family, options, message):
     with pytest.raises(ValueError, match=message) as error:
         initialised(FAMILIES[family](), **options)
@@ -401,7 +402,7 @@ def test_other_families_are_refused():
         initialised(model)
 
 
-def test_a_class_token_beside_a_fixed_code_is_refused_before_anything_is_drawn():
+def test_a_class_token_beside_fixed_positions_is_refused_before_anything_is_drawn():
     model = vit(pos_embed="sincos")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ValueError, match='set pool = "mean"'):

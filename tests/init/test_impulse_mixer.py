@@ -1,4 +1,4 @@
-"""Impulse initialisation of the Mixer: a token MLP that is a linear map."""
+"""Impulse initialisation of the Mixer: its token MLPs are linear maps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_gelu_of_x_minus_gelu_of_minus_x_is_x():
 @pytest.mark.parametrize("gain", [1.0, -0.75])
 @pytest.mark.parametrize("hidden", [2 * TOKENS, 2 * TOKENS + 1, WIDE])
 def test_with_twice_as_many_hidden_units_as_tokens_any_linear_map_is_exact(hidden, gain):
-    """Spare units included, and whatever linear_bias says."""
+    """With surplus units, too, and for any linear_bias."""
     mlp, matrix = Mlp(TOKENS, hidden).double(), drawn(TOKENS, TOKENS)
     with torch.no_grad():
         write_linear_map(mlp, matrix, gain=gain, linear_bias=4.0)
@@ -64,7 +64,7 @@ def test_with_twice_as_many_hidden_units_as_tokens_any_linear_map_is_exact(hidde
 @pytest.mark.parametrize("gain", [1.0, -0.75])
 @pytest.mark.parametrize("bias", [4.0, 8.0])
 @pytest.mark.parametrize("hidden", [TOKENS, NARROW, 2 * TOKENS - 1])
-def test_with_fewer_hidden_units_the_map_goes_through_gelus_straight_branch(hidden, bias, gain):
+def test_with_fewer_hidden_units_the_map_goes_through_gelus_nearly_linear_part(hidden, bias, gain):
     """gain · (GELU(Hx + b) − b), which is nearly Hx where that is more than −b."""
     mlp, matrix = Mlp(TOKENS, hidden).double(), drawn(TOKENS, TOKENS)
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_the_token_mlps_are_all_that_is_written(hidden, base):
 
 
 def found_offsets(model: nn.Module, kernel_size: int = 3) -> list[tuple[int, int]]:
-    """The offset of each block, read off its first N rows of fc1."""
+    """The offset of each block, read from the first N rows of fc1."""
     shifts = {offset: shift(offset, kernel_size) for offset in ordered_offsets(kernel_size)}
     return [next(offset for offset, matrix in shifts.items()
                  if torch.equal(matrix, block.mlp_tokens.fc1.weight[:TOKENS]))

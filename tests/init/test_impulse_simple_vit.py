@@ -1,4 +1,4 @@
-"""Impulse initialisation of a SimpleViT: its logits written out, and where its heads look."""
+"""Impulse initialisation of a SimpleViT: its logits written out, and what its heads attend to."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 import vitinit
 from vitinit.filters import Offset, ordered_offsets
-from vitinit.init.impulse_simple_vit import blind_to_mean, sharpest_axis
+from vitinit.init.impulse_simple_vit import with_zero_row_sums, sharpest_axis
 from vitinit.models import SimpleViT
 from vitinit.models.layers import sincos_frequencies
 
 DIM = 76                                             # 19 frequencies, of which heads take ≤ 4
 READINGS = {
     "position": dict(reads="position"), "mixed": dict(reads="mixed", alpha=0.3),
-    "mixed, all code": dict(reads="mixed", alpha=0.0),
-    "mixed, little code": dict(reads="mixed", alpha=0.97), "free": dict(reads="free"),
+    "mixed, positions alone": dict(reads="mixed", alpha=0.0),
+    "mixed, faint positions": dict(reads="mixed", alpha=0.97), "free": dict(reads="free"),
 }
 each_reading = pytest.mark.parametrize("reading", READINGS)
 EVERY_READING = READINGS | {"content": dict(reads="content", alpha=0.3)}
@@ -42,22 +42,22 @@ def initialised(model: SimpleViT, seed: int = 0, **options) -> SimpleViT:
 
 
 def seen(model: SimpleViT, block: int) -> Tensor:
-    """(N, C): what enters this block's attention where patches add nothing."""
-    code = model.pos_embed
+    """(N, C): the input of this block's attention if patches have no content."""
+    positions = model.pos_embed
     if model.blocks[block].attn.reads == "content":
-        return model.blocks[block].norm1((1 - model.alpha) * code)
-    return torch.zeros_like(code)
+        return model.blocks[block].norm1((1 - model.alpha) * positions)
+    return torch.zeros_like(positions)
 
 
 @torch.no_grad()
-def maps_of_the_code(model: SimpleViT, block: int) -> Tensor:
+def maps_on_positions(model: SimpleViT, block: int) -> Tensor:
     """(h, N, N)"""
     return model.blocks[block].attn.mixing_weights(seen(model, block)[None], model.pos_embed)[0]
 
 
 @torch.no_grad()
-def logits_of_the_code(model: SimpleViT, block: int, shift: float = 0.0) -> Tensor:
-    """(h, N, N), before the softmax; `shift` is added to every channel that Q and K see."""
+def logits_on_positions(model: SimpleViT, block: int, shift: float = 0.0) -> Tensor:
+    """(h, N, N), before the softmax; `shift` is added to every channel that Q and K read."""
     attention = model.blocks[block].attn
     if attention.reads == "free":
         return attention.logit_scale * attention.query @ attention.key.mT
@@ -74,7 +74,7 @@ def target(token: int, offset: Offset, grid: tuple[int, int]) -> int | None:
 
 
 def masses(maps: Tensor, offsets: list[Offset], grid: tuple[int, int]) -> list[float]:
-    """What each row of each head has on its target, where there is one."""
+    """For each row of each head, the attention on its target, where there is one."""
     found = [(row, target(token, offset, grid)) for rows, offset in zip(maps.tolist(), offsets)
              for token, row in enumerate(rows)]
     return [row[column] for row, column in found if column is not None]
@@ -85,7 +85,7 @@ def in_order(kernel_size: int, count: int) -> list[Offset]:
     return [cells[head % len(cells)] for head in range(count)]
 
 
-# Where the heads look --------------------------------------------------------------------------
+# What the heads attend to ----------------------------------------------------------------------
 
 
 @each_reading
@@ -96,9 +96,9 @@ def test_every_row_with_a_target_gives_it_the_wanted_mass(reading, grid, kernel_
     model = initialised(built(reading, grid, num_heads=29), kernel_size=kernel_size,
                         target_mass=target_mass)
     for block in range(2):                           # alike in every block
-        found = masses(maps_of_the_code(model, block), in_order(kernel_size, 29), grid)
+        found = masses(maps_on_positions(model, block), in_order(kernel_size, 29), grid)
         assert len(found) >= 29 * grid[0] * grid[1] / 4
-        assert min(found) >= target_mass - 1e-6      # the code is rounded to float32
+        assert min(found) >= target_mass - 1e-6      # the embedding is rounded to float32
 
 
 @each_reading
@@ -114,22 +114,22 @@ def test_offsets_are_drawn_after_the_base_and_anew_in_every_block(reading, logit
              for _ in range(2)]
     assert drawn[0] != drawn[1]
     for block, offsets in enumerate(drawn):
-        assert min(masses(maps_of_the_code(model, block), offsets, (5, 7))) >= 0.9 - 1e-6
+        assert min(masses(maps_on_positions(model, block), offsets, (5, 7))) >= 0.9 - 1e-6
 
 
 @pytest.mark.parametrize("target_mass", [0.5, 0.9])
 @each_reading
 def test_the_mass_is_no_larger_than_it_has_to_be(reading, target_mass):
-    """The worst row, which sees most displacements that count, misses more than half as much."""
+    """The row that sees most displacements has a mass not much above the wanted one."""
     model = initialised(built(reading), target_mass=target_mass)
-    worst = min(masses(maps_of_the_code(model, 0), in_order(3, 11), (5, 7)))
+    worst = min(masses(maps_on_positions(model, 0), in_order(3, 11), (5, 7)))
     assert worst < 0.5 * (1 + target_mass)
 
 
 @pytest.mark.parametrize("reading", ["position", "mixed"])
-def test_a_query_whose_target_is_off_the_grid_looks_at_the_border_near_it(reading):
+def test_a_query_whose_target_is_off_the_grid_attends_to_the_border_near_it(reading):
     model, count = initialised(built(reading, grid := (5, 7), num_heads=9)), 0
-    for rows, offset in zip(maps_of_the_code(model, 0).tolist(), in_order(3, 9)):
+    for rows, offset in zip(maps_on_positions(model, 0).tolist(), in_order(3, 9)):
         for token, row in enumerate(rows):
             if target(token, offset, grid) is None:
                 down = min(max(token // 7 + offset[0], 0), 4)
@@ -140,10 +140,10 @@ def test_a_query_whose_target_is_off_the_grid_looks_at_the_border_near_it(readin
 
 
 def test_content_reaches_the_mass_on_average_and_nearly_in_the_worst_row():
-    """LayerNorm scales each key by its own length: that blurs, for no row more than .02 of .9."""
+    """LayerNorm scales each key by its own norm, which costs no row more than .02 of .9."""
     model = initialised(built("content", (16, 16), embed_dim=512, num_heads=9, head_dim=64,
                               depth=1, alpha=0.5))
-    found = masses(maps_of_the_code(model, 0), in_order(3, 9), (16, 16))
+    found = masses(maps_on_positions(model, 0), in_order(3, 9), (16, 16))
     assert sum(found) / len(found) >= 0.93
     assert min(found) >= 0.88
 
@@ -152,7 +152,7 @@ def test_content_reaches_the_mass_on_average_and_nearly_in_the_worst_row():
 
 
 def mass_on_an_axis(logit: float, frequencies: tuple[float, ...], size: int) -> float:
-    """Of the target among all displacements from it, up to size − 1 either way."""
+    """The mass of the target among all displacements from it, up to size − 1 either way."""
     shape = [sum(math.cos(frequency * away) for frequency in frequencies) / len(frequencies)
              for away in range(1 - size, size)]
     return 1 / sum(math.exp(logit * (value - 1)) for value in shape)
@@ -172,7 +172,9 @@ def logit_needed(frequencies: tuple[float, ...], size: int, mass: float) -> floa
 
 @cache
 def cosines(frequencies: tuple[float, ...], size: int, shift: int, mass: float) -> Tensor:
-    """(size, size): Σ w cos(ω (n + δ − m)) with the prefix of frequencies that needs the least."""
+    """(size, size): Σ w cos(ω (n + δ − m)) with the first frequencies that need the smallest
+    logits.
+    """
     prefixes = [frequencies[:count] for count in range(1, len(frequencies) + 1)]
     logit, prefix = min((logit_needed(prefix, size, mass), prefix) for prefix in prefixes)
     return torch.tensor([[sum(logit / len(prefix) * math.cos(frequency * (n + shift - m))
@@ -182,7 +184,7 @@ def cosines(frequencies: tuple[float, ...], size: int, shift: int, mass: float) 
 
 @cache
 def written_out(offset: Offset, grid: tuple[int, int], free: bool, mass: float) -> Tensor:
-    """(N, N): logits of rows plus those of columns, for heads of 17 channels: 4 pairs an axis."""
+    """(N, N): logits of rows plus those of columns, for heads of 17 channels: 4 pairs per axis."""
     rows, columns = (cosines(
         tuple(count * math.pi / size for count in range(1, size))[:4] if free else
         tuple(10_000 ** (-index / 19) for index in range(4)), size, shift, math.sqrt(mass))
@@ -198,14 +200,14 @@ def written_out(offset: Offset, grid: tuple[int, int], free: bool, mass: float) 
 def test_logits_are_the_cosines_of_displacements_from_the_target(reading, logit_scale, grid):
     model = initialised(built(reading, grid, logit_scale=logit_scale), target_mass=0.8)
     for block in range(2):
-        found = logits_of_the_code(model, block)
+        found = logits_on_positions(model, block)
         for head, offset in enumerate(in_order(3, 11)):
             expected = written_out(offset, grid, reading == "free", 0.8)
             torch.testing.assert_close(found[head], expected, rtol=0, atol=2e-6 * expected.max())
 
 
 def test_contents_logits_are_these_cosines_times_the_scales_that_layer_norm_gives():
-    """s² / (sₙ sₘ), s the largest spread of a row of the code: at least 1, so that rows sharpen.
+    """The factor is s² / (sₙ sₘ) ≥ 1, with s the largest standard deviation of a token's embedding.
 
     The slowest sine, at most .003 on 3 rows, takes up the mean: hence the tolerance.
     """
@@ -215,7 +217,7 @@ def test_contents_logits_are_these_cosines_times_the_scales_that_layer_norm_give
     assert scales.min() >= 1 and scales.max() > 1.1
     for head, offset in enumerate(in_order(3, 11)):
         expected = scales * written_out(offset, (3, 11), False, 0.8)
-        found = logits_of_the_code(model, 1)[head]
+        found = logits_on_positions(model, 1)[head]
         torch.testing.assert_close(found, expected, rtol=0, atol=5e-3 * expected.max())
 
 
@@ -224,26 +226,26 @@ def test_contents_logits_do_not_see_the_mean_of_the_channels():
     for block in model.blocks:
         sums = block.attn.qk.weight.sum(dim=1)
         torch.testing.assert_close(sums, torch.zeros_like(sums), rtol=0, atol=1e-12)
-    logits = logits_of_the_code(model, 0)
-    torch.testing.assert_close(logits_of_the_code(model, 0, shift=3.7), logits, rtol=0, atol=1e-9)
+    logits = logits_on_positions(model, 0)
+    torch.testing.assert_close(logits_on_positions(model, 0, shift=3.7), logits, rtol=0, atol=1e-9)
 
 
-def test_blindness_to_the_mean_changes_the_rows_slowest_sine_alone():
-    """A quarter each: sines and cosines of columns, sines of rows (slowest last), cosines."""
+def test_zero_row_sums_change_only_the_entry_of_the_slowest_sine_of_rows():
+    """The quarters: sines and cosines of columns, sines of rows (slowest last), their cosines."""
     weight = torch.randn(7, 44, generator=seeded(), dtype=torch.float64)
     before = weight.clone()
-    blind = blind_to_mean(weight)
+    zeroed = with_zero_row_sums(weight)
     assert torch.equal(weight, before)
-    torch.testing.assert_close(blind.sum(1), torch.zeros(7).double(), rtol=0, atol=1e-12)
-    assert (blind != weight).any(0).nonzero().flatten().tolist() == [32]
+    torch.testing.assert_close(zeroed.sum(1), torch.zeros(7).double(), rtol=0, atol=1e-12)
+    assert (zeroed != weight).any(0).nonzero().flatten().tolist() == [32]
 
 
 # The frequencies of an axis --------------------------------------------------------------------
 
 SPECTRA = {         # the best prefix is neither the first frequency alone nor, in some, all
-    "few places": (sincos_frequencies(44)[:7], 3), "code": (sincos_frequencies(76)[:5], 11),
-    "wide code": (sincos_frequencies(508)[:23], 17),
-    "many places": (sincos_frequencies(76)[:7], 47),     # one frequency cannot tell them apart
+    "few tokens": (sincos_frequencies(44)[:7], 3), "embedding": (sincos_frequencies(76)[:5], 11),
+    "wide embedding": (sincos_frequencies(508)[:23], 17),
+    "many tokens": (sincos_frequencies(76)[:7], 47),     # one frequency cannot tell them apart
     "free": (torch.arange(1, 13).double() * math.pi / 13, 13),
 }
 
@@ -312,12 +314,13 @@ def test_frozen_queries_and_keys_stay_frozen():
 
 # Errors ----------------------------------------------------------------------------------------
 
-NO_CODE = "this model's queries do not see; set input_pos_embed = true, alpha < 1, or another reads"
+NO_POSITIONS = "this model's queries do not see; set input_pos_embed = true, alpha < 1, or another reads"
 
 
 @pytest.mark.parametrize("reading, sizes, options, message", [
-    ("content", dict(input_pos_embed=False), {}, NO_CODE), ("content", dict(alpha=1.0), {}, NO_CODE),
-    ("mixed", dict(alpha=1.0), {}, NO_CODE),
+    ("content", dict(input_pos_embed=False), {}, NO_POSITIONS),
+    ("content", dict(alpha=1.0), {}, NO_POSITIONS),
+    ("mixed", dict(alpha=1.0), {}, NO_POSITIONS),
     ("position", dict(head_dim=3), {}, "head_dim is 3, and init 'impulse' needs 4 or more"),
     ("free", dict(head_dim=3), {}, "head_dim is 3, and init 'impulse' needs 4 or more"),
     ("position", {}, dict(target_mass=0.0), "target_mass is 0.0, expected 0 < target_mass < 1"),

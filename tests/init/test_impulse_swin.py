@@ -34,8 +34,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def blind(model: nn.Module) -> nn.Module:
-    """Zero Q and K: what is left of the logits is the bias and the shift's mask."""
+def without_content(model: nn.Module) -> nn.Module:
+    """Set Q and K to zero, so that the logits are the bias and the shift's mask."""
     for block in blocks_of(model):
         dim = block.attn.proj.in_features
         block.attn.qkv.weight[:2 * dim] = 0.0
@@ -56,7 +56,7 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
 @pytest.mark.parametrize("mass", [0.05, 0.5, 0.9, 0.999])
 def test_the_target_has_exactly_the_mass_and_the_others_share_the_rest(mass, window):
     height, width = window
-    model = blind(initialised(built(image_size=(2 * height, 2 * width), depths=(1,),
+    model = without_content(initialised(built(image_size=(2 * height, 2 * width), depths=(1,),
                                     num_heads=(11,), window_size=window), target_mass=mass))
     attention = model.layers[0].blocks[0].attn
     tokens = height * width
@@ -76,14 +76,15 @@ def test_the_target_has_exactly_the_mass_and_the_others_share_the_rest(mass, win
 def slow_map(block: nn.Module, offset: tuple[int, int], mass: float) -> Tensor:
     """(N, N): the softmax over what each token sees on the unshifted map, token by token.
 
-    Row r sees row s if ⌊(r − shift) / w⌋ is the same for both: the rows that wrap round have −1.
+    Row r sees row s if ⌊(r − shift) / w⌋ is the same for both; it is −1 for the rows that wrap
+    around.
     """
     (height, width), tokens = block.grid, block.window[0] * block.window[1]
     strength = mass * (tokens - 1) / (1.0 - mass)                        # e^β
 
     def window_of(token: int) -> tuple[int, int]:
-        place = token // width, token % width
-        return tuple((x - s) // w for x, s, w in zip(place, block.shift, block.window))
+        cell = token // width, token % width
+        return tuple((x - s) // w for x, s, w in zip(cell, block.shift, block.window))
 
     matrix = torch.zeros(height * width, height * width, dtype=torch.float64)
     for query in range(height * width):
@@ -94,9 +95,9 @@ def slow_map(block: nn.Module, offset: tuple[int, int], mass: float) -> Tensor:
     return matrix / matrix.sum(1, keepdim=True)
 
 
-def test_shifted_and_masked_windows_look_at_the_neighbour_on_the_unshifted_map():
-    """Exactly the β-softmax over the visible tokens; with fewer of them, more than the mass."""
-    model = blind(initialised(target_mass=0.8))
+def test_shifted_and_masked_windows_attend_to_the_neighbour_on_the_unshifted_map():
+    """Exactly the β-softmax over the visible tokens; if they are fewer, the mass is larger."""
+    model = without_content(initialised(target_mass=0.8))
     found = mixing_matrices(model, drawn(1, 3, 24, 40))
     for index, block in enumerate(blocks_of(model)):
         assert block.shift == ((1, 2) if index % 2 else (0, 0))
@@ -127,7 +128,7 @@ def test_the_bases_own_logits_come_on_top_and_matter_little():
 def test_heads_beyond_the_ninth_begin_again():
     for block in blocks_of(initialised()):
         table = block.attn.relative_position_bias_table
-        assert (table != 0).sum(0).tolist() == [1] * block.attn.num_heads    # one β a head
+        assert (table != 0).sum(0).tolist() == [1] * block.attn.num_heads    # one β per head
         for head in range(9, block.attn.num_heads):
             assert torch.equal(table[:, head], table[:, head - 9])
         assert len(set(table[:, :9].argmax(0).tolist())) == min(9, block.attn.num_heads)
@@ -174,7 +175,7 @@ def test_beta_is_the_logarithm_of_the_odds_times_the_other_tokens():
 
 def test_windows_are_cut_to_the_grid_and_so_is_their_beta():
     """A window of 7×11 covers all of a 6×10 grid: nothing shifts, and β counts 60 tokens."""
-    model = blind(initialised(built(image_size=(12, 20), depths=(2,), num_heads=(11,),
+    model = without_content(initialised(built(image_size=(12, 20), depths=(2,), num_heads=(11,),
                                     window_size=(7, 11)), target_mass=0.6))
     for index, matrices in mixing_matrices(model, drawn(1, 3, 12, 20)).items():
         block = model.layers[0].blocks[index]
@@ -191,7 +192,7 @@ def test_windows_are_cut_to_the_grid_and_so_is_their_beta():
 
 def test_the_largest_kernel_that_fits_the_window_reaches_its_corners():
     """5×5 in windows of 3×5: every offset is within reach of some token."""
-    model = blind(initialised(built(num_heads=(2, 44), embed_dim=22), kernel_size=5))
+    model = without_content(initialised(built(num_heads=(2, 44), embed_dim=22), kernel_size=5))
     found = mixing_matrices(model, drawn(1, 3, 24, 40), blocks=[2])[2]
     block = blocks_of(model)[2]
     for head in (0, 5, 12, 24, 25):
@@ -217,7 +218,7 @@ def test_random_offsets_differ_between_blocks_and_follow_the_generator():
 @pytest.mark.parametrize("kernel_size", [3, 4])
 def test_rotating_offsets_count_the_heads_of_all_blocks_and_stages_before(kernel_size):
     """Blocks of 2, 2, 11 and 11 heads: the third begins with offset 4, the last with 15."""
-    model = blind(initialised(offsets="rotating", kernel_size=kernel_size))
+    model = without_content(initialised(offsets="rotating", kernel_size=kernel_size))
     found = mixing_matrices(model, drawn(1, 3, 24, 40))
     cells, before = ordered_offsets(kernel_size), 0
     for index, block in enumerate(blocks_of(model)):
@@ -259,7 +260,7 @@ def test_impossible_options_are_refused_before_anything_is_drawn(options, messag
 
 
 def test_the_smallest_window_of_all_stages_counts():
-    """The last stage's grid is 2×2, where no kernel of 5 fits, though the others would take it."""
+    """The last stage's grid is 2×2, too small for a kernel of 5, though the others would take it."""
     model = built(image_size=16, depths=(1, 1, 1), num_heads=(2, 2, 2), window_size=4)
     initialised(model, kernel_size=3)
     with pytest.raises(ValueError, match="a window 2 tokens wide"):

@@ -1,4 +1,4 @@
-"""Whatever stands in an init's options or is given as its model: finite weights, or one line."""
+"""Options of inits and models of any value: finite weights, or an error of one line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def built(family: str) -> nn.Module:
 
 
 def tries() -> Iterator[tuple[str, str, str, Any, dict]]:
-    """(family, init, option, value, other options): every number that is an option, at odd values."""
+    """(family, init, option, value, other options): every numeric option, at extreme values."""
     for family, (name, _) in MODELS_TRIED.items():
         for init, functions in INITS.items():
             function = functions.get(MODELS[name][0])
@@ -76,7 +76,7 @@ def outcome(family: str, init: str, option: str, value: Any, others: dict) -> st
 SOME = random.Random(0).sample(list(tries()), 150)
 
 
-def test_odd_numbers_give_finite_weights_or_a_line_that_names_the_option():
+def test_extreme_numbers_give_finite_weights_or_a_line_that_names_the_option():
     for family, init, option, value, others in SOME:
         case = f"{family}: {init} {option}={value!r:.40} {others}"
         try:
@@ -119,7 +119,7 @@ def test_bounds_are_lines_with_option_value_and_what_is_expected(family, init, o
 
 
 def test_no_noise_at_all_leaves_the_impulses_alone():
-    """No noise is no noise, whichever of its two factors is zero."""
+    """There is no noise if either of its two factors is zero."""
     model = built("vit")
     init_weights(model, "impulse", generator=torch.Generator().manual_seed(0), noise_std=0.0)
     scaled = built("vit")
@@ -136,7 +136,7 @@ def test_no_noise_at_all_leaves_the_impulses_alone():
 
 
 class Child(VisionTransformer):
-    """A model of somebody else, who changed nothing that inits see."""
+    """A user's subclass that changes nothing that inits depend on."""
 
 
 @pytest.mark.parametrize("init", ["impulse", "deep_impulse", "mimetic", "default"])

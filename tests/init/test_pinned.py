@@ -1,13 +1,14 @@
-"""Weights that may not change unnoticed: every init on small models, and on the recipes' own shapes.
+"""Weights must not change unnoticed: every init on small models, and on the shapes of the recipes.
 
-What is pinned is what another machine reproduces. Bits are the same with equal kernels alone; with
-another number of threads single factors change sign, while the products Q·Kᵀ and V·proj stay. So of
-each model three things are pinned, each as its projection on fixed directions and its norm: Q·Kᵀ of
-all heads, V·proj of all heads, and all other tensors. The largest difference between one thread and
-two is 1.7e-5 of the norm (Q·Kᵀ of ViT-B's impulse; V·proj 2.6e-6, the rest 1.1e-14; torch 2.15.0, two
-cores of a shared x86-64 server), and kernels without AVX pass, too; the tolerance is 1e-4 of it.
+What is pinned can be reproduced on other machines. Weights are equal to the bit only with equal
+kernels; with another number of threads single factors change sign, but the products Q·Kᵀ and V·proj
+do not. So three things are pinned per model, each as a projection on fixed directions and a norm:
+Q·Kᵀ of all heads, V·proj of all heads, and all other tensors. The tolerance is 1e-4 of the norm.
+The largest difference between one thread and two is 1.7e-5 of it (Q·Kᵀ of ViT-B's impulse; V·proj
+2.6e-6, the rest 1.1e-14; torch 2.15.0, two cores of a shared x86-64 server). Kernels without AVX
+pass, too.
 
-`python tests/init/test_pinned.py` writes pinned_weights.json anew. That is only right where an init's
+`python tests/init/test_pinned.py` rewrites pinned_weights.json, which is right only if an init's
 weights were meant to change.
 """
 
@@ -60,7 +61,8 @@ VARIANTS = {        # options of inits beside their defaults, where the family's
         dict(target="gaussian", sigma=0.7, period=2.0), dict(mlp_reads_code=False, bias_channels=False),
         dict(code="random", target_mass=0.5), dict(reserve=False, bias_channels=False, code_rms=0.7),
         dict(waves_of_heads="disjoint", code_channels=0.8, target_mass=0.5),
-        dict(value_init="base", offsets="ordered"), dict(code="random", bias_channels=False, target_mass=0.5)],
+        dict(value_init="base", offsets="ordered"),
+        dict(code="random", bias_channels=False, target_mass=0.5)],
     "mimetic": [dict(base="torch", qk_alpha=0.2), dict(qk_init="base"), dict(value_init="base")],
     "impulse_gd": [dict(share_blocks=False, renorm_every=2), dict(pseudo_input="pos_embed+normal")],
     "filters": [dict(kind=kind, base="default") for kind in ("box", "gaussian", "permutation")],
@@ -83,7 +85,9 @@ def small_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
 
 
 def recipe_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
-    """The models of all recipes, cut to one block (a stage), by the inits that write most to them."""
+    """The models of all recipes, cut to one block per stage, with the inits that write most to
+    them.
+    """
     seen = set()
     for path in sorted(RECIPES.glob("*.toml")):
         recipe = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -113,7 +117,7 @@ PINNED_WEIGHTS = json.loads(PINNED.read_text(encoding="utf-8")) if PINNED.exists
 
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> dict[str, list[float]]:
-    """Of each part its projection on fixed directions, and its Frobenius norm: [value, norm]."""
+    """For each part its projection on fixed directions and its Frobenius norm: [value, norm]."""
     products: dict[str, list[Tensor]] = {"Q·Kᵀ": [], "V·proj": []}
     packed = set()
     for name, module in model.named_modules():
@@ -135,11 +139,13 @@ def fingerprint(model: nn.Module) -> dict[str, list[float]]:
 
 
 def projected(tensors: list[Tensor]) -> list[float]:
-    """[Σ tensor · direction, Frobenius norm of all], directions of unit variance, one a tensor."""
+    """[Σ tensor · direction, Frobenius norm of all], with one direction of unit variance per
+    tensor.
+    """
     total = square = 0.0
     for number, tensor in enumerate(tensors, 1):
-        places = torch.arange(1, tensor.numel() + 1, dtype=torch.float64)
-        direction = (places * (number * 0.6180339887498949) % 1.0 - 0.5) * 12.0**0.5
+        indices = torch.arange(1, tensor.numel() + 1, dtype=torch.float64)
+        direction = (indices * (number * 0.6180339887498949) % 1.0 - 0.5) * 12.0**0.5
         total += (tensor.flatten() @ direction).item()
         square += tensor.square().sum().item()
     return [total, square**0.5]

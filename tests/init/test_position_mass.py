@@ -1,4 +1,4 @@
-"""What an init achieves on the code alone: against attention written out, and in words."""
+"""The mass that an init reaches on the position embedding alone, and how it is reported."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def measured(init: str, sizes: dict | None = None, **options) -> PositionMass:
 
 @torch.no_grad()
 def written_out(model: nn.Module, block: int, offsets: list[tuple[int, int]]) -> torch.Tensor:
-    """(h,) masses, by the formula: biases, 1/√d and all."""
-    code, attention = normalised_positions(model).double(), model.blocks[block].attn
+    """(h,) masses by the formula, with biases and 1/√d."""
+    positions, attention = normalised_positions(model).double(), model.blocks[block].attn
     dim, width = attention.proj.in_features, attention.head_dim
-    query, key = (code @ attention.qkv.weight.double()[rows].T + attention.qkv.bias.double()[rows]
+    query, key = (positions @ attention.qkv.weight.double()[rows].T + attention.qkv.bias.double()[rows]
                   for rows in (slice(0, dim), slice(dim, 2 * dim)))      # (N, D) each
     masses = []
     for head, offset in enumerate(offsets):
@@ -45,8 +45,10 @@ def written_out(model: nn.Module, block: int, offsets: list[tuple[int, int]]) ->
 
 @pytest.mark.parametrize("options", [{}, dict(base="torch", kernel_size=5),
                                      dict(offsets="rotating", qk_norm=4.0), dict(offsets="random")])
-def test_of_impulse_it_is_the_attention_on_the_normalised_code(options):
-    """Random offsets are found, where one is clearly looked at; the true ones are drawn again here."""
+def test_of_impulse_it_is_the_attention_on_the_normalised_position_embedding(options):
+    """Random offsets are found if a head clearly attends to one; the true ones are drawn again
+    here.
+    """
     model = initialised(*VIT, "impulse", **options)
     found = position_mass(model, "impulse", options)
     generator = torch.Generator().manual_seed(3)
@@ -69,12 +71,12 @@ def test_of_impulse_it_is_the_attention_on_the_normalised_code(options):
     ({}, [0.9] * 3), (dict(target_mass=(0.8, 0.2)), [0.8, 0.5, 0.2]),
     (dict(reserve=False, bias_channels=False, target_mass=0.5), [0.5] * 3)])
 def test_of_deep_impulse_it_is_the_mass_that_was_asked_for(options, expected):
-    """Which is solved for round the borders: rows with a target on the grid have that, too."""
+    """The solution wraps around the borders; rows with a target on the grid have the mass, too."""
     found = measured("deep_impulse", **options)
     for values in (found.centre, found.others):
         for value, wanted in zip(values, expected):
             assert math.isnan(value) or value == pytest.approx(wanted, abs=1e-4)
-    assert sum(map(math.isnan, found.centre)) == 2   # 9 heads in all, of which one looks at itself
+    assert sum(map(math.isnan, found.centre)) == 2   # of 9 heads one attends to its own token
 
 
 @pytest.mark.parametrize("init, mass", [("impulse", 0.9), ("impulse", 0.6), ("deep_impulse", 0.6)])
@@ -117,7 +119,8 @@ def test_where_attention_cannot_miss_there_is_nothing_to_measure(name, sizes, in
 
 def test_measuring_leaves_weights_modes_and_random_states_alone():
     model = initialised(*VIT, "impulse", offsets="random")
-    before, state = {key: value.clone() for key, value in model.state_dict().items()}, torch.get_rng_state()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state = torch.get_rng_state()
     position_mass(model, "impulse", dict(offsets="random"), sharper=2.0)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state) and model.training
@@ -172,8 +175,9 @@ def test_short_is_less_than_three_tenths_or_than_nine_tenths_of_what_was_asked_f
 def test_gradient_descent_is_told_what_sharpens_it():
     options = dict(steps=2, pseudo_input="normal")
     model = initialised(*VIT, "impulse_gd", **options)
-    assert "pseudo_input = \"pos_embed\" would" in shortfall(position_mass(model, "impulse_gd", options), model,
-                                                      "impulse_gd", options)
+    line = shortfall(position_mass(model, "impulse_gd", options), model, "impulse_gd", options)
+    assert "pseudo_input = \"pos_embed\" would" in line
     model = initialised(*VIT, "impulse_gd", steps=2, offsets="ordered")
-    line = shortfall(position_mass(model, "impulse_gd", dict(offsets="ordered")), model, "impulse_gd", {})
+    mass = position_mass(model, "impulse_gd", dict(offsets="ordered"))
+    line = shortfall(mass, model, "impulse_gd", {})
     assert "renorm_every = 0" in line and "init impulse needs no descent" in line

@@ -75,7 +75,7 @@ def test_no_family_is_left_out():
     assert classes == {family for family, _ in MODELS.values()}
 
 
-FUNCTIONS = {       # by module and name: what stands for whom in the table, said a second time
+FUNCTIONS = {       # the table of inits a second time, by module and function name
     "default": dict.fromkeys(("vit", "swin", "mixer", "conv_mixer", "simple_vit"), "baseline.default"),
     "torch": dict.fromkeys(("vit", "swin", "mixer", "conv_mixer", "simple_vit"),
                            "baseline.torch_default"),
@@ -94,7 +94,7 @@ FUNCTIONS = {       # by module and name: what stands for whom in the table, sai
 }
 
 
-def test_the_table_is_complete_and_has_each_init_at_its_place():
+def test_the_table_has_every_init_of_every_family():
     pairs = [(family.partition(",")[0], name) for family, name in PAIRS]
     assert set(pairs) == {(family, name) for name, families in FUNCTIONS.items() for family in families}
 

@@ -37,7 +37,7 @@ def built(family: str, large: bool, classes: int = 3, **sizes) -> nn.Module:
 
 
 def every_nth(value: Tensor, shape: torch.Size) -> Tensor:
-    """The paper's rule, as its code has it where the small size divides the large one."""
+    """The rule of the paper's code, where the smaller size divides the larger one."""
     for dim, (large, small) in enumerate(zip(value.shape, shape)):
         step, rest = divmod(large, small)
         assert rest == 0
@@ -97,7 +97,7 @@ def test_a_model_as_large_keeps_everything_but_the_classifier(family):
     assert all(torch.equal(value, twin.state_dict()[name]) for name, value in selected.items())
 
 
-def test_tokens_places_and_pixels_are_never_thinned_out():
+def test_tokens_relative_positions_and_pixels_are_never_thinned_out():
     large = built("vit", True)
     small = built("vit", False, image_size=12)        # 9 patches in place of 25
     assert select_weights(small, large.state_dict())["pos_embed"].shape == (1, 26, 6)

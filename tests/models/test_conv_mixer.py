@@ -44,7 +44,7 @@ def dense_written_out(state: dict[str, torch.Tensor], x: torch.Tensor, name: str
 
 def written_out(state: dict[str, torch.Tensor], images: torch.Tensor, depth: int, activation,
                 training: bool = False) -> torch.Tensor:
-    """The logits from the state dict alone; the running statistics in it stay as they are."""
+    """The logits from the state dict alone, whose running statistics stay unchanged."""
     def norm(x, name):
         mean, variance = state[f"{name}.running_mean"], state[f"{name}.running_var"]
         if training:
@@ -112,17 +112,17 @@ def test_images_of_another_size_work():
 
 def test_space_is_mixed_within_channels_and_channels_within_a_pixel():
     model = redraw(vitinit.build_model("convmixer_256_8", **SMALL | dict(kernel_size=3))).eval()
-    (spatial, pointwise), place = model.blocks[0][:2], (3, 4)
+    (spatial, pointwise), cell = model.blocks[0][:2], (3, 4)
     zeros = torch.zeros(1, 7, 7, 11, dtype=torch.float64)
     spike = zeros.clone()
-    spike[0, 2, *place] = 1.0
+    spike[0, 2, *cell] = 1.0
     changed = (spatial(spike) != spatial(zeros))[0]
     expected = torch.zeros_like(changed)
     expected[2, 2:5, 3:6] = True                     # one channel, 3×3 pixels
     assert torch.equal(changed, expected)
     changed = (pointwise(spike) != pointwise(zeros))[0]
     expected = torch.zeros_like(changed)
-    expected[:, *place] = True                       # all channels, one pixel
+    expected[:, *cell] = True                        # all channels, one pixel
     assert torch.equal(changed, expected)
 
 
@@ -146,7 +146,7 @@ def test_shared_filters_are_those_of_a_plain_model_that_repeats_them(num_filters
 
 @pytest.mark.parametrize("num_filters", [0, 1, 3, 7])
 @pytest.mark.parametrize("training", [False, True])
-def test_dense_filters_are_matrix_products_with_the_places_of_each_channel(num_filters, training):
+def test_dense_filters_are_matrix_products_with_the_tokens_of_each_channel(num_filters, training):
     model = redraw(vitinit.build_model("convmixer_256_8", dense_filters=True,
                                        num_filters=num_filters, **SMALL)).train(training)
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -190,10 +190,10 @@ def test_sizes_and_names_are_the_published_ones(name, parameters, keys, buffers,
     state = model.state_dict()
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert len(state) == keys and len(list(model.buffers())) == buffers
-    places = [f"blocks.{index}" for index in range(len(model.blocks))]
+    blocks = [f"blocks.{index}" for index in range(len(model.blocks))]
     layers = ["stem.0", "stem.2", "head"] + [
-        f"{place}.{layer}" for place in places for layer in ("0.fn.0", "0.fn.2", "1", "3")]
-    norms = ["stem.2"] + [f"{place}.{layer}" for place in places for layer in ("0.fn.2", "3")]
+        f"{block}.{layer}" for block in blocks for layer in ("0.fn.0", "0.fn.2", "1", "3")]
+    norms = ["stem.2"] + [f"{block}.{layer}" for block in blocks for layer in ("0.fn.2", "3")]
     assert state.keys() == (
         {f"{layer}.{part}" for layer in layers for part in ("weight", "bias")}
         | {f"{norm}.{part}" for norm in norms
@@ -221,7 +221,7 @@ def test_gradients_reach_every_parameter(options):
         assert parameter.grad.abs().max() > 1e-6, name
 
 
-def test_there_is_no_stochastic_depth_and_nothing_that_knows_positions():
+def test_there_is_no_stochastic_depth_and_no_position_embedding():
     model = vitinit.build_model("convmixer_256_8", **SMALL)
     assert model.drop_path_rates == () and not model.learns_positions
     with pytest.raises(TypeError, match="drop_path"):

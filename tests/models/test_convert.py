@@ -1,4 +1,4 @@
-"""Other people's checkpoints under our names: all names, the same tensors, the same outputs."""
+"""Checkpoints of other implementations under our names: all names, the same tensors and outputs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def outputs_agree(ours: nn.Module, theirs: nn.Module, height: int, width: int) -
 
 
 @pytest.mark.parametrize("theirs, ours", [(vit_b_16, "vit_base"), (swin_t, "swin_tiny")])
-def test_every_name_of_torchvisions_models_finds_its_place(theirs, ours):
+def test_every_name_of_torchvisions_models_is_converted(theirs, ours):
     with torch.device("meta"):
         theirs, ours = theirs(), vitinit.build_model(ours, num_classes=1000, image_size=224)
     converted = {name: value.shape for name, value in native_tensors(theirs.state_dict()).items()}

@@ -24,7 +24,7 @@ FAMILIES = {        # name in the table, sizes for images of 12×20 pixels, toke
     "simple_vit": ("simple_vit", dict(patch_size=4, embed_dim=28, depth=3, num_heads=2), 0),
 }
 each_family = pytest.mark.parametrize("family", FAMILIES)
-KEEPS = [family for family in FAMILIES if family.startswith(("vit", "swin", "mixer"))]
+WITH_DROP_PATH = [family for family in FAMILIES if family.startswith(("vit", "swin", "mixer"))]
 
 
 def built(family: str, **sizes) -> nn.Module:
@@ -95,9 +95,9 @@ def test_the_last_tokens_are_normalised_and_make_the_pooled_vector(family):
         torch.testing.assert_close(pooled, model.fc_norm(mean) if family == "vit, mean" else mean)
 
 
-@pytest.mark.parametrize("family", KEEPS)
+@pytest.mark.parametrize("family", WITH_DROP_PATH)
 @torch.no_grad()
-def test_features_take_the_drop_path_factors_of_forward(family):
+def test_features_take_the_drop_path_scales_of_forward(family):
     model = built(family)
     drop_path = torch.rand(6, 3, generator=torch.Generator().manual_seed(7)) * 2
     features = model.features(drawn_images(), drop_path)

@@ -1,4 +1,4 @@
-"""Patches, stochastic depth and sin-cos codes."""
+"""Patches, stochastic depth and sin-cos position embeddings."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_drop_rates_rise_linearly_over_the_blocks():
     assert drop_path_rates(0.3, 4) == pytest.approx([0, 0, .1, .1, .2, .2, .3, .3])
 
 
-def test_keep_factors_are_zero_or_one_over_keep_with_mean_one():
+def test_drop_path_scales_are_zero_or_the_inverse_survival_rate_with_mean_one():
     drop_path = draw_drop_path([0.0, 0.2, 0.5], 20_011, np.random.default_rng(0))
     assert drop_path.shape == (3, 20_011) and drop_path.dtype == torch.float32
     assert (drop_path[0] == 1).all()
@@ -64,7 +64,7 @@ def test_keep_factors_are_zero_or_one_over_keep_with_mean_one():
     assert drop_path.mean(1).tolist() == pytest.approx([1, 1, 1], abs=.02)
 
 
-def test_keep_factors_depend_on_their_key_alone():
+def test_drop_path_scales_depend_on_their_key_alone():
     draws = [draw_drop_path([.5] * 3, 13, keyed_generator(7, Stream.DROP_PATH, step))
              for step in (11, 12, 11)]
     assert torch.equal(draws[0], draws[2]) and not torch.equal(draws[0], draws[1])
@@ -79,22 +79,22 @@ def test_a_dropped_branch_leaves_its_image_as_it_was(shape):
     assert torch.equal(add_branch(x, branch, None), x + branch)
 
 
-def test_keep_factors_do_not_change_a_branchs_precision():
+def test_drop_path_scales_do_not_change_a_branchs_precision():
     x = torch.ones(3, 2, 5, dtype=torch.bfloat16)
     assert add_branch(x, x, torch.tensor([0.0, 1.0, 1.25])).dtype == torch.bfloat16
 
 
-def test_sincos_codes_are_the_formula():
-    code = sincos_position_embedding((3, 5), dim=28)
-    assert code.shape == (15, 28)
+def test_sincos_position_embeddings_are_the_formula():
+    positions = sincos_position_embedding((3, 5), dim=28)
+    assert positions.shape == (15, 28)
     row, column, channel = 2, 4, 3
     frequency = 10_000 ** (-channel / 7)
-    token = code[row * 5 + column]
+    token = positions[row * 5 + column]
     for quarter, value in enumerate((math.sin(column * frequency), math.cos(column * frequency),
                                      math.sin(row * frequency), math.cos(row * frequency))):
         assert token[7 * quarter + channel].item() == pytest.approx(value, abs=1e-6)
 
 
-def test_sincos_codes_need_a_width_that_four_divides():
+def test_sincos_position_embeddings_need_a_width_that_four_divides():
     with pytest.raises(ValueError, match="4 divides, not 30"):
         sincos_position_embedding((3, 5), dim=30)

@@ -64,7 +64,7 @@ def test_outputs_and_gradients_equal_the_equations_written_out():
         torch.testing.assert_close(parameter.grad, state[name].grad, rtol=1e-9, atol=1e-9)
 
 
-def test_tokens_are_mixed_alike_in_every_channel_and_by_no_other():
+def test_tokens_are_mixed_the_same_way_in_every_channel_and_by_no_other():
     block = redraw(MixerBlock(13, 5, tokens_hidden=3, channels_hidden=7))
     x = drawn(2, 13, 5)
     mixed = block.token_mixing(x)
@@ -102,7 +102,9 @@ def test_fewer_classes_take_away_only_rows_of_the_head():
 
 
 def test_gradients_reach_every_parameter():
-    """But one: what fc2's bias adds to a token is the same in all channels, and no norm sees it."""
+    """Except one: what fc2's bias adds to a token is the same in all channels, and the norm removes
+    it.
+    """
     model = redraw(vitinit.build_model("mixer_s16", **SMALL)).train()
     model(drawn(3, 3, 6, 20)).square().sum().backward()
     for name, parameter in model.named_parameters():
@@ -115,7 +117,7 @@ def test_the_rate_of_stochastic_depth_is_the_same_in_every_block():
     assert model.drop_path_rates == (0.3,) * 4
 
 
-def test_keep_drops_branches_per_image_and_block():
+def test_drop_path_drops_branches_per_image_and_block():
     model = redraw(vitinit.build_model("mixer_s16", **SMALL))
     images, ones = drawn(3, 3, 6, 20), torch.ones(4, 3)
     logits = model(images)
@@ -133,7 +135,7 @@ def test_keep_drops_branches_per_image_and_block():
     torch.testing.assert_close(model(images, drop_path), expected)
 
 
-def test_a_block_that_keeps_nothing_is_the_identity():
+def test_a_block_whose_branches_are_dropped_is_the_identity():
     block = redraw(MixerBlock(13, 5, tokens_hidden=3, channels_hidden=7))
     x = drawn(2, 13, 5)
     assert torch.equal(block(x, torch.zeros(2, 2)), x)

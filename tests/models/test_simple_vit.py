@@ -1,4 +1,6 @@
-"""SimpleViT against a transcription from its state dict, and what its readings have in common."""
+"""SimpleViT against a transcription from its state dict, and how its choices of `reads` are
+related.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ HEADS = [PLAIN, dict(num_heads=3, head_dim=7), dict(num_heads=3, head_dim=7, log
          dict(num_heads=5, values=False, logit_scale=0.83)]
 
 each_reading = pytest.mark.parametrize("reading", READINGS, ids=[
-    "content and code", "content", "mixed", "position", "free"])
+    "content and positions", "content", "mixed", "position", "free"])
 
 
 def redrawn(**options) -> SimpleViT:
-    """Large values for Q and K, so that no map is near uniform; none at all is left as it was."""
+    """Large values for Q and K, so that no map is near uniform; every parameter is drawn anew."""
     model = SimpleViT(**SIZES | options).double()
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -60,14 +62,14 @@ def written_out(state: dict[str, Tensor], image: Tensor, *, num_heads: int, read
                for row in range(3) for column in range(5)]
     x = torch.stack([torch.stack(patch) for patch in patches])           # (N, pixels)
     x = norm(linear(norm(x, "patch_embed.norm1"), "patch_embed.proj"), "patch_embed.norm2")
-    code = state["pos_embed"]
+    positions = state["pos_embed"]
     if input_pos_embed:
-        x = alpha * x + (1 - alpha) * code
+        x = alpha * x + (1 - alpha) * positions
     size, maps = head_dim or 20 // num_heads, []
     scale = logit_scale or 1 / size ** 0.5
     for block in ("blocks.0", "blocks.1"):
         y = norm(x, f"{block}.norm1")
-        z = {"content": y, "mixed": alpha * y + (1 - alpha) * code}.get(reads, code)
+        z = {"content": y, "mixed": alpha * y + (1 - alpha) * positions}.get(reads, positions)
         mixed, softmaxes = [], []
         for head in range(num_heads):
             part = slice(head * size, (head + 1) * size)
@@ -108,15 +110,15 @@ def test_logits_and_gradients_equal_a_transcription(reading, heads):
 @each_reading
 @pytest.mark.parametrize("heads", HEADS)
 def test_attention_equals_its_matrices_times_the_values_in_float32(reading, heads):
-    """Fused, or one product for all images, against softmax and values of each image by itself."""
+    """Fused, or one product for all images, against softmax and values of each image separately."""
     model = redrawn(**reading | heads).float()
-    attention, code = model.blocks[0].attn, model.pos_embed
+    attention, positions = model.blocks[0].attn, model.pos_embed
     x = torch.randn(5, 15, 20, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        weights = attention.mixing_weights(x, code).expand(5, -1, -1, -1)
+        weights = attention.mixing_weights(x, positions).expand(5, -1, -1, -1)
         values = attention.value(x).unflatten(2, (attention.num_heads, -1)).transpose(1, 2)
         expected = attention.proj((weights @ values).transpose(1, 2).flatten(2))
-        assert (attention(x, code) - expected).norm() / expected.norm() < 1e-6
+        assert (attention(x, positions) - expected).norm() / expected.norm() < 1e-6
 
 
 @each_reading
@@ -136,7 +138,7 @@ def test_mixing_matrices_equal_the_transcriptions_softmax(reading, heads):
     assert torch.equal(some[1], found[1][:, [2, 0]])
 
 
-def test_the_code_is_the_sincos_code_of_the_grid_and_is_not_learned():
+def test_the_position_embedding_is_the_sincos_one_of_the_grid_and_is_not_learned():
     model = SimpleViT(**SIZES | PLAIN)
     assert model.grid == (3, 5) and torch.equal(model.pos_embed, sincos_position_embedding((3, 5), 20))
     assert "pos_embed" not in dict(model.named_parameters()) and not model.learns_positions
@@ -160,7 +162,7 @@ def same_weights(model: SimpleViT, **options) -> SimpleViT:
     return other
 
 
-def test_model_i_goes_from_model_ii_to_plain_attention_without_a_code():
+def test_model_i_goes_from_model_ii_to_plain_attention_without_positions():
     images = drawn_images()
     model = redrawn(reads="mixed", alpha=0.0, input_pos_embed=False, **PLAIN)
     halfway = same_weights(model, reads="mixed", alpha=0.5, input_pos_embed=False)(images)
@@ -174,7 +176,7 @@ def test_model_i_goes_from_model_ii_to_plain_attention_without_a_code():
 
 
 @pytest.mark.parametrize("reading", [dict(reads="content", input_pos_embed=False), READINGS[3]])
-def test_a_code_makes_the_order_of_patches_matter(reading):
+def test_a_position_embedding_makes_the_order_of_patches_matter(reading):
     images, model = drawn_images(), redrawn(**reading | PLAIN)
     swapped = torch.cat([images[..., 3:6], images[..., :3], images[..., 6:]], dim=-1)
     change = (model(images) - model(swapped)).abs().max()
@@ -279,7 +281,7 @@ def baseline(model: SimpleViT, name: str, seed: int = 0) -> SimpleViT:
 @pytest.mark.parametrize("values", [True, False])
 def test_nothing_that_a_constructor_drew_survives_a_baseline(reading, values):
     models = [SimpleViT(values=values, **SIZES | PLAIN | reading) for _ in range(3)]
-    code = models[0].pos_embed.clone()
+    positions = models[0].pos_embed.clone()
     for model in models:
         for parameter in model.parameters():
             parameter.data.fill_(torch.nan)
@@ -290,7 +292,7 @@ def test_nothing_that_a_constructor_drew_survives_a_baseline(reading, values):
         assert torch.equal(value, again[name]), name
         constant = name == "pos_embed" or "norm" in name
         assert torch.equal(value, other[name]) == constant, name
-    assert torch.equal(first["pos_embed"], code)
+    assert torch.equal(first["pos_embed"], positions)
 
 
 def test_a_baseline_draws_uniformly_by_fan_in_and_free_ones_by_the_tokens():

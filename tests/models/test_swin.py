@@ -33,7 +33,7 @@ def redraw(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def redraw_wide(model: torch.nn.Module) -> torch.nn.Module:
-    """`redraw` for models of the usual width: matrices keep the variance of what they map."""
+    """`redraw` for models of the usual width: matrices preserve the variance of their input."""
     redraw(model)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and not name.endswith("table"):
@@ -89,10 +89,10 @@ def swin_keys(depths: tuple[int, ...]) -> set[str]:
             keys |= {f"layers.{stage}.downsample.{name}"
                      for name in ("norm.weight", "norm.bias", "reduction.weight")}
         for block in range(depth):
-            place = f"layers.{stage}.blocks.{block}"
-            keys |= {f"{place}.{layer}.{part}" for part in ("weight", "bias") for layer in
+            prefix = f"layers.{stage}.blocks.{block}"
+            keys |= {f"{prefix}.{layer}.{part}" for part in ("weight", "bias") for layer in
                      ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
-            keys.add(f"{place}.attn.relative_position_bias_table")
+            keys.add(f"{prefix}.attn.relative_position_bias_table")
     return keys
 
 
@@ -109,12 +109,12 @@ def test_sizes_and_names_are_the_published_ones(name, parameters, keys, depths, 
     assert state["patch_embed.proj.weight"].shape == (width, 3, 4, 4)
     assert state["head.fc.weight"].shape == (1000, 8 * width)
     for stage, count in enumerate(heads):
-        place, dim = f"layers.{stage}", width * 2**stage
-        table = state[f"{place}.blocks.1.attn.relative_position_bias_table"]
+        prefix, dim = f"layers.{stage}", width * 2**stage
+        table = state[f"{prefix}.blocks.1.attn.relative_position_bias_table"]
         assert table.shape == (169, count)
-        assert state[f"{place}.blocks.0.attn.qkv.weight"].shape == (3 * dim, dim)
+        assert state[f"{prefix}.blocks.0.attn.qkv.weight"].shape == (3 * dim, dim)
         if stage > 0:
-            assert state[f"{place}.downsample.reduction.weight"].shape == (dim, 2 * dim)
+            assert state[f"{prefix}.downsample.reduction.weight"].shape == (dim, 2 * dim)
         shifts = [block.shift for block in model.layers[stage].blocks]
         assert shifts == [(0, 0), (3, 3) if stage < 3 else (0, 0)] * (depths[stage] // 2)
 
@@ -137,22 +137,22 @@ def test_fewer_classes_take_away_only_rows_of_the_head():
 
 def token_by_token(attn: WindowAttention, x: torch.Tensor, window: tuple[int, int],
                    shift: tuple[int, int]) -> torch.Tensor:
-    """What a block's attention does to one map (H, W, C), with no window ever cut out.
+    """The output of a block's attention on one map (H, W, C), without ever cutting out windows.
 
     Windows begin at `shift` and follow one another both ways, cut off at the edges of the map; a
-    token sees the tokens of its own window. There is nothing cyclic here.
+    token attends to the tokens of its own window. Nothing here is cyclic.
     """
     height, width = window
-    places = list(product(range(x.shape[0]), range(x.shape[1])))
+    cells = list(product(range(x.shape[0]), range(x.shape[1])))
     qkv = F.linear(x.flatten(0, 1), attn.qkv.weight, attn.qkv.bias)
     q, k, v = qkv.unflatten(1, (3, attn.num_heads, -1)).unbind(1)        # each (N, h, d)
     tokens = []
-    for query, (row, column) in enumerate(places):
-        seen = [key for key, (r, c) in enumerate(places)
+    for query, (row, column) in enumerate(cells):
+        seen = [key for key, (r, c) in enumerate(cells)
                 if (r - shift[0]) // height == (row - shift[0]) // height
                 and (c - shift[1]) // width == (column - shift[1]) // width]
-        entries = [(row - places[key][0] + height - 1) * (2 * width - 1)
-                   + column - places[key][1] + width - 1 for key in seen]
+        entries = [(row - cells[key][0] + height - 1) * (2 * width - 1)
+                   + column - cells[key][1] + width - 1 for key in seen]
         logits = torch.einsum("hd,khd->hk", q[query], k[seen]) / q.shape[-1] ** 0.5
         weights = (logits + attn.relative_position_bias_table[entries].T).softmax(dim=-1)
         tokens.append(torch.einsum("hk,khd->hd", weights, v[seen]).flatten())
@@ -192,7 +192,7 @@ def windows_as_a_batch(attn: WindowAttention, windows: torch.Tensor,
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_windows_folded_into_heads_are_windows_of_a_batch(masked):
-    """Outputs and gradients, in float32; and what is added to the logits has no batch in it."""
+    """Outputs and gradients, in float32; and what is added to the logits has no batch dimension."""
     block = redraw(SwinBlock(6, grid=(6, 10), num_heads=2, window=(3, 5), shifted=True,
                              mlp_ratio=2.0, qkv_bias=True)).float()
     mask = block.mask if masked else None
@@ -220,11 +220,11 @@ def test_the_fused_path_equals_the_pure_one_with_bias_and_mask():
         torch.testing.assert_close(attn(windows, mask), mixed, rtol=0, atol=1e-12)
 
 
-def test_a_hot_entry_of_the_table_joins_the_pairs_that_stand_so():
-    """Entry (down, right) of one head's table rules the query that stands so from its key."""
+def test_a_large_entry_of_the_table_connects_the_pairs_at_that_relative_position():
+    """Entry (down, right) of one head's table belongs to queries at that position from their key."""
     height, width = 2, 3
     attn = WindowAttention(10, num_heads=2, window=(height, width), qkv_bias=True).double()
-    places = list(product(range(height), range(width)))
+    cells = list(product(range(height), range(width)))
     attn.qkv.weight.data.zero_()
     attn.qkv.bias.data.zero_()
     table = attn.relative_position_bias_table.data
@@ -234,11 +234,11 @@ def test_a_hot_entry_of_the_table_joins_the_pairs_that_stand_so():
         table[(down + height - 1) * (2 * width - 1) + right + width - 1, 1] = 100.0
         even, hot = attn.mixing_weights(drawn(1, 6, 10))[0]
         torch.testing.assert_close(even, torch.full_like(even, 1 / 6))
-        for query, (row, column) in enumerate(places):
+        for query, (row, column) in enumerate(cells):
             expected = torch.full_like(hot[query], 1 / 6)
-            if (row - down, column - right) in places:
+            if (row - down, column - right) in cells:
                 expected = expected.zero_()
-                expected[places.index((row - down, column - right))] = 1.0
+                expected[cells.index((row - down, column - right))] = 1.0
             torch.testing.assert_close(hot[query], expected, rtol=0, atol=1e-12)
 
 
@@ -278,7 +278,7 @@ def test_gradients_reach_every_parameter():
             assert (parameter.grad.abs() > 1e-9).all(), name     # every entry has its pairs
 
 
-def test_keep_drops_branches_per_image_and_block():
+def test_drop_path_drops_branches_per_image_and_block():
     model = redraw(vitinit.build_model("swin_tiny", drop_path=0.4, **SMALL))
     assert model.drop_path_rates == pytest.approx([0, 0, .1, .1, .2, .2, .3, .3, .4, .4])
     images, ones = drawn(3, 3, 12, 24), torch.ones(10, 3)
@@ -303,7 +303,7 @@ def test_keep_drops_branches_per_image_and_block():
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-def test_a_block_that_keeps_nothing_is_the_identity(shifted):
+def test_a_block_whose_branches_are_dropped_is_the_identity(shifted):
     block = redraw(SwinBlock(6, grid=(6, 4), num_heads=2, window=(3, 2), shifted=shifted,
                              mlp_ratio=2.0, qkv_bias=True))
     x = drawn(5, 6, 4, 6)

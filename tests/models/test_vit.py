@@ -156,11 +156,11 @@ def test_a_distilled_vit_is_the_mean_of_two_heads_on_two_tokens():
         assert parameter.grad.abs().max() > 1e-6, name
 
 
-def test_sincos_codes_leave_both_tokens_before_the_patches_without_one():
+def test_sincos_positions_of_both_prefix_tokens_are_zero():
     sizes = SMALL | dict(num_classes=13, image_size=(12, 20), embed_dim=12, pos_embed="sincos")
-    code = vitinit.build_model("vit_tiny_distilled", **sizes).pos_embed
+    positions = vitinit.build_model("vit_tiny_distilled", **sizes).pos_embed
     plain = vitinit.build_model("vit_tiny", **sizes).pos_embed
-    assert (code[:, :2] == 0).all() and torch.equal(code[:, 2:], plain[:, 1:])
+    assert (positions[:, :2] == 0).all() and torch.equal(positions[:, 2:], plain[:, 1:])
 
 
 def test_bfloat16_is_near_float32(assert_bfloat16_is_near):
@@ -171,7 +171,7 @@ def test_bfloat16_is_near_float32(assert_bfloat16_is_near):
 
 
 def test_without_positions_patches_could_be_shuffled():
-    """Mean pooling with a zero code cannot see the order of patches; a code makes it matter."""
+    """Without positions mean pooling ignores the order of patches; with them it matters."""
     model = redraw(vitinit.build_model("vit_tiny", num_classes=5, image_size=(8, 12), pool="mean",
                                        **SMALL))
     images = torch.randn(2, 3, 8, 12, generator=torch.Generator().manual_seed(1)).double()
@@ -181,7 +181,7 @@ def test_without_positions_patches_could_be_shuffled():
     torch.testing.assert_close(model(images), model(swapped))
 
 
-def test_keep_drops_branches_per_image_and_block():
+def test_drop_path_drops_branches_per_image_and_block():
     model = redraw(vitinit.build_model("vit_tiny", num_classes=5, image_size=8, drop_path=0.5,
                                        **SMALL))
     images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1)).double()
@@ -226,7 +226,7 @@ def test_every_model_of_the_table_is_built_by_its_name():
             model = vitinit.build_model(name, num_classes=2, image_size=224)
         assert type(model) is kind and model.num_classes == 2
         assert list(model.parameters())[-1].shape == (2,), name
-        # A rate for each of two branches a block, where `forward` lets branches be dropped at all.
+        # One rate for each of the two branches per block, if `forward` can drop branches at all.
         blocks = sum(sizes["depths"]) if "depths" in sizes else sizes["depth"]
         drops = "drop_path" in inspect.signature(kind.forward).parameters
         assert len(model.drop_path_rates) == 2 * blocks * drops, name
@@ -239,7 +239,7 @@ def test_every_model_of_the_table_is_built_by_its_name():
 @pytest.mark.parametrize("fc_norm", [False, True])
 @pytest.mark.parametrize("pos_embed", ["learned", "sincos"])
 def test_registers_take_part_in_attention_and_are_not_read(pool, distilled, fc_norm, pos_embed):
-    """arXiv 2309.16588, §2.2: they stand between the other tokens before the patches and these."""
+    """arXiv 2309.16588, §2.2: they come after the other prefix tokens and before the patches."""
     if fc_norm and pool == "class":
         return
     model = redraw(vitinit.build_model("vit_tiny", num_classes=13, image_size=(12, 20), pool=pool,
@@ -289,7 +289,7 @@ def test_without_registers_the_mean_is_over_all_tokens_to_the_bit():
 @pytest.mark.parametrize("init", ["default", "torch", "mimetic", "impulse", "deep_impulse",
                                   "conditioned"])
 def test_inits_work_with_registers(init):
-    """What an impulse aims at are patches: their attention is what it is without registers."""
+    """Impulses aim at patches: the attention among them is the same without registers."""
     def built(**options):
         model = vitinit.build_model("vit_tiny", num_classes=13, image_size=32, patch_size=4,
                                     embed_dim=96, depth=2, num_heads=3, pool="mean", **options)

@@ -19,8 +19,8 @@ from torch import Tensor
 from ..filters import Offset, convolution_matrix, impulse_kernel, shift_targets
 from ..models.vit import VisionTransformer
 from .factorize import STEEPEST, position_basis, query_key_factors, smallest_reaching
-from .fourier_code import (BIAS_CHANNELS, gaussian_weights, impulse_weights,
-                           reading_bias_channels, rotated_factors, waves)
+from .fourier_code import (BIAS_CHANNELS, extend_to_bias_channels, gaussian_weights,
+                           impulse_weights, rotated_factors, waves)
 
 HeadFactors = Callable[[float, int, Offset], tuple[Tensor, Tensor]]
 
@@ -44,8 +44,8 @@ class CodePlan:
         return 2 * len(self.groups[0])
 
 
-def waves_with_room(model: VisionTransformer, code_channels: float, period: float,
-                    bias_channels: bool) -> Tensor:
+def slowest_waves(model: VisionTransformer, code_channels: float, period: float,
+                  bias_channels: bool) -> Tensor:
     """The slowest waves of the grid, (K, 2), as many as fit into that share of the width.
 
     Three of the channels are set aside for the bias channels, if they are used.
@@ -59,15 +59,15 @@ def code_size(frequencies: Tensor, bias_channels: bool) -> int:
     return 2 * len(frequencies) + BIAS_CHANNELS * bias_channels
 
 
-def planned(model: VisionTransformer, *, code_channels: float, period: float, bias_channels: bool,
-            disjoint: bool, reserve: bool) -> CodePlan:
+def plan_code(model: VisionTransformer, *, code_channels: float, period: float, bias_channels: bool,
+              disjoint: bool, reserve: bool) -> CodePlan:
     """Choose the waves of the code and assign them to heads; see the options of `deep_impulse`.
 
     Raises ValueError if not even one wave fits into the code's share of the width or into a head,
     or if `reserve` would leave no channel for the image.
     """
     dim, attention = model.pos_embed.shape[2], model.blocks[0].attn
-    frequencies = waves_with_room(model, code_channels, period, bias_channels)
+    frequencies = slowest_waves(model, code_channels, period, bias_channels)
     pairs = len(frequencies)
     used = min((attention.head_dim - bias_channels) // 2, pairs)
     if used < 1:
@@ -112,7 +112,7 @@ def wave_factors(plan: CodePlan, grid: tuple[int, int], period: float, masses: l
         query, key = rotated_factors(plan.frequencies, plan.groups[group], weight, offset)
         if not plan.bias_channels:
             return query, key
-        return reading_bias_channels(query, key, weight.sum().item())
+        return extend_to_bias_channels(query, key, weight.sum().item())
     return factors
 
 
@@ -121,7 +121,7 @@ def table_factors(plan: CodePlan, grid: tuple[int, int], table: Tensor) -> HeadF
     @cache
     def factors(mass: float, group: int, offset: Offset) -> tuple[Tensor, Tensor]:
         query, key, peak = fitted_factors(table, offset, grid, plan.width, mass)
-        return reading_bias_channels(query, key, peak) if plan.bias_channels else (query, key)
+        return extend_to_bias_channels(query, key, peak) if plan.bias_channels else (query, key)
     return factors
 
 

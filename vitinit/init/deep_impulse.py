@@ -74,7 +74,7 @@ from ..filters import offsets_on_grid
 from ..models.attention import Attention
 from ..models.vit import VisionTransformer
 from .baseline import draw_base
-from .code_plan import CodePlan, planned, random_code, table_factors, wave_factors
+from .code_plan import CodePlan, plan_code, random_code, table_factors, wave_factors
 from .factorize import balanced_factors
 from .fourier_code import wave_code, with_bias_channels
 from .impulse import OFFSETS, head_offsets
@@ -198,10 +198,10 @@ def write_queries_keys(attention: Attention, factors: list[tuple[Tensor, Tensor]
 
     All other entries of Q and K, and their biases, become 0.
     """
-    for weight, ours in zip((attention.q_weight, attention.k_weight), zip(*factors)):
-        ours = torch.stack(ours)                                         # (h, ≤ d, D_p)
+    for weight, solved in zip((attention.q_weight, attention.k_weight), zip(*factors)):
+        solved = torch.stack(solved)                                     # (h, ≤ d, D_p)
         weight.zero_()
-        weight[:, :ours.shape[1], :ours.shape[2]] = ours
+        weight[:, :solved.shape[1], :solved.shape[2]] = solved
     for bias in (attention.q_bias, attention.k_bias):
         if bias is not None:
             bias.zero_()
@@ -273,8 +273,8 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
                   value_init=value_init, bias_channels=bias_channels, reserve=reserve)
     require_not_negative(value_alpha=value_alpha)
     cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size
-    plan = planned(model, code_channels=code_channels, period=period, bias_channels=bias_channels,
-                   disjoint=waves_of_heads == "disjoint", reserve=reserve)
+    plan = plan_code(model, code_channels=code_channels, period=period, bias_channels=bias_channels,
+                     disjoint=waves_of_heads == "disjoint", reserve=reserve)
     masses = masses_by_block(target_mass, len(model.blocks))
     if code == "fourier":
         factors = wave_factors(plan, model.grid, period, masses, target, sigma)

@@ -29,7 +29,7 @@ every token and divides it by a standard deviation, both of which depend on the 
 bias channels pass through the same LayerNorm. The second then holds nothing but the subtracted
 mean, so Q and K can cancel it. With the other two, Q and K subtract the value of the peak from all
 logits, so that the logit at the target is 0 whatever the standard deviation; see
-`reading_bias_channels`.
+`extend_to_bias_channels`.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def with_bias_channels(code: Tensor, prefix_tokens: int) -> Tensor:
     return table
 
 
-def reading_bias_channels(query: Tensor, key: Tensor, peak: float) -> tuple[Tensor, Tensor]:
+def extend_to_bias_channels(query: Tensor, key: Tensor, peak: float) -> tuple[Tensor, Tensor]:
     """Extend Q and K to the bias channels, so that LayerNorm disturbs the logits less.
 
     query, key: (m, C) each. peak: the logit at the target, which is the largest.

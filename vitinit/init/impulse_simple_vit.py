@@ -114,7 +114,7 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator,
             else:
                 query, key = rotated_weights(axes, offset, model.pos_embed.shape[1])  # (≤ d, C) each
                 if attention.reads == "content":
-                    query, key = blind_to_mean(query), blind_to_mean(key)
+                    query, key = with_zero_row_sums(query), with_zero_row_sums(key)
                 unused = (0, 0, 0, attention.head_dim - len(key))
                 attention.q_weight[head] = F.pad(amount * query, unused)
                 attention.k_weight[head] = F.pad(amount * key, unused)
@@ -131,8 +131,8 @@ def position_share(model: SimpleViT) -> float:
 
 
 def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
-    """An axis of the first p `frequencies`, with the p that reaches `mass` with the smallest
-    logits.
+    """An axis of the first p `frequencies`, with the p that needs the smallest logits to reach
+    `mass`.
 
     mass: of the target in a softmax over all 2 · size − 1 displacements along the axis. Each query
         sees only a part of them, including its target, so its mass is at least this.
@@ -186,7 +186,7 @@ def rotated_weights(axes: list[Axis], offset: Offset, dim: int) -> tuple[Tensor,
     return torch.cat([weights[0][0], weights[1][0]]), torch.cat([weights[0][1], weights[1][1]])
 
 
-def blind_to_mean(weight: Tensor) -> Tensor:
+def with_zero_row_sums(weight: Tensor) -> Tensor:
     """Make the rows of a weight, (n, C), sum to zero.
 
     The mean that LayerNorm subtracts then has no effect on what they compute. The correction is

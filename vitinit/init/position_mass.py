@@ -30,7 +30,7 @@ from ..mixing import target_mass
 from ..models import SimpleViT, SwinTransformer, VisionTransformer
 from ..models.attention import attention_weights
 from . import init_function
-from .code_plan import code_size, waves_with_room
+from .code_plan import code_size, slowest_waves
 from .deep_impulse import masses_by_block
 from .impulse import head_offsets, normalised_positions
 from .mimetic import attentions
@@ -114,10 +114,10 @@ def reached(weights: Tensor, offsets: list[Offset], grid: tuple[int, int]) -> tu
 
 def readers(model: nn.Module, name: str, options: Mapping[str, Any], sharper: float,
             ) -> tuple[list[tuple[int, HeadMaps]], list[tuple[int, int]]]:
-    """Two lists with one entry per block: (number of heads, function head → (1, N, N)), and the
-    grid.
+    """Return two lists with one entry per block: how to read its heads' attention, and its grid.
 
-    The function returns the head's attention on the position embedding alone.
+    An entry of the first is the number of heads and a function head → (1, N, N), the attention of
+    that head on the position embedding alone.
     """
     if isinstance(model, SwinTransformer):
         return ([(attention.num_heads, _bias_reader(attention)) for attention in attentions(model)],
@@ -126,8 +126,8 @@ def readers(model: nn.Module, name: str, options: Mapping[str, Any], sharper: fl
     if isinstance(model, SimpleViT):
         return [(block.attn.num_heads, _simple_reader(model, block)) for block in model.blocks], grids
     if name == "deep_impulse":
-        count = code_size(waves_with_room(model, options["code_channels"], options["period"],
-                                          options["bias_channels"]), options["bias_channels"])
+        count = code_size(slowest_waves(model, options["code_channels"], options["period"],
+                                        options["bias_channels"]), options["bias_channels"])
         positions = torch.zeros_like(model.pos_embed[0, model.num_prefix_tokens:])
         positions[:, :count] = model.pos_embed[0, model.num_prefix_tokens:, :count]       # (N, D)
         scales = stream_scales(model, count if options["reserve"] else 0, options["code_rms"])
