@@ -246,8 +246,8 @@ def test_the_list_names_every_item_and_says_what_it_does(capsys):
 def test_goals_are_judged_by_the_best_number_to_which_they_apply():
     rows = [{"way": "eager", "share": 40.0}, {"way": "compiled", "share": 52.0}, {"other": 99.0}]
     goal = Goal("share", at_least=50)
-    assert goal.figures(rows) == [40.0, 52.0] and goal.met_by(52.0) and not goal.met_by(40.0)
-    assert Goal("share", at_most=5, where=(("way", "eager"),)).figures(rows) == [40.0]
+    assert goal.values(rows) == [40.0, 52.0] and goal.met_by(52.0) and not goal.met_by(40.0)
+    assert Goal("share", at_most=5, where=(("way", "eager"),)).values(rows) == [40.0]
     assert str(Goal("share", at_most=5, where=(("way", "eager"),))) == "share ≤ 5 (way eager)"
     item = Item("step", "speed", steps.train_step, goals=(goal, Goal("none", at_most=1.0)))
     record = type("Found", (), {"outcomes": {"step": Outcome(PASSED, 1.0, rows)}})()

@@ -58,7 +58,8 @@ def worker(connection: Connection, decode: Callable[[str], Tensor], paths: Seque
             connection.send((index, found._replace(printed=log.read().decode(errors="replace"))))
 
 
-def outcomes(decode: Callable[[str], Tensor], paths: Sequence[str], workers: int) -> list[DecodeOutcome]:
+def outcomes(decode: Callable[[str], Tensor], paths: Sequence[str], workers: int
+             ) -> list[DecodeOutcome]:
     """The outcome of every file, decoded in `workers` processes.
 
     If a worker dies or hangs, that is the outcome of the file it was decoding, and another worker

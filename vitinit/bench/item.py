@@ -53,13 +53,13 @@ class Goal:
         rows = ", ".join(f"{name} {value}" for name, value in self.where)
         return f"{self.column} {bound}" + (f" ({rows})" if rows else "")
 
-    def figures(self, rows: list[Row]) -> list[float]:
+    def values(self, rows: list[Row]) -> list[float]:
         """The numbers in `rows` to which the goal applies."""
         return [row[self.column] for row in rows if isinstance(row.get(self.column), (int, float))
                 and all(row.get(name) == value for name, value in self.where)]
 
-    def met_by(self, figure: float) -> bool:
-        return self.at_least <= figure <= self.at_most
+    def met_by(self, value: float) -> bool:
+        return self.at_least <= value <= self.at_most
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ..train.checkpoint import write_text_atomically
 from .item import Item, Row
 from .worker import CUT_SHORT, FAILED, PASSED, SKIPPED, Outcome
 
-NO_FIGURE = "–"
+NO_VALUE = "–"
 
 
 class Record:
@@ -116,11 +116,11 @@ def _goals(record: Record, items: Sequence[Item]) -> Iterator[Sequence[str]]:
     for item in items:
         rows = record.outcomes[item.name].rows if item.name in record.outcomes else []
         for goal in item.goals:
-            figures = goal.figures(rows)
-            if not figures:
-                yield [str(goal), item.name, NO_FIGURE, "unmeasured"]
+            values = goal.values(rows)
+            if not values:
+                yield [str(goal), item.name, NO_VALUE, "unmeasured"]
                 continue
-            best = max(figures) if goal.at_most == math.inf else min(figures)
+            best = max(values) if goal.at_most == math.inf else min(values)
             yield [str(goal), item.name, cell(best), "met" if goal.met_by(best) else "missed"]
 
 
@@ -128,7 +128,7 @@ def _line(item: Item, record: Record) -> Sequence[str]:
     """A check's table row: name and docstring, status, seconds, what was found or went wrong."""
     outcome = record.outcomes[item.name]
     return [f"{item.name}: {item.what}", outcome.status, f"{outcome.seconds:.0f}",
-            outcome.words or in_short(outcome.rows) or NO_FIGURE]
+            outcome.words or in_short(outcome.rows) or NO_VALUE]
 
 
 def in_short(rows: Sequence[Row]) -> str:
@@ -158,7 +158,7 @@ def row_table(rows: Sequence[Row]) -> str:
 def cell(value: Any) -> str:
     """A value as text: floats with three significant digits, from 1000 on and integers in full."""
     if value is None:
-        return NO_FIGURE
+        return NO_VALUE
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if isinstance(value, int) or abs(value) >= 1000:

@@ -60,7 +60,7 @@ def as_large_as_fits(measure: Callable[[int], T], batch: int) -> T:
         except torch.OutOfMemoryError:
             if batch == 1:
                 raise
-        batch //= 2                  # outside of `except`, where the exception still holds tensors
+        batch //= 2                  # not inside `except`, where the exception still holds tensors
         torch.cuda.empty_cache()
 
 
@@ -72,9 +72,8 @@ def as_large_as_fits(measure: Callable[[int], T], batch: int) -> T:
 def step(name: str, conditions: Conditions) -> list[Row]:
     """A training step on synthetic images at 224 px, from forward pass to optimiser.
 
-    It is made by the engine, as in train.py.
-
-    name: a key of BATCHES. On a GPU, and for vit_tiny on a CPU, the compiled step is measured, too.
+    It is made by the engine, as in train.py. On a GPU, and for vit_tiny on a CPU, the compiled step
+    is measured, too. name: a key of BATCHES.
     """
     amp = amp_on(conditions)
     best, card = product_tflops(amp), matrix_rate(conditions.torch_device)

@@ -136,7 +136,8 @@ def erasing_and_mixing(conditions: Conditions) -> list[Row]:
     stay unmixed, and no mixing.
     """
     count, numbers = 48, 0
-    kinds = [MixSettings(0.8, 1.0, 0.7, 0.5, 0.1, group=2), MixSettings(0.8, 0.0, 1.0, 0.5, 0.1, group=2),
+    kinds = [MixSettings(0.8, 1.0, 0.7, 0.5, 0.1, group=2),
+             MixSettings(0.8, 0.0, 1.0, 0.5, 0.1, group=2),
              MixSettings(0.0, 1.0, 1.0, 0.5, 0.0, group=2), NO_MIXING]
     groups = np.arange(count) % (count // 2)         # partners i and count - 1 - i share a group
     groups[count // 2:] = groups[:count // 2][::-1]

@@ -71,8 +71,8 @@ def train_step(conditions: Conditions) -> list[Row]:
     """A float32 step of each family without TF32: gradients and loss against the CPU's float64.
 
     It is made on the device, and on the CPU to see what float32 costs there. Gradients have to be
-    within 1e-4, relative to each tensor's norm. That leaves room for rounding, also of the weights
-    from whose difference a gradient is computed (6e-8 relative).
+    within 1e-4, relative to each tensor's norm. That is a margin for rounding, which includes the
+    rounding of the weights from whose difference a gradient is computed (6e-8 relative).
     """
     set_precision(tf32=False)
     rows = []
