@@ -1,17 +1,18 @@
-"""Exact accuracy of checkpoints over every image of data sets, each counted once.
+"""Evaluate checkpoints exactly: every image of a data set counts once.
 
     python eval.py runs/deit_base-impulse-s0
     python eval.py runs/*/best.pt --data imagenet=/data/imagenet imagenet_r=/data/imagenet-r
     torchrun --nproc_per_node=8 eval.py deit_base_patch16_224.pth --recipe deit_base \\
         --data-dir /data/imagenet
 
-Read it from top to bottom:
+Read this file from top to bottom:
     arguments → checkpoints and data sets → models → passes over the images → report
 
-A run folder (its last.pt) or a checkpoint of ours knows its recipe; model and EMA are evaluated.
-For any other checkpoint, such as DeiT's own, --recipe says what it is a checkpoint of. Without
---data each is evaluated on its own recipe's validation set. One result is a line, several are a
-table; the last lines, or FILE of --json, are JSON, one object for each checkpoint and data set.
+A run folder (its last.pt is read) and the checkpoints in it contain their recipe; the model and its
+moving average (EMA) are evaluated. For any other checkpoint, such as DeiT's own, --recipe describes
+the model. Without --data each checkpoint is evaluated on the validation set of its recipe. A single
+result is printed as a line, several as a table. One JSON object per checkpoint and data set
+follows, or is written to the FILE of --json.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import signal
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)     # no traceback of what is being imported
+    signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C during the imports prints no traceback
 
 import argparse
 import os
@@ -56,7 +57,7 @@ from vitinit.train.metrics import ProgressBar
 from vitinit.train.throughput import TIMED_PASSES, WARMUP_PASSES, Throughput, throughput
 
 REPOSITORY = Path(__file__).resolve().parent
-# What --set changes beside a run's own recipe: how to evaluate, not what was trained.
+# The keys that --set may change in a recipe that a checkpoint contains: how it is evaluated.
 EVALUATION_KEYS = ("eval.crop_pct", "eval.interpolation", "eval.batch_size", "eval.cache_gib",
                    "data.workers", "data.on_device_gib", "engine.amp", "engine.compile",
                    "engine.channels_last", "engine.tf32")
@@ -68,7 +69,7 @@ EVALUATION_KEYS = ("eval.crop_pct", "eval.interpolation", "eval.batch_size", "ev
 
 
 def named_set(text: str) -> NamedSet:
-    """NAME=DIR as --data takes it; `shapes` stands alone."""
+    """Parse an argument of --data: NAME=DIR, or `shapes` alone, which needs no folder."""
     name, _, root = text.partition("=")
     known = [*DATA_SETS, *EVAL_SETS]
     if name not in known:
@@ -81,7 +82,7 @@ def named_set(text: str) -> NamedSet:
 
 
 def image_size(text: str) -> tuple[int, int]:
-    """N, or H,W, in pixels, as --image-size takes it: (height, width)."""
+    """Parse the argument of --image-size, N or H,W in pixels → (height, width)."""
     sides = text.split(",")
     if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
         raise argparse.ArgumentTypeError(f"{text}: expected a number of pixels, such as 288, or "
@@ -90,6 +91,7 @@ def image_size(text: str) -> tuple[int, int]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; RecipeError for options that contradict each other."""
     parser = Parser(prog="eval.py", description=__doc__)
     parser.add_argument("checkpoint", type=Path, nargs="+",
                         help="run folders and checkpoint files")
@@ -98,14 +100,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data-dir", help="data.root: folder of the recipe's own data set")
     parser.add_argument("--image-size", type=image_size, metavar="N or H,W",
                         help="evaluate at another resolution than the recipe's")
-    parser.add_argument("--recipe", help="what checkpoints without a recipe are checkpoints of")
+    parser.add_argument("--recipe", help="describes checkpoints that contain no recipe")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="override any key of the recipe given by --recipe, and of any recipe "
                              f"{', '.join(EVALUATION_KEYS)}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON to this file")
     parser.add_argument("--per-class", action="store_true", help="print top-1 of every class")
     parser.add_argument("--throughput", action="store_true",
-                        help="print images/s of each model alone, and memory")
+                        help="print images/s of each model's forward pass, and its memory")
     args = parser.parse_args(arguments)
     if args.data and args.data_dir is not None:
         raise RecipeError(f"--data-dir {args.data_dir}: the folder of the recipe's own data set, "
@@ -121,7 +123,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def open_checkpoints(args: argparse.Namespace) -> list[Saved]:
-    """Every checkpoint with the recipe that says how to evaluate it, and its classes' names."""
+    """Open every checkpoint, with the recipe by which it is evaluated and its class names.
+
+    Raises RecipeError or CheckpointError for the first one that cannot be opened, and RecipeError
+    if --recipe is given but no checkpoint needs it.
+    """
     foreign = None if args.recipe is None else resolve_recipe(
         find_recipe(args.recipe, REPOSITORY / "recipes"),
         overrides(data_dir=args.data_dir, sets=args.set))
@@ -135,7 +141,10 @@ def open_checkpoints(args: argparse.Namespace) -> list[Saved]:
 
 
 def for_evaluation(args: argparse.Namespace) -> list[Override]:
-    """What of --set applies to a run's own recipe, too; the rest needs a --recipe to apply to."""
+    """The overrides of --set that apply to a recipe which a checkpoint contains.
+
+    Other overrides apply to the recipe of --recipe alone; RecipeError if there is none.
+    """
     changes = overrides(sets=args.set)
     for change in changes:
         if change.key not in EVALUATION_KEYS and args.recipe is None:
@@ -146,10 +155,15 @@ def for_evaluation(args: argparse.Namespace) -> list[Override]:
 
 def open_sets(eval_sets: Sequence[Sequence[NamedSet]], checkpoints: Sequence[Saved],
               own: bool) -> dict[NamedSet, Source]:
-    """Each data set once; a recipe's `own` must have as many classes as the recipe says."""
+    """Open each data set once.
+
+    eval_sets: those of each checkpoint. own: whether they are the recipes' own validation sets,
+    whose number of classes must then be data.num_classes. Raises DataError if a data set cannot be
+    opened.
+    """
     sources: dict[NamedSet, Source] = {}
-    for saved, its_sets in zip(checkpoints, eval_sets):
-        for eval_set in its_sets:
+    for saved, group in zip(checkpoints, eval_sets):
+        for eval_set in group:
             if eval_set not in sources:
                 sources[eval_set] = open_split(*eval_set, "val", saved.recipe.data.num_classes) \
                     if own else open_to_evaluate(*eval_set)
@@ -157,9 +171,11 @@ def open_sets(eval_sets: Sequence[Sequence[NamedSet]], checkpoints: Sequence[Sav
 
 
 def columns_of(saved: Saved, eval_set: NamedSet, source: Source) -> Tensor | None:
-    """Which of the model's logits belong to the set's classes, (K,); None: all, in this order.
+    """The indices (K,) int64 of the logits that belong to the data set's K classes, in order.
 
-    A model of 1000 classes that nobody named is taken for ImageNet-1K's by a set of wnids.
+    None if the model has exactly these classes in this order. A model of 1000 classes whose names
+    are not recorded counts as an ImageNet-1K model if the data set's classes are ImageNet's synset
+    ids. Raises DataError if the model does not know a class of the data set.
     """
     count, found, classes = saved.recipe.data.num_classes, source.classes, saved.classes
     if classes is None and count == len(imagenet_wnids()) and all(map(is_wnid, found)):
@@ -182,7 +198,7 @@ def columns_of(saved: Saved, eval_set: NamedSet, source: Source) -> Tensor | Non
 
 
 class ViewSettings(NamedTuple):
-    """What models must share for an image to be decoded once for all of them."""
+    """The settings that models must share for each image to be decoded only once for all of them."""
 
     eval_set: NamedSet
     size: tuple[int, int]       # (height, width)
@@ -191,7 +207,7 @@ class ViewSettings(NamedTuple):
 
 
 class PassSettings(NamedTuple):
-    """What they must share beside it to be evaluated in one pass: how to calculate."""
+    """The settings that models must also share to be evaluated in one pass over the images."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -202,20 +218,23 @@ class PassSettings(NamedTuple):
 
 
 def view_settings_of(saved: Saved, eval_set: NamedSet) -> ViewSettings:
+    """Those of one checkpoint on one data set."""
     how = saved.recipe.eval
     return ViewSettings(eval_set, saved.size, how.crop_pct, how.interpolation)
 
 
 def pass_settings_of(saved: Saved) -> PassSettings:
+    """Those of one checkpoint."""
     data, how, engine = saved.recipe.data, saved.recipe.eval, saved.recipe.engine
-    return PassSettings(data.mean, data.std, how.batch_size, engine.amp, engine.channels_last, engine.tf32)
+    return PassSettings(data.mean, data.std, how.batch_size, engine.amp, engine.channels_last,
+                        engine.tf32)
 
 
 def views_for(view: ViewSettings, source: Source, recipes: Sequence[Recipe], passes: int,
               processes: Processes) -> KeptViews:
-    """The views of this process, kept from one pass to the next where there is one.
+    """The evaluation views of this process, cached if more than one pass reads them.
 
-    recipes: of the models; the one that gives the most room decides.
+    recipes: those of the models; the largest of their data.on_device_gib and eval.cache_gib apply.
     """
     views = EvalViews(source, rank=processes.rank, world_size=processes.world_size, size=view.size,
                       crop_pct=view.crop_pct, interpolation=view.interpolation)
@@ -229,7 +248,7 @@ def views_for(view: ViewSettings, source: Source, recipes: Sequence[Recipe], pas
 def one_pass(views: KeptViews, name: str, how: PassSettings, models: Sequence[nn.Module],
              columns: Sequence[Tensor | None], workers: int, processes: Processes,
              stop: StopRequest) -> list[Evaluation]:
-    """All `models` over all images of the set called `name`."""
+    """Evaluate `models` over all images of the data set `name`; see `evaluate` for `columns`."""
     prepare = ToDevice(processes.device, mean=how.mean, std=how.std,
                        channels_last=how.channels_last)
     batches = EvaluationBatches(views, batch_size=how.batch_size, workers=workers, prepare=prepare)
@@ -241,6 +260,7 @@ def one_pass(views: KeptViews, name: str, how: PassSettings, models: Sequence[nn
 
 
 def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> None:
+    """Evaluate all checkpoints on all data sets and report the results."""
     on_all = processes.on_all
     checkpoints: list[Saved] = on_all(lambda: open_checkpoints(args))
     start_fork_server(max(saved.recipe.data.workers for saved in checkpoints))
@@ -248,24 +268,27 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
     eval_sets = [list(dict.fromkeys(args.data or [NamedSet(saved.recipe.data.name,
                                                           saved.recipe.data.root)]))
                  for saved in checkpoints]
-    wanted = dict.fromkeys(eval_set for its_sets in eval_sets for eval_set in its_sets)
+    wanted = dict.fromkeys(eval_set for group in eval_sets for eval_set in group)
     on_all(lambda: [download(*eval_set) for eval_set in wanted if eval_set.name in DATA_SETS]
            if processes.local_rank == 0 else None)
     sources = on_all(lambda: open_sets(eval_sets, checkpoints, own=not args.data))
-    columns = on_all(lambda: {(number, eval_set): columns_of(checkpoints[number], eval_set, sources[eval_set])
-                              for number in numbers for eval_set in eval_sets[number]})
+    columns = on_all(lambda: {
+        (number, eval_set): columns_of(checkpoints[number], eval_set, sources[eval_set])
+        for number in numbers for eval_set in eval_sets[number]})
 
     # Models, on the CPU until they are needed. --------------------------------------------------
     models = on_all(lambda: [[saved.model(name) for name in saved.weights]
                              for saved in checkpoints])
-    checkpoints = [saved._replace(state=dict.fromkeys(saved.weights, True)) for saved in checkpoints]
+    # The checkpoints' own tensors are no longer needed, only the names of their weights.
+    checkpoints = [saved._replace(state=dict.fromkeys(saved.weights, True))
+                   for saved in checkpoints]
     models = [[torch.compile(model) if saved.recipe.engine.compile else model
-               for model in its_models] for saved, its_models in zip(checkpoints, models)]
-    speeds = [speed(saved, its_models[0], processes) if args.throughput else None
-              for saved, its_models in zip(checkpoints, models)]
+               for model in group] for saved, group in zip(checkpoints, models)]
+    speeds = [speed(saved, group[0], processes) if args.throughput else None
+              for saved, group in zip(checkpoints, models)]
 
-    # One decoding of a data set for all models that look at it alike, one pass for all of them that
-    # calculate alike. ---------------------------------------------------------------------------
+    # Decode a data set once for all models of equal view settings; evaluate those of equal pass
+    # settings in one pass. ----------------------------------------------------------------------
     by_view: dict[ViewSettings, dict[PassSettings, list[int]]] = {}
     for number in numbers:
         for eval_set in eval_sets[number]:
@@ -278,7 +301,8 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
         for how, members in passes.items():
             set_precision(how.tf32)
             found = iter(one_pass(
-                views, view.eval_set.name, how, [model for number in members for model in models[number]],
+                views, view.eval_set.name, how,
+                [model for number in members for model in models[number]],
                 [columns[number, view.eval_set] for number in members for _ in models[number]],
                 max(recipe.data.workers for recipe in recipes), processes, stop))
             for number in members:
@@ -293,7 +317,10 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
 
 
 def speed(saved: Saved, model: nn.Module, processes: Processes) -> Throughput:
-    """Alone on the device, so that the memory is its own."""
+    """Measure and print the speed of a model's forward pass.
+
+    The model is alone on the device, so that the memory reported is its own.
+    """
     recipe, device = saved.recipe, processes.device
     set_precision(recipe.engine.tf32)
     with ProgressBar("throughput", WARMUP_PASSES + TIMED_PASSES, shown=processes.is_main) as bar:
@@ -303,7 +330,7 @@ def speed(saved: Saved, model: nn.Module, processes: Processes) -> Throughput:
     model.cpu()
     if processes.is_main:
         print(f"{saved.path}  {found.images_per_second:.1f} images/s, {found.milliseconds:.2f} "
-              f"ms a batch of {found.batch_size} at {saved.size[0]}×{saved.size[1]}, amp "
+              f"ms per batch of {found.batch_size} at {saved.size[0]}×{saved.size[1]}, amp "
               f"{recipe.engine.amp}, median of {TIMED_PASSES} passes after {WARMUP_PASSES}; peak "
               f"memory {found.peak_memory}, {describe_device(device)}", flush=True)
     return found
@@ -315,6 +342,7 @@ def speed(saved: Saved, model: nn.Module, processes: Processes) -> Throughput:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the program with these arguments (default: the command line); return the exit status."""
     def program() -> None:
         args = parse_arguments(arguments)
         with StopRequest() as stop, distributed.joined() as processes:

@@ -75,7 +75,7 @@ def test_a_comparison_as_a_whole(monkeypatch, capsys, six_runs):
 Top-1 on the validation set in %, mean ± standard deviation over seeds. The best epoch is chosen \
 on the images it is reported on. Seconds are those of training, without evaluation.
 
-| group | seeds | last | best | EMA last | EMA best | seconds a run |
+| group | seeds | last | best | EMA last | EMA best | seconds per run |
 | --- | ---: | ---: | ---: | ---: | ---: | ---: |
 | default | 3 | 54.00 ± 4.00 | 55.33 ± 6.11 | 51.33 ± 2.08 | 51.33 ± 2.08 | 25 ± 4 |
 | impulse | 3 | 65.00 ± 5.29 | 65.00 ± 5.29 | 62.33 ± 3.21 | 62.33 ± 3.21 | 25 ± 4 |
@@ -144,7 +144,7 @@ def test_runs_of_other_code_and_hardware_are_counted(monkeypatch, capsys, writte
     run(monkeypatch, *runs)
     printed = capsys.readouterr().out
     assert "All runs: torch 2.7; Python 3.11; processes 1.\n" in printed
-    assert ("Not alike (number of runs): commit c0ffee (2), f00d (1), beef (1); "
+    assert ("Runs differ (number of runs): commit c0ffee (2), f00d (1), beef (1); "
             "device CPU (1), NVIDIA H100 (2).\n") in printed
 
 

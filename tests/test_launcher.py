@@ -98,12 +98,12 @@ def test_an_environment_comes_on_top_of_ones_own(monkeypatch):
 # ---------------------------------------------------------------------------------------------
 
 
-def run_all(codes: list[str], places: int) -> tuple[Launcher, dict[str, str | None]]:
+def run_all(codes: list[str], slots: int) -> tuple[Launcher, dict[str, str | None]]:
     with Launcher() as launcher:
-        jobs = SideBySide(launcher, lambda code, place: launcher.run(
-            [sys.executable, "-c", code, str(place)]))
-        jobs.run(codes, places, lambda: None)
-    assert not jobs.at and not launcher.running
+        jobs = SideBySide(launcher, lambda code, slot: launcher.run(
+            [sys.executable, "-c", code, str(slot)]))
+        jobs.run(codes, slots, lambda: None)
+    assert not jobs.slots and not launcher.running
     return launcher, dict(jobs.ended)
 
 
@@ -116,15 +116,15 @@ def test_jobs_run_at_the_same_time(tmp_path):
     assert run_all([one, two], 2)[1] == {one: None, two: None}
 
 
-@pytest.mark.parametrize("places", [1, 2, 7])
-def test_every_job_runs_once_in_a_place_that_is_there(tmp_path, capfd, places):
+@pytest.mark.parametrize("slots", [1, 2, 7])
+def test_every_job_runs_once_in_one_of_the_slots(tmp_path, capfd, slots):
     codes = [f"import sys; print({number}, sys.argv[1]); sys.exit({number} % 2)" for number in range(5)]
-    _, ended = run_all(codes, places)
+    _, ended = run_all(codes, slots)
     assert ended == {code: None if number % 2 == 0 else "ended with status 1"
                      for number, code in enumerate(codes)}
     lines = [tuple(map(int, line.split())) for line in capfd.readouterr().out.splitlines()]
     assert sorted(number for number, _ in lines) == list(range(5))
-    assert {place for _, place in lines} <= set(range(min(places, 5)))
+    assert {slot for _, slot in lines} <= set(range(min(slots, 5)))
 
 
 def test_a_signal_reaches_all_that_run_and_nothing_more_is_started(tmp_path):
@@ -143,7 +143,7 @@ def test_a_signal_reaches_all_that_run_and_nothing_more_is_started(tmp_path):
 
 def test_a_log_that_cannot_be_written_is_that_jobs_error(tmp_path):
     with Launcher() as launcher:
-        jobs = SideBySide(launcher, lambda log, place: launcher.run([sys.executable, "-c", ""],
+        jobs = SideBySide(launcher, lambda log, slot: launcher.run([sys.executable, "-c", ""],
                                                                     log=log))
         good, bad = tmp_path / "log", tmp_path / "no" / "log"
         jobs.run([bad, good], 1, lambda: None)

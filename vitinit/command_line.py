@@ -1,4 +1,4 @@
-"""What all programs share: the parser, kinds of arguments, one-line errors and exit statuses."""
+"""What all programs share: the parser, types of arguments, one-line errors and exit statuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .train.distributed import environment_rank
 from .train.interruption import Interrupted
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = ("vitinit", "tests", "train.py", "eval.py")      # in ROOT, where a .venv may stand, too
+OURS = ("vitinit", "tests", "train.py", "eval.py")      # in ROOT, which may also contain a .venv
 
 
 # ---------------------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ OURS = ("vitinit", "tests", "train.py", "eval.py")      # in ROOT, where a .venv
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints take the same way as all others; its subparsers, too."""
+    """An ArgumentParser whose errors, and those of its subparsers, are raised as RecipeError."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -42,17 +42,20 @@ class Parser(argparse.ArgumentParser):
 
 
 def integer(minimum: int, below: int = 2**31) -> Callable[[str], int]:
-    """What `type` of an argument is: an integer within bounds."""
+    """A `type` for add_argument: an integer with minimum ≤ value < below."""
     return _number_within(int, int, dict(minimum=minimum, below=below))
 
 
 def real(**bounds: float) -> Callable[[str], float]:
-    """Likewise a finite number; bounds as recipe keys have them: minimum, above, maximum, below."""
+    """A `type` for add_argument: a finite number. bounds: minimum, above, maximum or below.
+
+    The bounds mean the same as those of recipe keys; `above` and `below` are exclusive.
+    """
     return _number_within(float, float, bounds)
 
 
 def one_of(words: Collection[str]) -> Callable[[str], str]:
-    """Likewise one of some words; a near one is named where it is none of them."""
+    """A `type` for add_argument: one of some words. The error for another word suggests a near one."""
     def parse(text: str) -> str:
         if text not in words:
             raise argparse.ArgumentTypeError(f"there is no '{text}'{nearest(text, words)}")
@@ -62,12 +65,13 @@ def one_of(words: Collection[str]) -> Callable[[str], str]:
 
 def _number_within(read: Callable[[str], Any], kind: type, bounds: dict[str, float]
                    ) -> Callable[[str], Any]:
+    """A `type` for add_argument: read(text) as `kind`, within the bounds."""
     def parse(text: str) -> Any:
         try:
             value = convert(read(text), kind)
             if within(value, bounds):
                 return value
-        except (ValueError, TypeError):              # no number; NaN or infinity
+        except (ValueError, TypeError):              # not a number, or NaN or infinity
             pass
         raise argparse.ArgumentTypeError(f"{text}: expected {describe(kind, bounds)}")
     return parse
@@ -79,16 +83,21 @@ def _number_within(read: Callable[[str], Any], kind: type, bounds: dict[str, flo
 
 
 def complain(program: str, error: object) -> None:
-    """One line on standard error: by the main process, and where one alone knows of it by that one."""
+    """Print an error as one line on standard error.
+
+    The main process prints it; an error that only one process knows of is printed by that process.
+    """
     if environment_rank() == 0 or getattr(error, "of_one_process", False):
         print(f"{program}: {one_line(error)}", file=sys.stderr, flush=True)
 
 
 def run_program(name: str, program: Callable[[], int | None], *, stopped: str = "") -> int:
-    """Run a whole program; returns its exit status.
+    """Run a program and return its exit status.
 
-    Whatever its user can mend, or has asked for, ends in one line. stopped: what it says after
-    "stopped by SIGINT". Any other exception is a fault of the program and passes through.
+    Errors that the user can correct (OneLineError, OSError) and signals end the program with one
+    line on standard error. Any other exception is a defect of the program and is passed on.
+
+    name: the program's name, which starts the line. stopped: what follows "stopped by SIGINT".
     """
     try:
         return program() or 0
@@ -99,7 +108,7 @@ def run_program(name: str, program: Callable[[], int | None], *, stopped: str = 
     except OneLineError as error:
         complain(name, error)
         return error.status
-    except BrokenPipeError:                          # whoever read our lines has read enough
+    except BrokenPipeError:                          # the reader of our output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -110,12 +119,14 @@ def run_program(name: str, program: Callable[[], int | None], *, stopped: str = 
 
 @contextmanager
 def building(source: str, section: str) -> Iterator[None]:
-    """Where the values of a section become data, a model or weights. Also a decorator.
+    """A context (also a decorator) that turns errors of a recipe's values into RecipeError.
 
-    source: of the values, such as "recipe quickstart". What the parts foresee they say themselves,
-    by OneLineError or ValueError. Whatever else is raised becomes a RecipeError, too: it names the
-    section, what was raised and, for whoever mends the program, the innermost line of ours that it
-    went through.
+    It surrounds code that builds data, a model or weights from the values of one section. Errors
+    that this code foresees are OneLineError or ValueError and keep their message. Any other
+    exception becomes a RecipeError that names the section, the exception and the innermost line of
+    this repository that it passed through.
+
+    source: where the values are from, such as "recipe quickstart". section: such as "model".
     """
     try:
         yield
@@ -130,24 +141,25 @@ def building(source: str, section: str) -> Iterator[None]:
 
 
 def _is_foreseen(error: Exception) -> bool:
-    """Whether a `raise` of ours made it, in our words, and not what that line called."""
+    """Whether a `raise` statement of this repository raised it, not something that a line called."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return _ours(last) is not None and (last.line or "").startswith("raise ")
 
 
 def _unforeseen(source: str, section: str, error: Exception) -> RecipeError:
+    """The RecipeError for an exception that nobody foresaw."""
     if ran_out_of_memory(error):
         return RecipeError(f"{source}: [{section}] takes more memory than there is "
                            f"({in_brief(error)}); expected smaller values")
-    places = list(filter(None, map(_ours, traceback.extract_tb(error.__traceback__))))
-    said = in_brief(error, 90)
+    lines = list(filter(None, map(_ours, traceback.extract_tb(error.__traceback__))))
+    message = in_brief(error, 90)
     kind = type(error).__name__
     return RecipeError(f"{source}: [{section}] cannot be built with these values: "
-                       f"{said if said == kind else f'{kind}: {said}'} (at {places[-1]})")
+                       f"{message if message == kind else f'{kind}: {message}'} (at {lines[-1]})")
 
 
 def _ours(frame: traceback.FrameSummary) -> str | None:
-    """file:line of a frame in this repository."""
+    """The frame as file:line, or None if it is not in this repository."""
     path = Path(frame.filename)
     if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in OURS:
         return None

@@ -1,11 +1,11 @@
-"""Finished runs side by side: groups over seeds, paired differences, curves.
+"""Compare finished runs: groups over seeds, paired differences, curves.
 
     python -m vitinit.compare runs/quickstart-*
     python -m vitinit.compare runs/quickstart-default-* runs/quickstart-impulse-* --out comparison
 
-A group is what is the same experiment but for the seed. Differences are against the group of the
-run named first, seed by seed. --out writes comparison.md and curves.png (extra `figures`) into a
-folder.
+Runs that differ in nothing but the seed form a group. Every other group is compared with the group
+of the run named first, seed by seed. --out writes comparison.md and curves.png into a folder (needs
+the extra `figures`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .runs.groups import Group, Run, finished_groups
 from .runs.markdown import table
 
 CONFIDENCE = 0.95
-BISECTIONS = 100                # each halves an interval of doubles, which have 53 bits
+BISECTIONS = 100                # each halves an interval of doubles, whose mantissa has 53 bits
 METRICS = {"model": "val_top1", "EMA": "ema_top1"}
 RECORDED = {"git_commit": "commit", "torch": "torch", "python": "Python", "device": "device",
-            "processes": "processes"}       # key of run.json → in words
+            "processes": "processes"}       # key of run.json → word in the report
 
 
 # ---------------------------------------------------------------------------------------------
@@ -37,8 +37,8 @@ RECORDED = {"git_commit": "commit", "torch": "torch", "python": "Python", "devic
 def share_within(angle: float, degrees: int) -> float:
     """P(|T| ≤ √n · tan(angle)) for Student's t with n `degrees` of freedom, an integer ≥ 1.
 
-    The finite sums of Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 (odd n) and
-    26.7.4 (even n).
+    Computed by the finite sums in Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3
+    (odd n) and 26.7.4 (even n).
     """
     odd = degrees % 2
     share, factor = (2 * angle / math.pi, 2 / math.pi) if odd else (math.sin(angle), 1 / 2)
@@ -49,7 +49,7 @@ def share_within(angle: float, degrees: int) -> float:
 
 
 def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
-    """The t with P(|T| ≤ t) = `confidence`: 12.71 for 1 degree of freedom, 4.303 for 2."""
+    """The t with P(|T| ≤ t) = `confidence` for Student's t: at 95 %, 12.71 for 1 degree of freedom."""
     low, high = 0.0, math.pi / 2
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -58,13 +58,13 @@ def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
 
 
 def t_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Mean of paired differences, at least two, and half the width of its t interval."""
+    """The mean of at least two paired differences, and half the width of its 95 % t interval."""
     half = t_quantile(len(differences) - 1) * statistics.stdev(differences)
     return statistics.fmean(differences), half / math.sqrt(len(differences))
 
 
 def mean_and_std(values: Sequence[float], places: int = 2) -> str:
-    """'84.03 ± 1.56', with the standard deviation of a sample; one value has none."""
+    """Mean and sample standard deviation, such as "84.03 ± 1.56"; of one value the mean alone."""
     mean = f"{statistics.fmean(values):.{places}f}"
     return f"{mean} ± {statistics.stdev(values):.{places}f}" if len(values) > 1 else mean
 
@@ -75,17 +75,18 @@ def mean_and_std(values: Sequence[float], places: int = 2) -> str:
 
 
 def measured(run: Run, metric: str) -> list[float]:
-    """A metric by epoch, where it was evaluated; empty if the run keeps no moving average."""
+    """The values of a metric in the epochs that were evaluated; empty for the EMA of a run without."""
     return [row[metric] for row in run.rows if row[metric] is not None]
 
 
 def last_by_seed(group: Group, metric: str) -> dict[int, float]:
+    """Seed → the metric's last value, for the runs that have any."""
     values = {seed: measured(run, metric) for seed, run in group.runs.items()}
     return {seed: by_epoch[-1] for seed, by_epoch in values.items() if by_epoch}
 
 
 def summary(groups: Sequence[Group]) -> str:
-    """One row a group: mean ± std over seeds of the last and the best epoch, and of the time."""
+    """One row per group: mean ± std over seeds of the last and the best epoch, and of the seconds."""
     rows = []
     for group in groups:
         cells = [group.label, str(len(group.runs))]
@@ -96,11 +97,11 @@ def summary(groups: Sequence[Group]) -> str:
                       ] if all(by_epoch) else ["–", "–"]
         seconds = [sum(row["seconds"] for row in run.rows) for run in group.runs.values()]
         rows.append([*cells, mean_and_std(seconds, places=0)])
-    return table(["group", "seeds", "last", "best", "EMA last", "EMA best", "seconds a run"], rows)
+    return table(["group", "seeds", "last", "best", "EMA last", "EMA best", "seconds per run"], rows)
 
 
 def by_seed(groups: Sequence[Group]) -> str:
-    """The last epoch's top-1 of every run."""
+    """A table of the last epoch's top-1 of every run."""
     seeds = sorted({seed for group in groups for seed in group.runs})
     rows = []
     for group in groups:
@@ -113,8 +114,11 @@ def by_seed(groups: Sequence[Group]) -> str:
 
 
 def differences(groups: Sequence[Group]) -> str:
-    """The other groups against the first, over the seeds that both have; '' for nothing to pair."""
-    rows, alone = [], []
+    """A table of the other groups minus the first one, over the seeds that both have.
+
+    A group with fewer than two such seeds gets a sentence instead; "" if there is one group only.
+    """
+    rows, unpaired = [], []
     first, *others = groups
     for other in others:
         for name, metric in METRICS.items():
@@ -125,22 +129,22 @@ def differences(groups: Sequence[Group]) -> str:
                 rows.append([other.label, name, str(len(paired)), f"{mean:+.2f} ± {half:.2f}",
                              ", ".join(f"{seed}: {value:+.2f}" for seed, value in paired.items())])
             elif name == "model":
-                alone.append(f"`{other.label}` shares fewer than two seeds with `{first.label}`: "
-                             "no interval.")
-    parts = alone
+                unpaired.append(f"`{other.label}` shares fewer than two seeds with `{first.label}`: "
+                                "no interval.")
+    parts = unpaired
     if rows:
         title = [f"minus {first.label}", "of", "seeds",
                  f"mean, {CONFIDENCE:.0%} t interval".replace("%", " %"), "seed by seed"]
-        parts = [table(title, rows), *alone]
+        parts = [table(title, rows), *unpaired]
     return "\n\n".join(parts)
 
 
 def origin(groups: Sequence[Group]) -> str:
-    """With what code and on what the runs were made; where they differ, how many runs had what."""
+    """With which code and on which device the runs were made; the counts, where runs differ."""
     runs = [run for group in groups for run in group.runs.values()]
     alike, unlike = [], []
     for key, words in RECORDED.items():
-        # A run that was continued elsewhere has several values; each counts once.
+        # A run that was resumed on another machine has several values; each counts once.
         counts = Counter(value for run in runs
                          for value in dict.fromkeys(str(start[key]) for start in run.starts))
         if len(counts) == 1:
@@ -150,7 +154,7 @@ def origin(groups: Sequence[Group]) -> str:
                                                   for value, count in counts.items()))
     lines = [f"All runs: {'; '.join(alike)}."] if alike else []
     if unlike:
-        lines.append(f"Not alike (number of runs): {'; '.join(unlike)}.")
+        lines.append(f"Runs differ (number of runs): {'; '.join(unlike)}.")
     return "\n\n".join(lines)
 
 
@@ -167,7 +171,11 @@ def report(groups: Sequence[Group], unfinished: Sequence[str] = ()) -> str:
 
 
 def compare(folders: Sequence[Path], out: Path | None = None) -> None:
-    """Print the comparison of these runs; into the folder `out`, too, with the curves."""
+    """Print the comparison of the runs in these folders.
+
+    out: a folder into which the comparison and a figure of the curves are written, too. Raises
+    CheckpointError if a folder is not that of a run, or if no run is finished.
+    """
     groups, unfinished = finished_groups(folders)
     text = report(groups, unfinished)
     print(text, end="", flush=True)
@@ -179,6 +187,7 @@ def compare(folders: Sequence[Path], out: Path | None = None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the program with these arguments (default: the command line); return the exit status."""
     parser = Parser(prog="python -m vitinit.compare", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, help="folder for comparison.md and curves.png")

@@ -1,19 +1,20 @@
-"""A trained model for others: as one file that is read without vitinit, or as a small run folder.
+"""Export a trained model: as one file that can be read without vitinit, or as a small run folder.
 
     python -m vitinit.export runs/base --to safetensors --out base.safetensors
     python -m vitinit.export runs/base --to torch --out base.pt2 --normalise
     python -m vitinit.export runs/base --to run --out small
 
-safetensors: the weights under timm's names (extra `safetensors`). The file's metadata say the classes,
-how an image becomes the model's input, the recipe, and what of timm takes these weights.
-torch: a program of torch.export, images → logits, for any batch size. With --normalise it takes uint8
-images as they are and normalises them itself. What the metadata say lies beside it in the archive, as
-vitinit.json.
-run: the run's folder with one checkpoint, which holds the weights alone and in half precision, and with
-the run's recipe, record and metrics as they are. It loads, evaluates and is drawn like any run, but
-cannot be resumed.
+safetensors: the weights under timm's names (needs the extra `safetensors`). The file's metadata
+state the class names, how an image becomes the model's input, the recipe, and which model of timm
+takes these weights.
+torch: a program of torch.export, images → logits, for any batch size. With --normalise it takes
+uint8 images and normalises them itself. The same metadata are in the archive as vitinit.json.
+run: a run folder with one checkpoint, which contains only the weights, in half precision, and with
+copies of the run's recipe, record and metrics. It can be loaded, evaluated and plotted like any
+run, but not resumed.
 
-What was written is read back and compared with the model on real images before the command ends.
+Before the command ends, it reads back what it has written and compares it with the model; programs
+and runs are compared on images.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from .runs.trained import Trained, load
 from .train.checkpoint import CheckpointError, load as load_checkpoint, save_atomically, \
     written_atomically
 
-BATCHES = (1, 3, 7)             # at which an exported program is compared with its model
-NEAR = 1e-4                     # of the largest logit: how far apart the two may be
-NEAR_IN_HALF = 0.02             # likewise, with weights in half precision
+BATCHES = (1, 3, 7)             # batch sizes at which an exported program is compared with its model
+NEAR = 1e-4                     # largest difference of logits, relative to the largest logit
+NEAR_IN_HALF = 0.02             # the same, with weights in half precision
 
 
 # ---------------------------------------------------------------------------------------------
@@ -56,7 +57,7 @@ NEAR_IN_HALF = 0.02             # likewise, with weights in half precision
 
 
 def metadata(trained: Trained) -> dict[str, Any]:
-    """All that somebody needs beside the weights, as plain values."""
+    """Everything that is needed beside the weights to use the model, as plain values."""
     recipe = trained.recipe
     return {"made_by": f"vitinit {__version__}", "classes": list(trained.classes),
             "image_size": list(trained.image_size), "mean": list(recipe.data.mean),
@@ -66,8 +67,9 @@ def metadata(trained: Trained) -> dict[str, Any]:
 
 
 def timm_model(recipe: Recipe, image_size: tuple[int, int]) -> dict[str, Any] | None:
-    """What of timm (1.0) makes the model that takes the weights: its name, a class or a function, and
-    its arguments. None if there is nothing.
+    """The timm (1.0) model that takes the weights: a class or function, by name, and its arguments.
+
+    None if timm has no such model.
     """
     family, _ = MODELS[recipe.model.name]
     options, classes = recipe.model.options, dict(num_classes=recipe.data.num_classes)
@@ -101,7 +103,8 @@ def timm_model(recipe: Recipe, image_size: tuple[int, int]) -> dict[str, Any] | 
                kernel_size=options["kernel_size"], patch_size=options["patch_size"])
     if options["activation"] == "gelu":
         return {"class": "timm.models.convmixer.ConvMixer", "arguments": own | classes}
-    # An activation is a class there, which JSON does not hold; one model with ReLU has a name.
+    # timm takes the activation as a class, which JSON cannot express. The one ConvMixer with ReLU
+    # that timm defines has a function of its own.
     if own == dict(dim=768, depth=32, kernel_size=7, patch_size=7):
         return {"class": "timm.models.convmixer.convmixer_768_32", "arguments": classes}
     return None
@@ -113,7 +116,10 @@ def timm_model(recipe: Recipe, image_size: tuple[int, int]) -> dict[str, Any] | 
 
 
 def export_safetensors(trained: Trained, out: Path) -> str:
-    """Write the weights; returns what was checked, in words."""
+    """Write the weights to the file `out`; return what was checked, in words.
+
+    Raises CheckpointError if the file cannot be written or differs from the weights when read back.
+    """
     try:
         from safetensors.torch import load, save
     except ImportError:
@@ -133,7 +139,7 @@ def export_safetensors(trained: Trained, out: Path) -> str:
 
 
 class Normalised(nn.Module):
-    """A model that takes images (B, 3, H, W) uint8."""
+    """A model with normalisation in front: images (B, 3, H, W) uint8 → logits."""
 
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
@@ -144,10 +150,11 @@ class Normalised(nn.Module):
 
 
 def export_program(trained: Trained, out: Path, views: Tensor, *, inside: bool) -> str:
-    """Write a program images → logits; returns how far it is from the model, in words.
+    """Write a program images → logits to the file `out`; return its difference from the model.
 
-    views: (B, 3, H, W) uint8 to compare on, 7 or more. inside: whether the program normalises.
-    Raises CheckpointError, and leaves no file, where the program is not the model.
+    views: (B, 3, H, W) uint8 images to compare on, B ≥ 7. inside: whether the program normalises
+    its input itself. Raises CheckpointError, and leaves no file, if its logits differ from the
+    model's by more than `NEAR`.
     """
     data = trained.recipe.data
     model = Normalised(trained.model, data.mean, data.std) if inside else trained.model
@@ -176,13 +183,14 @@ def export_program(trained: Trained, out: Path, views: Tensor, *, inside: bool) 
 
 
 def export_run(trained: Trained, out: Path, views: Tensor) -> str:
-    """Write a run folder for using the model, not for training on; returns what was checked, in words.
+    """Write a run folder `out` for using the model, not for training; return what was checked.
 
-    Its last.pt holds what the checkpoint says beside tensors, and the weights in float16 under "model".
-    The run's text files stand beside it as they are; without any there is recipe.toml alone. Raises
-    CheckpointError, and leaves no folder, where rounding makes another model of it.
+    Its last.pt contains the plain values of the checkpoint, and the weights in float16 under
+    "model". The run's text files are copied; if the checkpoint is not from a run, there is only
+    recipe.toml. Raises CheckpointError, and leaves no folder, if a weight is too large for float16,
+    or if rounding changes the logits by more than `NEAR_IN_HALF`.
 
-    views: (B, 3, H, W) uint8 to compare on.
+    views: (B, 3, H, W) uint8 images to compare on.
     """
     stored = load_checkpoint(trained.path, mmap=True)
     rounded = {name: value.half() if value.is_floating_point() else value
@@ -220,8 +228,9 @@ def export_run(trained: Trained, out: Path, views: Tensor) -> str:
 def views_to_check(trained: Trained, folder: Path | None) -> tuple[Tensor, str]:
     """Seven evaluation views (7, 3, H, W) uint8, and where they are from, in words.
 
-    From `folder` if one is given, from the validation set of the recipe if it is there, else from
-    the embedded set.
+    The images are from `folder` if it is given, otherwise from the recipe's validation set, or from
+    the embedded set `shapes` if that cannot be opened. Raises DataError for a folder without
+    images.
     """
     data = trained.recipe.data
     source: Source
@@ -237,8 +246,8 @@ def views_to_check(trained: Trained, folder: Path | None) -> tuple[Tensor, str]:
 
 
 def spread(count: int) -> Iterator[int]:
-    """Seven numbers below `count`, evenly; some of them twice where there are fewer."""
-    return (place * count // max(BATCHES) for place in range(max(BATCHES)))
+    """Seven evenly spaced indices below `count`; if `count` is smaller than 7, some repeat."""
+    return (number * count // max(BATCHES) for number in range(max(BATCHES)))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -247,7 +256,7 @@ def spread(count: int) -> Iterator[int]:
 
 
 def require_fitting(args: argparse.Namespace, parser: Parser) -> None:
-    """End the program, in one line, where options do not fit the kind of export or --out cannot be."""
+    """Raise an error of one line if options do not fit the kind of export, or --out is unusable."""
     if args.to == "safetensors" and (args.normalise or args.images):
         parser.error("--normalise and --images are for --to torch; a file of weights has no "
                      "program to normalise in, or to run")
@@ -261,15 +270,16 @@ def require_fitting(args: argparse.Namespace, parser: Parser) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the program with these arguments (default: the command line); return the exit status."""
     parser = Parser(prog="python -m vitinit.export", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="run folder or checkpoint")
     parser.add_argument("--to", required=True, choices=("safetensors", "torch", "run"))
     parser.add_argument("--out", type=Path, required=True, metavar="FILE",
-                        help="what to write; with --to run a folder, which must not exist yet")
+                        help="the file to write; with --to run, a folder that does not exist yet")
     parser.add_argument("--weights", choices=("model", "ema"), default="model")
     parser.add_argument("--image-size", type=integer(1), metavar="N",
-                        help="another than the run's, in pixels")
-    parser.add_argument("--recipe", help="what a checkpoint without a recipe is a checkpoint of")
+                        help="in pixels, if it is to differ from the run's")
+    parser.add_argument("--recipe", help="describes a checkpoint that contains no recipe")
     parser.add_argument("--normalise", action="store_true",
                         help="the program takes uint8 images and normalises them (--to torch)")
     parser.add_argument("--images", type=Path, metavar="FOLDER",

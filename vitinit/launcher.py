@@ -1,4 +1,4 @@
-"""Programs that run for long, one at a time or several side by side, and what signals mean to them."""
+"""Start long-running programs, one at a time or several side by side, and pass signals on to them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ import torch
 from .recipe.files import RecipeError
 from .train.interruption import STOP_SIGNALS
 
-LOOK_EVERY = 1.0                # seconds between two looks at what runs
+UPDATE_EVERY = 1.0              # seconds between two updates of the display
 T = TypeVar("T")
 
 
 class Launcher:
-    """Runs programs and hands each signal to stop on to all that are running, once.
+    """A context that runs programs, and passes each signal in `STOP_SIGNALS` on to all of them.
 
-    A program gets a session of its own, because a terminal sends Ctrl-C to all programs of a
-    session, and the one that is handed on would come on top.
+    Each program runs in a session of its own. A terminal sends Ctrl-C to all programs of its
+    session, so that the program would otherwise receive the signal twice.
     """
 
     def __init__(self) -> None:
-        self.stopped_by = 0                          # the signal's number
+        self.stopped_by = 0                          # number of the latest signal; 0: none
         self.running: set[subprocess.Popen] = set()
-        # Held where `running` changes; a signal may find its own thread there.
+        # Held while `running` changes. A signal may interrupt the main thread while it holds the
+        # lock, and its handler takes the lock too; hence an RLock.
         self.lock = threading.RLock()
 
     def __enter__(self) -> Launcher:
@@ -47,33 +48,37 @@ class Launcher:
         with self.lock:
             self.stopped_by = number
             for process in self.running:
-                # Of a closed terminal and a time limit it hears as of SIGTERM, which every torchrun
-                # knows.
+                # A closed terminal and a time limit are passed on as SIGTERM, which every version
+                # of torchrun handles.
                 process.send_signal(number if number == signal.SIGINT else signal.SIGTERM)
 
     def run(self, command: list[str], *, environment: Mapping[str, str] | None = None,
             log: Path | None = None) -> str | None:
-        """None if the program ended well, else its error in a line; it waits until then.
+        """Run a program and wait until it ends; return None if it succeeded, else its error
+        message.
 
-        environment: what it has beyond this program's own. log: a file that what it prints is
-        appended to; None: it is passed on.
+        environment: variables to set in addition to this program's own. log: a file to which the
+        program's output is appended; None: the output is passed through. Raises OSError if the log
+        cannot be opened.
         """
         error = ""
-        # Else torchrun would kill what has not saved its checkpoint after 30 s.
-        surroundings = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **os.environ, **(environment or {})}
+        # By default torchrun kills processes that have not ended 30 s after a signal, which may not
+        # be enough to save a checkpoint.
+        variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **os.environ, **(environment or {})}
         with ExitStack() as open_files:
-            kept = log and open_files.enter_context(open(log, "a", encoding="utf-8"))
+            log_file = log and open_files.enter_context(open(log, "a", encoding="utf-8"))
             with self.lock:
                 if self.stopped_by:
                     return "stopped before it started"
-                process = subprocess.Popen(command, stdout=kept or None, stderr=subprocess.PIPE,
-                                           text=True, errors="replace", env=surroundings,
+                process = subprocess.Popen(command, stdout=log_file or None, stderr=subprocess.PIPE,
+                                           text=True, errors="replace", env=variables,
                                            start_new_session=True)
                 self.running.add(process)
             for line in open_files.enter_context(process).stderr:
-                (kept or sys.stderr).write(line)
-                (kept or sys.stderr).flush()
-                # Of all that torchrun prints after a failure, train.py's own line says why.
+                (log_file or sys.stderr).write(line)
+                (log_file or sys.stderr).flush()
+                # After a failure torchrun prints many lines; the one from train.py gives the
+                # reason.
                 if line.strip() and not error.startswith("train.py: "):
                     error = line
             status = process.wait()
@@ -83,51 +88,61 @@ class Launcher:
 
 
 class SideBySide(Generic[T]):
-    """Several jobs at a time, each in a place of its own, until all are done or a signal came."""
+    """Runs several jobs at a time, each in one of a fixed number of slots.
+
+    It ends when all jobs are done, or when a signal has stopped those that were running.
+    """
 
     def __init__(self, launcher: Launcher, work: Callable[[T, int], str | None]) -> None:
-        """work: (a job, its place, from 0) → None, or its error in a line; it calls `launcher.run`."""
+        """work: (job, number of its slot, from 0) → None or an error message; calls `launcher.run`."""
         self.launcher, self.work = launcher, work
         self.waiting: queue.SimpleQueue[T] = queue.SimpleQueue()
-        self.at: dict[int, T] = {}                   # by place: what runs there now
-        self.ended: list[tuple[T, str | None]] = []  # jobs and their errors, as they ended
+        self.slots: dict[int, T] = {}                # slot → the job that runs there now
+        self.ended: list[tuple[T, str | None]] = []  # jobs and their errors, in order of ending
 
-    def run(self, jobs: Sequence[T], places: int, look: Callable[[], None]) -> None:
-        """look: called about every second while anything runs, and once at the end."""
+    def run(self, jobs: Sequence[T], slots: int, update: Callable[[], None]) -> None:
+        """Run all jobs, `slots` at a time.
+
+        update: called about once per second while a job is running, and once at the end.
+        """
         for job in jobs:
             self.waiting.put(job)
-        threads = [threading.Thread(target=self._serve, args=[place], daemon=True)
-                   for place in range(min(places, len(jobs)))]
+        threads = [threading.Thread(target=self._serve, args=[slot], daemon=True)
+                   for slot in range(min(slots, len(jobs)))]
         for thread in threads:
             thread.start()
         for thread in threads:
-            # A signal's handler runs in the main thread, between two looks.
+            # Signal handlers run in the main thread, between two of these joins.
             while thread.is_alive():
-                thread.join(LOOK_EVERY)
-                look()
-        look()
+                thread.join(UPDATE_EVERY)
+                update()
+        update()
 
-    def _serve(self, place: int) -> None:
+    def _serve(self, slot: int) -> None:
+        """In a thread: run one waiting job after another in this slot."""
         while not self.launcher.stopped_by:
             try:
                 job = self.waiting.get_nowait()
             except queue.Empty:
                 return
-            self.at[place] = job
+            self.slots[slot] = job
             try:
-                error = self.work(job, place)
-            except OSError as problem:               # a log that cannot be written, say
+                error = self.work(job, slot)
+            except OSError as problem:               # for example, a log that cannot be written
                 error = f"{problem.filename}: {problem.strerror}"
             self.ended.append((job, error))
-            del self.at[place]
+            del self.slots[slot]
 
 
 def shares(jobs: int, processes: int, threads: int | None) -> list[dict[str, str]]:
-    """What each of the `jobs` side by side has of the machine, as variables of its environment.
+    """Divide the machine among `jobs` side by side; return the environment variables of each.
 
-    Each of its processes has a GPU; jobs of one process may share one, where there are fewer.
-    threads: of the CPU, for each process; None: what the machine has, shared out, and for one job
-        alone whatever torch takes. Raises RecipeError where there are too few GPUs.
+    Every process has one GPU. Jobs of a single process share GPUs if there are fewer GPUs than
+    jobs.
+
+    processes: per job. threads: CPU threads per process; None: the machine's threads are divided
+        among all processes, or, for a single job, torch's default applies.
+    Raises RecipeError if jobs of several processes need more GPUs than there are.
     """
     if threads is None and jobs > 1:
         threads = max(1, (os.cpu_count() or 1) // (jobs * processes))
@@ -140,5 +155,5 @@ def shares(jobs: int, processes: int, threads: int | None) -> list[dict[str, str
         raise RecipeError(f"--jobs {jobs} runs of --nproc {processes} processes need "
                           f"{jobs * processes} GPUs, and {len(gpus)} are visible")
     return [share | {"CUDA_VISIBLE_DEVICES": ",".join(
-        gpus[(place * processes + number) % len(gpus)] for number in range(processes))}
-        for place in range(jobs)]
+        gpus[(job * processes + number) % len(gpus)] for number in range(processes))}
+        for job in range(jobs)]

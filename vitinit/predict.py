@@ -1,16 +1,16 @@
-"""What a trained model takes images for.
+"""Classify images with a trained model.
 
     python -m vitinit.predict runs/quickstart-impulse-s0 photo.jpg
     python -m vitinit.predict runs/base photographs/ --json guesses.jsonl --sheet guesses.png
 
-One line an image, in the order given and, within a folder, by name: its path, then the likeliest
-classes with their probabilities. Where the folder that an image lies in has the name of a class, that
-is what is in it, and the last line counts how many were recognised. An image that cannot be read is
-named and left out, and the exit status is 1.
+One line is printed per image: its path, then the likeliest classes with their probabilities. Images
+come in the order given, those of a folder sorted by name. If the folder that an image is in has the
+name of a class, that class counts as the truth, and the last line says how many images were
+classified correctly. An image that cannot be read is named and skipped, and the exit status is 1.
 
---json FILE: one object a line; --csv FILE: a row an image. --sheet FILE.png: the images with their
-guesses, right ones and wrong ones told apart; with --attention also where the model looks. Both need
-the extra `figures`.
+--json FILE writes one JSON object per image and line; --csv FILE writes one row per image.
+--sheet FILE.png draws a contact sheet of the images with their predictions, marked as right or
+wrong; --attention adds a map of what the model attends to. --sheet needs the extra `figures`.
 """
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ from .runs.report import write_output
 from .runs.trained import Trained, as_input, load
 from .train.metrics import ProgressBar
 
-SHEET = 60                      # images on a contact sheet; of more, evenly as many
+SHEET = 60                      # most images on a contact sheet; of more, an evenly spaced selection
 
 
 class Guess(NamedTuple):
-    """What the model takes one image for."""
+    """The prediction for one image."""
 
     path: str
-    truth: str | None           # the class that its folder names, if it names one
+    truth: str | None           # the name of its folder, if that is a class
     ranked: list[tuple[str, float]]     # the likeliest classes and their probabilities
-    problem: str = ""           # why it could not be read; then `ranked` is empty
+    problem: str = ""           # why it could not be read; `ranked` is then empty
 
     @property
     def right(self) -> bool | None:
-        """Whether the likeliest class is the true one; None where nobody says."""
+        """Whether the likeliest class is the true one; None if the truth is not known."""
         return None if self.truth is None or self.problem else self.ranked[0][0] == self.truth
 
     def line(self) -> str:
+        """The printed line: path, then classes with their probabilities in percent."""
         guesses = "  ".join(f"{name} {100 * share:.1f} %" for name, share in self.ranked)
         return f"{self.path}  {guesses}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON object."""
+        """The JSON object of --json."""
         known = {"image": self.path} | ({} if self.truth is None else {"truth": self.truth})
         if self.problem:
             return known | {"problem": self.problem}
@@ -72,9 +73,9 @@ class Guess(NamedTuple):
 
 
 def images_of(arguments: Sequence[str]) -> list[str]:
-    """The paths of all images: of each file itself, of each folder what is in it, sorted.
+    """The paths of all images: files as given, and the images below each folder, sorted.
 
-    Raises DataError for what is not there and for a folder without images.
+    Raises DataError for a path that does not exist and for a folder without images.
     """
     paths = []
     for argument in arguments:
@@ -91,7 +92,7 @@ def images_of(arguments: Sequence[str]) -> list[str]:
 
 
 class Views(Dataset):
-    """The evaluation views of files, (3, H, W) uint8; of a broken one instead what is wrong."""
+    """The evaluation views of image files, (3, *size) uint8; for a broken file, the error message."""
 
     def __init__(self, paths: Sequence[str], *, size: tuple[int, int], crop_pct: float,
                  interpolation: str) -> None:
@@ -110,16 +111,17 @@ class Views(Dataset):
 
 
 class ViewsOfFiles(NamedTuple):
-    """Of one batch of files."""
+    """One batch of files."""
 
-    views: Tensor               # (B, 3, H, W) uint8, of those that could be read
-    problems: list[str]         # of every file, "" if it could be
+    views: Tensor               # (B, 3, H, W) uint8, of the B files that could be read
+    problems: list[str]         # per file, why it could not be read, or ""
 
 
 def _stack(found: list[Tensor | str]) -> ViewsOfFiles:
+    """Collate what `Views` returned for the files of one batch."""
     readable = [view for view in found if isinstance(view, Tensor)]
     return ViewsOfFiles(torch.stack(readable) if readable else torch.empty(0),
-                    [view if isinstance(view, str) else "" for view in found])
+                        [view if isinstance(view, str) else "" for view in found])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -129,7 +131,11 @@ def _stack(found: list[Tensor | str]) -> ViewsOfFiles:
 
 def guesses(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int, workers: int
             ) -> Iterator[tuple[Guess, Tensor | None]]:
-    """Of each file in order its guess, and the view that it was made of, (3, H, W) uint8."""
+    """Yield for each file, in order, its prediction and the view it was made from.
+
+    The view is (3, H, W) uint8, or None for a file that could not be read. top: classes per image.
+    workers: processes that decode images.
+    """
     views = Views(paths, size=trained.image_size, crop_pct=trained.recipe.eval.crop_pct,
                   interpolation=trained.recipe.eval.interpolation)
     loader = batch_loader(views, _stack, min(workers, -(-len(paths) // batch_size)),
@@ -152,7 +158,7 @@ def guesses(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int
 
 
 def as_csv(found: Sequence[Guess], top: int) -> str:
-    """A heading and a row an image; empty cells where nothing is known."""
+    """The table of --csv: a heading, then one row per image; unknown cells are empty."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["image", "truth", "problem",
@@ -166,7 +172,7 @@ def as_csv(found: Sequence[Guess], top: int) -> str:
 
 
 def summary(found: Sequence[Guess]) -> str:
-    """How many were recognised, and how many could not be read; "" if there is nothing to say."""
+    """How many predictions were right, and how many files could not be read; "" for neither."""
     judged = [guess.right for guess in found if guess.right is not None]
     broken = sum(bool(guess.problem) for guess in found)
     parts = []
@@ -186,9 +192,12 @@ def summary(found: Sequence[Guess]) -> str:
 def predict(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int, workers: int,
             json_file: Path | None, csv_file: Path | None, sheet: Path | None, attention: bool
             ) -> int:
-    """Print the guesses and write what was asked for; the exit status, 1 if a file was broken."""
+    """Print the predictions and write the requested files.
+
+    Returns the exit status: 1 if a file could not be read, otherwise 0.
+    """
     top = min(top, len(trained.classes))
-    shown = {place * len(paths) // min(SHEET, len(paths)) for place in range(SHEET)}
+    on_sheet = {number * len(paths) // min(SHEET, len(paths)) for number in range(SHEET)}
     found: list[Guess] = []
     tiles: list[Tile] = []
     with ProgressBar("predict", len(paths), shown=sys.stderr.isatty()) as bar:
@@ -198,40 +207,44 @@ def predict(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int
                 print(f"vitinit.predict: {guess.problem}", file=sys.stderr, flush=True)
             else:
                 print(guess.line())
-                if sheet is not None and len(found) in shown:
+                if sheet is not None and len(found) in on_sheet:
                     heat = attended(trained, view) if attention else None
                     tiles.append(Tile(view, heat, guess.truth, *guess.ranked[0]))
             found.append(guess)
-    said = summary(found)
-    if said:
-        print(said, flush=True)
+    last_line = summary(found)
+    if last_line:
+        print(last_line, flush=True)
     if json_file is not None:
         write_output("".join(json.dumps(guess.as_dict()) + "\n" for guess in found), json_file)
     if csv_file is not None:
         write_output(as_csv(found, top), csv_file)
     if sheet is not None:
         draw_sheet(sheet, tiles, heading=f"{trained.path.parent.name}, {len(tiles)} of "
-                                         f"{len(paths):,} images" + (f": {said}" if said else ""))
+                                         f"{len(paths):,} images"
+                                         + (f": {last_line}" if last_line else ""))
     return int(any(guess.problem for guess in found))
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the program with these arguments (default: the command line); return the exit status."""
     parser = Parser(prog="python -m vitinit.predict", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="run folder or checkpoint")
     parser.add_argument("images", nargs="+", metavar="IMAGE|FOLDER")
     parser.add_argument("--top", type=integer(1), default=5, help="classes per image (5)")
     parser.add_argument("--weights", choices=("model", "ema"), default="model")
     parser.add_argument("--image-size", type=integer(1), metavar="N",
-                        help="another than the run's, in pixels")
-    parser.add_argument("--recipe", help="what a checkpoint without a recipe is a checkpoint of")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="one object a line")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="a row an image")
+                        help="in pixels, if it is to differ from the run's")
+    parser.add_argument("--recipe", help="describes a checkpoint that contains no recipe")
+    parser.add_argument("--json", type=Path, metavar="FILE",
+                        help="write one JSON object per image and line")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write one row per image")
     parser.add_argument("--sheet", type=Path, metavar="FILE.png",
-                        help=f"a contact sheet of the images, of more than {SHEET} evenly as many")
-    parser.add_argument("--attention", action="store_true", help="on the sheet, where it looks")
+                        help=f"draw a contact sheet of at most {SHEET} images, evenly chosen")
+    parser.add_argument("--attention", action="store_true",
+                        help="add to the sheet what the model attends to")
     parser.add_argument("--batch-size", type=integer(1), default=64, help="images at a time (64)")
     parser.add_argument("--workers", type=integer(0), default=min(8, os.cpu_count() or 1),
-                        help="processes that decode")
+                        help="processes that decode images")
 
     def program() -> int:
         args = parser.parse_args(arguments)

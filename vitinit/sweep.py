@@ -1,4 +1,4 @@
-"""Many runs of train.py: every init, every variant, every seed.
+"""Run train.py many times: for every init, every variant and every seed.
 
     python -m vitinit.sweep --recipe quickstart --init default,mimetic,impulse --seeds 0-4
     python -m vitinit.sweep --recipe quickstart --init impulse --seeds 0,1,2 \\
@@ -6,15 +6,16 @@
 
     python -m vitinit.sweep --recipe cifar10_10k --seeds 0-9 --jobs 2 --threads 1
 
-Each run has a folder <recipe>-<init>[-<variant>]-s<seed> in --out-dir. The same command again skips
-what is finished and resumes what was cut off. Ctrl-C and SIGTERM end the sweep once what runs has
-saved its checkpoint. A run that fails is reported at the end; the others go on.
+Each run has a folder <recipe>-<init>[-<variant>]-s<seed> in --out-dir. Running the same command
+again skips finished runs and resumes interrupted ones. On Ctrl-C or SIGTERM the current runs save
+their checkpoints, and the sweep ends. If a run fails, the others go on; the failure is reported at
+the end.
 
---jobs N has N runs side by side: each has GPUs of its own, or T threads of the CPU by --threads, and
-what it prints goes to <folder>.log. How many run beside it changes nothing in a run, but on a CPU the
-number of threads does, in the last digits: give the same --threads to what is to be compared.
---only K/N takes the K-th of N parts of the plan, for jobs of a cluster that know nothing of each
-other.
+--jobs N does N runs side by side. Each has its own GPUs, or T CPU threads with --threads T, and
+prints to <folder>.log. The number of runs side by side does not change the results of a run. On a
+CPU the
+number of threads changes their last digits: use the same --threads for runs that are to be
+compared. --only K/N does the K-th of N parts of the plan, for separate jobs on a cluster.
 """
 
 from __future__ import annotations
@@ -43,28 +44,31 @@ from .train.state import restored_progress
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TRAIN = REPOSITORY / "train.py"
-MOST_RUNS = 1_000               # of a sweep; each is planned before the first starts
+MOST_RUNS = 1_000               # in a sweep; all are planned before the first one starts
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of the sweep: its recipe, train.py's arguments, and how far it is."""
+    """One run of the sweep: its recipe, and how much of it is done already."""
 
     folder: Path
     recipe: Recipe
-    arguments: list[str]
-    done: int | None            # epochs safe in last.pt; None where there is no run yet
+    arguments: list[str]        # of train.py
+    done: int | None            # epochs finished by the last checkpoint; None: no run yet
 
     @property
     def epochs(self) -> int:
+        """The number of epochs that the recipe asks for, cool-down included."""
         return recipe_epochs(self.recipe)
 
     @property
     def finished(self) -> bool:
+        """Whether all epochs were done before the sweep began."""
         return self.done == self.epochs
 
     @property
     def state(self) -> str:
+        """The same in words, for the printed plan."""
         if self.finished:
             return "done"
         return "new" if self.done is None else f"to go on after {self.done} of {self.epochs} epochs"
@@ -76,23 +80,24 @@ class PlannedRun:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; --seeds becomes a list of integers."""
     parser = Parser(prog="python -m vitinit.sweep", description=__doc__)
     parser.add_argument("--recipe", required=True, help="name in recipes/, or path of a .toml file")
-    parser.add_argument("--init", help="names with commas between them; default: the recipe's own")
+    parser.add_argument("--init", help="names separated by commas; default: the recipe's own")
     parser.add_argument("--seeds", required=True, help="such as 0-4 or 0,2,5")
     parser.add_argument("--variant", action="append", nargs="+", default=[],
                         metavar=("NAME", "SECTION.KEY=VALUE"),
-                        help="a name, and what --set takes, for a further run of each init and "
-                             "seed; may be repeated")
+                        help="a name and overrides as for --set: one run of each init and seed with "
+                             "these overrides; may be repeated")
     parser.add_argument("--data-dir", help="data.root: folder of the data set")
     parser.add_argument("--out-dir", type=Path, default=Path("runs"),
                         help="folder of the runs' folders; default runs")
     parser.add_argument("--nproc", type=integer(1, 2**15), default=1,
-                        help="processes of a run, started by torchrun if more than 1")
+                        help="processes per run, started by torchrun if more than 1")
     parser.add_argument("--jobs", type=integer(1, MOST_RUNS), default=1, help="runs side by side")
     parser.add_argument("--threads", type=integer(1, 2**15),
-                        help="CPU threads of each process of a run; by default those of the machine "
-                             "shared out among the jobs")
+                        help="CPU threads per process; by default the machine's threads are divided "
+                             "among the jobs")
     parser.add_argument("--only", type=part_of_plan, metavar="K/N",
                         help="the K-th of N parts of the plan")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
@@ -104,7 +109,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """'0-2,7' → [0, 1, 2, 7]; raises RecipeError for anything else."""
+    """Parse seeds and ranges of seeds: "0-2,7" → [0, 1, 2, 7]. RecipeError for anything else."""
     seeds: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d{1,19})(?:-(\d{1,19}))?", part.strip(), flags=re.ASCII)
@@ -120,7 +125,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def part_of_plan(text: str) -> tuple[int, int]:
-    """'2/5' → (2, 5), the second of five parts, as --only takes it."""
+    """Parse the argument of --only: "2/5", the second of five parts → (2, 5)."""
     found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, flags=re.ASCII)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
         raise argparse.ArgumentTypeError(f"{text}: expected K/N with 1 ≤ K ≤ N, such as 1/4")
@@ -133,9 +138,10 @@ def part_of_plan(text: str) -> tuple[int, int]:
 
 
 def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
-    """Every run, seeds outermost, so that each init has a run before any has a second one.
+    """Plan all runs. The first seed comes first for all inits and variants, then the next seed.
 
-    Raises RecipeError or CheckpointError for whatever is known to be wrong before the first run.
+    Raises RecipeError or CheckpointError for everything that can be found wrong before the first
+    run starts.
     """
     variants = args.variant or [[""]]
     for name, *sets in args.variant:
@@ -165,7 +171,10 @@ def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
 
 def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str,
              sets: list[str]) -> PlannedRun:
-    """One run, its recipe resolved and held against what its folder has already."""
+    """Plan one run: resolve its recipe, and compare that with the run its folder may hold already.
+
+    init: None for the recipe's own. variant: its name, or "". sets: the variant's overrides.
+    """
     sets = args.set + sets
     try:
         recipe = fresh_recipe(args.recipe, init=init, seed=seed, data_dir=args.data_dir, sets=sets,
@@ -183,14 +192,15 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
 
 
 def recipe_epochs(recipe: Recipe) -> int:
+    """The number of epochs of a run, cool-down included."""
     return recipe.schedule.epochs + recipe.schedule.cooldown_epochs
 
 
 def epochs_done(path: Path, recipe: Recipe) -> int | None:
-    """The finished epochs of the run in this folder, None where there is none yet.
+    """The number of finished epochs of the run in this folder; None if there is no run yet.
 
-    A finished run may have lost its checkpoints. Raises RecipeError if that is a run of another
-    recipe, and CheckpointError if it is an unfinished one without a checkpoint to go on from.
+    The checkpoints of a finished run may have been deleted. Raises RecipeError for a run of another
+    recipe, and CheckpointError for an unfinished run without a checkpoint to resume from.
     """
     folder = RunFolder(path)
     if not folder.holds_checkpoint():
@@ -207,6 +217,7 @@ def epochs_done(path: Path, recipe: Recipe) -> int | None:
 
 
 def command(run: PlannedRun, nproc: int) -> list[str]:
+    """The command that starts or resumes this run with `nproc` processes."""
     program = [str(TRAIN), *run.arguments]
     if nproc > 1:
         program = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
@@ -215,39 +226,41 @@ def command(run: PlannedRun, nproc: int) -> list[str]:
 
 
 class Status:
-    """One line for each run that is running: its epoch, top-1, and the time that is left.
+    """The display of several runs side by side: epoch, top-1 and remaining time of each.
 
-    On a terminal the lines stay in their places; elsewhere a run prints one after each epoch.
+    On a terminal each current run has a progress bar; otherwise a line is printed whenever a run
+    has finished an epoch.
     """
 
     def __init__(self, work: SideBySide[PlannedRun]) -> None:
         self.work, self.terminal = work, sys.stderr.isatty()
         self.bars: dict[Path, tqdm] = {}
-        self.said: dict[Path, int] = {}              # epochs of each run that its line told
-        self.began: dict[Path, tuple[float, int]] = {}       # when, and how many epochs it had
+        self.shown: dict[Path, int] = {}             # per run: finished epochs already shown
+        self.began: dict[Path, tuple[float, int]] = {}       # per run: start time, epochs then done
 
     def __call__(self) -> None:
-        here = dict(self.work.at)
-        for place, run in here.items():
-            self.tell(place, run)
+        """Update the display of all runs, from their metrics.jsonl."""
+        running = dict(self.work.slots)
+        for slot, run in running.items():
+            self.show(slot, run)
         for run, _ in list(self.work.ended):
-            self.tell(None, run)
+            self.show(None, run)
 
-    def tell(self, place: int | None, run: PlannedRun) -> None:
-        """place: where it runs; None: it has ended."""
+    def show(self, slot: int | None, run: PlannedRun) -> None:
+        """Update the display of one run. slot: the one it runs in; None: it has ended."""
         if run.folder not in self.began:
             self.began[run.folder] = (time.monotonic(), run.done or 0)
-            if self.terminal and place is not None:
+            if self.terminal and slot is not None:
                 self.bars[run.folder] = tqdm(desc=run.folder.name, total=run.epochs, unit="epoch",
-                                             initial=run.done or 0, position=place, leave=False,
+                                             initial=run.done or 0, position=slot, leave=False,
                                              dynamic_ncols=True)
         try:
             rows = RunFolder(run.folder).metrics.rows()
-        except CheckpointError:                      # of which the run itself complains
+        except CheckpointError:                      # the run itself reports it
             return
         epochs = rows[-1]["epoch"] if rows else 0
-        if epochs > self.said.get(run.folder, run.done or 0):
-            self.said[run.folder] = epochs
+        if epochs > self.shown.get(run.folder, run.done or 0):
+            self.shown[run.folder] = epochs
             top1 = rows[-1].get("val_top1")
             found = "" if top1 is None else f"top-1 {top1:.2f} %"
             if run.folder in self.bars:
@@ -259,23 +272,23 @@ class Status:
                 left = (time.monotonic() - start) / (epochs - before) * (run.epochs - epochs)
                 print(f"{run.folder.name}  epoch {epochs}/{run.epochs}  {found}  "
                       f"{left / 60:.0f} min left", flush=True)
-        if place is None and run.folder in self.bars:
+        if slot is None and run.folder in self.bars:
             self.bars.pop(run.folder).close()
 
 
 def sweep(args: argparse.Namespace) -> int:
-    """The plan, its runs, the comparison; returns the exit status."""
+    """Print the plan, do its runs, compare them; return the exit status."""
     if not TRAIN.is_file():
         raise RecipeError(f"{TRAIN}: no such file; a sweep needs the repository around vitinit/")
     environments = shares(args.jobs, args.nproc, args.threads)
     runs = plan_runs(args)
-    whole = len(runs)
+    planned = len(runs)
     if args.only is not None:
         part, parts = args.only
         runs = runs[part - 1::parts]
     finished = {run.folder for run in runs if run.finished}
     print(f"plan    {len(runs)} runs, {len(finished)} of them done"
-          + (f"; part {part} of {parts} of a plan of {whole}" if args.only else "")
+          + (f"; part {part} of {parts} of a plan of {planned}" if args.only else "")
           + (f"; {args.jobs} at a time, each with {in_words(environments[0])}" if args.jobs > 1
              else ""))
     for run in runs:
@@ -302,15 +315,19 @@ def sweep(args: argparse.Namespace) -> int:
 
 
 def in_words(environment: Mapping[str, str]) -> str:
-    """What a run has of the machine."""
+    """The part of the machine that a run uses: "GPU 0, for example" or "2 thread(s)"."""
     gpus = environment.get("CUDA_VISIBLE_DEVICES")
-    return f"GPU {gpus}, say" if gpus else f"{environment['OMP_NUM_THREADS']} thread(s)"
+    return f"GPU {gpus}, for example" if gpus else f"{environment['OMP_NUM_THREADS']} thread(s)"
 
 
 def one_after_another(launcher: Launcher, runs: Sequence[PlannedRun], nproc: int,
                       environments: Sequence[Mapping[str, str]], count: int
                       ) -> dict[Path, str | None]:
-    """Each run's error, None of a finished one, by folder; what runs print is passed on."""
+    """Do the runs one at a time; their output is passed through.
+
+    environments: of which the first is used. count: number of runs in the plan, including those
+    that were finished before. Returns folder → error message, or None for a run that finished.
+    """
     ended: dict[Path, str | None] = {}
     for run in runs:
         print(f"\nrun     {count - len(runs) + len(ended) + 1} of {count}, {run.folder}", flush=True)
@@ -322,17 +339,21 @@ def one_after_another(launcher: Launcher, runs: Sequence[PlannedRun], nproc: int
 
 def side_by_side(launcher: Launcher, runs: Sequence[PlannedRun], nproc: int,
                  environments: Sequence[Mapping[str, str]], count: int) -> dict[Path, str | None]:
-    """Likewise with as many at a time as there are `environments`; what one prints goes to its log."""
-    def work(run: PlannedRun, place: int) -> str | None:
+    """Do as many runs at a time as there are `environments`; each prints to its own log file.
+
+    Returns the same as `one_after_another`.
+    """
+    def work(run: PlannedRun, slot: int) -> str | None:
         log = run.folder.with_name(f"{run.folder.name}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
-        return launcher.run(command(run, nproc), environment=environments[place], log=log)
+        return launcher.run(command(run, nproc), environment=environments[slot], log=log)
     jobs = SideBySide(launcher, work)
     jobs.run(runs, len(environments), Status(jobs))
     return {run.folder: error for run, error in jobs.ended}
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the program with these arguments (default: the command line); return the exit status."""
     return run_program("vitinit.sweep", lambda: sweep(parse_arguments(arguments)))
 
 
