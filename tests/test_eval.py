@@ -268,7 +268,7 @@ def test_throughput_is_printed_and_written(eval_program, image_tree, tmp_path, c
     assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={image_tree}",
                               "--throughput", *as_recipe(3)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert " images/s, " in printed[0] and "a batch of 4 at 8×8, amp off" in printed[0]
+    assert " images/s, " in printed[0] and "ms per batch of 4 at 8×8, amp off" in printed[0]
     found = json.loads(printed[-1])["throughput"]
     assert found["images_per_second"] == pytest.approx(4e3 / found["milliseconds"])
 
