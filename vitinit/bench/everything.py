@@ -154,7 +154,7 @@ def machine(conditions: Conditions) -> list[Row]:
 
 
 def driver() -> str:
-    """The GPU driver's version, or "unknown" where nvidia-smi does not say."""
+    """The GPU driver's version, or "unknown" if it cannot be found out."""
     try:
         answer = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
                                 capture_output=True, text=True, timeout=60, check=True)
@@ -164,7 +164,7 @@ def driver() -> str:
 
 
 def processor() -> str:
-    """The CPU's model name, or its architecture where /proc/cpuinfo does not name it."""
+    """The CPU's model name, or its architecture if the name cannot be found out."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

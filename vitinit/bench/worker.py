@@ -84,7 +84,7 @@ class Worker:
         return self.process.is_alive()
 
     def dismiss(self) -> None:
-        """Let the process end, which it does when it waits for its next item; else kill it."""
+        """Let the process end, as an idle one does when its connection closes; kill it otherwise."""
         self.connection.close()
         self.process.join(TO_LEAVE)
         self.end()
