@@ -55,11 +55,11 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] |
             raise ValueError(f"block {block} is asked for, but the model has blocks 0…"
                              f"{len(readers) - 1}")
     chosen = slice(None) if heads is None else list(heads)
-    found: dict[int, Tensor] = {}
+    matrices: dict[int, Tensor] = {}
 
     def record(block: int, read: Callable):
         def hook(module, arguments):
-            found[block] = read(chosen, *arguments)
+            matrices[block] = read(chosen, *arguments)
         return hook
 
     # The hook receives exactly the input of the block's spatial mixer.
@@ -74,7 +74,7 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] |
             module.training = training
         for hook in hooks:
             hook.remove()
-    return found
+    return matrices
 
 
 def block_grids(model: nn.Module) -> list[tuple[int, int]]:
@@ -105,7 +105,7 @@ def mixers(model: nn.Module) -> list[tuple[nn.Module, Reader]]:
 def _attention_reader(attention: nn.Module) -> Reader:
     def read(heads, x: Tensor, *pos_embed: Tensor) -> Tensor:
         weights = attention.mixing_weights(x, *pos_embed)[:, heads]
-        return weights.expand(len(x), -1, -1, -1)    # a SimpleViT may have one for all images
+        return weights.expand(len(x), -1, -1, -1)    # some SimpleViTs have one for all images
     return read
 
 
@@ -140,7 +140,7 @@ def _token_mlp_reader(mlp: nn.Module) -> Reader:
 def _depthwise_reader(mixing: DepthwiseConv | DenseMixing) -> Reader:
     def read(channels, x: Tensor) -> Tensor:
         if isinstance(mixing, DenseMixing):
-            matrices = mixing.matrices()[channels].clone()   # a copy, as training changes the parameter
+            matrices = mixing.matrices()[channels].clone()   # training changes the parameter
         else:
             matrices = torch.stack([convolution_matrix(kernel, x.shape[-2:])
                                     for kernel in mixing.kernels()[channels, 0]])

@@ -674,9 +674,10 @@ FIXED = dict(pos_embed="sincos", embed_dim=60)
                                                  '"gaussian" and waves_of_heads "disjoint"; use'),
     ({}, dict(code="random", waves_of_heads="disjoint"), 'which has no waves'),
     ({}, dict(code_channels=0.03), "head_dim is 19, and 0.03 of 57 channels .* 5×7 grid"),
-    (dict(embed_dim=6), {}, "head_dim is 2, .* needs 3 and 5 for a wave"),
-    (dict(embed_dim=3), dict(bias_channels=False), "head_dim is 1, .* needs 2 and 2 for a wave"),
-    ({}, dict(code_channels=0.08), "and 0.08 of 57 channels .* needs 3 and 5"),
+    (dict(embed_dim=6), {}, "head_dim is 2, .* at least 3, at least 5 channels for"),
+    (dict(embed_dim=3), dict(bias_channels=False),
+     "head_dim is 1, .* at least 2, at least 2 channels for"),
+    ({}, dict(code_channels=0.08), "and 0.08 of 57 channels .* at least 5 channels for"),
     (dict(image_size=8), {}, "a 2×2 grid"),          # which has no waves
     ({}, dict(kernel_size=0), "kernel_size is 0"),
     ({}, dict(kernel_size=10), "kernel_size is 10, but beyond 9 .* no target on the 5×7 grid"),

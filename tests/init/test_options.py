@@ -85,7 +85,7 @@ def test_extreme_numbers_give_finite_weights_or_a_line_that_names_the_option():
             pytest.fail(f"{case}: {type(error).__name__}: {error}")
         if message is not None:
             assert "\n" not in message and len(message) < 300 + len(repr(value)), case
-            assert option in message or "next to uniform" in message, f"{case}: {message}"
+            assert option in message or "nearly uniform" in message, f"{case}: {message}"
 
 
 @pytest.mark.parametrize("family, init, options, message", [
@@ -98,7 +98,7 @@ def test_extreme_numbers_give_finite_weights_or_a_line_that_names_the_option():
     ("simple_vit", "mimetic", dict(qk_alpha=-0.1), "qk_alpha is -0.1, expected qk_alpha ≥ 0"),
     ("vit", "impulse", dict(value_beta=1e308), r"init 'impulse' with value_beta=1e\+308 "),
     ("vit", "impulse", dict(pos_embed_scale=1e30), r"pos_embed_scale = 1e\+30"),
-    ("vit", "impulse", dict(qk_norm=1e-300), "next to uniform in all heads"),
+    ("vit", "impulse", dict(qk_norm=1e-300), "nearly uniform attention in all heads"),
     ("vit", "impulse", dict(qk_norm=math.nan), "qk_norm is nan, expected a finite number"),
     ("vit", "impulse", dict(qk_norm=10**400), r"qk_norm is 1000+… \(401 characters\), expected a finite"),
     ("vit", "impulse", dict(kernel_size=3.0), "kernel_size is 3.0, expected an integer"),

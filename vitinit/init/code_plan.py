@@ -73,9 +73,9 @@ def plan_code(model: VisionTransformer, *, code_channels: float, period: float, 
     if used < 1:
         raise ValueError(f"head_dim is {attention.head_dim}, and {code_channels:g} of {dim} channels "
                          f"are for the code of a {model.grid[0]}×{model.grid[1]} grid; init "
-                         f"'deep_impulse' needs {2 + bias_channels} and "
-                         f"{2 + BIAS_CHANNELS * bias_channels} for a wave; raise code_channels, or have "
-                         "fewer and wider heads")
+                         f"'deep_impulse' needs a head_dim of at least {2 + bias_channels}, at least "
+                         f"{2 + BIAS_CHANNELS * bias_channels} channels for the code, and a grid side of 3 "
+                         "or more; raise code_channels, or have fewer and wider heads")
     if reserve and code_size(frequencies, bias_channels) == dim:
         raise ValueError(f"code_channels is {code_channels:g} and the code has all {dim} channels, so "
                          "that none is left for images; use a smaller share, or reserve = false")
@@ -97,9 +97,10 @@ def random_code(plan: CodePlan, grid: tuple[int, int], generator: torch.Generato
 
 def wave_factors(plan: CodePlan, grid: tuple[int, int], period: float, masses: list[float],
                  target: Literal["impulse", "gaussian"], sigma: float) -> HeadFactors:
-    """Return a function (mass, group, offset) → Q and K, (≤ d, D_p) each, for the Fourier code.
+    """Return a function (mass, group, offset) → (Q, K), each (≤ d, D_p), for the Fourier code.
 
-    Raises ValueError at once if the waves cannot reach one of the masses.
+    group: index into plan.groups. Raises ValueError at once if the waves cannot reach one of the
+        masses.
     """
     weights = {(mass, number): impulse_weights(plan.frequencies[group], grid, period, mass)
                if target == "impulse" else

@@ -56,15 +56,15 @@ def waves(grid: tuple[int, int], period: float = 1.0) -> Tensor:
     borders; at longer periods they are slower and do neither.
     """
     height, width = grid
-    found = []
+    frequencies = []
     for u in range(height):
         for v in range(width):
             if (u, v) < ((-u) % height, (-v) % width):       # one of each pair ±(u, v)
-                across = v - width if 2 * v > width else v   # the slower alias; u is it already
-                found.append((2.0 * math.pi * u / (period * height),
-                              2.0 * math.pi * across / (period * width)))
-    return torch.tensor(sorted(found, key=lambda wave: math.hypot(*wave)), dtype=torch.float64
-                        ).view(-1, 2)
+                across = v - width if 2 * v > width else v   # the slower of two aliases; u already is
+                frequencies.append((2.0 * math.pi * u / (period * height),
+                                    2.0 * math.pi * across / (period * width)))
+    frequencies.sort(key=lambda wave: math.hypot(*wave))
+    return torch.tensor(frequencies, dtype=torch.float64).view(-1, 2)
 
 
 def wave_code(frequencies: Tensor, grid: tuple[int, int]) -> Tensor:

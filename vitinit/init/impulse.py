@@ -96,11 +96,12 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
 
     model.pos_embed.mul_(pos_embed_scale)
     positions = normalised_positions(model)                              # (N, D)
-    found = numerical_rank(positions)
-    if found < min(len(positions), positions.shape[1] - 1):
+    directions = numerical_rank(positions)
+    if directions < min(len(positions), positions.shape[1] - 1):
         _refuse(positions, f"the model's position embedding, pos_embed_scale = {pos_embed_scale:g}")
     head_dim = model.blocks[0].attn.head_dim
-    basis = position_basis(positions, min(rank or default_rank(*positions.shape), head_dim, found))
+    basis = position_basis(positions,
+                           min(rank or default_rank(*positions.shape), head_dim, directions))
 
     # The same impulse maps recur in every block; only their noise is drawn anew.
     @cache
@@ -134,9 +135,7 @@ def default_rank(tokens: int, dim: int) -> int:
 
 
 def with_noise(maps: Tensor, scale: float, std: float, generator: torch.Generator) -> Tensor:
-    """`maps`, with `scale` times a normal of standard deviation `std`, cut at ±2, where they are
-    zero.
-    """
+    """`maps` with noise where they are zero: `scale` times a normal of std `std`, cut at ±2."""
     noise = torch.zeros_like(maps)
     if std > 0:                                      # truncated_normal_ divides by std
         truncated_normal_(noise, std=std, cut=2.0, generator=generator)
@@ -174,8 +173,8 @@ def _refuse_uniform(weights: Tensor, offsets: list[Offset], grid: tuple[int, int
     uniform = 1.0 / (grid[0] * grid[1])
     best = target_mass(weights, offsets, grid).max().item()
     if not best >= min(NEAR_UNIFORM * uniform, 0.5 + 0.5 * uniform):     # also refuses NaN
-        raise ValueError(f"init 'impulse' comes out next to uniform in all heads: at best {best:.2g} of "
-                         f"a head's attention is on its target, where {uniform:.2g} is uniform; use "
+        raise ValueError(f"init 'impulse' gives nearly uniform attention in all heads: at best {best:.2g} "
+                         f"of a head's attention is on its target, where {uniform:.2g} is uniform; use "
                          "more, narrower heads, a larger qk_norm, or init 'deep_impulse'")
 
 

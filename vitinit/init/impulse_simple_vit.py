@@ -140,7 +140,7 @@ def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
     Raises ValueError if no number of frequencies reaches the mass.
     """
     away = torch.arange(1 - size, size).double()                         # displacements from the target
-    found = []
+    axes = []
     for count in range(1, len(frequencies) + 1):
         shape = (away[:, None] * frequencies[:count]).cos().mean(dim=1)  # 1 at the target
 
@@ -148,12 +148,12 @@ def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
             return (logit * shape).softmax(0)[size - 1].item() >= mass
         logit = smallest_reaching(reached, STEEPEST)
         if logit is not None:
-            found.append(Axis(frequencies[:count], logit))
-    if not found:
+            axes.append(Axis(frequencies[:count], logit))
+    if not axes:
         raise ValueError(f"init 'impulse' cannot give one of {size} positions along an axis a mass of "
                          f"{mass:g} with {len(frequencies)} pair(s) of sine and cosine; raise head_dim or "
                          "lower target_mass")
-    return min(found, key=lambda axis: axis.logit)
+    return min(axes, key=lambda axis: axis.logit)
 
 
 def rotated_queries_keys(axes: list[Axis], offset: Offset,
@@ -174,14 +174,15 @@ def rotated_weights(axes: list[Axis], offset: Offset, dim: int) -> tuple[Tensor,
         query, key = (torch.zeros(2 * count, 4, dim // 4, dtype=torch.float64) for _ in range(2))
         # The quarters of the embedding: sin and cos of the column, sin and cos of the row.
         sine, cosine = (2, 3) if part == "rows" else (0, 1)
-        one = math.sqrt(axis.logit / count)
+        root = math.sqrt(axis.logit / count)
         turn = axis.frequencies * shift                                  # angles, (p,)
-        pair, other = torch.arange(count), torch.arange(count, 2 * count)
-        key[pair, sine, pair] = key[other, cosine, pair] = one
+        wave = torch.arange(count)
+        sine_row, cosine_row = wave, wave + count
+        key[sine_row, sine, wave] = key[cosine_row, cosine, wave] = root
         # sin(ω(n + δ)) = cos ωδ · sin ωn + sin ωδ · cos ωn, and likewise the cosine.
-        query[pair, sine, pair] = query[other, cosine, pair] = one * turn.cos()
-        query[pair, cosine, pair] = one * turn.sin()
-        query[other, sine, pair] = -one * turn.sin()
+        query[sine_row, sine, wave] = query[cosine_row, cosine, wave] = root * turn.cos()
+        query[sine_row, cosine, wave] = root * turn.sin()
+        query[cosine_row, sine, wave] = -root * turn.sin()
         weights.append((query.flatten(1), key.flatten(1)))
     return torch.cat([weights[0][0], weights[1][0]]), torch.cat([weights[0][1], weights[1][1]])
 

@@ -41,7 +41,7 @@ FAINT = 0.3             # a mass below this causes a warning
 REACHED = 0.9           # share of the wanted target_mass that counts as having reached it
 SHARPER = 2.0           # multiple of qk_norm for which the warning states the mass
 
-HeadMaps = Callable[[int], Tensor]   # head → (1, N, N), its attention on the position embedding alone
+HeadMaps = Callable[[int], Tensor]   # head → (1, N, N), attention on the position embedding alone
 
 
 class PositionMass(NamedTuple):
@@ -90,7 +90,7 @@ def position_mass(model: nn.Module, name: str, options: Mapping[str, Any], *,
     assignment = "ordered" if name == "mimetic" else chosen.get("offsets", "rotating")
     maps, grids = readers(model, name, chosen, sharper)
 
-    found, heads_before = PositionMass([], [], []), 0
+    masses, heads_before = PositionMass([], [], []), 0
     for (heads, read), grid in zip(maps, grids):
         targets = None if assignment == "random" else head_offsets(
             heads, cells, assignment, torch.Generator(), first=heads_before)
@@ -99,10 +99,10 @@ def position_mass(model: nn.Module, name: str, options: Mapping[str, Any], *,
         for head in range(heads):
             offset, mass = reached(read(head), cells if targets is None else [targets[head]], grid)
             (centre if offset == (0, 0) else others).append(mass)
-        found.centre.append(_mean(centre))
-        found.others.append(_mean(others))
-        found.uniform.append(1.0 / math.prod(grid))
-    return found
+        masses.centre.append(_mean(centre))
+        masses.others.append(_mean(others))
+        masses.uniform.append(1.0 / math.prod(grid))
+    return masses
 
 
 def reached(weights: Tensor, offsets: list[Offset], grid: tuple[int, int]) -> tuple[Offset, float]:

@@ -56,8 +56,8 @@ TORCHVISION_VIT: Rules = [
 TORCHVISION_SWIN: Rules = [
     (r"^features\.0\.0\.", "patch_embed.proj."),
     (r"^features\.0\.2\.", "patch_embed.norm."),
-    (r"^features\.([1357])\.", lambda found: f"layers.{int(found[1]) // 2}.blocks."),
-    (r"^features\.([246])\.", lambda found: f"layers.{int(found[1]) // 2}.downsample."),
+    (r"^features\.([1357])\.", lambda match: f"layers.{int(match[1]) // 2}.blocks."),
+    (r"^features\.([246])\.", lambda match: f"layers.{int(match[1]) // 2}.downsample."),
     (r"\.mlp\.0\.", ".mlp.fc1."),
     (r"\.mlp\.3\.", ".mlp.fc2."),
     (r"^head\.", "head.fc."),
@@ -65,7 +65,7 @@ TORCHVISION_SWIN: Rules = [
 
 # Microsoft merges at the end of a stage, timm at the beginning of the next.
 MICROSOFT_SWIN: Rules = [
-    (r"^layers\.(\d+)\.downsample\.", lambda found: f"layers.{int(found[1]) + 1}.downsample."),
+    (r"^layers\.(\d+)\.downsample\.", lambda match: f"layers.{int(match[1]) + 1}.downsample."),
     (r"^head\.", "head.fc."),
 ]
 
@@ -107,8 +107,8 @@ def flat_conv_mixer(tensors: Mapping[str, Tensor]) -> Rules:
     """The rules for ConvMixer's flat nn.Sequential: stem (0 … 2), blocks, pooling, …, head."""
     head = max(int(name.partition(".")[0]) for name in tensors)
 
-    def rename(found: re.Match) -> str:
-        layer = int(found[1])
+    def rename(match: re.Match) -> str:
+        layer = int(match[1])
         if layer == head:
             return "head."
         return f"stem.{layer}." if layer < 3 else f"blocks.{layer - 3}."
@@ -130,8 +130,8 @@ def fold_layer_scale(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     folded = dict(tensors)
     for name, gamma in tensors.items():
-        found = LAYER_SCALE.match(name)
-        layer = found and f"{found[1]}.{SCALED_LAYER[found[2] or found[3]]}"
+        match = LAYER_SCALE.match(name)
+        layer = match and f"{match[1]}.{SCALED_LAYER[match[2] or match[3]]}"
         weight = layer and tensors.get(f"{layer}.weight")
         if weight is None or gamma.shape != weight.shape[:1]:
             continue
