@@ -21,6 +21,7 @@ the patch tokens that falls on the target. N is the number of patch tokens, d is
 
 Options:
 
+base: the baseline that first draws every weight, "default" or "torch"; see baseline.py.
 kernel_size: f of the f×f impulse kernels, that is, the offsets that heads can have (9 for 3×3).
 offsets: how offsets are assigned to heads. "rotating": head h of block l takes offset number
     l · heads + h, modulo the number of offsets, so that heads and blocks together go through the
@@ -29,8 +30,8 @@ target_mass: the mass that every head is to have. Either one number for all bloc
     mass in the first and in the last block, between which the odds mass / (1 − mass) change by a
     constant factor per block. Q and K are solved for on the code alone and then scaled as described
     in point 3, so on images the mass differs somewhat from the wanted one. The default, 0.9, keeps
-    a convolution in every block. It is not the value that trains best: a softer start that fades
-    with depth, (0.3, 0.02), did better; see recipes/deep_impulse.md.
+    a convolution in every block. It is not the value that trained best in our study on 10,000
+    images, recipes/deep_impulse.md: a softer start that fades with depth, (0.3, 0.02), did better.
 target: "impulse": a single peak at the target. "gaussian": logits −‖Δ − δ‖² / 2 sigma² at
     displacement Δ from the query, for a head of offset δ, as closely as the waves that the head
     reads can represent them; target_mass is then ignored.

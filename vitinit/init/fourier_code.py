@@ -131,7 +131,7 @@ def impulse_weights(frequencies: Tensor, grid: tuple[int, int], period: float,
 
 
 def rotated_factors(frequencies: Tensor, chosen: Tensor, weights: Tensor,
-                   offset: Offset) -> tuple[Tensor, Tensor]:
+                    offset: Offset) -> tuple[Tensor, Tensor]:
     """Q and K, each (2m, 2K), of a head that reads m of the K waves of `wave_code`.
 
     frequencies: (K, 2). chosen: (m,) indices of waves. weights: (m,).

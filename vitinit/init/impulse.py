@@ -58,6 +58,7 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     The defaults of the options are those of the released code, some of which the paper does not
     state:
 
+    base: the baseline that first draws every weight, "default" or "torch"; see baseline.py.
     kernel_size: f of the f×f impulse kernels; 3 in the paper.
     offsets: how offsets are assigned to heads. "ordered": head h of every block takes offset number
         h of `filters.ordered_offsets`, modulo the number of offsets (for 3×3 the released order).
