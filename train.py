@@ -34,7 +34,7 @@ from vitinit.data.loader import EvalViews
 from vitinit.data.mix import MixSettings
 from vitinit.data.pipeline import Data, EvaluationBatches, training_batches
 from vitinit.data.sampler import TrainSampler, plan_batches, require_full_batch
-from vitinit.data.subset import stratified_part
+from vitinit.data.subset import held_out_part, stratified_part
 from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.data.workers import start_fork_server
 from vitinit.init import INITS, init_weights
@@ -61,6 +61,7 @@ from vitinit.train.engine import (Evaluation, evaluate, set_precision, train_epo
 from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import Diverged, Progress, ProgressBar, StepRow
 from vitinit.train.optim import adamw, learning_rate, scaled_lr
+from vitinit.train.parts import PARTS, PartRates
 from vitinit.train.profile import LARGEST, MOST_PROFILED, StepProfiler
 from vitinit.train.state import TrainState
 from vitinit.train.throughput import training_flops
@@ -109,7 +110,11 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     whole_set, val_set = processes.on_all(lambda: [
         open_split(data.name, data.root, split, data.num_classes) for split in ("train", "val")])
     train_set = processes.on_all(lambda: stratified_part(
-        whole_set, share=data.subset, images_per_class=data.images_per_class, seed=data.subset_seed))
+        whole_set, share=data.subset, images_per_class=data.images_per_class,
+        held_out=data.held_out_per_class, seed=data.subset_seed))
+    if data.held_out_per_class:                      # then the test set stays unseen
+        val_set = processes.on_all(lambda: held_out_part(
+            whole_set, images_per_class=data.held_out_per_class, seed=data.subset_seed))
 
     # Which images each step uses, and which of them this process loads.
     mixing = MixSettings(**vars(recipe.mix))
@@ -162,10 +167,11 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
 
 
 def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | None,
-                  path: Path) -> tuple[TrainState, list[str]]:
+                  path: Path, steps_per_epoch: int) -> tuple[TrainState, list[str]]:
     """The state that training starts from, and lines for the terminal about it.
 
     saved: the contents of the checkpoint at `path`, to resume from; None for a new run.
+    steps_per_epoch: what the epochs in which parts of the model wait are counted in.
 
     In a new run the weights are those of the init, or, where the recipe names a checkpoint, those
     of the checkpoint. The init draws on the CPU from its own generator. With equal numbers of
@@ -193,13 +199,22 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
     if saved is None:
         processes.share_weights(model)
     with building(source, "optim"):
-        optimizer = adamw(model, weight_decay=optim.weight_decay, betas=optim.betas, eps=optim.eps)
+        optimizer = adamw(model, weight_decay=optim.weight_decay, betas=optim.betas, eps=optim.eps,
+                          rates=part_rates(recipe, steps_per_epoch))
     scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.engine.amp == "fp16")
     ema = Ema(model, decay=recipe.ema.decay, warmup=recipe.ema.warmup) if recipe.ema.decay else None
     state = TrainState(model, optimizer, scaler, ema, Progress())
     if saved is not None:
         state.load_state_dict(saved, path)
     return state, notes
+
+
+def part_rates(recipe: Recipe, steps_per_epoch: int) -> PartRates:
+    """Factors on the learning rate of parts of the model, held epochs counted in steps."""
+    scales = vars(recipe.optim.lr_scales)
+    return PartRates(scales={part: scales[part] for part in PARTS}, layer_decay=scales["layer_decay"],
+                     hold_steps={part: epochs * steps_per_epoch
+                                 for part, epochs in vars(recipe.optim.hold_epochs).items()})
 
 
 def what_the_init_achieved(model: nn.Module, name: str, options: dict[str, Any]) -> list[str]:
@@ -283,13 +298,13 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
     folder, saved, recipe = chosen
     with building(f"recipe {recipe.name}", "data"):
         data = open_data(recipe, processes, dry_run=args.dry_run)
-    state, notes = initial_state(recipe, processes, saved, folder.read_from)
+    per_epoch = data.train_batches.steps_per_epoch
+    state, notes = initial_state(recipe, processes, saved, folder.read_from, per_epoch)
     require_same_micro_batch_size(state.model, data.plan.micro_batch_size, saved)
     resumed = saved is not None
     chosen = saved = None                            # frees the second copy of its tensors
     model, progress = state.model, state.progress
     epochs = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
-    per_epoch = data.train_batches.steps_per_epoch
     lr_at = learning_rate_of(recipe, per_epoch)
     drop_path_at = drop_path_of(model, recipe)
     flops = training_flops(model, data.plan.micro_batch_size, recipe.data.image_size)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from vitinit.data.datasets import ImageFolder, ImagesInMemory
 from vitinit.data.images import DataError
-from vitinit.data.subset import stratified_part
+from vitinit.data.subset import held_out_part, stratified_part
 from vitinit.keys import Stream, keyed_generator
 
 SIZES = [7, 11, 1, 30]
@@ -117,3 +117,50 @@ def test_a_class_with_too_few_images_is_named():
         stratified_part(numbered(), images_per_class=8)
     assert str(error.value) == ("data.images_per_class is 8, but class 'class 0' has 7 images to "
                                 "train on")
+
+
+# ---------------------------------------------------------------------------------------------
+# Images that are held out
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("held_out", [1, 4])
+@pytest.mark.parametrize("limit", [dict(), dict(share=0.5), dict(images_per_class=3)])
+def test_what_is_held_out_is_in_no_part_that_is_trained_on(held_out, limit):
+    source = numbered([7, 11, 8, 30])
+    held = held_out_part(source, images_per_class=held_out, seed=3)
+    part = stratified_part(source, held_out=held_out, seed=3, **limit)
+    assert sizes(held) == [held_out] * 4 and held.classes == source.classes
+    assert not set(members(held)) & set(members(part))
+    assert members(held) == sorted(members(held))
+    assert held.labels.tolist() == source.labels[members(held)].tolist()
+    expected = {(): [7, 11, 8, 30], ("share",): [7, 11, 8, 30],
+                ("images_per_class",): [3 + held_out] * 4}[tuple(limit)]
+    share = limit.get("share", 1.0)
+    assert sizes(part) == [math.floor(share * (count - held_out) + 0.5) for count in expected]
+
+
+def test_holding_images_out_does_not_change_which_are_trained_on():
+    """So a study's runs with and without the test set are of the same images."""
+    source = numbered([13, 17])
+    with_all = stratified_part(source, images_per_class=5, seed=3)
+    beside = stratified_part(source, images_per_class=5, held_out=8, seed=3)
+    assert members(with_all) == members(beside)
+
+
+def test_a_smaller_held_out_part_lies_in_every_larger_one():
+    source = numbered([13, 17])
+    small, large = (set(members(held_out_part(source, images_per_class=count, seed=3)))
+                    for count in (3, 8))
+    assert small < large
+    assert small != set(members(held_out_part(source, images_per_class=3, seed=4)))
+
+
+def test_a_class_of_which_nothing_is_left_is_named():
+    source = numbered([7, 3])
+    with pytest.raises(DataError, match="held_out_per_class is 3, but class 'class 1' has 3 images in "
+                                        "all; expected fewer"):
+        held_out_part(source, images_per_class=3)
+    with pytest.raises(DataError, match="'class 1' has 3 images to train on, of which "
+                                        "data.held_out_per_class takes 2"):
+        stratified_part(source, images_per_class=2, held_out=2)

@@ -19,7 +19,7 @@ from vitinit.runs.groups import read_run
 
 PAST = Path(__file__).resolve().parents[1] / "runs" / "data"
 VERSIONS = {"0c0940f": 1, "6bde95e": 2, "e89ec2a": 3, "004f0a5": 4, "75c8dd7": 4, "55cb85f": 5,
-            "644a0fb": 6}
+            "644a0fb": 6, "1579675": 7}
 
 
 def stored(commit: str) -> dict:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..messages import OneLineError
-from .sections import SECTIONS, InitSection, ModelSection, Recipe, contradictions
+from .sections import FREE_TABLES, KNOWN_TABLES, SECTIONS, InitSection, ModelSection, Recipe, contradictions
 from .upgrade import VERSION, processes_of, upgraded
 from .values import convert, describe, nearest, nearest_choice, plain, shown, to_toml, within
 
@@ -35,7 +35,6 @@ class Override(NamedTuple):
     text: str                   # what the user wrote, quoted by error messages
 
 
-FREE_TABLES = ("model.options", "init.options")
 # Keys that may contradict others in the recipe of a checkpoint, because its run may be older than the
 # rule that forbids this. Such a run can still be resumed and evaluated.
 LATER_RULES = ("schedule.min_lr", "schedule.warmup_lr")
@@ -150,8 +149,9 @@ def _build(table: Mapping[str, Any], name: str, source: str, overrides: Sequence
     for title in SECTIONS:
         if title not in table:
             raise RecipeError(f"{source}: section [{title}] is missing")
-    for title in ("model", "init"):                 # an empty table of options may be left out
-        table[title].setdefault("options", {})
+    for inner in (*FREE_TABLES, *KNOWN_TABLES):      # an empty table may be left out
+        title, _, key = inner.partition(".")
+        table[title].setdefault(key, {})
 
     written = _apply(table, overrides)
     recipe = Recipe(name=name, **{title: _section(section, title, table[title], source, written)
@@ -172,10 +172,12 @@ def _apply(table: dict[str, Any], overrides: Sequence[Override]) -> dict[str, st
         if parents[0] not in SECTIONS:
             raise RecipeError(f"{text}: there is no section '{parents[0]}'"
                               f"{nearest(parents[0], SECTIONS)}")
-        if len(parents) == 2 and parents[0] in ("model", "init") and parents[1] != "options":
+        tables = [name.partition(".")[2] for name in (*FREE_TABLES, *KNOWN_TABLES)
+                  if name.startswith(f"{parents[0]}.")]
+        if len(parents) == 2 and tables and parents[1] not in table[parents[0]]:
             raise RecipeError(f"{text}: [{parents[0]}] has no table '{parents[1]}'"
-                              f"{nearest(parents[1], ['options'])}")
-        if ".".join(parents) not in (*SECTIONS, *FREE_TABLES):
+                              f"{nearest(parents[1], tables)}")
+        if ".".join(parents) not in (*SECTIONS, *FREE_TABLES, *KNOWN_TABLES):
             raise RecipeError(f"{text}: '{key}' is nested too deeply; expected section.key=value")
         body = table
         for parent in parents:
@@ -204,6 +206,12 @@ def _section(section: type, title: str, body: dict[str, Any], source: str,
     values = {}
     for key, item in fields.items():
         expected = describe(kinds[key], item.metadata)
+        if key not in body and item.default is not dataclasses.MISSING:
+            values[key] = item.default
+            continue
+        if f"{title}.{key}" in KNOWN_TABLES and isinstance(body[key], dict):
+            values[key] = _section(kinds[key], f"{title}.{key}", body[key], source, written)
+            continue
         if key not in body:
             raise RecipeError(f"{source}: [{title}] lacks the key '{key}' ({expected})")
         try:

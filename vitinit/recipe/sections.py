@@ -40,6 +40,8 @@ class DataSection:
     subset: float = number(above=0.0, maximum=1.0)  # share of each class that is trained on
     images_per_class: int = number(minimum=0, below=COUNT)  # number of images instead; 0: no limit
     subset_seed: int = number(minimum=0, below=2**63)  # decides which images those are
+    held_out_per_class: int = number(minimum=0, below=COUNT)  # images of each class that are set aside
+                                                    # from training to validate on; 0: the test set
     image_size: PAIR = number(minimum=1, below=COUNT)  # (height, width) that the model takes
     mean: tuple[float, float, float] = number(minimum=0.0, maximum=1.0)  # per channel, in [0, 1]
     std: tuple[float, float, float] = number(minimum=TINIEST, below=LARGEST)
@@ -125,6 +127,27 @@ class InitSection:
 
 
 @dataclass(frozen=True)
+class LrScales:
+    """Factors on the learning rate of parts of the model; a recipe may leave them out."""
+
+    qk: float = number(minimum=0.0, below=LARGEST, default=1.0)           # queries and keys
+    pos_embed: float = number(minimum=0.0, below=LARGEST, default=1.0)    # absolute and relative positions
+    patch_embed: float = number(minimum=0.0, below=LARGEST, default=1.0)  # what turns patches into tokens
+    head: float = number(minimum=0.0, below=LARGEST, default=1.0)         # the classifier
+    layer_decay: float = number(above=0.0, maximum=1.0, default=1.0)      # per layer, from the head down
+
+
+@dataclass(frozen=True)
+class HoldEpochs:
+    """Epochs at the start in which a part of the model is not trained; a recipe may leave them out."""
+
+    qk: int = number(minimum=0, below=COUNT, default=0)
+    pos_embed: int = number(minimum=0, below=COUNT, default=0)
+    patch_embed: int = number(minimum=0, below=COUNT, default=0)
+    head: int = number(minimum=0, below=COUNT, default=0)
+
+
+@dataclass(frozen=True)
 class OptimSection:
     global_batch: int = number(minimum=1, below=COUNT)  # images per step, over all processes
     max_batch_per_process: int = number(minimum=1, below=COUNT)  # most images per micro-batch
@@ -134,6 +157,8 @@ class OptimSection:
     betas: tuple[float, float] = number(minimum=0.0, below=1.0)
     eps: float = number(minimum=TINIEST, below=LARGEST)
     clip_norm: float = number(minimum=0.0)          # global gradient norm; 0: no clipping
+    lr_scales: LrScales
+    hold_epochs: HoldEpochs
 
 
 @dataclass(frozen=True)
@@ -199,6 +224,10 @@ MACHINE_KEYS = ("data.workers", "data.on_device_gib", "eval.batch_size", "eval.c
                 "optim.max_batch_per_process", "engine.compile", "checkpoint.every_steps")
 
 SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items() if name != "name"}
+# Tables within sections: free ones, whose keys are the options of a model or init, and tables of known keys.
+FREE_TABLES = ("model.options", "init.options")
+KNOWN_TABLES = {f"{title}.{key}": kind for title, section in SECTIONS.items()
+                for key, kind in typing.get_type_hints(section).items() if dataclasses.is_dataclass(kind)}
 
 
 def contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:

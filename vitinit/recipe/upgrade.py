@@ -18,7 +18,7 @@ from typing import Any
 
 from .values import plain
 
-VERSION = 7
+VERSION = 8
 Table = dict[str, Any]
 
 
@@ -88,8 +88,16 @@ def to_7(table: Table, processes: int) -> None:
         options["pseudo_input"] = options["pseudo_input"].replace("code", "pos_embed")
 
 
+def to_8(table: Table, processes: int) -> None:
+    """Images that are held out, and learning rates of parts of the model."""
+    table["data"]["held_out_per_class"] = 0
+    table["optim"]["lr_scales"] = {"qk": 1.0, "pos_embed": 1.0, "patch_embed": 1.0, "head": 1.0,
+                                   "layer_decay": 1.0}
+    table["optim"]["hold_epochs"] = {"qk": 0, "pos_embed": 0, "patch_embed": 0, "head": 0}
+
+
 STEPS: dict[int, Callable[[Table, int], None]] = {2: to_2, 3: to_3, 4: to_4, 5: to_5, 6: to_6,
-                                                  7: to_7}
+                                                  7: to_7, 8: to_8}
 
 
 def version_of(table: Mapping[str, Any]) -> Any:

@@ -6,6 +6,7 @@ module uses the standard library only.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import math
@@ -20,12 +21,15 @@ PAIR = tuple[int, int]          # (height, width); one integer stands for both
 
 
 def number(*, minimum: float | None = None, above: float | None = None,
-           maximum: float | None = None, below: float | None = None) -> Any:
+           maximum: float | None = None, below: float | None = None,
+           default: float | None = None) -> Any:
     """A numeric field with bounds: `minimum` and `maximum` inclusive, `above` and `below` exclusive.
 
-    In a list, every element must be within the bounds.
+    In a list, every element must be within the bounds. default: the value of a key that is left out;
+    None: the key must be there.
     """
-    return field(metadata={"minimum": minimum, "above": above, "maximum": maximum, "below": below})
+    bounds = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
+    return field(metadata=bounds) if default is None else field(metadata=bounds, default=default)
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
@@ -140,10 +144,12 @@ def within(value: Any, bounds: Mapping[str, float | None]) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """The value with all nested tuples as lists and all nested mappings as dicts.
+    """The value with all nested tuples as lists and all nested mappings and dataclasses as dicts.
 
     These are the containers of TOML, and of checkpoints that torch.load reads with weights_only.
     """
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

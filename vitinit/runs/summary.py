@@ -38,7 +38,8 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
     return (
         f"recipe  {recipe.name}, seed {recipe.run.seed}\n"
         f"data    {recipe.data.name}{recipe.data.root and ' ' + recipe.data.root}: "
-        f"{len(data.train_set):,}{part} to train on, {len(data.val_set):,} to validate, "
+        f"{len(data.train_set):,}{part} to train on, {len(data.val_set):,} "
+        f"{'held out of them ' if recipe.data.held_out_per_class else ''}to validate, "
         f"{recipe.data.num_classes} classes, "
         f"{recipe.data.image_size[0]}×{recipe.data.image_size[1]}{where}\n"
         f"views   {data.val_batches.kept.in_words()}\n"
@@ -55,7 +56,19 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
         f"{describe_device(processes.device)}\n"
         f"steps   {steps_per_epoch:,} per epoch × {epochs} epochs = {steps_per_epoch * epochs:,}\n"
         f"lr      peak {peak:g}; first step {lr_at(0):g}, last step "
-        f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}")
+        f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}"
+        + rates_of_parts(recipe))
+
+
+def rates_of_parts(recipe: Recipe) -> str:
+    """A line about the parts of the model that have a learning rate of their own; "" without any."""
+    scales, held = vars(recipe.optim.lr_scales), vars(recipe.optim.hold_epochs)
+    found = [f"{part} × {scale:g}" for part, scale in scales.items()
+             if part != "layer_decay" and scale != 1.0]
+    found += [f"× {scales['layer_decay']:g} per layer from the head down"
+              ] * (scales["layer_decay"] != 1.0)
+    found += [f"{part} × 0 in the first {epochs} epoch(s)" for part, epochs in held.items() if epochs]
+    return f"\nrates   {', '.join(found)}" if found else ""
 
 
 def cautions(recipe: Recipe, data: Data) -> list[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
-import torch
 from torch import nn
+
+from .parts import PartAdamW, PartRates, query_key_rows, rates_by_name
 
 LINEAR_SCALING_BATCH = 512      # base_lr is for this global batch (DeiT, arXiv 2012.12877, §6)
 
@@ -28,25 +29,38 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim > 1 and leaf != "bias" and leaf not in UNDECAYED_NAMES
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two parameter groups for an optimiser: first the decayed parameters, then the exempt ones.
+def parameter_groups(model: nn.Module, weight_decay: float,
+                     rates: PartRates = PartRates()) -> list[dict[str, Any]]:
+    """Parameter groups for an optimiser: first the decayed parameters, then the exempt ones.
 
     model: the bare model, since a wrapper such as DistributedDataParallel changes the names that
-        `decays` compares. Parameters that do not require gradients are in neither group.
+        `decays` compares. Parameters that do not require gradients are in no group.
+    rates: splits both by learning rate. Each group states its factor on the learning rate and for
+        how many steps at the start it is not trained.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return [{"params": [p for name, p in named if decays(name, p)], "weight_decay": weight_decay},
-            {"params": [p for name, p in named if not decays(name, p)], "weight_decay": 0.0}]
+    rate_of, groups = rates_by_name(model, rates), []
+    for decayed in (True, False):
+        by_rate: dict[tuple[float, int], list[nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and decays(name, parameter) == decayed:
+                by_rate.setdefault(rate_of[name], []).append(parameter)
+        groups += [{"params": parameters, "weight_decay": weight_decay if decayed else 0.0,
+                    "factor": factor, "hold_steps": hold_steps}
+                   for (factor, hold_steps), parameters in (by_rate or {(1.0, 0): []}).items()]
+    return groups
 
 
-def adamw(model: nn.Module, *, weight_decay: float, betas: tuple[float, float],
-          eps: float) -> torch.optim.AdamW:
-    """Fused AdamW (Loshchilov and Hutter, arXiv 1711.05101) over the model's two parameter groups.
+def adamw(model: nn.Module, *, weight_decay: float, betas: tuple[float, float], eps: float,
+          rates: PartRates = PartRates()) -> PartAdamW:
+    """Fused AdamW (Loshchilov and Hutter, arXiv 1711.05101) over the model's parameter groups.
 
     Its learning rate is 0 until the engine sets it, which happens at every step.
     """
-    return torch.optim.AdamW(parameter_groups(model, weight_decay), lr=0.0, betas=betas, eps=eps,
-                             fused=True)
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    rows = [(parameters[number], rows) for number, rows in query_key_rows(model).items()
+            if rows != slice(None) and parameters[number].requires_grad]
+    return PartAdamW(parameter_groups(model, weight_decay, rates), rows, rates, lr=0.0, betas=betas,
+                     eps=eps, fused=True)
 
 
 def scaled_lr(base_lr: float, lr_scaling: Literal["linear", "none"], global_batch: int) -> float:
