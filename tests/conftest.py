@@ -174,6 +174,7 @@ def small_run(image_tree: Path) -> Callable[..., list[str]]:
         "data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
         "eval.batch_size": "4", "optim.global_batch": "12", "optim.max_batch_per_process": "4",
         "optim.base_lr": "1e-3", "optim.eps": "1e-4", "optim.clip_norm": "1.0",
+        "optim.lr_scales.qk": "0.3", "optim.hold_epochs.head": "1",
         "ema.decay": "0.99", "ema.warmup": "true", "schedule.epochs": "3",
         "model.options.embed_dim": "12", "model.options.depth": "2", "model.options.num_heads": "3",
         "model.options.drop_path": "0.3",
