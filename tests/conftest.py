@@ -1,4 +1,4 @@
-"""What several test files share: the programs as modules, and a small image folder."""
+"""Fixtures that several test files share: the programs as modules, small image folders and runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# One thread per process, in the processes that tests start, too, unless the caller says otherwise: tensors
-# here are tiny, and threads that spin while they wait for each other slow down whatever runs beside them.
-# It is read when torch is imported.
+# One thread per process, also in the processes that tests start, unless the caller has set it: tensors here
+# are tiny, and threads that spin while they wait for each other slow down everything that runs beside them.
+# torch reads the variable when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
@@ -36,7 +36,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def load_program(name: str) -> ModuleType:
-    """train.py or eval.py as a module; they belong to no package."""
+    """Import train.py or eval.py, which belong to no package, as a module."""
     spec = importlib.util.spec_from_file_location(f"program_{name}", REPOSITORY / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -46,7 +46,7 @@ def load_program(name: str) -> ModuleType:
 
 @pytest.fixture(autouse=True, scope="session")
 def signals_are_heard() -> None:
-    """A shell in the background may have started the tests with some of them ignored."""
+    """Restore the handlers of signals, some of which a background shell may have set to be ignored."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else
                       signal.SIG_DFL)
@@ -63,9 +63,10 @@ def train_program() -> ModuleType:
 
 
 class StopBefore(StopRequest):
-    """Stands in for StopRequest: SIGTERM comes when the run waits for its `at`-th thing, from 0.
+    """A stand-in for StopRequest: SIGTERM comes when the run waits for the time number `at` (from 0).
 
-    It waits for each micro-batch, for the end of the epoch's, and likewise for evaluation's batches.
+    A run waits for each micro-batch, for the end of the micro-batches of an epoch, and likewise for
+    the batches of an evaluation.
     """
 
     def __init__(self, at: int) -> None:
@@ -115,7 +116,7 @@ distributed.stop()
 
 @pytest.fixture
 def in_two_processes(tmp_path: Path) -> Callable[[Callable[[Processes], Any]], list[Any]]:
-    """Calls a function of a test file in two processes of a gloo group; what each returned."""
+    """Calls a function of a test file in two processes of a gloo group; returns both results."""
     def call(function: Callable[[Processes], Any]) -> list[Any]:
         members = [subprocess.Popen([sys.executable, "-c", MEMBER, inspect.getfile(function),
                                      function.__name__, str(tmp_path), str(rank)])
@@ -136,7 +137,7 @@ def eval_program() -> ModuleType:
 
 @pytest.fixture
 def without_matplotlib(monkeypatch) -> None:
-    """As if the extra `figures` were not installed."""
+    """Makes importing matplotlib fail, as if the extra `figures` were not installed."""
     real = builtins.__import__
 
     def without(name, *arguments, **keywords):
@@ -164,11 +165,11 @@ def image_tree(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_run(image_tree: Path) -> Callable[..., list[str]]:
-    """Arguments of train.py for a run of seconds on `image_tree`: 4 steps an epoch, 3 epochs.
+    """Arguments of train.py for a run of a few seconds on `image_tree`: 3 epochs of 4 steps.
 
-    Everything that could go wrong on resume is on: every augmentation, two views of an image,
-    accumulation of three micro-batches, EMA with warm-up, clipping, stochastic depth. Three groups of four share a draw of
-    mixing. eps is large for the reason given in train/test_engine.py.
+    Everything that could go wrong on resume is on: every augmentation, two views per image,
+    accumulation over three micro-batches, EMA with warm-up, clipping, stochastic depth. Mixing has
+    three groups of four images per step. eps is large for the reason given in train/test_engine.py.
     """
     sets = {
         "data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
@@ -197,10 +198,10 @@ def small_run(image_tree: Path) -> Callable[..., list[str]]:
 
 @pytest.fixture
 def written_run(tmp_path: Path) -> Callable[..., Path]:
-    """Writes the small files of a run that never was: a line of metrics for each of `tops`.
+    """Writes the small files of a run that did not take place, with one line of metrics for each of `tops`.
 
-    epochs: what the recipe asks for, by default as many as there are lines.
-    start: more of run.json.
+    epochs: the number of epochs in the recipe, by default the number of lines.
+    start: further entries of run.json.
     """
     def write(name: str, tops: list[float | None], *, emas: list[float | None] | None = None,
               epochs: int | None = None, seed: int = 0, init: str = "default",

@@ -1,4 +1,4 @@
-"""Keyed generators: Philox with the key and counters that the docstring promises."""
+"""Keyed generators are Philox with the key and counters that the docstring states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What messages quote: one line, nothing that a terminal would obey, never too long."""
+"""Messages are one line of limited length, without control characters, whatever they quote."""
 
 from __future__ import annotations
 

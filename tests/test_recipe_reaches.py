@@ -1,4 +1,7 @@
-"""Every key of the recipe's second half reaches what it names; the first half's do in the rooms' tests."""
+"""Each key of a recipe's second half reaches the function that it is for.
+
+Those of the first half ([run] to [init]) are tested with the packages that read them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from vitinit.runs.folder import RunFolder
 from vitinit.train.engine import Evaluation, set_precision, tune_convolutions
 from vitinit.train.parts import PartRates
 
-# No two values of one type are equal, and none is a default of the function that takes it.
+# All values of one type are different, and none is the default of the function that takes it.
 WRITTEN = {
     "optim": dict(global_batch=12, max_batch_per_process=2, base_lr=3e-3, lr_scaling="linear",
                   weight_decay=0.07, betas=[0.83, 0.97], eps=5e-5, clip_norm=0.61,
@@ -34,7 +37,7 @@ WRITTEN = {
 
 @pytest.fixture
 def seen(train_program, small_run, tmp_path, monkeypatch) -> dict:
-    """What each function was called with in a run with the recipe above, by its name."""
+    """The arguments of each call of these functions in a run with the recipe above, by function."""
     calls: dict[str, list[tuple[tuple, dict]]] = {}
     for name in ("adamw", "scaled_lr", "plan_batches", "learning_rate", "Ema", "set_precision",
                  "ToDevice", "TrainToDevice", "EvalViews", "kept_views", "EvaluationBatches",
@@ -107,7 +110,7 @@ def test_checkpoints_are_written_when_the_recipe_says(train_program, small_run, 
 @pytest.mark.parametrize("best_by, epoch", [("val_top1", 2), ("val_loss", 3), ("ema_top1", 1)])
 def test_the_best_checkpoint_is_best_by_what_the_recipe_says(train_program, small_run, tmp_path,
                                                              monkeypatch, best_by, epoch):
-    """Epochs whose loss, top-1 and the average's top-1 are best at different times; one is NaN."""
+    """The loss, the top-1 and the EMA's top-1 are best at different epochs; one loss is NaN."""
     found = iter([(float("nan"), 30.0, 60.0), (1.5, 50.0, 40.0), (1.2, 40.0, 50.0)])
 
     def scripted(*arguments, **options):
@@ -160,9 +163,9 @@ def test_cudnn_times_its_kernels_for_convolutional_models_unless_bits_matter(nam
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_mixed_precision_resumes_to_the_bit(train_program, stop_before, small_run, tmp_path,
+def test_mixed_precision_resumes_bit_for_bit(train_program, stop_before, small_run, tmp_path,
                                             monkeypatch, amp):
-    """The loss scale too, which grows and falls as it goes."""
+    """Bit for bit, including the loss scale, which changes during training."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     how = dict(engine__amp=amp, schedule__epochs="2")
     assert train_program.main(small_run(straight, **how)) == 0

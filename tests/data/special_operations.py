@@ -1,7 +1,7 @@
-"""RandAugment with a function for each of its operations: the reference for the passes that it takes.
+"""RandAugment with one function per operation: the reference for the package's implementation.
 
-Slower and plainer: each operation by its own formula, as Pillow has it, on batches (n, 3, H, W) uint8
-with one argument per image. The package's passes must equal it to the bit.
+It is slower and simpler: each operation follows its own formula, as in Pillow, on batches (n, 3, H, W)
+uint8 with one argument per image. The package must give the same bits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def equalize(images: Tensor, _: Tensor) -> Tensor:
     values = rearrange(images, "n c h w -> n c (h w)").long()
     histogram = torch.zeros(*values.shape[:2], LEVELS, dtype=torch.int64, device=images.device)
     histogram.scatter_add_(2, values, torch.ones_like(values))           # (n, 3, 256)
-    # Pixels a level, were they spread evenly; those of the lightest value do not count.
+    # How many pixels each level would have if they were spread evenly, without those of the
+    # lightest value.
     lightest = histogram.gather(2, values.amax(2, keepdim=True))
     step = (values.shape[2] - lightest) // 255                           # (n, 3, 1)
     below = histogram.cumsum(2) - histogram
@@ -60,31 +61,31 @@ def invert(images: Tensor, _: Tensor) -> Tensor:
 
 
 def posterize(images: Tensor, bits: Tensor) -> Tensor:
-    """Keep the highest `bits` bits; of 0 bits nothing is left, which is black."""
+    """Keep the highest `bits` bits; 0 bits make the image black."""
     mask = LEVELS - 2 ** (8 - bits)
     return images & mask.to(torch.uint8)
 
 
 def solarize(images: Tensor, threshold: Tensor) -> Tensor:
-    """Invert what is at `threshold` or above."""
+    """Invert values from `threshold` on."""
     return torch.where(images < threshold.to(torch.int16), images, 255 - images)
 
 
 def solarize_add(images: Tensor, addend: Tensor) -> Tensor:
-    """Add to pixels below 128."""
+    """Add `addend` to values below 128."""
     added = (images.to(torch.int16) + addend.to(torch.int16)).clamp(max=255).to(torch.uint8)
     return torch.where(images < 128, added, images)
 
 
 # ---------------------------------------------------------------------------------------------
-# Blends: away from (factor 1 .. 2) or towards (0 .. 1) a plainer version of the image
+# Blends with a plainer version of the image: towards it (factors 0 to 1) or away from it (above 1)
 # ---------------------------------------------------------------------------------------------
 
 
 def blend(plain: Tensor, images: Tensor, factor: Tensor) -> Tensor:
     """plain + factor · (images − plain), clipped and truncated to uint8 as Pillow does.
 
-    plain: whole numbers, so that a factor of 256 goes as far as any larger one.
+    plain: integers, so that no factor above 256 gives another result than 256.
     """
     plain = plain.float()
     factor = factor.clamp(max=256.0).float()
@@ -92,18 +93,18 @@ def blend(plain: Tensor, images: Tensor, factor: Tensor) -> Tensor:
 
 
 def grey(images: Tensor) -> Tensor:
-    """ITU-R 601 luma as Pillow's convert("L") rounds it: (n, 1, H, W) int32."""
+    """The ITU-R 601 luma, rounded like in Pillow's convert("L"): (n, 1, H, W) int32."""
     red, green, blue = images.to(torch.int32).split(1, dim=1)
     return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
 
 
 def color(images: Tensor, factor: Tensor) -> Tensor:
-    """Blend with the image in grey."""
+    """Blend with the grey version of the image."""
     return blend(grey(images), images, factor)
 
 
 def contrast(images: Tensor, factor: Tensor) -> Tensor:
-    """Blend with the image's mean grey."""
+    """Blend with the mean of the grey version of the image."""
     count = images.shape[2] * images.shape[3]
     total = grey(images).sum((1, 2, 3), keepdim=True)                    # (n, 1, 1, 1) int64
     return blend((2 * total + count) // (2 * count), images, factor)     # rounded to the nearest
@@ -115,7 +116,7 @@ def brightness(images: Tensor, factor: Tensor) -> Tensor:
 
 
 def sharpness(images: Tensor, factor: Tensor) -> Tensor:
-    """Blend with the image smoothed by a 3×3 kernel, 5 in the centre and 1 around it, of 13."""
+    """Blend with the image smoothed by the 3×3 kernel with 5/13 in the centre and 1/13 around it."""
     wide = images.to(torch.int32)
     rows = wide[:, :, :-2] + wide[:, :, 1:-1] + wide[:, :, 2:]           # (n, 3, H - 2, W)
     box = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]               # (n, 3, H - 2, W - 2)
@@ -127,27 +128,27 @@ def sharpness(images: Tensor, factor: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------
-# Geometric operations: one affine map an image
+# Geometric operations: one affine map per image
 # ---------------------------------------------------------------------------------------------
 
 
 def linear(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
-    """Between two values, t from the first to the second."""
+    """Linear interpolation between a (t = 0) and b (t = 1)."""
     return a + (b - a) * t
 
 
 def cubic(a: Tensor, b: Tensor, c: Tensor, d: Tensor, t: Tensor) -> Tensor:
-    """Cubic convolution (Keys, 1981) with slope -1, as Pillow's transforms use it: t from b to c."""
+    """Cubic convolution (Keys, 1981) between b (t = 0) and c (t = 1), with Keys's parameter -1."""
     return b + t * ((c - a) + t * ((2.0 * (a - b) + c - d) + t * (b - a + d - c)))
 
 
 def affine(images: Tensor, matrices: Tensor, *, bicubic: bool, fill: Sequence[int],
            axes: Literal["x", "y", "xy"] = "xy") -> Tensor:
-    """Each image (n, 3, H, W) uint8 seen through its matrix (n, 2, 3) float64.
+    """Transform each image of (n, 3, H, W) uint8 by its matrix, (n, 2, 3) float64.
 
-    A pixel whose centre falls outside of the old image gets `fill`. Otherwise neighbours beyond the
-    edge repeat the edge, as in Pillow. axes: along which pixels move; where they stay on their row
-    (column), that row (column) alone need be read.
+    A pixel whose centre is mapped outside of the old image gets `fill`. For all others, neighbours
+    beyond the edge repeat the edge, as in Pillow. axes: the axes along which pixels move. Where
+    pixels stay in their row (or column), only that row (or column) is read.
     """
     height, width = images.shape[2:]
     device = images.device
@@ -161,19 +162,19 @@ def affine(images: Tensor, matrices: Tensor, *, bicubic: bool, fill: Sequence[in
     across, down = ((old - low).float()[:, None] for old, low in ((old_x, left), (old_y, top)))
     left, top = left.long(), top.long()
 
-    # One integer a pixel, so that one look-up fetches all three channels.
+    # One integer per pixel, so that one look-up fetches all three channels.
     red, green, blue = images.int().unbind(1)
     packed = rearrange(red | green << 8 | blue << 16, "n h w -> n (h w)")
     shifts = torch.tensor([0, 8, 16], dtype=torch.int32).to(device, non_blocking=True).view(3, 1, 1)
     between, taps = (cubic, (-1, 0, 1, 2)) if bicubic else (linear, (0, 1))
-    # The neighbours that count: as many rows and columns, or the pixel's own.
+    # The rows and columns of the neighbours, or the pixel's own along an axis that does not move.
     rows = [(top + tap).clamp(0, height - 1) * width for tap in (taps if "y" in axes else (0,))]
     columns = [(left + tap).clamp(0, width - 1) for tap in (taps if "x" in axes else (0,))]
 
-    def pixels(place: Tensor) -> Tensor:
-        """place: (n, H, W), row · width + column → (n, 3, H, W) float32"""
-        found = packed.gather(1, place.flatten(1)).view(-1, 1, height, width)
-        return ((found >> shifts) & 255).float()
+    def pixels(index: Tensor) -> Tensor:
+        """The pixels at `index`, (n, H, W), which is row · width + column: (n, 3, H, W) float32."""
+        words = packed.gather(1, index.flatten(1)).view(-1, 1, height, width)
+        return ((words >> shifts) & 255).float()
 
     def along(row: Tensor) -> Tensor:
         values = [pixels(row + column) for column in columns]
@@ -186,7 +187,7 @@ def affine(images: Tensor, matrices: Tensor, *, bicubic: bool, fill: Sequence[in
 
 
 # ---------------------------------------------------------------------------------------------
-# Both kinds
+# All operations
 # ---------------------------------------------------------------------------------------------
 
 
@@ -210,7 +211,7 @@ GEOMETRIC: dict[str, tuple[Operation, ...]] = {      # by the axes along which p
 
 
 def rand_augment(images: Tensor, draws: Draws, fill: Sequence[int]) -> Tensor:
-    """Layer by layer and operation by operation."""
+    """Apply each image's operations, layer by layer and operation by operation."""
     images = images.clone(memory_format=torch.contiguous_format)
     for codes, arguments, bicubic in zip(draws.operations.T, draws.arguments.T, draws.bicubic.T):
         for operation, function in PLAIN.items():

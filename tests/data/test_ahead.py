@@ -1,4 +1,4 @@
-"""Batches made in a stream of their own: what the streams are told comes before what."""
+"""Batches are made in a stream of their own, and the streams wait for each other where they must."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Queue:
-    """Stands in for a CUDA stream: it knows of every piece of work what must have ended before.
+    """A stand-in for a CUDA stream that records what must have ended before each piece of work.
 
-    past: of each queue, how many of its pieces have ended before whatever comes next in this one.
+    past: for each queue, how many of its pieces of work end before the next one in this queue begins.
     """
 
     current: Queue
@@ -26,7 +26,7 @@ class Queue:
         self.past: dict[Queue, int] = {self: 0}
 
     def launch(self) -> dict[Queue, int]:
-        """A piece of work; returns what ends before it ends, itself included."""
+        """Launch a piece of work. Returns how many pieces of each queue end before it, with itself."""
         self.past[self] += 1
         return dict(self.past)
 
@@ -43,7 +43,7 @@ class Queue:
 
 @pytest.fixture
 def queues(monkeypatch) -> Queue:
-    """torch.cuda's streams replaced; the one that trains."""
+    """Replaces the streams of torch.cuda by queues, and gives the one in which training is launched."""
     @contextlib.contextmanager
     def within(queue: Queue) -> Iterator[None]:
         before, Queue.current = Queue.current, queue
@@ -61,7 +61,7 @@ def queues(monkeypatch) -> Queue:
 
 
 def after(later: dict[Queue, int], earlier: dict[Queue, int]) -> bool:
-    """Whether a piece of work begins only once the other has ended, as the queues have it."""
+    """Whether one piece of work begins only once the other has ended."""
     return all(later.get(queue, 0) >= count for queue, count in earlier.items())
 
 
@@ -73,7 +73,7 @@ def test_the_next_item_is_made_while_the_one_before_is_trained_on(queues):
         for number in range(7):
             made.append(Queue.current.launch())
             yield number
-    uploaded = queues.launch()                       # such as a set that lives on the device
+    uploaded = queues.launch()                       # such as the copy of a set to the device
     for number in made_ahead(makers(), CUDA):
         assert Queue.current is queues and len(made) == number + 1
         trained.append(queues.launch())
@@ -82,14 +82,14 @@ def test_the_next_item_is_made_while_the_one_before_is_trained_on(queues):
     for number in range(7):
         assert after(made[number], uploaded)
         assert after(trained[number], made[number])
-        if number >= 1:                              # side by side
+        if number >= 1:                              # may run at the same time
             assert not after(made[number], trained[number - 1])
-        if number >= 2:                              # so memory that training is done with is free
+        if number >= 2:                              # so its memory is free
             assert after(made[number], trained[number - 2])
 
 
 def test_memory_of_the_item_in_hand_is_kept_until_the_next_is_made(queues):
-    """Whoever takes items may forget one early: its memory must not go to the next."""
+    """The caller may drop an item early; its memory must not be used for the next item."""
     class Item:
         alive = 0
 
@@ -110,7 +110,7 @@ def test_memory_of_the_item_in_hand_is_kept_until_the_next_is_made(queues):
 
 
 def test_all_makers_share_a_stream(queues):
-    """Memory that is freed in one stream is for that stream alone."""
+    """torch reuses memory that was freed in a stream only for that stream."""
     streams = []
 
     def makers() -> Iterator[None]:

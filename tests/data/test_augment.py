@@ -1,4 +1,4 @@
-"""Normalising and erasing equal float64's or plain integers' arithmetic, image by image."""
+"""Normalising and erasing equal arithmetic in float64 or plain integers, image by image."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ WAYS = {"as on a GPU": FEW_LAUNCHES, "as on a CPU": IN_CACHE}
 
 
 def erased_box(box: Box, key: int, fill: str = "pixel") -> Tensor:
-    """What is in the box of one image that is erased alone, (3, box.height, box.width)."""
+    """The pixels in the box of an image that is erased alone, (3, box.height, box.width)."""
     return inside(erase(floats(1), erasing([box], [key]), fill, QUANTILES)[0], box)
 
 
@@ -179,7 +179,7 @@ def test_pixel_noise_is_standard_normal_and_differs_by_value():
     ranks = torch.special.ndtr(values).sort().values
     steps = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     assert (ranks - steps).abs().max() < 1.95 / n**0.5       # Kolmogorov-Smirnov, one in a thousand
-    # Neighbours along every axis, and the same place in two images, are uncorrelated.
+    # Neighbours along every axis, and the same position in two images, are uncorrelated.
     noise = torch.stack([inside(image, box) for image in images]).double()
     for dim in range(4):
         length = noise.shape[dim] - 1
@@ -189,7 +189,7 @@ def test_pixel_noise_is_standard_normal_and_differs_by_value():
     assert len(inside(images[0], box).unique()) > 1863 - 100
 
 
-def test_rand_noise_is_one_number_a_channel_and_another_in_each():
+def test_rand_noise_is_one_number_per_channel_and_differs_between_channels():
     numbers = []
     for key in range(101):
         values = erased_box(Box(3, 5, 7, 11), key, "rand")
@@ -205,7 +205,7 @@ def test_const_is_zero():
 
 
 @pytest.mark.parametrize("fill", ["pixel", "rand"])
-def test_noise_depends_on_the_key_alone_and_not_on_the_batch_or_the_place(fill):
+def test_noise_depends_on_the_key_alone_and_not_on_the_batch_or_the_position(fill):
     erased = erase(floats(len(BOXES)), erasing(BOXES, NOISE_KEYS), fill, QUANTILES)
     for image, box, key in zip(erased, BOXES, NOISE_KEYS):
         if box != NOWHERE:

@@ -24,10 +24,10 @@ def test_a_class_has_the_number_that_everyone_gives_it(index, wnid):
     assert imagenet_wnids()[index] == wnid
 
 
-def test_each_class_of_a_set_is_found_at_its_place_in_the_model():
-    ours = ["ant", "bee", "cat", "dog", "eel"]
-    assert class_indices(ours, ["dog", "ant", "eel"]) == [3, 0, 4]
-    assert class_indices(ours, ours) == [0, 1, 2, 3, 4]
+def test_each_class_of_a_set_is_found_at_its_index_in_the_model():
+    known = ["ant", "bee", "cat", "dog", "eel"]
+    assert class_indices(known, ["dog", "ant", "eel"]) == [3, 0, 4]
+    assert class_indices(known, known) == [0, 1, 2, 3, 4]
 
 
 def test_a_class_that_the_model_does_not_know_is_named():

@@ -1,4 +1,4 @@
-"""A sample's draws: keyed by (seed, epoch, index, repeat), with the distributions they promise."""
+"""A sample's draws depend on its key (seed, epoch, index, repeat), and have the stated distributions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from vitinit.data.images import Box
 from vitinit.keys import Stream, keyed_generator
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
-KS_LIMIT = 1.95          # of the Kolmogorov-Smirnov distance, times √n: one in a thousand
+KS_LIMIT = 1.95          # for √n times the Kolmogorov-Smirnov distance; exceeded once in a thousand
 
 
 def views(*, seed=3, epoch=5, first=0, count=53, repeat=0, height=101, width=103,
           **crop) -> list[View]:
-    """Of `count` images from `first` on; crop: what differs from CropAndFlip's defaults."""
+    """The views of `count` images from `first` on; crop: changes to CropAndFlip's defaults."""
     draws = SampleDraws(seed, (height, width), CropAndFlip(**crop))
     return [draws.view(SampleKey(epoch, index, repeat), height, width)
             for index in range(first, first + count)]
@@ -40,13 +40,13 @@ def crops(count: int, height: int, width: int, *, scale=SCALE, ratio=RATIO,
 
 
 def distance_from_uniform(values: np.ndarray, low: float, high: float) -> float:
-    """Kolmogorov-Smirnov, times √n."""
+    """The Kolmogorov-Smirnov distance from a uniform distribution, times √n."""
     steps = (np.arange(len(values)) + 0.5) / len(values)
     return abs((np.sort(values) - low) / (high - low) - steps).max() * len(values)**0.5
 
 
 def distance_between(one: np.ndarray, two: np.ndarray) -> float:
-    """Two-sample Kolmogorov-Smirnov for samples of one size n, times √(n / 2)."""
+    """The Kolmogorov-Smirnov distance between two samples of the same size n, times √(n / 2)."""
     at = np.concatenate([one, two])
     shares = [np.searchsorted(np.sort(sample), at, side="right") / len(sample)
               for sample in (one, two)]
@@ -54,13 +54,13 @@ def distance_between(one: np.ndarray, two: np.ndarray) -> float:
 
 
 def excess(counts: np.ndarray, expected: np.ndarray | float) -> float:
-    """Pearson's χ² of counts whose sum is given, in standard deviations above its mean."""
+    """Pearson's χ² of counts with a given sum, as a number of standard deviations above its mean."""
     squares, freedom = (counts - expected)**2 / expected, counts.size - 1
     return (squares.sum() - freedom) / (2 * freedom)**0.5
 
 
 def assert_rate(hits: np.ndarray, rate: float) -> None:
-    """That `rate` of `hits` are true, within four standard errors."""
+    """Assert that a share `rate` of `hits` is true, within four standard errors."""
     assert abs(np.mean(hits) - rate) <= 4 * math.sqrt(rate * (1 - rate) / len(hits))
 
 
@@ -115,12 +115,12 @@ def test_without_padding_a_box_lies_in_the_image(height, width):
     assert (top + box_height).max() <= height and (left + box_width).max() <= width
 
 
-def test_a_box_reaches_every_place_equally_often_and_no_other():
-    # 7 × 11 pixels, 30 % of the area, square: 5 × 5 boxes at 3 × 7 places.
+def test_a_box_reaches_every_position_equally_often_and_no_other():
+    # 7 × 11 pixels, 30 % of the area, square: 5 × 5 boxes at 3 × 7 positions.
     boxes = crops(2100, 7, 11, scale=(0.3, 0.3), ratio=(1.0, 1.0))
     assert set(map(tuple, boxes[:, 2:].tolist())) == {(5, 5)}
-    places, counts = np.unique(boxes[:, :2], axis=0, return_counts=True)
-    assert places.tolist() == [[top, left] for top in range(3) for left in range(7)]
+    corners, counts = np.unique(boxes[:, :2], axis=0, return_counts=True)
+    assert corners.tolist() == [[top, left] for top in range(3) for left in range(7)]
     assert abs(counts - 100).max() < 4 * 100**0.5
 
 
@@ -145,8 +145,8 @@ def test_pad_and_shift_is_uniform_on_all_shifts(size, padding):
     boxes = crops(expected * len(shifts)**2, size, size, scale=(1.0, 1.0), ratio=(1.0, 1.0),
                   padding=padding)
     assert (boxes[:, 2:] == size).all()
-    places, counts = np.unique(boxes[:, :2], axis=0, return_counts=True)
-    assert places.tolist() == [[down, right] for down in shifts for right in shifts]
+    corners, counts = np.unique(boxes[:, :2], axis=0, return_counts=True)
+    assert corners.tolist() == [[down, right] for down in shifts for right in shifts]
     assert abs(counts - expected).max() < 4 * expected**0.5
 
 
@@ -242,12 +242,12 @@ TABLE = {
 
 @functools.cache
 def many_draws() -> Draws:
-    """Of 20,011 images, with random interpolation, otherwise as DeiT has it."""
+    """The draws of 20,011 images, with random interpolation and otherwise DeiT's settings."""
     return drawn(count=20_011, interpolation="random")
 
 
 def drawn(*, seed=3, epoch=5, first=0, count=53, repeat=0, erasing=Erasing(), **augment) -> Draws:
-    """Of `count` images from `first` on; augment: what differs from RandAugment's defaults."""
+    """The draws of `count` images from `first` on; augment: settings that are not the defaults."""
     draws = SampleDraws(seed, (HEIGHT, WIDTH), rand_augment=RandAugment(**augment), erasing=erasing)
     return draws.batch_for_device([SampleKey(epoch, index, repeat)
                                    for index in range(first, first + count)])
@@ -258,7 +258,7 @@ def equal(one: Draws, two: Draws) -> bool:
 
 
 def magnitudes(draws: Draws) -> tuple[np.ndarray, np.ndarray]:
-    """(N, L) each: sign and magnitude where an operation's argument tells, NaN elsewhere."""
+    """Signs and magnitudes, (N, L) each, where an operation's argument shows them; NaN elsewhere."""
     full = np.full(draws.operations.shape, np.nan)
     for operation, at_ten in SIGNED.items():
         full[draws.operations == operation] = at_ten
@@ -500,7 +500,7 @@ def test_boxes_are_distributed_like_torchvisions(height, width):
     assert distance_between(ours[:, 2] * ours[:, 3], theirs[:, 2] * theirs[:, 3]) < KS_LIMIT
 
 
-def test_erased_share_log_ratio_and_place_are_uniform_where_every_box_fits():
+def test_erased_share_log_ratio_and_position_are_uniform_where_every_box_fits():
     # A quarter of the area at 10:3 is .91 of a square image's side, so nothing is rejected.
     top, left, height, width = boxes_of(3001, 1009, 1009, area=(0.02, 0.25)).T
     assert distance_from_uniform(height * width / 1009**2, 0.02, 0.25) < KS_LIMIT
@@ -514,12 +514,12 @@ def test_the_ratio_is_height_over_width():
     assert (abs(height / width - 3.0) < 0.1).all()
 
 
-def test_an_erased_box_reaches_every_place_equally_often_and_no_other():
-    # 7 × 11 pixels, 32 % of the area, square: 5 × 5 boxes at 3 × 7 places.
+def test_an_erased_box_reaches_every_position_equally_often_and_no_other():
+    # 7 × 11 pixels, 32 % of the area, square: 5 × 5 boxes at 3 × 7 positions.
     boxes = boxes_of(2100, 7, 11, area=(0.32, 0.32), ratio=(1.0, 1.0))
     assert set(map(tuple, boxes[:, 2:].tolist())) == {(5, 5)}
-    places, counts = np.unique(boxes[:, :2], axis=0, return_counts=True)
-    assert places.tolist() == [[top, left] for top in range(3) for left in range(7)]
+    corners, counts = np.unique(boxes[:, :2], axis=0, return_counts=True)
+    assert corners.tolist() == [[top, left] for top in range(3) for left in range(7)]
     assert abs(counts - 100).max() < 4 * 100**0.5
 
 
@@ -610,7 +610,7 @@ def test_crop_and_flip_are_the_same_whether_or_not_the_rest_is_drawn_between():
 
 
 def argument_alone(settings: RandAugment, operation: str, magnitude: float, sign: float) -> float:
-    """Operation by operation, in plain numbers."""
+    """The argument of one operation, in plain numbers."""
     share = magnitude / 10
     match operation:
         case "Rotate":
@@ -637,7 +637,7 @@ def sides_alone(rng: np.random.Generator, pixels: int, share, ratio) -> tuple[in
 
 
 def view_alone(crop: CropAndFlip, rng: np.random.Generator, height: int, width: int) -> View:
-    """One sample's view out of a generator of its own, with numpy's uniform()."""
+    """One sample's view, drawn from a generator of its own with numpy's uniform()."""
     pad = crop.padding
     for _ in range(10):
         box_width, box_height = sides_alone(rng, height * width, crop.scale, crop.ratio)
@@ -658,7 +658,7 @@ def view_alone(crop: CropAndFlip, rng: np.random.Generator, height: int, width: 
 
 
 def operations_alone(settings: RandAugment, rng: np.random.Generator) -> tuple:
-    """One sample's codes, arguments and bicubic, with an array of `layers` numbers a call."""
+    """One sample's codes, arguments and bicubic, drawn `layers` numbers per call."""
     chosen = rng.integers(len(settings.operations), size=settings.layers)
     chances = rng.random(settings.layers)
     magnitudes = rng.normal(settings.magnitude, settings.magnitude_std, settings.layers)
@@ -709,8 +709,8 @@ def test_whole_batches_draw_what_a_generator_of_its_own_gives_each_sample(name):
     crop, rand_augment, erasing = SETTINGS[name]
     size, seed, count = (HEIGHT, WIDTH), 2**63 - 25, 14_303      # of seven settings: 10^5 keys
     draws = SampleDraws(seed, size, crop, rand_augment, erasing)
-    keys = [SampleKey(count % 11, 2**40 + place, place % 3) for place in range(count)]
-    sizes = [(31 + place % 97, 37 + place % 89) for place in range(count)]
+    keys = [SampleKey(count % 11, 2**40 + number, number % 3) for number in range(count)]
+    sizes = [(31 + number % 97, 37 + number % 89) for number in range(count)]
     own = [{stream: keyed_generator(seed, stream, *key) for stream in
             (Stream.CROP_AND_FLIP, Stream.RAND_AUGMENT, Stream.ERASE)} for key in keys]
 
@@ -724,10 +724,10 @@ def test_whole_batches_draw_what_a_generator_of_its_own_gives_each_sample(name):
         assert np.array_equal(ours, np.array(theirs).reshape(ours.shape))
     alone = [erasing_alone(erasing, generators[Stream.ERASE], *size) for generators in own]
     assert [(Box(*box), key) for box, key in zip(boxes.tolist(), noise_keys.tolist())] == alone
-    for place in (0, 1, count - 1):
-        assert equal(draws.for_device(keys[place]), [part[place] for part in together])
-        assert draws.view(keys[place], *sizes[place]) == view_alone(
-            crop, keyed_generator(seed, Stream.CROP_AND_FLIP, *keys[place]), *sizes[place])
+    for number in (0, 1, count - 1):
+        assert equal(draws.for_device(keys[number]), [part[number] for part in together])
+        assert draws.view(keys[number], *sizes[number]) == view_alone(
+            crop, keyed_generator(seed, Stream.CROP_AND_FLIP, *keys[number]), *sizes[number])
 
 
 # Each part's shape for L layers, without the batch, and its type.

@@ -1,4 +1,4 @@
-"""ImageNet's other test sets as their archives unpack, an image a class; what is refused."""
+"""ImageNet's other test sets, laid out as in their archives with one image per class; and errors."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ LAYOUTS = {                 # name: (folder of the archive, its class folders, f
 
 
 def jpeg(folder: str) -> bytes:
-    """A grey image of 2×3 pixels whose grey levels count up with the folder's place."""
-    place = int(folder) if folder.isdecimal() else WNIDS.index(folder)
+    """A grey image of 2×3 pixels whose grey level is the index of the folder's class, modulo 251."""
+    index = int(folder) if folder.isdecimal() else WNIDS.index(folder)
     content = io.BytesIO()
-    Image.fromarray(np.full((2, 3), place % 251, dtype=np.uint8)).save(content, "JPEG", quality=100)
+    Image.fromarray(np.full((2, 3), index % 251, dtype=np.uint8)).save(content, "JPEG", quality=100)
     return content.getvalue()
 
 
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory) -> dict[str, Path]:
-    """Each set's folder, by its name in EVAL_SETS."""
+    """The folder of each set, by its name in EVAL_SETS."""
     parent, roots = tmp_path_factory.mktemp("sets"), {}
     for name, (unpacked, folders, file) in LAYOUTS.items():
         roots[name] = parent / name / unpacked
@@ -61,13 +61,13 @@ def test_each_image_has_its_synset(layouts, name):
     source, (_, folders, _) = open_to_evaluate(name, str(layouts[name])), LAYOUTS[name]
     assert len(source) == len(folders) and len(source.classes) == EVAL_SETS[name].num_classes
     for index in range(0, len(source), 37):
-        place = WNIDS.index(source.classes[source.labels[index]])
-        assert source.image(index).unique().tolist() == [place % 251]
+        number = WNIDS.index(source.classes[source.labels[index]])
+        assert source.image(index).unique().tolist() == [number % 251]
     assert sorted(source.labels) == list(range(len(folders)))
 
 
 def test_numbered_folders_are_not_in_alphabetical_order(layouts):
-    """Alphabetically 10 comes after 1, yet it is class 10."""
+    """In alphabetical order the folder 10 comes after 1, but it is class 10."""
     source = open_to_evaluate("imagenet_v2", str(layouts["imagenet_v2"]))
     labels = {Path(path).parent.name: label
               for path, label in zip(source.paths, source.labels)}
@@ -116,6 +116,6 @@ def test_a_part_of_imagenet_goes_by_image_folder(tmp_path):
     assert open_to_evaluate("image_folder", str(tmp_path)).classes == [WNIDS[7]]
 
 
-def test_a_place_reads_as_it_is_written():
+def test_a_named_set_prints_as_it_is_written():
     assert str(NamedSet("imagenet_r", "/data/r")) == "imagenet_r=/data/r"
     assert str(NamedSet("shapes", "")) == "shapes"

@@ -1,4 +1,4 @@
-"""Whatever finite values a recipe holds, and whatever shape a decoded has, there is a view."""
+"""Any finite values in a recipe and any shape of a decoded image give a view."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_crop_of_every_shape_becomes_a_view(ratio, scale):
         assert box.height < height and box.width < width
 
 
-# At 2 × 2 pixels and a ratio of 9, the centre is .2 of a pixel high; at 7, two thirds of one.
+# In 2 × 2 pixels, the centre crop at a ratio of 9 is 0.2 pixels high, at a ratio of 3 two thirds.
 @pytest.mark.parametrize("ratio, box", [(9.0, (0, 0, 1, 2)), (3.0, (0, 0, 1, 2)),
                                         (1 / 9, (0, 0, 2, 1))])
 def test_of_a_flat_centre_one_row_is_left(ratio, box):
@@ -54,11 +54,11 @@ def test_of_a_flat_centre_one_row_is_left(ratio, box):
 def test_a_negative_zero_is_a_deviation_of_zero():
     negative, positive = (RandAugment(magnitude_std=std).draw(np.random.default_rng(0))
                           for std in (-0.0, 0.0))
-    for mine, theirs in zip(negative, positive):
-        assert np.array_equal(mine, theirs)
+    for one, other in zip(negative, positive):
+        assert np.array_equal(one, other)
 
 
-@pytest.mark.filterwarnings("error")                 # numpy's of what overflows
+@pytest.mark.filterwarnings("error")                 # such as numpy's warnings of overflows
 @pytest.mark.parametrize("extent", [-0.0, TINY, 1e10, 1e38, HUGE])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_operations_of_any_extent_leave_an_image_that_its_batch_does_not_change(extent, interpolation):
@@ -72,8 +72,8 @@ def test_operations_of_any_extent_leave_an_image_that_its_batch_does_not_change(
     assert np.isfinite(draws.arguments).all() and len(set(draws.operations.flat)) == 15
     together = rand_augment(images, draws, (0, 1, 2))
     for index in range(15):
-        its_draws = Draws(*(part[index:index + 1] for part in draws))
-        alone = rand_augment(images[index:index + 1], its_draws, (0, 1, 2))
+        one_draw = Draws(*(part[index:index + 1] for part in draws))
+        alone = rand_augment(images[index:index + 1], one_draw, (0, 1, 2))
         assert torch.equal(together[index], alone[0])
 
 

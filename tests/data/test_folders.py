@@ -1,4 +1,4 @@
-"""Which files are images, which links are followed, and what is no file at all."""
+"""Which files are images, which links are followed, and what is not a regular file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vitinit.data.images import DataError
 
 
 def tree(root: Path, *names: str) -> Path:
-    """Empty files; a name that ends in / is a folder."""
+    """Create empty files under `root`; a name that ends in / is a folder."""
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).mkdir() if name.endswith("/") else (root / name).touch()
@@ -23,7 +23,7 @@ def tree(root: Path, *names: str) -> Path:
 
 
 def listed(folder: Path) -> dict[str, list[str]]:
-    """The paths of an ImageFolder's images, from the folder, by class."""
+    """The paths of an ImageFolder's images, relative to the folder, by class."""
     source = ImageFolder(folder)
     found = {name: [] for name in source.classes}
     for path, label in zip(source.paths, source.labels):
@@ -55,10 +55,11 @@ def test_pipes_sockets_and_devices_are_no_images(tmp_path, monkeypatch):
         assert LooseImages(tmp_path, 9).paths == [str(tmp_path / "a" / "1.jpg")]
 
 
-# Each: a link in class b, and what class b holds besides b/1.jpg. `out` lies beside the data set.
+# Each case is a link in class b, and the images that the link adds to the class. The folder `out` is
+# beside the data set.
 @pytest.mark.parametrize("link, target, brought_in", [
     ("file.jpg", "../../out/5.jpg", ["file.jpg"]),
-    ("others.jpg", "../a/0.jpg", ["others.jpg"]),    # a file is a file
+    ("others.jpg", "../a/0.jpg", ["others.jpg"]),    # a link to a file counts as a file
     ("folder", "../../out", ["folder/5.jpg", "folder/in/6.jpg"]),
     ("absolute", "OUT/in", ["absolute/6.jpg"]),
     ("folder.jpg", "../../out/in", ["folder.jpg/6.jpg"]),

@@ -101,8 +101,8 @@ def test_a_jpeg_of_several_images_decodes_to_its_first(tmp_path):
         assert np.array_equal(decode_image(str(tmp_path / "two.jpg")).numpy(), planes(reference))
 
 
-# Of 16 bits the higher 8 are kept, as Pillow does with colours: every level stands for 256 values,
-# and what was 8 bits once (v · 257) comes back.
+# The higher 8 of 16 bits are kept, as Pillow does with colours: every level stands for 256 values, and
+# values that were converted from 8 bits (v · 257) come back.
 @pytest.mark.parametrize("shape", [(29, 43), (29, 43, 3)])
 def test_of_a_16_bit_png_the_higher_byte_is_kept(tmp_path, shape):
     values = np.random.default_rng(3).integers(0, 2**16, shape)
@@ -173,7 +173,7 @@ def test_resize_to_the_same_size_changes_nothing():
 @pytest.mark.parametrize("box", [
     Box(2, 3, 11, 17), Box(0, 0, 29, 43), Box(28, 42, 1, 1), Box(-5, -7, 29, 43), Box(5, 7, 29, 43),
     Box(-3, 11, 41, 13), Box(7, -2, 5, 47), Box(-3, -2, 37, 53), Box(-5, 3, 6, 1),
-    # Nothing but border: beyond the image on one side, on two, and just past its edge.
+    # Boxes outside of the image: beyond it on one side, on two, and just past its edge.
     Box(-11, 5, 7, 13), Box(5, -13, 7, 11), Box(31, 5, 7, 11), Box(5, 47, 7, 11),
     Box(-11, -13, 2, 3), Box(29, 43, 2, 3), Box(-7, -5, 7, 5)], ids=str)
 def test_crop_equals_slicing_the_zero_padded_image(box):
@@ -210,15 +210,15 @@ def test_the_evaluation_view_equals_torchvisions_to_one_grey_level(interpolation
     ours = resize_and_centre_crop(image, (224, 224), 0.875, interpolation)
     expected = reference(image)
     assert ours.shape == expected.shape == (3, 224, 224)
-    # To the bit with torch 2.15; an older torchvision took another kernel that rounds differently.
+    # Equal bit for bit with torch 2.15; an older torchvision used a kernel that rounds differently.
     assert (ours.int() - expected.int()).abs().max() <= 1
 
 
-# Rounding must not make a whole number one less: 135 / 0.54 gives 249.99999999999997.
+# A rounding error must not make an integer one less: 135 / 0.54 gives 249.99999999999997.
 @pytest.mark.parametrize("size, crop_pct, shorter", [
     (224, 0.875, 256), (224, 0.9, 248), (224, 0.95, 235), (384, 1.0, 384), (32, 1.0, 32),
     (32, 0.875, 36), (288, 0.95, 303), (63, 0.7, 90), (135, 0.54, 250)])
-def test_an_image_already_at_the_evaluation_size_is_only_cut(size, crop_pct, shorter):
+def test_an_image_already_at_the_evaluation_size_is_only_cropped(size, crop_pct, shorter):
     longer = shorter + 10
     image = from_pillow(noise(shorter, longer))
     top, left = round((shorter - size) / 2), round((longer - size) / 2)
@@ -226,7 +226,7 @@ def test_an_image_already_at_the_evaluation_size_is_only_cut(size, crop_pct, sho
     assert torch.equal(view, image[:, top:top + size, left:left + size])
 
 
-# The sizes in between, worked out by hand: 97 / .875 = 110.9, 131 / .875 = 149.7. For 211 × 307 the
+# The intermediate sizes, computed by hand: 97 / .875 = 110.9, 131 / .875 = 149.7. For 211 × 307 the
 # height decides (110 / 211 > 149 / 307) and the width is 110 · 307 / 211 = 160.05.
 @pytest.mark.parametrize("height, width, between", [(211, 307, (110, 160)), (307, 211, (216, 149)),
                                                     (220, 298, (110, 149)), (89, 97, (136, 149))])
@@ -269,7 +269,7 @@ def test_valid_files_of_every_format_equal_pillows_rgb(tmp_path):
 
 
 def test_a_broken_file_is_decoded_or_refused_in_one_line(tmp_path):
-    """In this process, where a signal would end the tests; `vitinit.bench corrupt` does more."""
+    """Runs in this process, so that a crash would end the tests; `vitinit.bench corrupt` does more."""
     counts = {"decoded": 0, "refused": 0}
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -373,13 +373,13 @@ def test_the_evaluation_view_of_an_extreme_shape_is_a_view(shape, size, crop_pct
     assert view.shape == (3, *size) and (view == 83).all()
 
 
-def test_cutting_the_centre_out_first_is_nearly_the_same_view(monkeypatch):
+def test_cropping_the_centre_first_gives_nearly_the_same_view(monkeypatch):
     image = from_pillow(noise(211, 307))
     whole = resize_and_centre_crop(image, (224, 224), 0.25, "bicubic")
     monkeypatch.setattr(images, "IMMENSE", 10_000)
     part = resize_and_centre_crop(image, (224, 224), 0.25, "bicubic")
     assert not torch.equal(part, whole)
-    # Whole pixels: off by up to half of one, which is two of the view.
+    # Rounding to whole pixels shifts the crop by up to half a pixel, which is two pixels of the view.
     assert (part.int() - whole.int()).abs().float().mean() < 5
 
 

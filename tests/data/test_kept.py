@@ -1,4 +1,4 @@
-"""Evaluation views that are kept are those that are decoded, to the bit, whatever happened before."""
+"""Stored evaluation views equal decoded ones, bit for bit, whatever happened before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREPARE = ToDevice(CPU, mean=(0.5, 0.4, 0.3), std=(0.3, 0.2, 0.1), channels_last
 
 
 class Counted(ImageFolder):
-    """Counts what is decoded."""
+    """Counts how many images are decoded."""
 
     decoded = 0
 
@@ -92,22 +92,22 @@ def test_what_is_kept_is_not_decoded_again(folder):
         assert source.decoded == passes * COUNT
 
 
-def test_what_one_batch_size_has_kept_another_gives_out(folder):
+def test_views_stored_with_one_batch_size_are_given_out_with_another(folder):
     source = Counted(folder)
     kept = KeptViews(views_of(source), CPU)
-    whole, = batches_of(kept, batch_size=COUNT)
+    single, = batches_of(kept, batch_size=COUNT)
     parts = list(batches_of(kept, batch_size=7))
     assert source.decoded == COUNT and [len(labels) for _, labels in parts] == [7, 7, 7, 2]
-    assert equal([tuple(map(torch.cat, zip(*parts)))], [whole])
+    assert equal([tuple(map(torch.cat, zip(*parts)))], [single])
 
 
 # ---------------------------------------------------------------------------------------------
-# Passes that do not come to their end
+# Passes that are not completed
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("taken", [1, 4, 5])         # of five batches; all, but not their end
-def test_a_pass_that_is_broken_off_keeps_nothing(folder, taken):
+@pytest.mark.parametrize("taken", [1, 4, 5])         # of five batches; with all five, not yet ended
+def test_a_pass_that_is_not_completed_stores_nothing(folder, taken):
     source = Counted(folder)
     batches = batches_of(KeptViews(views_of(source), CPU))
     unfinished = iter(batches)

@@ -1,5 +1,7 @@
-"""Each published set, written small in its own layout, is read as it was written and as torchvision
-reads it; what is missing or broken is named."""
+"""Small sets in the layout of each published set are read as they were written, like by torchvision.
+
+Errors name what is missing or broken.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ from vitinit.data import layouts
 from vitinit.data.datasets import DATA_SETS, download, open_split
 from vitinit.data.images import DataError
 
-WNIDS = ["n03", "n01", "n02"]       # as little sorted as in the real file
+WNIDS = ["n03", "n01", "n02"]       # not sorted, as in the real file
 
 
 class Written(NamedTuple):
-    """What a layout holds: by split, images (H, W, 3) uint8 with their labels, in order."""
+    """What was written in a layout: for each split, images (H, W, 3) uint8 and their labels, in order."""
 
     classes: list[str]
     splits: dict[str, list[tuple[np.ndarray, int]]]
@@ -39,18 +41,18 @@ def noise(rng: np.random.Generator, height: int = 5, width: int = 7) -> np.ndarr
 
 
 def save(path: Path, pixels: np.ndarray) -> None:
-    """As PNG whatever its name, so that it comes back to the grey level."""
+    """Save as PNG, whatever the name of the file, so that exactly these pixels are read back."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels).save(path, "PNG")
 
 
 def some_labels(rng: np.random.Generator, count: int, num_classes: int) -> np.ndarray:
-    """Every class at least once, in no order."""
+    """Random labels in which every class occurs."""
     return rng.permutation(np.arange(count) % num_classes)
 
 
 def write_stl10(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
-    """Columns before rows, labels from 1; of the unlabelled part nothing."""
+    """Images column by column, labels counted from 1, and no unlabelled part."""
     folder = root / "stl10_binary"
     folder.mkdir()
     classes = [f"animal {number}" for number in range(10)]
@@ -70,7 +72,7 @@ def write_stl10(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
 
 
 def write_svhn(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
-    """(32, 32, 3, N) in a .mat file; the digit 0 has the label 10."""
+    """Images (32, 32, 3, N) in a .mat file; the digit 0 has the label 10."""
     splits = {}
     for split, part, count in (("train", "train", 13), ("val", "test", 11)):
         images = rng.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
@@ -86,7 +88,7 @@ def write_svhn(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
 
 
 def write_food101(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
-    """Classes in no order in the lists, and images that neither lists."""
+    """Lists with classes in no particular order, and an image that is in no list."""
     folder = root / "food-101"
     (folder / "meta").mkdir(parents=True)
     classes, splits = ["apple_pie", "beet_salad", "waffles"], {}
@@ -105,7 +107,7 @@ def write_food101(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
 
 
 def write_flowers102(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
-    """Numbers from 1 in three parts; "train" is two of them."""
+    """Images numbered from 1, in three parts, two of which are "train"."""
     folder = root / "flowers-102"
     folder.mkdir()
     labels = np.concatenate([some_labels(rng, count, 102) for count in (103, 107, 109)])
@@ -134,8 +136,8 @@ def write_pets(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
     breeds, splits = ["Abyssinian", "american_bulldog", "Sphynx"], {}
     for split, part, labels in (("train", "trainval", [2, 0, 1, 1, 2]), ("val", "test", [1, 0, 2])):
         lines, splits[split] = [], []
-        for place, label in enumerate(labels):
-            name = f"{breeds[label]}_{place + (100 if split == 'train' else 200)}"
+        for number, label in enumerate(labels):
+            name = f"{breeds[label]}_{number + (100 if split == 'train' else 200)}"
             lines.append(f"{name} {label + 1} {1 + label % 2} {label + 1}")
             splits[split].append((noise(rng), label))
             save(folder / "images" / f"{name}.jpg", splits[split][-1][0])
@@ -144,7 +146,7 @@ def write_pets(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
 
 
 def write_tiny_imagenet(root: Path, rng: np.random.Generator, monkeypatch) -> Written:
-    """Boxes beside the training images, one list for all of validation, one image grey."""
+    """Files with boxes beside the training images, one list for the validation split, one grey image."""
     (root / "wnids.txt").write_text("\n".join(WNIDS) + "\n")
     classes = sorted(WNIDS)
     splits = {"train": [], "val": []}

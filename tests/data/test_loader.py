@@ -61,7 +61,7 @@ def views_of(source, *, seed: int = SEED) -> TrainViews:
 
 def sampler_of(source, *, step: int = 0, epoch: int = 3, max_batch: int = 2, rank: int = 0,
                world_size: int = 1, repeats: int = 2) -> TrainSampler:
-    """Epochs of three steps of six views; by default three micro-batches of two a step."""
+    """Epochs of three steps of six views; by default three micro-batches of two per step."""
     sampler = TrainSampler(len(source), plan_batches(6, max_batch, world_size, group=1),
                            rank=rank, seed=SEED, repeats=repeats)
     sampler.start(epoch=epoch, step=step)
@@ -69,14 +69,14 @@ def sampler_of(source, *, step: int = 0, epoch: int = 3, max_batch: int = 2, ran
 
 
 def in_order(shares: list[Tensor], max_batch: int) -> Tensor:
-    """What all processes carried in an epoch, a tensor each, in the order of the global batches."""
+    """An epoch in the order of its global batches; shares: what each process had of it, a tensor."""
     plan = plan_batches(6, max_batch, len(shares), group=1)
-    whole = torch.empty(len(shares) * len(shares[0]), *shares[0].shape[1:], dtype=shares[0].dtype)
+    epoch = torch.empty(len(shares) * len(shares[0]), *shares[0].shape[1:], dtype=shares[0].dtype)
     for rank, one in enumerate(shares):
         for number, part in enumerate(one.split(plan.micro_batch_size)):
             step, micro_step = divmod(number, plan.accumulation)
-            whole[6 * step + plan.positions(rank, micro_step)] = part
-    return whole
+            epoch[6 * step + plan.positions(rank, micro_step)] = part
+    return epoch
 
 
 def loader_of(source, *, workers: int = 0, **options: int):
@@ -107,7 +107,7 @@ def joined(batches: list[TrainBatch]) -> TrainBatch:
 
 
 def augmented(batches) -> tuple[Tensor, Tensor]:
-    """What the model would see of these batches without mixing: images and targets."""
+    """Images and targets that the model would get from these batches, without mixing."""
     prepare = TrainToDevice(torch.device("cpu"), mean=(0.5, 0.4, 0.3), std=(0.3, 0.2, 0.1),
                             channels_last=False, fill=RAND_AUGMENT.fill, erase_fill=ERASING.fill,
                             erase_after_mix=False, mixing=MixSettings(probability=0.0), num_classes=3,
@@ -187,7 +187,7 @@ def test_one_loader_with_workers_goes_through_epochs_as_fresh_ones_do(folder):
 
 
 class AsLoaded:
-    """Stands in for TrainToDevice: the batch as it comes, in the place of its images."""
+    """A stand-in for TrainToDevice that returns the batch unchanged, instead of its images."""
 
     device = torch.device("cpu")
 
@@ -206,7 +206,7 @@ def test_an_epochs_micro_batches_make_up_its_larger_batches(folder):
     small = steps_of(loader_of(folder))
     large = list(loader_of(folder, max_batch=6))
     assert [len(micro_batches) for micro_batches in small] == [3, 3, 3]
-    order = [0, 2, 4, 1, 3, 5]                               # they carry (0, 3), (1, 4), (2, 5)
+    order = [0, 2, 4, 1, 3, 5]                               # they hold (0, 3), (1, 4), (2, 5)
     for micro_batches, whole in zip(small, large, strict=True):
         for ours, expected in zip(parts(joined(micro_batches)), parts(whole), strict=True):
             assert np.array_equal(ours[order], expected)
@@ -215,7 +215,7 @@ def test_an_epochs_micro_batches_make_up_its_larger_batches(folder):
 @pytest.mark.parametrize("max_batch, workers, each", [(6, 2, 2), (2, 2, 2), (1, 2, 3), (1, 1, 6),
                                                       (1, 0, None)])
 def test_workers_are_ahead_by_two_micro_batches_each_and_by_a_step(folder, max_batch, workers, each):
-    """Steps of 6 images are 1, 3 or 6 micro-batches."""
+    """Each step of 6 images has 1, 3 or 6 micro-batches."""
     batches = training_batches(folder, sampler=sampler_of(folder, max_batch=max_batch),
                                draws=views_of(folder).draws, prepare=AsLoaded(), budget_gib=0.0,
                                workers=workers)
@@ -230,7 +230,7 @@ def test_steps_without_accumulation_hold_one_batch_each(folder):
 @pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"),
                                    ConnectionRefusedError(111, "Connection refused"), EOFError()])
 def test_a_worker_that_is_gone_before_its_batch_is_fetched_was_killed(folder, monkeypatch, error):
-    """Its batch was announced; torch may not know yet that it is dead."""
+    """Fetching an announced batch fails before torch notices that the worker is dead."""
     loader = loader_of(folder, workers=1)
 
     def gone(self):
@@ -241,7 +241,7 @@ def test_a_worker_that_is_gone_before_its_batch_is_fetched_was_killed(folder, mo
 
 
 # ---------------------------------------------------------------------------------------------
-# What the model sees before mixing, to the bit
+# What the model gets without mixing, bit for bit
 # ---------------------------------------------------------------------------------------------
 
 
@@ -372,7 +372,7 @@ def test_an_epoch_goes_on_after_ctrl_c_and_one_sigterm_to_its_worker(folder):
 
 
 def test_no_more_workers_than_there_is_to_do(folder):
-    sampler = sampler_of(folder)                     # nine micro-batches an epoch
+    sampler = sampler_of(folder)                     # nine micro-batches per epoch
     for asked, started in ((0, 0), (4, 4), (1000, 9)):
         assert train_loader(views_of(folder), sampler, workers=asked,
                             pin_memory=False).num_workers == started

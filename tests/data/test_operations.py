@@ -246,7 +246,7 @@ def test_a_batch_of_all_operations_equals_them_one_by_one_to_the_bit(height, wid
 
 
 @pytest.mark.parametrize("name", GEOMETRIC_NAMES)
-def test_passes_equal_the_formulas_where_places_are_nearly_whole_pixels(name):
+def test_passes_equal_the_formulas_where_positions_are_nearly_whole_pixels(name):
     # Shifts by whole pixels but for the last bits, by which neighbours in a row fall apart.
     images, extent = noisy_batch(1, 31, 37), {"TranslateX": 37, "TranslateY": 31}.get(name, 1)
     arguments = [np.nextafter(pixels / extent, towards) for pixels in (-7, -1, 0, 2, 5)

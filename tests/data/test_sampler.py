@@ -1,4 +1,7 @@
-"""Who carries which image, and which are mixed: nothing depends on processes or micro-batches."""
+"""Which process gets which image, and which images are mixed with which.
+
+The global batch and its mixing must not depend on the number of processes or on micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ def sampler(rank: int, world_size: int, *, global_batch: int = 18, max_batch: in
 
 
 def share(one: TrainSampler) -> list[SampleKey]:
-    """What one process carries in an epoch, one after another."""
-    return [key for micro_batch_size in one for key in micro_batch_size]
+    """The samples of one process in an epoch, in the order of its micro-batches."""
+    return [key for micro_batch in one for key in micro_batch]
 
 
 def by_position(one: TrainSampler) -> list[dict[int, SampleKey]]:
-    """The same: of each step, which image of the global batch is which view."""
+    """The samples of one process in an epoch: for each step, position in the global batch → sample."""
     plan, found = one.plan, []
     for number, keys in enumerate(one):
         micro_step = number % plan.accumulation
@@ -39,27 +42,27 @@ def by_position(one: TrainSampler) -> list[dict[int, SampleKey]]:
 
 
 def in_order(one: TrainSampler) -> list[SampleKey]:
-    """The same, each step in the order of the global batch."""
+    """The samples of one process in an epoch, each step in the order of the global batch."""
     return [key for step in by_position(one) for _, key in sorted(step.items())]
 
 
 def global_batches(world_size: int, *, epoch: int, global_batch: int = 18,
                    **options: int) -> list[list[SampleKey]]:
-    """Each step's samples in the order of the global batch, of all processes together."""
+    """The samples of all processes, step by step, in the order of the global batch."""
     processes = [sampler(rank, world_size, global_batch=global_batch, **options)
                  for rank in range(world_size)]
     for one in processes:
         one.start(epoch=epoch, step=0)
     batches = []
     for shares in zip(*map(by_position, processes), strict=True):
-        whole = {position: key for one in shares for position, key in one.items()}
-        assert sorted(whole) == list(range(global_batch)) and sum(map(len, shares)) == global_batch
-        batches.append([whole[position] for position in range(global_batch)])
+        batch = {position: key for one in shares for position, key in one.items()}
+        assert sorted(batch) == list(range(global_batch)) and sum(map(len, shares)) == global_batch
+        batches.append([batch[position] for position in range(global_batch)])
     return batches
 
 
 def micro_batches(plan: BatchPlan) -> list[list[list[int]]]:
-    """Positions, by process and micro-step."""
+    """The positions in the global batch, by process and micro-step."""
     return [[plan.positions(rank, micro_step).tolist() for micro_step in range(plan.accumulation)]
             for rank in range(plan.world_size)]
 
@@ -70,7 +73,7 @@ def views_in_order(order: np.ndarray, repeats: int) -> np.ndarray:
 
 
 def deits_share(order: np.ndarray, *, repeats: int, rank: int, world_size: int) -> np.ndarray:
-    """DeiT's RASampler, step by step; the 256 is its own, whatever the batch."""
+    """What DeiT's RASampler gives one process; its constant 256 does not depend on the batch size."""
     views = views_in_order(order, repeats)
     per_process = math.ceil(len(order) * repeats / world_size)
     views = np.concatenate([views, views[:per_process * world_size - len(views)]])
@@ -124,7 +127,8 @@ def test_a_global_batch_that_does_not_divide_into_processes_is_refused(global_ba
 
 @pytest.mark.parametrize("global_batch, world_size, group, batches, groups", [
     (100, 1, 64, (64, 128), (50, 100)), (100, 3, 64, (192,), (50, 100)),
-    (64, 1, 256, (256,), (64,)), (1021, 1, 256, (768, 1024), ()), (30, 1, 4, (28, 32), (2, 6)), (30, 2, 8, (24, 32), (6, 10))])
+    (64, 1, 256, (256,), (64,)), (1021, 1, 256, (768, 1024), ()), (30, 1, 4, (28, 32), (2, 6)),
+    (30, 2, 8, (24, 32), (6, 10))])
 def test_a_global_batch_that_does_not_divide_into_groups_is_refused(global_batch, world_size, group,
                                                                     batches, groups):
     with pytest.raises(ValueError) as error:
@@ -152,23 +156,25 @@ def test_a_micro_batch_of_one_holds_no_pair():
         plan_batches(12, 1, 2, group=4)
 
 
-CARRIED = [(1, 60), (1, 14), (1, 2), (2, 8), (3, 10), (5, 60), (6, 5), (10, 3), (30, 7)]
+# World sizes, and the most images per micro-batch.
+DISTRIBUTIONS = [(1, 60), (1, 14), (1, 2), (2, 8), (3, 10), (5, 60), (6, 5), (10, 3), (30, 7)]
 
 
-@pytest.mark.parametrize("world_size, max_batch", CARRIED)
+@pytest.mark.parametrize("world_size, max_batch", DISTRIBUTIONS)
 @pytest.mark.parametrize("group", [1, 2, 4, 6, 10, 12, 20, 30, 60])
-def test_a_step_carries_every_image_once_and_equally_many_everywhere(world_size, max_batch, group):
+def test_each_image_of_a_step_is_in_one_micro_batch_and_all_have_the_same_size(world_size, max_batch,
+                                                                             group):
     plan = plan_batches(60, max_batch, world_size, group=group)
-    carried = micro_batches(plan)
-    assert sorted(sum(sum(carried, []), [])) == list(range(60))
-    assert {len(one) for process in carried for one in process} == {plan.micro_batch_size}
+    positions = micro_batches(plan)
+    assert sorted(sum(sum(positions, []), [])) == list(range(60))
+    assert {len(one) for process in positions for one in process} == {plan.micro_batch_size}
 
 
-@pytest.mark.parametrize("world_size, max_batch", CARRIED)
+@pytest.mark.parametrize("world_size, max_batch", DISTRIBUTIONS)
 @pytest.mark.parametrize("group", [2, 4, 6, 10, 12, 20, 30, 60])
-def test_partners_are_the_mirrored_images_of_a_group_and_stand_opposite_each_other(
+def test_partners_are_the_mirrored_images_of_a_group_and_opposite_each_other(
         world_size, max_batch, group):
-    """By the definition: the groups are every G-th image, and each is mixed with its reverse."""
+    """The definition: group g is every G-th image from g on, and is mixed with itself reversed."""
     groups = [list(range(60))[first::60 // group] for first in range(60 // group)]
     partner = {image: other for one in groups for image, other in zip(one, reversed(one))}
     group_of = {image: number for number, one in enumerate(groups) for image in one}
@@ -213,16 +219,16 @@ def test_views_of_one_image_in_one_group_are_a_caution_that_counts_them(group, r
         assert f"({64 // group}) than augment.repeats = {repeats}" in line
 
 
-@pytest.mark.parametrize("global_batch, max_batch, group, said", [
+@pytest.mark.parametrize("global_batch, max_batch, group, size", [
     (1021, 256, 1, 1), (34, 33, 34, 2), (1024, 256, 1, None), (1024, 100, 64, None),
     (6, 100, 1, None), (60, 30, 2, None), (58, 30, 1, None)])
-def test_micro_batches_under_half_of_what_may_be_are_a_caution(global_batch, max_batch, group,
-                                                               said):
+def test_micro_batches_of_less_than_half_the_possible_size_are_a_caution(global_batch, max_batch,
+                                                                         group, size):
     plan = plan_batches(global_batch, max_batch, 1, group=group)
     lines = plan.cautions(repeats=1, max_batch_per_process=max_batch)
-    assert len(lines) == (said is not None)
+    assert len(lines) == (size is not None)
     for line in lines:
-        assert line.startswith(f"micro-batches have {said} image(s)") and "\n" not in line
+        assert line.startswith(f"micro-batches have {size} image(s)") and "\n" not in line
         assert str(global_batch) in line and f"max_batch_per_process = {max_batch}" in line
 
 
@@ -322,14 +328,14 @@ def test_an_imagenet_epoch_of_one_process_is_deits(group):
 
 def test_an_imagenet_epoch_with_three_repeats_sees_a_third_of_the_images():
     one = sampler(0, 1, count=IMAGENET, global_batch=1024, max_batch=256, repeats=3)
-    assert len({key.index for micro_batch_size in one for key in micro_batch_size}) == 427_008
+    assert len({key.index for micro_batch in one for key in micro_batch}) == 427_008
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 3, 5])
 @pytest.mark.parametrize("group", [1, 32])
 @pytest.mark.parametrize("world_size, max_batch", [(1, 256), (2, 64), (8, 5)])
 def test_each_process_takes_what_deits_sampler_gives_it(world_size, max_batch, repeats, group):
-    for rank in range(world_size):                           # a batch of 256: lengths agree, too
+    for rank in range(world_size):                           # with batch 256 lengths agree, too
         one = sampler(rank, world_size, count=1009, global_batch=256, max_batch=max_batch,
                       repeats=repeats, group=group)
         one.start(epoch=7, step=0)
@@ -344,7 +350,7 @@ def test_every_image_that_is_seen_is_seen_in_all_its_views_once(repeats, whole, 
     for step in global_batches(2, epoch=1, repeats=repeats):
         for key in step:
             views.setdefault(key.index, []).append(key.repeat)
-    *others, last = views.values()                           # the epoch may end within the last
+    *others, last = views.values()                           # the epoch may end amid the last's views
     assert all(one == list(range(repeats)) for one in others)
     assert last == list(range(rest or repeats))
     assert len(views) == whole + (rest > 0)
@@ -359,8 +365,10 @@ def test_views_of_one_image_go_to_different_processes_if_there_are_enough(world_
 
 @pytest.mark.parametrize("world_size, max_batch", [(1, 64), (1, 960), (2, 30), (3, 128), (8, 256)])
 def test_groups_are_deits_64_different_images_for_any_number_of_processes(world_size, max_batch):
-    """15 groups of 64 at three repeats: as on DeiT's machines, no image meets a view of itself, and
-    the views of none share a draw of mixing."""
+    """15 groups of 64 with three repeats.
+
+    As in DeiT's code, no two views of an image are mixed with each other or share a draw of mixing.
+    """
     groups: dict[tuple[int, int], list[SampleKey]] = {}
     for rank in range(world_size):
         one = sampler(rank, world_size, count=2003, global_batch=960, max_batch=max_batch, repeats=3,
@@ -382,9 +390,9 @@ def test_groups_are_deits_64_different_images_for_any_number_of_processes(world_
 @pytest.mark.parametrize("repeats", [2, 3])
 @pytest.mark.parametrize("world_size", [2, 3, 6])
 def test_no_two_processes_take_the_same_view(world_size, repeats):
-    taken = [key for rank in range(world_size)
+    views = [key for rank in range(world_size)
              for key in share(sampler(rank, world_size, repeats=repeats))]
-    assert len(taken) == 90 == len(set(taken))
+    assert len(views) == 90 == len(set(views))
 
 
 @pytest.mark.parametrize("count, global_batch, repeats, world_size", [

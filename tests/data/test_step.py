@@ -1,4 +1,4 @@
-"""A step is the same whatever carries it: what the model sees of a global batch, mixed."""
+"""A mixed global batch is the same for any processes, micro-batches, workers, and resident or not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vitinit.keys import Stream, keyed_generator
 
 CPU = torch.device("cpu")
 SIDE, COUNT, CLASSES, SEED, REPEATS = 7, 29, 5, 31, 3
-GLOBAL_BATCH, GROUP, EPOCHS = 24, 8, 4                       # one step an epoch, three groups
+GLOBAL_BATCH, GROUP, EPOCHS = 24, 8, 4                       # one step per epoch, three groups
 MEAN, STD = (0.5, 0.4, 0.3), (0.3, 0.2, 0.1)
 DRAWS = SampleDraws(SEED, (SIDE, SIDE),
                     CropAndFlip(scale=(1.0, 1.0), ratio=(1.0, 1.0), padding=2),
@@ -30,8 +30,8 @@ DRAWS = SampleDraws(SEED, (SIDE, SIDE),
 MIXING = MixSettings(probability=0.9)
 
 
-class Carriers(NamedTuple):
-    """What a run may change between two steps."""
+class Distribution(NamedTuple):
+    """How the images of a step are loaded and distributed, which may change during a run."""
 
     world_size: int
     max_batch: int
@@ -45,8 +45,8 @@ def random_images() -> ImagesInMemory:
     return ImagesInMemory(torch.from_numpy(pixels), rng.integers(0, CLASSES, COUNT), [""] * COUNT)
 
 
-def carried(how: Carriers, *, erase_after_mix: bool = False) -> list[tuple[Tensor, Tensor]]:
-    """Images and targets of every step, in the order of the global batch, of all processes."""
+def all_steps(how: Distribution, *, erase_after_mix: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """Images and targets of each step, of all processes, in the order of the global batch."""
     plan = plan_batches(GLOBAL_BATCH, how.max_batch, how.world_size, group=GROUP)
     found = [(torch.full((GLOBAL_BATCH, 3, SIDE, SIDE), torch.nan),
               torch.full((GLOBAL_BATCH, CLASSES), torch.nan)) for _ in range(EPOCHS)]
@@ -68,7 +68,7 @@ def carried(how: Carriers, *, erase_after_mix: bool = False) -> list[tuple[Tenso
 
 
 def mixed(images: Tensor, mix: MixDraw) -> Tensor:
-    """A whole group with itself reversed, by timm's lines."""
+    """A group mixed with itself reversed, by timm's formulas."""
     if mix.box is not None:
         rows, columns = (slice(mix.box[0], mix.box[0] + mix.box[2]),
                          slice(mix.box[1], mix.box[1] + mix.box[3]))
@@ -80,7 +80,7 @@ def mixed(images: Tensor, mix: MixDraw) -> Tensor:
 
 
 def by_definition(*, erase_after_mix: bool = False) -> list[tuple[Tensor, Tensor]]:
-    """The same: each view made alone, then every G-th image of a global batch mixed as a batch."""
+    """The same by the definition: single views, then every G-th image of a global batch mixed."""
     source, found = random_images(), []
     for step in range(EPOCHS):
         views = np.repeat(epoch_order(SEED, step, COUNT), REPEATS)[:GLOBAL_BATCH].tolist()
@@ -107,16 +107,16 @@ def by_definition(*, erase_after_mix: bool = False) -> list[tuple[Tensor, Tensor
     return found
 
 
-CARRIERS = [Carriers(1, 24), Carriers(1, 8), Carriers(1, 2), Carriers(1, 12, workers=2),
-            Carriers(2, 12), Carriers(2, 4, workers=1), Carriers(3, 8), Carriers(4, 5),
-            Carriers(6, 100), Carriers(12, 2)]
+DISTRIBUTIONS = [Distribution(1, 24), Distribution(1, 8), Distribution(1, 2),
+                 Distribution(1, 12, workers=2), Distribution(2, 12), Distribution(2, 4, workers=1),
+                 Distribution(3, 8), Distribution(4, 5), Distribution(6, 100), Distribution(12, 2)]
 
 
 @pytest.mark.parametrize("erase_after_mix", [False, True])
-@pytest.mark.parametrize("how", [*CARRIERS, *(how._replace(resident=True) for how in CARRIERS)],
-                         ids=str)
-def test_a_mixed_global_batch_is_the_same_to_the_bit_whatever_carries_it(how, erase_after_mix):
-    ours = carried(how, erase_after_mix=erase_after_mix)
+@pytest.mark.parametrize("how", [*DISTRIBUTIONS,
+                                 *(how._replace(resident=True) for how in DISTRIBUTIONS)], ids=str)
+def test_a_mixed_global_batch_is_bit_for_bit_the_same_however_it_is_distributed(how, erase_after_mix):
+    ours = all_steps(how, erase_after_mix=erase_after_mix)
     expected = by_definition(erase_after_mix=erase_after_mix)
     for (images, targets), (other_images, other_targets) in zip(ours, expected, strict=True):
         assert images.numpy().tobytes() == other_images.numpy().tobytes()

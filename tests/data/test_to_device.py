@@ -1,4 +1,4 @@
-"""What the model gets: the order of the pipeline, keyed mixing, targets and layout."""
+"""What the model gets: the order of operations, keyed mixing, targets and memory format."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from vitinit.keys import Stream, keyed_generator
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZE, FILL, CLASSES = (11, 13), (17, 131, 251), 19
 SEED, STEP, GROUP = 23, 5, 11
-MIXUP, CUTMIX, NO_MIXING = MixSettings(cutmix_alpha=0), MixSettings(mixup_alpha=0), MixSettings(probability=0)
+MIXUP, CUTMIX = MixSettings(cutmix_alpha=0), MixSettings(mixup_alpha=0)
+NO_MIXING = MixSettings(probability=0)
 CPU = torch.device("cpu")
 
 
 def batch_of(count: int = 7) -> TrainBatch:
-    """Noise, of which most is to be augmented and erased; every label is another one."""
+    """Images of noise, most of which are augmented and erased; all labels are different."""
     pixels = np.random.default_rng(1).integers(0, 256, (count, 3, *SIZE), dtype=np.uint8)
     sample = SampleDraws(SEED, SIZE, rand_augment=RandAugment(probability=0.7), erasing=Erasing(0.8))
     draws = stack_draws([sample.for_device(SampleKey(0, index)) for index in range(count)])
@@ -41,7 +42,7 @@ def without_draws(batch: TrainBatch) -> TrainBatch:
     return batch._replace(draws=Draws(*map(np.zeros_like, batch.draws)))
 
 
-def door_of(**changes) -> TrainToDevice:
+def to_device(**changes) -> TrainToDevice:
     options = dict(mean=MEAN, std=STD, channels_last=False, fill=FILL, erase_fill="pixel",
                    erase_after_mix=False, mixing=MixSettings(), num_classes=CLASSES, seed=SEED)
     return TrainToDevice(CPU, **options | changes)
@@ -52,7 +53,7 @@ def one_group(batch: TrainBatch, group: int = GROUP) -> np.ndarray:
 
 
 def prepare(batch: TrainBatch, **changes) -> tuple[Tensor, Tensor]:
-    return door_of(**changes)(batch, STEP, one_group(batch))
+    return to_device(**changes)(batch, STEP, one_group(batch))
 
 
 def mix_of(mixing: MixSettings, group: int = GROUP) -> MixDraw:
@@ -72,7 +73,7 @@ def in_timms_order(batch: TrainBatch, mixes: Sequence[MixDraw], fill: str) -> Te
 
 
 def erased_pixels(images: Tensor, batch: TrainBatch) -> list[Tensor]:
-    """What is in every erased box."""
+    """The pixels in each erased box."""
     boxes = batch.draws.erase_boxes.tolist()
     return [image[:, top:top + height, left:left + width]
             for image, (top, left, height, width) in zip(images, boxes, strict=True) if height]
@@ -130,11 +131,11 @@ def test_each_pair_of_a_micro_batch_is_mixed_as_its_own_group_draws(mixing):
     groups = [11, 3, 0, 7, 3, 3, 7, 0, 3, 11]
     batch, mixes = batch_of(len(groups)), [mix_of(mixing, group) for group in groups]
     assert len(set(mixes)) > 1 + (mixing.probability == 1)
-    ours, targets = door_of(mixing=mixing)(batch, STEP, np.array(groups))
+    ours, targets = to_device(mixing=mixing)(batch, STEP, np.array(groups))
     assert torch.equal(ours, in_deits_order(batch, mixes, "pixel"))
     assert torch.equal(targets, mix_targets(
         smooth_one_hot(batch.labels, CLASSES, mixing.label_smoothing), mixes))
-    ours, _ = door_of(mixing=mixing, erase_after_mix=True)(batch, STEP, np.array(groups))
+    ours, _ = to_device(mixing=mixing, erase_after_mix=True)(batch, STEP, np.array(groups))
     assert torch.equal(ours, in_timms_order(batch, mixes, "pixel"))
 
 
@@ -183,21 +184,21 @@ def test_images_are_mixed_as_bytes_only_before_erasing():
 def test_every_seed_step_and_group_has_a_mix_of_its_own():
     batch, images_seen, targets_seen = without_draws(batch_of(2)), set(), set()
     for seed, step, group in itertools.product(range(3), repeat=3):
-        images, targets = door_of(mixing=MIXUP, seed=seed)(batch, step, one_group(batch, group))
+        images, targets = to_device(mixing=MIXUP, seed=seed)(batch, step, one_group(batch, group))
         images_seen.add(images.numpy().tobytes())
         targets_seen.add(targets.numpy().tobytes())
     assert len(images_seen) == len(targets_seen) == 3**3
 
 
 def test_the_same_key_gives_the_same_mix_whatever_came_before():
-    batch, door = batch_of(), door_of()
-    images, targets = door(batch, STEP, one_group(batch))
+    batch, prepare_step = batch_of(), to_device()
+    images, targets = prepare_step(batch, STEP, one_group(batch))
     for other in range(3):
-        door(batch, other, one_group(batch))
-        door(batch, STEP, one_group(batch, other))
+        prepare_step(batch, other, one_group(batch))
+        prepare_step(batch, STEP, one_group(batch, other))
     np.random.seed(0)
     torch.manual_seed(0)
-    same_images, same_targets = door(batch, STEP, one_group(batch))
+    same_images, same_targets = prepare_step(batch, STEP, one_group(batch))
     assert torch.equal(images, same_images) and torch.equal(targets, same_targets)
 
 
@@ -251,18 +252,19 @@ def test_the_batch_is_left_alone(change, mixing, erase_after_mix):
 
 @pytest.mark.parametrize("erase_after_mix", [False, True])
 @pytest.mark.parametrize("fill", ["pixel", "rand", "const"])
-@pytest.mark.parametrize("mixing", [MIXUP, CUTMIX, MixSettings(), MixSettings(probability=0.5), NO_MIXING])
+@pytest.mark.parametrize("mixing", [MIXUP, CUTMIX, MixSettings(), MixSettings(probability=0.5),
+                                    NO_MIXING])
 @pytest.mark.parametrize("count", [1, 2, 13, 14])
 def test_however_the_images_go_through_it_the_bits_are_the_same(count, mixing, fill,
                                                                erase_after_mix):
     pixels = SIZE[0] * SIZE[1]
     ways = [FEW_LAUNCHES, IN_CACHE, FEW_LAUNCHES._replace(pixels=3 * pixels),
-            # Pairs one by one; two at once, so that the last has one, or a pair and the middle.
+            # One pair at a time; or two, so that the last piece has one, or one and the middle image.
             *(IN_CACHE._replace(pixels=pairs * pixels, finished_pixels=2 * pairs * pixels)
               for pairs in (0, 2))]
     batch, groups = batch_of(count), np.minimum(np.arange(count), np.arange(count)[::-1]) % 3
     options = dict(mixing=mixing, erase_fill=fill, erase_after_mix=erase_after_mix)
-    (images, targets), *others = (door_of(passes=way, **options)(batch, STEP, groups)
+    (images, targets), *others = (to_device(passes=way, **options)(batch, STEP, groups)
                                   for way in ways)
     assert not torch.equal(images, ToDevice(CPU, mean=MEAN, std=STD, channels_last=False)(
         Batch(batch.images, batch.labels))[0])
@@ -272,17 +274,18 @@ def test_however_the_images_go_through_it_the_bits_are_the_same(count, mixing, f
 
 def on_fake_gpu(count: int, size: int, interpolation: str, probability: float,
                 **changes) -> Launches:
-    """What DeiT's augmentation asks a GPU for: shapes alone are computed."""
+    """What DeiT's augmentation launches on a GPU, counted with fake tensors that have only shapes."""
     sample = SampleDraws(SEED, (size, size), rand_augment=RandAugment(
         interpolation=interpolation, probability=probability))
     draws = stack_draws([sample.for_device(SampleKey(0, index)) for index in range(count)])
     with FakeTensorMode():
         batch = TrainBatch(torch.zeros(count, 3, size, size, dtype=torch.uint8),
                            torch.zeros(count, dtype=torch.int64), draws)
-        door = TrainToDevice(torch.device("cuda", 0), mean=MEAN, std=STD, channels_last=True,
-                             fill=FILL, erase_fill="pixel", mixing=MixSettings(), num_classes=CLASSES,
-                             seed=SEED, **{"erase_after_mix": False} | changes)
-        return launches_of(lambda: door(batch, STEP, np.arange(count) % 16))
+        on_gpu = TrainToDevice(torch.device("cuda", 0), mean=MEAN, std=STD, channels_last=True,
+                               fill=FILL, erase_fill="pixel", mixing=MixSettings(),
+                               num_classes=CLASSES, seed=SEED,
+                               **{"erase_after_mix": False} | changes)
+        return launches_of(lambda: on_gpu(batch, STEP, np.arange(count) % 16))
 
 
 @pytest.mark.parametrize("count, size, interpolation, probability", [
@@ -299,9 +302,9 @@ def test_at_most_400_operations_and_two_copies_beside_the_images(count, size, in
 
 def test_the_cpu_does_what_was_counted():
     batch, groups = batch_of(64), np.arange(64) % 8
-    door = door_of(passes=FEW_LAUNCHES)
-    launches = launches_of(lambda: door(batch, STEP, groups))
+    on_cpu = to_device(passes=FEW_LAUNCHES)
+    launches = launches_of(lambda: on_cpu(batch, STEP, groups))
     assert 200 < launches.count <= 400
-    # Where values are read on the host, or shapes depend on them, a GPU must be waited for.
+    # These read values on the host, or make shapes that depend on values, and would wait for a GPU.
     assert not {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"} \
         & set(launches.by_name)

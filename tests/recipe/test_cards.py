@@ -1,4 +1,4 @@
-"""The cards at the head of the shipped recipes: their commands name what there is."""
+"""The header comments ("cards") of the shipped recipes: their commands and counts are right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHIPPED = sorted(RECIPES.glob("*.toml"))
 
 
 def commands(path: Path) -> list[list[str]]:
-    """Every command of a card as words, continued lines joined; an elision ends one."""
+    """Every command of a card as a list of words; continued lines are joined, elisions left out."""
     head = path.read_text(encoding="utf-8").partition("\n[run]")[0]
     text = re.sub(r"\\\n# *", " ", head)
     found = re.findall(r"^# +(?:Command +)?((?:torchrun|python) [^\n]*)", text, flags=re.MULTILINE)
@@ -29,7 +29,7 @@ def commands(path: Path) -> list[list[str]]:
 
 
 def overrides_of(path: Path) -> list[str]:
-    """What stands after --set anywhere in a card; "…" and K² stand for numbers."""
+    """All arguments of --set anywhere in a card, with numbers in place of "…" and K²."""
     head = path.read_text(encoding="utf-8").partition("\n[run]")[0]
     found = [text.rstrip(",;.:)") for text in re.findall(r"--set ([^\s=]+=\S+)", head)]
     return [text.replace("…", "1").replace("K²", "9") for text in found]
@@ -74,7 +74,7 @@ def test_every_override_in_a_card_names_a_key(path):
 
 
 def parameters_of(path: Path) -> int | None:
-    """What the first line of a card says, if it says it exactly."""
+    """The number of parameters in the first line of a card, if it is stated exactly."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     stated = re.search(r"([\d,]{5,}) parameters", first)
     return stated and int(stated[1].replace(",", ""))

@@ -1,7 +1,7 @@
-"""Recipes of earlier days: what runs wrote at this repository's past commits, read today.
+"""Recipes of earlier versions: what runs wrote at past commits of this repository can still be read.
 
-tests/runs/data/<commit>/ holds what a run of that commit's train.py left: `quickstart` on three
-classes of small images, a ViT of one block, stopped by a signal within its second or third epoch.
+tests/runs/data/<commit>/ is the folder of a run with that commit's train.py: `quickstart` on three
+classes of small images, a ViT of one block, stopped by a signal in its second or third epoch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def stored(commit: str) -> dict:
 
 
 @pytest.mark.parametrize("commit, version", VERSIONS.items())
-def test_a_recipe_of_a_past_commit_has_the_keys_of_today(commit, version):
+def test_a_recipe_of_a_past_commit_is_upgraded_to_the_present_keys(commit, version):
     table = stored(commit)
     assert version_of(table) == version and ("version" in table) == (version > 4)
     recipe = from_dict(table, "last.pt")
     assert load_recipe(PAST / commit / "recipe.toml").as_dict() == recipe.as_dict() | {
         "name": "recipe"}
     assert read_run(PAST / commit).departure(recipe) is None
-    # What was written then is as it was, and the new keys do what was done before they were.
+    # Old values are unchanged, and new keys have the values that do what was done without them.
     ours = recipe.as_dict()
     for title in table.keys() - {"name", "version"}:
         for key in table[title].keys() - {"label_smoothing"}:
@@ -47,13 +47,13 @@ def test_a_recipe_of_a_past_commit_has_the_keys_of_today(commit, version):
     assert with_defaults(ours)["init"]["options"]["value_init"] == "mimetic"
 
 
-def test_every_version_has_a_step_and_a_folder_of_its_day():
+def test_every_version_has_a_step_and_a_stored_run():
     assert list(STEPS) == list(range(2, VERSION + 1))
     assert set(VERSIONS) == {path.name for path in PAST.iterdir()}
     assert set(VERSIONS.values()) == set(range(1, VERSION))
 
 
-def test_what_a_run_writes_bears_the_version_of_today(tmp_path):
+def test_what_a_run_writes_has_the_present_version(tmp_path):
     recipe = from_dict(stored("0c0940f"), "last.pt")
     assert recipe.as_dict()["version"] == VERSION
     (tmp_path / "recipe.toml").write_text(dump_recipe(recipe))
@@ -62,22 +62,22 @@ def test_what_a_run_writes_bears_the_version_of_today(tmp_path):
     assert {"version": VERSION} | upgraded(recipe.as_dict()) == recipe.as_dict()
 
 
-def test_a_recipe_that_a_person_writes_is_complete_as_it_stands(tmp_path):
-    """A key that is forgotten is an error, not a recipe of the day before the key."""
+def test_a_recipe_that_a_person_writes_must_have_all_keys(tmp_path):
+    """A forgotten key is an error; the recipe is not taken for one of a version without the key."""
     text = dump_recipe(from_dict(stored("75c8dd7"), "last.pt"))
     file = tmp_path / "recipe.toml"
     file.write_text(text.replace(f"version = {VERSION}\n", "").replace("group = 4\n", ""))
     with pytest.raises(RecipeError, match=r"\[mix\] lacks the key 'group'"):
         load_recipe(file)
-    (tmp_path / "run.json").write_text("[]")         # now it is a run's, of the day before
+    (tmp_path / "run.json").write_text("[]")         # now it is a run's recipe, of an earlier version
     assert load_recipe(file).mix.group == 4
 
 
 @pytest.mark.parametrize("global_batch, most, processes, group", [
     (1024, 64, 1, 64), (1024, 64, 8, 64), (1024, 256, 8, 128), (60, 16, 1, 12), (60, 16, 3, 10),
     (50, 50, 1, 50), (50, 25, 1, 10), (12, 1, 1, 2), (15, 15, 1, 2)])
-def test_the_group_is_the_micro_batch_of_those_days(global_batch, most, processes, group):
-    """The largest even part of a process' images that fitted; 2 where nothing could be mixed."""
+def test_the_group_is_the_micro_batch_of_earlier_versions(global_batch, most, processes, group):
+    """The largest even divisor of a process's images that fitted; 2 where nothing could be mixed."""
     table = stored("75c8dd7")
     table["optim"] |= {"global_batch": global_batch, "max_batch_per_process": most}
     assert upgraded(table, processes=processes)["mix"]["group"] == group
@@ -85,7 +85,7 @@ def test_the_group_is_the_micro_batch_of_those_days(global_batch, most, processe
     assert upgraded(table, processes=processes)["mix"]["group"] == 34
 
 
-def test_a_deep_impulse_of_before_its_bias_channels_had_none():
+def test_a_deep_impulse_from_before_the_bias_channels_has_none():
     table = stored("75c8dd7")
     table["init"] = table["init"] | {"name": "deep_impulse", "options": {"base": "torch"}}
     assert upgraded(table)["init"]["options"] == {"bias_channels": False, "base": "torch"}
@@ -98,14 +98,14 @@ def test_a_deep_impulse_of_before_its_bias_channels_had_none():
     ("init", {"pseudo_input": "code+normal"}, {"pseudo_input": "pos_embed+normal"}),
     ("init", {"pseudo_input": "uniform"}, {"pseudo_input": "uniform"}),
     ("model", {"alpha": 0.3, "input_code": False}, {"alpha": 0.3, "input_pos_embed": False})])
-def test_options_have_their_names_of_today_in_the_same_order(title, before, after):
+def test_options_have_their_present_names_in_the_same_order(title, before, after):
     table = stored("644a0fb")
     table[title]["options"] = before
     assert list(upgraded(table)[title]["options"].items()) == list(after.items())
 
 
 def test_a_run_that_mixed_by_micro_batches_is_told_so_once():
-    assert notes(stored("0c0940f")) == []            # it mixed nothing
+    assert notes(stored("0c0940f")) == []            # this run mixed nothing
     for commit in ("6bde95e", "75c8dd7"):
         assert len(notes(stored(commit))) == 1
         assert notes(from_dict(stored(commit), "last.pt").as_dict()) == []
