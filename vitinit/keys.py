@@ -27,7 +27,7 @@ class Stream(IntEnum):
     RAND_AUGMENT = 5    # (epoch, index, repeat): the operations of a sample
     ERASE = 6           # (epoch, index, repeat): the erased box of a sample, and its noise
     MIX = 7             # (step, group): mixup or cutmix of a group of images
-    SUBSET = 8          # (class): the order of a class's images, of which a subset takes the first
+    SUBSET = 8          # (class): the order of a class's images, from which subsets are taken
 
 
 def keyed_generator(seed: int, stream: Stream, *counters: int) -> np.random.Generator:

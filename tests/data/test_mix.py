@@ -1,4 +1,4 @@
-"""Mixup and cutmix against timm's lines in plain Python, and the distributions they promise."""
+"""Mixup and cutmix equal timm's formulas in plain Python, and have the stated distributions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def within(rate: float, expected: float, count: int) -> bool:
 
 def timms_box(rng: np.random.Generator, height: int, width: int, lam: float
               ) -> tuple[int, int, int, int]:
-    """rand_bbox: rows from yl to below yh, columns from xl to below xh."""
+    """timm's rand_bbox: rows from yl to below yh, columns from xl to below xh."""
     ratio = np.sqrt(1 - lam)
     cut_h, cut_w = int(height * ratio), int(width * ratio)
     cy = rng.integers(0, height)
@@ -57,7 +57,7 @@ def timms_box(rng: np.random.Generator, height: int, width: int, lam: float
 def timms_mix(rng: np.random.Generator, height: int, width: int, *, mixup_alpha: float = 0.8,
               cutmix_alpha: float = 1.0, probability: float = 1.0, switch_probability: float = 0.5
               ) -> MixDraw:
-    """_params_per_batch and cutmix_bbox_and_lam, where both kinds are on."""
+    """timm's _params_per_batch and cutmix_bbox_and_lam, with mixup and cutmix both on."""
     if rng.random() >= probability:
         return UNMIXED
     if rng.random() < switch_probability:
@@ -69,14 +69,14 @@ def timms_mix(rng: np.random.Generator, height: int, width: int, *, mixup_alpha:
 
 
 def random_images(count: int, dtype: torch.dtype) -> Tensor:
-    """(count, 3, 11, 13): all levels as bytes, N(0, 1) as floats."""
+    """Random images (count, 3, 11, 13): uniform levels as uint8, N(0, 1) as floats."""
     rng, shape = np.random.default_rng(count), (count, 3, 11, 13)
     values = rng.integers(0, 256, shape) if dtype == torch.uint8 else rng.normal(size=shape)
     return torch.from_numpy(values).to(dtype)
 
 
 def mixed_one_by_one(images: np.ndarray, mixes: Sequence[MixDraw]) -> np.ndarray:
-    """mix_images as a loop over images in numpy, as timm's collate function does it."""
+    """mix_images as a loop over images in numpy, as in timm's collate function."""
     mixed = []
     for image, partner, mix in zip(images, images[::-1], mixes, strict=True):
         image = image.copy()
@@ -128,8 +128,8 @@ def test_a_box_lies_in_the_image_and_its_area_is_the_partners_share(height, widt
         assert share == 1.0 - box_height * box_width / (height * width)
 
 
-def test_the_mean_share_of_cutmix_is_that_of_boxes_cut_off_at_the_border():
-    # λ ~ U(0, 1). Side and centre are independent, so are rows and columns given the side.
+def test_the_mean_share_of_cutmix_is_that_of_boxes_clipped_at_the_border():
+    # λ ~ U(0, 1). Side and centre are independent, and so are rows and columns given the side.
     side = np.sqrt(1.0 - (np.arange(2003) + 0.5) / 2003)
     half = (224 * side).astype(int)[:, None] // 2
     centre = np.arange(224)
@@ -227,7 +227,7 @@ def test_every_pair_of_a_batch_is_mixed_in_its_own_way_as_if_it_were_alone(halve
 
 @pytest.mark.parametrize("share", [0.5, 0.25, 0.7, 0.1, 1 / 3, 0.998])
 def test_bytes_are_rounded_to_the_nearest_as_rint_does(share):
-    """Every pair of levels. At ½ and ¼ there are ties, which go to the even level."""
+    """All pairs of levels. With λ = ½ and ¼ there are ties, which are rounded to the even level."""
     levels = np.arange(256, dtype=np.uint8)
     one, two = np.meshgrid(levels, levels)
     mixed = mix_images(torch.from_numpy(np.stack([one, two]))[:, None], [MixDraw(share, None)] * 2)

@@ -1,4 +1,4 @@
-"""Two processes that need the same download: one does it, the other finds it there."""
+"""Of two processes that need the same download, one does it and the other waits for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def fetch(root: Path, begun, go_on, said) -> None:
-    """A process whose download writes its number into a list, unless the data is there."""
+    """A process whose download appends its number to a file, unless the data is there already."""
     def stub(folder: Path) -> None:
         if not (folder / "data").exists():
             with open(folder / "downloads", "a") as log:
@@ -73,7 +73,7 @@ def test_a_killed_download_leaves_the_lock_to_the_next(root):
 
 
 def test_a_lock_file_that_was_taken_away_is_made_anew(tmp_path, monkeypatch):
-    """Whoever waited holds the file that the other removed; a third would make another."""
+    """A process that waited has locked the file that the other removed; a third would create another."""
     path, real, removed = tmp_path / ".lock", one_at_a_time.fcntl.lockf, []
 
     def lockf(descriptor, operation):

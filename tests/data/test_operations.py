@@ -34,7 +34,7 @@ WAYS = {"as on a GPU": FEW_LAUNCHES, "as on a CPU": IN_CACHE}
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """On images this small a second thread waits longer than it works."""
+    """Use one thread, because on images this small a second one waits longer than it works."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -48,7 +48,7 @@ def one_thread() -> Iterator[None]:
 
 @functools.cache
 def photograph(height: int, width: int) -> Image.Image:
-    """Grace Hopper, as matplotlib ships her."""
+    """The photograph of Grace Hopper that matplotlib contains."""
     path = Path(matplotlib.get_data_path()) / "sample_data" / "grace_hopper.jpg"
     with Image.open(path) as image:
         return image.convert("RGB").resize((width, height))
@@ -87,7 +87,7 @@ def with_pillow(image: Image.Image, operation: Operation, argument: float, bicub
 
 
 def draws_of(*images: list[tuple]) -> Draws:
-    """One list an image: (operation, argument) or (operation, argument, bicubic) for each layer."""
+    """Draws from one list per image, with (operation, argument) or (…, bicubic) for each layer."""
     return stack_draws([
         Draws(np.array([Operation[layer[0]] for layer in layers], dtype=np.int64),
               np.array([layer[1] for layer in layers], dtype=np.float64),
@@ -96,13 +96,13 @@ def draws_of(*images: list[tuple]) -> Draws:
 
 
 def ours(image: Image.Image, *layers: tuple, fill: tuple[int, int, int] = FILL) -> Tensor:
-    """(3, H, W): a batch of one image through `layers`."""
+    """An image (3, H, W) through `layers` of our RandAugment, as a batch of one."""
     return rand_augment(from_pillow(image)[None], draws_of(list(layers)), fill)[0]
 
 
 def at_each(image: Image.Image, name: str, arguments: Sequence[float], bicubic: bool = True,
             ) -> tuple[Tensor, Tensor]:
-    """(n, 3, H, W) each: ours in one batch and Pillow's, one image for each argument."""
+    """One image per argument, by ours in one batch and by Pillow: (n, 3, H, W) each."""
     batch = from_pillow(image).expand(len(arguments), -1, -1, -1)
     draws = draws_of(*([(name, argument, bicubic)] for argument in arguments))
     expected = torch.stack([from_pillow(with_pillow(image, Operation[name], argument, bicubic))
@@ -111,7 +111,7 @@ def at_each(image: Image.Image, name: str, arguments: Sequence[float], bicubic: 
 
 
 def arguments_of(name: str, magnitudes: tuple[float, ...]) -> list[float]:
-    """At these magnitudes with both signs, without repetitions."""
+    """The arguments at these magnitudes with both signs, without repetitions."""
     return sorted({RandAugment().argument(Operation[name], magnitude, sign)
                    for magnitude in magnitudes for sign in (-1.0, 1.0)})
 
@@ -122,7 +122,7 @@ def noisy_batch(count: int, height: int, width: int, seed: int = 0) -> Tensor:
 
 
 def random_draws(count: int, seed: int = 0, **changes) -> Draws:
-    """Of `count` images, with RandAugment's defaults but for these two and `changes`."""
+    """The draws of `count` images, with RandAugment's defaults except for these two and `changes`."""
     settings = RandAugment(**{"probability": 0.9, "interpolation": "random", **changes})
     rng = np.random.default_rng(seed)
     return stack_draws([Draws(*settings.draw(rng), np.zeros(4, dtype=np.int64), np.array(0))
@@ -163,7 +163,7 @@ def test_of_0_bits_nothing_is_left():
     ((5.9, 10.0), 1e-2, 65)])
 def test_geometric_operations_equal_pillows_up_to_rounding(name, bicubic, magnitudes, share,
                                                            decibels):
-    # Pillow interpolates in float64, ours in float32; both cut off what is behind the point.
+    # Pillow interpolates in float64, ours in float32; both truncate to integers.
     arguments = arguments_of(name, magnitudes)
     for found, expected in zip(*at_each(IMAGES["photograph"], name, arguments, bicubic)):
         off = found.int() - expected.int()
@@ -182,7 +182,7 @@ def test_geometric_operations_equal_pillows_on_extreme_images(name, kind):
 
 
 def outside(result: Callable[[tuple[int, int, int]], Tensor]) -> Tensor:
-    """(H, W): where the fill comes in, which is where two fills make a difference."""
+    """Which pixels (H, W) come from outside: those that differ between two fill colours."""
     dark, light = (0, 1, 2), (253, 254, 255)
     one, two = result(dark), result(light)
     differs = (one != two).any(0)
@@ -247,7 +247,7 @@ def test_a_batch_of_all_operations_equals_them_one_by_one_to_the_bit(height, wid
 
 @pytest.mark.parametrize("name", GEOMETRIC_NAMES)
 def test_passes_equal_the_formulas_where_positions_are_nearly_whole_pixels(name):
-    # Shifts by whole pixels but for the last bits, by which neighbours in a row fall apart.
+    # Shifts by whole pixels except for the last bits, in which neighbours in a row differ.
     images, extent = noisy_batch(1, 31, 37), {"TranslateX": 37, "TranslateY": 31}.get(name, 1)
     arguments = [np.nextafter(pixels / extent, towards) for pixels in (-7, -1, 0, 2, 5)
                  for towards in (-np.inf, pixels / extent, np.inf)]
@@ -264,7 +264,7 @@ def test_the_product_for_sharpness_is_a_division_rounded_to_the_nearest():
     assert torch.equal(nearest_of_13th(sums), (2 * sums.int() + 13) // 26)
 
 
-def test_an_operation_that_looks_at_the_image_has_no_fixed_table():
+def test_an_operation_that_depends_on_the_image_has_no_fixed_table():
     with pytest.raises(ValueError, match="Equalize.* has no fixed table"):
         fixed_table(Operation.Equalize, 0)
 
@@ -287,9 +287,9 @@ def test_an_image_does_not_depend_on_its_batch_to_the_bit(layers):
 @pytest.mark.parametrize("together", [False, True])
 def test_how_many_images_go_through_an_operation_at_once_makes_no_difference(together):
     images, draws = noisy_batch(61, 29, 23), random_draws(61)
-    one, three, whole = (rand_augment(images, draws, FILL, Passes(pixels, pixels, together))
-                         for pixels in (0, 3 * 29 * 23, 2**40))
-    assert torch.equal(one, whole) and torch.equal(three, whole)
+    one, three, all_at_once = (rand_augment(images, draws, FILL, Passes(pixels, pixels, together))
+                               for pixels in (0, 3 * 29 * 23, 2**40))
+    assert torch.equal(one, all_at_once) and torch.equal(three, all_at_once)
 
 
 def test_a_batch_is_each_image_through_pillow_in_the_order_of_its_draws():
@@ -313,7 +313,7 @@ def test_the_order_of_two_operations_matters_and_is_that_of_the_draws(one, two):
         for name, argument in layers:
             expected = with_pillow(expected, Operation[name], argument)
         results.append(ours(image, *layers))
-        # A grey level off in the first may become two where a bicubic kernel overshoots.
+        # A difference of one level after the first may become two where a bicubic kernel overshoots.
         assert (results[-1].int() - from_pillow(expected).int()).abs().max() <= 2
     assert (results[0].int() - results[1].int()).abs().max() > 40
 

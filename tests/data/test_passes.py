@@ -1,4 +1,4 @@
-"""Arguments travel in one copy and arrive as they were; rows are divided without loss."""
+"""Arguments reach the device unchanged in one copy; rows are divided into passes without loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Tree(NamedTuple):
 
 
 def arrays() -> list[np.ndarray]:
-    """Of every kind that travels, in sizes that need aligning; some empty, one not contiguous."""
+    """Arrays of every type that is used, in sizes that need aligning; some empty, one not contiguous."""
     rng = np.random.default_rng(0)
     return [rng.integers(0, 256, (3, 5), np.uint8), rng.normal(size=(2, 7, 3)),
             rng.integers(-2**63, 2**63 - 1, 11), np.array([True, False, True]),

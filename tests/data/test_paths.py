@@ -1,4 +1,4 @@
-"""Paths come back as they were, and take the room of their own bytes."""
+"""Paths are read back unchanged, and take no more memory than their own bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets that live on the device give the bits of the way through workers."""
+"""Sets that are stored on the device give the same batches as workers, bit for bit."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def weights_of_a_run(train_program, arguments: list[str], folder: Path) -> dict[
 
 def test_a_run_ends_with_the_same_weights_either_way(train_program, small_run, folder, tmp_path,
                                                      capsys):
-    """Every augmentation on but resizing, two views an image, accumulation."""
+    """With every augmentation except resizing, two views per image, and accumulation."""
     images = tmp_path / "both"
     images.mkdir()
     for split in ("train", "val"):

@@ -1,4 +1,4 @@
-"""Subsets: so many of every class, nested, and keyed by their own seed and the class alone."""
+"""Subsets have the right sizes, are nested, and depend on their seed and the class alone."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SIZES = [7, 11, 1, 30]
 
 
 def numbered(sizes: list[int] = SIZES) -> ImagesInMemory:
-    """Image i is filled with i; classes of these sizes, mixed."""
+    """Images in random order of class, with classes of these sizes; all pixels of image i are i."""
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)), sizes))
     images = torch.arange(len(labels), dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 2, 5)
     return ImagesInMemory(images, labels, [f"class {label}" for label in range(len(sizes))])
 
 
 def members(source) -> list[int]:
-    """Which images of `numbered` are in it, in order."""
+    """The indices of the images of `numbered` that are in a part, in order."""
     return [int(source.image(index)[0, 0, 0]) for index in range(len(source))]
 
 
@@ -41,7 +41,7 @@ def test_every_class_keeps_its_share_rounded_and_at_least_one(share, expected):
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_every_class_keeps_so_many_images(count):
+def test_every_class_keeps_the_given_number_of_images(count):
     source = numbered([7, 11, 5, 30])
     assert sizes(stratified_part(source, images_per_class=count)) == [count] * 4
 
@@ -50,8 +50,8 @@ def test_a_part_keeps_the_order_the_labels_and_all_classes():
     source = numbered()
     part = stratified_part(source, share=0.5, seed=3)
     assert part.classes == source.classes
-    kept = members(part)
-    assert kept == sorted(kept) and part.labels.tolist() == source.labels[kept].tolist()
+    indices = members(part)
+    assert indices == sorted(indices) and part.labels.tolist() == source.labels[indices].tolist()
 
 
 def test_a_part_of_an_image_folder_holds_the_same_files(tmp_path):
@@ -86,7 +86,7 @@ def test_a_smaller_part_lies_in_every_larger_one(seed):
     assert shares[0] == counts[0]
 
 
-def test_which_images_is_the_head_of_an_order_keyed_by_seed_and_class():
+def test_a_part_has_the_first_images_of_an_order_keyed_by_seed_and_class():
     source = numbered()
     expected = []
     for label, size in enumerate(SIZES):
@@ -101,15 +101,15 @@ def test_another_seed_takes_other_images():
                 for seed in range(7)}) == 7
 
 
-def test_every_image_is_taken_as_often():
+def test_every_image_is_taken_equally_often():
     source, seeds = numbered([7, 11]), 1009
-    taken = np.bincount([index for seed in range(seeds)
-                         for index in members(stratified_part(source, images_per_class=3, seed=seed))],
-                        minlength=18)
+    counts = np.bincount([
+        index for seed in range(seeds)
+        for index in members(stratified_part(source, images_per_class=3, seed=seed))], minlength=18)
     for label, size in enumerate((7, 11)):
         chance = 3 / size
         spread = math.sqrt(seeds * chance * (1 - chance))
-        assert abs(taken[source.labels == label] - seeds * chance).max() < 4 * spread
+        assert abs(counts[source.labels == label] - seeds * chance).max() < 4 * spread
 
 
 def test_a_class_with_too_few_images_is_named():
@@ -141,7 +141,7 @@ def test_what_is_held_out_is_in_no_part_that_is_trained_on(held_out, limit):
 
 
 def test_holding_images_out_does_not_change_which_are_trained_on():
-    """So a study's runs with and without the test set are of the same images."""
+    """So runs of a study that validate on the test set or not train on the same images."""
     source = numbered([13, 17])
     with_all = stratified_part(source, images_per_class=5, seed=3)
     beside = stratified_part(source, images_per_class=5, held_out=8, seed=3)

@@ -1,4 +1,4 @@
-"""Worker processes, however they are started: the same batches, and an end with their parent."""
+"""Worker processes give the same batches and end with their parent, however they are started."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METHODS = ("fork", "forkserver", "spawn")
 
 @pytest.fixture
 def start_by():
-    """Sets how processes are started, for one test."""
+    """Sets the start method of processes for one test."""
     before = multiprocessing.get_start_method()
     yield lambda method: multiprocessing.set_start_method(method, force=True)
     multiprocessing.set_start_method(before, force=True)
@@ -35,7 +35,7 @@ def start_by():
 
 def test_a_run_is_the_same_however_its_workers_are_started(train_program, small_run, tmp_path,
                                                            start_by):
-    """Workers decode files, whose paths they share, to train and to evaluate."""
+    """Workers decode files, whose paths they share, for training and for evaluation."""
     weights: dict[str, dict[str, Tensor]] = {}
     for method in ("none", *METHODS):
         if method != "none":
@@ -187,7 +187,7 @@ def test_more_workers_than_open_files_is_one_line(monkeypatch):
     (3, RuntimeError("unable to mmap 7 bytes"), "batches find no room in /dev/shm"),
 ])
 def test_what_workers_die_of_is_one_line(monkeypatch, workers, error, words):
-    """Without workers nothing is said of them."""
+    """Without workers the message does not mention them."""
     def failing(self):
         raise error
     monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", failing)

@@ -1,4 +1,4 @@
-"""What a recipe accepts, what it refuses and in which words, and that it writes back."""
+"""What a recipe accepts, what it refuses and in which words, and that it is written and read back."""
 
 from __future__ import annotations
 
@@ -283,13 +283,13 @@ def resolve(function: Callable, options: dict[str, Any], *, where: str,
 
 
 def edited(key: str, written: str | None, text: str = RECIPE) -> str:
-    """The recipe with the line of section.key saying `written`, or taken out for None."""
+    """The recipe with the line of section.key set to `written`, or removed if that is None."""
     title, _, name = key.partition(".")
     head, header, rest = text.partition(f"[{title}]\n")
     body, gap, tail = rest.partition("\n\n")
     lines = body.splitlines()
-    place = next(i for i, line in enumerate(lines) if line.startswith(f"{name} = "))
-    lines[place:place + 1] = [] if written is None else [f"{name} = {written}"]
+    number = next(i for i, line in enumerate(lines) if line.startswith(f"{name} = "))
+    lines[number:number + 1] = [] if written is None else [f"{name} = {written}"]
     return head + header + "\n".join(lines) + gap + tail
 
 
@@ -306,7 +306,7 @@ def saved(folder: Path, text: str = RECIPE) -> Path:
 
 
 def refusal(action: Callable, *arguments: Any, **options: Any) -> str:
-    """The one line with which `action` refuses what it is given."""
+    """The message, of one line, of the RecipeError that `action` raises."""
     with pytest.raises(RecipeError) as caught:
         action(*arguments, **options)
     message = str(caught.value)
@@ -315,7 +315,7 @@ def refusal(action: Callable, *arguments: Any, **options: Any) -> str:
 
 
 def set_refusal(path: Path, text: str) -> str:
-    """The one line with which the recipe at `path` refuses `--set text`, which it names."""
+    """The message of the error for `--set text` with the recipe at `path`; it quotes the text."""
     message = refusal(lambda: load_recipe(path, [parse_override(text)]))
     assert message.startswith(f"--set {text}: "[:400])      # a long line loses its middle
     return message
@@ -426,7 +426,7 @@ def test_the_simple_vit_recipes_augment_as_torchvisions_randaugment(path):
             extent /= size[0]
         if name in ("Color", "Contrast", "Brightness", "Sharpness"):
             extent += 1.0
-        # Posterize and Solarize: the nearest that the keys reach, as the card says.
+        # Posterize and Solarize: the nearest values that the keys can express, as the card says.
         assert found == pytest.approx(extent, **({"rel": 1e-6} if signed else {"abs": 1.0}))
 
 
@@ -452,7 +452,7 @@ def test_randaugment_takes_the_operations_that_can_be_drawn():
 @pytest.mark.parametrize("section, drawn", [(sections.RandAugmentSection, draw.RandAugment),
                                             (sections.MixSection, MixSettings)])
 def test_a_section_that_becomes_a_draw_has_its_fields(section, drawn):
-    """In order, too: train.py hands over `**vars(section)`."""
+    """In the same order, because train.py passes `**vars(section)`."""
     ours, theirs = ([item.name for item in dataclasses.fields(kind)] for kind in (section, drawn))
     assert ours == theirs
 
@@ -527,7 +527,7 @@ def test_a_number_may_be_written_as_an_integer(tmp_path, key, written, expected)
 
 @pytest.mark.parametrize("key", ["rand_augment.magnitude_std", "optim.weight_decay", "ema.decay"])
 def test_a_negative_zero_is_zero(tmp_path, key):
-    """It is ≥ 0, but neither a standard deviation nor a logarithm's argument takes it for 0."""
+    """-0.0 is ≥ 0, but a standard deviation or the argument of a logarithm must not get it."""
     value = value_of(load_recipe(saved(tmp_path, edited(key, "-0.0"))), key)
     assert value == 0.0 and math.copysign(1.0, value) == 1.0
 
@@ -1074,7 +1074,7 @@ def test_comparing_too_deep_a_key_is_refused(tmp_path, text):
 
 @pytest.mark.parametrize("key", ["min_lr", "warmup_lr"])
 def test_a_rate_above_the_peak_is_refused_but_in_a_run_that_has_begun(tmp_path, key):
-    """DeiT's fine-tuning at 5e-6 leaves its least rate of 1e-5 above the peak; such runs exist."""
+    """Fine-tuning with DeiT's recipe at 5e-6 leaves min_lr = 1e-5 above the peak; such runs exist."""
     table = load_recipe(saved(tmp_path)).as_dict()
     table["schedule"][key] = 7.0
     assert getattr(from_dict(table, "last.pt").schedule, key) == 7.0

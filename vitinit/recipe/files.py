@@ -1,9 +1,9 @@
 """Recipe files: reading, overriding, checking and writing them.
 
-A recipe must state every key, and may not have unknown keys or a key twice. So `diff` between two
-recipes shows every difference between two experiments. Every error is a `RecipeError` of one line
-that names the file or option, the key, what was expected, and the nearest valid key. This module
-uses the standard library only.
+A recipe must state every key (except for a few tables that may be left out, see sections.py), and
+may not have unknown keys or a key twice. So `diff` between two recipes shows every difference
+between two experiments. Every error is a `RecipeError` of one line that names the file or option,
+the key, what was expected, and the nearest valid key. This module uses the standard library only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..messages import OneLineError
-from .sections import FREE_TABLES, KNOWN_TABLES, SECTIONS, InitSection, ModelSection, Recipe, contradictions
+from .sections import (FREE_TABLES, KNOWN_TABLES, SECTIONS, InitSection, ModelSection, Recipe,
+                       contradictions)
 from .upgrade import VERSION, processes_of, upgraded
 from .values import convert, describe, nearest, nearest_choice, plain, shown, to_toml, within
 
@@ -35,8 +36,8 @@ class Override(NamedTuple):
     text: str                   # what the user wrote, quoted by error messages
 
 
-# Keys that may contradict others in the recipe of a checkpoint, because its run may be older than the
-# rule that forbids this. Such a run can still be resumed and evaluated.
+# Keys that may contradict others in the recipe of a checkpoint, because its run may be older than
+# the rule that forbids this. Such a run can still be resumed and evaluated.
 LATER_RULES = ("schedule.min_lr", "schedule.warmup_lr")
 
 

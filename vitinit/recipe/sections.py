@@ -1,7 +1,7 @@
 """All keys of a recipe: one frozen dataclass per section, one field with a type and bounds per key.
 
-No field has a default, since every recipe states every key. This module uses the standard library
-only.
+A recipe states every key, so fields have no defaults, except those of the tables [optim.lr_scales]
+and [optim.hold_epochs], which may be left out. This module uses the standard library only.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class DataSection:
     subset: float = number(above=0.0, maximum=1.0)  # share of each class that is trained on
     images_per_class: int = number(minimum=0, below=COUNT)  # number of images instead; 0: no limit
     subset_seed: int = number(minimum=0, below=2**63)  # decides which images those are
-    held_out_per_class: int = number(minimum=0, below=COUNT)  # images of each class that are set aside
-                                                    # from training to validate on; 0: the test set
+    held_out_per_class: int = number(minimum=0, below=COUNT)  # training images per class on which the
+                                                    # run is validated instead; 0: the test set
     image_size: PAIR = number(minimum=1, below=COUNT)  # (height, width) that the model takes
     mean: tuple[float, float, float] = number(minimum=0.0, maximum=1.0)  # per channel, in [0, 1]
     std: tuple[float, float, float] = number(minimum=TINIEST, below=LARGEST)
@@ -131,15 +131,15 @@ class LrScales:
     """Factors on the learning rate of parts of the model; a recipe may leave them out."""
 
     qk: float = number(minimum=0.0, below=LARGEST, default=1.0)           # queries and keys
-    pos_embed: float = number(minimum=0.0, below=LARGEST, default=1.0)    # absolute and relative positions
-    patch_embed: float = number(minimum=0.0, below=LARGEST, default=1.0)  # what turns patches into tokens
+    pos_embed: float = number(minimum=0.0, below=LARGEST, default=1.0)    # absolute or relative
+    patch_embed: float = number(minimum=0.0, below=LARGEST, default=1.0)  # makes tokens of patches
     head: float = number(minimum=0.0, below=LARGEST, default=1.0)         # the classifier
-    layer_decay: float = number(above=0.0, maximum=1.0, default=1.0)      # per layer, from the head down
+    layer_decay: float = number(above=0.0, maximum=1.0, default=1.0)      # per layer, from the head on
 
 
 @dataclass(frozen=True)
 class HoldEpochs:
-    """Epochs at the start in which a part of the model is not trained; a recipe may leave them out."""
+    """How many epochs at the start parts of the model are not trained; a recipe may leave it out."""
 
     qk: int = number(minimum=0, below=COUNT, default=0)
     pos_embed: int = number(minimum=0, below=COUNT, default=0)
@@ -224,10 +224,12 @@ MACHINE_KEYS = ("data.workers", "data.on_device_gib", "eval.batch_size", "eval.c
                 "optim.max_batch_per_process", "engine.compile", "checkpoint.every_steps")
 
 SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items() if name != "name"}
-# Tables within sections: free ones, whose keys are the options of a model or init, and tables of known keys.
+# Tables within sections: free tables, whose keys are the options of a model or init, and tables
+# whose keys are fields of a dataclass.
 FREE_TABLES = ("model.options", "init.options")
 KNOWN_TABLES = {f"{title}.{key}": kind for title, section in SECTIONS.items()
-                for key, kind in typing.get_type_hints(section).items() if dataclasses.is_dataclass(kind)}
+                for key, kind in typing.get_type_hints(section).items()
+                if dataclasses.is_dataclass(kind)}
 
 
 def contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:

@@ -89,7 +89,7 @@ def to_7(table: Table, processes: int) -> None:
 
 
 def to_8(table: Table, processes: int) -> None:
-    """Images that are held out, and learning rates of parts of the model."""
+    """Keys for held-out images and for the learning rates of parts of the model were added."""
     table["data"]["held_out_per_class"] = 0
     table["optim"]["lr_scales"] = {"qk": 1.0, "pos_embed": 1.0, "patch_embed": 1.0, "head": 1.0,
                                    "layer_decay": 1.0}
