@@ -301,7 +301,7 @@ def cut(*arguments, original=Resident.cut):
 
 def in_other_batches(kept, *arguments, original=KeptViews.in_batches):
     """Break kept evaluation views: they differ from what was decoded."""
-    again = kept.place is not None and kept.filled
+    again = kept.device is not None and kept.filled
     for batch in original(kept, *arguments):
         yield batch._replace(images=batch.images ^ 1) if again else batch
 

@@ -186,9 +186,9 @@ def test_the_budgets_are_the_bytes_of_this_process_share(folder, on_device, cach
     whole = views.nbytes / GIB
     kept = kept_views(views, torch.device("meta"), on_device_gib=on_device * whole,
                       cache_gib=cache * whole)
-    assert kept.place == (None if place is None else torch.device(place))
+    assert kept.device == (None if place is None else torch.device(place))
     if place is not None:
-        assert kept.images.shape == (11, 3, *SIZE) and kept.images.device == kept.place
+        assert kept.images.shape == (11, 3, *SIZE) and kept.images.device == kept.device
     words = {"meta": "then kept on the device: 0 MiB", "cpu": "then kept in memory: 0 MiB",
              None: "decoded for every validation: 0 MiB"}
     assert words[place] in kept.in_words()

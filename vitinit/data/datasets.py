@@ -134,11 +134,11 @@ def open_folder(root: Path, split: str) -> ImageFolder:
     folder = root / (present[0] if present else VALIDATION_FOLDERS[0])
     source = ImageFolder(folder)
     if os.path.isdir(root / "train"):
-        ours, theirs = set(source.classes), set(class_folders(root / "train"))
-        for extra, there, not_there in ((ours - theirs, folder, root / "train"),
-                                        (theirs - ours, root / "train", folder)):
+        here, in_train = set(source.classes), set(class_folders(root / "train"))
+        for extra, holder, other in ((here - in_train, folder, root / "train"),
+                                     (in_train - here, root / "train", folder)):
             if extra:
-                raise DataError(f"{not_there}: class '{min(extra)}' of {there} is missing; both "
+                raise DataError(f"{other}: class '{min(extra)}' of {holder} is missing; both "
                                 "must hold the same classes")
     return source
 

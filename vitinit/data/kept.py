@@ -22,15 +22,15 @@ MIB = 2**20
 class KeptViews:
     """The evaluation views of this process's share, and memory to store all of them.
 
-    place: the device on which they are stored; None: they are not stored.
+    device: where they are stored; None: they are not stored.
     """
 
-    def __init__(self, views: EvalViews, place: torch.device | None) -> None:
-        self.views, self.place = views, place
+    def __init__(self, views: EvalViews, device: torch.device | None) -> None:
+        self.views, self.device = views, device
         self.filled = False                          # set by the first pass that is complete
-        if place is not None:
-            self.images = torch.empty(len(views), 3, *views.size, dtype=torch.uint8, device=place)
-            self.labels = torch.tensor(views.labels, device=place)         # (n,)
+        if device is not None:
+            self.images = torch.empty(len(views), 3, *views.size, dtype=torch.uint8, device=device)
+            self.labels = torch.tensor(views.labels, device=device)         # (n,)
 
     def in_batches(self, size: int, decoded: Iterable[Batch]) -> Iterator[Batch]:
         """Yield all views in order, `size` at a time; the last batch may be smaller.
@@ -38,7 +38,7 @@ class KeptViews:
         decoded: the same batches, decoded by workers. It is used until a pass has been completed;
             what an interrupted pass has stored is not used.
         """
-        if self.place is None:
+        if self.device is None:
             yield from decoded
             return
         parts = [slice(start, start + size) for start in range(0, len(self.views), size)]
@@ -54,9 +54,9 @@ class KeptViews:
     def in_words(self) -> str:
         """Where the views are stored and how large they are, in words for the start of a run."""
         size = f"{self.views.nbytes / MIB:,.0f} MiB per process"
-        if self.place is None:
+        if self.device is None:
             return f"decoded for every validation: {size} would be more than eval.cache_gib"
-        where = "in memory" if self.place.type == "cpu" else "on the device"
+        where = "in memory" if self.device.type == "cpu" else "on the device"
         return f"decoded by the first validation, then kept {where}: {size}"
 
 
@@ -67,5 +67,5 @@ def kept_views(views: EvalViews, device: torch.device, *, on_device_gib: float,
     on_device_gib, cache_gib: the most GiB that they may take there.
     """
     budgets = [(device, on_device_gib), (torch.device("cpu"), cache_gib)]
-    fits = [place for place, gib in budgets if views.nbytes <= gib * GIB]
+    fits = [candidate for candidate, gib in budgets if views.nbytes <= gib * GIB]
     return KeptViews(views, fits[0] if fits else None)

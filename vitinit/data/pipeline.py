@@ -51,7 +51,7 @@ class TrainingStep:
 
     number: int                 # counted from 0 over the whole run
     plan: BatchPlan
-    prepared: Iterator[Prepared]        # shared by all steps; the next items are those of this step
+    prepared: Iterator[Prepared]        # shared by all steps of the epoch; this step's come next
 
     @property
     def global_batch(self) -> int:
@@ -113,7 +113,7 @@ class EvaluationBatches:
         self.kept, self.batch_size, self.prepare = kept, batch_size, prepare
         self.decoded = eval_loader(kept.views, batch_size=batch_size, workers=workers,
                                    pin_memory=prepare.device.type == "cuda",
-                                   again=kept.place is None)
+                                   again=kept.device is None)
 
     def __len__(self) -> int:
         return len(self.decoded)

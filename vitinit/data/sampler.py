@@ -86,9 +86,9 @@ class BatchPlan:
                          f"{self.global_batch} has fewer groups ({self.groups}) than "
                          f"augment.repeats = {repeats}")
         if 2 * self.micro_batch_size < min(max_batch_per_process, self.per_process):
-            lines.append(f"micro-batches have {self.micro_batch_size} image(s): of a process' "
-                         f"{self.per_process} no larger part up to optim.max_batch_per_process = "
-                         f"{max_batch_per_process} divides them evenly")
+            lines.append(f"micro-batches have {self.micro_batch_size} image(s): no larger size up to "
+                         f"optim.max_batch_per_process = {max_batch_per_process} divides the "
+                         f"{self.per_process} images of each process evenly")
         return lines
 
 

@@ -149,4 +149,4 @@ def notes(table: Mapping[str, Any]) -> list[str]:
     if "group" in mix or not mixes:
         return []
     return ["this run began when images were mixed by micro-batches; from here on they are mixed by "
-            "groups of mix.group, which is not to the bit what was before"]
+            "groups of mix.group images, so results differ slightly from those of the earlier code"]
