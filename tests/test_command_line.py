@@ -1,4 +1,4 @@
-"""command_line.py, and the doors of train.py: its flags, what they change, one line per error."""
+"""command_line.py, and the command line of train.py: its flags, their effects, one line per error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMPLAINT = ("train.py: --set schedule.epoch=3: [schedule] has no key 'epoch'; "
 
 def saved(folder: Path, *, model: str = "vit_tiny", init: str = "default", root: str = "",
           model_options: dict | None = None, init_options: dict | None = None) -> Path:
-    """A recipe file like quickstart's with these values."""
+    """Write a recipe file like quickstart's with these values; return its path."""
     recipe = load_recipe(REPOSITORY / "recipes" / "quickstart.toml")
     recipe = dataclasses.replace(
         recipe, model=ModelSection(model, model_options or {}),
@@ -47,7 +47,7 @@ def saved(folder: Path, *, model: str = "vit_tiny", init: str = "default", root:
 
 
 def refusal(path: Path, sets: list[str], **flags) -> str:
-    """The one line with which the recipe at `path` refuses this command line."""
+    """The one-line error for this command line with the recipe at `path`."""
     with pytest.raises(RecipeError) as caught:
         resolve_recipe(path, overrides(sets=sets, **flags))
     message = str(caught.value)
@@ -55,21 +55,21 @@ def refusal(path: Path, sets: list[str], **flags) -> str:
     return message
 
 
-def resolved(args, said: list[str]):
-    """The recipe of a parsed command line; what is set aside goes to `said`."""
-    return fresh_recipe(args.recipe, recipes=REPOSITORY / "recipes", say=said.append,
+def resolved(args, printed: list[str]):
+    """The recipe of a parsed command line; lines about ignored options are appended to `printed`."""
+    return fresh_recipe(args.recipe, recipes=REPOSITORY / "recipes", say=printed.append,
                         init=args.init, seed=args.seed, data_dir=args.data_dir, sets=args.set)
 
 
 def fresh(train_program, *arguments: object):
-    """What train.py makes of a command line that starts a new run, and what it says."""
-    said = []
+    """The recipe that train.py resolves for a new run, and the lines that it prints."""
+    printed = []
     args = train_program.parse_arguments([str(argument) for argument in arguments])
-    return resolved(args, said), said
+    return resolved(args, printed), printed
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For a program of its own: one thread, and no trace of a launcher around these tests."""
+    """Environment for a subprocess: one thread, and no variables of a launcher around these tests."""
     kept = {key: value for key, value in os.environ.items()
             if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
     return kept | {"OMP_NUM_THREADS": "1"} | more
@@ -87,7 +87,7 @@ def test_train_py_takes_these_flags_and_no_others(train_program, monkeypatch):
     actions = parsers[0]._actions
     assert [flag for action in actions for flag in action.option_strings] == [
         "-h", "--help", *FLAGS]
-    assert all(action.option_strings for action in actions)      # nothing goes by its position
+    assert all(action.option_strings for action in actions)      # there are no positional arguments
 
 
 def test_the_flags_arrive_under_their_names(train_program):
@@ -201,7 +201,7 @@ def test_resolved_options_resolve_to_themselves(tmp_path, init, sets):
      "rank is 'x', expected an integer"),
     ({}, {}, ["model.options.depth=2.5"], "--set model.options.depth=2.5: ",
      "depth is 2.5, expected an integer"),
-    # Where several places speak of one table, the one that is wrong is named.
+    # If several sources set parts of one table, the one with the wrong value is named.
     ({}, dict(init="impulse"), ["init.name=mimetc"], "--set init.name=mimetc: ",
      "did you mean 'mimetic'?"),
     (dict(init="impulse"), {}, ["init.options.rank=3", "init.options.rnk=3"],
@@ -218,7 +218,7 @@ def test_resolved_options_resolve_to_themselves(tmp_path, init, sets):
     (dict(init="impulse", init_options={"rnk": 3}), {}, ["init.options.rank=3"], "",
      "'rnk'; did you mean 'rank'?"),
 ])
-def test_an_error_names_whoever_wrote_the_wrong_value(tmp_path, file, flags, sets, source, words):
+def test_an_error_names_the_source_of_the_wrong_value(tmp_path, file, flags, sets, source, words):
     path = saved(tmp_path, **file)
     message = refusal(path, sets, **flags)
     assert message.startswith(source or f"{path}: ") and message.endswith(words)
@@ -231,10 +231,10 @@ def test_an_error_names_whoever_wrote_the_wrong_value(tmp_path, file, flags, set
 
 def test_without_init_the_options_of_the_file_hold(train_program, tmp_path):
     path = saved(tmp_path, init="impulse", init_options={"rank": 3})
-    recipe, said = fresh(train_program, "--recipe", path)
+    recipe, printed = fresh(train_program, "--recipe", path)
     assert recipe == resolve_recipe(path, [])
     assert recipe.init.name == "impulse" and recipe.init.options["rank"] == 3
-    assert said == []
+    assert printed == []
 
 
 @pytest.mark.parametrize("name, file, kept, said_of", [
@@ -248,15 +248,15 @@ def test_without_init_the_options_of_the_file_hold(train_program, tmp_path):
 def test_init_keeps_the_options_that_it_has_and_names_those_that_it_sets_aside(
         train_program, tmp_path, name, file, kept, said_of):
     path = saved(tmp_path, init="impulse", init_options=file)
-    recipe, said = fresh(train_program, "--recipe", path, "--init", name)
+    recipe, printed = fresh(train_program, "--recipe", path, "--init", name)
     assert recipe.init.name == name
     assert recipe.init.options == resolve_options(
         init_function(name, VisionTransformer), kept, title="x", source=str, fixed={},
         given=("generator",))
     if said_of is None:
-        assert said == []
+        assert printed == []
     else:
-        line, = said
+        line, = printed
         assert line.startswith(f"--init {name} ") and line.endswith(f": {said_of}")
         assert "\n" not in line
 
@@ -285,14 +285,14 @@ def test_options_set_beside_init_win_over_those_that_it_keeps(train_program, tmp
 
 
 def test_an_option_that_was_set_is_refused_not_set_aside(train_program, tmp_path):
-    path, said = saved(tmp_path, init="impulse", init_options={"qk_norm": 2.5}), []
+    path, printed = saved(tmp_path, init="impulse", init_options={"qk_norm": 2.5}), []
     args = train_program.parse_arguments(["--recipe", str(path), "--init", "mimetic",
                                           "--set", "init.options.rank=5"])
     with pytest.raises(RecipeError) as caught:
-        resolved(args, said)
+        resolved(args, printed)
     assert str(caught.value).startswith("--set init.options.rank=5: ")
     assert "'rank'" in str(caught.value)
-    line, = said
+    line, = printed
     assert line.endswith(": {qk_norm = 2.5}")
 
 
@@ -329,7 +329,7 @@ def test_the_options_of_impulse_are_those_of_the_models_family(tmp_path, model, 
     name, = own
     for other in {"swin_tiny", "mixer_s16", "vit_tiny"} - {model}:
         path = saved(tmp_path, model=other, init="impulse", init_options=own)
-        if name != "gain" or other != "mixer_s16":   # a Mixer has a gain, too
+        if name != "gain" or other != "mixer_s16":   # a Mixer's impulse also has a gain
             message = refusal(path, [])
             assert message.startswith(f"{path}: [init.options] of impulse has no key '{name}'; ")
 
@@ -347,10 +347,10 @@ def test_a_swin_refuses_the_options_of_a_vits_impulse_with_the_nearest_of_its_ow
 
 def test_init_with_another_model_sets_aside_what_its_family_lacks(train_program, tmp_path):
     path = saved(tmp_path, init="impulse", init_options={"rank": 3, "kernel_size": 5})
-    recipe, said = fresh(train_program, "--recipe", path, "--init", "impulse",
+    recipe, printed = fresh(train_program, "--recipe", path, "--init", "impulse",
                          "--set", "model.name=swin_tiny")
     assert recipe.init.options["kernel_size"] == 5 and "rank" not in recipe.init.options
-    line, = said
+    line, = printed
     assert line.startswith("--init impulse ") and line.endswith(": {rank = 3}")
 
 
@@ -394,7 +394,7 @@ def test_a_size_that_no_model_can_have_is_one_line_that_names_it(
 
 def test_every_key_of_the_augmentation_reaches_what_draws_or_applies_it(
         train_program, small_run, tmp_path, monkeypatch):
-    """No two values of one type are equal, and none is a default."""
+    """The values are all different within each type, and none of them is a default."""
     given = {}
     for name in ("SampleDraws", "TrainSampler", "TrainToDevice"):
         def recorded(*arguments, real=getattr(train_program, name), **options):
@@ -456,14 +456,14 @@ def test_what_leaves_an_image_without_a_partner_is_refused_in_one_line_where_ima
     (dict(augment__repeats="4"), ["1 of the mix.group = 4 images that share a draw of mixing are"]),
     (dict(augment__repeats="4", mix__probability="0"), []),
     (dict(optim__global_batch="13", mix__probability="0"), ["micro-batches have 1 image(s): "])])
-def test_batches_that_are_hardly_meant_are_a_warning_at_the_start(
+def test_batches_that_are_probably_a_mistake_are_a_warning_at_the_start(
         train_program, small_run, tmp_path, monkeypatch, capsys, changes, lines):
     monkeypatch.delenv("RANK", raising=False)
     assert train_program.main(small_run(tmp_path / "run", "--dry-run", **changes)) == 0
     *warnings, updates = [line for line in capsys.readouterr().out.splitlines()
                           if line.startswith("warning")]
     assert len(warnings) == len(lines)
-    assert all(line.startswith(f"warning {said}") for line, said in zip(warnings, lines))
+    assert all(line.startswith(f"warning {printed}") for line, printed in zip(warnings, lines))
     assert updates.startswith("warning ") and "update(s) in all" in updates
 
 
@@ -537,7 +537,7 @@ def test_under_torchrun_the_line_is_printed_once_and_workers_exit_with_2(reposit
 
 
 def test_every_process_exits_with_2_and_the_first_alone_prints_the_line(repository, tmp_path):
-    """What torchrun starts, without its haste to end the others once one has failed."""
+    """The processes as torchrun starts them, but none is ended because another one has failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

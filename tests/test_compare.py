@@ -1,4 +1,4 @@
-"""Comparison of runs: every number by hand, the t quantile against tables and scipy."""
+"""Comparison of runs: numbers computed by hand; t quantiles compared with tables and scipy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(monkeypatch, *arguments: object) -> None:
 
 @pytest.fixture
 def six_runs(written_run):
-    """Two inits, seeds 1, 2, 5; last epochs 50, 54, 58 and 61, 63, 71; the best is 62 once."""
+    """Two inits, seeds 1, 2, 5; last epochs 50, 54, 58 and 61, 63, 71; one run's best is 62."""
     runs = []
     for init, lasts in (("default", (50.0, 54.0, 58.0)), ("impulse", (61.0, 63.0, 71.0))):
         for seed, last in zip((1, 2, 5), lasts):
@@ -49,7 +49,7 @@ def test_t_quantiles_equal_scipys(degrees, confidence):
 
 
 def test_the_interval_of_three_differences():
-    """11, 9, 13: mean 11, standard deviation 2."""
+    """The differences 11, 9, 13 have mean 11 and standard deviation 2."""
     mean, half = compare.t_interval([11.0, 9.0, 13.0])
     assert mean == pytest.approx(11.0)
     assert half == pytest.approx(4.302653 * 2.0 / math.sqrt(3.0), rel=1e-6)
@@ -67,7 +67,7 @@ def test_the_deviation_is_that_of_a_sample_and_one_value_has_none():
 
 
 def test_a_comparison_as_a_whole(monkeypatch, capsys, six_runs):
-    """last: 54 ± 4 and 65 ± √28; best: 50, 54, 62 and 61, 63, 71; EMA: less the seed."""
+    """Last: 54 ± 4 and 65 ± √28; best: 50, 54, 62 and 61, 63, 71; the EMA's are lower by the seed."""
     run(monkeypatch, *six_runs)
     assert capsys.readouterr().out == """\
 # quickstart
@@ -103,7 +103,7 @@ def test_the_group_named_first_is_the_baseline(monkeypatch, capsys, six_runs):
 
 
 def test_only_seeds_that_both_have_are_paired(monkeypatch, capsys, six_runs, written_run):
-    """-6 and 0 on seeds 2 and 5: mean -3, standard deviation √18, 12.706 · √18 / √2 = 38.12."""
+    """−6 and 0 on seeds 2 and 5: mean −3, standard deviation √18, 12.706 · √18 / √2 = 38.12."""
     runs = [written_run("m-2", [48.0], seed=2, init="mimetic", epochs=1),
             written_run("m-5", [58.0], seed=5, init="mimetic", epochs=1),
             written_run("m-7", [99.0], seed=7, init="mimetic", epochs=1)]
@@ -112,7 +112,7 @@ def test_only_seeds_that_both_have_are_paired(monkeypatch, capsys, six_runs, wri
     label = "mimetic, schedule.epochs = 1"
     assert (f"| {label} | model | 2 | -3.00 ± 38.12 | 2: -6.00, 5: +0.00 |") in printed
     assert f"| {label} | model | – | 48.00 | 58.00 | 99.00 |" in printed
-    assert f"| {label} | EMA" not in printed                              # none was kept
+    assert f"| {label} | EMA" not in printed                              # this run has no EMA
     assert f"| {label} | 3 | 68.33 ± 27.02 | 68.33 ± 27.02 | – | – | 3 ± 0 |" in printed
 
 

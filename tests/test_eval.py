@@ -1,4 +1,4 @@
-"""eval.py on run folders, our checkpoints and foreign ones."""
+"""eval.py on run folders, on their checkpoints, and on those of other projects."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def as_recipe(classes: int) -> list[str]:
 
 
 def by_hand(model, source, columns, size=(8, 8), crop_pct=0.875) -> dict:
-    """Numbers as the JSON holds them, one image at a time in float64."""
+    """The numbers of the JSON, computed one image at a time in float64."""
     loss, top1, top5, per_class = 0.0, 0, 0, [[0, 0] for _ in source.classes]
     model = model.double().eval()
     for index, label in enumerate(source.labels.tolist()):
@@ -101,7 +101,7 @@ def test_a_run_folder_gives_the_last_line_of_training(train_program, eval_progra
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_a_foreign_checkpoint_needs_only_a_recipe(eval_program, image_tree, tmp_path, capsys,
                                                   prefix):
-    """Laid out as DeiT's files are: a state dict under "model", a Namespace beside it."""
+    """Like DeiT's files: a state dict under "model", and a Namespace beside it."""
     model = tiny_vit(3)
     path = tmp_path / "deit.pth"
     torch.save({"model": {prefix + name: value for name, value in model.state_dict().items()},
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_another_model_is_one_line(eval_program, image_tree, tmp
 
 
 def test_a_part_of_the_models_classes_competes_among_itself(eval_program, tmp_path, capsys):
-    """Two models of 1000 classes nobody named on seven wnids, beside ImageNet's place of each."""
+    """Two models of 1000 unnamed classes on seven of ImageNet's synset ids, at their known indices."""
     wnids = imagenet_wnids()[998:2:-143]
     root = write_images(tmp_path / "part", wnids, seed=1)
     source = open_split("image_folder", str(root), "val", None)
@@ -187,7 +187,10 @@ def test_another_resolution_and_crop_resize_the_position_embeddings(eval_program
 
 def test_images_are_decoded_once_for_all_models_that_see_them_alike(
         train_program, eval_program, small_run, image_tree, tmp_path, monkeypatch, capsys):
-    """Two runs with their averages in one pass, a third at another crop alone; all as alone."""
+    """Two runs and their averages in one pass, a third run with another crop in its own pass.
+
+    All results equal those of separate evaluations.
+    """
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder, crop_pct in zip(folders, ("1.0", "1.0", "0.8")):
         assert train_program.main(small_run(folder, schedule__epochs="1", init="torch", run__seed=(
@@ -225,7 +228,7 @@ def test_images_are_decoded_once_for_all_models_that_see_them_alike(
 
 def test_models_that_calculate_differently_share_what_is_decoded(
         eval_program, train_program, small_run, image_tree, tmp_path, capsys, monkeypatch):
-    """Three runs in two passes, of other deviations and batch sizes; a fourth crops elsewhere."""
+    """Three runs in two passes, by std and batch size; a fourth has another crop."""
     folders = [tmp_path / name for name in ("a", "b", "c", "d")]
     for folder, changes in zip(folders, ({}, dict(eval__batch_size="5"), dict(
             data__std="[0.3, 0.2, 0.1]"), dict(eval__crop_pct="0.8"))):
@@ -273,7 +276,7 @@ def test_throughput_is_printed_and_written(eval_program, image_tree, tmp_path, c
     assert found["images_per_second"] == pytest.approx(4e3 / found["milliseconds"])
 
 
-WRONG = [                   # arguments after a run's folder, part of the line that answers
+WRONG = [                   # arguments after a run's folder, part of the error message
     (["--set", "model.name=vit_small"], "--set model.name=vit_small: the checkpoint brings its own "
      "recipe, of which only how to evaluate can change; valid: data.on_device_gib, data.workers"),
     (["--set", "data.root=x"], "--set data.root=x: the checkpoint brings its own recipe"),
@@ -318,7 +321,7 @@ def test_a_set_of_other_size_for_a_model_of_unnamed_classes_is_one_line(eval_pro
 
 def test_a_run_and_a_foreign_checkpoint_go_together(eval_program, one_epoch_run, image_tree,
                                                     tmp_path, capsys):
-    """--recipe and what of --set describes a model are for the foreign one alone."""
+    """--recipe, and overrides of --set that describe a model, apply to the foreign one alone."""
     torch.save(tiny_vit(3).state_dict(), tmp_path / "a.pth")
     assert eval_program.main([str(one_epoch_run), str(tmp_path / "a.pth"), *as_recipe(3), "--data",
                               f"image_folder={image_tree}", "--json", str(tmp_path / "j")]) == 0
@@ -356,8 +359,8 @@ def test_weights_that_are_not_finite_are_one_line_and_no_accuracy(eval_program, 
     assert printed.err.count("\n") == 1 and "top-1" not in printed.out
 
 
-def test_what_no_model_takes_is_not_kept(eval_program, one_epoch_run, monkeypatch):
-    """Neither the optimiser nor, until a model has copied them, the weights: they stay on disk."""
+def test_the_optimiser_is_dropped_and_weights_stay_on_disk(eval_program, one_epoch_run, monkeypatch):
+    """The checkpoint is mapped, so that its weights are read only when a model copies them."""
     real, ways = trained.load_checkpoint, []
 
     def load(path: Path, **how: bool) -> dict:

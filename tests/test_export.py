@@ -1,4 +1,4 @@
-"""vitinit.export: what others read is the model."""
+"""vitinit.export: exported files are the model."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_program_is_the_model_at_any_batch_size(checkpoint, tmp_path, capsys, 
     assert ("uint8" if inside else "normalised") in said
 
 
-def test_a_programs_images_are_those_of_the_validation_set_or_a_folder(image_tree, tmp_path,
+def test_a_program_is_compared_on_images_of_the_validation_set_or_a_folder(image_tree, tmp_path,
                                                                        capsys, monkeypatch):
     monkeypatch.chdir(image_tree.parent)             # the run's data.root is "images"
     assert exported(RUN, "--to", "torch", "--out", tmp_path / "a.pt2") == 0
@@ -134,14 +134,14 @@ def test_a_run_is_exported_as_a_run_with_weights_in_half_precision(tmp_path, cap
     for name, value in theirs.model.state_dict().items():
         assert torch.equal(ours.model.state_dict()[name], value.half().float()), name
         assert kept[name].dtype == torch.float16
-    # It is evaluated like any run, and nothing trains on from it.
+    # It can be evaluated like any run, but not resumed.
     assert eval_program.main([str(out), "--data-dir", str(image_tree)]) == 0
     assert train_program.main(["--resume", str(out)]) == 2
     assert "last.pt: not a training checkpoint, it cannot be resumed" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_every_family_becomes_a_run(checkpoint, tmp_path):
-    """Whole numbers, as BatchNorm counts batches in, stay what they are."""
+    """Integers, such as BatchNorm's count of batches, are not rounded."""
     assert exported(checkpoint, "--to", "run", "--out", tmp_path / "small") == 0
     ours, theirs = vitinit.load(tmp_path / "small"), vitinit.load(checkpoint)
     assert ours.recipe == theirs.recipe and ours.classes == theirs.classes
@@ -154,9 +154,10 @@ def test_a_checkpoint_of_every_family_becomes_a_run(checkpoint, tmp_path):
     (lambda weight: weight * 1e7, "'head.weight' is beyond half precision, which ends at 65504"),
     (lambda weight: weight * 10 + 30_000, "with weights in half precision, logits are up to")])
 def test_a_run_that_half_precision_spoils_leaves_no_folder(tmp_path, capsys, change, problem):
-    """Weights that overflow; and differences of weights that are small beside the weights."""
+    """Weights that overflow; and weights whose differences are small compared with their size."""
     state = torch.load(RUN / "last.pt")
-    state["model"]["norm.weight"].fill_(1.0)         # so that what is common to all weights is nothing
+    # Normalised features sum to 0: a constant added to all weights does not change the logits.
+    state["model"]["norm.weight"].fill_(1.0)
     state["model"]["norm.bias"].zero_()
     state["model"]["head.weight"] = change(state["model"]["head.weight"])
     torch.save(state, tmp_path / "spoilt.pt")
@@ -194,8 +195,8 @@ def test_a_program_that_is_not_the_model_leaves_no_file(tmp_path, capsys, monkey
     ("convmixer_768_32", ["model.options.depth=3"], None),
     ("cifar10_simple_vit", [], None),
 ])
-def test_what_of_timm_takes_the_weights(recipe, sets, expected):
-    """With timm 1.0.31 each of them took the weights and gave the same logits, to 5.5e-7."""
+def test_the_timm_model_that_takes_the_weights_is_named(recipe, sets, expected):
+    """With timm 1.0.31 each of these took the weights and gave the same logits, to 5.5e-7."""
     recipe = recipe_of(recipe, *sets)
     found = export.timm_model(recipe, recipe.data.image_size)
     if expected is None:

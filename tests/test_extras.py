@@ -1,4 +1,4 @@
-"""What README, cards, messages and comments tell users to install can be installed."""
+"""Every extra that README, recipe cards, messages and comments name exists in setup.cfg."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ def test_every_extra_that_is_named_exists(repository):
     setup.read(repository / "setup.cfg")
     extras = set(setup["options.extras_require"])
     texts = [repository / name for name in ("README.md", "train.py", "eval.py", "setup.cfg")]
-    for pattern in ("vitinit/**/*.py", "vitinit/**/*.md", "recipes/*.toml", "recipes/*.md", "tests/**/*.py"):
+    for pattern in ("vitinit/**/*.py", "vitinit/**/*.md", "recipes/*.toml", "recipes/*.md",
+                    "tests/**/*.py"):
         texts += repository.glob(pattern)
     named = {}
     for path in texts:
-        # .[test] of a checkout, vitinit[test] of an installed package; several go between commas.
+        # .[test] in a checkout, vitinit[test] for an installed package; commas separate several.
         text = path.read_text("utf-8")
         for words in re.findall(r"(?:install[^\n]*?[ '\"]\.|vitinit)\[([\w, -]+)\]", text):
             for word in re.split(r",\s*", words):

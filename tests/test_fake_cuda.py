@@ -1,9 +1,9 @@
-"""A run's steps and its evaluation on fake CUDA tensors: what a GPU is asked for, without a GPU.
+"""Training steps and evaluation on fake CUDA tensors: what they ask of a GPU, tested without one.
 
-FakeTensorMode computes shapes and devices alone, so that an operation between two devices, a value
-read on the host (`.item()`) or a shape that depends on values raises. Two things it does not do: its
-backward pass needs a driver, so gradients are put there instead; and it lets `.cpu()` pass, so copies
-to the host are counted.
+FakeTensorMode computes only shapes and devices. An operation between two devices, a value read on the
+host (`.item()`) and a shape that depends on values therefore raise an error. Two things it does not
+do: its backward pass needs a driver, so that gradients are set by hand instead; and it permits
+`.cpu()`, so that copies to the host are counted.
 """
 
 from __future__ import annotations
@@ -81,22 +81,23 @@ def as_if_there_were_a_gpu(monkeypatch) -> None:
 
 
 def build(name: str, device: torch.device) -> nn.Module:
-    # Without build_model's look at its size on the meta device, which torch 2.11 takes for real there.
+    # Not by build_model, which first builds the model on the meta device to find its size; under
+    # FakeTensorMode torch 2.11 would build a real one there.
     kind, sizes = models.MODELS[name]
-    with device:                                     # fake modules cannot be moved
+    with device:                                     # modules of fake tensors cannot be moved
         return kind(num_classes=CLASSES, image_size=SIZE, **sizes | MODELS[name])
 
 
 def fresh_state(name: str, amp: str, device: torch.device = CUDA) -> TrainState:
     model, other = build(name, device), build(name, device)
-    model.__deepcopy__ = lambda memo: other          # nor copied, which a moving average begins with
+    model.__deepcopy__ = lambda memo: other          # nor copied, as a moving average needs
     return TrainState(model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8),
                       torch.amp.GradScaler(device.type, enabled=amp == "fp16"),
                       Ema(model, decay=0.9, warmup=True), Progress())
 
 
 def loaded() -> Iterator[TrainBatch]:
-    """What a loader would give: images and labels on the host, and everything drawn."""
+    """Batches as a loader yields them: images and labels on the host, and all random draws."""
     draws = SampleDraws(0, (SIZE, SIZE), rand_augment=RandAugment(probability=1.0))
     for index in itertools.count():
         drawn = stack_draws([draws.for_device(SampleKey(index, image)) for image in range(BATCH)])
@@ -119,7 +120,7 @@ def put_gradients(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def not_settling(monkeypatch) -> Iterator[list[tuple[int, int]]]:
-    """A look at the losses, which waits, becomes a count of them, and of skipped steps' marks."""
+    """Replace `Meter.settle`, which waits for the device, by counts of losses and of skip flags."""
     settled: list[tuple[int, int]] = []
     with monkeypatch.context() as patch:
         patch.setattr(engine.Meter, "settle", lambda meter: settled.append(
@@ -134,8 +135,8 @@ def train(state: TrainState, steps: Iterable, amp: str, clip_norm: float,
         rates = state.model.drop_path_rates
         rng = np.random.default_rng(step)
         return draw_drop_path(rates, BATCH * ACCUMULATION, rng) if any(rates) else None
-    list(train_epoch(state, state.model, steps, lr_at=lambda step: 1e-3, drop_path_at=drop_path_at, amp=amp,
-                     clip_norm=clip_norm, every_steps=0, stop=StopRequest(),
+    list(train_epoch(state, state.model, steps, lr_at=lambda step: 1e-3, drop_path_at=drop_path_at,
+                     amp=amp, clip_norm=clip_norm, every_steps=0, stop=StopRequest(),
                      processes=Processes(0, 0, 1, device)))
 
 
@@ -144,8 +145,8 @@ def train(state: TrainState, steps: Iterable, amp: str, clip_norm: float,
                                             ("fp16", 0.0)])
 def test_a_step_mixes_up_no_device_and_waits_for_nothing(as_if_there_were_a_gpu, monkeypatch, name,
                                                          amp, clip_norm):
-    """From the loader's batches to the moving average; a look at the losses, which waits, is due
-    every tenth step alone."""
+    """From the loader's batches to the moving average. Reading the losses waits, but only every
+    tenth step does that."""
     backward_passes = []
     with FakeTensorMode(), not_settling(monkeypatch) as settled:
         state = fresh_state(name, amp)
@@ -170,7 +171,7 @@ def test_a_step_mixes_up_no_device_and_waits_for_nothing(as_if_there_were_a_gpu,
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 def test_no_backward_pass_waits_for_a_value_either(monkeypatch, name, amp):
-    """The real one, on fake tensors of a CPU."""
+    """The real backward pass, on fake CPU tensors."""
     cpu = torch.device("cpu")
     with FakeTensorMode(), not_settling(monkeypatch):
         state = fresh_state(name, amp, cpu)
@@ -203,7 +204,7 @@ def test_evaluation_waits_only_for_its_result(as_if_there_were_a_gpu, monkeypatc
         with Launches() as launches, pytest.raises(DataDependentOutputException):
             evaluate([model, model], batches(), num_classes=CLASSES, amp=amp, processes=ALONE,
                      stop=StopRequest(), columns=[None, torch.arange(CLASSES)])
-    # Everything was counted on the device before the first number was asked for.
+    # Everything was counted on the device before the host read the first number.
     assert seen == [BATCH, BATCH, BATCH - 1] and launches.downloads == 0
     assert counted == [(CUDA, (2, 2)), (CUDA, (2, CLASSES)), (CUDA, (CLASSES,))]
 

@@ -1,4 +1,4 @@
-"""Real signals in every phase of a run: the run that goes on equals the one that was never stopped."""
+"""Real signals in every phase of a run: the resumed run equals one that was never stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMES = ("seconds", "images_per_second", "waiting", "tflops_per_device", "peak_m
 
 
 def left_by(folder: Path) -> tuple[dict, list[dict]]:
-    """What a run leaves, without times: the state, and its lines of metrics."""
+    """The state and the lines of metrics that a run leaves, without times."""
     state = torch.load(folder / "last.pt", weights_only=True)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return ({key: state[key] for key in TRAINED},
@@ -30,7 +30,7 @@ def left_by(folder: Path) -> tuple[dict, list[dict]]:
 
 
 def same(first: object, second: object) -> bool:
-    """Equal to the bit, tensors and all."""
+    """Whether nested containers and tensors are equal to the bit."""
     if isinstance(first, torch.Tensor):
         return torch.equal(first, second)
     if isinstance(first, dict):
@@ -41,7 +41,7 @@ def same(first: object, second: object) -> bool:
 
 
 def signalling(function: Callable, call: int, number: int) -> Callable:
-    """`function`, which sends this process the signal at its `call`-th call, from 1."""
+    """Wrap `function` so that call number `call`, from 1, sends this process the signal."""
     calls = []
 
     def signalled(*arguments, **keywords):
@@ -52,8 +52,9 @@ def signalling(function: Callable, call: int, number: int) -> Callable:
     return signalled
 
 
-# Phase → what is called in it, in which call the signal comes (the epochs have 4 steps of 12 images
-# in micro-batches of 4, and 6 batches of evaluation), and the step after which the run is saved.
+# Phase → the function called in it, the number of the call in which the signal comes (an epoch has
+# 4 steps of 12 images in micro-batches of 4, and 6 batches of evaluation), and the step that is
+# saved.
 PHASES = {
     "decode": (datasets.ImageFiles, "image", 30, 2),
     "step": (engine, "_update", 6, 6),
@@ -70,7 +71,7 @@ def test_a_signal_in_any_phase_costs_nothing(train_program, small_run, tmp_path,
     straight = tmp_path / "straight"
     two_epochs = dict(schedule__epochs="2", checkpoint__every_steps="5")
     assert train_program.main(small_run(straight, **two_epochs)) == 0
-    # Each signal meets every third phase, SIGTERM all of them.
+    # SIGTERM is tested in every phase, each other signal in every third one.
     chosen = list(PHASES) if number == signal.SIGTERM else \
         list(PHASES)[list(STOP_SIGNALS).index(number)::3]
     for phase in chosen:
@@ -99,12 +100,12 @@ def test_a_signal_while_starting_is_one_line(train_program, small_run, tmp_path,
 
 
 def test_a_read_that_never_ends_is_not_waited_for(train_program, small_run, tmp_path, monkeypatch):
-    """As on a file server that is gone: the signal comes while the first step's images are awaited."""
+    """As with a file server that is down: the signal comes while the first images are awaited."""
     reader, writer = os.pipe()
 
     def hanging(self, index: int):
         os.kill(os.getpid(), signal.SIGTERM)
-        return os.read(reader, 1)                    # nobody writes
+        return os.read(reader, 1)                    # waits for ever: nothing is written to the pipe
     monkeypatch.setattr(datasets.ImageFiles, "image", hanging)
     assert train_program.main(small_run(tmp_path / "run")) == 128 + signal.SIGTERM
     os.close(reader), os.close(writer)
@@ -123,12 +124,12 @@ def test_evaluation_stops_at_a_signal_with_one_line(train_program, eval_program,
 
 def test_a_killed_worker_is_one_line_and_costs_no_step(train_program, small_run, tmp_path,
                                                        monkeypatch, capsys):
-    """As the kernel kills it where memory runs out."""
+    """As the kernel kills a process when memory runs out."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     one_epoch = dict(schedule__epochs="1", schedule__warmup_epochs="0", data__workers="1")
     assert train_program.main(small_run(straight, **one_epoch)) == 0
     capsys.readouterr()
-    with monkeypatch.context() as patch:             # workers are forks, and know this too
+    with monkeypatch.context() as patch:             # workers are forks and inherit the patch
         real = datasets.ImageFiles.image
         patch.setattr(datasets.ImageFiles, "image", signalling(real, 30, signal.SIGKILL))
         assert train_program.main(small_run(killed, **one_epoch)) == 2
@@ -193,7 +194,7 @@ def run_two(tmp_path: Path, repository: Path, *words: object) -> subprocess.Comp
 
 def test_two_processes_with_batch_norm_measure_the_model_that_is_saved(eval_program, image_tree,
                                                                        repository, tmp_path, capsys):
-    """Each has seen other images, so its own running statistics are not those of last.pt."""
+    """Each process has seen other images, so its running statistics differ from those of last.pt."""
     run = tmp_path / "run"
     sets = {"data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
             "data.workers": "0", "optim.global_batch": "12", "optim.max_batch_per_process": "6",
@@ -218,7 +219,7 @@ def test_one_processs_signal_in_validation_ends_both_and_costs_nothing(small_run
     result = run_two(tmp_path, repository, *NOWHERE, *small_run(straight, **epochs))
     assert result.returncode == 0, result.stderr
 
-    # The second process has five batches of evaluation; it hears of the signal in the second.
+    # The second process has five batches of evaluation; it learns of the signal in the second.
     number = signal.SIGTERM
     result = run_two(tmp_path, repository, "vitinit.data.to_device:ToDevice", "__call__", 2, 1,
                      int(number), *small_run(stopped, **epochs))

@@ -1,4 +1,4 @@
-"""Programs that are launched: what they print, what they end with, how signals reach them."""
+"""Programs that are launched: their output, their errors, and how signals reach them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_signal_handlers_are_taken_out_again():
     (signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM),
     (signal.SIGHUP, signal.SIGTERM), (signal.SIGUSR1, signal.SIGTERM)])
 def test_a_signal_is_handed_on_as_one_that_train_py_knows(sent, arrives):
-    """The program sends it to this process, its parent, and waits for what comes back."""
+    """The program sends the signal to this process, its parent, and waits for what it receives."""
     code = ("import os, signal, sys\n"
             "known = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}\n"
             "signal.pthread_sigmask(signal.SIG_BLOCK, known)\n"
@@ -86,7 +86,7 @@ def test_with_a_log_what_a_program_prints_goes_there_alone(tmp_path, capfd):
     assert log.read_text().startswith("before\n") and capfd.readouterr() == ("", "")
 
 
-def test_an_environment_comes_on_top_of_ones_own(monkeypatch):
+def test_an_environment_is_added_to_the_programs_own(monkeypatch):
     monkeypatch.setenv("OURS", "kept")
     code = "import os, sys; sys.exit(os.environ['OURS'] + os.environ['THEIRS'])"
     with Launcher() as launcher:
@@ -108,7 +108,7 @@ def run_all(codes: list[str], slots: int) -> tuple[Launcher, dict[str, str | Non
 
 
 def test_jobs_run_at_the_same_time(tmp_path):
-    """Each waits until the other has said something: one after the other they would never end."""
+    """Each waits for output of the other, so that one after the other they would never end."""
     os.mkfifo(tmp_path / "there")
     os.mkfifo(tmp_path / "back")
     one = f"open({str(tmp_path / 'there')!r}, 'w').write('a'); open({str(tmp_path / 'back')!r}).read()"
@@ -127,7 +127,7 @@ def test_every_job_runs_once_in_one_of_the_slots(tmp_path, capfd, slots):
     assert {slot for _, slot in lines} <= set(range(min(slots, 5)))
 
 
-def test_a_signal_reaches_all_that_run_and_nothing_more_is_started(tmp_path):
+def test_a_signal_reaches_all_running_jobs_and_no_more_are_started(tmp_path):
     os.mkfifo(tmp_path / "ready")
     waits = ("import os, signal, sys\n"
              "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})\n"
@@ -157,7 +157,7 @@ def test_a_log_that_cannot_be_written_is_that_jobs_error(tmp_path):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine of so many cores and GPUs."""
+    """A function that makes this machine appear to have a given number of cores and GPUs."""
     def of(cores: int, gpus: int, visible: str | None = None) -> None:
         monkeypatch.setattr(os, "cpu_count", lambda: cores)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -171,7 +171,7 @@ def machine(monkeypatch):
 @pytest.mark.parametrize("cores, jobs, processes, threads, expected", [
     (2, 1, 1, None, None), (2, 1, 1, 3, "3"), (2, 2, 1, None, "1"), (17, 5, 1, None, "3"),
     (17, 2, 3, None, "2"), (3, 7, 1, None, "1"), (3, 7, 1, 2, "2")])
-def test_threads_are_shared_out_or_as_asked_for(machine, cores, jobs, processes, threads, expected):
+def test_threads_are_divided_or_as_given(machine, cores, jobs, processes, threads, expected):
     machine(cores, 0)
     found = shares(jobs, processes, threads)
     assert found == [{} if expected is None else {"OMP_NUM_THREADS": expected}] * jobs
@@ -180,7 +180,7 @@ def test_threads_are_shared_out_or_as_asked_for(machine, cores, jobs, processes,
 @pytest.mark.parametrize("gpus, visible, jobs, processes, expected", [
     (3, None, 3, 1, ["0", "1", "2"]), (2, None, 3, 1, ["0", "1", "0"]), (5, None, 2, 2, ["0,1", "2,3"]),
     (3, "4,6,7", 3, 1, ["4", "6", "7"]), (2, "GPU-a,GPU-b", 2, 1, ["GPU-a", "GPU-b"])])
-def test_gpus_are_shared_out(machine, gpus, visible, jobs, processes, expected):
+def test_gpus_are_divided(machine, gpus, visible, jobs, processes, expected):
     machine(16, gpus, visible)
     assert [share["CUDA_VISIBLE_DEVICES"] for share in shares(jobs, processes, 1)] == expected
 

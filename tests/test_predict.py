@@ -1,4 +1,4 @@
-"""vitinit.predict: one line an image, in a stable order, whatever some of the files are."""
+"""vitinit.predict: one line per image, in a fixed order, even if some of the files are broken."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_lines_are_the_models_guesses_in_order(folder, capsys, workers):
         assert line == f"{path}  {first} {100 * one:.1f} %  {second} {100 * two:.1f} %"
         right += first == path.parent.name
     assert 0 < right < 22
-    assert last == f"{right} of 22 images are what their folder says ({100 * right / 22:.2f} %)"
+    assert last == f"{right} of 22 images are classified as their folder says ({100 * right / 22:.2f} %)"
 
 
 def test_json_and_csv_hold_every_image(folder, tmp_path, capsys):
@@ -56,10 +56,10 @@ def test_json_and_csv_hold_every_image(folder, tmp_path, capsys):
     os.rename(folder / "blue" / "00.png", strange)
     assert predicted(RUN, strange, folder, "--json", tmp_path / "a.jsonl", "--csv",
                      tmp_path / "a.csv", "--workers", 0) == 1
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1
-    assert f"vitinit.predict: {folder}/red/05.png: not a readable image, 8 bytes" in said.err
-    assert said.out.splitlines()[-1].endswith("1 of 21 could not be read")
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    assert f"vitinit.predict: {folder}/red/05.png: not a readable image, 8 bytes" in printed.err
+    assert printed.out.splitlines()[-1].endswith("1 of 21 could not be read")
     objects = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     rows = list(csv.DictReader(open(tmp_path / "a.csv", newline="")))
     assert len(objects) == len(rows) == 21
@@ -82,8 +82,8 @@ def test_json_and_csv_hold_every_image(folder, tmp_path, capsys):
 def test_broken_images_alone_are_a_status_not_a_crash(tmp_path, capsys):
     (tmp_path / "a.jpg").write_bytes(b"")
     assert predicted(RUN, tmp_path / "a.jpg", "--workers", 0) == 1
-    said = capsys.readouterr()
-    assert said.out == "1 of 1 could not be read\n" and "(empty)" in said.err
+    printed = capsys.readouterr()
+    assert printed.out == "1 of 1 could not be read\n" and "(empty)" in printed.err
 
 
 def test_the_sheet_shows_each_image_with_its_guess(folder, tmp_path, monkeypatch):
@@ -100,7 +100,7 @@ def test_the_sheet_shows_each_image_with_its_guess(folder, tmp_path, monkeypatch
         assert (tile.guess, pytest.approx(tile.share, rel=1e-5)) == trained.predict(path)[0]
 
 
-def test_of_many_images_the_sheet_shows_evenly_as_many(folder, tmp_path, monkeypatch):
+def test_of_many_images_the_sheet_shows_an_even_selection(folder, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(predict_module, "SHEET", 5)
     monkeypatch.setattr(predict_module, "draw_sheet",
@@ -121,7 +121,7 @@ def test_a_drawn_sheet_is_an_image(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("pool", ["class", "mean", "swin", "simple"])
 @torch.no_grad()
-def test_heat_is_the_attention_that_the_head_reads(pool):
+def test_heat_is_the_attention_of_the_pooled_tokens(pool):
     name, sizes = {"swin": ("swin_tiny", dict(patch_size=2, embed_dim=6, depths=(1, 2),
                                               num_heads=(2, 3), window_size=2)),
                    "simple": ("simple_vit", dict(patch_size=2, embed_dim=28, depth=2, num_heads=2)),
@@ -165,8 +165,8 @@ def test_what_cannot_be_predicted_is_one_line(arguments, problem, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     assert predicted(*arguments) == 2
-    said = capsys.readouterr().err
-    assert problem in said and said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert problem in printed and printed.count("\n") == 1
 
 
 def test_nothing_readable_makes_no_sheet(tmp_path, capsys):
@@ -176,7 +176,7 @@ def test_nothing_readable_makes_no_sheet(tmp_path, capsys):
     assert not (tmp_path / "b.png").exists()
 
 
-def test_the_boxed_models_are_found_by_name_here_too(folder, tmp_path, monkeypatch, capsys):
+def test_the_repositorys_models_are_found_by_name_here_too(folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "box").mkdir()
     (tmp_path / "box" / "small").symlink_to(RUN)
     monkeypatch.setattr(trained_module, "BOXED", tmp_path / "box")

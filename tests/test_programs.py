@@ -1,4 +1,4 @@
-"""All programs alike: a wrong argument, a file that cannot be written, Ctrl-C, a fault of their own."""
+"""For all programs: wrong arguments, files that cannot be written, Ctrl-C, and their own defects."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_a_fault_of_a_program_is_not_hidden():
     assert run_program("p", lambda: None) == 0 and run_program("p", lambda: 3) == 3
 
 
-def test_lines_that_nobody_reads_any_more_are_no_error(capfd):
-    """As of `python -m vitinit.compare … | head -1`."""
+def test_a_closed_pipe_is_no_error(capfd):
+    """As in `python -m vitinit.compare … | head -1`."""
     import subprocess
     program = ("from vitinit.command_line import run_program; import sys\n"
                "def main():\n    while True: print('line')\n"
@@ -118,15 +118,15 @@ def a_fault() -> None:
     {}["depth"]
 
 
-def test_what_nobody_foresaw_names_the_section_and_the_line_of_ours():
+def test_an_unforeseen_error_names_the_section_and_our_line():
     line = a_fault.__code__.co_firstlineno + 1
     assert built(a_fault) == ("recipe r: [model] cannot be built with these values: KeyError: 'depth' "
                               f"(at tests/test_programs.py:{line})")
-    # Of another library the words, of ours the line that called it.
+    # The message is the library's; the line is ours, the one that called it.
     message = built(lambda: torch.zeros(2, 3).view(4))
     assert message.startswith("recipe r: [model] cannot be built with these values: RuntimeError: "
                               "shape '[4]' is invalid") and "(at tests/test_programs.py:" in message
-    # ValueErrors, but not in our words.
+    # These are ValueErrors, but not raised by our code.
     message = built(lambda: np.stack([]))
     assert "ValueError: need at least one array" in message and "test_programs.py:" in message
     message = built(lambda: int("x"))
@@ -134,12 +134,13 @@ def test_what_nobody_foresaw_names_the_section_and_the_line_of_ours():
 
 
 def test_an_environment_in_the_repository_is_not_ours():
-    """README puts it there; numpy's own `raise` in it is not in our words."""
-    for path, line in ((".venv/lib/numpy/core.py", None), ("vitinit/models/vit.py", "vitinit/models/vit.py:7")):
+    """The README suggests one there; a `raise` in numpy does not count as ours."""
+    for path, line in ((".venv/lib/numpy/core.py", None),
+                       ("vitinit/models/vit.py", "vitinit/models/vit.py:7")):
         assert ours(traceback.FrameSummary(str(ROOT / path), 7, "f")) == line
 
 
-def test_what_our_parts_say_themselves_stays_as_it_is():
+def test_foreseen_errors_keep_their_message():
     def foreseen() -> None:
         raise ValueError("patches do not "
                          "fit")
@@ -150,7 +151,7 @@ def test_what_our_parts_say_themselves_stays_as_it_is():
     assert built(error_of_ours) == "--set a: wrong"
 
 
-def test_memory_that_is_not_there_is_said_so():
+def test_running_out_of_memory_is_named():
     message = built(lambda: torch.empty(2**60, dtype=torch.uint8))
     assert message.startswith("recipe r: [model] takes more memory than there is (")
     assert len(message) <= 200 and "test_programs" not in message
@@ -163,7 +164,7 @@ def test_memory_that_is_not_there_is_said_so():
     ("position_mass", "init"), ("SampleDraws", "data"), ("adamw", "optim")])
 def test_train_says_in_which_section_it_failed(train_program, monkeypatch, capsys, small_run,
                                                tmp_path, target, section):
-    """Whatever fails in there, in a dry run as in a real one."""
+    """Whatever fails within the section, in a dry run and in a real one."""
     def fault(*arguments, **options):
         raise IndexError("no such thing")
     monkeypatch.setattr(train_program, target, fault)

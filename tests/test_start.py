@@ -1,4 +1,4 @@
-"""What a run starts with: the main process' weights everywhere, and lines that say what they achieve."""
+"""The start of a run: the main process's weights on all processes, and lines about the attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def worker(results: str) -> None:
-    """One of torchrun's processes; this file is its program. Rank 1's init draws other weights."""
+    """One process of torchrun, whose program is this file. On rank 1 the init draws other weights."""
     sys.path.insert(0, str(REPOSITORY))
     import train
     from vitinit.recipe.files import load_recipe, parse_override
@@ -37,7 +37,7 @@ def worker(results: str) -> None:
 
 
 def test_all_processes_and_their_moving_averages_start_with_the_main_ones_weights(tmp_path):
-    """Whatever the others' inits drew: with other CPUs they would not draw the same bits."""
+    """Even if their inits drew other weights, as may happen on another kind of CPU."""
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
                     "--nproc_per_node=2", __file__, str(tmp_path / "rank")], check=True, timeout=240,
                    env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
@@ -47,7 +47,7 @@ def test_all_processes_and_their_moving_averages_start_with_the_main_ones_weight
         for found in (main["model"], main["ema"], other["model"], other["ema"]):
             assert torch.equal(found[key], value), key
     assert main["notes"][0].startswith("mass    ")
-    assert other["notes"] == []                      # the main process speaks for all
+    assert other["notes"] == []                      # only the main process prints
 
 
 def test_the_mass_on_the_targets_stands_below_the_init(train_program, small_run, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Sweeps: the plan and its order, what is skipped and resumed, what a failing run leaves alone."""
+"""Sweeps: the plan and its order, what is skipped and resumed, and what happens if a run fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def flags(run: sweep.PlannedRun) -> dict[str, list[str]]:
 
 @pytest.fixture
 def started(monkeypatch, train_program) -> list[Path]:
-    """Has runs go through train.py in this process, and holds the folders of those started."""
+    """Makes runs go through train.py in this process; the folders of the runs that were started."""
     folders = []
 
     def run(self: sweep.Launcher, command: list[str], **options: object) -> str | None:
@@ -80,7 +80,7 @@ def test_every_init_has_a_run_before_any_has_a_second(tmp_path):
 
 
 def test_train_py_is_told_everything(train_program, tmp_path):
-    """What its own parser makes of the planned arguments."""
+    """The planned arguments, as parsed by train.py itself."""
     run, = planned("--recipe", "quickstart", "--init", "impulse", "--seeds", "5", "--out-dir",
                    tmp_path, "--data-dir", "a folder", "--set", "optim.eps=1e-6", "--set",
                    "mix.mixup_alpha=0.5", "--variant", "v", "init.options.value_init=base")
@@ -159,7 +159,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, capsys, started)
 def test_finished_runs_are_skipped_and_cut_off_ones_go_on(small_run, tmp_path, capsys, started,
                                                           train_program, stop_before,
                                                           monkeypatch):
-    """A sweep cut short in its second run equals one that was not, and the third time does nothing.
+    """A sweep interrupted in its second run equals one that was not; a third time it does nothing.
 
     The run that was cut off takes its place in the table as if nothing had happened.
     """
@@ -169,9 +169,9 @@ def test_finished_runs_are_skipped_and_cut_off_ones_go_on(small_run, tmp_path, c
 
     first = [*arguments[:arguments.index("--seeds")], "--seeds", "0"]
     with monkeypatch.context() as patch:
-        # An epoch waits twenty times: for four steps of three micro-batches and their end, for six
-        # batches and theirs. SIGTERM comes in the second run, before the second step of its second
-        # epoch.
+        # A run waits twenty times per epoch: for four steps of three micro-batches and their end,
+        # for six batches and their end. SIGTERM comes in the second run, before the second step of
+        # its second epoch.
         patch.setattr(train_program, "StopRequest", stop_before(40 + 20 + 3))
         assert sweep.main(first) == 1
     printed = capsys.readouterr()
@@ -204,7 +204,7 @@ def test_finished_runs_are_skipped_and_cut_off_ones_go_on(small_run, tmp_path, c
 
 def test_a_run_whose_last_checkpoint_lags_behind_its_metrics_is_not_done(small_run, tmp_path,
                                                                         started):
-    """Killed between its last line of metrics and its last checkpoint."""
+    """The run was killed between writing its last line of metrics and its last checkpoint."""
     arguments = small_run(tmp_path, "--seeds", "0", **SHORT)
     assert sweep.main(arguments) == 0
     run, = planned(*arguments)
@@ -229,7 +229,7 @@ def test_a_run_without_its_last_checkpoint_goes_on_from_the_one_before(small_run
 
 def test_a_run_without_any_checkpoint_is_done_or_refused_and_never_started_over(
         small_run, tmp_path, capsys, started):
-    """What counts is its metrics.jsonl, of which nothing is lost."""
+    """Its metrics.jsonl, which is complete, decides."""
     arguments = small_run(tmp_path, "--seeds", "0", **SHORT)
     folder = tmp_path / "quickstart-mimetic-s0"
     assert sweep.main(arguments) == 0
@@ -261,7 +261,7 @@ def test_a_sweep_that_sets_a_key_twice_goes_on(small_run, tmp_path, started, tra
 
 def test_a_failing_run_is_reported_at_the_end_and_the_others_go_on(small_run, tmp_path, capfd,
                                                                    monkeypatch):
-    """Real programs; patches of 5 pixels are found out only once the model is built."""
+    """With real programs; patches of 5 pixels are rejected only when the model is built."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     short = SHORT | dict(schedule__epochs="1")
     assert sweep.main(small_run(tmp_path, "--seeds", "0", "--variant", "torn",
@@ -278,7 +278,7 @@ def test_a_failing_run_is_reported_at_the_end_and_the_others_go_on(small_run, tm
 
 def test_a_folder_that_holds_another_run_stops_the_sweep_before_it_starts(small_run, tmp_path,
                                                                          capsys, started):
-    """Neither skipped as done nor gone on with; where the images lie makes no other run."""
+    """It is neither skipped nor resumed. Another data folder alone does not make it another run."""
     arguments = small_run(tmp_path, "--seeds", "0", **SHORT)
     assert sweep.main(arguments) == 0
     started.clear()
@@ -293,7 +293,7 @@ def test_a_folder_that_holds_another_run_stops_the_sweep_before_it_starts(small_
 
 
 def test_unreadable_checkpoints_stop_the_sweep_before_it_starts(small_run, tmp_path, capsys, started):
-    """Both of them; from the one before the last a run goes on."""
+    """Both checkpoints are unreadable; with a good previous.pt the run would resume."""
     arguments = small_run(tmp_path, "--seeds", "0", **SHORT)
     folder = tmp_path / "quickstart-mimetic-s0"
     assert sweep.main(arguments) == 0
@@ -315,7 +315,7 @@ def test_ctrl_c_ends_the_sweep_once_the_running_run_has_saved(small_run, tmp_pat
     arguments = small_run(tmp_path, "--seeds", "0,1", schedule__epochs="100000")
     process = subprocess.Popen([sys.executable, "-m", "vitinit.sweep", *arguments], text=True,
                                cwd=repository, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    for line in process.stdout:                      # reading waits; no sleeping
+    for line in process.stdout:                      # reading waits for the next line
         if line.startswith("epoch      2/"):
             process.send_signal(signal.SIGINT)
             break

@@ -1,4 +1,4 @@
-"""train.py end to end: what a run leaves, what resuming and several processes must not change."""
+"""train.py end to end: the files of a run, and that resuming and several processes change nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def steps(folder: Path) -> list[dict]:
-    """None of a run of fewer than ten."""
+    """The rows of steps.jsonl; [] for a run of fewer than ten steps."""
     file = folder / "steps.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -39,14 +39,14 @@ def checkpoint(folder: Path, name: str = "last.pt") -> dict:
 
 
 def without_times(value):
-    """Everything in a checkpoint or metrics that must repeat to the bit."""
+    """The parts of a checkpoint, or of metrics, that must be reproduced to the bit."""
     if isinstance(value, dict):
         return {key: without_times(item) for key, item in value.items() if key not in TIMES}
     return [without_times(item) for item in value] if isinstance(value, list) else value
 
 
 def assert_identical(first, second, where: str = "") -> None:
-    """Equal to the bit, tensors and all."""
+    """Nested containers and tensors are equal to the bit."""
     if isinstance(first, torch.Tensor):
         assert torch.equal(first, second), where
     elif isinstance(first, dict):
@@ -67,8 +67,8 @@ def assert_same_run(first: Path, second: Path) -> None:
     assert_identical(without_times(steps(first)), without_times(steps(second)))
 
 
-# What a run of `small_run` waits for in an epoch: four steps of three micro-batches and their end, six
-# batches of evaluation and theirs.
+# How often a run of `small_run` waits per epoch: for four steps of three micro-batches and their
+# end, for six batches of evaluation and their end.
 WAITS = 20
 
 
@@ -85,8 +85,8 @@ def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_r
     assert [row["epoch"] for row in rows] == [1, 2, 3]
     assert all(isinstance(row[key], float) for row in rows for key in ROW if key not in
                ("epoch", "skipped_steps", "share_of_rate"))
-    assert [row["share_of_rate"] for row in rows] == [None] * 3          # a CPU has none
-    step, = steps(folder)                            # of twelve
+    assert [row["share_of_rate"] for row in rows] == [None] * 3          # no known rate for a CPU
+    step, = steps(folder)                            # one row for twelve steps
     assert list(step) == STEP and step["step"] == 10 and step["scale"] is None
     assert rows[2]["lr"] < step["lr"] < rows[1]["lr"]
     last = checkpoint(folder)
@@ -99,7 +99,7 @@ def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_r
     assert "12 = 1 process(es) × 3 micro-batch(es) × 4 images" in printed
     assert "init    impulse: {base = \"default\", kernel_size = 3" in printed
 
-    # The initialised model is the init's, and the recorded recipe repeats the run.
+    # All options are written out, and the recorded recipe repeats the run.
     recipe = load_recipe(folder / "recipe.toml")
     assert recipe.init.options["qk_norm"] == 7.0 and recipe.model.options["mlp_ratio"] == 4.0
     again = tmp_path / "again"
@@ -110,11 +110,11 @@ def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_r
 
 @pytest.mark.parametrize("waits, steps_before", [(6, 2), (8, 2), (12, 4), (WAITS + 9, 7),
                                                  (WAITS + 10, 7)])
-def test_resuming_equals_never_having_stopped(train_program, stop_before, small_run, tmp_path, monkeypatch,
-                                              waits, steps_before):
-    """Stopped within the first epoch, right at its end, within the second: the same to the bit.
+def test_resuming_equals_never_having_stopped(train_program, stop_before, small_run, tmp_path,
+                                              monkeypatch, waits, steps_before):
+    """Stopped within the first epoch, right at its end, and within the second: equal to the bit.
 
-    And within a step, between its second and its third micro-batch or after its first.
+    Also within a step: before its third micro-batch, and after its first.
     """
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert train_program.main(small_run(straight)) == 0
@@ -129,7 +129,7 @@ def test_resuming_equals_never_having_stopped(train_program, stop_before, small_
 
 def test_the_steps_on_record_are_those_of_a_run_that_never_stopped(
         train_program, stop_before, small_run, tmp_path, monkeypatch):
-    """It stops after step 14, as its folder holds what a killed one wrote after its checkpoint."""
+    """It stops after step 14; then lines are added as a killed run writes them after its checkpoint."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     longer = dict(schedule__epochs="8")
     assert train_program.main(small_run(straight, **longer)) == 0
@@ -157,7 +157,7 @@ def test_steps_that_cannot_be_read_stop_a_run_before_it_goes_on(train_program, s
 
 
 def test_metrics_after_the_checkpoint_are_cut_back(train_program, stop_before, small_run, tmp_path):
-    """A run killed two epochs after its last checkpoint does those epochs again, once."""
+    """A run killed two epochs after its last checkpoint repeats those epochs, and records them once."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert train_program.main(small_run(straight)) == 0
     assert train_program.main(small_run(killed, checkpoint__keep_epochs="[1]",
@@ -241,7 +241,7 @@ def test_resuming_what_is_not_there_is_one_line(train_program, tmp_path, capsys,
 
 
 def test_a_run_starts_from_another_runs_weights(train_program, stop_before, small_run, tmp_path, capsys):
-    """At another resolution, from the average; a resumed run does not read them again."""
+    """At another resolution, from the moving average; when resumed, it does not read them again."""
     first, second = tmp_path / "first", tmp_path / "second"
     assert train_program.main(small_run(first)) == 0
     capsys.readouterr()
@@ -352,7 +352,7 @@ def test_a_class_that_cannot_fill_a_subset_is_one_line(train_program, small_run,
 
 
 def test_a_broken_image_costs_no_step(train_program, small_run, image_tree, tmp_path, capsys):
-    """The run stops with one line naming the file, keeps its steps, and goes on once mended."""
+    """The run stops with one line that names the file, and resumes once the image is repaired."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     assert train_program.main(small_run(straight)) == 0
     image = image_tree / "train" / "green" / "05.png"
@@ -392,7 +392,7 @@ def test_a_diverging_run_ends_and_leaves_the_last_good_checkpoint(
     assert "the weights after step 2 are not finite" in error and error.count("\n") == 1
     assert f"{folder / 'last.pt'} holds the state after 1 steps, which would go" in error
     last = checkpoint(folder)
-    assert last["step"] == 1                         # the first step's rate is still warmup_lr
+    assert last["step"] == 1                         # the learning rate of step 0 is warmup_lr
     assert all(value.isfinite().all() for value in last["model"].values())
 
 
@@ -424,7 +424,7 @@ def test_what_does_not_fit_together_is_one_line(train_program, small_run, tmp_pa
 
 def test_two_processes_equal_one(train_program, eval_program, small_run, repository, tmp_path,
                                  capsys):
-    """The same global batches, mixing and stochastic depth included: weights within 1e-5 a step."""
+    """The same global batches, with mixing and stochastic depth: weights agree to 1e-5 per step."""
     one, two = tmp_path / "one", tmp_path / "two"
     assert train_program.main(small_run(one)) == 0
     result = subprocess.run([*TORCHRUN, str(repository / "train.py"), *small_run(two)],
@@ -439,7 +439,7 @@ def test_two_processes_equal_one(train_program, eval_program, small_run, reposit
         assert second["val_loss"] == pytest.approx(first["val_loss"], abs=4e-5)
         assert second["val_top1"] == first["val_top1"]
 
-    # Two processes evaluate every image once, too; 21 do not divide by two.
+    # Two processes evaluate every image once, too, although 21 is not divisible by two.
     result = subprocess.run([*TORCHRUN, str(repository / "eval.py"), str(two)],
                             capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
@@ -474,7 +474,7 @@ def test_the_first_fifty_losses_of_two_processes_equal_one_processs(train_progra
 
 def test_a_broken_image_in_a_worker_ends_the_program_at_once(small_run, repository, image_tree,
                                                              tmp_path):
-    """Workers outlive a SIGTERM for a minute; none may be left to be waited for."""
+    """Workers survive a SIGTERM for a minute; the program must not wait for any of them."""
     (image_tree / "train" / "green" / "05.png").write_bytes(b"torn")
     arguments = small_run(tmp_path / "run", data__workers="2")
     result = subprocess.run([sys.executable, str(repository / "train.py"), *arguments],
@@ -491,7 +491,7 @@ def test_a_real_signal_leaves_a_checkpoint_and_says_how_to_go_on(small_run, repo
     arguments = small_run(folder, schedule__epochs="100000", data__workers="1")
     process = subprocess.Popen([sys.executable, str(repository / "train.py"), *arguments],
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in process.stdout:                      # reading waits; no sleeping
+    for line in process.stdout:                      # reading waits for the next line
         if line.startswith("epoch      2/"):
             process.send_signal(number)
             break
@@ -518,7 +518,7 @@ FAMILIES = {
 @pytest.mark.parametrize("model", FAMILIES)
 def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, eval_program, tmp_path,
                                                    image_tree, capsys, model):
-    """All augmentation on; BatchNorm's statistics travel, too."""
+    """With all augmentation; BatchNorm's statistics are saved and restored, too."""
     recipe = {"swin_tiny": "cifar10_swin_tiny", "mixer_s16": "cifar10_mixer",
               "convmixer_256_8": "cifar10_convmixer"}[model]
     sets = {"data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
@@ -539,17 +539,17 @@ def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, e
     assert train_program.main(arguments(stopped)) == 128 + signal.SIGTERM
     train_program.StopRequest = stop_before(10**6)
 
-    # Only BatchNorm sees which images come in one micro-batch.
-    kept = checkpoint(stopped)
-    assert kept["micro_batch"] == 4
-    torch.save(kept | {"micro_batch": 6}, stopped / "last.pt")
+    # Only a model with BatchNorm depends on the micro-batch size.
+    saved = checkpoint(stopped)
+    assert saved["micro_batch"] == 4
+    torch.save(saved | {"micro_batch": 6}, stopped / "last.pt")
     if model == "convmixer_256_8":
         capsys.readouterr()
         assert train_program.main(["--resume", str(stopped)]) == 2
         error = capsys.readouterr().err
         assert "micro-batches of 6 images, and they would have 4" in error
         assert error.count("\n") == 1
-        torch.save(kept, stopped / "last.pt")
+        torch.save(saved, stopped / "last.pt")
     assert train_program.main(["--resume", str(stopped)]) == 0
     assert_same_run(straight, stopped)
     capsys.readouterr()
@@ -566,7 +566,7 @@ def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, e
 
 def test_a_run_under_the_profiler_is_the_run_without(train_program, stop_before, small_run, tmp_path,
                                                      monkeypatch, capsys):
-    """Steps 9 to 11 of 12; also if it is stopped after step 10 and goes on with one of two left."""
+    """Steps 9 to 11 of 12; and again if it is stopped after step 10, and resumes with two left."""
     straight, seen, stopped = tmp_path / "straight", tmp_path / "seen", tmp_path / "stopped"
     assert train_program.main(small_run(straight)) == 0
     assert train_program.main(small_run(seen, "--profile", "3")) == 0
@@ -582,7 +582,7 @@ def test_a_run_under_the_profiler_is_the_run_without(train_program, stop_before,
     assert shares == sorted(shares, reverse=True) and 50 < sum(shares) <= 100
 
     with monkeypatch.context() as patch:
-        # Two epochs, the three micro-batches of step 8, the end of that part, those of step 9.
+        # Two epochs, the three micro-batches of step 8, the end of that part, and those of step 9.
         patch.setattr(train_program, "StopRequest", stop_before(2 * WAITS + 7))
         assert train_program.main(small_run(stopped, "--profile", "3")) == 128 + signal.SIGTERM
     assert checkpoint(stopped)["step"] == 10 and not list(stopped.glob("profile_*"))
@@ -602,7 +602,7 @@ def test_a_profile_that_cannot_be_is_one_line_before_the_run(train_program, smal
     assert message in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
-def test_of_two_processes_the_main_one_looks(small_run, repository, tmp_path):
+def test_of_two_processes_only_the_main_one_profiles(small_run, repository, tmp_path):
     folder = tmp_path / "run"
     arguments = small_run(folder, "--profile", "2", schedule__epochs="1",
                           schedule__warmup_epochs="0")

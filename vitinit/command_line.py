@@ -147,7 +147,7 @@ def _is_foreseen(error: Exception) -> bool:
 
 
 def _unforeseen(source: str, section: str, error: Exception) -> RecipeError:
-    """The RecipeError for an exception that nobody foresaw."""
+    """The RecipeError for an unforeseen exception."""
     if ran_out_of_memory(error):
         return RecipeError(f"{source}: [{section}] takes more memory than there is "
                            f"({in_brief(error)}); expected smaller values")

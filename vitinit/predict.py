@@ -177,7 +177,7 @@ def summary(found: Sequence[Guess]) -> str:
     broken = sum(bool(guess.problem) for guess in found)
     parts = []
     if judged:
-        parts.append(f"{sum(judged):,} of {len(judged):,} images are what their folder says "
+        parts.append(f"{sum(judged):,} of {len(judged):,} images are classified as their folder says "
                      f"({100 * sum(judged) / len(judged):.2f} %)")
     if broken:
         parts.append(f"{broken:,} of {len(found):,} could not be read")

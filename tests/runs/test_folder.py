@@ -1,4 +1,4 @@
-"""The run folder: created once, never overwritten, says how it came about."""
+"""The run folder: created once, never overwritten, and a record of how the run was started."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def training_state(step: int) -> dict:
 
 
 def flip_a_bit(path: Path) -> None:
-    """In the middle of the file's largest tensor, where nothing but its values is."""
+    """Flip a bit in the middle of the file's largest tensor."""
     content = bytearray(path.read_bytes())
     place = content.index(torch.full((501,), 1.0).numpy().tobytes()[:64]) + 1001
     content[place] ^= 4
@@ -69,7 +69,7 @@ def test_a_recipe_that_is_there_stays(tmp_path):
     ("recipe.toml", "already holds recipe.toml, of a run without a checkpoint", True),
     ("run.json", "already holds run.json, of a run without a checkpoint", True)])
 def test_a_file_of_a_run_keeps_a_new_one_out(tmp_path, name, words, again):
-    """A recipe and a start on record are no results: what they belong to may start again."""
+    """A recipe and a recorded start are not results: such a run may start again."""
     folder = RunFolder(tmp_path)
     folder.require_unused()
     (tmp_path / name).write_text("x")
@@ -122,7 +122,7 @@ def test_each_last_checkpoint_becomes_the_previous_one(tmp_path):
 
 @pytest.mark.parametrize("fails_at", range(4))
 def test_wherever_saving_is_cut_off_a_whole_checkpoint_is_found(tmp_path, monkeypatch, fails_at):
-    """At its first sync, at either rename, at the folder's sync: as if the process were killed."""
+    """As if the process were killed at the file's sync, at either rename, or at the folder's sync."""
     folder = RunFolder(tmp_path)
     for step in (1, 2):
         folder.save(training_state(step), folder.last)
@@ -141,7 +141,7 @@ def test_wherever_saving_is_cut_off_a_whole_checkpoint_is_found(tmp_path, monkey
         return call
     for name in ("fsync", "replace"):
         monkeypatch.setattr(checkpoint.os, name, counted(getattr(os, name)))
-    monkeypatch.setattr(Path, "unlink", lambda path: None)       # nobody tidies up after a kill
+    monkeypatch.setattr(Path, "unlink", lambda path: None)       # a killed process cleans up nothing
     with pytest.raises(Killed):
         folder.save(training_state(3), folder.last)
     monkeypatch.undo()
@@ -165,7 +165,7 @@ def test_a_flipped_bit_is_noticed_and_the_run_goes_on_from_the_checkpoint_before
     assert "last.pt: damaged after it was written, the checksum of" in line
     assert line.endswith(f"; going on from {folder.previous}")
 
-    # What is damaged does not take the place of the whole one, at the next save either.
+    # The next save does not replace the good checkpoint by the damaged one either.
     (tmp_path / "best.pt.partial").write_bytes(b"cut short")
     folder.tidy(epochs=0, steps=0)
     folder.save(training_state(5), folder.last)
@@ -189,7 +189,7 @@ def test_two_damaged_checkpoints_are_one_line(tmp_path):
 
 
 def test_a_last_checkpoint_that_may_not_be_read_is_not_passed_over(tmp_path):
-    """What is wrong with the disk, and not with the file, may be mended: nothing is done twice."""
+    """An error of the disk, not of the file, may be temporary: the run must not repeat any steps."""
     folder = RunFolder(tmp_path)
     folder.save(training_state(0), folder.previous)
     folder.last.mkdir()
@@ -233,7 +233,7 @@ def test_a_folder_that_vanished_is_one_line_for_whatever_is_written(tmp_path):
 
 
 def test_what_a_run_takes_on_disk_is_what_its_files_have(tmp_path):
-    """Within what an archive adds to its tensors."""
+    """Up to what the archive format adds to the tensors."""
     model = nn.Linear(301, 293)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 301)).sum().backward()
@@ -245,7 +245,7 @@ def test_what_a_run_takes_on_disk_is_what_its_files_have(tmp_path):
     assert disk_space(model, ema=True, kept=2) == (
         "last.pt and previous.pt 1.42 MB each, best.pt 708 kB, 2 kept epochs 708 kB each; 6.37 MB "
         "at most")
-    # An archive's tensors are one when they share their memory, as the model's and its EMA's here.
+    # An archive stores tensors that share memory once, as those of the model and its EMA do here.
     assert (tmp_path / "last.pt").stat().st_size == pytest.approx(whole - best / 2, rel=0.02)
     assert 3 * whole + 3 * best == pytest.approx(6.37e6, rel=1e-3)
     assert disk_space(model, ema=False, kept=0).startswith(

@@ -1,4 +1,4 @@
-"""Runs are read back as they were written, and grouped by everything but what a seed changes."""
+"""Runs are read back as they were written, and grouped by everything but the seed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_line_that_a_crash_cut_short_is_no_epoch(written_run):
     assert read_run(folder).epochs_done == 1 and not read_run(folder).finished
 
 
-def test_a_run_of_earlier_days_lacks_what_was_not_measured_then(written_run):
+def test_a_run_of_an_earlier_version_lacks_what_was_not_measured_then(written_run):
     folder = written_run("a", [10.0, 20.0])
     rows = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
     (folder / "metrics.jsonl").write_text("".join(
@@ -176,7 +176,7 @@ def test_an_option_that_came_after_a_run_counts_as_left_alone(written_run):
 
 
 def test_a_label_names_only_the_keys_that_differ(written_run):
-    """Options that another init does not have are no difference within an init."""
+    """Groups of one init are not compared in options that only another init has."""
     base = 'init.options.value_init="base"'
     assert list(grouped(written_run("a", [1.0]), written_run("b", [1.0], init="impulse"),
                         written_run("c", [1.0], init="impulse", sets=(base,)))) == [

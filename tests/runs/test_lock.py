@@ -1,4 +1,4 @@
-"""One writer for a run's folder: the lock goes with its process, however that ends."""
+"""Only one process writes to a run's folder; the lock ends with its process, however that ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from vitinit.runs.lock import Occupied, RunLock
 
 def forked(action: Callable[[], None]) -> int:
-    """The number of a child that does `action`, then waits to be killed."""
+    """Fork a child that does `action` and then waits to be killed; return its process id."""
     ready, written = os.pipe()
     child = os.fork()
     if child == 0:
@@ -33,7 +33,7 @@ def forked(action: Callable[[], None]) -> int:
 
 @pytest.fixture
 def holder(tmp_path):
-    """A process that holds the lock of tmp_path, and a worker that it forked then."""
+    """A process that holds the lock of tmp_path, and a worker that it forked afterwards."""
     workers = tmp_path / "worker"
 
     lock = RunLock()
@@ -63,7 +63,7 @@ def test_a_killed_process_keeps_no_lock_though_its_child_lives_on(tmp_path, hold
     process, worker = holder
     os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
-    os.kill(worker, 0)                               # raises if it were gone
+    os.kill(worker, 0)                               # raises if the worker has ended
     with RunLock() as lock:
         lock.take(tmp_path, print)
     assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} on ")
@@ -103,7 +103,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 @pytest.mark.parametrize("how", ["auto", "folder"])
 def test_a_second_run_reads_and_writes_nothing(train_program, small_run, tmp_path, holder, capsys,
                                                how):
-    """Not even what it could not understand: the other one may be writing it."""
+    """Not even a file that it could not read: the other process may be writing it."""
     (tmp_path / "metrics.jsonl").write_text("half a li")
     (tmp_path / "last.pt").write_bytes(b"half a checkpo")
     resume = {"auto": "auto", "folder": str(tmp_path)}[how]

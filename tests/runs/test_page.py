@@ -1,4 +1,4 @@
-"""The page of this room names every file and column, and its lines for other people's boards run."""
+"""The page of vitinit/runs names every file and column, and its programs for dashboards run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from types import ModuleType
 import pytest
 
 from vitinit.figures.__main__ import parse_arguments
-from vitinit.runs import folder as room
+from vitinit.runs import folder as folder_module
 from vitinit.runs.records import METRICS
 from vitinit.train.metrics import StepRow
 
-PAGE = Path(room.__file__).with_name("README.md").read_text(encoding="utf-8")
+PAGE = Path(folder_module.__file__).with_name("README.md").read_text(encoding="utf-8")
 RUN = "runs/quickstart-impulse-s0"
 ROWS = [StepRow(10, 2.5, 1e-3, None, 1024.0, 300.0, 0.25)._asdict(),
         StepRow(20, 2.0, 2e-3, 0.5, None, 310.0, 0.125)._asdict()]
@@ -26,7 +26,7 @@ WRITTEN = [{"step": 10, "loss": 2.5, "lr": 1e-3, "scale": 1024.0, "images_per_se
 
 
 class Board:
-    """What both services' objects are called for."""
+    """Stands in for the objects of both services and records the calls."""
 
     def __init__(self, *names: str, **options: str) -> None:
         self.names = [*names, *options.values()]
@@ -49,7 +49,7 @@ class Board:
 
 @pytest.fixture
 def boards(tmp_path, monkeypatch) -> list[Board]:
-    """Those that were opened, in a folder with the page's run, by modules that stand in for theirs."""
+    """The boards that were opened, in a folder with the page's run; stand-ins replace both packages."""
     opened: list[Board] = []
 
     def board(*names: str, **options: str) -> Board:
@@ -81,14 +81,14 @@ def test_five_lines_send_the_steps_to_tensorboard_and_to_weights_and_biases(boar
 
 
 def test_every_file_and_column_is_named():
-    files = re.findall(r"^    (\S+\.\S+) ", room.__doc__, flags=re.MULTILINE)
+    files = re.findall(r"^    (\S+\.\S+) ", folder_module.__doc__, flags=re.MULTILINE)
     assert len(files) >= 9
     for name in set(files) - {"run.lock"} | set(METRICS) | set(StepRow._fields):
         assert f"`{name}`" in PAGE, name
-    for path in Path(room.__file__).parent.glob("[a-z]*.py"):
+    for path in Path(folder_module.__file__).parent.glob("[a-z]*.py"):
         assert f"`{path.name}`" in PAGE, path.name
 
 
-def test_its_command_is_one(tmp_path):
+def test_its_command_is_valid(tmp_path):
     command, = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
     assert parse_arguments(command.split()[3:]).steps

@@ -1,4 +1,4 @@
-"""The lines of metrics and steps: written, read back, cut back, and in words."""
+"""The lines of metrics and steps: written, read back, cut back to a checkpoint, and printed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_lines_that_are_no_runs_are_named(tmp_path, lines, words):
 
 @pytest.mark.parametrize("peak, share", [(None, None), (0.7, 0.5)])
 def test_a_row_of_metrics_is_of_its_epoch(monkeypatch, peak, share):
-    """Seven steps of eleven images in five seconds on two devices; an image takes 5/11 TFLOP."""
+    """Seven steps of eleven images in five seconds on two devices, at 5/11 TFLOP per image."""
     monkeypatch.setattr(records, "matrix_rate", lambda device: peak)
     monkeypatch.setattr(records, "peak_gib", lambda device: 1.5)
     progress = Progress(step=20, epochs=2, epoch_steps=7, loss_sum=14.0, seconds=5.0,
@@ -62,7 +62,7 @@ def test_the_rate_of_a_card_is_known_by_its_whole_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert matrix_rate(torch.device("cuda")) == MATRIX_RATES[name] == 989.0
     assert matrix_rate(torch.device("cpu")) is None
-    name += " MIG 1g.10gb"                           # a part of that card
+    name += " MIG 1g.10gb"                           # a slice of that card
     assert matrix_rate(torch.device("cuda")) is None
 
 

@@ -1,4 +1,4 @@
-"""What eval.py prints and writes, from findings made up here."""
+"""What eval.py prints and writes, for made-up findings."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ def test_a_regular_file_is_replaced_and_a_link_leads_to_one(tmp_path):
     target.parent.mkdir()
     link.symlink_to(target)
     for text in ("new\n", "other\n"):
-        write_output(text, link)                       # at first it leads to nothing
+        write_output(text, link)                       # at first the link's target does not exist
         assert target.read_text() == text and link.is_symlink()
     node = target.stat().st_ino
     write_output("third\n", target)
-    assert target.stat().st_ino != node              # whole or not at all: a new file in its place
+    assert target.stat().st_ino != node              # written atomically: a new file replaces it
     assert os.listdir(target.parent) == ["out.json"]
 
 
 def test_devices_and_pipes_are_written_through(tmp_path):
-    # A terminal of our own: a mistake made as root would replace /dev/null for the whole machine.
+    # The test uses its own terminal: run as root, a defect would replace /dev/null on this machine.
     master, slave = os.openpty()
     tty.setraw(slave)
     link, device = tmp_path / "terminal", Path(os.ttyname(slave))
@@ -114,7 +114,7 @@ def test_devices_and_pipes_are_written_through(tmp_path):
 
 
 def test_where_the_program_prints_to_is_printed_to(tmp_path, repository):
-    """As `eval.py --json /dev/stdout > file`: what was printed before stays, what follows, too."""
+    """As in `eval.py --json /dev/stdout > file`: what is printed before and after is kept."""
     out = tmp_path / "out.txt"
     code = ("import sys; from pathlib import Path; from vitinit.runs.report import write_output; "
             "print('before'); [write_output(name + '\\n', Path(name)) for name in sys.argv[1:]]; "

@@ -1,4 +1,4 @@
-"""Which run train.py takes up: its own last checkpoint, through every interruption and day."""
+"""Which run train.py resumes: from its last checkpoint, after any interruption, in any version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMITS = ["0c0940f", "6bde95e", "e89ec2a", "004f0a5", "75c8dd7", "55cb85f", "64
 
 @pytest.fixture
 def past_run(tmp_path):
-    """A copy of the folder that a commit of this repository's past wrote."""
+    """A copy of a run folder that an earlier commit of this repository wrote."""
     def copied(commit: str) -> Path:
         return Path(shutil.copytree(PAST / commit, tmp_path / commit))
     return copied
@@ -45,7 +45,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 # ---------------------------------------------------------------------------------------------
-# Runs of earlier days
+# Runs of earlier versions
 # ---------------------------------------------------------------------------------------------
 
 
@@ -65,7 +65,7 @@ def test_a_run_of_a_past_commit_goes_on_and_is_evaluated(train_program, eval_pro
     after = read_run(folder)
     assert after.finished and after.rows[:len(before.rows)] == before.rows
     assert len(after.starts) == 2 and after.experiment == before.experiment
-    assert train_program.main(["--resume", str(folder), *there]) == 0    # and bears its version
+    assert train_program.main(["--resume", str(folder), *there]) == 0    # now of the current version
     capsys.readouterr()
     assert eval_program.main([str(folder), str(PAST / commit / "last.pt"), *there]) == 0
     assert capsys.readouterr().out.count(" | ema | ") == 2
@@ -94,7 +94,7 @@ def test_the_command_line_of_a_past_run_resumes_it(train_program, past_run, imag
     ["--set", "optim.max_batch_per_process=2", "--set", "optim.max_batch_per_process=12"],
 ], ids=["key", "seed", "init", "table", "pair", "machine"])
 def test_the_command_that_began_a_run_goes_on_with_it(train_program, stopped, capsys, more):
-    """Whatever it says twice, and however."""
+    """Even if it sets a key twice, or in another form."""
     micro_batches = 1 if "optim.max_batch_per_process=12" in more else 3
     folder, arguments = stopped(*more, micro_batches=micro_batches, schedule__epochs="1",
                                 schedule__warmup_epochs="0")
@@ -107,7 +107,8 @@ def test_what_belongs_to_the_machine_may_change_and_stays_changed(train_program,
     folder, _ = stopped(schedule__epochs="1", schedule__warmup_epochs="0")
     moved = image_tree.rename(image_tree.with_name("elsewhere"))
     sets = ["data.workers=1", "optim.max_batch_per_process=2", "eval.batch_size=5",
-            "eval.cache_gib=0.5", "checkpoint.every_steps=1", "data.on_device_gib=0.25", "engine.compile=false"]
+            "eval.cache_gib=0.5", "checkpoint.every_steps=1", "data.on_device_gib=0.25",
+            "engine.compile=false"]
     assert train_program.main(["--resume", str(folder), "--data-dir", str(moved),
                                *(word for text in sets for word in ("--set", text))]) == 0
     assert "12 = 1 process(es) × 6 micro-batch(es) × 2 images" in capsys.readouterr().out
@@ -150,7 +151,7 @@ def test_batch_norm_goes_on_with_its_micro_batch_alone(train_program, tmp_path, 
     assert train_program.main(["--resume", str(folder), "--set",
                                "optim.max_batch_per_process=6"]) == 2
     assert "micro-batches of 4 images, and they would have 6 now" in capsys.readouterr().err
-    # A checkpoint of earlier days does not say; of two processes each saw 3 at a time.
+    # Earlier versions did not record it; each of two processes used micro-batches of 3 images.
     state, info = torch.load(folder / "last.pt"), json.loads((folder / "run.json").read_text())
     torch.save({key: value for key, value in state.items() if key != "micro_batch"},
                folder / "last.pt")
@@ -169,7 +170,7 @@ def test_batch_norm_goes_on_with_its_micro_batch_alone(train_program, tmp_path, 
 
 def test_a_run_killed_before_its_first_step_goes_on_from_step_0(train_program, small_run, tmp_path,
                                                                 monkeypatch, capsys):
-    """Its first checkpoint is there before the first image is; what it lacks is made up for."""
+    """The first checkpoint is written before the first step; missing files are written on resume."""
     folder = tmp_path / "run"
     arguments = small_run(folder, "--resume", "auto", schedule__epochs="1",
                           schedule__warmup_epochs="0", checkpoint__keep_epochs="[0]")
@@ -232,7 +233,7 @@ def test_what_an_unfinished_run_left_is_never_started_over(train_program, small_
 
 def test_a_recipe_without_a_checkpoint_is_started_and_another_ones_kept(
         train_program, small_run, tmp_path, capsys):
-    """Killed before its first checkpoint: no results yet, and the recipe says whose folder it is."""
+    """Killed before its first checkpoint: there are no results, but the recipe identifies the run."""
     folder = tmp_path / "run"
     arguments = small_run(folder, schedule__epochs="1", schedule__warmup_epochs="0")
     assert train_program.main(arguments) == 0
@@ -288,7 +289,7 @@ def test_blank_lines_among_the_metrics_count_for_nothing(train_program, small_ru
 
 def test_a_disk_that_refuses_ends_the_run_in_one_line_with_its_checkpoint(
         train_program, small_run, tmp_path, monkeypatch, capsys):
-    """Full when the second epoch's checkpoint is written: nothing half-written stays."""
+    """The disk is full when the second epoch's checkpoint is written: no partial file remains."""
     folder = tmp_path / "run"
     real, saved = os.fsync, []
 

@@ -1,4 +1,4 @@
-"""What a run says before it begins."""
+"""What train.py prints before training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def warnings(train_program, capsys, arguments: list[str]) -> list[str]:
     ("3", "0", "12"), ("400", "99", "1,996"), ("400", "100", None), ("501", "0", None)])
 def test_few_updates_from_scratch_are_a_warning(train_program, small_run, tmp_path, capsys, epochs,
                                                 cooldown, updates):
-    """Of four steps an epoch, up to a thousand times two."""
+    """Four steps per epoch; the warning ends at 2000 steps."""
     found = warnings(train_program, capsys, small_run(
         tmp_path / "run", "--dry-run", schedule__epochs=epochs, schedule__cooldown_epochs=cooldown))
     assert found == ([] if updates is None else [

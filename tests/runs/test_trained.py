@@ -1,4 +1,4 @@
-"""vitinit.load: a model that is used says what eval.py measures, for every kind of image."""
+"""vitinit.load: its predictions are those that eval.py counts, for every kind of image."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_classes_that_nobody_named_are_numbers(tmp_path):
     assert vitinit.load(tmp_path / "unnamed.pt").classes == ("0", "1", "2")
 
 
-def test_a_name_finds_what_is_in_the_box_unless_something_lies_there(tmp_path, monkeypatch):
+def test_a_name_finds_a_model_of_the_repository_unless_the_path_exists(tmp_path, monkeypatch):
     box = tmp_path / "box"
     box.mkdir()
     (box / "small").symlink_to(RUN)

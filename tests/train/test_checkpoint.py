@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, readable without running code, and clear about misfits."""
+"""Checkpoints are written completely or not at all, and read without running code; errors are clear."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_crash_while_saving_leaves_the_old_checkpoint(tmp_path, monkeypatch, s
 
 
 def test_a_file_that_outgrows_its_limit_is_one_line_and_leaves_nothing_behind(tmp_path):
-    """The system's own refusal in the middle of torch's writing, as a full disk's."""
+    """The operating system's error comes while torch is writing, as it does on a full disk."""
     path = tmp_path / "a.pt"
     save_atomically({"step": 1}, path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -68,7 +68,7 @@ def test_whatever_byte_changes_the_checkpoint_is_refused(tmp_path, kind):
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(3, 5).to_sparse(), torch.ones(3, device="meta")])
-def test_tensors_without_values_one_by_one_are_refused(tmp_path, tensor):
+def test_tensors_that_are_not_dense_are_refused(tmp_path, tensor):
     path = tmp_path / "a.pt"
     torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"state": [{"m": tensor}]}}, path)
     with pytest.raises(Damaged, match=r"a\.pt: holds a tensor that is .*, expected dense ones"):

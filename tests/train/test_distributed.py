@@ -1,4 +1,4 @@
-"""Agreement between processes: one process here; two real ones in test_train.py."""
+"""Agreement between processes: alone, and in two real processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def raising(error: Exception):
     return action
 
 
-def test_alone_everything_is_ones_own():
+def test_a_single_process_needs_no_agreement():
     values = torch.tensor([1.0, 2.0])
     assert ALONE.sum(values) is values and ALONE.maximum(7) == 7 and ALONE.is_main
     assert ALONE.on_all(lambda: 3) == 3
@@ -27,7 +27,7 @@ def test_alone_everything_is_ones_own():
 
 
 def agreements(processes: Processes) -> list[str]:
-    """What one of two processes finds."""
+    """Run in each of two processes: what it gets from sums, signals and errors."""
     rank = processes.rank
     lines = [str(processes.sum(torch.tensor([rank + 1.0])).item()),
              str(processes.maximum(15 * rank))]
@@ -79,7 +79,7 @@ def test_more_processes_than_gpus_is_one_line(monkeypatch):
     ({"SLURM_NTASKS": "(null)"}, 0), ({}, 0)])
 def test_tasks_of_slurm_without_ranks_are_one_line_with_the_right_command(monkeypatch, environment,
                                                                           tasks):
-    """Each would be a run of its own, in one folder. One task speaks for all."""
+    """Each would be a run of its own, in the same folder. Only one task prints the error."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_NTASKS", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

@@ -1,4 +1,4 @@
-"""The moving average against its formula written out."""
+"""The moving average, compared with its formula."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def replaced_one_by_one(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("replace", [replaced_by_loading, replaced_by_assignment,
                                      replaced_by_conversion, replaced_one_by_one])
-def test_it_finds_the_tensors_that_stand_there_now(replace):
-    """An update after the model's tensors, and the average's own, gave way to others."""
+def test_it_finds_tensors_that_have_been_replaced(replace):
+    """An update after the tensors of the model, and those of the average, have been replaced."""
     model = model_with_buffers()
     ema = Ema(model, decay=0.8, warmup=False)
     ema.update(model)
@@ -92,7 +92,7 @@ def test_another_model_than_the_last_is_followed():
 
 @pytest.mark.parametrize("warmup", [False, True])
 def test_a_skipped_update_is_none_whether_the_host_knows_or_the_device(warmup):
-    """Told by a truth value on the device, it changes nothing and does not count."""
+    """With `skipped` given as a boolean tensor, the update changes nothing and does not count."""
     model = model_with_buffers()
     told, knew = (Ema(model, decay=0.8, warmup=warmup) for _ in range(2))
     for update, skipped in enumerate([True, False, True, False, False, True]):
@@ -113,7 +113,7 @@ def test_a_skipped_update_is_none_whether_the_host_knows_or_the_device(warmup):
 
 
 class Calls(TorchDispatchMode):
-    """Names of the operations that are called."""
+    """Records the names of the operations that are called."""
 
     def __init__(self) -> None:
         super().__init__()

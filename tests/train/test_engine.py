@@ -1,4 +1,4 @@
-"""One step in every way it can be cut, skipping, stopping, and exact evaluation."""
+"""One step, however it is divided into micro-batches; skipping, stopping, and exact evaluation."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ from vitinit.train.state import TrainState
 CPU = torch.device("cpu")
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=CPU)
 GLOBAL_BATCH, STEPS, CLASSES = 12, 5, 7
-# A key's bias has a zero gradient (softmax ignores what is added to a whole row), which is a
-# rounding error in practice. AdamW's usual eps of 1e-8 would scale that error up to a full step.
+# The gradient of a key's bias is zero, since softmax ignores what is added to a whole row; in
+# practice it is a rounding error. AdamW's usual eps of 1e-8 would scale that error up to a full
+# step.
 EPS = 1e-4
 
 
@@ -63,7 +64,7 @@ def plan_of(micro_batch_size: int) -> BatchPlan:
 
 
 def soft_batches(micro_batch_size: int):
-    """The same with a random distribution over the classes for each image, not a label."""
+    """The same batches with a random distribution over the classes per image instead of a label."""
     generator = torch.Generator().manual_seed(2)
     for parts in batches(micro_batch_size):
         yield [(images, torch.randn(len(images), CLASSES, generator=generator)
@@ -71,19 +72,19 @@ def soft_batches(micro_batch_size: int):
 
 
 def soft(batch, step: int, groups: np.ndarray, *, smoothing: float = 0.1):
-    """A batch with labels, prepared."""
+    """Prepare a batch with labels: turn them into smoothed targets."""
     images, labels = batch
     return images, smooth_one_hot(labels, CLASSES, smoothing)
 
 
 def as_it_is(batch, *_):
-    """A batch that is prepared already."""
+    """Prepare nothing."""
     return batch
 
 
 def numbered(steps, micro_batch_size: int = GLOBAL_BATCH, *, prepare=soft, first: int = 0
              ) -> Iterator[TrainingStep]:
-    """Lists of micro-batches as the engine takes them."""
+    """Turn lists of micro-batches into the steps that the engine takes."""
     plan = plan_of(micro_batch_size)
 
     def prepared(number: int, parts):
@@ -129,7 +130,7 @@ def assert_close(first: torch.nn.Module, second: torch.nn.Module, atol: float) -
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_it_is_the_loop_that_one_would_write_by_hand(smoothing):
-    """With hard targets, whose loss is the plain cross entropy of the labels, and smoothed ones."""
+    """With hard targets, whose loss is the cross-entropy of the labels, and with smoothed ones."""
     model = small_model()
     optimizer = torch.optim.AdamW([
         {"params": [p for n, p in model.named_parameters()
@@ -153,7 +154,7 @@ def test_it_is_the_loop_that_one_would_write_by_hand(smoothing):
 
 @pytest.mark.parametrize("micro_batch_size", [GLOBAL_BATCH, 4])
 def test_the_loss_is_the_mean_of_minus_target_times_log_softmax(micro_batch_size):
-    """And so is its gradient: a step of plain SGD equals one in float64, the formula as written."""
+    """So is its gradient: a step of plain SGD equals one by the formula in float64."""
     by_hand, losses = small_model().double(), []
     for parts in soft_batches(micro_batch_size):
         images, targets = (torch.cat(side).double() for side in zip(*parts))
@@ -161,9 +162,10 @@ def test_the_loss_is_the_mean_of_minus_target_times_log_softmax(micro_batch_size
         log_softmax = logits - logits.exp().sum(dim=1, keepdim=True).log()
         losses.append(-(targets * log_softmax).sum() / GLOBAL_BATCH)
 
-    # At a rate of 0 the weights stay, and every step's loss is that of the first weights.
-    frozen, progress, *_ = trained(micro_batch_size, steps=soft_batches(micro_batch_size), prepare=as_it_is,
-                                   lr_at=lambda step: 0.0)
+    # At a learning rate of 0 the weights stay, and the loss of every step is that of the first
+    # weights.
+    frozen, progress, *_ = trained(micro_batch_size, steps=soft_batches(micro_batch_size),
+                                   prepare=as_it_is, lr_at=lambda step: 0.0)
     assert_close(frozen, small_model(), atol=0)
     assert progress.loss_sum == pytest.approx(sum(losses).item(), rel=1e-6)
 
@@ -175,15 +177,15 @@ def test_the_loss_is_the_mean_of_minus_target_times_log_softmax(micro_batch_size
     state = TrainState(model, torch.optim.SGD(model.parameters()),
                        torch.amp.GradScaler("cpu", enabled=False), None, Progress())
     first = itertools.islice(soft_batches(micro_batch_size), 1)
-    list(train_epoch(state, model, numbered(first, micro_batch_size, prepare=as_it_is), lr_at=lambda step: 0.3,
-                     drop_path_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=0,
-                     processes=ALONE, stop=StopRequest()))
+    list(train_epoch(state, model, numbered(first, micro_batch_size, prepare=as_it_is),
+                     lr_at=lambda step: 0.3, drop_path_at=lambda step: None, amp="off", clip_norm=0.0,
+                     every_steps=0, processes=ALONE, stop=StopRequest()))
     assert_close(model, by_hand.float(), atol=1e-6)
 
 
 @pytest.mark.parametrize("first", [0, 40])
 def test_each_micro_batch_is_prepared_under_its_own_step_and_groups(first):
-    """Counted from the start of the run, so that a resumed one goes on with the same draws."""
+    """Steps are counted from the start of the run, so that a resumed run makes the same draws."""
     prepared, all_steps = [], list(batches(4))
 
     def prepare(batch, step: int, groups: np.ndarray):
@@ -241,7 +243,7 @@ def test_a_skipped_step_changes_neither_weights_nor_average_and_is_counted():
 
 
 class OverflowingScaler(SkippingScaler):
-    """One whose gradients overflow on their way back."""
+    """A GradScaler under which gradients overflow in the backward pass."""
 
     def scale(self, outputs):
         scaled = super().scale(outputs)
@@ -314,7 +316,7 @@ def many_steps(count: int):
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.3])
 def test_every_tenth_step_of_the_run_is_on_record_as_it_went(clip_norm):
-    """Against the loop written by hand; the run began at step 3."""
+    """Compared with a loop written by hand; the run resumes at step 3."""
     model, rows, expected, steps = small_model(), [], [], many_steps(21)
     optimizer = adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS)
     for number, [(images, labels)] in enumerate(steps, 3):
@@ -358,7 +360,7 @@ def test_rows_in_fp16_give_the_scale_and_no_norm_where_it_overflowed():
 
 
 def test_a_rows_rates_are_of_the_time_since_the_row_before(monkeypatch):
-    """On a clock that only waiting for data moves, by a second a step, and every step by three."""
+    """The clock advances by one second while a step's data is awaited, and by three per step."""
     now = [0.0]
     monkeypatch.setattr(engine.time, "perf_counter", lambda: now[0])
 
@@ -379,7 +381,7 @@ def test_a_rows_rates_are_of_the_time_since_the_row_before(monkeypatch):
 
 
 def test_the_seconds_of_an_epoch_are_those_of_training_alone(monkeypatch):
-    """Each look at this clock takes a second; what the caller does at a checkpoint takes a thousand."""
+    """Each reading of the clock takes a second; the caller takes a thousand at each checkpoint."""
     clock = itertools.count()
     offset = [0]
     monkeypatch.setattr(engine.time, "perf_counter", lambda: offset[0] + next(clock))
@@ -404,7 +406,7 @@ def test_broken_data_is_raised_after_the_steps_before_it_are_counted():
 
 
 def bare_state(name: str, **options) -> TrainState:
-    """Of a small model, with a moving average and a loss scale that grows at every step."""
+    """The state of a small model, with a moving average and a loss scale that grows at every step."""
     model = vitinit.build_model(name, num_classes=CLASSES, image_size=8, embed_dim=12, depth=2,
                                 **options)
     vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
@@ -426,7 +428,7 @@ def through(state: TrainState, steps, micro_batch_size: int, stop=None) -> str:
 
 
 def bits(value, path: str = "") -> dict[str, object]:
-    """All that a checkpoint holds, without times: name → number, or the bytes of a tensor."""
+    """The contents of a checkpoint without times: name → number, or the bytes of a tensor."""
     if isinstance(value, dict):
         return {name: leaf for key, part in value.items() if not str(key).endswith("seconds")
                 for name, leaf in bits(part, f"{path}/{key}").items()}
@@ -435,8 +437,8 @@ def bits(value, path: str = "") -> dict[str, object]:
     return {path: value}
 
 
-def test_each_micro_batch_trains_as_soon_as_it_is_there():
-    """The next one is asked for only after the backward pass of the one before."""
+def test_each_micro_batch_trains_as_soon_as_it_is_loaded():
+    """The next micro-batch is requested only after the backward pass of the previous one."""
     model, order = small_model(), []
 
     def coming():
@@ -495,7 +497,7 @@ def evaluated(models, images, labels, size: int, num_classes: int = CLASSES, col
 
 
 def counted_by_hand(model, images, labels, chosen):
-    """Loss, top-1, top-5 and hits by class, one image at a time in float64.
+    """Loss, top-1, top-5 and hits per class, computed one image at a time in float64.
 
     chosen: the model's classes that compete; labels count within them. A rank is the number of
     classes that are ahead.
@@ -511,7 +513,7 @@ def counted_by_hand(model, images, labels, chosen):
 
 
 def images_to_evaluate(classes: int = CLASSES):
-    """31 noise images and labels that do not stand equally often."""
+    """31 noise images, and labels of unequal frequencies."""
     generator = torch.Generator().manual_seed(2)
     labels = torch.randint(classes, (31,), generator=generator)
     return torch.randn(31, 3, 8, 8, generator=generator), labels
@@ -520,7 +522,7 @@ def images_to_evaluate(classes: int = CLASSES):
 def other_model() -> torch.nn.Module:
     model = small_model()
     with torch.no_grad():
-        model.head.weight *= 40                      # else all of an image's logits are alike
+        model.head.weight *= 40                      # else all logits of an image are nearly equal
         model.head.bias += torch.arange(7) / 7
     return model
 
@@ -539,7 +541,7 @@ def test_evaluation_equals_a_loop_over_all_images_whatever_the_batches(size):
 
 
 def test_columns_leave_the_other_classes_out_of_ranking_and_loss():
-    """The chosen classes in the labels' order, which need not be the model's; others as usual."""
+    """One model's columns are its first classes in order; the other's are chosen and reordered."""
     chosen = [5, 1, 4, 0, 3, 6]                      # without 2, which mostly ranks first
     images, labels = images_to_evaluate(len(chosen))
     plain, result = evaluated([small_model(), other_model()], images, labels, 7, len(chosen),
@@ -549,7 +551,8 @@ def test_columns_leave_the_other_classes_out_of_ranking_and_loss():
     assert (result.top1, result.top5) == (pytest.approx(top1), pytest.approx(top5))
     assert result.loss == pytest.approx(loss, rel=1e-6) and result.class_hits == hits
 
-    # It is what masking gives: minus infinity for all others, labels by the model's classes.
+    # The same results as by masking: logits of −∞ for all other classes, and the model's own
+    # labels.
     logits = other_model()(images).detach()
     masked = torch.full_like(logits, -torch.inf)
     masked[:, chosen] = logits[:, chosen]
@@ -574,7 +577,7 @@ def test_of_fewer_than_five_classes_all_are_in_the_top_five():
 
 
 class Wrapped:
-    """As DistributedDataParallel: gradients are exchanged in every backward outside of no_sync."""
+    """Like DistributedDataParallel: gradients are exchanged in each backward pass outside no_sync."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self.calls, self.silent = model, [], False
@@ -603,14 +606,14 @@ def trained_once(model: torch.nn.Module, forward, micro_batch_size: int) -> None
         pass
 
 
-def test_gradients_are_exchanged_once_a_step():
+def test_gradients_are_exchanged_once_per_step():
     forward = Wrapped(small_model())
     trained_once(forward.model, forward, micro_batch_size=4)
     assert forward.calls == [True, True, False] * 2
 
 
 def test_it_trains_in_training_mode_whatever_mode_the_model_was_in():
-    """Else BatchNorm would train on statistics that never change."""
+    """Otherwise BatchNorm would train with statistics that never change."""
     model = vitinit.build_model("convmixer_256_8", num_classes=CLASSES, image_size=8, patch_size=2,
                                 embed_dim=12, depth=1, kernel_size=3).eval()
     vitinit.init_weights(model, "default", generator=torch.Generator().manual_seed(0))
@@ -621,7 +624,7 @@ def test_it_trains_in_training_mode_whatever_mode_the_model_was_in():
 
 
 def test_compiled_and_wrapped_for_several_processes_it_trains_as_bare(tmp_path):
-    """DistributedDataParallel under torch.compile, as train.py wraps, in a group of one process.
+    """DistributedDataParallel under torch.compile, as in train.py, in a group of one process.
 
     Traced as for inductor, but run by PyTorch: what is tested is the wrapping, no_sync above all.
     """

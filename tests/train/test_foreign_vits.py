@@ -1,6 +1,6 @@
-"""Other people's ViTs: here the function that their published formulas give, or one line that says why not.
+"""ViT checkpoints of other projects: the same function here, or a one-line error that says why not.
 
-Each original is written out from its paper's or repository's forward pass, in float64.
+Each original is written out, from the forward pass of its paper or repository, in float64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ WIDTH, HEADS, DEPTH, CLASSES, REGISTERS = 21, 3, 2, 7, 5
 HIDDEN = 4 * WIDTH
 PATCH = (2, 3)
 
-# layout: which tokens there are, where positions are added, how LayerScale is called, what is read
+# Layout: which tokens there are, to which of them positions are added, the name of LayerScale, and
+# what the classifier reads.
 LAYOUTS = {
     "DINOv2": dict(scale="ls{}.gamma", positions="class and patches", read="class", head=False),
     "DINOv2 with registers": dict(scale="ls{}.gamma", registers="register_tokens",
@@ -43,7 +44,7 @@ squares = [name for name, layout in LAYOUTS.items() if "scale" in layout or "reg
 
 
 def theirs(name: str, grid: tuple[int, int] = (5, 5)) -> dict[str, Tensor]:
-    """A checkpoint of that layout, all random."""
+    """A checkpoint of the layout `name`, with random tensors."""
     return drawn_tensors(grid=grid, **LAYOUTS[name])
 
 
@@ -79,9 +80,9 @@ def images(grid: tuple[int, int] = (5, 5)) -> Tensor:
 def written_out(tensors: dict[str, Tensor], images: Tensor, *, positions: str, read: str,
                 scale: str = "", registers: str = "", class_token: bool = True, head: bool = True,
                 after_blocks: list[Tensor] | None = None) -> Tensor:
-    """The original's logits, or what its classifier would read where it has none.
+    """The original model's logits, or, without a classifier, what one would read.
 
-    after_blocks: gets the tokens (B, N, C) after each block.
+    after_blocks: a list to which the tokens (B, N, C) after each block are appended.
     """
     def norm(x: Tensor, layer: str) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
@@ -97,7 +98,7 @@ def written_out(tensors: dict[str, Tensor], images: Tensor, *, positions: str, r
     some = [tensors[registers].repeat(2, 1, 1)] if registers else []
     if positions == "patches":                       # DeiT-III, timm's no_embed_class
         x = torch.cat([*one, *some, patches + tensors["pos_embed"]], dim=1)
-    elif positions == "class and patches":           # DINOv2: registers come in afterwards
+    elif positions == "class and patches":           # DINOv2: registers are inserted afterwards
         x = torch.cat([*one, patches], dim=1) + tensors["pos_embed"]
         x = torch.cat([x[:, :1], *some, x[:, 1:]], dim=1)
     else:
@@ -125,7 +126,7 @@ def written_out(tensors: dict[str, Tensor], images: Tensor, *, positions: str, r
 
 
 def ours(name: str, grid: tuple[int, int] = (5, 5), **sizes) -> nn.Module:
-    """Our model for that layout, all random, in float64."""
+    """Our model for the layout `name`, with random weights, in float64."""
     layout = LAYOUTS[name]
     read, extra = layout["read"], bool(layout.get("registers")) * REGISTERS
     if read == "mean":
@@ -155,19 +156,19 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("grid", [(5, 5), (3, 11)])
 @each_layout
 def test_outputs_are_the_originals(name, grid):
-    """Also on a grid that is no square, where only the model tells which tokens have positions."""
+    """Also on a grid that is not square, where only the model tells which tokens have positions."""
     tensors, layout = theirs(name, grid), LAYOUTS[name]
     before = {key: value.clone() for key, value in tensors.items()}
     expected = written_out(tensors, images(grid), **layout)
     assert expected.std() > 0.1
-    # To evaluate; a bare backbone has been given a classifier that passes on what it reads.
+    # For evaluation; a bare backbone gets a classifier that returns its input.
     exact = ours(name, grid)
     whole = tensors if layout.get("head", True) else tensors | {
         "head.weight": torch.eye(WIDTH)[:CLASSES], "head.bias": torch.zeros(CLASSES)}
     load_exactly(exact, native_tensors(whole), PATH)
     torch.testing.assert_close(exact(images(grid)), expected[:, :CLASSES], rtol=0, atol=1e-10)
 
-    # To fine-tune; the classifier of a bare backbone is new.
+    # For fine-tuning; the classifier of a bare backbone is new.
     model = ours(name, grid)
     report = start_from(model, native_tensors(tensors), PATH, None)
     assert report.resized == [] and report.dropped == []
@@ -184,7 +185,7 @@ def test_outputs_are_the_originals(name, grid):
 @pytest.mark.parametrize("grid", [(5, 5), (3, 11)])
 @each_layout
 def test_features_are_the_originals(name, grid):
-    """Token maps after each block, the tokens before them in their order, and what a head would read."""
+    """Token maps after each block, the tokens before the patches, and what a classifier would read."""
     tensors, layout = theirs(name, grid), LAYOUTS[name] | {"head": False}
     blocks: list[Tensor] = []
     pooled = written_out(tensors, images(grid), **layout, after_blocks=blocks)
@@ -203,7 +204,7 @@ def test_features_are_the_originals(name, grid):
 @torch.no_grad()
 @pytest.mark.parametrize("name", squares)
 def test_resized_positions_are_those_of_the_patches_alone(name):
-    """Square grids are recognised without the model's; tokens before the patches keep what they had."""
+    """Square grids are recognised without the model's; tokens before the patches keep their entries."""
     tensors = theirs(name)
     model, same = ours(name, (3, 7)), ours(name)
     report = start_from(model, native_tensors(tensors), PATH, None)
@@ -211,7 +212,7 @@ def test_resized_positions_are_those_of_the_patches_alone(name):
     before = model.num_prefix_tokens
     assert report.resized == ["pos_embed 5×5 → 3×7"]
     assert torch.equal(model.pos_embed[:, :before], same.pos_embed[:, :before])
-    # The checkpoint's own patch positions come last, whatever stands before them.
+    # In the checkpoint the patches' entries come last, after any others.
     image = tensors["pos_embed"][:, -25:].float().mT.unflatten(2, (5, 5))
     expected = F.interpolate(image, (3, 7), mode="bicubic", antialias=True).flatten(2).mT
     torch.testing.assert_close(model.pos_embed[:, before:].float(), expected, rtol=0, atol=1e-6)
@@ -237,8 +238,8 @@ def test_layer_scale_is_rounded_once(dtype):
 
 @pytest.mark.parametrize("model, width", [("vit_small", 384), ("vit_base", 768)])
 @pytest.mark.parametrize("registers", [0, 4])
-def test_every_tensor_of_dinov2_finds_its_place(model, width, registers):
-    """The published names and shapes of ViT-S/14 and ViT-B/14, which are for images of 518 pixels."""
+def test_every_tensor_of_dinov2_is_loaded(model, width, registers):
+    """The published names and shapes of ViT-S/14 and ViT-B/14, for images of 518 pixels."""
     shapes = {"cls_token": (1, 1, width), "pos_embed": (1, 1 + 37**2, width),
               "mask_token": (1, width), "patch_embed.proj.weight": (width, 3, 14, 14),
               "patch_embed.proj.bias": (width,), "norm.weight": (width,), "norm.bias": (width,)}
@@ -286,8 +287,8 @@ def test_a_backbone_without_a_classifier_cannot_be_evaluated(name):
 
 
 @pytest.mark.parametrize("head", ["none", "other classes"])
-def test_a_new_classifier_may_stand_behind_a_norm_of_another_place(head):
-    """As MAE fine-tunes (main_finetune.py): the encoder's norm goes, fc_norm and head are drawn."""
+def test_a_new_classifier_may_follow_another_norm(head):
+    """As in MAE's main_finetune.py: the encoder's norm is dropped; fc_norm and head are new."""
     tensors = drawn_tensors(grid=(5, 5), positions="all", read="class", head=head != "none")
     if head == "other classes":
         tensors |= {"head.weight": torch.zeros(13, WIDTH), "head.bias": torch.zeros(13)}
@@ -323,7 +324,7 @@ def test_registers_may_be_added():
 
 
 def refusal(load, model: nn.Module, tensors: dict[str, Tensor]) -> str:
-    """The one line with which the checkpoint is refused; the model is as it was, to the bit."""
+    """The one-line error for the checkpoint; also checks that the model has not changed."""
     before = snapshot(model)
     arguments = (None,) if load is start_from else ()
     with pytest.raises(CheckpointError) as caught:
@@ -340,7 +341,7 @@ def refusal(load, model: nn.Module, tensors: dict[str, Tensor]) -> str:
     "blocks.0.mlp.w12.weight", "blocks.0.attn1.proj.weight", "blocks.0.gamma_1_1",
     "blocks.0.attn.relative_position_bias_table", "blocks.1.ls3.gamma", "pre_logits.fc.weight",
     "patch_embed.norm.weight", "rope.periods", "attn_pool.latent", "blocks.0.mlp.norm.weight"])
-def test_a_tensor_without_a_place_is_one_line_that_names_it(stranger, load):
+def test_a_tensor_that_the_model_lacks_is_one_line_that_names_it(stranger, load):
     tensors = theirs("DeiT-III") | {stranger: torch.ones(WIDTH)}
     assert f"surplus: {stranger}" in refusal(load, ours("DeiT-III"), tensors)
 
@@ -356,7 +357,7 @@ def test_a_tensor_that_the_checkpoint_lacks_is_one_line_that_names_it(lost, load
 
 @pytest.mark.parametrize("load", [start_from, load_exactly])
 def test_a_gamma_of_a_layer_that_is_not_there_is_refused_with_the_layer(load):
-    """SwiGLU (DINOv2's giant): w12 and w3 in the place of fc1 and fc2."""
+    """SwiGLU (DINOv2's giant): w12 and w3 in place of fc1 and fc2."""
     tensors = theirs("DINOv2") | {"head.weight": torch.zeros(CLASSES, WIDTH),
                                   "head.bias": torch.zeros(CLASSES)}
     for part in ("weight", "bias"):
@@ -376,7 +377,7 @@ def test_a_gamma_of_a_layer_that_is_not_there_is_refused_with_the_layer(load):
     ("mean-pooled with registers, timm", dict(num_registers=0), f"num_registers={REGISTERS}"),
     ("registers with positions, timm", dict(num_registers=0), f"num_registers={REGISTERS}"),
     ("DeiT-III", dict(qkv_bias=False), "qkv_bias=true")])
-def test_the_line_says_which_option_would_do(name, sizes, advice, load):
+def test_the_line_names_the_option_that_would_fit(name, sizes, advice, load):
     message = refusal(load, ours(name, **sizes), theirs(name))
     assert message.endswith(f"; what would fit: model.options.{advice}")
 

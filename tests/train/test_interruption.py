@@ -1,4 +1,4 @@
-"""StopRequest by real signals, and what two processes agree on."""
+"""StopRequest under real signals, and what two processes agree on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_signal_is_raised_at_first_and_remembered_once_deferred(number):
     assert signal.getsignal(number) is before
 
 
-def test_terminals_launchers_and_slurm_are_heard():
+def test_signals_of_terminals_launchers_and_slurm_are_handled():
     assert set(STOP_SIGNALS) == {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
 
 
@@ -47,7 +47,7 @@ def test_within_at_once_a_signal_ends_what_waits_and_afterwards_it_is_remembered
         assert stop.number == signal.SIGTERM         # the first one counts
 
 
-def test_where_nothing_can_be_raised_the_signal_is_remembered_without_a_word(monkeypatch):
+def test_where_nothing_can_be_raised_the_signal_is_remembered_silently(monkeypatch):
     said = []
     monkeypatch.setattr(sys, "unraisablehook", said.append)
 
@@ -140,7 +140,7 @@ def even(number: int) -> bool:
 
 
 def what_is_agreed(processes: Processes) -> list[str]:
-    """What one of two processes sees of its items, and how they end."""
+    """Run in each of two processes: the items that it gets, and how they end."""
     lines = []
     cases = [(range(2), range(5), every), (broken(3), range(5), every), (range(5), broken(1), every),
              (range(5), interrupted(2), every), (range(1), interrupted(3), every),
@@ -161,7 +161,7 @@ def what_is_agreed(processes: Processes) -> list[str]:
 
 
 def test_two_processes_go_on_and_end_together(in_two_processes):
-    """Where only every second item is due, who has trouble between two meets the others at the next."""
+    """If every second item is due, an error between two of them is raised at the next one."""
     first, second = in_two_processes(what_is_agreed)
     assert first[:5] == ["[0, 1, None, None, None] end", "[0, 1, 2] broken after 3",
                          "[0] broken after 1", "[0, 1] stopped by SIGUSR1",

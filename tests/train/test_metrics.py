@@ -33,7 +33,7 @@ def test_progress_survives_a_checkpoint():
 
 
 def test_without_a_terminal_there_are_plain_lines_now_and_then(capsys, monkeypatch):
-    clock = iter(range(0, 1000, 20))                 # every look at the clock is 20 s later
+    clock = iter(range(0, 1000, 20))                 # each reading is 20 s after the previous one
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
     with ProgressBar("epoch 1/2", 7, initial=1) as bar:
         for _ in range(6):

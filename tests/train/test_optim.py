@@ -1,4 +1,4 @@
-"""Parameter groups against published counts, and the learning rate against its check values."""
+"""Parameter groups, compared with published counts; the learning rate, with known values."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_small_data_check_values(epoch, expected):
 
 
 def test_the_trace_of_deit_base_is_the_published_schedule(repository):
-    """From the recipe's own values: every one of 300 epochs, transcribed from DeiT's formulas."""
+    """By the recipe's own values, for each of the 300 epochs, compared with DeiT's formulas."""
     recipe = load_recipe(repository / "recipes" / "deit_base.toml")
     schedule, steps = recipe.schedule, 1_281_167 // recipe.optim.global_batch
     peak = scaled_lr(recipe.optim.base_lr, recipe.optim.lr_scaling, recipe.optim.global_batch)

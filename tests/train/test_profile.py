@@ -1,4 +1,4 @@
-"""Steps under the profiler are steps as any others, and what it saw is written and said."""
+"""Profiled steps give the same results as any others; the profile is written and printed."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def test_more_steps_than_there_are_is_one_line(count, done, words):
     assert str(caught.value) == words
 
 
-class Looking(StepProfiler):
-    """One whose profiler only says when it looks."""
+class RecordingProfiler(StepProfiler):
+    """A StepProfiler whose profiler only records when it is active."""
 
-    looks = False
+    active = False
 
     @contextlib.contextmanager
     def _profiler(self):
-        self.looks = True
+        self.active = True
         yield self
-        self.looks = False
+        self.active = False
 
     def _report(self, profiler):
         self.say("report")
@@ -57,22 +57,23 @@ class Looking(StepProfiler):
 
 @pytest.mark.parametrize("rank, seen", [(0, [29, 30, 31]), (1, [])])
 def test_each_step_comes_once_in_order_and_the_middle_part_under_the_profiler(rank, seen):
-    """Epochs of 19 steps, of which the run has 21 behind it."""
-    said = []
-    profiler = Looking(3, done=19, per_epoch=19, total=57, folder=Path(), say=said.append,
-                       processes=Processes(rank, 0, 2, torch.device("cpu")))
+    """Epochs of 19 steps; the run resumes after 21 steps."""
+    printed = []
+    profiler = RecordingProfiler(3, done=19, per_epoch=19, total=57, folder=Path(),
+                                 say=printed.append,
+                                 processes=Processes(rank, 0, 2, torch.device("cpu")))
     came, under = [], []
     for numbers in (range(21, 38), range(38, 57)):
         for part in profiler.parts(iter(numbers), numbers):
             for number in part:
                 came.append(number)
-                under += [number] * profiler.looks
+                under += [number] * profiler.active
     assert came == list(range(21, 57)) and under == seen
-    assert said == ["report"] * (rank == 0)
+    assert printed == ["report"] * (rank == 0)
 
 
 def test_the_largest_on_a_gpu_are_its_kernels_alone():
-    """An operator has its kernels' time, too, and so has an annotation around them."""
+    """Operators and annotations, to which the time of their kernels is attributed, are left out."""
     def event(key, kind, microseconds, count=2, annotation=False):
         return SimpleNamespace(key=key, device_type=kind, self_device_time_total=microseconds,
                                self_cpu_time_total=1e9, count=count, is_user_annotation=annotation)

@@ -1,4 +1,4 @@
-"""What training changes comes back whole: model, optimiser, loss scale, average, progress."""
+"""The state of training is restored completely: model, optimiser, loss scale, average, progress."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_is_evaluated_holds_no_optimiser():
 
 
 def trained_state() -> dict:
-    """A checkpoint after one step, its tensors its own."""
+    """A checkpoint after one step, with copies of the tensors."""
     state = fresh_state(0)
     state.model.train()(torch.ones(2, 3, 8, 8)).square().mean().backward()
     state.optimizer.step()
@@ -116,14 +116,14 @@ def test_what_does_not_fit_is_one_line_and_changes_nothing(place, value, words):
         ours.load_state_dict(state, Path("last.pt"))
     message = str(caught.value)
     assert message.startswith("last.pt: ") and words in message and "\n" not in message
-    if place[:2] != ("ema", "model"):                # whose shapes are held against its own
+    if place[:2] != ("ema", "model"):                # whose shapes are checked only when it is loaded
         assert all(torch.equal(value, before[name])
                    for name, value in ours.model.state_dict().items())
     assert not ours.optimizer.state and ours.progress == Progress()
 
 
 def test_moments_of_another_kind_of_number_are_refused():
-    """In a kernel that updates all tensors at once they would end the program without a word."""
+    """They would crash the fused optimiser's kernel without a message."""
     state = trained_state()
     moments = state["optimizer"]["state"][2]
     moments["exp_avg"] = moments["exp_avg"].double()
@@ -151,7 +151,7 @@ def test_at_step_0_there_are_no_moments_and_after_skipped_steps_neither():
         assert not theirs.optimizer.state and theirs.progress.step == steps
 
 
-def test_progress_of_earlier_days_may_lack_what_came_later():
+def test_progress_of_an_earlier_version_may_lack_later_keys():
     state = trained_state()
     del state["progress"]["skipped_steps"]
     ours = fresh_state(1)

@@ -1,5 +1,4 @@
-"""FLOPs are those of the formulas; throughput is the median pass after warm-up. How fast anything is,
-is not asserted."""
+"""FLOPs equal the formulas; throughput is that of the median pass. No speed is asserted."""
 
 from __future__ import annotations
 
@@ -8,14 +7,14 @@ import torch
 from torch import nn
 
 from vitinit.models import build_model
-from vitinit.train import throughput as room
+from vitinit.train import throughput as module
 from vitinit.train.metrics import ProgressBar
 
 CPU = torch.device("cpu")
 
 
 class Clocked(nn.Module):
-    """A model under whose clock pass n takes `seconds[n]`."""
+    """A model with a clock by which pass n takes `seconds[n]`."""
 
     def __init__(self, seconds: list[float]) -> None:
         super().__init__()
@@ -30,12 +29,12 @@ class Clocked(nn.Module):
 
 @pytest.mark.parametrize("amp, channels_last", [("off", False), ("bf16", True)])
 def test_it_is_the_median_of_the_timed_passes(monkeypatch, amp, channels_last):
-    passes = [1000.0] * room.WARMUP_PASSES + [7.0] * (room.TIMED_PASSES // 2 - 1) \
-        + [2.0, 4.0] + [0.5] * (room.TIMED_PASSES // 2 - 1)
+    passes = [1000.0] * module.WARMUP_PASSES + [7.0] * (module.TIMED_PASSES // 2 - 1) \
+        + [2.0, 4.0] + [0.5] * (module.TIMED_PASSES // 2 - 1)
     model = Clocked(passes)
-    monkeypatch.setattr(room.time, "perf_counter", lambda: model.now)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: model.now)
     bar = ProgressBar("x", len(passes), shown=False)
-    found = room.throughput(model, batch_size=5, size=(7, 11), device=CPU, amp=amp,
+    found = module.throughput(model, batch_size=5, size=(7, 11), device=CPU, amp=amp,
                             channels_last=channels_last, bar=bar)
     assert found.milliseconds == 3000.0 and found.images_per_second == pytest.approx(5 / 3)
     assert found.batch_size == 5 and found.peak_memory.endswith("GiB")
@@ -50,7 +49,7 @@ def test_it_is_the_median_of_the_timed_passes(monkeypatch, amp, channels_last):
 
 
 def block_flops(tokens: int, width: int, hidden: int, keys: int) -> int:
-    """Of a transformer's block for one image, each of whose tokens attends to `keys` of them."""
+    """FLOPs of a transformer block per image, in which each token attends to `keys` tokens."""
     return (2 * tokens * width * 3 * width           # qkv
             + 2 * 2 * tokens * keys * width          # Q Kᵀ and A V
             + 2 * tokens * width * width             # proj
@@ -58,7 +57,7 @@ def block_flops(tokens: int, width: int, hidden: int, keys: int) -> int:
 
 
 def vit() -> tuple[nn.Module, int, int]:
-    """A model, the side of its images, and the FLOPs of one of them by the formulas."""
+    """A model, the side of its images in pixels, and the FLOPs per image by the formulas."""
     tokens, width = 25, 30
     model = build_model("vit_tiny", num_classes=7, image_size=20, patch_size=4, embed_dim=width,
                         depth=2, num_heads=3, pool="mean")
@@ -84,7 +83,7 @@ def mixer() -> tuple[nn.Module, int, int]:
 
 
 def conv_mixer() -> tuple[nn.Module, int, int]:
-    """A depthwise filter reads one channel; at the edges torch counts what is padded, too."""
+    """A depthwise filter reads one channel; at the edges torch also counts the padding."""
     tokens, width = 25, 30
     model = build_model("convmixer_256_8", num_classes=7, image_size=20, patch_size=4,
                         embed_dim=width, depth=2, kernel_size=3)
@@ -93,7 +92,7 @@ def conv_mixer() -> tuple[nn.Module, int, int]:
 
 
 def simple_vit(reads: str = "content") -> tuple[nn.Module, int, int]:
-    """Its heads have 4 × 5 channels beside a stream of 28."""
+    """Four heads of 5 channels each; the width of the residual stream is 28."""
     tokens, width, inner = 25, 28, 20
     model = build_model("simple_vit", num_classes=7, image_size=20, patch_size=4, embed_dim=width,
                         depth=2, num_heads=4, head_dim=5, mlp_ratio=1.0, reads=reads,
@@ -107,7 +106,7 @@ def simple_vit(reads: str = "content") -> tuple[nn.Module, int, int]:
 
 
 def position_flops(tokens: int, width: int, inner: int) -> int:
-    """Of a SimpleViT's Q, K and Q Kᵀ in a block."""
+    """FLOPs of Q, K and Q Kᵀ in one block of a SimpleViT."""
     return 2 * tokens * width * 2 * inner + 2 * tokens * tokens * inner
 
 
@@ -115,14 +114,14 @@ def position_flops(tokens: int, width: int, inner: int) -> int:
 def test_forward_flops_are_those_of_the_products_that_the_formulas_name(family):
     model, side, expected = family()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert room.forward_flops(model, (3, 3, side, side)) == 3 * expected
-    assert room.training_flops(model, 3, (side, side)) == 3 * expected     # thrice, for one image
+    assert module.forward_flops(model, (3, 3, side, side)) == 3 * expected
+    assert module.training_flops(model, 3, (side, side)) == 3 * expected     # thrice, for one image
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_what_a_batch_computes_once_is_shared_by_its_images():
-    """Queries and keys that read positions alone are the same for all images."""
+    """Queries and keys that depend on positions alone are the same for all images."""
     model, side, expected = simple_vit("position")
     once = 2 * position_flops(25, 28, 20)
-    assert room.forward_flops(model, (5, 3, side, side)) == 5 * expected + once
-    assert room.training_flops(model, 5, (side, side)) == pytest.approx(3 * (expected + once / 5))
+    assert module.forward_flops(model, (5, 3, side, side)) == 5 * expected + once
+    assert module.training_flops(model, 5, (side, side)) == pytest.approx(3 * (expected + once / 5))

@@ -41,7 +41,7 @@ def drawn(*shape: int) -> Tensor:
 
 
 def distilled(grid: tuple[int, int]) -> dict[str, Tensor]:
-    """Laid out as DeiT's distilled checkpoints are: a second token and a second classifier."""
+    """A checkpoint like DeiT's distilled ones: with a second token and a second classifier."""
     tensors = snapshot(vit(1, grid=grid))
     return {"cls_token": tensors.pop("cls_token"), "dist_token": drawn(1, 1, WIDTH),
             "pos_embed": drawn(1, 2 + grid[0] * grid[1], WIDTH)} | {
@@ -59,22 +59,23 @@ def resized_by_hand(patches: Tensor, old: tuple[int, int], new: tuple[int, int])
 
 
 def assert_equal(model: nn.Module, expected: dict[str, Tensor]) -> None:
-    """Every tensor, to the bit."""
+    """Every tensor of the model equals the expected one to the bit."""
     state = model.state_dict()
     assert state.keys() == expected.keys()
     for name, value in state.items():
         assert torch.equal(value, expected[name]), name
 
 
-def assert_equal_but_for_codes(model: nn.Module, expected: dict[str, Tensor], code: Tensor) -> None:
-    """Every tensor to the bit, and position embeddings that went through an interpolation nearly."""
+def assert_equal_but_for_positions(model: nn.Module, expected: dict[str, Tensor],
+                                   positions: Tensor) -> None:
+    """Every tensor is equal to the bit, but position embeddings only to 1e-6: they were resized."""
     assert_equal(model, expected | {"pos_embed": model.pos_embed})
-    torch.testing.assert_close(model.pos_embed.data, code, rtol=0, atol=1e-6)
+    torch.testing.assert_close(model.pos_embed.data, positions, rtol=0, atol=1e-6)
 
 
 def refusal(model: nn.Module, tensors: dict[str, Tensor],
             grid: tuple[int, int] | None = None) -> str:
-    """The one line with which the transfer is refused; the model is as it was, to the bit."""
+    """The one-line error of the transfer; also checks that the model has not changed."""
     before = snapshot(model)
     with pytest.raises(CheckpointError) as caught:
         start_from(model, tensors, PATH, grid)
@@ -148,16 +149,17 @@ def test_blocks_that_the_model_lacks_are_dropped():
 @pytest.mark.parametrize("old, new, given", [
     ((5, 5), (3, 3), False), ((3, 3), (7, 7), False), ((5, 5), (3, 7), False),
     ((5, 5), (3, 3), True), ((3, 5), (7, 2), True), ((2, 7), (11, 13), True),
-    ((3, 5), (3, 7), True), ((3, 5), (5, 3), True),  # the last has as many codes as before
+    ((3, 5), (3, 7), True), ((3, 5), (5, 3), True),  # the last has as many positions as before
 ])
-def test_codes_of_another_grid_are_resized_and_nothing_else_is(pool, before, old, new, given):
+def test_position_embeddings_of_another_grid_are_resized_and_nothing_else_is(pool, before, old, new,
+                                                                             given):
     model, source = vit(0, grid=new, pool=pool), vit(1, grid=old, pool=pool)
     tensors = snapshot(source)
     report = start_from(model, source.state_dict(), PATH, old if given else None)
-    code = tensors["pos_embed"]
-    expected = resized_by_hand(code[:, before:], old, new)
-    assert_equal_but_for_codes(model, tensors, torch.cat([code[:, :before], expected], dim=1))
-    assert torch.equal(model.pos_embed[:, :before], code[:, :before])
+    positions = tensors["pos_embed"]
+    expected = resized_by_hand(positions[:, before:], old, new)
+    assert_equal_but_for_positions(model, tensors, torch.cat([positions[:, :before], expected], dim=1))
+    assert torch.equal(model.pos_embed[:, :before], positions[:, :before])
     assert report.resized == [f"pos_embed {old[0]}×{old[1]} → {new[0]}×{new[1]}"]
     assert report.loaded == [name for name in tensors if name != "pos_embed"]
     assert (report.dropped, report.kept) == ([], [])
@@ -165,7 +167,7 @@ def test_codes_of_another_grid_are_resized_and_nothing_else_is(pool, before, old
     assert_equal(source, tensors)                    # the checkpoint's tensors are read only
 
 
-def test_codes_of_no_square_grid_are_copied_where_they_fit_as_they_are():
+def test_position_embeddings_of_no_square_grid_are_copied_where_they_fit_as_they_are():
     model, source = vit(0, grid=(3, 5)), vit(1, grid=(3, 5))
     report = start_from(model, source.state_dict(), PATH, None)
     assert_equal(model, source.state_dict())
@@ -173,30 +175,30 @@ def test_codes_of_no_square_grid_are_copied_where_they_fit_as_they_are():
 
 
 @pytest.mark.parametrize("grid, words", [(None, "no 4×4 grid"), ((3, 3), "no 3×3 grid")])
-def test_codes_whose_grid_is_unknown_are_refused_where_they_do_not_fit(grid, words):
+def test_position_embeddings_whose_grid_is_unknown_are_refused_where_they_do_not_fit(grid, words):
     message = refusal(vit(0, grid=(5, 7)), snapshot(vit(1, grid=(3, 5))), grid)
     assert "pos_embed has embeddings for 15 patches" in message and words in message
 
 
 @pytest.mark.parametrize("old, new", [((5, 5), (5, 5)), ((5, 5), (3, 3)), ((3, 5), (7, 2))])
-def test_a_class_token_is_dropped_with_its_code_where_the_model_has_none(old, new):
+def test_a_class_token_is_dropped_with_its_position_where_the_model_has_none(old, new):
     model, source = vit(0, grid=new, pool="mean"), vit(1, grid=old, pool="class")
     tensors = snapshot(source)
     report = start_from(model, tensors, PATH, old)
-    code = resized_by_hand(tensors["pos_embed"][:, 1:], old, new)
+    positions = resized_by_hand(tensors["pos_embed"][:, 1:], old, new)
     del tensors["cls_token"]
-    assert_equal_but_for_codes(model, tensors, code)
+    assert_equal_but_for_positions(model, tensors, positions)
     assert (report.dropped, report.kept) == (["cls_token"], [])
 
 
 @pytest.mark.parametrize("old, new", [((5, 5), (5, 5)), ((5, 5), (3, 3)), ((3, 5), (7, 2))])
-def test_a_class_token_that_the_checkpoint_lacks_stays_with_its_code_as_the_init_drew_it(old, new):
+def test_a_class_token_that_the_checkpoint_lacks_stays_with_its_position_as_the_init_drew_it(old, new):
     model, source = vit(0, grid=new, pool="class"), vit(1, grid=old, pool="mean")
     own, tensors = snapshot(model), snapshot(source)
     report = start_from(model, tensors, PATH, old)
-    code = resized_by_hand(tensors["pos_embed"], old, new)
-    assert_equal_but_for_codes(model, tensors | {"cls_token": own["cls_token"]},
-                               torch.cat([own["pos_embed"][:, :1], code], dim=1))
+    positions = resized_by_hand(tensors["pos_embed"], old, new)
+    assert_equal_but_for_positions(model, tensors | {"cls_token": own["cls_token"]},
+                                   torch.cat([own["pos_embed"][:, :1], positions], dim=1))
     assert torch.equal(model.pos_embed[:, :1], own["pos_embed"][:, :1])
     assert (report.dropped, report.kept) == ([], ["cls_token"])
 
@@ -206,10 +208,10 @@ def test_a_class_token_that_the_checkpoint_lacks_stays_with_its_code_as_the_init
 def test_a_distilled_checkpoint_gives_a_plain_model_all_but_its_second_token(pool, ours, new):
     model, tensors = vit(0, grid=new, pool=pool), distilled((5, 5))
     report = start_from(model, tensors, PATH, None)
-    code = resized_by_hand(tensors["pos_embed"][:, 2:], (5, 5), new)
+    positions = resized_by_hand(tensors["pos_embed"][:, 2:], (5, 5), new)
     expected = {name: tensors[name] for name in model.state_dict()}
-    assert_equal_but_for_codes(model, expected,
-                               torch.cat([tensors["pos_embed"][:, :ours], code], dim=1))
+    assert_equal_but_for_positions(model, expected,
+                                   torch.cat([tensors["pos_embed"][:, :ours], positions], dim=1))
     assert report.dropped == ["cls_token"] * (1 - ours) + ["dist_token", "head_dist.weight",
                                                            "head_dist.bias"]
     assert report.kept == []
@@ -217,7 +219,7 @@ def test_a_distilled_checkpoint_gives_a_plain_model_all_but_its_second_token(poo
 
 @pytest.mark.parametrize("old", [(5, 5), (3, 7)])
 @pytest.mark.parametrize("kind", ["sincos", "learned"])
-def test_fixed_codes_stay_and_are_reported(kind, old):
+def test_fixed_position_embeddings_stay_and_are_reported(kind, old):
     width = 20                                       # which 4 divides
     model = vit(0, embed_dim=width, pos_embed="sincos")
     source = vit(1, grid=old, embed_dim=width, pos_embed=kind)
@@ -228,13 +230,13 @@ def test_fixed_codes_stay_and_are_reported(kind, old):
     assert report.resized == [] and "pos_embed" not in report.loaded
 
 
-def test_learned_codes_may_start_from_fixed_ones():
+def test_learned_position_embeddings_may_start_from_fixed_ones():
     model = vit(0, grid=(3, 7), embed_dim=20)
     source = vit(1, grid=(5, 5), embed_dim=20, pos_embed="sincos")
     start_from(model, source.state_dict(), PATH, (5, 5))
-    code = resized_by_hand(source.pos_embed[:, 1:], (5, 5), (3, 7))
-    assert_equal_but_for_codes(model, source.state_dict(),
-                               torch.cat([source.pos_embed[:, :1], code], dim=1))
+    positions = resized_by_hand(source.pos_embed[:, 1:], (5, 5), (3, 7))
+    assert_equal_but_for_positions(model, source.state_dict(),
+                                   torch.cat([source.pos_embed[:, :1], positions], dim=1))
     assert model.learns_positions
 
 
@@ -289,27 +291,27 @@ def small(name: str, size: int | tuple[int, int], **sizes) -> nn.Module:
 
 
 @pytest.mark.parametrize("pool, distilled", [("class", False), ("mean", False), ("class", True)])
-def test_a_resized_vit_differs_in_its_code_alone(pool, distilled):
-    """Non-square grids; tokens before the patches keep their codes."""
+def test_a_resized_vit_differs_in_its_position_embedding_alone(pool, distilled):
+    """Non-square grids; tokens before the patches keep their entries."""
     model = vit(1, grid=(3, 5), pool=pool, distilled=distilled)
     resized = vit(2, grid=(7, 4), pool=pool, distilled=distilled)
     change_size(model, resized, PATH)
     before = model.num_prefix_tokens
-    code = torch.cat([model.pos_embed[:, :before], resized_by_hand(model.pos_embed[:, before:],
-                                                                   (3, 5), (7, 4))], dim=1)
-    assert_equal_but_for_codes(resized, snapshot(model), code)
+    patches = resized_by_hand(model.pos_embed[:, before:], (3, 5), (7, 4))
+    positions = torch.cat([model.pos_embed[:, :before], patches], dim=1)
+    assert_equal_but_for_positions(resized, snapshot(model), positions)
 
 
 @pytest.mark.parametrize("name, sizes", [
     ("vit_tiny", dict(embed_dim=12, depth=1, num_heads=3, patch_size=2, pos_embed="sincos")),
     ("simple_vit", dict(embed_dim=12, depth=1, num_heads=3))])
-def test_fixed_codes_are_those_of_the_new_size(name, sizes):
+def test_fixed_position_embeddings_are_those_of_the_new_size(name, sizes):
     model, resized = small(name, 10, **sizes), small(name, (6, 14), **sizes)
-    code = resized.pos_embed.clone()
-    assert code.flatten(0, -2)[-21:].equal(sincos_position_embedding((3, 7), 12))
+    positions = resized.pos_embed.clone()
+    assert positions.flatten(0, -2)[-21:].equal(sincos_position_embedding((3, 7), 12))
     model.head.weight.data += 1.0                    # so that the two differ to begin with
     change_size(model, resized, PATH)
-    assert_equal(resized, snapshot(model) | {"pos_embed": code})
+    assert_equal(resized, snapshot(model) | {"pos_embed": positions})
 
 
 @pytest.mark.parametrize("name, sizes, old, new", [

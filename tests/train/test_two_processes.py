@@ -1,5 +1,5 @@
-"""Steps of two processes under DistributedDataParallel, micro-batch by micro-batch: they equal one
-process' steps, and a step in which one of them has trouble is abandoned by both."""
+"""Two processes under DistributedDataParallel: their steps equal those of a single process, and a
+step that one of them cannot finish is abandoned by both."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fresh(name: str) -> TrainState:
 
 
 class Trouble(StopRequest):
-    """Broken data, or a signal, at a micro-batch of a step; by default never."""
+    """Broken data, or a signal, at one micro-batch of one step; by default never."""
 
     def __init__(self, *, step: int = -1, micro_step: int = 0, signalled: bool = False) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def steps(processes: Processes, count: int, trouble: Trouble) -> Iterator[Traini
 
 def trained(processes: Processes, name: str, count: int = STEPS,
             trouble: Trouble | None = None) -> tuple[TrainState, str]:
-    """The state after so many steps, and why they ended early, or ""."""
+    """The state after `count` steps, and why they ended early, or ""."""
     state, trouble = fresh(name), trouble or Trouble()
     forward = state.model
     if processes.world_size > 1:
@@ -87,7 +87,7 @@ def trained(processes: Processes, name: str, count: int = STEPS,
 
 
 def tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Of the model, its average and the optimiser."""
+    """The tensors of the model, its moving average and the optimiser."""
     moments = {f"{number}.{name}": value
                for number, values in state.optimizer.state_dict()["state"].items()
                for name, value in values.items()}
@@ -106,13 +106,14 @@ def test_two_processes_train_as_one(in_two_processes):
         assert all(torch.equal(first[name][key], second[name][key]) for key in weights)
         before = fresh(name).model.state_dict()
         assert all(not torch.equal(first[name][key], before[key]) for key in weights)
-    # Without statistics over a micro-batch it does not matter who carries what.
+    # Without BatchNorm it does not matter which process trains on which image.
     alone = trained(ALONE, "vit_tiny")[0].model.state_dict()
     for key, value in alone.items():
         torch.testing.assert_close(first["vit_tiny"][key], value, rtol=0, atol=1e-5)
 
 
-# Within the second step, whose first forward pass exchanges the order of gradients, and the third.
+# Within the second step, in whose first forward pass DistributedDataParallel exchanges the order of
+# gradients, and within the third.
 TROUBLES = [(name, rank, dict(step=step, micro_step=micro_step, signalled=signalled))
             for name in MODELS for rank, step, micro_step, signalled in
             [(0, 1, 0, False), (1, 1, 0, True), (1, 1, 1, False), (0, 1, 2, True), (1, 2, 2, False),
@@ -120,7 +121,7 @@ TROUBLES = [(name, rank, dict(step=step, micro_step=micro_step, signalled=signal
 
 
 def abandoned(processes: Processes) -> list[tuple[str, int, list[str], int]]:
-    """Of each trouble: why this process stopped, its steps, what is not as it was, and gradients."""
+    """Per trouble: why this process stopped, its steps, changed tensors, and gradients left over."""
     found = []
     for name, rank, trouble in TROUBLES:
         state, why = trained(processes, name, STEPS,

@@ -38,10 +38,10 @@ def first_profiled(count: int, *, done: int, per_epoch: int, total: int) -> int:
     done: number of steps the run has already done. per_epoch, total: steps per epoch and in the
     run. Raises OneLineError if the epoch, or what is left of the run, has fewer than `count` steps.
     """
-    room = min(per_epoch, total - done)
-    if count > room:
-        raise OneLineError(f"--profile {count}: expected at most {room}, the steps "
-                           f"{'of an epoch' if room == per_epoch else 'that the run has left'}")
+    available = min(per_epoch, total - done)
+    if count > available:
+        raise OneLineError(f"--profile {count}: expected at most {available}, the steps "
+                           f"{'of an epoch' if available == per_epoch else 'that the run has left'}")
     first = done + WARMUP_STEPS
     if first % per_epoch + count > per_epoch:        # it would reach into the next epoch
         first += per_epoch - first % per_epoch
