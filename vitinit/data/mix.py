@@ -50,6 +50,7 @@ class MixSettings:
 
     @property
     def mixes(self) -> bool:
+        """Whether any image is ever mixed with these settings."""
         return self.probability > 0.0 and (self.mixup_alpha > 0.0 or self.cutmix_alpha > 0.0)
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> MixDraw:

@@ -100,6 +100,7 @@ def _torch_dtype(array: np.ndarray) -> torch.dtype:
 
 
 def _arrays(plan: Any) -> Iterator[np.ndarray]:
+    """Yield all arrays in the tree, in order."""
     if isinstance(plan, np.ndarray):
         yield plan
     elif isinstance(plan, tuple):

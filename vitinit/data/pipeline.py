@@ -83,6 +83,7 @@ class TrainingBatches:
 
     @property
     def steps_per_epoch(self) -> int:
+        """The number of steps of each epoch, the same on all processes."""
         return self.sampler.steps_per_epoch
 
     def steps(self, *, epoch: int, done: int = 0) -> Iterator[TrainingStep]:

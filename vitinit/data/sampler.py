@@ -43,14 +43,17 @@ class BatchPlan:
 
     @property
     def per_process(self) -> int:
+        """How many images of a global batch each process has."""
         return self.global_batch // self.world_size
 
     @property
     def accumulation(self) -> int:
+        """How many micro-batches each process has per step; their gradients are accumulated."""
         return self.per_process // self.micro_batch_size
 
     @property
     def groups(self) -> int:
+        """How many mixing groups a global batch has."""
         return self.global_batch // self.group
 
     def positions(self, rank: int, micro_step: int) -> np.ndarray:

@@ -28,11 +28,15 @@ RandAugmentOperation = Literal["AutoContrast", "Equalize", "Invert", "Rotate", "
 
 @dataclass(frozen=True)
 class RunSection:
+    """The run itself."""
+
     seed: int = number(minimum=0, below=2**63)      # keys every random draw of the run
 
 
 @dataclass(frozen=True)
 class DataSection:
+    """The data set, which part of it is trained on, and how images are loaded."""
+
     name: Literal["shapes", "image_folder", "imagenet", "cifar10", "cifar100", "stl10", "svhn",
                   "food101", "flowers102", "pets", "tiny_imagenet"]
     root: str                                       # folder of the data set; "" for `shapes`
@@ -103,6 +107,8 @@ class MixSection:
 
 @dataclass(frozen=True)
 class EvalSection:
+    """How and when the model is validated."""
+
     crop_pct: float = number(above=0.0, maximum=1.0)  # resize to image_size / crop_pct, then crop
     interpolation: Literal["bilinear", "bicubic"]
     batch_size: int = number(minimum=1, below=COUNT)  # images per process and forward pass
@@ -113,12 +119,16 @@ class EvalSection:
 
 @dataclass(frozen=True)
 class ModelSection:
+    """The model, by its name in `vitinit.models.MODELS`."""
+
     name: str
     options: Mapping[str, Any]                      # keyword arguments of that model
 
 
 @dataclass(frozen=True)
 class InitSection:
+    """The initialisation, by its name in `vitinit.init.INITS`, and a checkpoint to start from."""
+
     name: str
     checkpoint: str                                 # weights to start from; "": none
     checkpoint_weights: Literal["model", "ema"]     # which weights in the checkpoint
@@ -149,6 +159,8 @@ class HoldEpochs:
 
 @dataclass(frozen=True)
 class OptimSection:
+    """The batch, the optimiser (AdamW), and gradient clipping."""
+
     global_batch: int = number(minimum=1, below=COUNT)  # images per step, over all processes
     max_batch_per_process: int = number(minimum=1, below=COUNT)  # most images per micro-batch
     base_lr: float = number(above=0.0, below=LARGEST)
@@ -163,6 +175,8 @@ class OptimSection:
 
 @dataclass(frozen=True)
 class ScheduleSection:
+    """The learning rate over time, and for how long the run trains."""
+
     shape: Literal["cosine", "one_cycle"]           # one_cycle has a warm-up of its own, ⅖ of epochs
     epochs: int = number(minimum=1, below=COUNT)                 # warm-up and decay together
     cooldown_epochs: int = number(minimum=0, below=COUNT)        # further epochs at min_lr
@@ -174,12 +188,16 @@ class ScheduleSection:
 
 @dataclass(frozen=True)
 class EmaSection:
+    """The exponential moving average of the weights."""
+
     decay: float = number(minimum=0.0, below=1.0)   # 0: no moving average is kept
     warmup: bool                                    # decay min(decay, 1 - (1 + update)^(-2/3))
 
 
 @dataclass(frozen=True)
 class EngineSection:
+    """Precision, compilation and memory format."""
+
     amp: Literal["off", "bf16", "fp16"]             # autocast; fp16 adds a GradScaler
     compile: bool                                   # torch.compile
     channels_last: bool                             # memory format of the input batch
@@ -188,6 +206,8 @@ class EngineSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
+    """When checkpoints are written, which are kept for good, and which is the best."""
+
     every_epochs: int = number(minimum=1, below=COUNT)  # between two last.pt; also after the last epoch
     every_steps: int = number(minimum=0, below=COUNT)   # also within an epoch; 0: never
     keep_epochs: tuple[int, ...] = number(minimum=0, below=COUNT)  # kept for good; 0: as initialised
@@ -196,6 +216,8 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class Recipe:
+    """A complete recipe: one field per section."""
+
     name: str                                       # the file's stem, not a key
     run: RunSection
     data: DataSection
