@@ -39,7 +39,7 @@ IN_CACHE = Passes(pixels=2**17, finished_pixels=2**17, at_once=False)
 
 
 def passes_on(device: torch.device) -> Passes:
-    """The limits that suit `device`. Nothing else in augmentation depends on the kind of device."""
+    """The limits that suit `device`: the only place where the size of passes depends on the device."""
     return IN_CACHE if device.type == "cpu" else FEW_LAUNCHES
 
 

@@ -44,9 +44,9 @@ def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int
     for name, members in ordered_classes(source, seed):
         left = len(members) - held_out
         if left < max(images_per_class, 1):
-            raise DataError(f"data.images_per_class is {images_per_class}, but class '{name}' has "
-                            f"{len(members)} images to train on" +
-                            (f", of which data.held_out_per_class takes {held_out}" if held_out else ""))
+            wanted = f"data.images_per_class is {images_per_class}, but " if images_per_class else ""
+            taken = f", of which data.held_out_per_class takes {held_out}" if held_out else ""
+            raise DataError(f"{wanted}class '{name}' has {len(members)} images to train on{taken}")
         count = images_per_class or max(1, math.floor(share * left + 0.5))
         indices.append(members[:count])
     return source.part(np.sort(np.concatenate(indices)))
