@@ -1,8 +1,9 @@
 """RandAugment's fifteen operations on batches (n, 3, H, W) uint8, with one argument per image.
 
 Each operation is the one of Pillow that AutoAugment (arXiv 1805.09501) and RandAugment (arXiv
-1909.13719) use, with the same formula and the same rounding. Since every kernel launch on a GPU has
-a fixed cost, the fifteen are implemented by only three functions:
+1909.13719) use, with the same formula and the same rounding. (Only geometric operations may differ
+from Pillow's by one level, because they interpolate in float32 and Pillow in float64.) Since every
+kernel launch on a GPU has a fixed cost, the fifteen are implemented by only three functions:
 
     map_levels           8 operations that map levels to levels: tables of 256 entries, one look-up
     color_or_sharpness   2 operations that blend the image with a plainer version of it
