@@ -112,7 +112,7 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     train_set = processes.on_all(lambda: stratified_part(
         whole_set, share=data.subset, images_per_class=data.images_per_class,
         held_out=data.held_out_per_class, seed=data.subset_seed))
-    if data.held_out_per_class:                      # then the test set stays unseen
+    if data.held_out_per_class:                      # validate on these; the test set stays unused
         val_set = processes.on_all(lambda: held_out_part(
             whole_set, images_per_class=data.held_out_per_class, seed=data.subset_seed))
 
@@ -171,7 +171,7 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
     """The state that training starts from, and lines for the terminal about it.
 
     saved: the contents of the checkpoint at `path`, to resume from; None for a new run.
-    steps_per_epoch: what the epochs in which parts of the model wait are counted in.
+    steps_per_epoch: converts optim.hold_epochs, in which parts of the model are held, into steps.
 
     In a new run the weights are those of the init, or, where the recipe names a checkpoint, those
     of the checkpoint. The init draws on the CPU from its own generator. With equal numbers of
@@ -210,7 +210,7 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
 
 
 def part_rates(recipe: Recipe, steps_per_epoch: int) -> PartRates:
-    """Factors on the learning rate of parts of the model, held epochs counted in steps."""
+    """The recipe's factors on the learning rates of parts of the model; held epochs become steps."""
     scales = vars(recipe.optim.lr_scales)
     return PartRates(scales={part: scales[part] for part in PARTS}, layer_decay=scales["layer_decay"],
                      hold_steps={part: epochs * steps_per_epoch

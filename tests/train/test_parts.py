@@ -1,4 +1,4 @@
-"""Learning rates of parts: each trains as if it had an optimiser of its own."""
+"""Learning rates of parts of a model: each part trains as if it had its own optimiser."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def built(family: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.
 
 
 def gradients(model: nn.Module, steps: int, seed: int = 1):
-    """Gives every parameter a drawn gradient, once per step; they depend on nothing."""
+    """Give every parameter a random gradient, once per step; it does not depend on the weights."""
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
         for parameter in model.parameters():
@@ -60,7 +60,7 @@ def trained(model: nn.Module, rates: PartRates, steps: int) -> dict[str, Tensor]
 
 def trained_alone(model: nn.Module, factor: float, hold_steps: int, steps: int, *,
                   fused: bool = False) -> dict[str, Tensor]:
-    """The same with one rate for everything, by torch's own AdamW."""
+    """The same with one learning rate for all parameters, by torch's own AdamW."""
     optimizer = torch.optim.AdamW([{key: group[key] for key in ("params", "weight_decay")}
                                    for group in parameter_groups(model, OPTIONS["weight_decay"])],
                                   betas=OPTIONS["betas"], eps=OPTIONS["eps"], lr=0.0, fused=fused)
@@ -72,7 +72,7 @@ def trained_alone(model: nn.Module, factor: float, hold_steps: int, steps: int, 
 
 
 def parts_by_name(model: nn.Module) -> dict[str, list[tuple[str | None, slice]]]:
-    """Of each parameter its parts and their rows, written out from the names."""
+    """Parameter name → its parts and their rows, written out from the names."""
     found = {}
     for name, parameter in model.named_parameters():
         if ".qkv." in name:
@@ -104,14 +104,14 @@ def assert_each_part_is_as_alone(family: str, rates: PartRates, steps: int, dtyp
 
 @families
 def test_every_part_trains_as_with_an_optimiser_of_its_own(family):
-    """Rows of a packed parameter, too: in float64 nothing but rounding is between them."""
+    """This includes rows of a packed parameter: in float64 they differ by rounding alone."""
     rates = PartRates({"qk": 0.3, "pos_embed": 1.7, "patch_embed": 0.01, "head": 3.0},
                       hold_steps={"head": 5})
     assert_each_part_is_as_alone(family, rates, 101, torch.float64, rtol=0, atol=1e-12)
 
 
 @families
-def test_parts_that_wait_do_not_move_and_then_go_on_with_their_moments(family):
+def test_held_parts_do_not_move_and_then_train_with_their_moments(family):
     rates = PartRates(hold_steps={"qk": 11, "pos_embed": 7})
     assert_each_part_is_as_alone(family, rates, 23, torch.float64, rtol=0, atol=1e-12)
     model = built(family)
@@ -159,7 +159,7 @@ def test_layers_are_counted_by_blocks(family):
     blocks = [name for name in names if "blocks." in name]
     assert [numbers[name] for name in blocks] == sorted(numbers[name] for name in blocks)
     assert set(numbers[name] for name in blocks) == set(range(1, depth + 1))
-    if family == "swin":                             # what halves the map goes with the block behind it
+    if family == "swin":                             # patch merging belongs to the block after it
         assert numbers["layers.1.downsample.reduction.weight"] == numbers[
             "layers.1.blocks.0.norm1.weight"] == 2
     # The factor is 1 for the head and falls towards the image; it multiplies the part's own.

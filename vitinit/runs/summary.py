@@ -61,7 +61,7 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
 
 
 def rates_of_parts(recipe: Recipe) -> str:
-    """A line about the parts of the model that have a learning rate of their own; "" without any."""
+    """A line about the parts of the model with learning rates of their own; "" if there are none."""
     scales, held = vars(recipe.optim.lr_scales), vars(recipe.optim.hold_epochs)
     found = [f"{part} × {scale:g}" for part, scale in scales.items()
              if part != "layer_decay" and scale != 1.0]

@@ -70,7 +70,8 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path,
         grid: (rows, columns) of patches in the checkpoint; None: a square grid if that agrees with
             the number of position embeddings, and otherwise the model's own.
 
-    Returns what was done with each tensor. Raises CheckpointError, listing the names, if nothing but
+    Returns what was done with each tensor. Raises CheckpointError, listing the names, if nothing
+    but
     the classifier fits, or if any other tensor has another shape or is on one side only: the model
     would then compute another function than the one that was trained. The model is unchanged then.
     """
@@ -262,8 +263,8 @@ def _may_lack(name: str, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor
               new_head: bool) -> bool:
     """Whether fine-tuning may drop this tensor, which only the checkpoint has."""
     if name in ("cls_token", "dist_token"):
-        # With fc_norm the classifier read the patches, not this token. A model that also averages
-        # over the patches needs the token in its attention.
+        # With fc_norm the classifier read the patches alone, and this token acted through attention
+        # only: without it the function would change even for a model that pools the same way.
         return "fc_norm.weight" not in tensors
     return bool(name.startswith("head") or UNREAD.search(name) or _is_of_deeper_block(name, own)
                 or new_head and _other_norm(name) in own)
@@ -297,7 +298,7 @@ def _is_of_deeper_block(name: str, others: Mapping[str, Tensor]) -> bool:
 
 
 def _listed(**names: list[str]) -> str:
-    """"; surplus: a, b; missing: c" for the groups that are not empty."""
+    """The groups that are not empty, each as "; title: name, name"."""
     return "".join(f"; {title}: {shortened(group)}" for title, group in names.items() if group)
 
 
