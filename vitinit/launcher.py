@@ -54,8 +54,7 @@ class Launcher:
 
     def run(self, command: list[str], *, environment: Mapping[str, str] | None = None,
             log: Path | None = None) -> str | None:
-        """Run a program and wait until it ends; return None if it succeeded, else its error
-        message.
+        """Run a program and wait until it ends; return None if it succeeded, else its error.
 
         environment: variables to set in addition to this program's own. log: a file to which the
         program's output is appended; None: the output is passed through. Raises OSError if the log
@@ -77,8 +76,7 @@ class Launcher:
             for line in open_files.enter_context(process).stderr:
                 (log_file or sys.stderr).write(line)
                 (log_file or sys.stderr).flush()
-                # After a failure torchrun prints many lines; the one from train.py gives the
-                # reason.
+                # After a failure torchrun prints many lines; the one from train.py has the reason.
                 if line.strip() and not error.startswith("train.py: "):
                     error = line
             status = process.wait()

@@ -13,9 +13,10 @@ the end.
 
 --jobs N does N runs side by side. Each has its own GPUs, or T CPU threads with --threads T, and
 prints to <folder>.log. The number of runs side by side does not change the results of a run. On a
-CPU the
-number of threads changes their last digits: use the same --threads for runs that are to be
-compared. --only K/N does the K-th of N parts of the plan, for separate jobs on a cluster.
+CPU the number of threads changes their last digits: use the same --threads for runs that are to be
+compared.
+
+--only K/N does the K-th of N parts of the plan, for separate jobs on a cluster.
 """
 
 from __future__ import annotations

@@ -196,10 +196,10 @@ class Trained:
         return next(self.model.parameters()).device
 
     def view(self, image: ImageLike) -> Tensor:
-        """Resize and centre-crop one image to the model's input: (3, *image_size) uint8, on the
-        CPU.
+        """Resize and centre-crop one image to the size of the model's input.
 
-        Raises ValueError, naming the image, if it cannot be read.
+        Returns (3, *image_size) uint8, on the CPU. Raises ValueError, naming the image, if it
+        cannot be read.
         """
         return evaluation_view(as_uint8(image), self.recipe, self.image_size)
 

@@ -31,8 +31,7 @@ class StopRequest:
     Before `defer` is called, a signal raises Interrupted wherever the program happens to be, since
     there is nothing to save yet. Afterwards a signal is only remembered, and the run ends at the
     next point between two steps. The exception is code within `at_once`, such as waiting for data,
-    which
-    may take arbitrarily long: there a signal raises Interrupted at once.
+    which may take arbitrarily long: there a signal raises Interrupted at once.
 
     A second Ctrl-C ends the program immediately, even while a library does not return. Signals that
     were ignored when the program started, as under nohup, stay ignored.

@@ -27,8 +27,7 @@ QueryKeyRows = dict[int, slice]
 
 @dataclass(frozen=True)
 class PartRates:
-    """Factors on the learning rate. They also scale weight decay, which AdamW multiplies by the
-    rate.
+    """Factors on the learning rate, which also scale weight decay: AdamW multiplies it by the rate.
 
     scales: part → factor; 1 for a part that is not named.
     layer_decay: a parameter of layer i has the further factor layer_decay ** (L + 1 − i), where

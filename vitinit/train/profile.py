@@ -112,8 +112,7 @@ def write_trace(profiler: torch.profiler.profile, path: Path) -> None:
 
 
 def largest(profiler: torch.profiler.profile, steps: int, device: torch.device) -> list[str]:
-    """One line for each of the most expensive operations, by the time spent in the operation
-    itself.
+    """One line for each of the most expensive operations, by time spent in the operation itself.
 
     The time spent in operations that it calls is not included. On a GPU the operations are kernels
     and copies on the GPU; the host's time is not counted.

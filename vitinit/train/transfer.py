@@ -71,9 +71,9 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path,
             the number of position embeddings, and otherwise the model's own.
 
     Returns what was done with each tensor. Raises CheckpointError, listing the names, if nothing
-    but
-    the classifier fits, or if any other tensor has another shape or is on one side only: the model
-    would then compute another function than the one that was trained. The model is unchanged then.
+    but the classifier fits, or if any other tensor has another shape or is on one side only: the
+    model would then compute another function than the one that was trained. The model is unchanged
+    then.
     """
     own = model.state_dict()
     tensors = class_token_as_register(own, tensors)
