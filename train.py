@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitinit.command_line import Parser, building, integer, run_program
-from vitinit.data.datasets import download, open_split
+from vitinit.data.datasets import Source, download, open_split
 from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleDraws, SampleKey
 from vitinit.data.images import DataError
 from vitinit.data.kept import kept_views
@@ -37,7 +37,7 @@ from vitinit.data.sampler import TrainSampler, plan_batches, require_full_batch
 from vitinit.data.subset import held_out_part, stratified_part
 from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.data.workers import start_fork_server
-from vitinit.init import INITS, init_weights
+from vitinit.init import INITS, init_weights, reads_images
 from vitinit.init.position_mass import position_mass, shortfall
 from vitinit.init.weight_selection import select_weights
 from vitinit.keys import Stream, keyed_generator
@@ -51,6 +51,7 @@ from vitinit.runs.lock import RunLock
 from vitinit.runs.records import epoch_line, metrics_row
 from vitinit.runs.resume import choose_run, require_same_micro_batch_size
 from vitinit.runs.summary import cautions, rehearsal, summary
+from vitinit.runs.trained import as_input, evaluation_view
 from vitinit.train import distributed
 from vitinit.train.checkpoint import CheckpointError, load, model_state
 from vitinit.train.device import describe_device, memory_for, peak_memory
@@ -68,6 +69,7 @@ from vitinit.train.throughput import training_flops
 from vitinit.train.transfer import Transfer, start_from
 
 REPOSITORY = Path(__file__).resolve().parent
+INIT_IMAGES = 1000              # training images that an init may read
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -166,12 +168,25 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
 # ---------------------------------------------------------------------------------------------
 
 
+def images_for_init(recipe: Recipe, source: Source) -> Tensor | None:
+    """INIT_IMAGES training images, normalised evaluation views (n, 3, H, W), if the init reads any.
+
+    Which ones is keyed by the run's seed; all if there are fewer.
+    """
+    if not reads_images(recipe.init.options):
+        return None
+    order = keyed_generator(recipe.run.seed, Stream.INIT_IMAGES).permutation(len(source))
+    return as_input(torch.stack([evaluation_view(source.image(int(index)), recipe)
+                                 for index in order[:INIT_IMAGES]]), recipe)
+
+
 def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | None,
-                  path: Path, steps_per_epoch: int) -> tuple[TrainState, list[str]]:
+                  path: Path, data: Data) -> tuple[TrainState, list[str]]:
     """The state that training starts from, and lines for the terminal about it.
 
     saved: the contents of the checkpoint at `path`, to resume from; None for a new run.
-    steps_per_epoch: converts optim.hold_epochs, in which parts of the model are held, into steps.
+    data: the training set, from which some inits read images, and the number of steps per epoch, by
+        which the epochs of optim.hold_epochs become steps.
 
     In a new run the weights are those of the init, or, where the recipe names a checkpoint, those
     of the checkpoint. The init draws on the CPU from its own generator. With equal numbers of
@@ -186,7 +201,8 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
     with building(source, "init"):
         if saved is None:
             init_weights(model, init.name, **init.options,
-                         generator=torch.Generator().manual_seed(recipe.run.seed))
+                         generator=torch.Generator().manual_seed(recipe.run.seed),
+                         images=processes.on_all(lambda: images_for_init(recipe, data.train_set)))
     notes = []
     if saved is None and init.checkpoint:
         transfer = processes.on_all(lambda: fine_tune(
@@ -200,7 +216,7 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
         processes.share_weights(model)
     with building(source, "optim"):
         optimizer = adamw(model, weight_decay=optim.weight_decay, betas=optim.betas, eps=optim.eps,
-                          rates=part_rates(recipe, steps_per_epoch))
+                          rates=part_rates(recipe, data.train_batches.steps_per_epoch))
     scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.engine.amp == "fp16")
     ema = Ema(model, decay=recipe.ema.decay, warmup=recipe.ema.warmup) if recipe.ema.decay else None
     state = TrainState(model, optimizer, scaler, ema, Progress())
@@ -298,13 +314,13 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
     folder, saved, recipe = chosen
     with building(f"recipe {recipe.name}", "data"):
         data = open_data(recipe, processes, dry_run=args.dry_run)
-    per_epoch = data.train_batches.steps_per_epoch
-    state, notes = initial_state(recipe, processes, saved, folder.read_from, per_epoch)
+    state, notes = initial_state(recipe, processes, saved, folder.read_from, data)
     require_same_micro_batch_size(state.model, data.plan.micro_batch_size, saved)
     resumed = saved is not None
     chosen = saved = None                            # frees the second copy of its tensors
     model, progress = state.model, state.progress
     epochs = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
+    per_epoch = data.train_batches.steps_per_epoch
     lr_at = learning_rate_of(recipe, per_epoch)
     drop_path_at = drop_path_of(model, recipe)
     flops = training_flops(model, data.plan.micro_batch_size, recipe.data.image_size)

@@ -169,7 +169,7 @@ def test_the_recipe_holds_all_options_those_of_the_file_and_of_set_included(tmp_
         given=("num_classes", "image_size"))
     assert recipe.init.options == resolve_options(
         init_function("impulse", model), {"rank": 3, "qk_norm": 2.0}, title="x", source=str,
-        fixed={}, given=("generator",))
+        fixed={}, given=("generator", "images"))
     assert type(recipe.init.options["qk_norm"]) is float
     assert {"kernel_size", "noise_std", "base"} < set(recipe.init.options)
 
@@ -252,7 +252,7 @@ def test_init_keeps_the_options_that_it_has_and_names_those_that_it_sets_aside(
     assert recipe.init.name == name
     assert recipe.init.options == resolve_options(
         init_function(name, VisionTransformer), kept, title="x", source=str, fixed={},
-        given=("generator",))
+        given=("generator", "images"))
     if said_of is None:
         assert printed == []
     else:
@@ -325,7 +325,7 @@ def test_the_options_of_impulse_are_those_of_the_models_family(tmp_path, model, 
     path = saved(tmp_path, model=model, init="impulse", init_options=own)
     function = init_function("impulse", MODELS[model][0])
     assert resolve_recipe(path, []).init.options == resolve_options(
-        function, own, title="x", source=str, fixed={}, given=("generator",))
+        function, own, title="x", source=str, fixed={}, given=("generator", "images"))
     name, = own
     for other in {"swin_tiny", "mixer_s16", "vit_tiny"} - {model}:
         path = saved(tmp_path, model=other, init="impulse", init_options=own)

@@ -52,7 +52,7 @@ def test_equals_numpys_philox_built_by_hand():
 def test_values_of_streams_are_those_of_runs_on_disk():
     assert {stream.name: stream.value for stream in Stream} == {
         "ORDER": 1, "CROP_AND_FLIP": 2, "DROP_PATH": 3, "SHAPES": 4, "RAND_AUGMENT": 5,
-        "ERASE": 6, "MIX": 7, "SUBSET": 8}
+        "ERASE": 6, "MIX": 7, "SUBSET": 8, "INIT_IMAGES": 9}
 
 
 def test_the_same_key_gives_the_same_numbers_whatever_was_drawn_before():

@@ -28,6 +28,7 @@ class Stream(IntEnum):
     ERASE = 6           # (epoch, index, repeat): the erased box of a sample, and its noise
     MIX = 7             # (step, group): mixup or cutmix of a group of images
     SUBSET = 8          # (class): the order of a class's images, from which subsets are taken
+    INIT_IMAGES = 9     # (): the training images that an init reads
 
 
 def keyed_generator(seed: int, stream: Stream, *counters: int) -> np.random.Generator:

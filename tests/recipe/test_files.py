@@ -344,7 +344,7 @@ def test_every_shipped_recipe_names_a_model_an_init_and_all_their_options(path):
     model, _ = MODELS[recipe.model.name]
     init = init_function(recipe.init.name, model)
     for function, options, given in ((model, recipe.model.options, {"num_classes", "image_size"}),
-                                     (init, recipe.init.options, {"generator"})):
+                                     (init, recipe.init.options, {"generator", "images"})):
         parameters = inspect.signature(function).parameters.values()
         keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
         assert set(options) == keywords - given

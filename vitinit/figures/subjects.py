@@ -70,8 +70,8 @@ def of_runs(runs: Sequence[Path], epochs: Sequence[int], weights: str) -> Iterat
     for run in runs:
         for path in [kept_epoch(run, epoch) for epoch in epochs] or [checkpoint_file(run)]:
             saved = open_saved(path)
-            name = saved.recipe.init.name if len(runs) == 1 else path.parent.name
-            yield Subject(saved.recipe, f"{name}, {described(path)}", saved.model(weights).eval())
+            name = saved.recipe.init.name if len(runs) == 1 else saved.path.parent.name
+            yield Subject(saved.recipe, f"{name}, {described(saved.path)}", saved.model(weights).eval())
 
 
 def kept_epoch(run: Path, epoch: int) -> Path:

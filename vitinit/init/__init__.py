@@ -16,7 +16,7 @@ seed; in train.py the first process sends its weights to all others.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,9 +35,9 @@ from .impulse_mixer import impulse_mixer
 from .impulse_simple_vit import impulse_simple_vit
 from .impulse_swin import deep_impulse_swin, impulse_swin
 from .mimetic import mimetic, mimetic_simple_vit
-from .options import given_numbers, require_kinds
+from .options import GIVEN, given_numbers, require_kinds
 
-__all__ = ["INITS", "init_function", "init_weights"]
+__all__ = ["GIVEN", "INITS", "init_function", "init_weights", "reads_images"]
 
 INITS: dict[str, dict[type[nn.Module], Callable[..., None]]] = {
     "default": {VisionTransformer: default, SwinTransformer: default, MlpMixer: default,
@@ -73,13 +73,19 @@ def init_function(name: str, family: type[nn.Module]) -> Callable[..., None]:
                      f"{', '.join(others) or 'none'}")
 
 
+def reads_images(options: Mapping[str, Any]) -> bool:
+    """Whether an init with these options reads training images."""
+    return options.get("patch_embed") == "whitened"
+
+
 def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,
-                 **options: Any) -> None:
+                 images: torch.Tensor | None = None, **options: Any) -> None:
     """Initialise all weights of `model` in place by the init `name`.
 
     model: in float32 or float64, on the CPU; it may be compiled by torch.compile.
     generator: a CPU generator. The same generator in the same state gives the same weights, within
         the limits that the module's docstring describes.
+    images: (n, 3, H, W), normalised training images, for inits that read some; see `reads_images`.
     options: keyword options of the init; see its function, `init_function(name, type(model))`.
 
     Raises ValueError, with a message of one line, for an unknown name, for a model or values that
@@ -90,7 +96,8 @@ def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,
     _require_cpu_and_full_precision(model, generator)
     require_kinds(function, options)
     try:
-        function(model, generator=generator, **options)
+        given = {"images": images} if reads_images(options) else {}
+        function(model, generator=generator, **given, **options)
     except (ArithmeticError, RuntimeError) as error:     # overflow, or a failed decomposition
         raise ValueError(f"init '{name}'{given_numbers(options)} cannot be computed "
                          f"({in_brief(error, 60)}); use values nearer to the defaults") from error

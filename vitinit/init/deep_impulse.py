@@ -57,6 +57,9 @@ mlp_reads_code: whether the MLPs read the D_p channels at the start. If False, t
     positions, and the tokens of a shifted image are more nearly the shifted tokens of the image
     (`python -m vitinit.figures equivariance` measures it).
 value_init, value_alpha, value_beta: as for `impulse`.
+content_scale: the root mean square of the patches' content relative to that of the position embedding
+    before the first block; 0: as the base draws it. Q and K grow with it, see point 3.
+patch_embed: "base", or "whitened": principal directions of patches of training images; see content.py.
 
 Measured effects of these options are in README.md of this package and in recipes/deep_impulse.md.
 """
@@ -76,6 +79,7 @@ from ..models.attention import Attention
 from ..models.vit import VisionTransformer
 from .baseline import draw_base
 from .code_plan import CodePlan, plan_code, random_code, table_factors, wave_factors
+from .content import known_content, write_content
 from .factorize import balanced_factors
 from .fourier_code import wave_code, with_bias_channels
 from .impulse import OFFSETS, head_offsets
@@ -244,7 +248,10 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
                  mlp_reads_code: bool = True,
                  value_init: Literal["mimetic", "base"] = "mimetic",
                  value_alpha: float = 0.4,
-                 value_beta: float = 0.4) -> None:
+                 value_beta: float = 0.4,
+                 content_scale: float = 0.0,
+                 patch_embed: Literal["base", "whitened"] = "base",
+                 images: Tensor | None = None) -> None:
     """Make softmax(Q Kᵀ / √d) near an impulse convolution in every head of every block of a ViT.
 
     | tensor                                     | value                                         |
@@ -260,7 +267,11 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     | if `reserve`: patch_embed.proj, attn.proj, | 0 in the rows (weight and bias) that write to |
     |   mlp.fc2, cls_, dist_, reg_token; V       |   the D_p channels; V: 0 in those columns     |
     | unless `mlp_reads_code`: mlp.fc1           | 0 in the D_p columns                          |
+    | unless patch_embed is "base": patch_embed  | principal directions of patches of `images`   |
+    | unless content_scale is 0: patch_embed     | multiplied by one factor                      |
     | everything else                            | as `base` drew it                             |
+
+    images: (n, 3, H, W), normalised training images, for patch_embed = "whitened" alone.
 
     The module's docstring explains the options. Raises ValueError for a model without a learned
     position embedding, for options out of range, and for a mass that the waves cannot reach.
@@ -292,6 +303,8 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
         clear_channels(model, reserved)
     if not mlp_reads_code:
         shield_from_mlps(model, plan.channels)
+    write_content(model, patch_embed=patch_embed, content_scale=content_scale, images=images,
+                  first=reserved)
     for number, block in enumerate(model.blocks):
         if value_init == "mimetic":
             write_values_beside(block.attn, reserved, alpha=value_alpha, beta=value_beta,
@@ -300,4 +313,6 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
         chosen = head_offsets(heads, cells, offsets, generator, first=number * heads)
         write_queries_keys(block.attn, [factors(masses[number], head % len(plan.groups), offset)
                                         for head, offset in enumerate(chosen)])
-    scale_queries_keys(model, stream_scales(model, reserved, code_rms), amplitude)
+    content = known_content(model, patch_embed=patch_embed, content_scale=content_scale,
+                            first=reserved)
+    scale_queries_keys(model, stream_scales(model, reserved, code_rms, content), amplitude)

@@ -8,6 +8,7 @@ frozen; training may turn the attention into anything else.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Literal
 
@@ -19,6 +20,7 @@ from ..mixing import target_mass
 from ..models.attention import attention_weights
 from ..models.vit import VisionTransformer
 from .baseline import draw_base, truncated_normal_
+from .content import write_content
 from .factorize import numerical_rank, position_basis, query_key_factors
 from .mimetic import write_values
 from .options import require_not_negative
@@ -41,7 +43,10 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
             noise_std: float = 0.6,
             value_init: Literal["mimetic", "base"] = "mimetic",
             value_alpha: float = 0.4,
-            value_beta: float = 0.4) -> None:
+            value_beta: float = 0.4,
+            content_scale: float = 0.0,
+            patch_embed: Literal["base", "whitened"] = "base",
+            images: Tensor | None = None) -> None:
     """Solve Q and K so that softmax(P Q Kᵀ Pᵀ) is near an impulse convolution in every head.
 
     This is Algorithm 1 of arXiv 2505.19985. P is the position embedding, H the convolution matrix
@@ -53,6 +58,9 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     | every block: attn.qkv.weight, Q, K rows   | factors of impulse_scale · H + noise, see below  |
     | every block: attn.qkv.weight, V rows,     | value_init "mimetic": factors of                 |
     |   attn.proj.weight                        |   value_alpha · Z − value_beta · I               |
+    | unless patch_embed is "base": patch_embed | principal directions of patches of `images`      |
+    | unless content_scale is 0: patch_embed,   | multiplied by one factor; Q and K by             |
+    |   and Q, K                                |   √(1 + content_scale²)                          |
     | everything else                           | as `base` drew it                                |
 
     The defaults of the options are those of the released code, some of which the paper does not
@@ -76,6 +84,13 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
         all noise. The noise is drawn anew for every head and block.
     value_init: "mimetic" as in the released code, or "base", as the paper's text says.
     value_alpha, value_beta: of the mimetic V·proj (arXiv 2305.09828).
+    content_scale: the root mean square of the patches' content relative to that of the position
+        embedding before the first block; 0 leaves it as the base draws it. Content enlarges the
+        standard deviation by which LayerNorm divides, so Q and K are multiplied by its expected
+        growth, and the logits of positions stay those that were solved for. Ours.
+    patch_embed: "whitened" writes principal directions of patches of training images instead of the
+        base's draw; see content.py. Ours.
+    images: (n, 3, H, W), normalised training images, for patch_embed = "whitened" alone.
 
     As in the released code, the solution takes no account of the class token's row of pos_embed or
     of attention's factor 1/√d. Raises ValueError for a position embedding that is fixed or has too
@@ -104,6 +119,8 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     basis = position_basis(positions,
                            min(rank or default_rank(*positions.shape), head_dim, directions))
 
+    write_content(model, patch_embed=patch_embed, content_scale=content_scale, images=images)
+
     # The same impulse maps recur in every block; only their noise is drawn anew.
     @cache
     def impulse_map(cell: Offset) -> Tensor:
@@ -123,6 +140,8 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
                             model.grid)
         if value_init == "mimetic":
             write_values(block.attn, alpha=value_alpha, beta=value_beta, generator=generator)
+        block.attn.q_weight.mul_(math.sqrt(1.0 + content_scale**2))
+        block.attn.k_weight.mul_(math.sqrt(1.0 + content_scale**2))
 
 
 def default_rank(tokens: int, dim: int) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..models import SimpleViT, SwinTransformer, VisionTransformer
 from ..models.attention import Attention
 from .baseline import draw_base
+from .content import write_content
 from .factorize import balanced_factors
 from .options import require_not_negative
 
@@ -25,7 +26,10 @@ def mimetic(model: VisionTransformer | SwinTransformer, *, generator: torch.Gene
             qk_init: Literal["mimetic", "base"] = "mimetic",
             qk_alpha: float = 0.7, qk_beta: float = 0.7,
             value_init: Literal["mimetic", "base"] = "mimetic",
-            value_alpha: float = 0.4, value_beta: float = 0.4) -> None:
+            value_alpha: float = 0.4, value_beta: float = 0.4,
+            content_scale: float = 0.0,
+            patch_embed: Literal["base", "whitened"] = "base",
+            images: Tensor | None = None) -> None:
     """Make Q Kᵀ ≈ αZ + βI in every head and V·proj ≈ αZ − βI in every block (arXiv 2305.09828, §3).
 
     | tensor (every block)            | value                                                    |
@@ -34,10 +38,13 @@ def mimetic(model: VisionTransformer | SwinTransformer, *, generator: torch.Gene
     |                                 |   per head                                               |
     | attn.qkv.weight, V rows;        | factors of value_alpha · Z − value_beta · I, so that     |
     | attn.proj.weight                | x ↦ x @ (αZ − βI) where attention is the identity        |
+    | patch_embed, if its options ask | see below                                                |
     | everything else                 | as `base` drew it                                        |
 
     qk_init, value_init: "base" leaves that half of the attention as `base` drew it, so that the
         effect of the other half can be seen alone.
+    content_scale, patch_embed, images: as for `impulse`, but that Q and K stay as they are; for a ViT
+        alone. Not in the paper.
 
     Z is uniform with mean 0 and variance 1/D. The defaults are the paper's constants for ViT. As in
     the released code of arXiv 2505.19985, every head has its own Z and pos_embed is left alone (the
@@ -49,6 +56,11 @@ def mimetic(model: VisionTransformer | SwinTransformer, *, generator: torch.Gene
                          'or "base"')
     require_not_negative(qk_alpha=qk_alpha, value_alpha=value_alpha)
     draw_base(model, base, generator)
+    if isinstance(model, VisionTransformer):
+        write_content(model, patch_embed=patch_embed, content_scale=content_scale, images=images)
+    elif content_scale or patch_embed != "base":
+        raise ValueError("content_scale and patch_embed are for a ViT, whose content is added to a "
+                         "position embedding; leave them out")
     for attention in attentions(model):
         if qk_init == "mimetic":
             write_queries_keys(attention, alpha=qk_alpha, beta=qk_beta, generator=generator)

@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+GIVEN = ("generator", "images")       # parameters of inits that a caller gives; they are no options
 KINDS = {int: "an integer", float: "a finite number", bool: "true or false"}
 
 

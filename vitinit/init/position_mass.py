@@ -31,6 +31,7 @@ from ..models import SimpleViT, SwinTransformer, VisionTransformer
 from ..models.attention import attention_weights
 from . import init_function
 from .code_plan import code_size, slowest_waves
+from .content import known_content
 from .deep_impulse import masses_by_block
 from .impulse import head_offsets, normalised_positions
 from .mimetic import attentions
@@ -130,10 +131,15 @@ def readers(model: nn.Module, name: str, options: Mapping[str, Any], sharper: fl
                                         options["bias_channels"]), options["bias_channels"])
         positions = torch.zeros_like(model.pos_embed[0, model.num_prefix_tokens:])
         positions[:, :count] = model.pos_embed[0, model.num_prefix_tokens:, :count]       # (N, D)
-        scales = stream_scales(model, count if options["reserve"] else 0, options["code_rms"])
+        reserved = count if options["reserve"] else 0
+        content = known_content(model, patch_embed=options["patch_embed"],
+                                content_scale=options["content_scale"], first=reserved)
+        scales = stream_scales(model, reserved, options["code_rms"], content)
         scaled = [positions / math.sqrt(scale) for scale in scales]
     else:
-        scaled = [normalised_positions(model)] * len(model.blocks)
+        # Content makes the LayerNorm divide by more; for that Q and K are larger.
+        growth = math.sqrt(1.0 + options.get("content_scale", 0.0)**2) if name == "impulse" else 1.0
+        scaled = [normalised_positions(model) / growth] * len(model.blocks)
     return [(block.attn.num_heads, _reader(block.attn, positions, sharper))
             for block, positions in zip(model.blocks, scaled)], grids
 

@@ -12,31 +12,36 @@ import torch
 import torch.nn.functional as F
 
 from ..models.vit import VisionTransformer
+from .content import PIXELS
 
 ROWS_APART = 8          # every 8th row of independent draws is enough for their mean square
 # Assumptions of `stream_scales`, chosen so that every block reaches the default target mass both on
 # photographs at 224 px (ViT-T, S, B) and on CIFAR-10 (ViT-T with patch size 2).
-PIXELS = 2.0            # mean square of normalised pixels: 1 on average, but many patches have more
 ALIKE = 0.7             # correlation of neighbouring tokens' content before the first block
 LESS_ALIKE = 0.4        # factor by which each block reduces it, because it mixes channels
 
 
-def stream_scales(model: VisionTransformer, reserved: int, code_rms: float) -> list[float]:
+def stream_scales(model: VisionTransformer, reserved: int, code_rms: float,
+                  content: float | None = None) -> list[float]:
     """The expected mean square of the patch tokens before each block's first LayerNorm.
 
     reserved: number of channels to which only the position embedding writes. code_rms: of the code,
         see `deep_impulse`.
+    content: mean square of the patch embedding's output over all channels, where it is known.
 
-    The estimate starts with the patch embedding applied to pixels of mean square PIXELS. Each
-    branch then adds the mean square of its output. Attention adds a further term: V·proj is partly
-    a multiple of the identity, and neighbouring tokens are alike, so its output correlates with the
-    stream.
+    Without `content`, the estimate starts with the patch embedding applied to pixels of mean square
+    PIXELS. Each branch then adds the mean square of its output. Attention adds a further term: V·proj
+    is partly a multiple of the identity, and neighbouring tokens are alike, so its output correlates
+    with the stream.
     """
     dim = model.pos_embed.shape[2]
     share = (dim - reserved) / dim                   # share of the channels that hold content
     patches, position = model.patch_embed.proj, model.pos_embed[0, model.num_prefix_tokens:]
-    content = (PIXELS * patches.weight[reserved:].flatten(1).square().sum(1)
-               + patches.bias[reserved:].square()).mean().item()
+    if content is None:
+        content = (PIXELS * patches.weight[reserved:].flatten(1).square().sum(1)
+                   + patches.bias[reserved:].square()).mean().item()
+    else:
+        content /= share                             # per channel that holds content
     if reserved:
         content += position[:, reserved:].square().mean().item()
     scales = []

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..init import INITS, init_function
+from ..init import GIVEN, INITS, init_function
 from ..models import MODELS
 from .files import Override, RecipeError, find_recipe, load_recipe, parse_override, with_options
 from .sections import Recipe
@@ -92,7 +92,7 @@ def resolve_recipe(path: Path, changes: list[Override]) -> Recipe:
     except ValueError as error:
         raise RecipeError(f"{source('init.name')}: {error}") from None
     return with_options(recipe, model=resolved("model", family, sizes, ("num_classes", "image_size")),
-                        init=resolved("init", init, {}, ("generator",)))
+                        init=resolved("init", init, {}, GIVEN))
 
 
 def with_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def with_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
     for section, function, fixed in functions:
         defaults = {name: parameter.default
                     for name, parameter in inspect.signature(function).parameters.items()
-                    if parameter.kind is parameter.KEYWORD_ONLY
+                    if parameter.kind is parameter.KEYWORD_ONLY and name not in GIVEN
                     and parameter.default is not parameter.empty}
         section["options"] = plain(defaults | fixed | dict(section.get("options", {})))
     return table

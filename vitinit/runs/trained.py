@@ -72,9 +72,17 @@ class Saved(NamedTuple):
         return loaded(self.recipe, self.state, self.path, name, self.size)
 
 
+def named_run(path: Path) -> Path:
+    """`path` itself; or, if nothing exists there, the model of that name in recipes/trained."""
+    boxed = BOXED / path
+    return boxed if not os.path.exists(path) and path.parent == Path(".") and boxed.is_dir() else path
+
+
 def open_saved(path: Path, *, recipe: Recipe | None = None, changes: Sequence[Override] = (),
                image_size: tuple[int, int] | None = None) -> Saved:
     """Open the checkpoint at `path`, or last.pt if `path` is a run folder.
+
+    A name at which nothing exists may be that of a model in recipes/trained.
 
     Args:
         recipe: describes the model of a checkpoint that contains no recipe.
@@ -84,7 +92,7 @@ def open_saved(path: Path, *, recipe: Recipe | None = None, changes: Sequence[Ov
     Raises CheckpointError if the file cannot be read, and RecipeError if there is no recipe or its
     values are invalid.
     """
-    path = checkpoint_file(path)
+    path = checkpoint_file(named_run(path))
     # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
     state = {key: part for key, part in load_checkpoint(path, mmap=True).items()
              if key not in ("optimizer", "scaler")}
@@ -293,7 +301,7 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
     if weights not in ("model", "ema"):
         raise ValueError(f'weights is {weights!r}, expected "model" or "ema"')
     foreign = None if recipe is None else fresh_recipe(recipe, recipes=RECIPES, say=lambda line: None)
-    saved = open_saved(named_run(Path(path)), recipe=foreign,
+    saved = open_saved(Path(path), recipe=foreign,
                        image_size=None if image_size is None else to_pair(image_size))
     if foreign is not None and saved.brings_recipe:
         raise RecipeError(f"{saved.path} brings its own recipe; the recipe {foreign.name} that was "
@@ -301,12 +309,6 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
     model = saved.model(weights).eval().requires_grad_(False)
     return Trained(model.to(device or "cpu"), tuple(class_names(saved)), saved.recipe, saved.size,
                    saved.path)
-
-
-def named_run(path: Path) -> Path:
-    """`path` itself; or, if nothing exists there, the model of that name in recipes/trained."""
-    boxed = BOXED / path
-    return boxed if not os.path.exists(path) and path.parent == Path(".") and boxed.is_dir() else path
 
 
 def class_names(saved: Saved) -> list[str]:
