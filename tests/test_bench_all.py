@@ -419,7 +419,7 @@ def test_speeds_are_measured(monkeypatch, tmp_path, image_tree, threads_as_befor
     here = Conditions("cpu", tmp_path, image_tree)
     eager, compiled = speeds.step("vit_tiny", here)
     assert eager["way"] == "eager, amp off" and compiled["way"] == "compiled, amp off"
-    assert eager["images/s"] == pytest.approx(2e3 / eager["ms a step"])
+    assert eager["images/s"] == pytest.approx(2e3 / eager["ms per step"])
     share, = speeds.augmentation_share(here)
     assert share["% of the step"] == pytest.approx(100 * share["all, ms"] / share["step, ms"])
     fed = speeds.loader_fed(here)

@@ -85,7 +85,7 @@ def step(name: str, conditions: Conditions) -> list[Row]:
         seconds = bench.seconds()
         tflops = bench.tflops(seconds)
         return {"model": name, "way": f"{'compiled' if compiled else 'eager'}, amp {amp}",
-                "batch": batch, "images/s": batch / seconds, "ms a step": 1e3 * seconds,
+                "batch": batch, "images/s": batch / seconds, "ms per step": 1e3 * seconds,
                 "peak GiB": peak_gib(bench.device), "TFLOP/s": tflops,
                 "% of a large product": 100 * tflops / best} | (
                     {"% of the card's bf16 rate": 100 * tflops / card} if card else {})
@@ -142,7 +142,7 @@ def launched(action: Callable[[], object]) -> int:
 def host_time(conditions: Conditions) -> list[Row]:
     """CPU time of Python and dispatch in a ViT-T step with EMA, measured on a tiny model."""
     torch.set_num_threads(1)                         # idle threads spin, which counts as CPU time
-    return [{"way": "compiled" if compiled else "eager", "ms a step, median of 200":
+    return [{"way": "compiled" if compiled else "eager", "ms per step, median of 200":
              host_milliseconds(amp=amp_on(conditions), compiled=compiled)}
             for compiled in (False, True)]
 
@@ -238,7 +238,7 @@ def draws(conditions: Conditions) -> list[Row]:
     keys = [SampleKey(0, index) for index in range(256)]
     ways = {"crop and flip": lambda: list(sample.views(keys, itertools.repeat((375, 500)))),
             "RandAugment and erasing": lambda: sample.batch_for_device(keys)}
-    return [{"draws in batches of 256": name, "µs an image": 1e6 * best_seconds(action) / len(keys)}
+    return [{"draws in batches of 256": name, "µs per image": 1e6 * best_seconds(action) / len(keys)}
             for name, action in ways.items()]
 
 

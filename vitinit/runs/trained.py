@@ -301,14 +301,24 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
     if weights not in ("model", "ema"):
         raise ValueError(f'weights is {weights!r}, expected "model" or "ema"')
     foreign = None if recipe is None else fresh_recipe(recipe, recipes=RECIPES, say=lambda line: None)
-    saved = open_saved(Path(path), recipe=foreign,
-                       image_size=None if image_size is None else to_pair(image_size))
+    saved = open_saved(Path(path), recipe=foreign, image_size=checked_size(image_size))
     if foreign is not None and saved.brings_recipe:
         raise RecipeError(f"{saved.path} brings its own recipe; the recipe {foreign.name} that was "
                           "given is for checkpoints that hold none")
     model = saved.model(weights).eval().requires_grad_(False)
     return Trained(model.to(device or "cpu"), tuple(class_names(saved)), saved.recipe, saved.size,
                    saved.path)
+
+
+def checked_size(image_size: Any) -> tuple[int, int] | None:
+    """(height, width) of what `load` was given as image_size; ValueError if it is no size."""
+    try:
+        size = image_size if image_size is None else to_pair(image_size)
+    except (TypeError, ValueError):
+        size = (0, 0)
+    if size is not None and min(size) < 1:
+        raise ValueError(f"image_size is {image_size!r}, expected an integer or (height, width), at least 1")
+    return size
 
 
 def class_names(saved: Saved) -> list[str]:
