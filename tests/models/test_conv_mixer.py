@@ -254,3 +254,66 @@ def test_dense_filters_refuse_images_of_another_size_in_one_line():
     with pytest.raises(ValueError, match="built for images of 6×10 pixels and got 10×14") as caught:
         model(torch.zeros(2, 3, 10, 14))
     assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------
+# Steps towards a ViT
+# ---------------------------------------------------------------------------------------------
+
+
+def steps_written_out(state: dict[str, torch.Tensor], images: torch.Tensor, *, layer_norm: bool,
+                      hidden: bool, plain_stem: bool) -> torch.Tensor:
+    """The logits in eval mode, from the state dict alone, for blocks with other norms or an MLP."""
+    def norm(x, name):
+        weight, bias = (state[f"{name}.{part}"][:, None, None] for part in ("weight", "bias"))
+        if layer_norm:                               # over channels, at each position
+            mean, variance = x.mean(1, keepdim=True), x.var(1, correction=0, keepdim=True)
+        else:
+            mean, variance = (state[f"{name}.running_{part}"][:, None, None]
+                              for part in ("mean", "var"))
+        return (x - mean) / (variance + 1e-5).sqrt() * weight + bias
+
+    def pointwise(x, name):
+        weight = state[f"{name}.weight"][:, :, 0, 0]
+        return torch.einsum("oc, bchw -> bohw", weight, x) + state[f"{name}.bias"][:, None, None]
+
+    x = F.conv2d(images, state["stem.0.weight"], state["stem.0.bias"], stride=(2, 3))
+    if not plain_stem:
+        x = norm(F.gelu(x), "stem.2")
+    for block in ("blocks.0", "blocks.1"):
+        mixed = F.conv2d(x, state[f"{block}.0.fn.0.weight"], state[f"{block}.0.fn.0.bias"], padding=2,
+                         groups=7)
+        x = x + norm(F.gelu(mixed), f"{block}.0.fn.2")
+        if hidden:
+            inner = F.gelu(pointwise(x, f"{block}.1.fn.0"))
+            x = x + norm(pointwise(inner, f"{block}.1.fn.2"), f"{block}.1.fn.3")
+        else:
+            x = norm(F.gelu(pointwise(x, f"{block}.1")), f"{block}.3")
+    return x.mean(dim=(2, 3)) @ state["head.weight"].T + state["head.bias"]
+
+
+@pytest.mark.parametrize("plain_stem", [False, True])
+@pytest.mark.parametrize("mlp_ratio", [0.0, 1.7])
+@pytest.mark.parametrize("norm", ["batch", "layer"])
+def test_steps_towards_a_vit_equal_their_transcription(norm, mlp_ratio, plain_stem):
+    model = redraw(vitinit.build_model("convmixer_256_8", **SMALL, norm=norm, mlp_ratio=mlp_ratio,
+                                       plain_stem=plain_stem)).eval()
+    images = drawn(3, 3, 14, 33)
+    expected = steps_written_out(model.state_dict(), images, layer_norm=norm == "layer",
+                                 hidden=mlp_ratio > 0, plain_stem=plain_stem)
+    torch.testing.assert_close(model(images), expected, rtol=0, atol=1e-10)
+    assert expected.std() > 0.01
+    if mlp_ratio:
+        assert model.state_dict()["blocks.0.1.fn.0.weight"].shape == (11, 7, 1, 1)
+    assert any("running_mean" in name for name in model.state_dict()) == (norm == "batch")
+    vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(0))
+    assert model(images).isfinite().all()
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(norm="group"), "norm is 'group', expected one of batch, layer"),
+    (dict(mlp_ratio=-1.0), "mlp_ratio is -1.0, expected mlp_ratio ≥ 0"),
+    (dict(mlp_ratio=float("nan")), "mlp_ratio is nan"), (dict(mlp_ratio=0.1), "no hidden one")])
+def test_steps_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        vitinit.build_model("convmixer_256_8", **SMALL, **options)

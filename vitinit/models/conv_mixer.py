@@ -16,7 +16,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .features import Features, Tokens, block_numbers, make_head, require_classes
-from .layers import patch_grid, require_image_size, require_positive, to_pair
+from .layers import hidden_width, patch_grid, require_image_size, require_positive, to_pair
 
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
@@ -89,12 +89,29 @@ class DenseMixing(nn.Module):
         return (mixed + self.bias[:, None]).unflatten(2, x.shape[2:])
 
 
+class ChannelNorm(nn.LayerNorm):
+    """LayerNorm over the channels of each position, as in a transformer: (B, C, H, W) → the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+NORMS = {"batch": nn.BatchNorm2d, "layer": ChannelNorm}
+
+
 def conv_mixer_block(mixing: DepthwiseConv | DenseMixing, activation: type[nn.Module],
-                     dim: int) -> nn.Sequential:
-    """Spatial mixing with a residual, then pointwise, each with activation and norm (§2)."""
-    spatial = nn.Sequential(mixing, activation(), nn.BatchNorm2d(dim))
-    return nn.Sequential(Residual(spatial), nn.Conv2d(dim, dim, kernel_size=1), activation(),
-                         nn.BatchNorm2d(dim))
+                     norm: type[nn.Module], dim: int, mlp_ratio: float) -> nn.Sequential:
+    """Spatial mixing with a residual, then channel mixing, each with activation and norm (§2).
+
+    Channel mixing is one pointwise convolution, or, if mlp_ratio is not 0, an MLP with a residual.
+    """
+    spatial = Residual(nn.Sequential(mixing, activation(), norm(dim)))
+    if not mlp_ratio:
+        return nn.Sequential(spatial, nn.Conv2d(dim, dim, kernel_size=1), activation(), norm(dim))
+    hidden = hidden_width(dim, mlp_ratio, "mlp_ratio")
+    channels = nn.Sequential(nn.Conv2d(dim, hidden, kernel_size=1), activation(),
+                             nn.Conv2d(hidden, dim, kernel_size=1), norm(dim))
+    return nn.Sequential(spatial, Residual(channels))
 
 
 class ConvMixer(nn.Module):
@@ -108,6 +125,10 @@ class ConvMixer(nn.Module):
         gives each channel its own.
     softmax_filters: see DepthwiseConv.
     dense_filters: see DenseMixing; images must then have the given image_size.
+    norm: "batch" as in the paper, or "layer": LayerNorm over the channels of each position.
+    mlp_ratio: 0 mixes channels by one pointwise convolution, as in the paper; otherwise by an MLP of
+        this ratio with a residual, as in a ViT.
+    plain_stem: leaves out the activation and the norm of the stem, as in a ViT.
     train_filters: False freezes depthwise weights and biases, which excludes them from the
         optimiser and from weight decay (arXiv 2401.12511).
 
@@ -122,7 +143,8 @@ class ConvMixer(nn.Module):
                  patch_size: int | tuple[int, int], embed_dim: int, depth: int, kernel_size: int,
                  activation: Literal["gelu", "relu"] = "gelu", num_filters: int = 0,
                  softmax_filters: bool = False, dense_filters: bool = False,
-                 train_filters: bool = True) -> None:
+                 train_filters: bool = True, norm: Literal["batch", "layer"] = "batch",
+                 mlp_ratio: float = 0.0, plain_stem: bool = False) -> None:
         super().__init__()
         require_classes(num_classes)
         require_positive(image_size=image_size, patch_size=patch_size, embed_dim=embed_dim,
@@ -130,6 +152,10 @@ class ConvMixer(nn.Module):
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}, expected one of "
                              f"{', '.join(ACTIVATIONS)}")
+        if norm not in NORMS:
+            raise ValueError(f"norm is {norm!r}, expected one of {', '.join(NORMS)}")
+        if not mlp_ratio >= 0.0:                     # also refuses NaN
+            raise ValueError(f"mlp_ratio is {mlp_ratio}, expected mlp_ratio ≥ 0")
         if not 0 <= num_filters <= embed_dim:
             raise ValueError(f"num_filters is {num_filters}, expected 0 ≤ num_filters ≤ embed_dim = "
                              f"{embed_dim}")
@@ -140,15 +166,16 @@ class ConvMixer(nn.Module):
         self.image_size, self.patch_size = to_pair(image_size), patch
         self.dense_filters = dense_filters
         self.grid = patch_grid(self.image_size, patch)
-        self.stem = nn.Sequential(nn.Conv2d(3, embed_dim, kernel_size=patch, stride=patch), act(),
-                                  nn.BatchNorm2d(embed_dim))
+        self.stem = nn.Sequential(nn.Conv2d(3, embed_dim, kernel_size=patch, stride=patch))
+        if not plain_stem:
+            self.stem.extend([act(), NORMS[norm](embed_dim)])
 
         def mixing() -> DepthwiseConv | DenseMixing:
             if dense_filters:
                 return DenseMixing(embed_dim, self.grid[0] * self.grid[1], num_filters=num_filters)
             return DepthwiseConv(embed_dim, kernel_size, num_filters=num_filters,
                                  softmax=softmax_filters)
-        self.blocks = nn.Sequential(*(conv_mixer_block(mixing(), act, embed_dim)
+        self.blocks = nn.Sequential(*(conv_mixer_block(mixing(), act, NORMS[norm], embed_dim, mlp_ratio)
                                       for _ in range(depth)))
         for block in self.blocks:
             self.depthwise(block).requires_grad_(train_filters)
