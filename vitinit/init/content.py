@@ -26,18 +26,21 @@ FLOOR = 1e-3
 
 
 def write_content(model: VisionTransformer, *, patch_embed: str, content_scale: float,
-                  images: Tensor | None, first: int = 0) -> None:
+                  images: Tensor | None, first: int = 0) -> float | None:
     """Write what the options `patch_embed` and `content_scale` of an init ask for.
 
     patch_embed: "base" leaves the patch embedding as it was drawn, "whitened" writes principal
         directions of `images`, (n, 3, H, W), from channel `first` on.
     content_scale: see `scale_content`. pos_embed must have been written by then.
+
+    Returns what `known_content` says of it.
     """
     if patch_embed not in ("base", "whitened"):
         raise ValueError(f'patch_embed is {patch_embed!r}, expected "base" or "whitened"')
     require_not_negative(content_scale=content_scale)
     scale_content(model, content_scale,
                   whiten_patches(model, images, first) if patch_embed == "whitened" else None)
+    return known_content(model, patch_embed=patch_embed, content_scale=content_scale, first=first)
 
 
 def known_content(model: VisionTransformer, *, patch_embed: str, content_scale: float,

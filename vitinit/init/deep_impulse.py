@@ -60,6 +60,7 @@ value_init, value_alpha, value_beta: as for `impulse`.
 content_scale: the root mean square of the patches' content relative to that of the position embedding
     before the first block; 0: as the base draws it. Q and K grow with it, see point 3.
 patch_embed: "base", or "whitened": principal directions of patches of training images; see content.py.
+images: (n, 3, H, W), normalised training images that "whitened" reads; no option, train.py gives them.
 
 Measured effects of these options are in README.md of this package and in recipes/deep_impulse.md.
 """
@@ -79,7 +80,7 @@ from ..models.attention import Attention
 from ..models.vit import VisionTransformer
 from .baseline import draw_base
 from .code_plan import CodePlan, plan_code, random_code, table_factors, wave_factors
-from .content import known_content, write_content
+from .content import write_content
 from .factorize import balanced_factors
 from .fourier_code import wave_code, with_bias_channels
 from .impulse import OFFSETS, head_offsets
@@ -271,8 +272,6 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     | unless content_scale is 0: patch_embed     | multiplied by one factor                      |
     | everything else                            | as `base` drew it                             |
 
-    images: (n, 3, H, W), normalised training images, for patch_embed = "whitened" alone.
-
     The module's docstring explains the options. Raises ValueError for a model without a learned
     position embedding, for options out of range, and for a mass that the waves cannot reach.
     """
@@ -299,12 +298,11 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
         factors = table_factors(plan, model.grid, table)
     amplitude = write_code(model, plan, table, code_rms)
     reserved = plan.channels if reserve else 0
-    if reserve:
-        clear_channels(model, reserved)
+    clear_channels(model, reserved)
     if not mlp_reads_code:
         shield_from_mlps(model, plan.channels)
-    write_content(model, patch_embed=patch_embed, content_scale=content_scale, images=images,
-                  first=reserved)
+    content = write_content(model, patch_embed=patch_embed, content_scale=content_scale,
+                            images=images, first=reserved)
     for number, block in enumerate(model.blocks):
         if value_init == "mimetic":
             write_values_beside(block.attn, reserved, alpha=value_alpha, beta=value_beta,
@@ -313,6 +311,4 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
         chosen = head_offsets(heads, cells, offsets, generator, first=number * heads)
         write_queries_keys(block.attn, [factors(masses[number], head % len(plan.groups), offset)
                                         for head, offset in enumerate(chosen)])
-    content = known_content(model, patch_embed=patch_embed, content_scale=content_scale,
-                            first=reserved)
     scale_queries_keys(model, stream_scales(model, reserved, code_rms, content), amplitude)

@@ -4,6 +4,35 @@ Q and K of each head are solved so that its attention map approximates the convo
 impulse kernel, a kernel that is 1 at a single offset: every token attends to one neighbour. The
 heads of a block together then act as a convolution, whose weights are V and proj. Nothing is
 frozen; training may turn the attention into anything else.
+
+Options. The defaults are those of the released code, some of which the paper does not state. H is the
+convolution matrix of a head's impulse kernel, Z the noise matrix of mimetic initialisation.
+
+base: the baseline that first draws every weight, "default" or "torch"; see baseline.py.
+kernel_size: f of the f×f impulse kernels; 3 in the paper.
+offsets: how offsets are assigned to heads. "ordered": head h of every block takes offset number
+    h of `filters.ordered_offsets`, modulo the number of offsets (for 3×3 the released order).
+    "rotating" (not in the paper): each block continues where the block before it stopped.
+    "random": one draw per head and block.
+pos_embed_scale: factor on the base's pos_embed. The default raises its standard deviation from
+    0.02 to 0.36, so that the content of patches does not swamp it. Not in the paper.
+qk_norm: γ, the Frobenius norm of each head's Q and K. The paper has 2, with which the maps of
+    ViT-T stay nearly uniform.
+rank: how many directions of the position embedding are used, at most head_dim; 0 chooses by
+    `default_rank`.
+impulse_scale, noise_scale, noise_std: the map to be factorised is impulse_scale · H where H is
+    not zero and noise elsewhere, noise_scale times a normal of standard deviation noise_std cut
+    at ±2 (in the paper 40 · H + Z, Z normal). A row whose target is off the grid is therefore
+    all noise. The noise is drawn anew for every head and block.
+value_init: "mimetic" as in the released code, or "base", as the paper's text says.
+value_alpha, value_beta: of the mimetic V·proj (arXiv 2305.09828).
+content_scale: the root mean square of the patches' content relative to that of the position
+    embedding before the first block; 0 leaves it as the base draws it. Content enlarges the
+    standard deviation by which LayerNorm divides, so Q and K are multiplied by its expected
+    growth, and the logits of positions stay those that were solved for. Ours.
+patch_embed: "whitened" writes principal directions of patches of training images instead of the
+    base's draw; see content.py. Ours.
+images: (n, 3, H, W), normalised training images that "whitened" reads; no option, train.py gives them.
 """
 
 from __future__ import annotations
@@ -63,34 +92,7 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     |   and Q, K                                |   √(1 + content_scale²)                          |
     | everything else                           | as `base` drew it                                |
 
-    The defaults of the options are those of the released code, some of which the paper does not
-    state:
-
-    base: the baseline that first draws every weight, "default" or "torch"; see baseline.py.
-    kernel_size: f of the f×f impulse kernels; 3 in the paper.
-    offsets: how offsets are assigned to heads. "ordered": head h of every block takes offset number
-        h of `filters.ordered_offsets`, modulo the number of offsets (for 3×3 the released order).
-        "rotating" (not in the paper): each block continues where the block before it stopped.
-        "random": one draw per head and block.
-    pos_embed_scale: factor on the base's pos_embed. The default raises its standard deviation from
-        0.02 to 0.36, so that the content of patches does not swamp it. Not in the paper.
-    qk_norm: γ, the Frobenius norm of each head's Q and K. The paper has 2, with which the maps of
-        ViT-T stay nearly uniform.
-    rank: how many directions of the position embedding are used, at most head_dim; 0 chooses by
-        `default_rank`.
-    impulse_scale, noise_scale, noise_std: the map to be factorised is impulse_scale · H where H is
-        not zero and noise elsewhere, noise_scale times a normal of standard deviation noise_std cut
-        at ±2 (in the paper 40 · H + Z, Z normal). A row whose target is off the grid is therefore
-        all noise. The noise is drawn anew for every head and block.
-    value_init: "mimetic" as in the released code, or "base", as the paper's text says.
-    value_alpha, value_beta: of the mimetic V·proj (arXiv 2305.09828).
-    content_scale: the root mean square of the patches' content relative to that of the position
-        embedding before the first block; 0 leaves it as the base draws it. Content enlarges the
-        standard deviation by which LayerNorm divides, so Q and K are multiplied by its expected
-        growth, and the logits of positions stay those that were solved for. Ours.
-    patch_embed: "whitened" writes principal directions of patches of training images instead of the
-        base's draw; see content.py. Ours.
-    images: (n, 3, H, W), normalised training images, for patch_embed = "whitened" alone.
+    The module's docstring explains the options.
 
     As in the released code, the solution takes no account of the class token's row of pos_embed or
     of attention's factor 1/√d. Raises ValueError for a position embedding that is fixed or has too
@@ -100,12 +102,8 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     if not model.learns_positions:
         _refuse(model.pos_embed[0, model.num_prefix_tokens:],
                 "the model's fixed 2-D sin-cos position embedding")
-    if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
-        raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected one of '
-                         f'{", ".join(OFFSETS)}, and "mimetic" or "base"')
-    if rank < 0 or qk_norm <= 0 or impulse_scale <= 0:
-        raise ValueError(f"rank is {rank}, qk_norm {qk_norm} and impulse_scale {impulse_scale}; "
-                         "expected rank ≥ 0 and the others > 0")
+    check_options(offsets=offsets, value_init=value_init, rank=rank, qk_norm=qk_norm,
+                  impulse_scale=impulse_scale)
     require_not_negative(noise_scale=noise_scale, noise_std=noise_std, value_alpha=value_alpha)
     cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size, before any draw
     draw_base(model, base, generator)
@@ -142,6 +140,17 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
             write_values(block.attn, alpha=value_alpha, beta=value_beta, generator=generator)
         block.attn.q_weight.mul_(math.sqrt(1.0 + content_scale**2))
         block.attn.k_weight.mul_(math.sqrt(1.0 + content_scale**2))
+
+
+def check_options(*, offsets: str, value_init: str, rank: int, qk_norm: float,
+                  impulse_scale: float) -> None:
+    """Raise ValueError for a word that is no choice, and for numbers out of range."""
+    if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
+        raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected one of '
+                         f'{", ".join(OFFSETS)}, and "mimetic" or "base"')
+    if rank < 0 or qk_norm <= 0 or impulse_scale <= 0:
+        raise ValueError(f"rank is {rank}, qk_norm {qk_norm} and impulse_scale {impulse_scale}; "
+                         "expected rank ≥ 0 and the others > 0")
 
 
 def default_rank(tokens: int, dim: int) -> int:

@@ -240,11 +240,8 @@ def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterab
         clip_norm: the largest allowed norm of the gradients; 0 for no clipping.
         record: called on every process with a row after every tenth step of the run.
 
-    Raises:
-        Diverged: a loss or a weight is infinite or NaN.
-        Interrupted: a signal asked the run to stop.
-        OneLineError: one that `steps` raised.
-        Each is raised on all processes together.
+    Raises Diverged if a loss or a weight is infinite or NaN, Interrupted after a signal, and the
+    OneLineErrors of `steps`; each on all processes together.
     """
     progress, meter = state.progress, Meter(state.progress, processes)
     rollback, device = Rollback(state.model), processes.device
