@@ -56,7 +56,7 @@ reserve: whether the first D_p channels are kept free of everything but the code
 mlp_reads_code: whether the MLPs read the D_p channels at the start. If False, they see no
     positions, and the tokens of a shifted image are more nearly the shifted tokens of the image
     (`python -m vitinit.figures equivariance` measures it).
-value_init, value_alpha, value_beta: as for `impulse`.
+value_init, value_alpha, value_beta, value_scale: as for `impulse`.
 content_scale: the root mean square of the patches' content relative to that of the position embedding
     before the first block; 0: as the base draws it. Q and K grow with it, see point 3.
 patch_embed: "base", or "whitened": principal directions of patches of training images; see content.py.
@@ -83,13 +83,14 @@ from .code_plan import CodePlan, plan_code, random_code, table_factors, wave_fac
 from .content import write_content
 from .factorize import balanced_factors
 from .fourier_code import wave_code, with_bias_channels
-from .impulse import OFFSETS, head_offsets
+from .impulse import OFFSETS, VALUE_INITS, head_offsets
 from .mimetic import noisy_identity
 from .options import require_not_negative
 from .stream_scales import stream_scales
+from .values import write_identity_values
 
 CHOICES = {"offsets": OFFSETS, "target": ("impulse", "gaussian"), "code": ("fourier", "random"),
-           "waves_of_heads": ("slowest", "disjoint"), "value_init": ("mimetic", "base")}
+           "waves_of_heads": ("slowest", "disjoint"), "value_init": VALUE_INITS}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -241,15 +242,13 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
                  sigma: float = 1.0,
                  code: Literal["fourier", "random"] = "fourier",
                  code_channels: float = 1 / 3,
-                 code_rms: float = 0.36,
-                 period: float = 1.0,
+                 code_rms: float = 0.36, period: float = 1.0,
                  bias_channels: bool = True,
                  waves_of_heads: Literal["slowest", "disjoint"] = "slowest",
                  reserve: bool = True,
                  mlp_reads_code: bool = True,
-                 value_init: Literal["mimetic", "base"] = "mimetic",
-                 value_alpha: float = 0.4,
-                 value_beta: float = 0.4,
+                 value_init: Literal["mimetic", "identity", "base"] = "mimetic",
+                 value_alpha: float = 0.4, value_beta: float = 0.4, value_scale: float = 1.0,
                  content_scale: float = 0.0,
                  patch_embed: Literal["base", "whitened"] = "base",
                  images: Tensor | None = None) -> None:
@@ -307,6 +306,8 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
         if value_init == "mimetic":
             write_values_beside(block.attn, reserved, alpha=value_alpha, beta=value_beta,
                                 generator=generator)
+        elif value_init == "identity":
+            write_identity_values(block.attn, reserved, value_scale)
         heads = block.attn.num_heads
         chosen = head_offsets(heads, cells, offsets, generator, first=number * heads)
         write_queries_keys(block.attn, [factors(masses[number], head % len(plan.groups), offset)

@@ -24,8 +24,10 @@ impulse_scale, noise_scale, noise_std: the map to be factorised is impulse_scale
     not zero and noise elsewhere, noise_scale times a normal of standard deviation noise_std cut
     at ±2 (in the paper 40 · H + Z, Z normal). A row whose target is off the grid is therefore
     all noise. The noise is drawn anew for every head and block.
-value_init: "mimetic" as in the released code, or "base", as the paper's text says.
+value_init: "mimetic" as in the released code; "base" as the paper's text says; or "identity" (ours):
+    each head shifts its own channels, see values.py.
 value_alpha, value_beta: of the mimetic V·proj (arXiv 2305.09828).
+value_scale: V·proj is value_scale · I with "identity"; it may be negative.
 content_scale: the root mean square of the patches' content relative to that of the position
     embedding before the first block; 0 leaves it as the base draws it. Content enlarges the
     standard deviation by which LayerNorm divides, so Q and K are multiplied by its expected
@@ -53,8 +55,10 @@ from .content import write_content
 from .factorize import numerical_rank, position_basis, query_key_factors
 from .mimetic import write_values
 from .options import require_not_negative
+from .values import write_identity_values
 
 OFFSETS = ("ordered", "rotating", "random")
+VALUE_INITS = ("mimetic", "identity", "base")
 RELEASED_RANK = 64      # head_dim of ViT-T, S and B
 NEAR_UNIFORM = 2.0      # in multiples of uniform attention: the least that one head must reach
 
@@ -65,14 +69,11 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
             kernel_size: int = 3,
             offsets: Literal["ordered", "rotating", "random"] = "ordered",
             pos_embed_scale: float = 18.0,
-            qk_norm: float = 7.0,
-            rank: int = 0,
+            qk_norm: float = 7.0, rank: int = 0,
             impulse_scale: float = 1000.0,
-            noise_scale: float = 3.0,
-            noise_std: float = 0.6,
-            value_init: Literal["mimetic", "base"] = "mimetic",
-            value_alpha: float = 0.4,
-            value_beta: float = 0.4,
+            noise_scale: float = 3.0, noise_std: float = 0.6,
+            value_init: Literal["mimetic", "identity", "base"] = "mimetic",
+            value_alpha: float = 0.4, value_beta: float = 0.4, value_scale: float = 1.0,
             content_scale: float = 0.0,
             patch_embed: Literal["base", "whitened"] = "base",
             images: Tensor | None = None) -> None:
@@ -86,7 +87,7 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     | pos_embed, all rows                       | base × pos_embed_scale                           |
     | every block: attn.qkv.weight, Q, K rows   | factors of impulse_scale · H + noise, see below  |
     | every block: attn.qkv.weight, V rows,     | value_init "mimetic": factors of                 |
-    |   attn.proj.weight                        |   value_alpha · Z − value_beta · I               |
+    |   attn.proj.weight                        |   αZ − βI; "identity": value_scale · I           |
     | unless patch_embed is "base": patch_embed | principal directions of patches of `images`      |
     | unless content_scale is 0: patch_embed,   | multiplied by one factor; Q and K by             |
     |   and Q, K                                |   √(1 + content_scale²)                          |
@@ -138,6 +139,8 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
                             model.grid)
         if value_init == "mimetic":
             write_values(block.attn, alpha=value_alpha, beta=value_beta, generator=generator)
+        elif value_init == "identity":
+            write_identity_values(block.attn, 0, value_scale)
         block.attn.q_weight.mul_(math.sqrt(1.0 + content_scale**2))
         block.attn.k_weight.mul_(math.sqrt(1.0 + content_scale**2))
 
@@ -145,9 +148,9 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
 def check_options(*, offsets: str, value_init: str, rank: int, qk_norm: float,
                   impulse_scale: float) -> None:
     """Raise ValueError for a word that is no choice, and for numbers out of range."""
-    if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
-        raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected one of '
-                         f'{", ".join(OFFSETS)}, and "mimetic" or "base"')
+    if offsets not in OFFSETS or value_init not in VALUE_INITS:
+        raise ValueError(f"offsets is {offsets!r} and value_init is {value_init!r}; expected one of "
+                         f"{', '.join(OFFSETS)}, and one of {', '.join(VALUE_INITS)}")
     if rank < 0 or qk_norm <= 0 or impulse_scale <= 0:
         raise ValueError(f"rank is {rank}, qk_norm {qk_norm} and impulse_scale {impulse_scale}; "
                          "expected rank ≥ 0 and the others > 0")
