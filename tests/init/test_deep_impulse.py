@@ -668,7 +668,7 @@ FIXED = dict(pos_embed="sincos", embed_dim=60)
     ({}, dict(reserve=False),
      "bias_channels = true needs reserve = true, .*; set bias_channels = false"),
     ({}, dict(waves_of_heads="all"), "waves_of_heads is 'all', expected one of slowest, disjoint"),
-    ({}, dict(value_init="x"), "value_init is 'x', expected one of mimetic, base"),
+    ({}, dict(value_init="x"), "value_init is 'x', expected one of mimetic, identity, base"),
     ({}, dict(base="zeros"), "base is 'zeros'"),
     ({}, dict(code="random", target="gaussian"), 'code is "random", which has no waves for target '
                                                  '"gaussian" and waves_of_heads "disjoint"; use'),
