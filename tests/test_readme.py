@@ -110,7 +110,7 @@ def test_every_figure_names_arguments_and_recipes_that_exist(repository):
     found = started("vitinit.figures")
     assert {words[0] for words in found} >= {"maps", "mass", "attention", "spectrum"}
     for arguments in found:
-        for name in parse_figure(arguments).recipe:
+        for name in parse_figure(arguments).recipe or []:
             find_recipe(name, repository / "recipes")
 
 

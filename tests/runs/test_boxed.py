@@ -1,0 +1,69 @@
+"""The model in the box: a run folder that is small, loads by its name, and is as good as it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import vitinit
+from vitinit import predict
+from vitinit.figures.__main__ import main as figures
+from vitinit.runs.folder import RunFolder
+from vitinit.runs.groups import read_run
+from vitinit.runs.trained import BOXED
+
+BOX = BOXED / "cifar10_small"
+IMAGES = Path(__file__).resolve().parents[1] / "data" / "cifar10"    # five of each class of the test set
+
+
+@pytest.fixture(scope="module")
+def boxed() -> vitinit.Trained:
+    return vitinit.load("cifar10_small")
+
+
+def test_the_box_is_a_run_folder_of_less_than_two_megabytes():
+    files = {path.name: path.stat().st_size for path in BOX.iterdir()}
+    assert set(files) == {"recipe.toml", "run.json", "metrics.jsonl", "steps.jsonl", "last.pt"}
+    assert sum(files.values()) <= 2_000_000
+    weights = torch.load(BOX / "last.pt")["model"]
+    assert {value.dtype for value in weights.values()} == {torch.float16}
+    assert sum(value.numel() for value in weights.values()) <= 700_000
+
+
+def test_it_was_trained_as_its_recipe_says_on_all_images():
+    run = read_run(BOX)
+    assert run.finished and run.epochs == 30
+    assert run.keys["init.name"] == "deep_impulse" and run.keys["init.options.base"] == "torch"
+    assert run.keys["init.options.target_mass"] == [0.3, 0.02]
+    assert (run.keys["data.images_per_class"], run.keys["data.subset"]) == (0, 1.0)
+    assert run.keys["data.held_out_per_class"] == 0
+    assert len(RunFolder(BOX).steps.rows()) == 30 * 390 // 10
+
+
+def test_it_loads_by_its_name_wherever_one_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trained = vitinit.load("cifar10_small")
+    assert trained.path == BOX / "last.pt" and trained.image_size == (32, 32)
+    assert trained.classes == ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse",
+                               "ship", "truck")
+    assert next(trained.model.parameters()).dtype == torch.float32
+
+
+def test_it_recognises_images_that_it_was_not_trained_on(boxed):
+    paths = sorted(IMAGES.glob("*/*.jpg"))
+    guesses = boxed.predict_batch(paths, top=1)
+    right = sum(path.parent.name == guess[0][0] for path, guess in zip(paths, guesses, strict=True))
+    assert len(paths) == 50 and right >= 35
+
+
+def test_a_laptop_predicts_and_draws_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert predict.main(["cifar10_small", str(IMAGES / "ship"), "--workers", "0", "--sheet", "sheet.png",
+                         "--attention"]) == 0
+    assert "5 images are classified as their folder says" in capsys.readouterr().out
+    figures(["attention", str(IMAGES / "cat" / "0000.jpg"), "--run", "cifar10_small", "--out", "a.png"])
+    figures(["curves", str(BOX), "--out", "curves.png"])
+    for name in ("sheet.png", "a.png", "curves.png"):
+        assert (tmp_path / name).stat().st_size > 10_000
