@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import vitinit
 from vitinit.data.shapes import draw_image
 from vitinit.filters import ordered_offsets, shift_targets
+from vitinit.init.content import PIXELS
 from vitinit.init.fourier_code import wave_code, waves
 from vitinit.init.mimetic import noisy_identity
-from vitinit.init.stream_scales import PIXELS, mlp_mean_square, stream_scales
+from vitinit.init.stream_scales import mlp_mean_square, stream_scales
 from vitinit.mixing import mean_kernel, mixing_matrices, target_mass
 from vitinit.models.attention import attention_weights
 

@@ -30,8 +30,7 @@ def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int
     """The part of `source` to train on: a share of each class, or a number of images of each class.
 
     held_out: how many images per class `held_out_part` takes. They are left out here, and `share`
-    is
-        a share of the remaining images.
+        is a share of the remaining images.
 
     A class of which n images remain keeps share · n of them, rounded to the nearest integer (halves
     up), but at least one; or `images_per_class` of them if that is not 0. Images stay in the order

@@ -63,14 +63,15 @@ def direction_count(model: VisionTransformer, first: int) -> int:
     return min(weight[0].numel(), (len(weight) - first) // 2)
 
 
-def content_mean_square(model: VisionTransformer) -> float:
-    """The expected mean square of the patch embedding's output over all D channels.
+def content_mean_square(model: VisionTransformer, first: int = 0) -> float:
+    """The expected mean square of the patch embedding's output over its channels from `first` on.
 
     A weight matrix drawn at random gives PIXELS · ‖w‖² + b² per channel on average over draws,
     whatever the correlation between pixels.
     """
-    proj = model.patch_embed.proj
-    return (PIXELS * proj.weight.flatten(1).square().sum(1) + proj.bias.square()).mean().item()
+    weight, bias = (parameter[first:] for parameter in (model.patch_embed.proj.weight,
+                                                        model.patch_embed.proj.bias))
+    return (PIXELS * weight.flatten(1).square().sum(1) + bias.square()).mean().item()
 
 
 def scale_content(model: VisionTransformer, content_scale: float, mean_square: float | None = None

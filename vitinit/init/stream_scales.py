@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..models.vit import VisionTransformer
-from .content import PIXELS
+from .content import content_mean_square
 
 ROWS_APART = 8          # every 8th row of independent draws is enough for their mean square
 # Assumptions of `stream_scales`, chosen so that every block reaches the default target mass both on
@@ -29,19 +29,15 @@ def stream_scales(model: VisionTransformer, reserved: int, code_rms: float,
         see `deep_impulse`.
     content: mean square of the patch embedding's output over all channels, where it is known.
 
-    Without `content`, the estimate starts with the patch embedding applied to pixels of mean square
-    PIXELS. Each branch then adds the mean square of its output. Attention adds a further term: V·proj
+    Without `content`, the estimate starts with `content_mean_square`. Each branch then adds the mean square of its output. Attention adds a further term: V·proj
     is partly a multiple of the identity, and neighbouring tokens are alike, so its output correlates
     with the stream.
     """
     dim = model.pos_embed.shape[2]
     share = (dim - reserved) / dim                   # share of the channels that hold content
-    patches, position = model.patch_embed.proj, model.pos_embed[0, model.num_prefix_tokens:]
-    if content is None:
-        content = (PIXELS * patches.weight[reserved:].flatten(1).square().sum(1)
-                   + patches.bias[reserved:].square()).mean().item()
-    else:
-        content /= share                             # per channel that holds content
+    position = model.pos_embed[0, model.num_prefix_tokens:]
+    # Per channel that holds content.
+    content = content_mean_square(model, reserved) if content is None else content / share
     if reserved:
         content += position[:, reserved:].square().mean().item()
     scales = []
