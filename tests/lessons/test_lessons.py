@@ -1,0 +1,236 @@
+"""The lessons' pages: their code runs, and prints and draws what they show."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitinit.lessons import FOLDER, IMAGES, lesson_paths
+from vitinit.lessons.__main__ import main
+from vitinit.lessons.notebook import notebook
+from vitinit.lessons.page import PICTURE, difference, read_page
+from vitinit.lessons.run import LessonError, check_page, run_page, updated_page
+
+PATHS = lesson_paths()
+lessons = pytest.mark.parametrize("path", PATHS.values(), ids=lambda path: path.stem)
+
+
+# ---------------------------------------------------------------------------------------------
+# The lessons that there are
+# ---------------------------------------------------------------------------------------------
+
+
+def thumbnail(path: Path) -> np.ndarray:
+    """A picture at 24×24 pixels: what is drawn where, without the rendering of letters."""
+    with Image.open(path) as picture:
+        return np.asarray(picture.convert("RGB").resize((24, 24), Image.Resampling.BOX), dtype=float)
+
+
+@lessons
+def test_code_prints_and_draws_what_the_page_shows(path, tmp_path):
+    page = read_page(path)
+    assert len(list(check_page(page, tmp_path))) == len(page.codes) > 0
+    for picture in (name for code in page.codes for name in code.pictures):
+        with Image.open(tmp_path / picture) as drawn, Image.open(FOLDER / IMAGES / picture) as shown:
+            assert drawn.size == shown.size
+        levels = np.abs(thumbnail(tmp_path / picture) - thumbnail(FOLDER / IMAGES / picture))
+        assert levels.mean() <= 1.0, picture         # of 255
+
+
+@lessons
+def test_a_page_is_short_and_ends_in_two_exercises_with_answers_that_run(path):
+    text = path.read_text(encoding="utf-8")
+    assert read_page(path).minutes <= 15
+    exercises = text.partition("\n## Exercises\n")[2]
+    assert re.findall(r"^\*\*(\d)\.\*\*", exercises, flags=re.MULTILINE) == ["1", "2"]
+    answers = re.findall(r"^<details>\n<summary>Answer</summary>\n\n(.*?)^</details>$", exercises,
+                         flags=re.DOTALL | re.MULTILINE)
+    assert len(answers) == 2 and all("```python\n" in answer for answer in answers)
+
+
+def test_lessons_are_numbered_and_every_picture_belongs_to_one():
+    assert list(PATHS) == list(range(1, len(PATHS) + 1))
+    shown = [name for path in PATHS.values() for code in read_page(path).codes
+             for name in code.pictures]
+    assert sorted(shown) == sorted(path.name for path in (FOLDER / IMAGES).iterdir())
+    for path in PATHS.values():
+        numbers = {name.partition("_")[0] for name in re.findall(PICTURE, path.read_text("utf-8"))}
+        assert numbers <= {path.name.partition("_")[0]}
+
+
+# ---------------------------------------------------------------------------------------------
+# Pages
+# ---------------------------------------------------------------------------------------------
+
+PAGE = """# 7. A page
+
+```python
+a = 3
+print(a / 7)
+```
+
+```text
+0.43
+```
+
+```bash
+not ours
+```
+
+```python
+def fails():
+    raise ValueError("too
+many".replace("x", "y"))
+```
+
+After it.
+""".replace('"too\nmany"', '"too many"')
+
+
+@pytest.fixture
+def written_page(tmp_path):
+    def write(text: str = PAGE):
+        path = tmp_path / "7_page.md"
+        path.write_text(text, encoding="utf-8")
+        return read_page(path)
+    return write
+
+
+def test_a_page_is_taken_apart(written_page):
+    page = written_page()
+    assert page.title == "A page"
+    first, second = page.codes
+    assert (first.source, first.line, first.output) == ("a = 3\nprint(a / 7)\n", 4, "0.43\n")
+    assert (second.line, second.output, second.pictures) == (17, "", ())
+    assert "not ours" in page.prose[1] and page.prose[2] == "\nAfter it.\n"
+
+
+@lessons
+def test_a_page_is_put_together_as_it_was(path):
+    assert read_page(path).text() == path.read_text(encoding="utf-8")
+
+
+def test_reading_time_grows_with_prose_and_code(written_page):
+    assert written_page("# 1. One\n" + 147 * "word ").minutes == 1
+    assert written_page("# 1. One\n" + 148 * "word ").minutes == 2
+    assert written_page("# 1. One\n\n```python\n" + 25 * "pass\n" + "```\n").minutes == 2
+
+
+@pytest.mark.parametrize("wanted, found", [
+    ("a 0.43", "a   0.434"), ("0.43", "0.42"), ("-1.2e-3", "-1.25e-3"), ("17 heads", "17 heads"),
+    ("−3.0", "−3.1"), ("", "")])
+def test_outputs_agree_to_a_unit_of_the_last_digit(wanted, found):
+    assert difference(wanted, found) is None
+
+
+@pytest.mark.parametrize("wanted, found, words", [
+    ("0.43", "0.45", "line 1 of the output is '0.45', where the page has '0.43'"),
+    ("17 heads", "18 heads", "'18 heads'"), ("-1.2e-3", "-1.4e-3", "'-1.4e-3'"),
+    ("0.43", "-0.43", "'-0.43'"), ("rank 9", "Rank 9", "'Rank 9'"), ("1.0 2.0", "1.0", "'1.0'"),
+    ("a\nb", "a", "line 2 of the output is nothing"), ("a", "a\nb", "goes on with 'b'"),
+    ("0.5", "nan", "'nan'"), ("True", "False", "'False'")])
+def test_other_outputs_differ(wanted, found, words):
+    assert words in difference(wanted, found)
+
+
+def test_code_runs_as_one_program_in_a_folder(written_page, tmp_path):
+    page = written_page(PAGE.replace("raise ValueError", "return ") + "\n```python\n"
+                        "from pathlib import Path\nPath('note').write_text(str(a))\n```\n")
+    (tmp_path / "inside").mkdir()
+    assert [printed for _, printed in run_page(page, tmp_path / "inside")] == [
+        "0.42857142857142855\n", "", ""]
+    assert (tmp_path / "inside" / "note").read_text() == "3"
+
+
+def test_code_that_fails_is_named_by_its_line(written_page, tmp_path):
+    page = written_page(PAGE + "\n```python\nfails()\n```\n")
+    with pytest.raises(LessonError, match=r"^7_page\.md:24: the code fails: ValueError: too many$"
+                       ) as caught:
+        list(run_page(page, tmp_path))
+    lines = []
+    trace = caught.value.__cause__.__traceback__
+    while trace:
+        lines.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    assert lines[-2:] == [(str(page.path), 24), (str(page.path), 18)]
+
+
+def test_a_picture_must_be_drawn_and_an_output_be_the_pages(written_page, tmp_path):
+    with pytest.raises(LessonError, match=r"^7_page\.md:17: the code does not draw 7_x\.png"):
+        list(run_page(written_page(PAGE + "\n![x](images/7_x.png)\n"), tmp_path))
+    with pytest.raises(LessonError, match=r"^7_page\.md:4: line 1 of the output is '0\.4285714.*0\.45'"):
+        list(check_page(written_page(PAGE.replace("0.43", "0.45")), tmp_path))
+
+
+def test_an_update_writes_what_code_prints(written_page, tmp_path):
+    wrong = PAGE.replace("0.43", "0.45").replace("a = 3\n", "a = 3.5\n") + "\n```python\nprint(a)\n```\n"
+    text = updated_page(written_page(wrong), tmp_path).text()
+    assert text == wrong.replace("0.45\n", "0.5\n").replace(
+        "print(a)\n```\n", "print(a)\n```\n\n```text\n3.5\n```\n")
+
+
+# ---------------------------------------------------------------------------------------------
+# Notebooks and the command
+# ---------------------------------------------------------------------------------------------
+
+
+@lessons
+def test_a_notebook_has_the_pages_code_outputs_and_pictures(path):
+    page, book = read_page(path), notebook(read_page(path))
+    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
+    assert book["metadata"]["kernelspec"] == {"display_name": "Python 3", "language": "python",
+                                              "name": "python3"}
+    cells = book["cells"]
+    names = [cell["id"] for cell in cells]
+    assert len(set(names)) == len(names) and all(re.fullmatch(r"[\w-]{1,64}", name) for name in names)
+    for cell in cells:
+        keys = {"cell_type", "id", "metadata", "source"}
+        assert set(cell) == keys | ({"execution_count", "outputs"} if cell["cell_type"] == "code" else set())
+        assert cell["metadata"] == {} and all(isinstance(line, str) for line in cell["source"])
+    codes = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert ["".join(cell["source"]) + "\n" for cell in codes] == [code.source for code in page.codes]
+    for cell, code in zip(codes, page.codes):
+        kinds = [output["output_type"] for output in cell["outputs"]]
+        assert kinds == ["stream"] * bool(code.output) + ["display_data"] * len(code.pictures)
+        if code.output:
+            assert "".join(cell["outputs"][0]["text"]) == code.output
+    prose = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    assert not re.search(r"<details>|</details>|!\[|\]\((?!http)", prose)
+    assert prose.count("**Answer**") == 2
+
+
+def test_the_command_lists_lessons(capsys):
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("1  A convolution is a sum of shifts: ")
+    assert len(lines) == len(PATHS) and lines[0].endswith("vitinit/lessons/1_convolution_as_shifts.md")
+
+
+def test_the_command_writes_a_notebook(tmp_path, capsys):
+    file = tmp_path / "one.ipynb"
+    assert main(["1", "--notebook", str(file)]) == 0
+    assert json.loads(file.read_text(encoding="utf-8")) == notebook(read_page(PATHS[1]))
+    assert capsys.readouterr().out == f"{file}\n"
+
+
+def test_the_command_runs_a_lesson(capsys):
+    assert main(["1"]) == 0
+    out = capsys.readouterr().out
+    assert "    impulse  rank 9\n" in out and "    1_matrices.png\n" in out
+    assert re.search(r"^\d+ blocks of code print what the page shows, in \d+ s$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("arguments, words", [
+    ("0", "0: expected an integer ≥ 1"), ("99", "there is no lesson 99; expected 1 to"),
+    ("--update", "--update needs the number of a lesson"),
+    ("--notebook x", "--notebook needs the number of a lesson"),
+    ("1 --notebook no/such/folder/x.ipynb", "no/such/folder/x.ipynb: No such file or directory")])
+def test_wrong_arguments_are_one_line(capsys, arguments, words):
+    assert main(arguments.split()) == 2
+    line, = capsys.readouterr().err.splitlines()
+    assert line.startswith("vitinit.lessons: ") and words in line

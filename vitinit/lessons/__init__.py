@@ -1,0 +1,14 @@
+"""Lessons: Markdown pages whose Python blocks run. README.md in this folder lists them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+IMAGES = "images"               # folder of the pictures, relative to the pages
+
+
+def lesson_paths() -> dict[int, Path]:
+    """The page of each lesson by its number, in order: pages are called <number>_<name>.md."""
+    pages = {int(path.name.partition("_")[0]): path for path in FOLDER.glob("[0-9]*_*.md")}
+    return dict(sorted(pages.items()))

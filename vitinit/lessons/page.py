@@ -1,0 +1,121 @@
+"""A lesson as text: a Markdown page, taken apart into prose and code, and put together again.
+
+The format is Markdown as GitHub shows it, with three conventions:
+
+- A fence ```python is code. All code of a page runs in order, as one program.
+- A fence ```text directly after it is what that code prints. Code without one prints nothing.
+- A picture ![…](images/NAME.png) in the prose that follows is one that the code draws, by
+  `figure.savefig("NAME.png")`.
+
+Fences of other languages are prose.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import IMAGES
+
+CODE = re.compile(r"^```python\n(?P<source>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?",
+                  flags=re.DOTALL | re.MULTILINE)
+PICTURE = re.compile(rf"!\[[^\]]*\]\({IMAGES}/(?P<name>[^)/]+\.png)\)")
+NUMBER = re.compile(r"(?<![\w.])[-−+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?", flags=re.IGNORECASE)
+WORDS_PER_MINUTE = 150          # of prose with formulas; a line of code counts as LINE words
+LINE = 6
+
+
+@dataclass(frozen=True)
+class Code:
+    """A block of code: its source, the page's line on which it starts, and what it prints and draws."""
+
+    source: str
+    line: int                   # of the source's first line, counted from 1
+    output: str                 # "" if it prints nothing
+    pictures: tuple[str, ...]   # names of files
+
+
+@dataclass(frozen=True)
+class Page:
+    """A lesson: prose and code in turn, beginning and ending with prose, which may be empty."""
+
+    path: Path
+    prose: tuple[str, ...]      # one more than blocks of code
+    codes: tuple[Code, ...]
+
+    @property
+    def title(self) -> str:
+        """The text of the first heading, without the number."""
+        heading = self.prose[0].partition("\n")[0]
+        return heading.lstrip("# ").partition(". ")[2] or heading.lstrip("# ")
+
+    @property
+    def minutes(self) -> int:
+        """About how many minutes it takes to read, rounded up."""
+        words = sum(len(text.split()) for text in self.prose)
+        lines = sum(code.source.count("\n") for code in self.codes)
+        return -(-(words + LINE * lines) // WORDS_PER_MINUTE)
+
+    def text(self) -> str:
+        """The page as Markdown; the inverse of `read_page`."""
+        parts = [self.prose[0]]
+        for code, prose in zip(self.codes, self.prose[1:]):
+            parts.append(f"```python\n{code.source}```\n")
+            if code.output:
+                parts.append(f"\n```text\n{code.output}```\n")
+            parts.append(prose)
+        return "".join(parts)
+
+
+def read_page(path: Path) -> Page:
+    """Take a lesson apart."""
+    text = path.read_text(encoding="utf-8")
+    matches = list(CODE.finditer(text))
+    ends = [0, *(match.end() for match in matches)]
+    starts = [*(match.start() for match in matches), len(text)]
+    prose = tuple(text[end:start] for end, start in zip(ends, starts))
+    codes = tuple(Code(source=match["source"], line=text.count("\n", 0, match.start("source")) + 1,
+                       output=match["output"] or "",
+                       pictures=tuple(picture["name"] for picture in PICTURE.finditer(after)))
+                  for match, after in zip(matches, prose[1:]))
+    return Page(path, prose, codes)
+
+
+def difference(expected: str, printed: str) -> str | None:
+    """What the first line in which two outputs differ is, in words; None if they agree.
+
+    Text must be equal, up to blanks. Integers must be equal. Other numbers may differ by one unit of
+    the last digit that `expected` shows, since the last digits depend on the processor.
+    """
+    wanted, found = expected.splitlines(), printed.splitlines()
+    for number, line in enumerate(wanted):
+        if number >= len(found) or not _agree(line, found[number]):
+            what = f"'{found[number]}'" if number < len(found) else "nothing"
+            return f"line {number + 1} of the output is {what}, where the page has '{line}'"
+    if len(found) > len(wanted):
+        return f"the output goes on with '{found[len(wanted)]}', where the page's ends"
+    return None
+
+
+def _agree(wanted: str, found: str) -> bool:
+    """Whether two lines agree, as `difference` describes."""
+    if NUMBER.sub("#", wanted).split() != NUMBER.sub("#", found).split():
+        return False
+    return all(abs(_value(a) - _value(b)) <= _unit(a) * (1 + 1e-9)
+               for a, b in zip(NUMBER.findall(wanted), NUMBER.findall(found), strict=True))
+
+
+def _value(number: str) -> float:
+    return float(number.replace("−", "-"))
+
+
+def _unit(number: str) -> float:
+    """One unit of the last digit of a number; 0 for an integer, which must be equal.
+
+    "0.25" → 0.01, "2.5e-3" → 1e-4, "17" → 0
+    """
+    mantissa, _, exponent = number.lower().partition("e")
+    if not exponent and "." not in mantissa:
+        return 0.0
+    return 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
