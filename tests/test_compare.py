@@ -153,6 +153,61 @@ def test_a_bar_in_a_label_does_not_break_the_table():
 
 
 # ---------------------------------------------------------------------------------------------
+# Runs in an archive
+# ---------------------------------------------------------------------------------------------
+
+
+def printed(monkeypatch, capsys, *arguments: object) -> str:
+    run(monkeypatch, *arguments)
+    return capsys.readouterr().out
+
+
+def test_an_archive_prints_the_same_as_the_folders(monkeypatch, capsys, six_runs, tmp_path):
+    """The whole archive, parts of it in another order, and parts beside folders."""
+    expected = printed(monkeypatch, capsys, *six_runs)
+    reversed_groups = printed(monkeypatch, capsys, *six_runs[3:], *six_runs[:3])
+    out = tmp_path / "six.tar.xz"
+    assert printed(monkeypatch, capsys, *reversed(six_runs), "--pack", out) == (
+        f"wrote {out}: 6 run(s), {out.stat().st_size:,} bytes\n")
+    assert printed(monkeypatch, capsys, out) == expected
+    assert printed(monkeypatch, capsys, out / "impulse-*", out / "default-*") == reversed_groups
+    assert printed(monkeypatch, capsys, *six_runs[:2], out / "default-5", *six_runs[3:]) == expected
+
+
+def test_unfinished_runs_are_named_and_not_packed(monkeypatch, capsys, six_runs, written_run,
+                                                  tmp_path):
+    cut, out = written_run("cut", [99.0], epochs=2, seed=9), tmp_path / "six.tar.xz"
+    assert printed(monkeypatch, capsys, cut, *six_runs, "--pack", out) == (
+        f"Left out, not finished: {cut}, 1 of 2 epochs.\n"
+        f"wrote {out}: 6 run(s), {out.stat().st_size:,} bytes\n")
+    assert printed(monkeypatch, capsys, out) == printed(monkeypatch, capsys, *six_runs)
+
+
+def test_an_archive_is_extended_in_place(monkeypatch, capsys, six_runs, tmp_path):
+    whole, grown = tmp_path / "whole.tar.xz", tmp_path / "grown.tar.xz"
+    printed(monkeypatch, capsys, *six_runs, "--pack", whole)
+    printed(monkeypatch, capsys, *six_runs[:2], "--pack", grown)
+    printed(monkeypatch, capsys, *six_runs[2:], grown, "--pack", grown)
+    assert grown.read_bytes() == whole.read_bytes()
+
+
+def test_different_models_are_compared_in_one_table(monkeypatch, capsys, six_runs, written_run,
+                                                    tmp_path):
+    """The differences 49.5 and 46 have mean 47.75 and standard error 1.75; 12.706 · 1.75 = 22.24."""
+    mixers = [written_run(f"mixer-{seed}", [1.0, 99.0 + seed / 2], seed=seed, recipe="mixer",
+                          sets=("model.name=convmixer_256_8", "model.options={}")) for seed in (1, 2)]
+    out = tmp_path / "both.tar.xz"
+    expected = printed(monkeypatch, capsys, *six_runs, *mixers)
+    printed(monkeypatch, capsys, *six_runs, *mixers, "--pack", out)
+    assert printed(monkeypatch, capsys, out) == expected
+    for row in ("| quickstart, default | model | 50.00 | 54.00 | 58.00 |",
+                "| mixer, default | model | 99.50 | 100.00 | – |",
+                "| mixer, default | model | 2 | +47.75 ± 22.24 | 1: +49.50, 2: +46.00 |"):
+        assert row in expected
+    assert expected.startswith("# quickstart, mixer\n")
+
+
+# ---------------------------------------------------------------------------------------------
 # Files, and what goes wrong
 # ---------------------------------------------------------------------------------------------
 
@@ -176,7 +231,12 @@ def test_without_matplotlib_the_report_is_written_and_the_extra_named(
 def test_what_is_wrong_is_one_line(capsys, six_runs, written_run, tmp_path):
     for folders, message in (([tmp_path / "nowhere"], "nowhere: not a run's folder"),
                              ([*six_runs, six_runs[0]], "the same experiment and seed 1 as"),
-                             ([written_run("cut", [1.0], epochs=2)], "none of the runs is fin")):
+                             ([written_run("cut", [1.0], epochs=2)], "none of the runs is fin"),
+                             ([tmp_path / "cut", "--pack", tmp_path / "a.tar.xz"], "none of the runs"),
+                             ([six_runs[0], "--pack", six_runs[1]], "-2: not the name of an archive"),
+                             ([six_runs[0], "--out", "a", "--pack", "b"], "not allowed with argument"),
+                             ([six_runs[0] / "run.json"], "run.json: neither a run's folder nor an"),
+                             ([six_runs[0] / "run.json" / "x"], "run.json: neither a run's folder")):
         assert compare.main(list(map(str, folders))) == 2
         line, = capsys.readouterr().err.splitlines()
         assert line.startswith("vitinit.compare: ") and message in line

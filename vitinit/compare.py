@@ -2,10 +2,16 @@
 
     python -m vitinit.compare runs/quickstart-*
     python -m vitinit.compare runs/quickstart-default-* runs/quickstart-impulse-* --out comparison
+    python -m vitinit.compare runs/quickstart-* --pack quickstart.tar.xz
+    python -m vitinit.compare quickstart.tar.xz/quickstart-default-* quickstart.tar.xz/quickstart-impulse-*
 
 Runs that differ in nothing but the seed form a group. Every other group is compared with the group
 of the run named first, seed by seed. --out writes comparison.md and curves.png into a folder (needs
 the extra `figures`).
+
+--pack keeps the runs in one compressed file instead: recipe.toml, run.json and metrics.jsonl of
+each finished one. Such a file stands for all its runs wherever a run's folder is expected here; a
+pattern behind its name chooses some of them (zsh needs it in quotes).
 """
 
 from __future__ import annotations
@@ -19,7 +25,8 @@ from pathlib import Path
 
 from .command_line import Parser, run_program
 from .figures.curves import draw_curves
-from .runs.groups import Group, Run, finished_groups
+from .runs.archive import opened, write_archive
+from .runs.groups import Group, finished_groups, finished_runs, read_at
 from .runs.markdown import table
 
 CONFIDENCE = 0.95
@@ -74,24 +81,13 @@ def mean_and_std(values: Sequence[float], places: int = 2) -> str:
 # ---------------------------------------------------------------------------------------------
 
 
-def measured(run: Run, metric: str) -> list[float]:
-    """The values of a metric in the epochs that were evaluated; empty for the EMA of a run without."""
-    return [row[metric] for row in run.rows if row[metric] is not None]
-
-
-def last_by_seed(group: Group, metric: str) -> dict[int, float]:
-    """Seed → the metric's last value, for the runs that have any."""
-    values = {seed: measured(run, metric) for seed, run in group.runs.items()}
-    return {seed: by_epoch[-1] for seed, by_epoch in values.items() if by_epoch}
-
-
 def summary(groups: Sequence[Group]) -> str:
     """One row per group: mean ± std over seeds of the last and the best epoch, and of the seconds."""
     rows = []
     for group in groups:
         cells = [group.label, str(len(group.runs))]
         for metric in METRICS.values():
-            by_epoch = [measured(run, metric) for run in group.runs.values()]
+            by_epoch = [run.measured(metric) for run in group.runs.values()]
             cells += [mean_and_std([values[-1] for values in by_epoch]),
                       mean_and_std([max(values) for values in by_epoch])
                       ] if all(by_epoch) else ["–", "–"]
@@ -106,7 +102,7 @@ def by_seed(groups: Sequence[Group]) -> str:
     rows = []
     for group in groups:
         for name, metric in METRICS.items():
-            values = last_by_seed(group, metric)
+            values = group.last(metric)
             if values:
                 rows.append([group.label, name, *(f"{values[seed]:.2f}" if seed in values else "–"
                                                   for seed in seeds)])
@@ -122,7 +118,7 @@ def differences(groups: Sequence[Group]) -> str:
     first, *others = groups
     for other in others:
         for name, metric in METRICS.items():
-            base, values = last_by_seed(first, metric), last_by_seed(other, metric)
+            base, values = first.last(metric), other.last(metric)
             paired = {seed: values[seed] - base[seed] for seed in values if seed in base}
             if len(paired) > 1:
                 mean, half = t_interval(list(paired.values()))
@@ -166,17 +162,22 @@ def report(groups: Sequence[Group], unfinished: Sequence[str] = ()) -> str:
              "epoch is chosen on the images it is reported on. Seconds are those of training, "
              "without evaluation.",
              summary(groups), by_seed(groups), differences(groups), origin(groups),
-             *(f"{line[0].upper()}{line[1:]}." for line in unfinished)]
+             *map(sentence, unfinished)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def compare(folders: Sequence[Path], out: Path | None = None) -> None:
-    """Print the comparison of the runs in these folders.
+def sentence(line: str) -> str:
+    """A line as a sentence: with a capital letter and a full stop."""
+    return f"{line[0].upper()}{line[1:]}."
+
+
+def compare(paths: Sequence[Path], out: Path | None = None) -> None:
+    """Print the comparison of the runs at these paths: run folders and archives of runs.
 
     out: a folder into which the comparison and a figure of the curves are written, too. Raises
-    CheckpointError if a folder is not that of a run, or if no run is finished.
+    CheckpointError if there is no run at a path, or if no run is finished.
     """
-    groups, unfinished = finished_groups(folders)
+    groups, unfinished = finished_groups(paths)
     text = report(groups, unfinished)
     print(text, end="", flush=True)
     if out is not None:
@@ -186,15 +187,37 @@ def compare(folders: Sequence[Path], out: Path | None = None) -> None:
         print(f"\nwrote {out / 'comparison.md'} and {out / 'curves.png'}")
 
 
+def pack(paths: Sequence[Path], out: Path) -> None:
+    """Write the finished runs at these paths into the archive `out`, and print what was done.
+
+    Raises CheckpointError as `compare` and `write_archive` do.
+    """
+    with opened(paths) as places:
+        runs = [read_at(place) for place in places]
+        finished, unfinished = finished_runs(runs)
+        write_archive([place for place, run in zip(places, runs) if run.finished], out)
+    for line in map(sentence, unfinished):
+        print(line)
+    print(f"wrote {out}: {len(finished)} run(s), {out.stat().st_size:,} bytes")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the program with these arguments (default: the command line); return the exit status."""
     parser = Parser(prog="python -m vitinit.compare", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--out", type=Path, help="folder for comparison.md and curves.png")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN",
+                        help="folder of a run, archive of runs, or archive/pattern")
+    to = parser.add_mutually_exclusive_group()
+    to.add_argument("--out", type=Path, metavar="FOLDER",
+                    help="write the comparison and its curves into this folder, too")
+    to.add_argument("--pack", type=Path, metavar="FILE.tar.xz",
+                    help="write the finished runs into this archive, without comparing them")
 
     def program() -> None:
         args = parser.parse_args(arguments)
-        compare(args.runs, args.out)
+        if args.pack:
+            pack(args.runs, args.pack)
+        else:
+            compare(args.runs, args.out)
     return run_program("vitinit.compare", program)
 
 

@@ -1,4 +1,4 @@
-"""Read runs back from their folders, and group those that differ in nothing but the seed.
+"""Read runs back from folders and archives, and group those that differ in nothing but the seed.
 
 Only recipe.toml, run.json and metrics.jsonl are read; the checkpoints may have been deleted.
 """
@@ -6,6 +6,7 @@ Only recipe.toml, run.json and metrics.jsonl are read; the checkpoints may have 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import tomllib
@@ -21,6 +22,7 @@ from ..recipe.upgrade import processes_of, upgraded
 from ..recipe.values import describe, shown, to_toml
 from ..train.checkpoint import CheckpointError
 from ..train.metrics import StepRow
+from .archive import Place, opened
 from .folder import RunFolder
 from .records import LATER, METRICS
 
@@ -37,7 +39,7 @@ FINITE = ("val_top1", "val_top5", "ema_top1", "ema_top5", "seconds")    # never 
 class Run:
     """A run, as the text files in its folder describe it."""
 
-    path: Path                  # of the folder
+    path: Path                  # of the folder; in an archive, runs.tar.xz/<name>
     recipe: str                 # the recipe's name, as --recipe gave it
     keys: dict[str, Any]        # "section.key" → value, every option written out
     rows: list[dict[str, Any]]  # metrics.jsonl: one row per finished epoch; missing keys are None
@@ -68,6 +70,10 @@ class Run:
         """The keys, with their values, that distinguish one experiment from another."""
         return {key: value for key, value in self.keys.items() if not is_free(key, self.keys)}
 
+    def measured(self, metric: str) -> list[float]:
+        """The values of a metric in the epochs that were evaluated; [] for the EMA of a run without."""
+        return [row[metric] for row in self.rows if row[metric] is not None]
+
     def departure(self, recipe: Recipe) -> str | None:
         """The first difference, in words, from a run of `recipe`; None if there is no difference.
 
@@ -88,6 +94,11 @@ class Group:
 
     label: str                  # what distinguishes it from the other groups, in words
     runs: dict[int, Run]        # seed → run, in ascending order of the seeds
+
+    def last(self, metric: str) -> dict[int, float]:
+        """Seed → the metric's last value, for the runs that have any."""
+        values = {seed: run.measured(metric) for seed, run in self.runs.items()}
+        return {seed: by_epoch[-1] for seed, by_epoch in values.items() if by_epoch}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -159,6 +170,14 @@ def read_run(path: Path) -> Run:
     return Run(path, _recipe_name(starts), keys, rows, starts)
 
 
+def read_at(place: Place) -> Run:
+    """Read the run at a place in an archive or outside; errors name the path that the user knows."""
+    try:
+        return dataclasses.replace(read_run(place.folder), path=place.path)
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace(str(place.folder), str(place.path))) from None
+
+
 def read_steps(run: Run) -> list[dict[str, Any]]:
     """The rows of steps.jsonl, one per ten steps; see StepRow for the keys.
 
@@ -200,17 +219,27 @@ def _recipe_name(starts: list[dict[str, Any]]) -> str:
 # ---------------------------------------------------------------------------------------------
 
 
-def finished_groups(folders: Sequence[Path]) -> tuple[list[Group], list[str]]:
-    """Group the finished runs in these folders; also return one line per unfinished run.
+def finished_groups(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
+    """Group the finished runs at these paths; also return one line per unfinished run.
 
-    Raises CheckpointError as `read_run` and `group_runs` do, and if no run is finished.
+    paths: run folders, archives of runs, or archives with a pattern; see `archive.opened`. Raises
+    CheckpointError as `opened`, `finished_runs` and `group_runs` do.
     """
-    runs = [read_run(folder) for folder in folders]
+    with opened(paths) as places:
+        runs, unfinished = finished_runs([read_at(place) for place in places])
+    return group_runs(runs), unfinished
+
+
+def finished_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """The finished ones of these runs, and one line for each of the others.
+
+    Raises CheckpointError if no run is finished.
+    """
     unfinished = [f"left out, not finished: {run.path}, {run.epochs_done} of {run.epochs} epochs"
                   for run in runs if not run.finished]
     if len(unfinished) == len(runs):
         raise CheckpointError(f"none of the runs is finished; {'; '.join(unfinished)}")
-    return group_runs([run for run in runs if run.finished]), unfinished
+    return [run for run in runs if run.finished], unfinished
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
