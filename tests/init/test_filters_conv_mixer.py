@@ -1,4 +1,4 @@
-"""Kinds of depthwise filters: their shape, their energy, and that nothing else is touched.
+"""Kinds of depthwise filters: their shape, their energy or covariance, and that nothing else is touched.
 
 Dense filters are matrices, of kernels or permutations.
 """
@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import vitinit
-from vitinit.filters import gaussian_kernel, random_kernel
-from vitinit.init.filters_conv_mixer import filters_conv_mixer, placed_gaussian, scattered_box
+from vitinit.filters import gaussian_kernel, impulse_kernel, kernel_offsets, random_kernel
+from vitinit.init.filters_conv_mixer import (axis_covariance, correlated_kernel, filters_conv_mixer,
+                                             placed_gaussian, scattered_box, symmetric_root)
 
 
 def conv_mixer(width: int = 1009, kernel_size: int = 5, **options) -> torch.nn.Module:
@@ -77,7 +78,7 @@ def test_random_filters_are_uniform_within_one_over_k():
     assert kernels.var().item() == pytest.approx(0.04 / 3, rel=0.03)
 
 
-@pytest.mark.parametrize("kind", ["random", "box", "gaussian"])
+@pytest.mark.parametrize("kind", ["random", "box", "gaussian", "covariance"])
 def test_only_the_depthwise_weights_differ_from_the_base(kind):
     model, base = conv_mixer(17), conv_mixer(17)
     filters(model, kind=kind)
@@ -94,6 +95,8 @@ def test_shared_filters_are_drawn_once_each():
 @pytest.mark.parametrize("options, message", [
     (dict(kind="boxes"), "kind is 'boxes'"), (dict(cells=0), "cells is 0"),
     (dict(cells=26), "expected 1 ≤ cells ≤ 25"), (dict(sigma=0.0), "sigma 0.0"),
+    (dict(length_scale=0.0), "length_scale is 0.0, expected length_scale > 0"),
+    (dict(envelope_width=-2.0), "envelope_width is -2.0, expected envelope_width > 0"),
     (dict(kind="permutation"), "which is no convolution; set dense_filters = true")])
 def test_what_cannot_be_is_refused_in_one_line_before_anything_is_drawn(options, message):
     model, generator = conv_mixer(17), torch.Generator().manual_seed(0)
@@ -104,6 +107,77 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_is_drawn(options,
     assert "\n" not in str(error.value)
     assert torch.equal(generator.get_state(), state)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+# Filters with a covariance ---------------------------------------------------------------------
+
+SCALES = dict(length_scale=1.3, envelope_width=1.7)
+
+
+def covariance(size: int, length_scale: float, envelope_width: float) -> torch.Tensor:
+    """Σ, (k², k²), cell by cell from its formula, scaled to trace ⅓: the reference."""
+    offsets = kernel_offsets(size)
+    entries = [[math.exp(-((py - qy)**2 + (px - qx)**2) / (2 * length_scale**2)
+                         - (py**2 + px**2 + qy**2 + qx**2) / (2 * envelope_width**2))
+                for qy, qx in offsets] for py, px in offsets]
+    matrix = torch.tensor(entries, dtype=torch.float64)
+    return matrix / (3 * matrix.trace())
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 7])       # of even size, too, whose centre is no middle
+def test_the_covariance_of_rows_times_that_of_columns_is_the_formula(size):
+    axis = axis_covariance(size, **SCALES)
+    both = torch.kron(axis, axis)
+    torch.testing.assert_close(both, covariance(size, **SCALES), rtol=1e-12, atol=0)
+    assert torch.equal(both, both.T) and both.trace().item() == pytest.approx(1 / 3, rel=1e-12)
+    assert torch.linalg.eigvalsh(both).min() > -1e-16
+
+
+@pytest.mark.parametrize("length_scale", [0.1, 1.3, 1e6])                # the last one is singular
+def test_the_root_is_symmetric_positive_and_squares_to_the_covariance(length_scale):
+    axis = axis_covariance(7, length_scale, 1.7)
+    root = symmetric_root(axis)
+    torch.testing.assert_close(root @ root, axis, rtol=0, atol=1e-15)
+    torch.testing.assert_close(root, root.T, rtol=0, atol=1e-15)
+    assert torch.linalg.eigvalsh(root).min() > -1e-15
+
+
+def test_filters_have_mean_zero_and_the_covariance_of_the_formula():
+    """In standard errors: 350 numbers of 1,009 filters stay below 4.5; a wrong scale gives tens."""
+    kernels = filters(conv_mixer(), kind="covariance", **SCALES).double().flatten(1)   # (F, 25)
+    expected, count = covariance(5, **SCALES), len(kernels)
+    variances = expected.diagonal()
+    found = kernels.T @ kernels / count              # about the mean 0 of the formula
+    error = ((expected.square() + variances[:, None] * variances) / count).sqrt()
+    assert ((found - expected) / error).abs().max() < 4.5
+    assert (kernels.mean(0) / (variances / count).sqrt()).abs().max() < 4.5
+    energy_error = (2 * expected.square().sum() / count).sqrt()
+    assert abs(kernels.square().sum(1).mean() - 1 / 3) < 4.5 * energy_error
+    for other in (dict(SCALES, length_scale=2.6), dict(SCALES, envelope_width=3.4)):
+        wrong = (kernels.T @ kernels / count - covariance(5, **other)) / error
+        assert wrong.abs().max() > 9                 # so that the bound can fail
+
+
+def test_a_small_length_scale_makes_cells_independent():
+    torch.testing.assert_close(axis_covariance(5, 1e-3, 1e6), torch.eye(5).double() / (5 * 3**0.5),
+                               rtol=1e-9, atol=0)
+    assert torch.equal(axis_covariance(5, 1e-3, 1.7), axis_covariance(5, 1e-3, 1.7).diagonal().diag())
+
+
+def test_a_large_length_scale_makes_all_filters_multiples_of_the_envelope():
+    kernels = filters(conv_mixer(17), kind="covariance", length_scale=1e6, envelope_width=1.7)
+    envelope = gaussian_kernel(5, 1.7)
+    torch.testing.assert_close(kernels / kernels[:, 2:3, 2:3], (envelope / envelope[2, 2]).expand(17, 5, 5),
+                               rtol=1e-3, atol=0)
+    assert kernels[:, 2, 2].std() > 0.1
+
+
+@pytest.mark.parametrize("size", [4, 5])
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+def test_a_narrow_envelope_leaves_the_centre_alone(size):
+    kernels = filters(conv_mixer(17, size), kind="covariance", envelope_width=1e-3)
+    centre = impulse_kernel((0, 0), size).bool()
+    assert (kernels[:, ~centre] == 0).all() and (kernels[:, centre] != 0).all()
 
 
 # Dense filters ---------------------------------------------------------------------------------
@@ -131,10 +205,12 @@ def matrices(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def drawn_kernels(kind: str, size: int, count: int, generator: torch.Generator) -> torch.Tensor:
-    """(count, size, size), for the defaults of `cells` and `sigma`."""
+    """(count, size, size), for the defaults of the kinds' options."""
     draw = {"random": lambda: random_kernel(size, generator=generator),
             "box": lambda: scattered_box(size, 2, generator=generator),
-            "gaussian": lambda: placed_gaussian(size, 1.0, generator=generator)}[kind]
+            "gaussian": lambda: placed_gaussian(size, 1.0, generator=generator),
+            "covariance": lambda: correlated_kernel(symmetric_root(axis_covariance(size, 1.0, 2.0)),
+                                                    generator=generator)}[kind]
     kernels = torch.stack([draw() for _ in range(count)])
     if kind == "gaussian":
         kernels = kernels / (3 * kernels.square().sum() / count).sqrt()
@@ -142,7 +218,7 @@ def drawn_kernels(kind: str, size: int, count: int, generator: torch.Generator) 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["random", "box", "gaussian"])
+@pytest.mark.parametrize("kind", ["random", "box", "gaussian", "covariance"])
 @pytest.mark.parametrize("num_filters", [0, 3])
 @pytest.mark.parametrize("kernel_size", [3, 4])
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
@@ -193,7 +269,7 @@ def test_the_generator_alone_decides_on_permutations():
 
 
 @pytest.mark.parametrize("base", ["default", "torch"])
-@pytest.mark.parametrize("kind", ["random", "box", "gaussian", "permutation"])
+@pytest.mark.parametrize("kind", ["random", "box", "gaussian", "covariance", "permutation"])
 def test_only_the_dense_weights_differ_from_the_base(kind, base):
     """The biases, too, are the base's."""
     reference = dense(name=base).state_dict()
@@ -202,7 +278,7 @@ def test_only_the_dense_weights_differ_from_the_base(kind, base):
         assert torch.equal(value, reference[name]) != written, name
 
 
-@pytest.mark.parametrize("kind", ["box", "gaussian", "permutation"])
+@pytest.mark.parametrize("kind", ["box", "gaussian", "covariance", "permutation"])
 def test_a_softmax_takes_no_filters_but_random_ones(kind):
     model = vitinit.build_model("convmixer_256_8", num_classes=3, image_size=8, patch_size=2,
                                 embed_dim=5, depth=1, kernel_size=3, softmax_filters=True)

@@ -35,6 +35,7 @@ BESIDE = {              # options beside the one that is tried, which it has an 
     ("deep_impulse", "sigma"): [{}, dict(target="gaussian")],
     ("deep_impulse", "target_mass"): [{}, dict(code="random", code_channels=0.9)],
     ("filters", "sigma"): [dict(kind="gaussian")], ("filters", "cells"): [dict(kind="box")],
+    **{("filters", option): [dict(kind="covariance")] for option in ("length_scale", "envelope_width")},
 }
 ODD = [0, 0.0, -0.0, -1, -1.0, -0.4, 1e-300, 1e-30, 1e30, 1e38, -1e30, 1e308, -1e308, math.nan,
        math.inf, -math.inf, 2**31, 2**63, -(2**63), 10**400, True, None, "1", [0.5], [0.5, 0.5, 0.5],

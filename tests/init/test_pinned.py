@@ -65,7 +65,9 @@ VARIANTS = {        # options of inits beside their defaults, where the family's
         dict(code="random", bias_channels=False, target_mass=0.5)],
     "mimetic": [dict(base="torch", qk_alpha=0.2), dict(qk_init="base"), dict(value_init="base")],
     "impulse_gd": [dict(share_blocks=False, renorm_every=2), dict(pseudo_input="pos_embed+normal")],
-    "filters": [dict(kind=kind, base="default") for kind in ("box", "gaussian", "permutation")],
+    "dct": [dict(projection="query", base="torch"), dict(projection="value")],
+    "filters": [*(dict(kind=kind, base="default") for kind in ("box", "gaussian", "permutation")),
+                dict(kind="covariance"), dict(kind="covariance", length_scale=0.6, envelope_width=1.1)],
 }
 QUICK = {"impulse_gd": dict(steps=5)}                # a thousand steps by default
 

@@ -108,7 +108,7 @@ def test_of_mimetic_it_is_the_mass_on_the_token_itself():
 
 
 @pytest.mark.parametrize("name, sizes, init", [
-    (*VIT, "default"), (*VIT, "conditioned"),
+    (*VIT, "default"), (*VIT, "conditioned"), (*VIT, "dct"),
     ("mixer_s16", dict(image_size=12, patch_size=4, embed_dim=20, depth=1), "impulse"),
     ("convmixer_256_8", dict(image_size=12, patch_size=4, embed_dim=9, depth=1), "deep_impulse"),
     ("swin_tiny", dict(image_size=8, patch_size=2, embed_dim=6, depths=(1,), num_heads=(2,),

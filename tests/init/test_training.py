@@ -89,6 +89,7 @@ FUNCTIONS = {       # the table of inits a second time, by module and function n
                      "mixer": "impulse_mixer.impulse_mixer",
                      "conv_mixer": "impulse_conv_mixer.deep_impulse_conv_mixer"},
     "conditioned": {"vit": "conditioned.conditioned", "swin": "conditioned.conditioned"},
+    "dct": {"vit": "dct.dct", "swin": "dct.dct"},
     "filters": {"conv_mixer": "filters_conv_mixer.filters_conv_mixer"},
     "impulse_gd": {"vit": "impulse_gd.impulse_gd", "simple_vit": "impulse_gd.impulse_gd"},
 }

@@ -287,7 +287,7 @@ def test_without_registers_the_mean_is_over_all_tokens_to_the_bit():
 
 
 @pytest.mark.parametrize("init", ["default", "torch", "mimetic", "impulse", "deep_impulse",
-                                  "conditioned"])
+                                  "conditioned", "dct"])
 def test_inits_work_with_registers(init):
     """Impulses aim at patches: the attention among them is the same without registers."""
     def built(**options):

@@ -26,6 +26,7 @@ from ..messages import in_brief
 from ..models import ConvMixer, MlpMixer, SimpleViT, SwinTransformer, VisionTransformer
 from .baseline import default, torch_default
 from .conditioned import conditioned
+from .dct import dct
 from .deep_impulse import deep_impulse
 from .filters_conv_mixer import filters_conv_mixer
 from .impulse import impulse
@@ -52,6 +53,7 @@ INITS: dict[str, dict[type[nn.Module], Callable[..., None]]] = {
     "deep_impulse": {VisionTransformer: deep_impulse, SwinTransformer: deep_impulse_swin,
                      MlpMixer: impulse_mixer, ConvMixer: deep_impulse_conv_mixer},
     "conditioned": {VisionTransformer: conditioned, SwinTransformer: conditioned},
+    "dct": {VisionTransformer: dct, SwinTransformer: dct},
     "filters": {ConvMixer: filters_conv_mixer},
     "impulse_gd": {VisionTransformer: impulse_gd, SimpleViT: impulse_gd},
 }
