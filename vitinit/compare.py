@@ -16,6 +16,7 @@ pattern behind its name chooses some of them (zsh needs it in quotes).
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import sys
@@ -201,8 +202,8 @@ def pack(paths: Sequence[Path], out: Path) -> None:
     print(f"wrote {out}: {len(finished)} run(s), {out.stat().st_size:,} bytes")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the program with these arguments (default: the command line); return the exit status."""
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; an error ends the program with exit status 2."""
     parser = Parser(prog="python -m vitinit.compare", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN",
                         help="folder of a run, archive of runs, or archive/pattern")
@@ -211,9 +212,13 @@ def main(arguments: list[str] | None = None) -> int:
                     help="write the comparison and its curves into this folder, too")
     to.add_argument("--pack", type=Path, metavar="FILE.tar.xz",
                     help="write the finished runs into this archive, without comparing them")
+    return parser.parse_args(arguments)
 
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the program with these arguments (default: the command line); return the exit status."""
     def program() -> None:
-        args = parser.parse_args(arguments)
+        args = parse_arguments(arguments)
         if args.pack:
             pack(args.runs, args.pack)
         else:

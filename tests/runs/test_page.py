@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from vitinit.figures.__main__ import parse_arguments
+from vitinit import compare
+from vitinit.figures import __main__ as figures
 from vitinit.runs import folder as folder_module
 from vitinit.runs.records import METRICS
 from vitinit.train.metrics import StepRow
@@ -89,6 +91,8 @@ def test_every_file_and_column_is_named():
         assert f"`{path.name}`" in PAGE, path.name
 
 
-def test_its_command_is_valid(tmp_path):
-    command, = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert parse_arguments(command.split()[3:]).steps
+def test_its_commands_are_valid():
+    programs = {"vitinit.figures": figures.parse_arguments, "vitinit.compare": compare.parse_arguments}
+    commands = "".join(re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)).splitlines()
+    found = [programs[program](arguments) for _, _, program, *arguments in map(shlex.split, commands)]
+    assert found[0].steps and found[1].pack == Path("quickstart.tar.xz") and len(found) == 5
