@@ -161,7 +161,7 @@ def default_rank(tokens: int, dim: int) -> int:
 
     The rule is ours. Beyond that many directions noise covers the maps, however wide a head is. 64
     is the head_dim of every released model. README.md of this package says what the rule does on a
-    small grid, the repository's README what it does for models with few wide heads.
+    small grid and for models with few wide heads.
     """
     return max(min(max(RELEASED_RANK, tokens // 2), dim // 3), 1)
 
