@@ -1,44 +1,28 @@
-"""The README's commands: the first run is made in full, of the others arguments are checked."""
+"""The README's first run is made in full; the code and the output of the pages are what they show."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import types
+from ast import literal_eval
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pages import PAGES, README, REPOSITORY
 from PIL import Image
 
-from vitinit import export, predict, sweep
-from vitinit.figures.__main__ import parse_arguments as parse_figure
-from vitinit.recipe.files import find_recipe
-
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
-
-
-def commands() -> list[list[str]]:
-    """The words of every command in a bash block; continued lines are joined."""
-    blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if shlex.split(line, comments=True)]
-
-
-def started(program: str) -> list[list[str]]:
-    """The arguments of every README line that starts `program`."""
-    return [words[words.index(program) + 1:] for words in commands() if program in words]
+from vitinit import export, predict
 
 
 def run(words: list[str], cwd: Path) -> subprocess.CompletedProcess:
     """A README command from another folder than the repository's, with this Python's torchrun."""
-    repository = Path(__file__).resolve().parent.parent
     scripts = Path(sys.executable).parent
-    words = [str(repository / word) if word in ("train.py", "eval.py") else word for word in words]
+    words = [str(REPOSITORY / word) if word in ("train.py", "eval.py") else word for word in words]
     # --standalone: torchrun's usual port may be taken by another run on this machine.
     words[:1] = {"torchrun": [str(scripts / "torchrun"), "--standalone"],
                  "python": [sys.executable]}[words[0]]
@@ -49,12 +33,12 @@ def run(words: list[str], cwd: Path) -> subprocess.CompletedProcess:
 
 
 def test_the_quickstart_trains_and_its_run_evaluates(tmp_path):
-    train = next(words for words in commands() if "quickstart" in words)
+    commands = README.section("Three minutes").commands()
+    train = next(words for words in commands if "train.py" in words)
     result = run([*train, "--set", "schedule.epochs=1"], tmp_path)
     assert result.returncode == 0, result.stderr
     last = json.loads((tmp_path / "runs/quickstart-impulse-s0/metrics.jsonl").read_text())
-    evaluate = next(words for words in commands() if "eval.py" in words and
-                    "runs/quickstart-impulse-s0" in words)
+    evaluate = next(words for words in commands if "eval.py" in words)
     result = run(evaluate, tmp_path)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
@@ -62,40 +46,50 @@ def test_the_quickstart_trains_and_its_run_evaluates(tmp_path):
     assert found["ema"]["top1"] == last["ema_top1"]
 
 
-@pytest.mark.parametrize("program", ["train", "eval"])
-def test_every_command_names_arguments_and_recipes_that_exist(program, repository, request):
-    parse = request.getfixturevalue(f"{program}_program").parse_arguments
-    found = started(f"{program}.py")
-    assert found
-    for arguments in found:
-        args = parse(arguments)
-        if args.recipe:
-            find_recipe(args.recipe, repository / "recipes")
-
-
-def python_blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+def test_the_model_in_the_box_predicts_what_the_readme_shows(monkeypatch, capsys):
+    """Every line that is shown is printed; percentages may differ by rounding on other machines."""
+    monkeypatch.chdir(REPOSITORY)
+    section = README.section("Use it")
+    command = next(words for words in section.commands() if "vitinit.predict" in words)
+    assert predict.main([*command[3:command.index("--sheet")], "--workers", "0"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    number = re.compile(r"\d+\.\d+")
+    shown = [line for line in section.blocks("")[0].splitlines() if line != "…"]
+    assert len(shown) == 3
+    for line in shown:
+        found, = [other for other in printed if number.sub("#", other) == number.sub("#", line)]
+        assert [float(value) for value in number.findall(found)] == pytest.approx(
+            [float(value) for value in number.findall(line)], abs=0.2)
+    code, = section.blocks("python")
+    *before, last = code.strip().splitlines()
+    call, _, expected = last.partition("#")
+    names: dict = {}
+    exec("\n".join(before), names)
+    for (found, share), (name, rounded) in zip(eval(call, names), literal_eval(expected.strip()),
+                                               strict=True):
+        assert found == name and share == pytest.approx(rounded, abs=0.02)
 
 
 def test_what_was_trained_is_used_and_exported_as_shown(tmp_path, monkeypatch):
     """Run the code blocks of "Use what was trained" on another run, with a stand-in for timm."""
-    section = README.partition("## Use what was trained\n")[2].partition("\n## ")[0]
-    blocks = [block for block in python_blocks() if block in section]
-    load, program, timms = blocks
-    run = Path(__file__).parent / "runs" / "data" / "55cb85f"
+    page = next(page for page in PAGES if page.name == "vitinit/runs/README.md")
+    section = page.section("Use what was trained")
+    load, program, timms = section.blocks("python")
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "quickstart-impulse-s0").symlink_to(run)
+    (tmp_path / "runs" / "quickstart-impulse-s0").symlink_to(
+        REPOSITORY / "tests" / "runs" / "data" / "55cb85f")
     (tmp_path / "photographs").mkdir()
-    (tmp_path / "tests").symlink_to(Path(__file__).parent)
     monkeypatch.chdir(tmp_path)
     image = Image.fromarray(np.arange(300, dtype=np.uint8).reshape(10, 10, 3))
     for path in ("photo.png", "photographs/a.png"):
         image.save(path)
     exec(load, {})
-    for words in commands():
-        if "vitinit.predict" in words or "vitinit.export" in words:
-            main = {"vitinit.predict": predict, "vitinit.export": export}[words[2]].main
-            assert main(words[3:]) == 0
+    started = []
+    for words in section.commands():
+        started.append(words[2])
+        main = {"vitinit.predict": predict, "vitinit.export": export}[words[2]].main
+        assert main(words[3:]) == 0
+    assert set(started) == {"vitinit.predict", "vitinit.export"}
     names: dict = {}
     exec(program.replace("32, 32", "8, 8"), names)
     assert names["logits"].shape == (5, 3)
@@ -106,26 +100,11 @@ def test_what_was_trained_is_used_and_exported_as_shown(tmp_path, monkeypatch):
     assert "blocks.0.attn.qkv.weight" in names["weights"]
 
 
-def test_every_figure_names_arguments_and_recipes_that_exist(repository):
-    found = started("vitinit.figures")
-    assert {words[0] for words in found} >= {"maps", "mass", "attention", "spectrum"}
-    for arguments in found:
-        for name in parse_figure(arguments).recipe or []:
-            find_recipe(name, repository / "recipes")
-
-
-def test_every_sweep_is_one_that_could_start(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")   # the number of a job in a SLURM array
-    found = started("vitinit.sweep")
-    assert found
-    for arguments in found:
-        assert sweep.main([*map(os.path.expandvars, arguments), "--dry-run"]) == 0
-
-
-def test_the_file_tree_names_every_file(repository):
-    tree = README[README.index("## Where things are"):]
-    files = [path for pattern in ("*.py", "vitinit/**/*.py") for path in repository.glob(pattern)]
-    for path in files:
-        if path.name != "__init__.py":
-            assert path.name in tree, path
+@pytest.mark.parametrize("name, result, shape", [("vitinit/models/README.md", "logits", (2, 10)),
+                                                 ("vitinit/init/README.md", "attention", (2, 3, 65, 65))])
+def test_the_code_of_a_page_gives_the_shape_that_it_states(name, result, shape):
+    code, = next(page for page in PAGES if page.name == name).blocks("python")
+    assert str(shape) in code
+    names: dict = {}
+    exec(code, names)
+    assert names[result].shape == shape

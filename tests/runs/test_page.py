@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from pages import read_page
 
 from vitinit import compare
 from vitinit.figures import __main__ as figures
@@ -17,7 +17,7 @@ from vitinit.runs import folder as folder_module
 from vitinit.runs.records import METRICS
 from vitinit.train.metrics import StepRow
 
-PAGE = Path(folder_module.__file__).with_name("README.md").read_text(encoding="utf-8")
+PAGE = read_page(Path(folder_module.__file__).with_name("README.md"))
 RUN = "runs/quickstart-impulse-s0"
 ROWS = [StepRow(10, 2.5, 1e-3, None, 1024.0, 300.0, 0.25)._asdict(),
         StepRow(20, 2.0, 2e-3, 0.5, None, 310.0, 0.125)._asdict()]
@@ -70,7 +70,7 @@ def boards(tmp_path, monkeypatch) -> list[Board]:
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 def test_five_lines_send_the_steps_to_tensorboard_and_to_weights_and_biases(boards):
-    programs = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    programs = PAGE.section("TensorBoard and Weights & Biases").blocks("python")
     assert len(programs) == 2
     for program in programs:
         assert len(program.splitlines()) <= 5
@@ -86,13 +86,12 @@ def test_every_file_and_column_is_named():
     files = re.findall(r"^    (\S+\.\S+) ", folder_module.__doc__, flags=re.MULTILINE)
     assert len(files) >= 9
     for name in set(files) - {"run.lock"} | set(METRICS) | set(StepRow._fields):
-        assert f"`{name}`" in PAGE, name
-    for path in Path(folder_module.__file__).parent.glob("[a-z]*.py"):
-        assert f"`{path.name}`" in PAGE, path.name
+        assert f"`{name}`" in PAGE.text, name
 
 
-def test_its_commands_are_valid():
-    programs = {"vitinit.figures": figures.parse_arguments, "vitinit.compare": compare.parse_arguments}
-    commands = "".join(re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)).splitlines()
-    found = [programs[program](arguments) for _, _, program, *arguments in map(shlex.split, commands)]
-    assert found[0].steps and found[1].pack == Path("quickstart.tar.xz") and len(found) == 5
+def test_its_commands_do_what_the_text_says():
+    draw, = PAGE.section("The files of a run").commands()
+    assert figures.parse_arguments(draw[3:]).steps
+    pack, *_, add = [compare.parse_arguments(words[3:])
+                     for words in PAGE.section("Many runs in one file").commands()]
+    assert pack.pack == add.pack == Path("quickstart.tar.xz") == add.runs[0]
