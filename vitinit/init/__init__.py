@@ -24,7 +24,7 @@ from torch import nn
 
 from ..messages import in_brief
 from ..models import ConvMixer, MlpMixer, SimpleViT, SwinTransformer, VisionTransformer
-from .baseline import default, torch_default
+from .baseline import default, lecun, torch_default
 from .conditioned import conditioned
 from .dct import dct
 from .deep_impulse import deep_impulse
@@ -45,6 +45,8 @@ INITS: dict[str, dict[type[nn.Module], Callable[..., None]]] = {
                 ConvMixer: default, SimpleViT: default},
     "torch": {VisionTransformer: torch_default, SwinTransformer: torch_default,
               MlpMixer: torch_default, ConvMixer: torch_default, SimpleViT: torch_default},
+    "lecun": {VisionTransformer: lecun, SwinTransformer: lecun, MlpMixer: lecun, ConvMixer: lecun,
+              SimpleViT: lecun},
     "mimetic": {VisionTransformer: mimetic, SwinTransformer: mimetic,
                 SimpleViT: mimetic_simple_vit},
     "impulse": {VisionTransformer: impulse, SwinTransformer: impulse_swin,

@@ -6,19 +6,18 @@ any information about token positions.
 
 from __future__ import annotations
 
-from typing import Literal
 
 import torch
 from torch import nn
 
 from ..models import SwinTransformer, VisionTransformer
-from .baseline import draw_base
+from .baseline import Base, draw_base
 from .mimetic import attentions
 
 
 @torch.no_grad()
 def conditioned(model: VisionTransformer | SwinTransformer, *, generator: torch.Generator,
-                base: Literal["default", "torch"] = "default") -> None:
+                base: Base = "default") -> None:
     """Make Q and K semi-orthogonal and V a rectangular identity in every head.
 
     Source: "Conditioned Initialization for Attention", ICLR 2026.

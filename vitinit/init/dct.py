@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ..models import SwinTransformer, VisionTransformer
-from .baseline import draw_base
+from .baseline import Base, draw_base
 from .mimetic import attentions
 
 
 @torch.no_grad()
 def dct(model: VisionTransformer | SwinTransformer, *, generator: torch.Generator,
-        base: Literal["default", "torch"] = "default",
+        base: Base = "default",
         projection: Literal["query", "key", "value"] = "key") -> None:
     """Make W_Q, W_K or W_V of every block the orthonormal DCT matrix (arXiv 2405.13901).
 

@@ -21,7 +21,7 @@ the patch tokens that falls on the target. N is the number of patch tokens, d is
 
 Options:
 
-base: the baseline that first draws every weight, "default" or "torch"; see baseline.py.
+base: the baseline that first draws every weight, "default", "torch" or "lecun"; see baseline.py.
 kernel_size: f of the f×f impulse kernels, that is, the offsets that heads can have (9 for 3×3).
 offsets: how offsets are assigned to heads. "rotating": head h of block l takes offset number
     l · heads + h, modulo the number of offsets, so that heads and blocks together go through the
@@ -78,7 +78,7 @@ from torch import Tensor
 from ..filters import offsets_on_grid
 from ..models.attention import Attention
 from ..models.vit import VisionTransformer
-from .baseline import draw_base
+from .baseline import Base, draw_base
 from .code_plan import CodePlan, plan_code, random_code, table_factors, wave_factors
 from .content import write_content
 from .factorize import balanced_factors
@@ -234,7 +234,7 @@ def scale_queries_keys(model: VisionTransformer, scales: list[float], amplitude:
 
 @torch.no_grad()
 def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
-                 base: Literal["default", "torch"] = "default",
+                 base: Base = "default",
                  kernel_size: int = 3,
                  offsets: Literal["rotating", "ordered", "random"] = "rotating",
                  target_mass: float | tuple[float, float] = 0.9,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..filters import convolution_matrix, random_kernel
 from ..models.conv_mixer import ConvMixer, DenseMixing, DepthwiseConv
-from .baseline import draw_base
+from .baseline import Base, draw_base
 from .options import require_positive
 
 KINDS = ("random", "box", "gaussian", "covariance", "permutation")
@@ -20,7 +20,7 @@ ENERGY = 1 / 3          # expected Σ w² of PyTorch's draw: k² cells of varian
 
 @torch.no_grad()
 def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
-                       base: Literal["default", "torch"] = "default",
+                       base: Base = "default",
                        kind: Literal["random", "box", "gaussian", "covariance",
                                      "permutation"] = "random",
                        cells: int = 2,

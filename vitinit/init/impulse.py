@@ -8,7 +8,7 @@ frozen; training may turn the attention into anything else.
 Options. The defaults are those of the released code, some of which the paper does not state. H is the
 convolution matrix of a head's impulse kernel, Z the noise matrix of mimetic initialisation.
 
-base: the baseline that first draws every weight, "default" or "torch"; see baseline.py.
+base: the baseline that first draws every weight, "default", "torch" or "lecun"; see baseline.py.
 kernel_size: f of the f×f impulse kernels; 3 in the paper.
 offsets: how offsets are assigned to heads. "ordered": head h of every block takes offset number
     h of `filters.ordered_offsets`, modulo the number of offsets (for 3×3 the released order).
@@ -50,7 +50,7 @@ from ..filters import Offset, convolution_matrix, impulse_kernel, offsets_on_gri
 from ..mixing import target_mass
 from ..models.attention import attention_weights
 from ..models.vit import VisionTransformer
-from .baseline import draw_base, truncated_normal_
+from .baseline import Base, draw_base, truncated_normal_
 from .content import write_content
 from .factorize import numerical_rank, position_basis, query_key_factors
 from .mimetic import write_values
@@ -65,7 +65,7 @@ NEAR_UNIFORM = 2.0      # in multiples of uniform attention: the least that one 
 
 @torch.no_grad()
 def impulse(model: VisionTransformer, *, generator: torch.Generator,
-            base: Literal["default", "torch"] = "default",
+            base: Base = "default",
             kernel_size: int = 3,
             offsets: Literal["ordered", "rotating", "random"] = "ordered",
             pos_embed_scale: float = 18.0,

@@ -8,14 +8,14 @@ import torch
 
 from ..filters import impulse_kernel, ordered_offsets
 from ..models.conv_mixer import ConvMixer, DepthwiseConv
-from .baseline import draw_base
+from .baseline import Base, draw_base
 from .filters_conv_mixer import write_kernels
 from .impulse import OFFSETS, head_offsets
 
 
 @torch.no_grad()
 def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
-                       base: Literal["default", "torch"] = "default",
+                       base: Base = "default",
                        kernel_size: int = 0,
                        offsets: Literal["ordered", "rotating", "random"] = "ordered",
                        gain: float = 1.0) -> None:
@@ -64,7 +64,7 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
 
 
 def deep_impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
-                            base: Literal["default", "torch"] = "default",
+                            base: Base = "default",
                             kernel_size: int = 0,
                             gain: float = 1.0) -> None:
     """`impulse_conv_mixer` with offsets that rotate over filters and blocks.

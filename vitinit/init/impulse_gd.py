@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..filters import convolution_matrix, impulse_kernel, offsets_on_grid
 from ..models import SimpleViT, VisionTransformer
-from .baseline import draw_base
+from .baseline import Base, draw_base
 from .impulse import head_offsets
 
 PseudoInput = Literal["pos_embed", "uniform", "normal", "pos_embed+uniform", "pos_embed+normal"]
@@ -22,7 +22,7 @@ PSEUDO_INPUTS = get_args(PseudoInput)
 
 @torch.no_grad()
 def impulse_gd(model: VisionTransformer | SimpleViT, *, generator: torch.Generator,
-               base: Literal["default", "torch"] = "default",
+               base: Base = "default",
                kernel_size: int = 3,
                offsets: Literal["ordered", "random"] = "random",
                pseudo_input: PseudoInput = "pos_embed",

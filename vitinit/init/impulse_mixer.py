@@ -9,14 +9,14 @@ import torch
 from ..filters import convolution_matrix, impulse_kernel, offsets_on_grid
 from ..models.layers import Mlp
 from ..models.mlp_mixer import MlpMixer
-from .baseline import draw_base
+from .baseline import Base, draw_base
 from .impulse import head_offsets
 from .options import require_positive
 
 
 @torch.no_grad()
 def impulse_mixer(model: MlpMixer, *, generator: torch.Generator,
-                  base: Literal["default", "torch"] = "default",
+                  base: Base = "default",
                   kernel_size: int = 3,
                   offsets: Literal["ordered", "random"] = "ordered",
                   gain: float = 1.0,

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..filters import Offset, offsets_on_grid
 from ..models.layers import sincos_frequencies
 from ..models.simple_vit import SimpleViT
-from .baseline import draw_base
+from .baseline import Base, draw_base
 from .factorize import STEEPEST, smallest_reaching
 from .impulse import head_offsets
 
@@ -51,7 +51,7 @@ class Axis:
 
 @torch.no_grad()
 def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator,
-                       base: Literal["default", "torch"] = "default",
+                       base: Base = "default",
                        kernel_size: int = 3,
                        offsets: Literal["ordered", "random"] = "ordered",
                        target_mass: float = 0.9) -> None:

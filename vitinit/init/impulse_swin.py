@@ -9,7 +9,7 @@ import torch
 
 from ..filters import ordered_offsets
 from ..models.swin import SwinTransformer
-from .baseline import draw_base
+from .baseline import Base, draw_base
 from .impulse import OFFSETS, head_offsets
 from .mimetic import write_values
 from .options import require_not_negative
@@ -17,7 +17,7 @@ from .options import require_not_negative
 
 @torch.no_grad()
 def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
-                 base: Literal["default", "torch"] = "default",
+                 base: Base = "default",
                  kernel_size: int = 3,
                  offsets: Literal["ordered", "rotating", "random"] = "ordered",
                  target_mass: float = 0.9,
@@ -77,7 +77,7 @@ def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
 
 
 def deep_impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
-                      base: Literal["default", "torch"] = "default",
+                      base: Base = "default",
                       kernel_size: int = 3,
                       target_mass: float = 0.9) -> None:
     """`impulse_swin` with offsets that rotate over heads and blocks.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..models import SimpleViT, SwinTransformer, VisionTransformer
 from ..models.attention import Attention
-from .baseline import draw_base
+from .baseline import Base, draw_base
 from .content import write_content
 from .factorize import balanced_factors
 from .options import require_not_negative
@@ -22,7 +22,7 @@ from .options import require_not_negative
 
 @torch.no_grad()
 def mimetic(model: VisionTransformer | SwinTransformer, *, generator: torch.Generator,
-            base: Literal["default", "torch"] = "default",
+            base: Base = "default",
             qk_init: Literal["mimetic", "base"] = "mimetic",
             qk_alpha: float = 0.7, qk_beta: float = 0.7,
             value_init: Literal["mimetic", "base"] = "mimetic",
@@ -70,7 +70,7 @@ def mimetic(model: VisionTransformer | SwinTransformer, *, generator: torch.Gene
 
 @torch.no_grad()
 def mimetic_simple_vit(model: SimpleViT, *, generator: torch.Generator,
-                       base: Literal["default", "torch"] = "default",
+                       base: Base = "default",
                        qk_alpha: float = 0.7, qk_beta: float = 0.7) -> None:
     """Make Q Kᵀ ≈ αZ + βI in every head, like the mimetic baseline in the code of arXiv 2401.12511.
 
