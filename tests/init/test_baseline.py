@@ -145,7 +145,22 @@ def test_torch_is_uniform_by_fan_in(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["default", "torch"])
+def test_lecun_is_normal_by_fan_in_without_biases(family):
+    state, pytorchs = drawn_by("lecun", family=family), drawn_by("torch", family=family)
+    layers = 0
+    for name, value in state.items():
+        if of_a_norm(name) or name in ("cls_token", "dist_token") or name.endswith(EMBEDDINGS):
+            assert torch.equal(value, pytorchs[name]), name
+        elif name.endswith("bias"):
+            assert (value == 0).all(), name
+        else:
+            assert is_normal(value, fan_in(state, name) ** -0.5), name
+            layers += 1
+    assert layers > 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["default", "torch", "lecun"])
 def test_a_baseline_draws_everything_from_its_generator_alone(name, family):
     """`drawn_by` has filled the model with NaN before."""
     states = []
@@ -159,7 +174,7 @@ def test_a_baseline_draws_everything_from_its_generator_alone(name, family):
     assert same == {key for key, value in first.items() if (value == value.flatten()[0]).all()}
 
 
-@pytest.mark.parametrize("name", ["default", "torch"])
+@pytest.mark.parametrize("name", ["default", "torch", "lecun"])
 def test_batch_statistics_start_anew(name):
     state = drawn_by(name, family="conv_mixer")
     counts = [value for key, value in state.items() if key.endswith("num_batches_tracked")]
@@ -196,7 +211,7 @@ def test_what_constructors_and_the_global_generator_drew_never_matters(name):
 
 @pytest.mark.parametrize("name, family", [
     *((name, "vit") for name in VIT_INITS),
-    *product(("default", "torch"), [family for family in FAMILIES if family != "vit"])])
+    *product(("default", "torch", "lecun"), [family for family in FAMILIES if family != "vit"])])
 def test_the_global_generator_is_left_alone(name, family):
     model_name, sizes = FAMILIES[family]
     model = vitinit.build_model(model_name, **sizes)
@@ -215,7 +230,7 @@ def test_another_seed_gives_other_weights(name):
         assert not torch.equal(first[key], second[key]), key
 
 
-@pytest.mark.parametrize("base", ["default", "torch"])
+@pytest.mark.parametrize("base", ["default", "torch", "lecun"])
 @pytest.mark.parametrize("name, options, touched", [
     ("mimetic", {}, {"attn.qkv.weight", "attn.proj.weight"}),
     ("impulse", {}, {"attn.qkv.weight", "attn.proj.weight", "pos_embed"}),
@@ -240,7 +255,7 @@ def test_an_unknown_init_lists_the_near_ones():
 
 def test_a_base_that_does_not_exist_is_an_error():
     model = vitinit.build_model("vit_tiny", **SIZES)
-    with pytest.raises(ValueError, match="base is 'zeros', expected one of default, torch"):
+    with pytest.raises(ValueError, match="base is 'zeros', expected one of default, torch, lecun"):
         vitinit.init_weights(model, "mimetic", generator=torch.Generator(), base="zeros")
 
 
@@ -259,7 +274,7 @@ def test_an_init_not_defined_for_a_family_lists_those_that_are(family, kind):
     model = vitinit.build_model(model_name, **sizes)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(ValueError, match=f"init 'mimetic' is not defined for a {kind}; it has: "
-                                         "default, torch, impulse"):
+                                         "default, torch, lecun, impulse"):
         vitinit.init_weights(model, "mimetic", generator=torch.Generator())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
