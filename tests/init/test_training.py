@@ -79,6 +79,7 @@ FUNCTIONS = {       # the table of inits a second time, by module and function n
     "default": dict.fromkeys(("vit", "swin", "mixer", "conv_mixer", "simple_vit"), "baseline.default"),
     "torch": dict.fromkeys(("vit", "swin", "mixer", "conv_mixer", "simple_vit"),
                            "baseline.torch_default"),
+    "lecun": dict.fromkeys(("vit", "swin", "mixer", "conv_mixer", "simple_vit"), "baseline.lecun"),
     "mimetic": {"vit": "mimetic.mimetic", "swin": "mimetic.mimetic",
                 "simple_vit": "mimetic.mimetic_simple_vit"},
     "impulse": {"vit": "impulse.impulse", "swin": "impulse_swin.impulse_swin",
@@ -115,9 +116,9 @@ def test_an_init_by_its_name_is_the_function_of_the_models_family(family, name):
 @pytest.mark.parametrize("name, model_name, message", [
     ("impulze", "swin_tiny", "there is no init 'impulze'; near: impulse"),
     ("xyz", "swin_tiny", f"there is no init 'xyz'; near: {', '.join(sorted(INITS))}$"),
-    ("mimetic", "mixer_s16", "not defined for a MlpMixer; it has: default, torch, impulse"),
-    ("mimetic", "convmixer_256_8", "not defined for a ConvMixer; it has: default, torch, impulse"),
-    ("filters", "simple_vit", "not defined for a SimpleViT; it has: default, torch, mimetic, "
+    ("mimetic", "mixer_s16", "not defined for a MlpMixer; it has: default, torch, lecun, impulse"),
+    ("mimetic", "convmixer_256_8", "not defined for a ConvMixer; it has: default, torch, lecun, impulse"),
+    ("filters", "simple_vit", "not defined for a SimpleViT; it has: default, torch, lecun, mimetic, "
                               "impulse, impulse_gd$"),
 ])
 def test_an_init_that_is_not_there_names_those_that_are(name, model_name, message):
