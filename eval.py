@@ -13,6 +13,11 @@ moving average (EMA) are evaluated. For any other checkpoint, such as DeiT's own
 the model. Without --data each checkpoint is evaluated on the validation set of its recipe. A single
 result is printed as a line, several as a table. One JSON object per checkpoint and data set
 follows, or is written to the FILE of --json.
+
+Two further sets are parts of a run's own training set, and go by names of their own: `train`, the
+images that it was trained on, without augmentation (--train-images); and `held_out`, the validation
+set of a run with data.held_out_per_class. --set data.held_out_per_class=0 evaluates such a run on
+the test images of its data set.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +40,7 @@ from torch import Tensor, nn
 from vitinit.command_line import Parser, run_program
 from vitinit.data.class_subsets import class_indices, imagenet_wnids
 from vitinit.data.datasets import DATA_SETS, Source, download, is_wnid, open_split
-from vitinit.data.eval_sets import EVAL_SETS, NamedSet, open_to_evaluate
+from vitinit.data.eval_sets import EVAL_SETS, NamedSet, TrainingPart, open_to_evaluate
 from vitinit.data.images import DataError
 from vitinit.data.kept import KeptViews, kept_views
 from vitinit.data.loader import EvalViews
@@ -57,10 +62,13 @@ from vitinit.train.metrics import ProgressBar
 from vitinit.train.throughput import TIMED_PASSES, WARMUP_PASSES, Throughput, throughput
 
 REPOSITORY = Path(__file__).resolve().parent
+HELD_OUT = "data.held_out_per_class"    # --set may only change it to 0, see `for_evaluation`
 # The keys that --set may change in a recipe that a checkpoint contains: how it is evaluated.
 EVALUATION_KEYS = ("eval.crop_pct", "eval.interpolation", "eval.batch_size", "eval.cache_gib",
-                   "data.workers", "data.on_device_gib", "engine.amp", "engine.compile",
+                   "data.workers", "data.on_device_gib", HELD_OUT, "engine.amp", "engine.compile",
                    "engine.channels_last", "engine.tf32")
+
+EvaluatedSet = NamedSet | TrainingPart
 
 
 # ---------------------------------------------------------------------------------------------
@@ -97,6 +105,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="run folders and checkpoint files")
     parser.add_argument("--data", type=named_set, nargs="+", action="extend", metavar="NAME=DIR",
                         help=f"data sets: {', '.join([*DATA_SETS, *EVAL_SETS])}")
+    parser.add_argument("--train-images", action="store_true",
+                        help="evaluate each model on the images that it was trained on, without "
+                             "augmentation; with --data, on these too")
     parser.add_argument("--data-dir", help="data.root: folder of the recipe's own data set")
     parser.add_argument("--image-size", type=image_size, metavar="N or H,W",
                         help="evaluate at another resolution than the recipe's")
@@ -109,7 +120,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--throughput", action="store_true",
                         help="print images/s of each model's forward pass, and its memory")
     args = parser.parse_args(arguments)
-    if args.data and args.data_dir is not None:
+    if args.data and args.data_dir is not None and not args.train_images:
         raise RecipeError(f"--data-dir {args.data_dir}: the folder of the recipe's own data set, "
                           "which --data replaces; expected one of the two")
     if args.json and (os.path.isdir(args.json) or not os.path.isdir(args.json.parent)):
@@ -143,34 +154,77 @@ def open_checkpoints(args: argparse.Namespace) -> list[Saved]:
 def for_evaluation(args: argparse.Namespace) -> list[Override]:
     """The overrides of --set that apply to a recipe which a checkpoint contains.
 
-    Other overrides apply to the recipe of --recipe alone; RecipeError if there is none.
+    Other overrides apply to the recipe of --recipe alone; RecipeError if there is none. Which images
+    were held out was settled before the training, so HELD_OUT can only become 0: the model is then
+    evaluated on the data set's own test images.
     """
     changes = overrides(sets=args.set)
-    for change in changes:
-        if change.key not in EVALUATION_KEYS and args.recipe is None:
+    usable = [change for change in changes if change.key in EVALUATION_KEYS and
+              (change.key != HELD_OUT or change.value == 0)]
+    for change in changes if args.recipe is None else []:
+        if change.key not in EVALUATION_KEYS:
             raise RecipeError(f"{change.text}: the checkpoint brings its own recipe, of which only "
                               f"how to evaluate can change{nearest(change.key, EVALUATION_KEYS)}")
-    return [change for change in changes if change.key in EVALUATION_KEYS]
+        if change not in usable:
+            raise RecipeError(f"{change.text}: a run's held-out images were chosen before it was "
+                              "trained; expected 0, for the test images of its data set")
+    for change in usable:
+        if change.key == HELD_OUT and (args.data or args.train_images):
+            option = "--train-images" if args.train_images else "--data"
+            raise RecipeError(f"{change.text}: chooses the validation set, in place of which {option} "
+                              "names what to evaluate on; expected one of the two")
+    return usable
 
 
-def open_sets(eval_sets: Sequence[Sequence[NamedSet]], checkpoints: Sequence[Saved],
-              own: bool) -> dict[NamedSet, Source]:
+def sets_of(saved: Saved, args: argparse.Namespace) -> list[EvaluatedSet]:
+    """What a checkpoint is evaluated on: its training images, the sets of --data, or both.
+
+    Without both options it is the validation set of its recipe.
+    """
+    data = saved.recipe.data
+    whole = NamedSet(data.name, data.root)
+    chosen: list[EvaluatedSet] = list(args.data or [])
+    if args.train_images:
+        chosen.insert(0, TrainingPart("train", whole, data.num_classes, data.subset,
+                                      data.images_per_class, data.held_out_per_class,
+                                      data.subset_seed))
+    elif not chosen and data.held_out_per_class:     # how many are trained on does not matter here
+        chosen.append(TrainingPart("held_out", whole, data.num_classes, 1.0, 0,
+                                   data.held_out_per_class, data.subset_seed))
+    return list(dict.fromkeys(chosen or [whole]))
+
+
+def open_sets(eval_sets: Sequence[Sequence[EvaluatedSet]], checkpoints: Sequence[Saved],
+              own: bool) -> dict[EvaluatedSet, Source]:
     """Open each data set once.
 
     eval_sets: those of each checkpoint. own: whether they are the recipes' own validation sets,
     whose number of classes must then be data.num_classes. Raises DataError if a data set cannot be
     opened.
     """
-    sources: dict[NamedSet, Source] = {}
+    sources: dict[EvaluatedSet, Source] = {}
     for saved, group in zip(checkpoints, eval_sets):
         for eval_set in group:
-            if eval_set not in sources:
-                sources[eval_set] = open_split(*eval_set, "val", saved.recipe.data.num_classes) \
-                    if own else open_to_evaluate(*eval_set)
+            if eval_set in sources:
+                continue
+            if isinstance(eval_set, TrainingPart):
+                sources[eval_set] = eval_set.open()
+            elif own:
+                sources[eval_set] = open_split(*eval_set, "val", saved.recipe.data.num_classes)
+            else:
+                sources[eval_set] = open_to_evaluate(*eval_set)
     return sources
 
 
-def columns_of(saved: Saved, eval_set: NamedSet, source: Source) -> Tensor | None:
+def download_sets(eval_sets: Iterable[EvaluatedSet]) -> None:
+    """Download each data set, whole, of which images are used, if it is one that can be downloaded."""
+    whole = [one.data_set if isinstance(one, TrainingPart) else one for one in eval_sets]
+    for name, root in dict.fromkeys(whole):
+        if name in DATA_SETS:
+            download(name, root)
+
+
+def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor | None:
     """The indices (K,) int64 of the logits that belong to the data set's K classes, in order.
 
     None if the model has exactly these classes in this order. A model of 1000 classes whose names
@@ -200,7 +254,7 @@ def columns_of(saved: Saved, eval_set: NamedSet, source: Source) -> Tensor | Non
 class ViewSettings(NamedTuple):
     """The settings that models must share for each image to be decoded only once for all of them."""
 
-    eval_set: NamedSet
+    eval_set: EvaluatedSet
     size: tuple[int, int]       # (height, width)
     crop_pct: float
     interpolation: str
@@ -217,7 +271,7 @@ class PassSettings(NamedTuple):
     tf32: bool
 
 
-def view_settings_of(saved: Saved, eval_set: NamedSet) -> ViewSettings:
+def view_settings_of(saved: Saved, eval_set: EvaluatedSet) -> ViewSettings:
     """Those of one checkpoint on one data set."""
     how = saved.recipe.eval
     return ViewSettings(eval_set, saved.size, how.crop_pct, how.interpolation)
@@ -265,11 +319,8 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
     checkpoints: list[Saved] = on_all(lambda: open_checkpoints(args))
     start_fork_server(max(saved.recipe.data.workers for saved in checkpoints))
     numbers = range(len(checkpoints))
-    eval_sets = [list(dict.fromkeys(args.data or [NamedSet(saved.recipe.data.name,
-                                                          saved.recipe.data.root)]))
-                 for saved in checkpoints]
-    wanted = dict.fromkeys(eval_set for group in eval_sets for eval_set in group)
-    on_all(lambda: [download(*eval_set) for eval_set in wanted if eval_set.name in DATA_SETS]
+    eval_sets = [sets_of(saved, args) for saved in checkpoints]
+    on_all(lambda: download_sets(eval_set for group in eval_sets for eval_set in group)
            if processes.local_rank == 0 else None)
     sources = on_all(lambda: open_sets(eval_sets, checkpoints, own=not args.data))
     columns = on_all(lambda: {
@@ -294,7 +345,7 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
         for eval_set in eval_sets[number]:
             passes = by_view.setdefault(view_settings_of(checkpoints[number], eval_set), {})
             passes.setdefault(pass_settings_of(checkpoints[number]), []).append(number)
-    results: dict[tuple[int, NamedSet], list[Evaluation]] = {}
+    results: dict[tuple[int, EvaluatedSet], list[Evaluation]] = {}
     for view, passes in by_view.items():
         recipes = [checkpoints[number].recipe for members in passes.values() for number in members]
         views = views_for(view, sources[view.eval_set], recipes, len(passes), processes)

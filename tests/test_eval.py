@@ -98,6 +98,93 @@ def test_a_run_folder_gives_the_last_line_of_training(train_program, eval_progra
                                                                   last["ema_top5"])
 
 
+# ---------------------------------------------------------------------------------------------
+# Parts of a run's own training set
+# ---------------------------------------------------------------------------------------------
+
+PART = dict(schedule__epochs="1", data__held_out_per_class="4", data__subset_seed="3",
+            data__mean="[0.485, 0.456, 0.406]", data__std="[0.229, 0.224, 0.225]",
+            eval__crop_pct="0.875", eval__interpolation="bicubic")
+
+
+@pytest.fixture
+def run_on_part(train_program, small_run, tmp_path, capsys, monkeypatch):
+    """Makes a run on a part of `image_tree`; returns its folder and the data that it really used."""
+    def make(name: str, **changes: str):
+        used, real = [], train_program.open_data
+        with monkeypatch.context() as patch:
+            patch.setattr(train_program, "open_data", lambda *arguments, **how: (
+                used.append(real(*arguments, **how)), used[0])[1])
+            assert train_program.main(small_run(tmp_path / name, **PART | changes)) == 0
+        capsys.readouterr()
+        return tmp_path / name, used[0]
+    return make
+
+
+def rows_of(eval_program, capsys, *arguments: object) -> list[dict]:
+    """The JSON objects that eval.py prints."""
+    assert eval_program.main(list(map(str, arguments))) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[:1] == "{"]
+
+
+def test_the_training_images_are_those_that_the_run_was_trained_on(eval_program, run_on_part, image_tree,
+                                                                   capsys):
+    """Of 17 images per class, 4 are held out and 5 trained on, or 9: ⌊0.7 · 13 + ½⌋."""
+    for name, share, images in (("five", dict(data__images_per_class="5"), 15),
+                                ("share", dict(data__subset="0.7"), 27)):
+        folder, data = run_on_part(name, **share)
+        row, = rows_of(eval_program, capsys, folder, "--train-images")
+        assert (row["data"], row["data_dir"]) == ("train", str(image_tree))
+        for weights in ("model", "ema"):
+            trained = vitinit.load(folder, weights=weights)
+            assert row[weights] == by_hand(trained.model, data.train_set, [0, 1, 2])
+            assert row[weights]["images"] == images
+
+
+def test_each_run_is_evaluated_on_its_own_training_images_and_on_those_of_data(
+        eval_program, run_on_part, image_tree, tmp_path, capsys, monkeypatch):
+    """Runs of two seeds share the training images, which are decoded once; a third run has others."""
+    shares = [dict(data__images_per_class="5"), dict(data__images_per_class="5", run__seed="7"),
+              dict(data__images_per_class="5", data__subset_seed="4")]
+    runs = [run_on_part(str(number), **share) for number, share in enumerate(shares)]
+    decoded, original = [], ImageFiles.image
+    monkeypatch.setattr(ImageFiles, "image", lambda self, index: (
+        decoded.append(index), original(self, index))[1])
+    rows = rows_of(eval_program, capsys, *(folder for folder, _ in runs), "--train-images", "--data",
+                   f"image_folder={image_tree}", "--data-dir", image_tree)
+    assert len(decoded) == 15 + 15 + 21
+    assert [(row["data"], row["model"]["images"]) for row in rows] == 3 * [("train", 15),
+                                                                          ("image_folder", 21)]
+    for (folder, data), row in zip(runs, rows[::2]):
+        assert row["model"] == by_hand(vitinit.load(folder).model, data.train_set, [0, 1, 2])
+
+
+def test_a_run_with_held_out_images_is_evaluated_on_them_or_on_the_test_set(eval_program, run_on_part,
+                                                                            image_tree, capsys):
+    folder, data = run_on_part("run", data__images_per_class="5")
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    row, = rows_of(eval_program, capsys, folder)
+    assert (row["data"], row["data_dir"], row["model"]["images"]) == ("held_out", str(image_tree), 12)
+    assert row["model"] == by_hand(vitinit.load(folder).model, data.val_set, [0, 1, 2])
+    assert (row["model"]["loss"], row["ema"]["top1"]) == (last["val_loss"], last["ema_top1"])
+    test, = rows_of(eval_program, capsys, folder, "--set", "data.held_out_per_class=0")
+    assert (test["data"], test["model"]["images"]) == ("image_folder", 21)
+    assert test == rows_of(eval_program, capsys, folder, "--data", f"image_folder={image_tree}")[0]
+
+
+def test_the_training_images_of_a_foreign_checkpoint_are_those_of_its_recipe(eval_program, image_tree,
+                                                                             tmp_path, capsys):
+    torch.save(tiny_vit(3).state_dict(), tmp_path / "a.pth")
+    row, = rows_of(eval_program, capsys, tmp_path / "a.pth", "--train-images", "--data-dir", image_tree,
+                   *as_recipe(3), "--set", "data.held_out_per_class=10")
+    assert (row["data"], row["model"]["images"]) == ("train", 21)
+
+
+# ---------------------------------------------------------------------------------------------
+# Checkpoints of other projects, other sets
+# ---------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_a_foreign_checkpoint_needs_only_a_recipe(eval_program, image_tree, tmp_path, capsys,
                                                   prefix):
@@ -278,10 +365,16 @@ def test_throughput_is_printed_and_written(eval_program, image_tree, tmp_path, c
 
 WRONG = [                   # arguments after a run's folder, part of the error message
     (["--set", "model.name=vit_small"], "--set model.name=vit_small: the checkpoint brings its own "
-     "recipe, of which only how to evaluate can change; valid: data.on_device_gib, data.workers"),
+     "recipe, of which only how to evaluate can change; valid: data.held_out_per_class, data.on_"),
     (["--set", "data.root=x"], "--set data.root=x: the checkpoint brings its own recipe"),
     (["--set", "eval.crop_pc=0.9"], "can change; did you mean 'eval.crop_pct'?"),
     (["--set", "eval.crop_pct=1.5"], "--set eval.crop_pct=1.5: eval.crop_pct is 1.5, expected"),
+    (["--set", "data.held_out_per_class=2"], "--set data.held_out_per_class=2: a run's held-out images "
+     "were chosen before it was trained; expected 0, for the test images of its data set"),
+    (["--set", "data.held_out_per_class=0", "--train-images"], "the validation set, in place of which "
+     "--train-images names what to evaluate on; expected one of the two"),
+    (["--set", "data.held_out_per_class=0", "--data", "shapes"], "in place of which --data names"),
+    (["--train-images", "--data-dir", "nowhere"], "nowhere/train: no such folder"),
     (["--recipe", "quickstart"], "brings its own recipe; --recipe is for checkpoints"),
     (["--data", "shape"], "there is no data set 'shape'; did you mean 'shapes'?"),
     (["--data", "cifar10"], "cifar10: expected cifar10=DIR, the folder of the data set"),

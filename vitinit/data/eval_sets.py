@@ -1,6 +1,6 @@
-"""What a trained model is evaluated on: the validation split of any data set, and four more test sets.
+"""What a trained model is evaluated on: validation splits, four more test sets, parts of a training set.
 
-These four test models that were trained on ImageNet-1K. They have its 1000 classes, or 200 of them,
+The four test sets test models that were trained on ImageNet-1K. They have its 1000 classes, or 200 of them,
 and no training split:
 
     ImageNet-V2      Recht et al., arXiv 1902.10811: images collected anew in the same way
@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from .class_subsets import imagenet_wnids
 from .datasets import DATA_SETS, ImageFolder, ImageFiles, Source, folder_of, open_split
 from .folders import class_folders
 from .images import DataError
+from .subset import held_out_part, stratified_part
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,41 @@ class NamedSet(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name}={self.root}" if self.root else self.name
+
+
+class TrainingPart(NamedTuple):
+    """Images of a run's own training set: those that it trains on, or those that it holds out.
+
+    The fields after `data_set` are keys of the recipe's data section.
+    """
+
+    name: Literal["train", "held_out"]
+    data_set: NamedSet
+    num_classes: int
+    subset: float
+    images_per_class: int
+    held_out_per_class: int
+    subset_seed: int
+
+    @property
+    def root(self) -> str:
+        """The folder of the data set."""
+        return self.data_set.root
+
+    def __str__(self) -> str:
+        return str(NamedSet(self.name, self.root))
+
+    def open(self) -> Source:
+        """Open the data set and choose the images, as train.py does.
+
+        Raises DataError as `open_split` does, and if a class has too few images.
+        """
+        source = open_split(*self.data_set, "train", self.num_classes)
+        if self.name == "held_out":
+            return held_out_part(source, images_per_class=self.held_out_per_class,
+                                 seed=self.subset_seed)
+        return stratified_part(source, share=self.subset, images_per_class=self.images_per_class,
+                               held_out=self.held_out_per_class, seed=self.subset_seed)
 
 
 EVAL_SETS: dict[str, EvalSet] = {
