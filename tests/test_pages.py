@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -20,11 +20,12 @@ from functools import cache
 from types import ModuleType
 
 import pytest
-from conftest import load_program
 from pages import PAGES, README, REPOSITORY, Page, program_of
 
 from vitinit import sweep
 from vitinit.command_line import Parser
+from vitinit.data.datasets import DATA_SETS
+from vitinit.data.eval_sets import EVAL_SETS
 from vitinit.init import INITS
 from vitinit.messages import OneLineError
 from vitinit.models import MODELS
@@ -120,13 +121,6 @@ def test_every_room_has_a_page_and_every_page_can_be_reached():
     assert {page.path for page in PAGES} <= reached
 
 
-def test_the_table_of_recipes_is_complete():
-    table = next(page for page in PAGES if page.name == "recipes/README.md").section("All recipes")
-    assert set(re.findall(r"`(\w+)`", "".join(
-        row.split("|")[1] for row in table.text.splitlines() if row.startswith("| `")))) == {
-            path.stem for path in RECIPES.glob("*.toml")}
-
-
 # ---------------------------------------------------------------------------------------------
 # Commands
 # ---------------------------------------------------------------------------------------------
@@ -142,8 +136,11 @@ class Reached(BaseException):
 @cache
 def module_of(program: str) -> ModuleType:
     """The module of a program: "train.py", or "vitinit.figures", whose __main__ is meant."""
-    if program.endswith(".py"):
-        return load_program(program.removesuffix(".py"))
+    if program.endswith(".py"):                      # it belongs to no package
+        spec = importlib.util.spec_from_file_location(f"program_{program[:-3]}", REPOSITORY / program)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
     if importlib.util.find_spec(program) is None:
         raise RecipeError(f"there is no program {program}")
     module = importlib.import_module(program)
@@ -227,14 +224,19 @@ def bad_mentions(page: Page) -> Iterator[str]:
 
 def help_of(program: str, arguments: list[str]) -> str:
     """The help of a program, or of its subcommand if the first of `arguments` can be one."""
-    parser = parse(program, [], only_parser=True).parser
-    commands = next((action.choices for action in parser._actions
-                     if isinstance(action, argparse._SubParsersAction)), None)
-    if commands is None or not arguments or not re.fullmatch(r"[a-z]+", arguments[0]):
-        return parser.format_help()
+    commands = commands_of(program)
+    if not commands or not arguments or not re.fullmatch(r"[a-z]+", arguments[0]):
+        return parse(program, [], only_parser=True).parser.format_help()
     if arguments[0] not in commands:
         raise RecipeError(f"{program} has no command {arguments[0]}")
     return commands[arguments[0]].format_help()
+
+
+def commands_of(program: str) -> dict[str, argparse.ArgumentParser]:
+    """The subcommands of a program, such as the figures of vitinit.figures; {} if it has none."""
+    parser = parse(program, [], only_parser=True).parser
+    return next((action.choices for action in parser._actions
+                 if isinstance(action, argparse._SubParsersAction)), {})
 
 
 # Options of other programs that the pages name: torchrun's, and that of containers.
@@ -249,16 +251,12 @@ def all_help() -> str:
                 if path.is_dir() or "run_program(" in path.read_text("utf-8") and path.stem != "command_line"]
     texts = [" ".join(OTHERS)]
     for program in ["train.py", "eval.py", *programs]:
-        parser = parse(program, [], only_parser=True).parser
-        texts.append(parser.format_help())
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                texts += [command.format_help() for command in action.choices.values()]
+        texts += [help_of(program, [command]) for command in ["", *commands_of(program)]]
     return "\n".join(texts)
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(monkeypatch, tmp_path, request):
+def elsewhere(monkeypatch, tmp_path):
     """Commands are tried in an empty folder, as a job of a SLURM array."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
@@ -278,6 +276,27 @@ def test_every_program_is_shown_in_a_command():
     shown = {found[0] for page in PAGES for words in page.commands() if (found := program_of(words))}
     assert shown >= {"train.py", "eval.py", "vitinit.sweep", "vitinit.compare", "vitinit.predict",
                      "vitinit.export", "vitinit.figures", "vitinit.bench"}
+
+
+# ---------------------------------------------------------------------------------------------
+# Tables
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, title, entries", [
+    ("recipes/README.md", "All recipes", {path.stem for path in RECIPES.glob("*.toml")}),
+    ("vitinit/init/README.md", "The inits", set(INITS)),
+    ("vitinit/models/README.md", "The names", set(MODELS)),
+    ("vitinit/data/README.md", "The data sets", {*DATA_SETS, *EVAL_SETS}),
+    ("vitinit/figures/README.md", "The figures", set(commands_of("vitinit.figures"))),
+])
+def test_a_table_is_complete(name, title, entries):
+    """Each row of the section's tables begins with what it is about; nothing is missing or invented."""
+    section = next(page for page in PAGES if page.name == name).section(title)
+    rows = [line.split("|") for line in section.text.splitlines() if line.startswith("|")]
+    column = 2 if title == "The names" else 1
+    found = {word for row in rows for word in re.findall(r"`(\w+)`", row[column])}
+    assert found == entries
 
 
 # ---------------------------------------------------------------------------------------------
