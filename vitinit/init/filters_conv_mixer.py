@@ -50,9 +50,9 @@ def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
     |               |   alike, and cells near the centre larger                                 |
     | "permutation" | √⅓ times a random permutation of the tokens                               |
 
-    "covariance" is ours, after the idea of arXiv 2210.03651, which draws filters from a normal with a
-    covariance in closed form, found in trained filters. The paper's own formula was not at hand; its
-    covariances also change with depth, and ours do not. The values of the options are not tuned.
+    "covariance" is ours, after the idea of arXiv 2210.03651: a normal with a covariance in closed form that
+    resembles the covariance of trained filters. The paper's own formula was not at hand. Ours is the same
+    in every block, and its options are not tuned.
 
     A permutation is not a convolution, so it needs a model with `dense_filters`. In such a model
     the other kinds are written as convolution matrices.
