@@ -71,9 +71,10 @@ def position_basis(positions: Tensor, rank: int) -> PositionBasis:
 
     positions: (N, D), after LayerNorm. rank: at most the numerical rank.
 
-    The truncation is essential. LayerNorm makes the rows of X sum to zero, so that XᵀX is singular,
-    and at full rank the noise in the smallest directions swamps the map. The released code of arXiv
-    2505.19985 truncates, too; the paper does not mention it.
+    The truncation is essential. LayerNorm makes the rows of X sum to zero, so that XᵀX is singular.
+    And the smallest directions, each divided by its s, would take most of the norm of Q and K, which
+    flattens the map even without noise (lesson 2 shows it). The released code of arXiv 2505.19985
+    truncates, too; the paper does not mention it.
     """
     # The SVD of X gives √s and W without squaring the condition number, as XᵀX would.
     _, values, directions = torch.linalg.svd(positions, full_matrices=False)

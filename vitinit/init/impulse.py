@@ -159,9 +159,10 @@ def check_options(*, offsets: str, value_init: str, rank: int, qk_norm: float,
 def default_rank(tokens: int, dim: int) -> int:
     """How many directions of a position embedding, (N, D), to use: min(max(64, N // 2), D // 3).
 
-    The rule is ours. Beyond that many directions noise covers the maps, however wide a head is. 64
-    is the head_dim of every released model. README.md of this package says what the rule does on a
-    small grid and for models with few wide heads.
+    The rule is ours. With more directions the maps become flat, however wide a head is, because the
+    weakest of them take most of the norm of Q and K. 64 is the head_dim of every released model.
+    README.md of this package says what the rule does on a small grid and for models with few wide
+    heads.
     """
     return max(min(max(RELEASED_RANK, tokens // 2), dim // 3), 1)
 
