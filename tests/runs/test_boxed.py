@@ -15,6 +15,7 @@ from vitinit.runs.groups import read_run
 from vitinit.runs.trained import BOXED
 
 BOX = BOXED / "cifar10_small"
+TWIN = BOXED / "cifar10_small-default"              # the same run from the init default, without weights
 IMAGES = Path(__file__).resolve().parents[1] / "data" / "cifar10"    # five of each class of the test set
 
 
@@ -42,6 +43,15 @@ def test_it_was_trained_as_its_recipe_says_on_all_images():
     assert len(RunFolder(BOX).steps.rows()) == 30 * 390 // 10
 
 
+def test_its_twin_differs_in_the_init_alone_and_is_worse():
+    box, twin = read_run(BOX), read_run(TWIN)
+    assert twin.finished and not (TWIN / "last.pt").exists()
+    assert {key for key in box.keys | twin.keys if box.keys.get(key) != twin.keys.get(key)
+            and not key.startswith("init.")} == set()
+    tops = [run.rows[-1]["val_top1"] for run in (box, twin)]
+    assert tops[0] >= 75.0 and tops[0] > tops[1] + 1.0
+
+
 def test_it_loads_by_its_name_wherever_one_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained = vitinit.load("cifar10_small")
@@ -64,6 +74,6 @@ def test_a_laptop_predicts_and_draws_at_once(tmp_path, monkeypatch, capsys):
                          "--attention"]) == 0
     assert "5 images are classified as their folder says" in capsys.readouterr().out
     figures(["attention", str(IMAGES / "cat" / "0000.jpg"), "--run", "cifar10_small", "--out", "a.png"])
-    figures(["curves", str(BOX), "--out", "curves.png"])
+    figures(["curves", str(BOX), str(TWIN), "--out", "curves.png"])
     for name in ("sheet.png", "a.png", "curves.png"):
         assert (tmp_path / name).stat().st_size > 10_000
