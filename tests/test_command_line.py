@@ -308,7 +308,7 @@ def test_an_unknown_init_is_named_and_sets_nothing_aside(train_program, tmp_path
 def test_an_init_that_the_family_lacks_is_one_line_with_those_that_it_has(train_program, tmp_path,
                                                                           model, family):
     path = saved(tmp_path, model=model, init="impulse", init_options={"gain": 0.5})
-    words = f"init 'mimetic' is not defined for a {family}; it has: default, torch, impulse"
+    words = f"init 'mimetic' is not defined for a {family}; it has: default, torch, lecun, impulse"
     with pytest.raises(RecipeError) as caught:
         fresh(train_program, "--recipe", path, "--init", "mimetic")
     assert str(caught.value).startswith(f"--init mimetic: {words}")
