@@ -119,8 +119,16 @@ def test_only_seeds_that_both_have_are_paired(monkeypatch, capsys, six_runs, wri
 def test_fewer_than_two_seeds_in_common_have_no_interval(monkeypatch, capsys, six_runs):
     run(monkeypatch, *six_runs[:2], *six_runs[4:])                        # 1, 2 and 2, 5
     printed = capsys.readouterr().out
-    assert "`impulse` shares fewer than two seeds with `default`: no interval." in printed
+    assert "Fewer than two seeds are shared with `default` by `impulse`: no interval." in printed
     assert "t interval" not in printed
+
+
+def test_where_no_group_can_be_paired_one_sentence_says_so(monkeypatch, capsys, six_runs, written_run):
+    other = written_run("m-7", [99.0], seed=7, init="mimetic", epochs=1)
+    run(monkeypatch, *six_runs[:2], *six_runs[5:], other)
+    printed = capsys.readouterr().out
+    assert "No group shares two seeds or more with `default" in printed and "`impulse" not in printed
+    assert printed.count("two seeds") == 1
 
 
 def test_a_single_group_has_no_differences(monkeypatch, capsys, six_runs):

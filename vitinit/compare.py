@@ -113,7 +113,8 @@ def by_seed(groups: Sequence[Group]) -> str:
 def differences(groups: Sequence[Group]) -> str:
     """A table of the other groups minus the first one, over the seeds that both have.
 
-    A group with fewer than two such seeds gets a sentence instead; "" if there is one group only.
+    Groups with fewer than two such seeds are named in a sentence instead; "" if there is one group
+    only.
     """
     rows, unpaired = [], []
     first, *others = groups
@@ -126,13 +127,17 @@ def differences(groups: Sequence[Group]) -> str:
                 rows.append([other.label, name, str(len(paired)), f"{mean:+.2f} ± {half:.2f}",
                              ", ".join(f"{seed}: {value:+.2f}" for seed, value in paired.items())])
             elif name == "model":
-                unpaired.append(f"`{other.label}` shares fewer than two seeds with `{first.label}`: "
-                                "no interval.")
-    parts = unpaired
+                unpaired.append(other.label)
+    parts = []
     if rows:
         title = [f"minus {first.label}", "of", "seeds",
                  f"mean, {CONFIDENCE:.0%} t interval".replace("%", " %"), "seed by seed"]
-        parts = [table(title, rows), *unpaired]
+        parts.append(table(title, rows))
+    if len(unpaired) == len(others) > 1:
+        parts.append(f"No group shares two seeds or more with `{first.label}`: no intervals.")
+    elif unpaired:
+        names = ", ".join(f"`{label}`" for label in unpaired)
+        parts.append(f"Fewer than two seeds are shared with `{first.label}` by {names}: no interval.")
     return "\n\n".join(parts)
 
 
