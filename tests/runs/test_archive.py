@@ -159,8 +159,10 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, **values: object) -> tarfil
     member("a/last.pt"), member("a/b/recipe.toml"), member("a/../../recipe.toml"), member("a/"),
     member("a", tarfile.DIRTYPE), member("a/run.json", tarfile.SYMTYPE, linkname="/etc/passwd"),
     member("b/run.json", tarfile.LNKTYPE, linkname="a/recipe.toml"),
-    member("a/run.json", tarfile.FIFOTYPE), member("a/run.json", tarfile.CHRTYPE)],
-    ids=lambda one: f"{one.name}-{one.type.decode()}")
+    member("a/run.json", tarfile.FIFOTYPE), member("a/run.json", tarfile.CHRTYPE),
+    # A sparse file: few bytes here, a gigabyte once it is read.
+    member("a/run.json", pax_headers={"GNU.sparse.map": "0,0", "GNU.sparse.size": "1000000000"})],
+    ids=lambda one: f"{one.name}-{one.type.decode()}{'-sparse' * bool(one.pax_headers)}")
 def test_anything_but_the_files_of_runs_is_refused(tmp_path, private_temporary_folder, stranger):
     path = written(tmp_path / "a.tar.xz", member("a/recipe.toml", size=3), stranger)
     assert refused(path) == (f"contains {stranger.name}, expected nothing but "

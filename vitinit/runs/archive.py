@@ -137,13 +137,15 @@ def unpack(path: Path, folder: Path) -> None:
         with tarfile.open(fileobj=io.BytesIO(_decompressed(path)), mode="r:") as archive:
             for member in archive:
                 run, _, file = member.name.partition("/")
-                if not member.isreg() or file not in FILES or run in ("", ".", ".."):
+                if (not member.isreg() or member.issparse() or file not in FILES
+                        or run in ("", ".", "..")):
                     raise CheckpointError(f"{path}: contains {in_brief(member.name)}, expected nothing "
                                           f"but <run>/{', <run>/'.join(FILES)}")
                 if member.name in found:
                     raise CheckpointError(f"{path}: contains {in_brief(member.name)} twice")
                 found.add(member.name)
-                archive.extract(member, folder, set_attrs=False, filter="data")
+                (folder / run).mkdir(exist_ok=True)
+                (folder / member.name).write_bytes(archive.extractfile(member).read())
     except CheckpointError:
         raise
     except tarfile.TarError as error:
