@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from vitinit.command_line import Parser, run_program
 from vitinit.data.class_subsets import class_indices, imagenet_wnids
 from vitinit.data.datasets import DATA_SETS, Source, download, is_wnid, open_split
-from vitinit.data.eval_sets import EVAL_SETS, NamedSet, TrainingPart, open_to_evaluate
+from vitinit.data.eval_sets import EVAL_SETS, EvaluatedSet, NamedSet, TrainingPart, open_to_evaluate
 from vitinit.data.images import DataError
 from vitinit.data.kept import KeptViews, kept_views
 from vitinit.data.loader import EvalViews
@@ -67,8 +67,6 @@ HELD_OUT = "data.held_out_per_class"    # --set may only change it to 0, see `fo
 EVALUATION_KEYS = ("eval.crop_pct", "eval.interpolation", "eval.batch_size", "eval.cache_gib",
                    "data.workers", "data.on_device_gib", HELD_OUT, "engine.amp", "engine.compile",
                    "engine.channels_last", "engine.tf32")
-
-EvaluatedSet = NamedSet | TrainingPart
 
 
 # ---------------------------------------------------------------------------------------------

@@ -92,6 +92,9 @@ class TrainingPart(NamedTuple):
                                held_out=self.held_out_per_class, seed=self.subset_seed)
 
 
+EvaluatedSet = NamedSet | TrainingPart      # what one result of an evaluation is about
+
+
 EVAL_SETS: dict[str, EvalSet] = {
     "imagenet_v2": EvalSet("imagenetv2-matched-frequency-format-val", 1000, numbered=True),
     "imagenet_r": EvalSet("imagenet-r", 200),

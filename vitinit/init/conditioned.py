@@ -6,7 +6,6 @@ any information about token positions.
 
 from __future__ import annotations
 
-
 import torch
 from torch import nn
 

@@ -21,9 +21,8 @@ def smallest_reaching(reached: Callable[[float], bool], largest: float) -> float
     """The smallest number in [0, largest] for which `reached` is true, or None.
 
     Returns None if `reached` is false for `largest`. The search is a bisection, so `reached` must
-    be
-    monotone: true for all numbers above the smallest for which it is true. An example is whether
-        the mass of a target, which grows with the scale of the logits, exceeds a wanted value.
+    be monotone: true for all numbers above the smallest for which it is true. An example is whether
+    the mass of a target, which grows with the scale of the logits, exceeds a wanted value.
     """
     if not reached(largest):
         return None
@@ -92,7 +91,7 @@ def query_key_factors(maps: Tensor, basis: PositionBasis, width: int,
     """Q and K, each (..., width, D), for which X Qᵀ K Xᵀ is nearest to `maps` at the basis' rank.
 
     maps: (..., N, N). width: rows of Q and K, the head's width; rows beyond the rank are zero.
-        norm: the Frobenius norm of Q and of K.
+    norm: the Frobenius norm of Q and of K.
 
     This is Algorithm 1 of arXiv 2505.19985: M̂ = X⁺ M X⁺ᵀ = U S Vᵀ, Qᵀ = U√S and Kᵀ = V√S, each
     divided by its Frobenius norm and multiplied by `norm`. Since M̂ = W C Wᵀ with orthonormal W, it

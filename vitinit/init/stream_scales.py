@@ -29,9 +29,9 @@ def stream_scales(model: VisionTransformer, reserved: int, code_rms: float,
         see `deep_impulse`.
     content: mean square of the patch embedding's output over all channels, where it is known.
 
-    Without `content`, the estimate starts with `content_mean_square`. Each branch then adds the mean square of its output. Attention adds a further term: V·proj
-    is partly a multiple of the identity, and neighbouring tokens are alike, so its output correlates
-    with the stream.
+    Without `content`, the estimate starts with `content_mean_square`. Each branch then adds the
+    mean square of its output. Attention adds a further term: V·proj is partly a multiple of the
+    identity, and neighbouring tokens are alike, so its output correlates with the stream.
     """
     dim = model.pos_embed.shape[2]
     share = (dim - reserved) / dim                   # share of the channels that hold content

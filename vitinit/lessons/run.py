@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterator
 from contextlib import chdir, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..figures.plot import pyplot
 from ..messages import OneLineError, in_brief
 from .page import Code, Page, difference
 
@@ -28,7 +28,7 @@ def run_page(page: Page, folder: Path) -> Iterator[tuple[Code, str]]:
 
     Raises LessonError, with the page's line, if a block fails or does not draw its pictures.
     """
-    os.environ.setdefault("MPLBACKEND", "Agg")
+    plt = pyplot()
     names: dict[str, Any] = {"__name__": "__main__"}
     for code in page.codes:
         place = f"{page.path.name}:{code.line}"
@@ -41,6 +41,7 @@ def run_page(page: Page, folder: Path) -> Iterator[tuple[Code, str]]:
         except Exception as error:
             raise LessonError(f"{place}: the code fails: {type(error).__name__}: "
                               f"{in_brief(error)}") from error
+        plt.close("all")                             # pyplot would keep them in memory
         for picture in code.pictures:
             if not (folder / picture).is_file():
                 raise LessonError(f"{place}: the code does not draw {picture}, which the page shows "

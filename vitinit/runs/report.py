@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..data.eval_sets import NamedSet, TrainingPart
+from ..data.eval_sets import EvaluatedSet
 from ..train.checkpoint import CheckpointError, write_text_atomically
 from ..train.engine import Evaluation
 from ..train.throughput import Throughput
@@ -25,7 +25,7 @@ class Finding:
 
     checkpoint: str                         # its path
     recipe: str                             # name
-    data_set: NamedSet | TrainingPart
+    data_set: EvaluatedSet
     image_size: tuple[int, int]             # (height, width)
     model_classes: int                      # number of logits of the model
     classes: Sequence[str]                  # names of the data set's classes
