@@ -99,19 +99,25 @@ class ChannelNorm(nn.LayerNorm):
 NORMS = {"batch": nn.BatchNorm2d, "layer": ChannelNorm}
 
 
+CHANNEL_RESIDUALS = ("mlp", "always", "never")
+
+
 def conv_mixer_block(mixing: DepthwiseConv | DenseMixing, activation: type[nn.Module],
-                     norm: type[nn.Module], dim: int, mlp_ratio: float) -> nn.Sequential:
+                     norm: type[nn.Module], dim: int, mlp_ratio: float, residual: bool
+                     ) -> nn.Sequential:
     """Spatial mixing with a residual, then channel mixing, each with activation and norm (§2).
 
-    Channel mixing is one pointwise convolution, or, if mlp_ratio is not 0, an MLP with a residual.
+    Channel mixing is one pointwise convolution, or, if mlp_ratio is not 0, an MLP.
+    residual: whether channel mixing is added to its input.
     """
     spatial = Residual(nn.Sequential(mixing, activation(), norm(dim)))
-    if not mlp_ratio:
-        return nn.Sequential(spatial, nn.Conv2d(dim, dim, kernel_size=1), activation(), norm(dim))
-    hidden = hidden_width(dim, mlp_ratio, "mlp_ratio")
-    channels = nn.Sequential(nn.Conv2d(dim, hidden, kernel_size=1), activation(),
-                             nn.Conv2d(hidden, dim, kernel_size=1), norm(dim))
-    return nn.Sequential(spatial, Residual(channels))
+    if mlp_ratio:
+        hidden = hidden_width(dim, mlp_ratio, "mlp_ratio")
+        channels = [nn.Conv2d(dim, hidden, kernel_size=1), activation(),
+                    nn.Conv2d(hidden, dim, kernel_size=1), norm(dim)]
+    else:
+        channels = [nn.Conv2d(dim, dim, kernel_size=1), activation(), norm(dim)]
+    return nn.Sequential(spatial, *([Residual(nn.Sequential(*channels))] if residual else channels))
 
 
 class ConvMixer(nn.Module):
@@ -127,7 +133,9 @@ class ConvMixer(nn.Module):
     dense_filters: see DenseMixing; images must then have the given image_size.
     norm: "batch" as in the paper, or "layer": LayerNorm over the channels of each position.
     mlp_ratio: 0 mixes channels by one pointwise convolution, as in the paper; otherwise by an MLP of
-        this ratio with a residual, as in a ViT.
+        this ratio.
+    channel_residual: whether channel mixing is added to its input: "mlp": an MLP is, as in a ViT,
+        and a pointwise convolution is not, as in the paper; "always"; or "never".
     plain_stem: leaves out the activation and the norm of the stem, as in a ViT.
     train_filters: False freezes depthwise weights and biases, which excludes them from the
         optimiser and from weight decay (arXiv 2401.12511).
@@ -144,7 +152,9 @@ class ConvMixer(nn.Module):
                  activation: Literal["gelu", "relu"] = "gelu", num_filters: int = 0,
                  softmax_filters: bool = False, dense_filters: bool = False,
                  train_filters: bool = True, norm: Literal["batch", "layer"] = "batch",
-                 mlp_ratio: float = 0.0, plain_stem: bool = False) -> None:
+                 mlp_ratio: float = 0.0,
+                 channel_residual: Literal["mlp", "always", "never"] = "mlp",
+                 plain_stem: bool = False) -> None:
         super().__init__()
         require_classes(num_classes)
         require_positive(image_size=image_size, patch_size=patch_size, embed_dim=embed_dim,
@@ -154,6 +164,9 @@ class ConvMixer(nn.Module):
                              f"{', '.join(ACTIVATIONS)}")
         if norm not in NORMS:
             raise ValueError(f"norm is {norm!r}, expected one of {', '.join(NORMS)}")
+        if channel_residual not in CHANNEL_RESIDUALS:
+            raise ValueError(f"channel_residual is {channel_residual!r}, expected one of "
+                             f"{', '.join(CHANNEL_RESIDUALS)}")
         if not mlp_ratio >= 0.0:                     # also refuses NaN
             raise ValueError(f"mlp_ratio is {mlp_ratio}, expected mlp_ratio ≥ 0")
         if not 0 <= num_filters <= embed_dim:
@@ -175,8 +188,9 @@ class ConvMixer(nn.Module):
                 return DenseMixing(embed_dim, self.grid[0] * self.grid[1], num_filters=num_filters)
             return DepthwiseConv(embed_dim, kernel_size, num_filters=num_filters,
                                  softmax=softmax_filters)
-        self.blocks = nn.Sequential(*(conv_mixer_block(mixing(), act, NORMS[norm], embed_dim, mlp_ratio)
-                                      for _ in range(depth)))
+        residual = channel_residual == "always" or (channel_residual == "mlp" and mlp_ratio > 0)
+        self.blocks = nn.Sequential(*(conv_mixer_block(mixing(), act, NORMS[norm], embed_dim, mlp_ratio,
+                                                       residual) for _ in range(depth)))
         for block in self.blocks:
             self.depthwise(block).requires_grad_(train_filters)
         self.head = make_head(embed_dim, num_classes)
