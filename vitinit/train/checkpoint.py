@@ -204,10 +204,15 @@ def _without_prefixes(name: str) -> str:
 
 
 def load_model(model: torch.nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Copy `tensors` into `model`: all of them, or none.
+    """Copy `tensors` into `model`: all of them, or none. Raises as `require_fit` does."""
+    require_fit(model, tensors, path)
+    model.load_state_dict(dict(tensors))
 
-    Raises CheckpointError, which names the file `path`, if names or shapes differ; it lists missing
-    names, surplus names and differing shapes.
+
+def require_fit(model: torch.nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise CheckpointError, which names the file `path`, if names or shapes differ from the model's.
+
+    The message lists missing names, surplus names and differing shapes.
     """
     own = model.state_dict()
     missing = sorted(own.keys() - tensors.keys())
@@ -218,7 +223,6 @@ def load_model(model: torch.nn.Module, tensors: Mapping[str, Tensor], path: Path
                 (("missing", missing), ("surplus", surplus), ("other shape", shapes)) if names]
     if problems:
         raise CheckpointError(f"{path}: does not fit the model; {'; '.join(problems)}")
-    model.load_state_dict(dict(tensors))
 
 
 def require_finite(tensors: Mapping[str, Tensor], what: str, path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..messages import in_brief
-from .checkpoint import CheckpointError, load_model, model_state, require_finite
+from .checkpoint import CheckpointError, model_state, require_finite, require_fit
 from .ema import Ema
 from .metrics import Progress
 
@@ -49,19 +49,22 @@ class TrainState:
         does not fit. The optimiser's hyper-parameters are not restored: the recipe states them all.
         """
         progress = restored_progress(state.get("progress"), path)
-        require_finite(model_state(state, path), "model", path)
+        weights, averaged = model_state(state, path), None
+        require_finite(weights, "model", path)
+        require_fit(self.model, weights, path)
         if self.ema is not None:
             average = state.get("ema")
             if not isinstance(average, Mapping) or type(average.get("updates")) is not int:
                 raise CheckpointError(f"{path}: holds no moving average, which the recipe asks for")
-            require_finite(model_state(state, path, "ema"), "ema", path)
+            averaged = model_state(state, path, "ema")
+            require_finite(averaged, "ema", path)
+            require_fit(self.ema.model, averaged, path)
         moments = self._fitting_moments(state.get("optimizer"), progress, path)
         scaling = self._fitting_scaling(state.get("scaler"), path)
 
-        load_model(self.model, state["model"], path)
+        self.model.load_state_dict(weights)
         if self.ema is not None:
-            load_model(self.ema.model, state["ema"]["model"], path)
-            self.ema.updates = state["ema"]["updates"]
+            self.ema.load_state_dict({"model": averaged, "updates": state["ema"]["updates"]})
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
         self.scaler.load_state_dict(scaling)
         self.progress = progress
