@@ -99,7 +99,7 @@ def timm_model(recipe: Recipe, image_size: tuple[int, int]) -> dict[str, Any] | 
     free = [options.get(key) for key in ("num_filters", "softmax_filters", "dense_filters",
                                          "mlp_ratio", "plain_stem")]
     if (family is not ConvMixer or any(free) or options.get("norm") == "layer"
-            or options.get("channel_residual") == "always"):
+            or options.get("norm_place") == "before" or options.get("channel_residual") == "always"):
         return None
     own = dict(dim=options["embed_dim"], depth=options["depth"],
                kernel_size=options["kernel_size"], patch_size=options["patch_size"])

@@ -262,7 +262,8 @@ def test_dense_filters_refuse_images_of_another_size_in_one_line():
 
 
 def steps_written_out(state: dict[str, torch.Tensor], images: torch.Tensor, *, layer_norm: bool,
-                      hidden: bool, residual: bool, plain_stem: bool) -> torch.Tensor:
+                      norm_first: bool, hidden: bool, residual: bool, plain_stem: bool
+                      ) -> torch.Tensor:
     """The logits in eval mode, from the state dict alone, for blocks with other norms or an MLP."""
     def norm(x, name):
         weight, bias = (state[f"{name}.{part}"][:, None, None] for part in ("weight", "bias"))
@@ -281,15 +282,23 @@ def steps_written_out(state: dict[str, torch.Tensor], images: torch.Tensor, *, l
     if not plain_stem:
         x = norm(F.gelu(x), "stem.2")
     for block in ("blocks.0", "blocks.1"):
-        mixed = F.conv2d(x, state[f"{block}.0.fn.0.weight"], state[f"{block}.0.fn.0.bias"], padding=2,
-                         groups=7)
-        x = x + norm(F.gelu(mixed), f"{block}.0.fn.2")
+        read = norm(x, f"{block}.0.norm") if norm_first else x
+        mixed = F.gelu(F.conv2d(read, state[f"{block}.0.fn.0.weight"], state[f"{block}.0.fn.0.bias"],
+                                padding=2, groups=7))
+        x = x + (mixed if norm_first else norm(mixed, f"{block}.0.fn.2"))
         # Without a residual, the layers follow in the block itself, numbered from 1.
-        first, second, third, fourth = (f"{block}.1.fn.{number}" if residual else f"{block}.{number + 1}"
-                                        for number in range(4))
-        inner = F.gelu(pointwise(x, first))
-        mixed = norm(pointwise(inner, third), fourth) if hidden else norm(inner, third)
+        before = f"{block}.1.norm" if residual else f"{block}.1"
+        first = 2 if norm_first and not residual else 1
+        layers = [f"{block}.1.fn.{number}" if residual else f"{block}.{number + first}"
+                  for number in range(4)]
+        mixed = F.gelu(pointwise(norm(x, before) if norm_first else x, layers[0]))
+        if hidden:
+            mixed = pointwise(mixed, layers[2])
+        if not norm_first:
+            mixed = norm(mixed, layers[3 if hidden else 2])
         x = x + mixed if residual else mixed
+    if norm_first:
+        x = norm(x, "norm")
     return x.mean(dim=(2, 3)) @ state["head.weight"].T + state["head.bias"]
 
 
@@ -297,19 +306,22 @@ def steps_written_out(state: dict[str, torch.Tensor], images: torch.Tensor, *, l
 @pytest.mark.parametrize("mlp_ratio, channel_residual, residual", [
     (0.0, "mlp", False), (0.0, "never", False), (0.0, "always", True),
     (1.7, "mlp", True), (1.7, "never", False), (1.7, "always", True)])
+@pytest.mark.parametrize("norm_place", ["after", "before"])
 @pytest.mark.parametrize("norm", ["batch", "layer"])
-def test_steps_towards_a_vit_equal_their_transcription(norm, mlp_ratio, channel_residual, residual,
-                                                       plain_stem):
-    model = redraw(vitinit.build_model("convmixer_256_8", **SMALL, norm=norm, mlp_ratio=mlp_ratio,
-                                       channel_residual=channel_residual,
+def test_steps_towards_a_vit_equal_their_transcription(norm, norm_place, mlp_ratio, channel_residual,
+                                                       residual, plain_stem):
+    model = redraw(vitinit.build_model("convmixer_256_8", **SMALL, norm=norm, norm_place=norm_place,
+                                       mlp_ratio=mlp_ratio, channel_residual=channel_residual,
                                        plain_stem=plain_stem)).eval()
     images = drawn(3, 3, 14, 33)
     expected = steps_written_out(model.state_dict(), images, layer_norm=norm == "layer",
-                                 hidden=mlp_ratio > 0, residual=residual, plain_stem=plain_stem)
+                                 norm_first=norm_place == "before", hidden=mlp_ratio > 0,
+                                 residual=residual, plain_stem=plain_stem)
     torch.testing.assert_close(model(images), expected, rtol=0, atol=1e-10)
     assert expected.std() > 0.01
     if mlp_ratio:
-        hidden = "blocks.0.1.fn.0.weight" if residual else "blocks.0.1.weight"
+        hidden = ("blocks.0.1.fn.0.weight" if residual else
+                  "blocks.0.2.weight" if norm_place == "before" else "blocks.0.1.weight")
         assert model.state_dict()[hidden].shape == (11, 7, 1, 1)
     assert any("running_mean" in name for name in model.state_dict()) == (norm == "batch")
     vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(0))
@@ -318,6 +330,7 @@ def test_steps_towards_a_vit_equal_their_transcription(norm, mlp_ratio, channel_
 
 @pytest.mark.parametrize("options, message", [
     (dict(norm="group"), "norm is 'group', expected one of batch, layer"),
+    (dict(norm_place="middle"), "norm_place is 'middle', expected one of after, before"),
     (dict(channel_residual="no"), "channel_residual is 'no', expected one of mlp, always, never"),
     (dict(mlp_ratio=-1.0), "mlp_ratio is -1.0, expected mlp_ratio ≥ 0"),
     (dict(mlp_ratio=float("nan")), "mlp_ratio is nan"), (dict(mlp_ratio=0.1), "no hidden one")])

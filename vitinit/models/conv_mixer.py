@@ -22,14 +22,16 @@ ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
 
 class Residual(nn.Module):
-    """x + fn(x). `fn` is the name that timm and the paper use."""
+    """x + fn(x), or x + fn(norm(x)). `fn` is the name that timm and the paper use."""
 
-    def __init__(self, fn: nn.Module) -> None:
+    def __init__(self, fn: nn.Module, norm: nn.Module | None = None) -> None:
         super().__init__()
+        if norm is not None:
+            self.norm = norm
         self.fn = fn
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.fn(x)
+        return x + self.fn(self.norm(x) if hasattr(self, "norm") else x)
 
 
 class DepthwiseConv(nn.Conv2d):
@@ -99,25 +101,34 @@ class ChannelNorm(nn.LayerNorm):
 NORMS = {"batch": nn.BatchNorm2d, "layer": ChannelNorm}
 
 
+NORM_PLACES = ("after", "before")
 CHANNEL_RESIDUALS = ("mlp", "always", "never")
 
 
 def conv_mixer_block(mixing: DepthwiseConv | DenseMixing, activation: type[nn.Module],
-                     norm: type[nn.Module], dim: int, mlp_ratio: float, residual: bool
-                     ) -> nn.Sequential:
+                     norm: type[nn.Module], dim: int, *, mlp_ratio: float, residual: bool,
+                     norm_first: bool) -> nn.Sequential:
     """Spatial mixing with a residual, then channel mixing, each with activation and norm (§2).
 
     Channel mixing is one pointwise convolution, or, if mlp_ratio is not 0, an MLP.
-    residual: whether channel mixing is added to its input.
+    residual: whether channel mixing is added to its input, as spatial mixing is.
+    norm_first: whether either is normalised before it, as in a transformer, not after it.
     """
-    spatial = Residual(nn.Sequential(mixing, activation(), norm(dim)))
+    channels: list[nn.Module] = [nn.Conv2d(dim, dim, kernel_size=1), activation()]
     if mlp_ratio:
         hidden = hidden_width(dim, mlp_ratio, "mlp_ratio")
         channels = [nn.Conv2d(dim, hidden, kernel_size=1), activation(),
-                    nn.Conv2d(hidden, dim, kernel_size=1), norm(dim)]
+                    nn.Conv2d(hidden, dim, kernel_size=1)]
+    spatial = [mixing, activation()]
+    if norm_first:
+        first = Residual(nn.Sequential(*spatial), norm(dim))
+        then = ([Residual(nn.Sequential(*channels), norm(dim))] if residual else
+                [norm(dim), *channels])
     else:
-        channels = [nn.Conv2d(dim, dim, kernel_size=1), activation(), norm(dim)]
-    return nn.Sequential(spatial, *([Residual(nn.Sequential(*channels))] if residual else channels))
+        first = Residual(nn.Sequential(*spatial, norm(dim)))
+        channels.append(norm(dim))
+        then = [Residual(nn.Sequential(*channels))] if residual else channels
+    return nn.Sequential(first, *then)
 
 
 class ConvMixer(nn.Module):
@@ -132,6 +143,8 @@ class ConvMixer(nn.Module):
     softmax_filters: see DepthwiseConv.
     dense_filters: see DenseMixing; images must then have the given image_size.
     norm: "batch" as in the paper, or "layer": LayerNorm over the channels of each position.
+    norm_place: "after" the activation, as in the paper, or "before" each spatial and channel mixing
+        and before pooling, as in a ViT.
     mlp_ratio: 0 mixes channels by one pointwise convolution, as in the paper; otherwise by an MLP of
         this ratio.
     channel_residual: whether channel mixing is added to its input: "mlp": an MLP is, as in a ViT,
@@ -152,7 +165,7 @@ class ConvMixer(nn.Module):
                  activation: Literal["gelu", "relu"] = "gelu", num_filters: int = 0,
                  softmax_filters: bool = False, dense_filters: bool = False,
                  train_filters: bool = True, norm: Literal["batch", "layer"] = "batch",
-                 mlp_ratio: float = 0.0,
+                 norm_place: Literal["after", "before"] = "after", mlp_ratio: float = 0.0,
                  channel_residual: Literal["mlp", "always", "never"] = "mlp",
                  plain_stem: bool = False) -> None:
         super().__init__()
@@ -164,9 +177,10 @@ class ConvMixer(nn.Module):
                              f"{', '.join(ACTIVATIONS)}")
         if norm not in NORMS:
             raise ValueError(f"norm is {norm!r}, expected one of {', '.join(NORMS)}")
-        if channel_residual not in CHANNEL_RESIDUALS:
-            raise ValueError(f"channel_residual is {channel_residual!r}, expected one of "
-                             f"{', '.join(CHANNEL_RESIDUALS)}")
+        for option, value, choices in (("norm_place", norm_place, NORM_PLACES),
+                                       ("channel_residual", channel_residual, CHANNEL_RESIDUALS)):
+            if value not in choices:
+                raise ValueError(f"{option} is {value!r}, expected one of {', '.join(choices)}")
         if not mlp_ratio >= 0.0:                     # also refuses NaN
             raise ValueError(f"mlp_ratio is {mlp_ratio}, expected mlp_ratio ≥ 0")
         if not 0 <= num_filters <= embed_dim:
@@ -189,8 +203,11 @@ class ConvMixer(nn.Module):
             return DepthwiseConv(embed_dim, kernel_size, num_filters=num_filters,
                                  softmax=softmax_filters)
         residual = channel_residual == "always" or (channel_residual == "mlp" and mlp_ratio > 0)
-        self.blocks = nn.Sequential(*(conv_mixer_block(mixing(), act, NORMS[norm], embed_dim, mlp_ratio,
-                                                       residual) for _ in range(depth)))
+        first = norm_place == "before"
+        self.blocks = nn.Sequential(*(
+            conv_mixer_block(mixing(), act, NORMS[norm], embed_dim, mlp_ratio=mlp_ratio,
+                             residual=residual, norm_first=first) for _ in range(depth)))
+        self.norm = NORMS[norm](embed_dim) if first else nn.Identity()
         for block in self.blocks:
             self.depthwise(block).requires_grad_(train_filters)
         self.head = make_head(embed_dim, num_classes)
@@ -215,6 +232,7 @@ class ConvMixer(nn.Module):
             x = block(x)
             if number in wanted:
                 seen[number] = self.tokens(x)
+        x = self.norm(x)
         return Features(tuple(seen[number] for number in wanted), self.tokens(x),
                         x.mean(dim=(2, 3)))
 
