@@ -2,11 +2,11 @@
 
 A recipe that a run writes (in recipe.toml and in checkpoints) states its `version`: the number of
 the set of keys that it was written with. Each function `to_N` below changes a recipe of version N −
-1 into one of version N, and gives each new key the value with which training does what it did
-without the key. Recipes that people write need no version. Without one they must have all present
-keys, so that a forgotten key is an error.
+1 into one of version N, and gives each new key, and each option whose default changed, the value
+with which training does what it did before. Recipes that people write need no version. Without one
+they must have all present keys, so that a forgotten key is an error.
 
-A change of the keys adds one to VERSION and one function to STEPS.
+A change of the keys or of an option's default adds one to VERSION and one function to STEPS.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from .values import plain
 
-VERSION = 8
+VERSION = 9
 Table = dict[str, Any]
 
 
@@ -96,8 +96,15 @@ def to_8(table: Table, processes: int) -> None:
     table["optim"]["hold_epochs"] = {"qk": 0, "pos_embed": 0, "patch_embed": 0, "head": 0}
 
 
+def to_9(table: Table, processes: int) -> None:
+    """`deep_impulse` of a ViT got other defaults: base "lecun" and a mass that falls with depth."""
+    if table["init"]["name"] == "deep_impulse" and table["model"]["name"].startswith("vit_"):
+        table["init"]["options"] = ({"base": "default", "target_mass": 0.9}
+                                    | table["init"].get("options", {}))
+
+
 STEPS: dict[int, Callable[[Table, int], None]] = {2: to_2, 3: to_3, 4: to_4, 5: to_5, 6: to_6,
-                                                  7: to_7, 8: to_8}
+                                                  7: to_7, 8: to_8, 9: to_9}
 
 
 def version_of(table: Mapping[str, Any]) -> Any:
