@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -51,13 +52,17 @@ def test_all_processes_and_their_moving_averages_start_with_the_main_ones_weight
     assert other["notes"] == []                      # only the main process prints
 
 
-def test_the_mass_on_the_targets_stands_below_the_init(train_program, small_run, tmp_path, capsys):
-    assert train_program.main(small_run(tmp_path / "run", "--dry-run", init="deep_impulse",
+@pytest.mark.parametrize("options, masses", [
+    ([], ".30 … .078 / .30 … .078"), (["--set", "init.options.target_mass=0.9"], ".90 / .90")])
+def test_the_mass_on_the_targets_stands_below_the_init(train_program, small_run, tmp_path, capsys,
+                                                       options, masses):
+    """By default from 0.3 to the least that 16 tokens allow, 1.25/16."""
+    assert train_program.main(small_run(tmp_path / "run", "--dry-run", *options, init="deep_impulse",
                                         model__options__patch_size="2",
                                         model__options__embed_dim="48")) == 0
     lines = capsys.readouterr().out.splitlines()
     init = next(number for number, line in enumerate(lines) if line.startswith("init "))
-    assert lines[init + 1] == ("mass    .90 / .90 (uniform .062) on the targets of centre / other "
+    assert lines[init + 1] == (f"mass    {masses} (uniform .062) on the targets of centre / other "
                                "heads")
     assert lines[init + 2].startswith("batch ")
 

@@ -17,7 +17,8 @@ from vitinit.init.stream_scales import stream_scales
 
 SIZES = dict(num_classes=5, image_size=(32, 32), patch_size=4, embed_dim=111, depth=3, num_heads=3,
              pool="mean")
-ALL = {"impulse": dict(rank=11), "deep_impulse": {}, "mimetic": {}}
+ALL = {"impulse": dict(rank=11), "deep_impulse": dict(base="default", target_mass=0.9),
+       "mimetic": {}}
 each_init = pytest.mark.parametrize("init", ALL)
 
 

@@ -114,7 +114,7 @@ CASES = {
     # position embedding, and have their mass in the last block as in the first.
     "vit, deep": Case(
         "vit_tiny", (20, 28), dict(patch_size=4, embed_dim=121, depth=5, num_heads=11,
-                                   pool="mean"), {},
+                                   pool="mean"), dict(base="default", target_mass=0.9),
         [[OFFSETS[(11 * block + head) % 9] for head in range(11)] for block in range(5)], 0.1,
         False, "deep_impulse"),
     "swin, deep": Case(

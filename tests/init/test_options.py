@@ -54,7 +54,7 @@ def tries() -> Iterator[tuple[str, str, str, Any, dict]]:
         for init, functions in INITS.items():
             function = functions.get(MODELS[name][0])
             for option, parameter in inspect.signature(function).parameters.items() if function else ():
-                if isinstance(parameter.default, (int, float)):
+                if isinstance(parameter.default, (int, float, tuple)):       # a tuple of numbers
                     for value in ODD:
                         if option != "steps" or value != value or value in (0, -1, -0.4, True, "1"):
                             for others in BESIDE.get((init, option), [{}]):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import vitinit
 from vitinit.init import INITS
+from vitinit.init.deep_impulse import deep_impulse
 from vitinit.models import MODELS, VisionTransformer
 from vitinit.models.attention import Attention
 from vitinit.models.simple_vit import SimpleAttention
@@ -69,6 +70,8 @@ VARIANTS = {        # options of inits beside their defaults, where the family's
     "filters": [*(dict(kind=kind, base="default") for kind in ("box", "gaussian", "permutation")),
                 dict(kind="covariance"), dict(kind="covariance", length_scale=0.6, envelope_width=1.1)],
 }
+# The earlier defaults of deep_impulse on a ViT, for which most of its weights are pinned.
+EARLIER = dict(base="default", target_mass=0.9)
 QUICK = {"impulse_gd": dict(steps=5)}                # a thousand steps by default
 
 
@@ -78,7 +81,10 @@ def small_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
         for init, functions in INITS.items():
             function = functions.get(MODELS[name][0])
             known = inspect.signature(function).parameters if function else ()
-            for options in [{}, *VARIANTS.get(init, [])] if function else []:
+            variants = [{}, *VARIANTS.get(init, [])]
+            if function is deep_impulse:             # its present defaults, and all else on the earlier
+                variants = [{}, *(EARLIER | options for options in variants)]
+            for options in variants if function else []:
                 if options.get("kind") != "permutation" or "dense" in family:
                     if options.keys() <= set(known):
                         yield (f"{family}: {init} {options or ''}".strip(), name,
@@ -106,10 +112,12 @@ def recipe_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
         for init in ("impulse", "deep_impulse") if vit else ("impulse",):
             known = inspect.signature(INITS[init][MODELS[name][0]]).parameters
             options = {key: value for key, value in own.items() if key in known}
-            if init in ("impulse", recipe["init"]["name"]) or not own:
-                label = f"{name} {sizes}: {init} {options or ''}".strip()
+            if init not in ("impulse", recipe["init"]["name"]) and own:
+                continue
+            for chosen in [options, EARLIER] if init == "deep_impulse" and not own else [options]:
+                label = f"{name} {sizes}: {init} {chosen or ''}".strip()
                 if label not in seen:
-                    yield label, name, sizes, init, options
+                    yield label, name, sizes, init, chosen
                 seen.add(label)
 
 

@@ -68,7 +68,8 @@ def test_of_impulse_it_is_the_attention_on_the_normalised_position_embedding(opt
 
 
 @pytest.mark.parametrize("options, expected", [
-    ({}, [0.9] * 3), (dict(target_mass=(0.8, 0.2)), [0.8, 0.5, 0.2]),
+    ({}, [0.3, 0.1119, 1.25 / 35]),                  # of 35 tokens; the odds .429, .126, .037
+    (dict(target_mass=0.9), [0.9] * 3), (dict(target_mass=(0.8, 0.2)), [0.8, 0.5, 0.2]),
     (dict(reserve=False, bias_channels=False, target_mass=0.5), [0.5] * 3)])
 def test_of_deep_impulse_it_is_the_mass_that_was_asked_for(options, expected):
     """The solution wraps around the borders; rows with a target on the grid have the mass, too."""
@@ -159,16 +160,19 @@ def test_what_a_warning_promises_of_qk_norm_is_what_that_gives():
 
 def test_short_is_less_than_three_tenths_or_than_nine_tenths_of_what_was_asked_for():
     model = initialised(*VIT, "deep_impulse")
-    for others, options, short in (([0.31] * 3, {}, False), ([0.31, 0.29, 0.31], {}, True),
+    exact = dict(target_mass=0.9)
+    for others, options, short in (([0.31] * 3, exact, False), ([0.31, 0.29, 0.31], exact, True),
                                    ([0.05] * 3, dict(target_mass=0.05), False),
                                    ([0.04] * 3, dict(target_mass=0.05), True),
-                                   ([0.3, 0.07, 0.02], dict(target_mass=[0.3, 0.02]), True),
-                                   ([0.3, 0.09, 0.02], dict(target_mass=[0.3, 0.02]), False),
-                                   ([math.nan] * 3, {}, False)):
+                                   ([0.3, 0.11, 0.04], dict(target_mass=[0.3, 0.05]), True),
+                                   ([0.3, 0.13, 0.05], dict(target_mass=[0.3, 0.05]), False),
+                                   ([0.3, 0.1, 0.03], {}, True),         # of .30, .11, .036
+                                   ([0.3, 0.102, 0.033], {}, False),
+                                   ([math.nan] * 3, exact, False)):
         mass = PositionMass([1.0] * 3, others, [1 / 35] * 3)
         assert bool(shortfall(mass, model, "deep_impulse", options)) == short, (others, options)
     mass = PositionMass([0.1] * 3, [0.1] * 3, [1 / 35] * 3)
-    assert shortfall(mass, model, "deep_impulse", {}).startswith("centre heads have only .10 of")
+    assert shortfall(mass, model, "deep_impulse", exact).startswith("centre heads have only .10 of")
     assert shortfall(mass, model, "mimetic", {}) == ""
 
 

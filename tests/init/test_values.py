@@ -13,7 +13,8 @@ from vitinit.init.code_plan import code_size, slowest_waves
 SIZES = dict(num_classes=5, image_size=(20, 28), patch_size=4, embed_dim=111, depth=2, num_heads=3,
              pool="mean")                            # 5×7 tokens, heads of 37 channels
 FIRST = {"impulse": 0, "deep_impulse": 19}           # channels that are reserved: eight waves and three
-OPTIONS = {"impulse": dict(rank=11), "deep_impulse": dict(code_channels=0.18, target_mass=0.8)}
+OPTIONS = {"impulse": dict(rank=11),
+           "deep_impulse": dict(base="default", code_channels=0.18, target_mass=0.8)}
 each_init = pytest.mark.parametrize("init", FIRST)
 
 

@@ -80,9 +80,7 @@ def position_mass(model: nn.Module, name: str, options: Mapping[str, Any], *,
     token itself. If offsets were drawn at random, the target of a head is the offset of the kernel
     to which it attends most.
     """
-    function = init_function(name, type(model))
-    chosen = {key: parameter.default for key, parameter in inspect.signature(function).parameters
-              .items()} | dict(options)
+    chosen = all_options(model, name, options)
     families = (VisionTransformer, SimpleViT) + (SwinTransformer,) * (name != "mimetic")
     if (name not in AIMED or not isinstance(model, families)
             or chosen.get("qk_init") == "base" or chosen.get("target") == "gaussian"):
@@ -104,6 +102,12 @@ def position_mass(model: nn.Module, name: str, options: Mapping[str, Any], *,
         masses.others.append(_mean(others))
         masses.uniform.append(1.0 / math.prod(grid))
     return masses
+
+
+def all_options(model: nn.Module, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of the init `name` for this model: those that were given, else the defaults."""
+    parameters = inspect.signature(init_function(name, type(model))).parameters
+    return {key: parameter.default for key, parameter in parameters.items()} | dict(options)
 
 
 def reached(weights: Tensor, offsets: list[Offset], grid: tuple[int, int]) -> tuple[Offset, float]:
@@ -178,7 +182,8 @@ def shortfall(mass: PositionMass, model: nn.Module, name: str, options: Mapping[
     """
     if name == "mimetic":
         return ""
-    asked = masses_by_block(options.get("target_mass", 1.0), len(mass.uniform))
+    wanted_mass = all_options(model, name, options).get("target_mass", 1.0)
+    asked = masses_by_block(wanted_mass, len(mass.uniform), mass.uniform[0])
     for kind, values in (("centre", mass.centre), ("other", mass.others)):
         short = [value for value, wanted in zip(values, asked)
                  if value < min(FAINT, REACHED * wanted)]                # false for NaN
@@ -200,11 +205,10 @@ def _advice(kind: str, mass: float, model: nn.Module, name: str, options: Mappin
     sharp = position_mass(model, name, options, sharper=SHARPER)
     would = min(value for value in (sharp.centre if kind == "centre" else sharp.others)
                 if not math.isnan(value))
-    default = inspect.signature(init_function(name, type(model))).parameters["qk_norm"].default
-    norm = SHARPER * options.get("qk_norm", default)
+    norm = SHARPER * all_options(model, name, options)["qk_norm"]
     return (f"qk_norm = {norm:g} would give {_decimal(would)}, " if would > 1.1 * mass else "") + (
-        "init deep_impulse .9 in every block; a wider model, or fewer and larger patches, would help, "
-        "too")
+        "init deep_impulse with target_mass = 0.9 gives .9 in every block; a wider model, or fewer and "
+        "larger patches, would help, too")
 
 
 def _mean(values: list[float]) -> float:
