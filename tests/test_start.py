@@ -53,10 +53,10 @@ def test_all_processes_and_their_moving_averages_start_with_the_main_ones_weight
 
 
 @pytest.mark.parametrize("options, masses", [
-    ([], ".30 … .078 / .30 … .078"), (["--set", "init.options.target_mass=0.9"], ".90 / .90")])
+    ([], ".30 / .30 … .078"), (["--set", "init.options.target_mass=0.9"], ".90 / .90")])
 def test_the_mass_on_the_targets_stands_below_the_init(train_program, small_run, tmp_path, capsys,
                                                        options, masses):
-    """By default from 0.3 to the least that 16 tokens allow, 1.25/16."""
+    """By default from 0.3 to the least that 16 tokens allow, 1.25/16; block 0 has the centre."""
     assert train_program.main(small_run(tmp_path / "run", "--dry-run", *options, init="deep_impulse",
                                         model__options__patch_size="2",
                                         model__options__embed_dim="48")) == 0
