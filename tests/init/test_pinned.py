@@ -63,7 +63,7 @@ VARIANTS = {        # options of inits beside their defaults, where the family's
         dict(code="random", target_mass=0.5), dict(reserve=False, bias_channels=False, code_rms=0.7),
         dict(waves_of_heads="disjoint", code_channels=0.8, target_mass=0.5),
         dict(value_init="base", offsets="ordered"),
-        dict(code="random", bias_channels=False, target_mass=0.5)],
+        dict(code="random", bias_channels=False, target_mass=0.5), dict(constant_share=0.9)],
     "mimetic": [dict(base="torch", qk_alpha=0.2), dict(qk_init="base"), dict(value_init="base")],
     "impulse_gd": [dict(share_blocks=False, renorm_every=2), dict(pseudo_input="pos_embed+normal")],
     "dct": [dict(projection="query", base="torch"), dict(projection="value")],

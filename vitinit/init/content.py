@@ -44,17 +44,27 @@ def write_content(model: VisionTransformer, *, patch_embed: str, content_scale: 
 
 
 def known_content(model: VisionTransformer, *, patch_embed: str, content_scale: float,
-                  first: int = 0) -> float | None:
+                  first: int = 0, constants: slice = slice(0)) -> float | None:
     """The content's mean square over all D channels, after `write_content`; None if it was left alone.
 
     It is what the options ask for. Without a content_scale, whitened channels have variance 1.
+    constants: see `position_mean_square`.
     """
     if content_scale:
-        positions = model.pos_embed[0, model.num_prefix_tokens:]
-        return content_scale**2 * positions.square().mean().item()
+        return content_scale**2 * position_mean_square(model, constants)
     if patch_embed == "whitened":
         return 2 * direction_count(model, first) / len(model.patch_embed.proj.weight)
     return None
+
+
+def position_mean_square(model: VisionTransformer, constants: slice = slice(0)) -> float:
+    """The mean square of the patches' position embedding over all D channels.
+
+    constants: channels that count as 0, because they hold no position (steady_norms.py).
+    """
+    positions = model.pos_embed[0, model.num_prefix_tokens:].clone()     # (N, D)
+    positions[:, constants] = 0.0
+    return positions.square().mean().item()
 
 
 def direction_count(model: VisionTransformer, first: int) -> int:
@@ -83,10 +93,9 @@ def scale_content(model: VisionTransformer, content_scale: float, mean_square: f
     """
     if content_scale == 0.0:
         return
-    positions = model.pos_embed[0, model.num_prefix_tokens:]             # (N, D)
     if mean_square is None:
         mean_square = content_mean_square(model)
-    gain = content_scale * math.sqrt(positions.square().mean().item() / mean_square)
+    gain = content_scale * math.sqrt(position_mean_square(model) / mean_square)
     for parameter in model.patch_embed.proj.parameters():
         parameter.mul_(gain)
 

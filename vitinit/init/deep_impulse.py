@@ -63,7 +63,13 @@ value_init, value_alpha, value_beta, value_scale: as for `impulse`.
 content_scale: the root mean square of the patches' content relative to that of the position embedding
     before the first block; 0: as the base draws it. Q and K grow with it, see point 3.
 patch_embed: "base", or "whitened": principal directions of patches of training images; see content.py.
-images: (n, 3, H, W), normalised training images that "whitened" reads; no option, train.py gives them.
+constant_share: the share of the tokens' variance before the first block that is due to two constant
+    channels, so that LayerNorms start as fixed scalings; see steady_norms.py. 0: there are none.
+    They stand behind the D_p channels and need `reserve`.
+calibrated: whether LayerNorms' weights and biases give every channel behind these mean 0 and variance
+    1 on training images; see steady_norms.py.
+images: (n, 3, H, W), normalised training images for "whitened" and `calibrated`; no option, train.py gives
+    them.
 
 Earlier defaults were base "default" and target_mass 0.9, which is a near exact convolution in every
 block. They were replaced because the present ones trained better, with few seeds, in one small
@@ -92,6 +98,7 @@ from .fourier_code import wave_code, with_bias_channels
 from .impulse import OFFSETS, VALUE_INITS, head_offsets
 from .mimetic import noisy_identity
 from .options import require_not_negative
+from .steady_norms import constant_slice, write_steady_norms
 from .stream_scales import stream_scales
 from .values import write_identity_values
 
@@ -140,7 +147,8 @@ def check_numbers(model: VisionTransformer, *, target_mass: float | tuple[float,
                          "and code_rms > 0 and period ≥ 1")
 
 
-def check_choices(*, bias_channels: bool, reserve: bool, **chosen: str) -> None:
+def check_choices(*, bias_channels: bool, constant_share: float, reserve: bool, **chosen: str
+                  ) -> None:
     """Raise ValueError for a value not in CHOICES, or for choices that contradict each other."""
     for name, value in chosen.items():
         if value not in CHOICES[name]:
@@ -152,6 +160,9 @@ def check_choices(*, bias_channels: bool, reserve: bool, **chosen: str) -> None:
     if bias_channels and not reserve:
         raise ValueError("bias_channels = true needs reserve = true, since content in the bias channels "
                          "swamps the logits; set bias_channels = false")
+    if constant_share and not reserve:
+        raise ValueError("constant_share needs reserve = true, since channels to which layers write are "
+                         "not constant; set constant_share = 0")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -266,6 +277,8 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
                  value_alpha: float = 0.4, value_beta: float = 0.4, value_scale: float = 1.0,
                  content_scale: float = 0.0,
                  patch_embed: Literal["base", "whitened"] = "base",
+                 constant_share: float = 0.0,
+                 calibrated: bool = False,
                  images: Tensor | None = None) -> None:
     """Let every head of every block of a ViT attend to one neighbour, as a convolution does.
 
@@ -289,6 +302,9 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     | unless `mlp_reads_code`: mlp.fc1           | 0 in the D_p columns                          |
     | unless patch_embed is "base": patch_embed  | principal directions of patches of `images`   |
     | unless content_scale is 0: patch_embed     | multiplied by one factor                      |
+    | unless constant_share is 0: two channels   | ± a constant in pos_embed; else as the D_p    |
+    | unless constant_share is 0: LayerNorms     | weight above 1; 0 for the two channels        |
+    | if `calibrated`: LayerNorms                | weight and bias by images                     |
     | everything else                            | as `base` drew it                             |
 
     The module's docstring explains the options. Raises ValueError for a model without a learned
@@ -300,11 +316,13 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     check_numbers(model, target_mass=target_mass, code_channels=code_channels, sigma=sigma,
                   code_rms=code_rms, period=period)
     check_choices(offsets=offsets, target=target, code=code, waves_of_heads=waves_of_heads,
-                  value_init=value_init, bias_channels=bias_channels, reserve=reserve)
+                  value_init=value_init, bias_channels=bias_channels, constant_share=constant_share,
+                  reserve=reserve)
     require_not_negative(value_alpha=value_alpha)
     cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size
     plan = plan_code(model, code_channels=code_channels, period=period, bias_channels=bias_channels,
                      disjoint=waves_of_heads == "disjoint", reserve=reserve)
+    constants = constant_slice(plan.channels, constant_share, model.pos_embed.shape[2])
     masses = masses_by_block(target_mass, len(model.blocks), 1.0 / math.prod(model.grid))
     if code == "fourier":
         factors = wave_factors(plan, model.grid, period, masses, target, sigma)
@@ -316,7 +334,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
         table = random_code(plan, model.grid, generator)
         factors = table_factors(plan, model.grid, table)
     amplitude = write_code(model, plan, table, code_rms)
-    reserved = plan.channels if reserve else 0
+    reserved = constants.stop if reserve else 0
     clear_channels(model, reserved)
     if not mlp_reads_code:
         shield_from_mlps(model, plan.channels)
@@ -333,3 +351,5 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
         write_queries_keys(block.attn, [factors(masses[number], head % len(plan.groups), offset)
                                         for head, offset in enumerate(chosen)])
     scale_queries_keys(model, stream_scales(model, reserved, code_rms, content), amplitude)
+    write_steady_norms(model, constants=constants, share=constant_share, calibrated=calibrated,
+                       images=images, generator=generator)

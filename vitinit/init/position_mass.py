@@ -35,6 +35,7 @@ from .content import known_content
 from .deep_impulse import masses_by_block
 from .impulse import head_offsets, normalised_positions
 from .mimetic import attentions
+from .steady_norms import constant_slice
 from .stream_scales import stream_scales
 
 AIMED = ("impulse", "impulse_gd", "deep_impulse", "mimetic")
@@ -135,9 +136,10 @@ def readers(model: nn.Module, name: str, options: Mapping[str, Any], sharper: fl
                                         options["bias_channels"]), options["bias_channels"])
         positions = torch.zeros_like(model.pos_embed[0, model.num_prefix_tokens:])
         positions[:, :count] = model.pos_embed[0, model.num_prefix_tokens:, :count]       # (N, D)
-        reserved = count if options["reserve"] else 0
-        content = known_content(model, patch_embed=options["patch_embed"],
-                                content_scale=options["content_scale"], first=reserved)
+        constants = constant_slice(count, options["constant_share"], model.pos_embed.shape[2])
+        reserved = constants.stop if options["reserve"] else 0
+        content = known_content(model, patch_embed=options["patch_embed"], first=reserved,
+                                content_scale=options["content_scale"], constants=constants)
         scales = stream_scales(model, reserved, options["code_rms"], content)
         scaled = [positions / math.sqrt(scale) for scale in scales]
     else:
