@@ -129,6 +129,14 @@ def test_nothing_else_changes(model_options, images):
     assert not any(block.attn.v_weight[..., CONSTANTS].any() for block in model.blocks)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_stays_in_its_mode(training):
+    model = vitinit.build_model("vit_tiny", **SIZES, pool="mean").train(training)
+    vitinit.init_weights(model, "deep_impulse", generator=torch.Generator().manual_seed(3),
+                         constant_share=0.9)
+    assert model.training == model.blocks[0].training == training
+
+
 @pytest.mark.parametrize("options", [dict(), dict(content_scale=0.7), dict(code="random")])
 def test_the_mass_on_positions_is_that_without_constants(options):
     masses = [position_mass(initialised(constant_share=share, **options), "deep_impulse",
