@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import vitinit
-from vitinit.data.augment import normalise
-from vitinit.data.datasets import open_split
 from vitinit.init.content import direction_count, known_content
 from vitinit.init.position_mass import position_mass
 from vitinit.init.stream_scales import stream_scales
@@ -20,15 +18,6 @@ SIZES = dict(num_classes=5, image_size=(32, 32), patch_size=4, embed_dim=111, de
 ALL = {"impulse": dict(rank=11), "deep_impulse": dict(base="default", target_mass=0.9),
        "mimetic": {}}
 each_init = pytest.mark.parametrize("init", ALL)
-
-
-@pytest.fixture(scope="module")
-def images() -> Tensor:
-    """Of the embedded set, (61, 3, 32, 32), with as much noise as a photograph has."""
-    source = open_split("shapes", "", "train", 10)
-    pixels = torch.stack([source.image(index) for index in range(61)])
-    noise = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(2))
-    return normalise(pixels, (0.5,) * 3, (0.25,) * 3) + 0.1 * noise
 
 
 def initialised(init: str, images: Tensor | None = None, seed: int = 0, **options) -> nn.Module:

@@ -8,8 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vitinit
-from vitinit.data.augment import normalise
-from vitinit.data.datasets import open_split
 from vitinit.init import reads_images
 from vitinit.init.position_mass import position_mass
 from vitinit.init.steady_norms import constant_slice
@@ -20,15 +18,6 @@ CODE, CONSTANTS, CONTENT = slice(0, 37), slice(37, 39), slice(39, 111)
 each_pooling = pytest.mark.parametrize("model_options", [
     dict(pool="class"), dict(pool="mean", num_registers=2), dict(pool="mean", fc_norm=True)],
     ids=["class", "registers", "fc_norm"])
-
-
-@pytest.fixture(scope="module")
-def images() -> Tensor:
-    """Of the embedded set, (61, 3, 32, 32), with as much noise as a photograph has."""
-    source = open_split("shapes", "", "train", 10)
-    pixels = torch.stack([source.image(index) for index in range(61)])
-    noise = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(2))
-    return normalise(pixels, (0.5,) * 3, (0.25,) * 3) + 0.1 * noise
 
 
 def initialised(model_options: dict = {}, images: Tensor | None = None, **options) -> nn.Module:

@@ -79,7 +79,7 @@ def init_function(name: str, family: type[nn.Module]) -> Callable[..., None]:
 
 def reads_images(options: Mapping[str, Any]) -> bool:
     """Whether an init with these options reads training images."""
-    return options.get("patch_embed") == "whitened" or options.get("calibrated", False) is True
+    return options.get("patch_embed") == "whitened" or options.get("calibrated") is True
 
 
 def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,

@@ -22,16 +22,15 @@ ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
 
 class Residual(nn.Module):
-    """x + fn(x), or x + fn(norm(x)). `fn` is the name that timm and the paper use."""
+    """x + fn(norm(x)), without a norm x + fn(x). `fn` is the name that timm and the paper use."""
 
     def __init__(self, fn: nn.Module, norm: nn.Module | None = None) -> None:
         super().__init__()
-        if norm is not None:
-            self.norm = norm
+        self.norm = nn.Identity() if norm is None else norm
         self.fn = fn
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.fn(self.norm(x) if hasattr(self, "norm") else x)
+        return x + self.fn(self.norm(x))
 
 
 class DepthwiseConv(nn.Conv2d):
@@ -99,8 +98,6 @@ class ChannelNorm(nn.LayerNorm):
 
 
 NORMS = {"batch": nn.BatchNorm2d, "layer": ChannelNorm}
-
-
 NORM_PLACES = ("after", "before")
 CHANNEL_RESIDUALS = ("mlp", "always", "never")
 
@@ -114,21 +111,20 @@ def conv_mixer_block(mixing: DepthwiseConv | DenseMixing, activation: type[nn.Mo
     residual: whether channel mixing is added to its input, as spatial mixing is.
     norm_first: whether either is normalised before it, as in a transformer, not after it.
     """
-    channels: list[nn.Module] = [nn.Conv2d(dim, dim, kernel_size=1), activation()]
+    def part(layers: list[nn.Module], residual: bool) -> list[nn.Module]:
+        """The layers with their norm, as one module if they are added to their input."""
+        if not norm_first:
+            layers = [*layers, norm(dim)]
+            return [Residual(nn.Sequential(*layers))] if residual else layers
+        return [Residual(nn.Sequential(*layers), norm(dim))] if residual else [norm(dim), *layers]
+
     if mlp_ratio:
         hidden = hidden_width(dim, mlp_ratio, "mlp_ratio")
         channels = [nn.Conv2d(dim, hidden, kernel_size=1), activation(),
                     nn.Conv2d(hidden, dim, kernel_size=1)]
-    spatial = [mixing, activation()]
-    if norm_first:
-        first = Residual(nn.Sequential(*spatial), norm(dim))
-        then = ([Residual(nn.Sequential(*channels), norm(dim))] if residual else
-                [norm(dim), *channels])
     else:
-        first = Residual(nn.Sequential(*spatial, norm(dim)))
-        channels.append(norm(dim))
-        then = [Residual(nn.Sequential(*channels))] if residual else channels
-    return nn.Sequential(first, *then)
+        channels = [nn.Conv2d(dim, dim, kernel_size=1), activation()]
+    return nn.Sequential(*part([mixing, activation()], True), *part(channels, residual))
 
 
 class ConvMixer(nn.Module):
@@ -172,12 +168,8 @@ class ConvMixer(nn.Module):
         require_classes(num_classes)
         require_positive(image_size=image_size, patch_size=patch_size, embed_dim=embed_dim,
                          depth=depth, kernel_size=kernel_size)
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation is {activation!r}, expected one of "
-                             f"{', '.join(ACTIVATIONS)}")
-        if norm not in NORMS:
-            raise ValueError(f"norm is {norm!r}, expected one of {', '.join(NORMS)}")
-        for option, value, choices in (("norm_place", norm_place, NORM_PLACES),
+        for option, value, choices in (("activation", activation, ACTIVATIONS), ("norm", norm, NORMS),
+                                       ("norm_place", norm_place, NORM_PLACES),
                                        ("channel_residual", channel_residual, CHANNEL_RESIDUALS)):
             if value not in choices:
                 raise ValueError(f"{option} is {value!r}, expected one of {', '.join(choices)}")
