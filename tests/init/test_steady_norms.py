@@ -88,10 +88,12 @@ def test_contrast_reaches_the_first_block(images):
         assert least < ratio < most, share
 
 
-def test_what_layers_read_is_as_large_as_without_constants():
-    """On white noise, which is what the weights are measured on where there are no images."""
+@pytest.mark.parametrize("given", [True, False])
+def test_what_layers_read_is_as_large_as_without_constants(given, images):
+    """On the images that the init was given; on white noise if it was given none."""
     noise = torch.randn(67, 3, 32, 32, generator=torch.Generator().manual_seed(5))
-    for _, returned in read_and_returned(initialised(constant_share=0.9), noise):
+    model = initialised({}, images if given else None, constant_share=0.97)
+    for _, returned in read_and_returned(model, images if given else noise):
         others = torch.cat([returned[:, CODE], returned[:, CONTENT]], dim=1)
         assert others.var(1, correction=0).mean().item() == pytest.approx(1.0, rel=0.03)
         assert not returned[:, CONSTANTS].any()
@@ -178,9 +180,10 @@ def test_a_channel_that_is_the_same_on_all_tokens_stays_finite(images):
 # ---------------------------------------------------------------------------------------------
 
 
-def test_only_calibration_reads_images():
-    assert reads_images(dict(calibrated=True)) and reads_images(dict(patch_embed="whitened"))
-    assert not reads_images(dict(calibrated=False, constant_share=0.9))
+def test_what_is_measured_is_measured_on_images():
+    assert all(reads_images(options) for options in (
+        dict(calibrated=True), dict(constant_share=0.9), dict(patch_embed="whitened")))
+    assert not reads_images(dict(calibrated=False, constant_share=0.0, patch_embed="base"))
 
 
 @pytest.mark.parametrize("options, message", [

@@ -78,8 +78,12 @@ def init_function(name: str, family: type[nn.Module]) -> Callable[..., None]:
 
 
 def reads_images(options: Mapping[str, Any]) -> bool:
-    """Whether an init with these options reads training images."""
-    return options.get("patch_embed") == "whitened" or options.get("calibrated") is True
+    """Whether an init with these options reads training images.
+
+    `init_weights` says which options cannot do without them.
+    """
+    return (options.get("patch_embed") == "whitened" or options.get("calibrated") is True
+            or bool(options.get("constant_share")))
 
 
 def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,

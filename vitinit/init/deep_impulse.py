@@ -65,11 +65,12 @@ content_scale: the root mean square of the patches' content relative to that of 
 patch_embed: "base", or "whitened": principal directions of patches of training images; see content.py.
 constant_share: the share of the tokens' variance before the first block that is due to two constant
     channels, so that LayerNorms start as fixed scalings; see steady_norms.py. 0: there are none.
-    They stand behind the D_p channels and need `reserve`.
+    They stand behind the D_p channels and need `reserve`. LayerNorms' weights make up for them, as
+    measured on training images.
 calibrated: whether LayerNorms' weights and biases give every channel behind these mean 0 and variance
     1 on training images; see steady_norms.py.
-images: (n, 3, H, W), normalised training images for "whitened" and `calibrated`; no option, train.py gives
-    them.
+images: (n, 3, H, W), normalised training images for "whitened", `constant_share` and `calibrated`; no
+    option, train.py gives them. `constant_share` alone makes do with white noise, less well.
 
 Earlier defaults were base "default" and target_mass 0.9, which is a near exact convolution in every
 block. They were replaced because the present ones trained better, with few seeds, in one small
