@@ -778,15 +778,15 @@ def test_an_unknown_recipe_gets_the_nearest_or_the_whole_list(tmp_path, name, hi
     saved(tmp_path)
     (tmp_path / "other.toml").touch()
     message = refusal(find_recipe, name, tmp_path)
-    assert message.startswith(f"--recipe {name}: ") and str(tmp_path) in message
+    assert message.startswith(f"recipe {name}: ") and str(tmp_path) in message
     assert message.endswith(hint)
 
 
 def test_a_path_to_no_recipe_is_refused(tmp_path):
     saved(tmp_path)
     name = str(tmp_path / "trail.toml")
-    assert refusal(find_recipe, name, tmp_path) == f"--recipe {name}: no such file"
-    assert refusal(find_recipe, "trial.toml", tmp_path) == "--recipe trial.toml: no such file"
+    assert refusal(find_recipe, name, tmp_path) == f"recipe {name}: no such file"
+    assert refusal(find_recipe, "trial.toml", tmp_path) == "recipe trial.toml: no such file"
 
 
 # ---------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def test_a_name_finds_a_model_of_the_repository_unless_the_path_exists(tmp_path,
     (dict(path="nowhere"), "nowhere: no such checkpoint"),
     (dict(path=RUN, weights="best"), "weights is 'best', expected \"model\" or \"ema\""),
     (dict(path=RUN, recipe="deit_tiny"), "brings its own recipe; the recipe deit_tiny that was given"),
-    (dict(path=RUN, recipe="deit_tin"), "--recipe deit_tin: no such recipe"),
+    (dict(path=RUN, recipe="deit_tin"), "recipe deit_tin: no such recipe"),
     *((dict(path=RUN, image_size=size), f"image_size is {size!r}, expected an integer or (height, wid")
       for size in (1.5, "x", 0, (8, -8), (8,), (8, 8, 8), (8, 2.5))),
     (dict(path=RUN, image_size=9), "patches of 4×4 pixels do not tile an image of 9×9"),

@@ -74,9 +74,9 @@ def find_recipe(name: str, folder: Path) -> Path:
     path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
     if not os.path.isfile(path):                     # unlike Path.is_file, it never raises
         if name.endswith(".toml"):
-            raise RecipeError(f"--recipe {name}: no such file")
+            raise RecipeError(f"recipe {name}: no such file")
         shipped = [recipe.stem for recipe in folder.glob("*.toml")]
-        raise RecipeError(f"--recipe {name}: no such recipe in {folder}{nearest(name, shipped)}")
+        raise RecipeError(f"recipe {name}: no such recipe in {folder}{nearest(name, shipped)}")
     return path
 
 
