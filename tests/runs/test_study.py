@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from vitinit.compare import mean_and_std, t_interval
 from vitinit.runs.archive import opened
 from vitinit.runs.groups import Run, read_run
 
@@ -57,3 +58,22 @@ def test_the_page_has_the_numbers_of_the_records(records, page):
         row = run.rows[-1]
         assert f"| {row['val_top1']:.2f} |" in page, name
         assert f"| {row['train_loss']:.3f} |" in page or not held_out(run), name
+
+
+def top1(records: dict[str, Run], experiment: str) -> dict[int, float]:
+    """Seed → top-1 of the last epoch, of the runs in the folders <experiment>-s<seed>."""
+    return {run.seed: run.rows[-1]["val_top1"] for name, run in sorted(records.items())
+            if name.rpartition("-s")[0] == f"cifar10_10k-{experiment}"}
+
+
+@pytest.mark.parametrize("part, seeds", [("test", 5)])
+def test_the_first_table_has_means_and_paired_intervals(records, page, part, seeds):
+    table = page[:page.index("![")]
+    best, impulse, default = (top1(records, experiment) for experiment in (
+        f"deep_impulse-{part}-images95-nobias-code12-lr2", f"impulse-{part}-lecun-lr2", f"default-{part}"))
+    assert len(best) == len(impulse) == len(default) == seeds
+    for values in (best, impulse, default):
+        assert f"| {seeds} | {mean_and_std(list(values.values()))} |" in table
+    for more, less in ((best, impulse), (best, default), (impulse, default)):
+        mean, half = t_interval([more[seed] - less[seed] for seed in more])
+        assert f"{mean:+.2f} ± {half:.2f}".replace("-", "−") in table
