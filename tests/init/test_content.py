@@ -15,8 +15,8 @@ from vitinit.init.stream_scales import stream_scales
 
 SIZES = dict(num_classes=5, image_size=(32, 32), patch_size=4, embed_dim=111, depth=3, num_heads=3,
              pool="mean")
-ALL = {"impulse": dict(rank=11), "deep_impulse": dict(base="default", target_mass=0.9),
-       "mimetic": {}}
+ALL = {"impulse": dict(rank=11), "mimetic": {},
+       "deep_impulse": dict(base="default", target_mass=0.9, code_channels=1 / 3, bias_channels=True)}
 each_init = pytest.mark.parametrize("init", ALL)
 
 
@@ -87,7 +87,7 @@ def test_deep_impulse_has_its_mass_whatever_the_content(options, images):
     for scale in (0.3, 1.0):
         options |= dict(content_scale=scale, target_mass=0.8)
         model = initialised("deep_impulse", images, **options)
-        found = position_mass(model, "deep_impulse", options)
+        found = position_mass(model, "deep_impulse", ALL["deep_impulse"] | options)
         assert min(*found.centre, *found.others) > 0.79 and max(*found.centre, *found.others) < 0.81
         with torch.no_grad():
             x = model.embed(images)

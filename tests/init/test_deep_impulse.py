@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import vitinit
 from vitinit.data.shapes import draw_image
 from vitinit.filters import ordered_offsets, shift_targets
+from vitinit.init.code_plan import slowest_waves
 from vitinit.init.content import PIXELS
 from vitinit.init.deep_impulse import masses_by_block
 from vitinit.init.fourier_code import wave_code, waves
@@ -24,9 +25,9 @@ from vitinit.models.attention import attention_weights
 # 5×7 tokens, which have 17 waves; a third of the width has room for eight and the bias channels.
 SIZES = dict(image_size=(20, 28), patch_size=4, embed_dim=57, depth=5, num_heads=3)
 RESERVED = 19               # a third of 57
-# What tests of this file have where they give nothing else: near exact, on the ViT's own base. The
-# softer defaults of the init have a section of their own.
-NEAR_EXACT = dict(base="default", target_mass=0.9)
+# What tests of this file have where they give nothing else: near exact, on the ViT's own base, and with
+# bias channels. The softer defaults of the init have a section of their own.
+NEAR_EXACT = dict(base="default", target_mass=0.9, code_channels=1 / 3, bias_channels=True)
 KINDS = {"class token": {}, "mean pool": dict(pool="mean"), "distilled": dict(distilled=True)}
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -198,6 +199,9 @@ def mixing_alone(attention: nn.Module) -> nn.Module:
 # ---------------------------------------------------------------------------------------------
 
 
+DEFAULTS = dict(base="lecun", target_mass=(0.3, 0.02), code_channels=1 / 12, bias_channels=False)
+
+
 def weights_of(sizes: dict, **options) -> dict[str, Tensor]:
     """The weights of a model that was initialised with these options alone, others at their defaults."""
     model = built(**sizes)
@@ -210,11 +214,11 @@ def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("kind", [{}, dict(image_size=(28, 36)), dict(image_size=(20, 28), depth=1)])
-def test_the_defaults_are_a_mass_that_falls_and_the_base_lecun(kind):
+def test_the_defaults_are_a_mass_that_falls_a_small_code_and_the_base_lecun(kind):
     found = weights_of(kind)
-    assert equal(found, weights_of(kind, base="lecun", target_mass=(0.3, 0.02)))
-    assert equal(found, weights_of(kind, base="lecun", target_mass=[0.3, 0.02]))
-    for options in (NEAR_EXACT, dict(base="default"), dict(target_mass=0.9)):
+    assert equal(found, weights_of(kind, **DEFAULTS))
+    assert equal(found, weights_of(kind, **DEFAULTS | dict(target_mass=[0.3, 0.02])))
+    for options in (NEAR_EXACT, *({key: NEAR_EXACT[key]} for key in NEAR_EXACT)):
         assert not equal(found, weights_of(kind, **options))
 
 
@@ -269,17 +273,17 @@ def test_the_defaults_work_on_every_grid_of_two_tokens_or_more_where_nine_tenths
         sizes = dict(image_size=(4 * rows, 4 * columns), embed_dim=38, depth=2,
                      num_heads=1 + (rows + columns) % 2)
         given = options | dict(kernel_size=1 if rows == 1 else 3)
-        exact = works(sizes, **NEAR_EXACT, **given)
+        exact = works(sizes, **NEAR_EXACT | given)
         assert works(sizes, **given) or not exact, (rows, columns)
         both += exact
     assert both >= 5
 
 
-@pytest.mark.parametrize("grid", [(1, 3), (3, 3), (4, 5), (7, 8), (9, 7)])
+@pytest.mark.parametrize("grid", [(1, 3), (3, 3), (4, 5), (7, 8), (9, 7), (2, 19), (23, 3)])
 def test_by_default_every_head_has_its_mass_and_gradients_on_small_grids_too(grid):
     sizes = dict(image_size=tuple(4 * side for side in grid), depth=3)
     tokens = math.prod(grid)
-    model = initialised(sizes=sizes, base="lecun", target_mass=(0.3, 0.02), kernel_size=1)
+    model = initialised(sizes=sizes, **DEFAULTS, kernel_size=1)
     assert equal(model.state_dict(), weights_of(sizes, kernel_size=1))   # these are the defaults
     count = int((model.patch_embed.proj.weight == 0).all((1, 2, 3)).sum())           # D_p
     for block, wanted in ((0, max(0.3, 1.25 / tokens)), (2, max(0.02, 1.25 / tokens))):
@@ -392,6 +396,18 @@ def test_the_code_takes_at_most_two_channels_per_wave_and_the_bias_channels(shar
     assert (position[:, :reserved].square().mean(1) > 0.1).all()
     assert torch.equal(position[:, reserved:], base[:, reserved:])
     assert (position[:, :reserved] != base[:, :reserved]).all()
+
+
+@pytest.mark.parametrize("grid", [(1, 3), (3, 1), (2, 19), (23, 3), (5, 7), (13, 13)])
+@pytest.mark.parametrize("bias_channels", [True, False])
+def test_however_small_its_share_the_code_tells_all_tokens_apart(grid, bias_channels):
+    """With as few waves as that takes: without the last, two tokens have the same code."""
+    model = built(image_size=tuple(4 * side for side in grid))
+    frequencies = slowest_waves(model, 1e-9, 1.0, bias_channels)
+    for count, apart in ((len(frequencies), True), (len(frequencies) - 1, False)):
+        code = wave_code(frequencies[:count], grid)                      # (N, 2K)
+        gaps = torch.cdist(code, code) + 9.0 * torch.eye(len(code), dtype=torch.float64)
+        assert (gaps.min() > 1e-3) == apart
 
 
 # ---------------------------------------------------------------------------------------------
@@ -765,7 +781,8 @@ FIXED = dict(pos_embed="sincos", embed_dim=60)
     ({}, dict(target_mass=1), "target_mass is 1 and"),
     ({}, dict(target_mass=math.nan), "target_mass is nan"),
     ({}, dict(code_channels=0.0), "code_channels 0.0"),
-    (dict(embed_dim=21), dict(code_channels=1.0), "code_channels is 1 and the code has all 21 channels"),
+    (dict(embed_dim=24), dict(code_channels=1.0), "code_channels is 1 and the code takes 24 of 24"),
+    (dict(embed_dim=3, num_heads=1), dict(reserve=False), "the code takes 4 of 3 channels"),
     ({}, dict(code_channels=1.01), "code_channels 1.01; .* 0 < code_channels ≤ 1"),
     ({}, dict(sigma=0.0), "sigma is 0.0, code_rms .* expected sigma and code_rms > 0"),
     ({}, dict(sigma=-1.0, target="gaussian"), "sigma is -1.0"),
@@ -774,7 +791,7 @@ FIXED = dict(pos_embed="sincos", embed_dim=60)
     ({}, dict(offsets="spiral"), "offsets is 'spiral', expected one of ordered, rotating, random"),
     ({}, dict(target="box"), "target is 'box', expected one of impulse, gaussian"),
     ({}, dict(code="sincos"), "code is 'sincos', expected one of fourier, random"),
-    ({}, dict(reserve=False),
+    ({}, dict(reserve=False, bias_channels=True),
      "bias_channels = true needs reserve = true, .*; set bias_channels = false"),
     ({}, dict(waves_of_heads="all"), "waves_of_heads is 'all', expected one of slowest, disjoint"),
     ({}, dict(value_init="x"), "value_init is 'x', expected one of mimetic, identity, base"),
@@ -782,16 +799,14 @@ FIXED = dict(pos_embed="sincos", embed_dim=60)
     ({}, dict(code="random", target="gaussian"), 'code is "random", which has no waves for target '
                                                  '"gaussian" and waves_of_heads "disjoint"; use'),
     ({}, dict(code="random", waves_of_heads="disjoint"), 'which has no waves'),
-    ({}, dict(code_channels=0.03), "head_dim is 19, and 0.03 of 57 channels .* 5×7 grid"),
-    (dict(embed_dim=6), {}, "head_dim is 2, .* at least 3, at least 5 channels for"),
-    (dict(embed_dim=3), dict(bias_channels=False),
-     "head_dim is 1, .* at least 2, at least 2 channels for"),
-    ({}, dict(code_channels=0.08), "and 0.08 of 57 channels .* at least 5 channels for"),
+    (dict(embed_dim=6), dict(bias_channels=True), "head_dim is 2, on a 5×7 grid; .* at least 3"),
+    (dict(embed_dim=3), {}, "head_dim is 1, .* at least 2, .* have fewer and wider heads, or"),
     (dict(image_size=8), {}, "a 2×2 grid"),          # which has no waves
     ({}, dict(kernel_size=0), "kernel_size is 0"),
     ({}, dict(kernel_size=10), "kernel_size is 10, but beyond 9 .* no target on the 5×7 grid"),
     (dict(image_size=4), dict(kernel_size=1), "a 1×1 grid"),
-    (dict(embed_dim=15), NEAR_EXACT, r"^1 wave\(s\) cannot give one token of a 5×7 grid a mass of 0.9"),
+    (dict(embed_dim=6), dict(target_mass=0.9),
+     r"^1 wave\(s\) cannot give one token of a 5×7 grid a mass of 0.9"),
     ({}, dict(period=30.0) | NEAR_EXACT, r"^8 wave\(s\) cannot give")])
 def test_the_impossible_is_refused_in_one_line_before_anything_is_drawn(sizes, options, message):
     model, generator = built(**sizes), torch.Generator().manual_seed(0)

@@ -70,8 +70,9 @@ VARIANTS = {        # options of inits beside their defaults, where the family's
     "filters": [*(dict(kind=kind, base="default") for kind in ("box", "gaussian", "permutation")),
                 dict(kind="covariance"), dict(kind="covariance", length_scale=0.6, envelope_width=1.1)],
 }
-# The earlier defaults of deep_impulse on a ViT, for which most of its weights are pinned.
-EARLIER = dict(base="default", target_mass=0.9)
+# The earlier defaults of deep_impulse on a ViT. For the first, most of its weights are pinned.
+SECOND = dict(code_channels=1 / 3, bias_channels=True)
+FIRST = SECOND | dict(base="default", target_mass=0.9)
 QUICK = {"impulse_gd": dict(steps=5)}                # a thousand steps by default
 
 
@@ -82,8 +83,8 @@ def small_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
             function = functions.get(MODELS[name][0])
             known = inspect.signature(function).parameters if function else ()
             variants = [{}, *VARIANTS.get(init, [])]
-            if function is deep_impulse:             # its present defaults, and all else on the earlier
-                variants = [{}, *(EARLIER | options for options in variants)]
+            if function is deep_impulse:             # its present defaults, and all else on the first
+                variants = [{}, SECOND, *(FIRST | options for options in variants)]
             for options in variants if function else []:
                 if options.get("kind") != "permutation" or "dense" in family:
                     if options.keys() <= set(known):
@@ -114,7 +115,8 @@ def recipe_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
             options = {key: value for key, value in own.items() if key in known}
             if init not in ("impulse", recipe["init"]["name"]) and own:
                 continue
-            for chosen in [options, EARLIER] if init == "deep_impulse" and not own else [options]:
+            earlier = [SECOND, FIRST] if init == "deep_impulse" and not own else []
+            for chosen in [options, *earlier]:
                 label = f"{name} {sizes}: {init} {chosen or ''}".strip()
                 if label not in seen:
                     yield label, name, sizes, init, chosen

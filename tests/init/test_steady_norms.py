@@ -14,6 +14,7 @@ from vitinit.init.steady_norms import constant_slice
 
 # 37 of 111 channels hold the code (17 waves and 3 bias channels), the next two are the constants.
 SIZES = dict(num_classes=5, image_size=32, patch_size=4, embed_dim=111, depth=3, num_heads=3)
+LARGE_CODE = dict(code_channels=1 / 3, bias_channels=True)
 CODE, CONSTANTS, CONTENT = slice(0, 37), slice(37, 39), slice(39, 111)
 each_pooling = pytest.mark.parametrize("model_options", [
     dict(pool="class"), dict(pool="mean", num_registers=2), dict(pool="mean", fc_norm=True)],
@@ -23,7 +24,7 @@ each_pooling = pytest.mark.parametrize("model_options", [
 def initialised(model_options: dict = {}, images: Tensor | None = None, **options) -> nn.Module:
     model = vitinit.build_model("vit_tiny", **SIZES, **{"pool": "mean"} | model_options)
     vitinit.init_weights(model, "deep_impulse", generator=torch.Generator().manual_seed(3),
-                         images=images, **options)
+                         images=images, **LARGE_CODE | options)
     return model.eval()
 
 
@@ -131,7 +132,7 @@ def test_the_model_stays_in_its_mode(training):
 @pytest.mark.parametrize("options", [dict(), dict(content_scale=0.7), dict(code="random")])
 def test_the_mass_on_positions_is_that_without_constants(options):
     masses = [position_mass(initialised(constant_share=share, **options), "deep_impulse",
-                            options | dict(constant_share=share)) for share in (0.0, 0.9)]
+                            LARGE_CODE | options | dict(constant_share=share)) for share in (0.0, 0.9)]
     torch.testing.assert_close(masses[1].others, masses[0].others, rtol=2e-2, atol=0)
 
 

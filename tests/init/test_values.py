@@ -14,7 +14,7 @@ SIZES = dict(num_classes=5, image_size=(20, 28), patch_size=4, embed_dim=111, de
              pool="mean")                            # 5×7 tokens, heads of 37 channels
 FIRST = {"impulse": 0, "deep_impulse": 19}           # channels that are reserved: eight waves and three
 OPTIONS = {"impulse": dict(rank=11),
-           "deep_impulse": dict(base="default", code_channels=0.18, target_mass=0.8)}
+           "deep_impulse": dict(base="default", code_channels=0.18, target_mass=0.8, bias_channels=True)}
 each_init = pytest.mark.parametrize("init", FIRST)
 
 

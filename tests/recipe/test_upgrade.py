@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from vitinit.runs.groups import read_run
 
 PAST = Path(__file__).resolve().parents[1] / "runs" / "data"
 VERSIONS = {"0c0940f": 1, "6bde95e": 2, "e89ec2a": 3, "004f0a5": 4, "75c8dd7": 4, "55cb85f": 5,
-            "644a0fb": 6, "1579675": 7, "54ef552": 8}
+            "644a0fb": 6, "1579675": 7, "54ef552": 8, "c96dca1": 9}
 
 
 def stored(commit: str) -> dict:
@@ -89,40 +90,51 @@ def test_a_deep_impulse_from_before_the_bias_channels_has_none():
     table = stored("75c8dd7")
     table["init"] = table["init"] | {"name": "deep_impulse", "options": {"base": "torch"}}
     assert upgraded(table)["init"]["options"] == {"bias_channels": False, "base": "torch",
-                                                  "target_mass": 0.9}
+                                                  "target_mass": 0.9, "code_channels": 1 / 3}
     table["init"]["options"]["marks"] = True
     assert upgraded(table)["init"]["options"]["bias_channels"] is True
 
 
-EARLIER = {"base": "default", "target_mass": 0.9}    # the defaults of deep_impulse up to version 8
+def earlier_defaults(version: int) -> dict[str, Any]:
+    """Those of deep_impulse for a ViT that have changed since, as they were at this version."""
+    return ({"base": "default", "target_mass": 0.9} if version < 9 else
+            {"base": "lecun", "target_mass": [0.3, 0.02]}) | {
+        "code_channels": 1 / 3, "bias_channels": version > 4}
 
 
-@pytest.mark.parametrize("commit", VERSIONS)
-@pytest.mark.parametrize("model, stated, meant", [
-    ("vit_tiny", {}, EARLIER), ("vit_base", {"period": 2.0}, EARLIER | {"period": 2.0}),
-    ("vit_tiny_distilled", {"base": "torch"}, EARLIER | {"base": "torch"}),
-    ("vit_small", {"target_mass": [0.3, 0.02]}, EARLIER | {"target_mass": [0.3, 0.02]}),
-    ("swin_tiny", {}, {}), ("mixer_s16", {"base": "torch"}, {"base": "torch"}),
-    ("convmixer_256_8", {}, {})])
-def test_a_deep_impulse_of_a_vit_keeps_the_defaults_that_it_was_trained_with(commit, model, stated,
-                                                                             meant):
+@pytest.mark.parametrize("commit, version", VERSIONS.items())
+@pytest.mark.parametrize("model, stated", [
+    ("vit_tiny", {}), ("vit_base", {"period": 2.0}), ("vit_tiny_distilled", {"base": "torch"}),
+    ("vit_small", {"target_mass": [0.5, 0.1]}), ("vit_base", {"code_channels": 0.2})])
+def test_a_deep_impulse_of_a_vit_keeps_the_defaults_that_it_was_trained_with(commit, version, model,
+                                                                             stated):
     table = stored(commit)
     table["model"] = {"name": model, "options": {}}
     table["init"] |= {"name": "deep_impulse", "options": stated}
-    found = upgraded(table)["init"]["options"]
-    assert {key: value for key, value in found.items() if key != "bias_channels"} == meant
+    meant = earlier_defaults(version) | stated
     of_the_run = with_defaults(from_dict(table, "last.pt").as_dict())["init"]["options"]
     assert {key: of_the_run[key] for key in meant} == meant
     table["init"]["name"] = "impulse"
-    assert not {"base", "target_mass"} & (upgraded(table)["init"]["options"].keys() - stated.keys())
+    assert upgraded(table)["init"]["options"] == stated
+
+
+@pytest.mark.parametrize("commit", VERSIONS)
+@pytest.mark.parametrize("model, stated", [("swin_tiny", {}), ("mixer_s16", {"base": "torch"}),
+                                           ("convmixer_256_8", {})])
+def test_of_other_families_its_defaults_never_changed(commit, model, stated):
+    table = stored(commit)
+    table["model"] = {"name": model, "options": {}}
+    table["init"] |= {"name": "deep_impulse", "options": stated}
+    assert upgraded(table)["init"]["options"] == stated
 
 
 def test_a_deep_impulse_of_the_present_version_has_the_present_defaults():
-    table = {"version": VERSION} | upgraded(stored("54ef552"))
+    table = {"version": VERSION} | upgraded(stored("c96dca1"))
     table["init"] |= {"name": "deep_impulse", "options": {}}
     assert upgraded(table)["init"]["options"] == {}
     options = with_defaults(from_dict(table, "last.pt").as_dict())["init"]["options"]
     assert (options["base"], options["target_mass"]) == ("lecun", [0.3, 0.02])
+    assert (options["code_channels"], options["bias_channels"]) == (1 / 12, False)
 
 
 @pytest.mark.parametrize("title, before, after", [

@@ -61,19 +61,34 @@ def test_the_page_has_the_numbers_of_the_records(records, page):
 
 
 def top1(records: dict[str, Run], experiment: str) -> dict[int, float]:
-    """Seed → top-1 of the last epoch, of the runs in the folders <experiment>-s<seed>."""
+    """Seed → top-1 of the last epoch, of the runs in the folders cifar10_10k<experiment>-s<seed>."""
     return {run.seed: run.rows[-1]["val_top1"] for name, run in sorted(records.items())
-            if name.rpartition("-s")[0] == f"cifar10_10k-{experiment}"}
+            if name.rpartition("-s")[0] == f"cifar10_10k{experiment}"}
 
 
-@pytest.mark.parametrize("part, seeds", [("test", 5)])
+@pytest.mark.parametrize("part, seeds", [("test", 5), ("half", 3)])
 def test_the_first_table_has_means_and_paired_intervals(records, page, part, seeds):
     table = page[:page.index("![")]
     best, impulse, default = (top1(records, experiment) for experiment in (
-        f"deep_impulse-{part}-images95-nobias-code12-lr2", f"impulse-{part}-lecun-lr2", f"default-{part}"))
+        f"-deep_impulse-{part}-images95-nobias-code12-lr2", f"-impulse-{part}-lecun-lr2",
+        f"-default-{part}"))
     assert len(best) == len(impulse) == len(default) == seeds
     for values in (best, impulse, default):
         assert f"| {seeds} | {mean_and_std(list(values.values()))} |" in table
     for more, less in ((best, impulse), (best, default), (impulse, default)):
         mean, half = t_interval([more[seed] - less[seed] for seed in more])
         assert f"{mean:+.2f} ± {half:.2f}".replace("-", "−") in table
+
+
+@pytest.mark.parametrize("experiment, less", [
+    ("-deep_impulse-code12-nobias", "-deep_impulse-falling-lecun"),
+    ("-deep_impulse-images95-nobias-code12-lr2", "-deep_impulse-falling-lecun"),
+    ("_convmixer-impulse-frozen-k3-f3-res", "_convmixer-impulse-frozen-k3-f3")])
+def test_the_first_table_has_the_means_on_held_out_images(records, page, experiment, less):
+    table = page[:page.index("![")]
+    more, less = top1(records, experiment), top1(records, less)
+    assert list(more) == list(less) == [0, 1, 2]
+    for values in (more, less):
+        assert f"| held out | 3 | {mean_and_std(list(values.values()))} |" in table
+    mean, half = t_interval([more[seed] - less[seed] for seed in more])
+    assert f"{mean:+.2f} ± {half:.2f}".replace("-", "−") in table

@@ -48,10 +48,14 @@ def slowest_waves(model: VisionTransformer, code_channels: float, period: float,
                   bias_channels: bool) -> Tensor:
     """The slowest waves of the grid, (K, 2), as many as fit into that share of the width.
 
-    Three of the channels are set aside for the bias channels, if they are used.
+    Three of the channels are set aside for the bias channels, if they are used. However small the
+    share, there are at least the waves up to the first that changes along either axis: without
+    them, tokens of one row or one column would have the same code.
     """
     room = int(code_channels * model.pos_embed.shape[2]) - BIAS_CHANNELS * bias_channels
-    return waves(model.grid, period)[:max(room // 2, 0)]
+    frequencies = waves(model.grid, period)
+    least = max((int(axis.nonzero()[0]) + 1 for axis in frequencies.T if axis.any()), default=0)
+    return frequencies[:max(room // 2, least)]
 
 
 def code_size(frequencies: Tensor, bias_channels: bool) -> int:
@@ -63,22 +67,21 @@ def plan_code(model: VisionTransformer, *, code_channels: float, period: float, 
               disjoint: bool, reserve: bool) -> CodePlan:
     """Choose the waves of the code and assign them to heads; see the options of `deep_impulse`.
 
-    Raises ValueError if not even one wave fits into the code's share of the width or into a head,
-    or if `reserve` would leave no channel for the image.
+    Raises ValueError if not even one wave fits into a head, if the grid has no waves, or if the code
+    would leave no channel for the image.
     """
     dim, attention = model.pos_embed.shape[2], model.blocks[0].attn
     frequencies = slowest_waves(model, code_channels, period, bias_channels)
     pairs = len(frequencies)
     used = min((attention.head_dim - bias_channels) // 2, pairs)
     if used < 1:
-        raise ValueError(f"head_dim is {attention.head_dim}, and {code_channels:g} of {dim} channels "
-                         f"are for the code of a {model.grid[0]}×{model.grid[1]} grid; init "
-                         f"'deep_impulse' needs a head_dim of at least {2 + bias_channels}, at least "
-                         f"{2 + BIAS_CHANNELS * bias_channels} channels for the code, and a grid side of 3 "
-                         "or more; raise code_channels, or have fewer and wider heads")
-    if reserve and code_size(frequencies, bias_channels) == dim:
-        raise ValueError(f"code_channels is {code_channels:g} and the code has all {dim} channels, so "
-                         "that none is left for images; use a smaller share, or reserve = false")
+        raise ValueError(f"head_dim is {attention.head_dim}, on a {model.grid[0]}×{model.grid[1]} grid; "
+                         f"init 'deep_impulse' needs a head_dim of at least {2 + bias_channels}, and a "
+                         "grid side of 3 or more; have fewer and wider heads, or smaller patches")
+    size = code_size(frequencies, bias_channels)
+    if size > dim - reserve:                         # without `reserve`, images have all channels, too
+        raise ValueError(f"code_channels is {code_channels:g} and the code takes {size} of {dim} channels, "
+                         "so that none is left for images; use a smaller share, or a wider model")
     firsts = range(0, attention.num_heads * used, used) if disjoint else [0]
     return CodePlan(frequencies, bias_channels,
                     [torch.arange(first, first + used) % pairs for first in firsts])

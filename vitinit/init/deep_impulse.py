@@ -7,9 +7,10 @@ position embedding is a small part of it. `deep_impulse` prevents this in three 
 
 1. The position embedding has channels of its own, the first D_p of the D channels of the residual
    stream. At the start no layer writes to them, so every block reads the same values there.
-2. These channels hold the Fourier code and the bias channels, both defined in fourier_code.py. For
-   the Fourier code, the Q and K that attend to a given offset are known in closed form. The bias
-   channels make the logit at the target independent of LayerNorm's statistics of a token.
+2. These channels hold the Fourier code and, if asked for, the bias channels, both defined in
+   fourier_code.py. For the Fourier code, the Q and K that attend to a given offset are known in
+   closed form. The bias channels make the logit at the target independent of LayerNorm's statistics
+   of a token.
 3. Q and K of each block are scaled up by the standard deviation by which that block's LayerNorm is
    expected to divide (stream_scales.py).
 
@@ -42,15 +43,16 @@ sigma: width of the Gaussian, in tokens; only for target "gaussian".
 code: "fourier", or "random": normal draws in place of the waves, with Q and K by the factorisation
     that `impulse` uses.
 code_channels: D_p as a share of D. The code takes at most two channels per wave of the grid, plus
-    the bias channels, however large the share.
+    the bias channels, however large the share; and at least those of the slowest waves up to the
+    first along either axis (two waves on a square grid), however small.
 code_rms: root mean square, over all D channels, of what is written to pos_embed. 0.36 is what
     `impulse` gives its pos_embed.
 period: period of the slowest wave, in units of the grid's side. At 1 the waves are orthogonal on
     the grid and wrap around its borders: a query whose target is off the grid attends to the
     opposite border. From 2 on it attends to the nearest border, which takes larger logits.
 bias_channels: whether the three bias channels are used. They take three of the D_p channels and one
-    of each head's d channels, and need `reserve`. They matter most at longer periods, whose slow
-    waves tell neighbouring tokens less clearly apart.
+    of each head's d channels, and need `reserve`. They matter most for a large target_mass, and at
+    longer periods, whose slow waves tell neighbouring tokens less clearly apart.
 waves_of_heads: "slowest": every head reads the slowest waves, as many as fit into its d channels at
     two channels each. "disjoint": the waves are divided among the heads; when all waves have been
     given out, the assignment starts again from the slowest.
@@ -72,10 +74,10 @@ calibrated: whether LayerNorms' weights and biases give every channel behind the
 images: (n, 3, H, W), normalised training images for "whitened", `constant_share` and `calibrated`; no
     option, train.py gives them. `constant_share` alone makes do with white noise, less well.
 
-Earlier defaults were base "default" and target_mass 0.9, which is a near exact convolution in every
-block. They were replaced because the present ones trained better, with few seeds, in one small
-study: a small ViT on 10,000 images. That study, recipes/deep_impulse.md, and README.md of this
-package have the measured effects of these options.
+Earlier defaults were base "default", target_mass 0.9, and code_channels 1/3 with bias channels, which
+is a near exact convolution in every block. They were replaced because the present ones trained better,
+with few seeds, in one small study: a small ViT on 10,000 images. That study, recipes/deep_impulse.md,
+and README.md of this package have the measured effects of these options.
 """
 
 from __future__ import annotations
@@ -268,9 +270,9 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
                  target: Literal["impulse", "gaussian"] = "impulse",
                  sigma: float = 1.0,
                  code: Literal["fourier", "random"] = "fourier",
-                 code_channels: float = 1 / 3,
+                 code_channels: float = 1 / 12,
                  code_rms: float = 0.36, period: float = 1.0,
-                 bias_channels: bool = True,
+                 bias_channels: bool = False,
                  waves_of_heads: Literal["slowest", "disjoint"] = "slowest",
                  reserve: bool = True,
                  mlp_reads_code: bool = True,
@@ -285,12 +287,12 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
 
     The share of a head's attention that lies on this neighbour is its mass, `target_mass`. By
     default it falls from 0.3 in the first block to 0.02 in the last, on the base "lecun". With
-    target_mass = 0.9, softmax(Q Kᵀ / √d) is a near exact convolution in every block; that, with
-    base = "default", was the earlier default. The module's docstring says why it was changed.
+    target_mass = 0.9, code_channels = 1/3 and bias_channels, softmax(Q Kᵀ / √d) is a near exact
+    convolution in every block. The module's docstring says why that is no longer the default.
 
     | tensor                                     | value                                         |
     |--------------------------------------------|-----------------------------------------------|
-    | pos_embed, the first D_p channels          | the Fourier code and the bias channels        |
+    | pos_embed, the first D_p channels          | the Fourier code; bias channels if wanted     |
     | every block: attn.qkv.weight, Q, K rows    | K selects the head's waves, Q rotates them by |
     |                                            |   the head's offset; 0 beyond D_p channels    |
     | every block: attn.qkv.bias, Q, K           | 0                                             |

@@ -15,8 +15,8 @@ by the head's offset δ, the logit between tokens at displacement Δ is
 
 which is largest at the target, Δ = δ, because all cosines are 1 there.
 
-**The bias channels** are three more channels of the position embedding, each constant on all patch
-tokens and on all prefix tokens (class, distillation and register tokens):
+**The bias channels**, an option, are three more channels of the position embedding, each constant on
+all patch tokens and on all prefix tokens (class, distillation and register tokens):
 
 | bias channel | patch tokens | prefix tokens |
 |--------------|--------------|---------------|
@@ -24,7 +24,7 @@ tokens and on all prefix tokens (class, distillation and register tokens):
 | second       | 0            | 0             |
 | third        | 0            | 1             |
 
-They are needed because attention reads the code through a LayerNorm, which subtracts a mean from
+They are of use because attention reads the code through a LayerNorm, which subtracts a mean from
 every token and divides it by a standard deviation, both of which depend on the token's content. The
 bias channels pass through the same LayerNorm. The second then holds nothing but the subtracted
 mean, so Q and K can cancel it. With the other two, Q and K subtract the value of the peak from all

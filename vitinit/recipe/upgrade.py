@@ -18,7 +18,7 @@ from typing import Any
 
 from .values import plain
 
-VERSION = 9
+VERSION = 10
 Table = dict[str, Any]
 
 
@@ -103,8 +103,15 @@ def to_9(table: Table, processes: int) -> None:
                                     | table["init"].get("options", {}))
 
 
+def to_10(table: Table, processes: int) -> None:
+    """`deep_impulse` of a ViT got a smaller code, without bias channels."""
+    if table["init"]["name"] == "deep_impulse" and table["model"]["name"].startswith("vit_"):
+        table["init"]["options"] = ({"code_channels": 1 / 3, "bias_channels": True}
+                                    | table["init"].get("options", {}))
+
+
 STEPS: dict[int, Callable[[Table, int], None]] = {2: to_2, 3: to_3, 4: to_4, 5: to_5, 6: to_6,
-                                                  7: to_7, 8: to_8, 9: to_9}
+                                                  7: to_7, 8: to_8, 9: to_9, 10: to_10}
 
 
 def version_of(table: Mapping[str, Any]) -> Any:
