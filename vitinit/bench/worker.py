@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -114,6 +115,7 @@ def serve(connection: Connection, lifeline: Connection, log: Path, start_method:
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)      # the process may be killed right after a line
     connection.send("here")
     while True:
         try:
