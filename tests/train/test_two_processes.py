@@ -4,6 +4,7 @@ step that one of them cannot finish is abandoned by both."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -13,6 +14,7 @@ from vitinit.data.mix import smooth_one_hot
 from vitinit.data.pipeline import Prepared, TrainingStep
 from vitinit.data.sampler import BatchPlan
 from vitinit.messages import OneLineError
+from vitinit.train import distributed
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
 from vitinit.train.engine import train_epoch
@@ -139,3 +141,16 @@ def test_a_step_that_one_process_cannot_end_is_abandoned_by_both(in_two_processe
         for (_, _, trouble), (why, step, other, gradients) in zip(TROUBLES, found, strict=True):
             assert why == ("stopped by SIGTERM" if trouble["signalled"] else "image 7"), trouble
             assert (step, other, gradients) == (trouble["step"], [], 0), trouble
+
+
+def threads_left(processes: Processes) -> list[str]:
+    """The names of this process's threads after it was stopped and has left the process group."""
+    trained(processes, "vit_tiny", STEPS, Trouble(step=1, signalled=processes.rank == 0))
+    distributed.stop()
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
+def test_no_thread_of_the_process_group_outlives_it(in_two_processes):
+    """Beside one, Python would abort at its end now and then."""
+    for names in in_two_processes(threads_left):
+        assert names and not [name for name in names if "gloo" in name]

@@ -6,6 +6,7 @@ a run has several processes. Without them it has one, and the communication here
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -219,3 +220,7 @@ def stop() -> None:
     """Leave the process group, if one was joined."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        # The model that trained holds the group, whose threads go on as long. After a stopped step it is in a
+        # reference cycle with the exception; if Python ends beside the threads, it may abort ("terminate
+        # called without an active exception").
+        gc.collect()
