@@ -22,6 +22,12 @@ VERSION = 10
 Table = dict[str, Any]
 
 
+def keep_deep_impulse(table: Table, **earlier: Any) -> None:
+    """Give a `deep_impulse` of a ViT these earlier values of options that it does not state."""
+    if table["init"]["name"] == "deep_impulse" and table["model"]["name"].startswith("vit_"):
+        table["init"]["options"] = earlier | table["init"].get("options", {})
+
+
 def to_2(table: Table, processes: int) -> None:
     """DeiT's augmentation got keys, and label smoothing moved from [optim] to [mix]."""
     table["augment"] |= {
@@ -64,8 +70,7 @@ def to_5(table: Table, processes: int) -> None:
     groups = [size for size in range(2, most + 1, 2)             # a group consists of pairs
               if optim["global_batch"] // processes % size == 0]
     mix.setdefault("group", groups[-1] if groups else 2)
-    if table["init"]["name"] == "deep_impulse" and table["model"]["name"].startswith("vit_"):
-        table["init"]["options"] = {"marks": False} | table["init"].get("options", {})
+    keep_deep_impulse(table, marks=False)
 
 
 def to_6(table: Table, processes: int) -> None:
@@ -98,16 +103,12 @@ def to_8(table: Table, processes: int) -> None:
 
 def to_9(table: Table, processes: int) -> None:
     """`deep_impulse` of a ViT got other defaults: base "lecun" and a mass that falls with depth."""
-    if table["init"]["name"] == "deep_impulse" and table["model"]["name"].startswith("vit_"):
-        table["init"]["options"] = ({"base": "default", "target_mass": 0.9}
-                                    | table["init"].get("options", {}))
+    keep_deep_impulse(table, base="default", target_mass=0.9)
 
 
 def to_10(table: Table, processes: int) -> None:
     """`deep_impulse` of a ViT got a smaller code, without bias channels."""
-    if table["init"]["name"] == "deep_impulse" and table["model"]["name"].startswith("vit_"):
-        table["init"]["options"] = ({"code_channels": 1 / 3, "bias_channels": True}
-                                    | table["init"].get("options", {}))
+    keep_deep_impulse(table, code_channels=1 / 3, bias_channels=True)
 
 
 STEPS: dict[int, Callable[[Table, int], None]] = {2: to_2, 3: to_3, 4: to_4, 5: to_5, 6: to_6,
