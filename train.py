@@ -61,8 +61,7 @@ from vitinit.train.engine import (Evaluation, evaluate, set_precision, train_epo
                                   tune_convolutions)
 from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import Diverged, Progress, ProgressBar, StepRow
-from vitinit.train.optim import adamw, learning_rate, scaled_lr
-from vitinit.train.parts import PARTS, PartRates
+from vitinit.train.optim import adamw, learning_rate, muon, scaled_lr
 from vitinit.train.profile import LARGEST, MOST_PROFILED, StepProfiler
 from vitinit.train.state import TrainState
 from vitinit.train.throughput import training_flops
@@ -181,12 +180,11 @@ def images_for_init(recipe: Recipe, source: Source) -> Tensor | None:
 
 
 def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | None,
-                  path: Path, data: Data) -> tuple[TrainState, list[str]]:
+                  path: Path, train_set: Source) -> tuple[TrainState, list[str]]:
     """The state that training starts from, and lines for the terminal about it.
 
     saved: the contents of the checkpoint at `path`, to resume from; None for a new run.
-    data: the training set, from which some inits read images, and the number of steps per epoch, by
-        which the epochs of optim.hold_epochs become steps.
+    train_set: the training images, which some inits read.
 
     In a new run the weights are those of the init, or, where the recipe names a checkpoint, those
     of the checkpoint. The init draws on the CPU from its own generator. With equal numbers of
@@ -202,7 +200,7 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
         if saved is None:
             init_weights(model, init.name, **init.options,
                          generator=torch.Generator().manual_seed(recipe.run.seed),
-                         images=processes.on_all(lambda: images_for_init(recipe, data.train_set)))
+                         images=processes.on_all(lambda: images_for_init(recipe, train_set)))
     notes = []
     if saved is None and init.checkpoint:
         transfer = processes.on_all(lambda: fine_tune(
@@ -215,8 +213,7 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
     if saved is None:
         processes.share_weights(model)
     with building(source, "optim"):
-        optimizer = adamw(model, weight_decay=optim.weight_decay, betas=optim.betas, eps=optim.eps,
-                          rates=part_rates(recipe, data.train_batches.steps_per_epoch))
+        optimizer = optimizer_of(model, recipe)
     scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.engine.amp == "fp16")
     ema = Ema(model, decay=recipe.ema.decay, warmup=recipe.ema.warmup) if recipe.ema.decay else None
     state = TrainState(model, optimizer, scaler, ema, Progress())
@@ -225,12 +222,14 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
     return state, notes
 
 
-def part_rates(recipe: Recipe, steps_per_epoch: int) -> PartRates:
-    """The recipe's factors on the learning rates of parts of the model; held epochs become steps."""
-    scales = vars(recipe.optim.lr_scales)
-    return PartRates(scales={part: scales[part] for part in PARTS}, layer_decay=scales["layer_decay"],
-                     hold_steps={part: epochs * steps_per_epoch
-                                 for part, epochs in vars(recipe.optim.hold_epochs).items()})
+def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """The recipe's optimiser of all the model's parameters."""
+    optim = recipe.optim
+    of_adamw = dict(weight_decay=optim.weight_decay, betas=optim.betas, eps=optim.eps,
+                    layer_decay=optim.layer_decay)
+    if optim.name == "adamw":
+        return adamw(model, **of_adamw)
+    return muon(model, factor=optim.muon_factor, momentum=optim.muon_momentum, **of_adamw)
 
 
 def what_the_init_achieved(model: nn.Module, name: str, options: dict[str, Any]) -> list[str]:
@@ -314,7 +313,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
     folder, saved, recipe = chosen
     with building(f"recipe {recipe.name}", "data"):
         data = open_data(recipe, processes, dry_run=args.dry_run)
-    state, notes = initial_state(recipe, processes, saved, folder.read_from, data)
+    state, notes = initial_state(recipe, processes, saved, folder.read_from, data.train_set)
     require_same_micro_batch_size(state.model, data.plan.micro_batch_size, saved)
     resumed = saved is not None
     chosen = saved = None                            # frees the second copy of its tensors
@@ -330,7 +329,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
     tune_convolutions(model)
     forward, measured = wrapped(state, recipe, processes)
 
-    say(summary(recipe, data, model, notes, lr_at, processes))
+    say(summary(recipe, data, model, notes, state.optimizer, lr_at, processes))
     for caution in cautions(recipe, data):
         say(f"warning {caution}")
     if args.dry_run:

@@ -168,14 +168,14 @@ def small_run(image_tree: Path) -> Callable[..., list[str]]:
     """Arguments of train.py for a run of a few seconds on `image_tree`: 3 epochs of 4 steps.
 
     Everything that could go wrong on resume is on: every augmentation, two views per image,
-    accumulation over three micro-batches, EMA with warm-up, clipping, stochastic depth. Mixing has
-    three groups of four images per step. eps is large for the reason given in train/test_engine.py.
+    accumulation over three micro-batches, EMA with warm-up, clipping, stochastic depth, weights that
+    Muon trains beside those that AdamW does. Mixing has three groups of four images per step. eps is large for the reason given in train/test_engine.py.
     """
     sets = {
         "data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
         "eval.batch_size": "4", "optim.global_batch": "12", "optim.max_batch_per_process": "4",
         "optim.base_lr": "1e-3", "optim.eps": "1e-4", "optim.clip_norm": "1.0",
-        "optim.lr_scales.qk": "0.3", "optim.hold_epochs.head": "1",
+        "optim.name": "muon", "optim.layer_decay": "0.7",
         "ema.decay": "0.99", "ema.warmup": "true", "schedule.epochs": "3",
         "model.options.embed_dim": "12", "model.options.depth": "2", "model.options.num_heads": "3",
         "model.options.drop_path": "0.3",

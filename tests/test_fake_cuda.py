@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ from vitinit.train.ema import Ema
 from vitinit.train.engine import evaluate, train_epoch
 from vitinit.train.interruption import StopRequest
 from vitinit.train.metrics import Progress
-from vitinit.train.optim import adamw
+from vitinit.train.optim import adamw, hidden_matrices, muon
 from vitinit.train.state import TrainState
 
 CUDA, SIZE, CLASSES = torch.device("cuda", 0), 16, 7
@@ -88,10 +89,16 @@ def build(name: str, device: torch.device) -> nn.Module:
         return kind(num_classes=CLASSES, image_size=SIZE, **sizes | MODELS[name])
 
 
-def fresh_state(name: str, amp: str, device: torch.device = CUDA) -> TrainState:
+OF_ADAMW = dict(weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+OPTIMISERS = {"adamw": partial(adamw, **OF_ADAMW),
+              "muon": partial(muon, factor=1.3, momentum=0.9, **OF_ADAMW)}
+
+
+def fresh_state(name: str, amp: str, device: torch.device = CUDA, *, optimiser: str = "adamw"
+                ) -> TrainState:
     model, other = build(name, device), build(name, device)
     model.__deepcopy__ = lambda memo: other          # nor copied, as a moving average needs
-    return TrainState(model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8),
+    return TrainState(model, OPTIMISERS[optimiser](model),
                       torch.amp.GradScaler(device.type, enabled=amp == "fp16"),
                       Ema(model, decay=0.9, warmup=True), Progress())
 
@@ -141,15 +148,15 @@ def train(state: TrainState, steps: Iterable, amp: str, clip_norm: float,
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("amp, clip_norm", [("off", 0.0), ("bf16", 1.0), ("fp16", 1.0),
-                                            ("fp16", 0.0)])
+@pytest.mark.parametrize("amp, clip_norm, optimiser", [
+    ("off", 0.0, "adamw"), ("bf16", 1.0, "muon"), ("fp16", 1.0, "adamw"), ("fp16", 0.0, "muon")])
 def test_a_step_mixes_up_no_device_and_waits_for_nothing(as_if_there_were_a_gpu, monkeypatch, name,
-                                                         amp, clip_norm):
+                                                         amp, clip_norm, optimiser):
     """From the loader's batches to the moving average. Reading the losses waits, but only every
     tenth step does that."""
     backward_passes = []
     with FakeTensorMode(), not_settling(monkeypatch) as settled:
-        state = fresh_state(name, amp)
+        state = fresh_state(name, amp, optimiser=optimiser)
 
         def backward(loss: Tensor) -> None:
             assert loss.device == CUDA and loss.shape == ()
@@ -164,7 +171,8 @@ def test_a_step_mixes_up_no_device_and_waits_for_nothing(as_if_there_were_a_gpu,
     assert launches.uploads > 0 and launches.downloads == 0
     tensors = [*state.model.state_dict().values(), *state.ema.model.state_dict().values()]
     moments = [value for values in state.optimizer.state.values() for value in values.values()]
-    assert len(moments) == 3 * len(list(state.model.parameters()))
+    matrices = len(hidden_matrices(state.model)) if optimiser == "muon" else 0
+    assert len(moments) == 3 * len(list(state.model.parameters())) - 2 * matrices
     assert {tensor.device for tensor in [*tensors, *moments]} == {CUDA}
 
 

@@ -17,14 +17,12 @@ from vitinit.recipe import sections
 from vitinit.recipe.values import to_toml
 from vitinit.runs.folder import RunFolder
 from vitinit.train.engine import Evaluation, set_precision, tune_convolutions
-from vitinit.train.parts import PartRates
 
 # All values of one type are different, and none is the default of the function that takes it.
 WRITTEN = {
     "optim": dict(global_batch=12, max_batch_per_process=2, base_lr=3e-3, lr_scaling="linear",
-                  weight_decay=0.07, betas=[0.83, 0.97], eps=5e-5, clip_norm=0.61,
-                  lr_scales=dict(qk=0.3, pos_embed=0.37, patch_embed=0.41, head=1.3, layer_decay=0.89),
-                  hold_epochs=dict(qk=1, pos_embed=2, patch_embed=3, head=4)),
+                  name="muon", weight_decay=0.07, betas=[0.83, 0.97], eps=5e-5, clip_norm=0.61,
+                  layer_decay=0.89, muon_factor=1.7, muon_momentum=0.79),
     "schedule": dict(shape="cosine", epochs=3, cooldown_epochs=2, warmup_epochs=1, warmup_lr=2e-5,
                      min_lr=1e-6, step_on="epoch"),
     "ema": dict(decay=0.71, warmup=True),
@@ -39,7 +37,7 @@ WRITTEN = {
 def seen(train_program, small_run, tmp_path, monkeypatch) -> dict:
     """The arguments of each call of these functions in a run with the recipe above, by function."""
     calls: dict[str, list[tuple[tuple, dict]]] = {}
-    for name in ("adamw", "scaled_lr", "plan_batches", "learning_rate", "Ema", "set_precision",
+    for name in ("muon", "scaled_lr", "plan_batches", "learning_rate", "Ema", "set_precision",
                  "ToDevice", "TrainToDevice", "EvalViews", "kept_views", "EvaluationBatches",
                  "train_epoch", "evaluate"):
         def recorded(*arguments, name=name, real=getattr(train_program, name), **options):
@@ -62,9 +60,8 @@ def test_every_key_reaches_what_it_names(seen, tmp_path):
     def options(name: str) -> dict:
         return seen[name][0][1]
     schedule, evaluation = WRITTEN["schedule"], WRITTEN["eval"]
-    assert options("adamw") == dict(weight_decay=0.07, betas=(0.83, 0.97), eps=5e-5, rates=PartRates(
-        scales=dict(qk=0.3, pos_embed=0.37, patch_embed=0.41, head=1.3), layer_decay=0.89,
-        hold_steps=dict(qk=4, pos_embed=8, patch_embed=12, head=16)))
+    assert options("muon") == dict(weight_decay=0.07, betas=(0.83, 0.97), eps=5e-5, layer_decay=0.89,
+                                   factor=1.7, momentum=0.79)
     assert seen["scaled_lr"][0][0] == (3e-3, "linear", 12)
     assert seen["plan_batches"][0][0][:2] == (12, 2)
     assert options("learning_rate") == dict(

@@ -105,6 +105,7 @@ checkpoint_fit = "select"
 options = {rank = 11}
 
 [optim]
+name = "muon"
 global_batch = 47
 max_batch_per_process = 53
 base_lr = 1e-3
@@ -112,9 +113,10 @@ lr_scaling = "linear"
 weight_decay = 0.05
 betas = [0.9, 0.999]
 eps = 1e-8
+layer_decay = 0.7
+muon_factor = 2.5
+muon_momentum = 0.95
 clip_norm = 1.5
-lr_scales = {qk = 0.3, layer_decay = 0.7}
-hold_epochs = {head = 2}
 
 [schedule]
 shape = "cosine"
@@ -219,6 +221,7 @@ KEYS = {
     "init.checkpoint_weights": ('one of "model", "ema"', ['"model"', '"ema"'], ['"last"', '""']),
     "init.checkpoint_fit": ('one of "exact", "select"', ['"exact"', '"select"'], ['"fit"', '""']),
     "init.options": ("a table", ["{}", "{rank = 2}"], []),
+    "optim.name": ('one of "adamw", "muon"', ['"adamw"', '"muon"'], ['"sgd"', '""']),
     "optim.global_batch": ("an integer ≥ 1 and < 2^31", ["1"], ["0", "2147483648"]),
     "optim.max_batch_per_process": ("an integer ≥ 1 and < 2^31", ["1"], ["0"]),
     "optim.base_lr": ("a number > 0 and < 3.40282e+38", ["1e-9"], ["0.0", "-1e-3", "1e39"]),
@@ -227,9 +230,10 @@ KEYS = {
     "optim.betas": ("a list of 2 numbers ≥ 0 and < 1", ["[0.0, 0.9999999]"],
                     ["[0.9, 1.0]", "[-0.1, 0.9]"]),
     "optim.eps": ("a number ≥ 1.4013e-45 and < 3.40282e+38", ["1e-30"], ["0.0", "1e-46", "1e308"]),
+    "optim.layer_decay": ("a number > 0 and ≤ 1", ["1.0"], ["0.0", "1.1"]),
+    "optim.muon_factor": ("a number > 0 and < 3.40282e+38", ["0.1"], ["0.0"]),
+    "optim.muon_momentum": ("a number ≥ 0 and < 1", ["0.0"], ["1.0", "-0.1"]),
     "optim.clip_norm": ("a number ≥ 0", ["0.0"], ["-1.0"]),
-    "optim.lr_scales": ("a table", ["{}", "{qk = 0.1, layer_decay = 0.7}"], []),
-    "optim.hold_epochs": ("a table", ["{}", "{pos_embed = 2}"], []),
     "schedule.shape": ('one of "cosine", "one_cycle"', ['"cosine"'], ['"linear"', '""']),
     "schedule.epochs": ("an integer ≥ 1", ["1"], ["0"]),
     "schedule.cooldown_epochs": ("an integer ≥ 0", ["0"], ["-1"]),
@@ -461,10 +465,6 @@ def test_a_recipe_reads_every_value_as_it_stands_in_the_file(tmp_path):
     recipe = load_recipe(saved(tmp_path))
     assert recipe.name == "trial"
     expected = tomllib.loads(RECIPE)
-    even = dict.fromkeys(("qk", "pos_embed", "patch_embed", "head"))     # what the two tables leave out
-    expected["optim"]["lr_scales"] = dict.fromkeys((*even, "layer_decay"), 1.0) | expected["optim"][
-        "lr_scales"]
-    expected["optim"]["hold_epochs"] = dict.fromkeys(even, 0) | expected["optim"]["hold_epochs"]
     assert recipe.as_dict() == {"name": "trial", "version": VERSION} | expected
 
 
@@ -863,18 +863,12 @@ def test_set_reaches_an_options_table_that_the_file_leaves_out(tmp_path):
     ("engine.amp=fp6", "did you mean 'fp16'?"),
     ('rand_augment.operations=["Rotat"]', "did you mean 'Rotate'?"),
     ("optim.label_smoothing=0.1", "[optim] has no key 'label_smoothing'; valid: base_lr, betas, "
-     "clip_norm, eps, global_batch, hold_epochs, lr_scales, lr_scaling, max_batch_per_process, "
-     "weight_decay"),
+     "clip_norm, eps, global_batch, layer_decay, lr_scaling, max_batch_per_process, muon_factor, "
+     "muon_momentum, name, weight_decay"),
     ("scedule.epochs=3", "'scedule'; did you mean 'schedule'?"),
     ("xyz.epochs=3", f"'xyz'; valid: {', '.join(sorted(SECTIONS))}"),
     ("name.x=3", f"'name'; valid: {', '.join(sorted(SECTIONS))}"),
     ("model.option.depth=3", "'option'; did you mean 'options'?"),
-    ("optim.lr_scale.qk=3", "[optim] has no table 'lr_scale'; did you mean 'lr_scales'?"),
-    ("optim.lr_scales.heads=3", "[optim.lr_scales] has no key 'heads'; did you mean 'head'?"),
-    ("optim.lr_scales.qk=-0.1", "optim.lr_scales.qk is -0.1, expected a number ≥ 0 and < 3.40282e+38"),
-    ("optim.lr_scales.layer_decay=1.1", "expected a number > 0 and ≤ 1"),
-    ("optim.hold_epochs.qk=0.5", "optim.hold_epochs.qk is 0.5, expected an integer ≥ 0 and < 2^31"),
-    ("optim.hold_epochs=3", "optim.hold_epochs is 3, expected a table"),
     ("model.options=3", "model.options is 3, expected a table"),
 ])
 def test_what_set_gets_wrong_is_named_with_what_was_written(tmp_path, text, words):

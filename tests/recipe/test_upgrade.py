@@ -20,7 +20,7 @@ from vitinit.runs.groups import read_run
 
 PAST = Path(__file__).resolve().parents[1] / "runs" / "data"
 VERSIONS = {"0c0940f": 1, "6bde95e": 2, "e89ec2a": 3, "004f0a5": 4, "75c8dd7": 4, "55cb85f": 5,
-            "644a0fb": 6, "1579675": 7, "54ef552": 8, "c96dca1": 9}
+            "644a0fb": 6, "1579675": 7, "54ef552": 8, "c96dca1": 9, "09cb91f": 10}
 
 
 def stored(commit: str) -> dict:
@@ -38,7 +38,7 @@ def test_a_recipe_of_a_past_commit_is_upgraded_to_the_present_keys(commit, versi
     # Old values are unchanged, and new keys have the values that do what was done without them.
     ours = recipe.as_dict()
     for title in table.keys() - {"name", "version"}:
-        for key in table[title].keys() - {"label_smoothing"}:
+        for key in table[title].keys() - {"label_smoothing", "lr_scales", "hold_epochs"}:
             assert ours[title][key] == table[title][key]
     assert ours["mix"]["label_smoothing"] == 0.1 and ours["mix"]["group"] == 4
     assert ours["mix"]["mixup_alpha"] == (0.0 if version == 1 else 0.8)
@@ -99,7 +99,7 @@ def earlier_defaults(version: int) -> dict[str, Any]:
     """Those of deep_impulse for a ViT that have changed since, as they were at this version."""
     return ({"base": "default", "target_mass": 0.9} if version < 9 else
             {"base": "lecun", "target_mass": [0.3, 0.02]}) | {
-        "code_channels": 1 / 3, "bias_channels": version > 4}
+        "code_channels": 1 / 3 if version < 10 else 1 / 12, "bias_channels": 4 < version < 10}
 
 
 @pytest.mark.parametrize("commit, version", VERSIONS.items())
@@ -129,7 +129,7 @@ def test_of_other_families_its_defaults_never_changed(commit, model, stated):
 
 
 def test_a_deep_impulse_of_the_present_version_has_the_present_defaults():
-    table = {"version": VERSION} | upgraded(stored("c96dca1"))
+    table = {"version": VERSION} | upgraded(stored("09cb91f"))
     table["init"] |= {"name": "deep_impulse", "options": {}}
     assert upgraded(table)["init"]["options"] == {}
     options = with_defaults(from_dict(table, "last.pt").as_dict())["init"]["options"]
@@ -184,3 +184,14 @@ def test_past_runs_say_how_they_were_started():
     for commit in VERSIONS:
         start, = json.loads((PAST / commit / "run.json").read_text())
         assert start["git_commit"].startswith(commit)
+
+
+@pytest.mark.parametrize("key, part, value", [("lr_scales", "qk", 0.3), ("hold_epochs", "head", 2)])
+def test_rates_of_parts_are_refused_in_training_and_read_in_records(key, part, value):
+    table = stored("09cb91f")
+    table["optim"]["lr_scales"]["layer_decay"] = 0.7
+    assert from_dict(table, "last.pt").optim.layer_decay == 0.7
+    table["optim"][key][part] = value
+    with pytest.raises(RecipeError, match=rf"^last.pt: trains with optim.{key}.{part}, which commit"):
+        from_dict(table, "last.pt")
+    assert upgraded(table)["optim"][key] == {part: value}

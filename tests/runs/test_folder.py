@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vitinit.runs.folder import RunFolder, disk_space, git_commit
+from vitinit.train.optim import adamw, muon
 from vitinit.train import checkpoint
 from vitinit.train.checkpoint import CheckpointError, load
 from vitinit.train.device import describe_device, peak_memory
@@ -234,22 +235,25 @@ def test_a_folder_that_vanished_is_one_line_for_whatever_is_written(tmp_path):
 
 def test_what_a_run_takes_on_disk_is_what_its_files_have(tmp_path):
     """Up to what the archive format adds to the tensors."""
-    model = nn.Linear(301, 293)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 301)).sum().backward()
+    model = nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(301, 293))})
+    optimizer = adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+    model.blocks(torch.ones(1, 301)).sum().backward()
     optimizer.step()
     weights = {"model": model.state_dict(), "ema": model.state_dict()}
     torch.save(weights, tmp_path / "best.pt")
     torch.save(weights | {"optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
     whole, best = 4 * 293 * 302 * 4, 2 * 293 * 302 * 4
-    assert disk_space(model, ema=True, kept=2) == (
+    assert disk_space(model, optimizer, ema=True, kept=2) == (
         "last.pt and previous.pt 1.42 MB each, best.pt 708 kB, 2 kept epochs 708 kB each; 6.37 MB "
         "at most")
     # An archive stores tensors that share memory once, as those of the model and its EMA do here.
     assert (tmp_path / "last.pt").stat().st_size == pytest.approx(whole - best / 2, rel=0.02)
     assert 3 * whole + 3 * best == pytest.approx(6.37e6, rel=1e-3)
-    assert disk_space(model, ema=False, kept=0).startswith(
+    assert disk_space(model, optimizer, ema=False, kept=0).startswith(
         "last.pt and previous.pt 1.06 MB each, best.pt 354 kB; ")
+    optimizer = muon(model, factor=1.0, momentum=0.9, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+    assert disk_space(model, optimizer, ema=False, kept=0).startswith(
+        "last.pt and previous.pt 709 kB each, best.pt 354 kB; ")
 
 
 def test_the_commit_is_the_repositorys_and_unknown_elsewhere(tmp_path, repository):

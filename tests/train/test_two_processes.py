@@ -20,7 +20,7 @@ from vitinit.train.ema import Ema
 from vitinit.train.engine import train_epoch
 from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import Progress
-from vitinit.train.optim import adamw
+from vitinit.train.optim import muon
 from vitinit.train.state import TrainState
 
 GLOBAL_BATCH, STEPS, CLASSES, ACCUMULATION = 12, 3, 7, 3
@@ -33,8 +33,8 @@ def fresh(name: str) -> TrainState:
     model = vitinit.build_model(name, num_classes=CLASSES, image_size=8, embed_dim=12, depth=2,
                                 **MODELS[name])
     vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
-    return TrainState(model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-4),
-                      torch.amp.GradScaler("cpu", enabled=False),
+    optimizer = muon(model, factor=1.3, momentum=0.9, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-4)
+    return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False),
                       Ema(model, decay=0.8, warmup=True), Progress())
 
 

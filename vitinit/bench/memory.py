@@ -11,9 +11,11 @@ from ..command_line import building
 from ..models import build_model
 from ..recipe.sections import Recipe
 from ..train.engine import autocast
+from ..train.optim import hidden_matrices
 
 GIB, MIB = 2**30, 2**20
 STATE_BYTES = 20                # per parameter: weight, gradient, AdamW's two moments, EMA; float32
+MUON_BYTES = 16                 # the same with Muon's one moment
 SHARE = 0.5                     # of the GPU's memory; augmentation, kernels and gaps need the rest
 
 
@@ -56,12 +58,14 @@ def bench_memory(recipe: Recipe, card_gib: float) -> None:
                             image_size=recipe.data.image_size, **recipe.model.options).train()
         two, four = (saved_bytes(model, torch.zeros(count, 3, height, width), recipe.engine.amp)
                      for count in (2, 4))
-    parameters = sum(p.numel() for p in model.parameters())
     image = (four - two) // 2                        # a part that does not grow with B cancels
-    available = SHARE * card_gib * GIB - STATE_BYTES * parameters - (two - 2 * image)
+    matrices = hidden_matrices(model) if recipe.optim.name == "muon" else ()
+    state = sum((MUON_BYTES if name in matrices else STATE_BYTES) * p.numel()
+                for name, p in model.named_parameters())
+    available = SHARE * card_gib * GIB - state - (two - 2 * image)
     batch = recipe.optim.global_batch
     fits = max((size for size in range(2, batch + 1, 2)
                 if batch % size == 0 and size * image <= available), default=0)
     print(f"{recipe.name:26} {image / MIB:7.1f} MiB per image at amp {recipe.engine.amp}, "
-          f"{STATE_BYTES * parameters / GIB:.2f} GiB of weights and optimiser: of {batch} images at "
+          f"{state / GIB:.2f} GiB of weights and optimiser: of {batch} images at "
           f"most {fits} in half of {card_gib:g} GiB")

@@ -77,12 +77,6 @@ class Attention(nn.Module):
         """(C, h, d): head i adds values_i @ proj_weight[:, i].T to the output."""
         return self.proj.weight.unflatten(1, (self.num_heads, self.head_dim))
 
-    def query_key_parameters(self) -> list[tuple[nn.Parameter, slice]]:
-        """The parameters that make queries and keys, and which of their rows do."""
-        rows = slice(0, 2 * self.proj.in_features)
-        return [(parameter, rows) for parameter in (self.qkv.weight, self.qkv.bias)
-                if parameter is not None]
-
     def _unpacked(self, packed: Tensor) -> Tensor:
         """(3·C, …) → (3, h, d, …)"""
         return packed.unflatten(0, (3, self.num_heads, self.head_dim))

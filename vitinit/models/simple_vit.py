@@ -85,11 +85,6 @@ class SimpleAttention(nn.Module):
         """(h, d, C); not for reads = "free"."""
         return self.qk.weight.unflatten(0, (2, self.num_heads, self.head_dim))[1]
 
-    def query_key_parameters(self) -> list[tuple[nn.Parameter, slice]]:
-        """The parameters that make queries and keys, all of whose rows do."""
-        parameters = [self.query, self.key] if self.reads == "free" else [self.qk.weight]
-        return [(parameter, slice(None)) for parameter in parameters]
-
     def queries_keys(self, x: Tensor, pos_embed: Tensor) -> tuple[Tensor, Tensor]:
         """Q and K, each (B, h, N, d), or (1, h, N, d) where they are the same for all images.
 

@@ -1,7 +1,6 @@
 """Recipe files: reading, overriding, checking and writing them.
 
-A recipe must state every key (except for a few tables that may be left out, see sections.py), and
-may not have unknown keys or a key twice. So `diff` between two recipes shows every difference
+A recipe must state every key, and may not have unknown keys or a key twice. So `diff` between two recipes shows every difference
 between two experiments. Every error is a `RecipeError` of one line that names the file or option,
 the key, what was expected, and the nearest valid key. This module uses the standard library only.
 """
@@ -18,8 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..messages import OneLineError
-from .sections import (FREE_TABLES, KNOWN_TABLES, SECTIONS, InitSection, ModelSection, Recipe,
-                       contradictions)
+from .sections import (FREE_TABLES, SECTIONS, InitSection, ModelSection, Recipe, contradictions)
 from .upgrade import VERSION, processes_of, upgraded
 from .values import convert, describe, nearest, nearest_choice, plain, shown, to_toml, within
 
@@ -117,9 +115,15 @@ def from_dict(table: Mapping[str, Any], source: str,
 def _upgraded(table: Mapping[str, Any], source: str, processes: int) -> dict[str, Any]:
     """`upgraded`, with errors as RecipeError that names `source`."""
     try:
-        return upgraded(table, processes=processes)
+        table = upgraded(table, processes=processes)
     except ValueError as error:
         raise RecipeError(f"{source}: {error}") from None
+    gone = [f"optim.{key}.{part}" for key in ("lr_scales", "hold_epochs")
+            for part in table["optim"].get(key, {})]
+    if gone:
+        raise RecipeError(f"{source}: trains with {', '.join(gone)}, which commit 09cb91f is the last "
+                          "to know")
+    return table
 
 
 def with_options(recipe: Recipe, *, model: Mapping[str, Any], init: Mapping[str, Any]) -> Recipe:
@@ -150,7 +154,7 @@ def _build(table: Mapping[str, Any], name: str, source: str, overrides: Sequence
     for title in SECTIONS:
         if title not in table:
             raise RecipeError(f"{source}: section [{title}] is missing")
-    for inner in (*FREE_TABLES, *KNOWN_TABLES):      # an empty table may be left out
+    for inner in FREE_TABLES:                        # an empty table may be left out
         title, _, key = inner.partition(".")
         table[title].setdefault(key, {})
 
@@ -173,12 +177,12 @@ def _apply(table: dict[str, Any], overrides: Sequence[Override]) -> dict[str, st
         if parents[0] not in SECTIONS:
             raise RecipeError(f"{text}: there is no section '{parents[0]}'"
                               f"{nearest(parents[0], SECTIONS)}")
-        tables = [name.partition(".")[2] for name in (*FREE_TABLES, *KNOWN_TABLES)
+        tables = [name.partition(".")[2] for name in FREE_TABLES
                   if name.startswith(f"{parents[0]}.")]
         if len(parents) == 2 and tables and parents[1] not in table[parents[0]]:
             raise RecipeError(f"{text}: [{parents[0]}] has no table '{parents[1]}'"
                               f"{nearest(parents[1], tables)}")
-        if ".".join(parents) not in (*SECTIONS, *FREE_TABLES, *KNOWN_TABLES):
+        if ".".join(parents) not in (*SECTIONS, *FREE_TABLES):
             raise RecipeError(f"{text}: '{key}' is nested too deeply; expected section.key=value")
         body = table
         for parent in parents:
@@ -207,12 +211,6 @@ def _section(section: type, title: str, body: dict[str, Any], source: str,
     values = {}
     for key, item in fields.items():
         expected = describe(kinds[key], item.metadata)
-        if key not in body and item.default is not dataclasses.MISSING:
-            values[key] = item.default
-            continue
-        if f"{title}.{key}" in KNOWN_TABLES and isinstance(body[key], dict):
-            values[key] = _section(kinds[key], f"{title}.{key}", body[key], source, written)
-            continue
         if key not in body:
             raise RecipeError(f"{source}: [{title}] lacks the key '{key}' ({expected})")
         try:

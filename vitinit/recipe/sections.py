@@ -1,7 +1,6 @@
 """All keys of a recipe: one frozen dataclass per section, one field with a type and bounds per key.
 
-A recipe states every key, so fields have no defaults, except those of the tables [optim.lr_scales]
-and [optim.hold_epochs], which may be left out. This module uses the standard library only.
+A recipe states every key, so fields have no defaults. This module uses the standard library only.
 """
 
 from __future__ import annotations
@@ -137,30 +136,11 @@ class InitSection:
 
 
 @dataclass(frozen=True)
-class LrScales:
-    """Factors on the learning rate of parts of the model; a recipe may leave them out."""
-
-    qk: float = number(minimum=0.0, below=LARGEST, default=1.0)           # queries and keys
-    pos_embed: float = number(minimum=0.0, below=LARGEST, default=1.0)    # absolute or relative
-    patch_embed: float = number(minimum=0.0, below=LARGEST, default=1.0)  # makes tokens of patches
-    head: float = number(minimum=0.0, below=LARGEST, default=1.0)         # the classifier
-    layer_decay: float = number(above=0.0, maximum=1.0, default=1.0)      # per layer, from the head on
-
-
-@dataclass(frozen=True)
-class HoldEpochs:
-    """How many epochs at the start parts of the model are not trained; a recipe may leave it out."""
-
-    qk: int = number(minimum=0, below=COUNT, default=0)
-    pos_embed: int = number(minimum=0, below=COUNT, default=0)
-    patch_embed: int = number(minimum=0, below=COUNT, default=0)
-    head: int = number(minimum=0, below=COUNT, default=0)
-
-
-@dataclass(frozen=True)
 class OptimSection:
-    """The batch, the optimiser (AdamW), and gradient clipping."""
+    """The batch, the optimiser, and gradient clipping."""
 
+    name: Literal["adamw", "muon"]                  # muon: for the matrices of the blocks, and AdamW
+                                                    # for all other weights
     global_batch: int = number(minimum=1, below=COUNT)  # images per step, over all processes
     max_batch_per_process: int = number(minimum=1, below=COUNT)  # most images per micro-batch
     base_lr: float = number(above=0.0, below=LARGEST)
@@ -168,9 +148,11 @@ class OptimSection:
     weight_decay: float = number(minimum=0.0, below=LARGEST)
     betas: tuple[float, float] = number(minimum=0.0, below=1.0)
     eps: float = number(minimum=TINIEST, below=LARGEST)
+    layer_decay: float = number(above=0.0, maximum=1.0)  # factor on the learning rate per layer, from
+                                                    # the head down
+    muon_factor: float = number(above=0.0, below=LARGEST)  # on Muon's updates; 1: as large as AdamW's
+    muon_momentum: float = number(minimum=0.0, below=1.0)
     clip_norm: float = number(minimum=0.0)          # global gradient norm; 0: no clipping
-    lr_scales: LrScales
-    hold_epochs: HoldEpochs
 
 
 @dataclass(frozen=True)
@@ -246,12 +228,8 @@ MACHINE_KEYS = ("data.workers", "data.on_device_gib", "eval.batch_size", "eval.c
                 "optim.max_batch_per_process", "engine.compile", "checkpoint.every_steps")
 
 SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items() if name != "name"}
-# Tables within sections: free tables, whose keys are the options of a model or init, and tables
-# whose keys are fields of a dataclass.
+# Tables within sections, whose keys are the options of a model or init.
 FREE_TABLES = ("model.options", "init.options")
-KNOWN_TABLES = {f"{title}.{key}": kind for title, section in SECTIONS.items()
-                for key, kind in typing.get_type_hints(section).items()
-                if dataclasses.is_dataclass(kind)}
 
 
 def contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from .values import plain
 
-VERSION = 10
+VERSION = 11
 Table = dict[str, Any]
 
 
@@ -111,8 +111,24 @@ def to_10(table: Table, processes: int) -> None:
     keep_deep_impulse(table, code_channels=1 / 3, bias_channels=True)
 
 
+def to_11(table: Table, processes: int) -> None:
+    """Muon was added; rates of parts of the model and held parts went, except for the layer decay.
+
+    What else a recipe states of them stays in it, so that its records can be read; it is no recipe
+    that can be trained with.
+    """
+    optim = table["optim"]
+    scales, held = optim.pop("lr_scales"), optim.pop("hold_epochs")
+    optim |= {"name": "adamw", "layer_decay": scales.pop("layer_decay"), "muon_factor": 1.0,
+              "muon_momentum": 0.95}
+    gone = {"lr_scales": {part: scale for part, scale in scales.items() if scale != 1.0},
+            "hold_epochs": {part: epochs for part, epochs in held.items() if epochs}}
+    optim |= {key: parts for key, parts in gone.items() if parts}
+
+
 STEPS: dict[int, Callable[[Table, int], None]] = {2: to_2, 3: to_3, 4: to_4, 5: to_5, 6: to_6,
-                                                  7: to_7, 8: to_8, 9: to_9, 10: to_10}
+                                                  7: to_7, 8: to_8, 9: to_9, 10: to_10,
+                                                  11: to_11}
 
 
 def version_of(table: Mapping[str, Any]) -> Any:

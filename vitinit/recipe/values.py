@@ -21,15 +21,12 @@ PAIR = tuple[int, int]          # (height, width); one integer stands for both
 
 
 def number(*, minimum: float | None = None, above: float | None = None,
-           maximum: float | None = None, below: float | None = None,
-           default: float | None = None) -> Any:
+           maximum: float | None = None, below: float | None = None) -> Any:
     """A numeric field with bounds: `minimum` and `maximum` inclusive, `above` and `below` exclusive.
 
-    In a list, every element must be within the bounds. default: the value of a key that is left
-    out; None: the key must be there.
+    In a list, every element must be within the bounds.
     """
-    bounds = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
-    return field(metadata=bounds) if default is None else field(metadata=bounds, default=default)
+    return field(metadata={"minimum": minimum, "above": above, "maximum": maximum, "below": below})
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:

@@ -197,13 +197,14 @@ class RunFolder:
         return state
 
 
-def disk_space(model: nn.Module, *, ema: bool, kept: int) -> str:
+def disk_space(model: nn.Module, optimizer: torch.optim.Optimizer, *, ema: bool, kept: int) -> str:
     """The disk space that the checkpoints of a run take, in words.
 
-    ema: whether the run has a moving average. kept: the number of epochs in checkpoint.keep_epochs.
+    Of each weight AdamW stores two moments, Muon one. ema: whether the run has a moving average. kept: the number of epochs in checkpoint.keep_epochs.
     """
     weights = sum(value.nbytes for value in model.state_dict().values()) * (2 if ema else 1)
-    moments = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    moments = sum(p.nbytes * (1 if group["muon"] else 2)
+                  for group in optimizer.param_groups for p in group["params"])
     state = weights + moments
     parts = [f"last.pt and previous.pt {_size(state)} each", f"best.pt {_size(weights)}"]
     parts += [f"{kept} kept epochs {_size(weights)} each"] if kept else []

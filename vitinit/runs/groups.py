@@ -127,6 +127,8 @@ def is_free(key: str, keys: Mapping[str, Any]) -> bool:
     if key == "mix.group":
         return not keys.get("mix.probability") or not (keys.get("mix.mixup_alpha") or
                                                        keys.get("mix.cutmix_alpha"))
+    if key.startswith("optim.muon_"):
+        return keys.get("optim.name") != "muon"
     return key in FREE_KEYS
 
 

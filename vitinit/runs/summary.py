@@ -24,8 +24,9 @@ FEW_UPDATES = 2_000             # steps; fewer than that from scratch give a war
 
 
 def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
-            lr_at: Callable[[int], float], processes: Processes) -> str:
-    """Describe the run: recipe, data, model, init, batches, steps and learning rates.
+            optimizer: torch.optim.Optimizer, lr_at: Callable[[int], float], processes: Processes
+            ) -> str:
+    """Describe the run: recipe, data, model, init, batches, steps, optimiser and learning rates.
 
     notes: lines about the weights that training starts from. lr_at: step → learning rate.
     """
@@ -55,20 +56,21 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
         f"{data.plan.accumulation} micro-batch(es) × {data.plan.micro_batch_size} images, on "
         f"{describe_device(processes.device)}\n"
         f"steps   {steps_per_epoch:,} per epoch × {epochs} epochs = {steps_per_epoch * epochs:,}\n"
+        f"{optimiser_line(optimizer, recipe.optim.layer_decay)}\n"
         f"lr      peak {peak:g}; first step {lr_at(0):g}, last step "
-        f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}"
-        + rates_of_parts(recipe))
+        f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}")
 
 
-def rates_of_parts(recipe: Recipe) -> str:
-    """A line about the parts of the model with learning rates of their own; "" if there are none."""
-    scales, held = vars(recipe.optim.lr_scales), vars(recipe.optim.hold_epochs)
-    found = [f"{part} × {scale:g}" for part, scale in scales.items()
-             if part != "layer_decay" and scale != 1.0]
-    found += [f"× {scales['layer_decay']:g} per layer from the head down"
-              ] * (scales["layer_decay"] != 1.0)
-    found += [f"{part} × 0 in the first {epochs} epoch(s)" for part, epochs in held.items() if epochs]
-    return f"\nrates   {', '.join(found)}" if found else ""
+def optimiser_line(optimizer: torch.optim.Optimizer, layer_decay: float) -> str:
+    """Which optimiser trains how many weights, and the factor on the learning rate per layer."""
+    counts = {True: 0, False: 0}                     # by Muon, by AdamW
+    for group in optimizer.param_groups:
+        counts[group["muon"]] += sum(p.numel() for p in group["params"])
+    line = f"optim   AdamW for {counts[False]:,} weights"
+    if counts[True]:
+        line = (f"optim   Muon (factor {optimizer.factor:g}, momentum {optimizer.momentum:g}) for "
+                f"{counts[True]:,} weights, AdamW for {counts[False]:,}")
+    return line + (f"; × {layer_decay:g} per layer from the head down" if layer_decay != 1.0 else "")
 
 
 def cautions(recipe: Recipe, data: Data) -> list[str]:
@@ -95,7 +97,7 @@ def rehearsal(recipe: Recipe, data: Data, state: TrainState) -> str:
     with building(f"recipe {recipe.name}", "model"), torch.no_grad():
         images, _ = next(iter(data.val_batches))
         logits = state.model.eval()(images[:data.plan.micro_batch_size])
-    space = disk_space(state.model, ema=state.ema is not None,
+    space = disk_space(state.model, state.optimizer, ema=state.ema is not None,
                        kept=len(recipe.checkpoint.keep_epochs))
     return (f"disk    {space}\n"
             f"dry run: images {tuple(images.shape)} → logits {tuple(logits.shape)}; nothing was "

@@ -33,7 +33,7 @@ from .device import sent
 from .distributed import Processes, agreed
 from .interruption import Interrupted, StopRequest
 from .metrics import Diverged, Progress, StepRow
-from .parts import set_learning_rate
+from .optim import set_learning_rate
 from .state import TrainState
 
 SETTLE_EVERY = 10               # steps between two reads of the losses; a read waits for the device
@@ -267,7 +267,7 @@ def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterab
                 if not batch.last:
                     rollback.begin()
                 lr = lr_at(step.number)
-                set_learning_rate(state.optimizer, lr, step.number)
+                set_learning_rate(state.optimizer, lr)
                 drop_path = drop_path_at(step.number)                    # (branches, global batch)
                 step_loss = torch.zeros((), device=device)
             factors = () if drop_path is None else (

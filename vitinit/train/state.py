@@ -16,13 +16,16 @@ from .checkpoint import CheckpointError, model_state, require_finite, require_fi
 from .ema import Ema
 from .metrics import Progress
 
+# What the optimiser stores per tensor, by whether Muon trains it: the kind's name, and the names.
+MOMENTS = {False: ("AdamW", ("step", "exp_avg", "exp_avg_sq")), True: ("Muon", ("momentum_buffer",))}
+
 
 @dataclass
 class TrainState:
     """The model, its optimiser, loss scaling and moving average, and the progress of the run."""
 
     model: nn.Module            # bare: neither compiled nor wrapped for several processes
-    optimizer: torch.optim.Optimizer     # AdamW
+    optimizer: torch.optim.Optimizer     # AdamW, or Muon with AdamW
     scaler: torch.amp.GradScaler         # disabled unless engine.amp is "fp16"
     ema: Ema | None
     progress: Progress
@@ -70,36 +73,39 @@ class TrainState:
         self.progress = progress
 
     def _fitting_moments(self, state: Any, progress: Progress, path: Path) -> dict[int, Any]:
-        """AdamW's moments per parameter number, each checked for its parameter's shape and dtype."""
+        """The optimiser's moments per parameter number, checked for their parameters' shapes."""
         groups = self.optimizer.param_groups
         numbers = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]
         try:
             saved_numbers = [group["params"] for group in state["param_groups"]]
             moments = dict(state["state"])
         except (TypeError, KeyError, ValueError):
-            raise CheckpointError(f"{path}: its optimizer is no state of AdamW") from None
+            raise CheckpointError(f"{path}: its optimizer is no state of AdamW or Muon") from None
         if saved_numbers != numbers:
             raise CheckpointError(
                 f"{path}: its optimizer has parameter groups of {_counts(saved_numbers)} tensors, "
                 f"and the model's have {_counts(numbers)}")
-        parameters = {number: parameter for group_numbers, group in zip(numbers, groups)
+        parameters = {number: (parameter, MOMENTS[group.get("muon", False)])
+                      for group_numbers, group in zip(numbers, groups)
                       for number, parameter in zip(group_numbers, group["params"])}
-        trained = {number for number, parameter in parameters.items() if parameter.requires_grad}
+        trained = {number for number, (parameter, _) in parameters.items() if parameter.requires_grad}
         updated = progress.step > progress.skipped_steps
         if moments.keys() != (trained if updated else set()):
             raise CheckpointError(f"{path}: its optimizer has moments of {len(moments)} tensors at "
                                   f"step {progress.step}, expected "
                                   f"{len(trained) if updated else 0}")
         for number, values in moments.items():
-            if not isinstance(values, Mapping) or values.keys() != {"step", "exp_avg", "exp_avg_sq"}:
-                raise CheckpointError(f"{path}: its optimizer holds no moments of AdamW for tensor "
+            parameter, (kind, names) = parameters[number]
+            if not isinstance(values, Mapping) or values.keys() != set(names):
+                raise CheckpointError(f"{path}: its optimizer holds no moments of {kind} for tensor "
                                       f"{number}")
-            count, parameter = values["step"], parameters[number]
-            if not isinstance(count, Tensor) or count.numel() != 1 or not count >= 1:
-                raise CheckpointError(f"{path}: its optimizer has counted no steps of tensor "
-                                      f"{number}")
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in names:
                 value = values[name]
+                if name == "step":
+                    if not isinstance(value, Tensor) or value.numel() != 1 or not value >= 1:
+                        raise CheckpointError(f"{path}: its optimizer has counted no steps of tensor "
+                                              f"{number}")
+                    continue
                 if not isinstance(value, Tensor) or value.shape != parameter.shape or (
                         value.dtype != parameter.dtype):
                     found = (f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else

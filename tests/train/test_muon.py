@@ -1,0 +1,244 @@
+"""Muon: its iteration, its update, which weights it trains, what it launches, and skipped steps."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vitinit import models
+from vitinit.bench.launches import launches_of
+from vitinit.train import muon as muon_module
+from vitinit.train.muon import COEFFICIENTS, MuonWithAdamW, orthogonalised
+from vitinit.train.optim import hidden_matrices, layer_numbers, muon, set_learning_rate
+
+OPTIONS = dict(factor=2.3, momentum=0.83, weight_decay=0.3, betas=(0.9, 0.97), eps=1e-6)
+SMALL = {
+    "vit": ("vit_tiny_distilled", dict(image_size=8, patch_size=4, embed_dim=21, depth=2,
+                                       num_heads=3, num_registers=2)),
+    "swin": ("swin_tiny", dict(image_size=8, patch_size=2, embed_dim=6, depths=(1, 2),
+                               num_heads=(2, 3), window_size=2)),
+    "mixer": ("mixer_s16", dict(image_size=8, patch_size=4, embed_dim=11, depth=2)),
+    "conv_mixer": ("convmixer_256_8", dict(image_size=8, patch_size=1, embed_dim=11, depth=2)),
+    "simple_vit": ("simple_vit", dict(image_size=8, patch_size=4, embed_dim=28, depth=2,
+                                      num_heads=2)),
+    "simple_vit, free": ("simple_vit", dict(image_size=8, patch_size=4, embed_dim=28, depth=2,
+                                            num_heads=2, reads="free", input_pos_embed=False)),
+}
+families = pytest.mark.parametrize("family", SMALL)
+
+
+def built(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    name, sizes = SMALL[family]
+    kind, defaults = models.MODELS[name]
+    model = kind(num_classes=5, **defaults | sizes).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(generator=generator)
+    return model
+
+
+def put_gradients(model: nn.Module, seed: int) -> None:
+    """Random gradients, which do not depend on the weights."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+# ---------------------------------------------------------------------------------------------
+# The iteration
+# ---------------------------------------------------------------------------------------------
+
+
+def iterated_singular_values(matrix: Tensor) -> Tensor:
+    """The iteration in float64, on the singular values: they are mapped by its polynomial alone."""
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    a, b, c = COEFFICIENTS
+    values = values / max(float(values.square().sum().sqrt()), 1e-7)
+    for _ in range(5):
+        values = a * values + b * values**3 + c * values**5
+    return left @ torch.diag(values) @ right
+
+
+@pytest.mark.parametrize("rows, columns", [(7, 13), (13, 7), (11, 11), (1, 5)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-11), (torch.float32, 1e-4),
+                                              (torch.bfloat16, 0.05)])
+def test_the_iteration_maps_singular_values_by_its_polynomial(rows, columns, dtype, tolerance):
+    matrices = torch.randn(3, rows, columns, generator=torch.Generator().manual_seed(0)).double()
+    matrices[1] *= 1e-4                              # the scale of a matrix does not matter
+    expected = torch.stack([iterated_singular_values(matrix) for matrix in matrices])
+    torch.testing.assert_close(orthogonalised(matrices, dtype), expected, rtol=0, atol=tolerance)
+
+
+def test_singular_values_come_near_one_and_zeros_stay():
+    matrices = torch.randn(2, 17, 31, generator=torch.Generator().manual_seed(0))
+    matrices[1] = 0.0
+    ours = orthogonalised(matrices, torch.float32)
+    values = torch.linalg.svdvals(ours[0])
+    assert 0.6 < values.min() and values.max() < 1.3 and torch.equal(ours[1], matrices[1])
+
+
+# ---------------------------------------------------------------------------------------------
+# The update
+# ---------------------------------------------------------------------------------------------
+
+
+@families
+def test_an_update_is_its_formula_in_float64(family):
+    """The class's docstring, with layer decay; and torch's AdamW for all other parameters."""
+    model, theirs = built(family), built(family)
+    optimizer = muon(model, layer_decay=0.7, **OPTIONS)
+    names = [name for name, _ in model.named_parameters()]
+    numbers = dict(zip(names, layer_numbers(names)))
+    matrices, last = hidden_matrices(model), max(numbers.values())
+    others = torch.optim.AdamW([
+        {"params": [p], "weight_decay": 0.3 if p.ndim > 1 and "pos_embed" not in name and not
+         name.endswith(("_token", "_table")) else 0.0, "layer": numbers[name]}
+        for name, p in theirs.named_parameters() if name not in matrices],
+        betas=OPTIONS["betas"], eps=OPTIONS["eps"])
+    momenta = {name: torch.zeros(()) for name in matrices}
+    for step in range(3):
+        rate = 0.01 * (step + 1)
+        put_gradients(model, step), put_gradients(theirs, step)
+        set_learning_rate(optimizer, rate)
+        optimizer.step()
+        for group in others.param_groups:
+            group["lr"] = rate * 0.7 ** (last - group["layer"])
+        others.step()
+        for name, weight in theirs.named_parameters():
+            if name in matrices:
+                eta, gradient = rate * 0.7 ** (last - numbers[name]), weight.grad.flatten(1)
+                momenta[name] = 0.83 * momenta[name] + 0.17 * gradient
+                direction = iterated_singular_values(0.17 * gradient + 0.83 * momenta[name])
+                size = 0.2 * max(direction.shape) ** 0.5 * 2.3 * eta
+                weight.data = weight.data * (1 - 0.3 * eta) - size * direction.view_as(weight)
+    for (name, ours), other in zip(model.named_parameters(), theirs.parameters()):
+        torch.testing.assert_close(ours, other, rtol=0, atol=1e-5, msg=lambda m: f"{name}: {m}")
+
+
+def test_in_bfloat16_it_is_torchs(monkeypatch):
+    """torch.optim.Muon iterates in bfloat16; on gradients whose singular values are alike both round
+    to nearly the same."""
+    monkeypatch.setattr(muon_module, "iteration_dtype", lambda device: torch.bfloat16)
+    model = built("vit", torch.float32)
+    theirs = copy.deepcopy(model)
+    names = hidden_matrices(model)
+    optimizer = muon(model, **OPTIONS | dict(factor=1.0))
+    other = torch.optim.Muon([p for name, p in theirs.named_parameters() if name in names],
+                             lr=0.01, weight_decay=0.3, momentum=0.83,
+                             adjust_lr_fn="match_rms_adamw")
+    before = copy.deepcopy(model)
+    set_learning_rate(optimizer, 0.01)
+    for step in range(3):
+        for target in (model, theirs):
+            put_gradients(target, step)
+            for p in target.parameters():
+                if p.ndim == 2:
+                    p.grad = nn.init.orthogonal_(p.grad, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+        other.step()
+    for name in names:
+        ours, expected, start = (m.get_parameter(name) for m in (model, theirs, before))
+        assert (ours - expected).norm() < 0.02 * (expected - start).norm(), name
+
+
+# ---------------------------------------------------------------------------------------------
+# Which weights
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family, expected", [
+    ("vit", {"attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"}),
+    ("swin", {"attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "layers.1.downsample.reduction"}),
+    ("mixer", {"mlp_tokens.fc1", "mlp_tokens.fc2", "mlp_channels.fc1", "mlp_channels.fc2"}),
+    ("conv_mixer", {"1"}), ("simple_vit", {"attn.qk", "attn.value", "attn.proj", "mlp.fc1", "mlp.fc2"}),
+    ("simple_vit, free", {"attn.value", "attn.proj", "mlp.fc1", "mlp.fc2"})])
+def test_muon_trains_the_matrices_of_the_blocks_and_adamw_all_else(family, expected):
+    model = built(family)
+    names, found = {name for name, _ in model.named_parameters()}, hidden_matrices(model)
+    within = {name.rpartition("blocks.")[2].partition(".")[2] if "blocks." in name else name
+              for name in found}
+    assert found <= names and within == {f"{name}.weight" for name in expected}
+    by_muon, *by_adamw = muon(model, **OPTIONS).param_groups
+    assert by_muon["muon"] and not any(group["muon"] for group in by_adamw)
+    assert {id(p) for p in by_muon["params"]} == {id(model.get_parameter(name)) for name in found}
+    assert sum(len(group["params"]) for group in by_adamw) == len(names) - len(found)
+
+
+def test_frozen_weights_stay():
+    model = built("vit")
+    before = model.blocks[0].attn.qkv.requires_grad_(False).weight.clone()
+    optimizer = muon(model, **OPTIONS)
+    put_gradients(model, 0)
+    set_learning_rate(optimizer, 0.1)
+    optimizer.step()
+    assert torch.equal(model.blocks[0].attn.qkv.weight, before)
+
+
+# ---------------------------------------------------------------------------------------------
+# Launches, and skipped steps
+# ---------------------------------------------------------------------------------------------
+
+
+def operations(optimizer: torch.optim.Optimizer) -> int:
+    set_learning_rate(optimizer, 1e-3)
+    optimizer.step()                                 # not counted: the state is made
+    return launches_of(optimizer.step).count
+
+
+def test_an_update_of_vit_b_launches_few_operations():
+    """On fake CUDA tensors. torch.optim.Muon goes matrix by matrix."""
+    kind, sizes = models.MODELS["vit_base"]
+    with FakeTensorMode():
+        with torch.device("cuda"):
+            model = kind(num_classes=1000, image_size=224, **sizes)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        matrices = [model.get_parameter(name) for name in hidden_matrices(model)]
+        ours, theirs = operations(muon(model, **OPTIONS)), operations(torch.optim.Muon(matrices))
+    assert ours <= 150 and 8 * ours < theirs
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("bad", ["blocks.1.mlp.fc1.weight", "head.bias", None])
+def test_an_overflow_in_either_kind_skips_both(bad, clipped):
+    """Through GradScaler: to the bit nothing changes; without an overflow it is the plain update."""
+    model, plain = built("vit", torch.float32), built("vit", torch.float32)
+    optimizer, other = muon(model, **OPTIONS), muon(plain, **OPTIONS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(2):
+        for target in (optimizer, other):
+            set_learning_rate(target, 0.1)
+        put_gradients(plain, step), put_gradients(model, step)
+        for parameter in model.parameters():
+            parameter.grad *= 8.0
+        scaler.scale(torch.ones(()))
+        if step and bad:
+            model.get_parameter(bad).grad.view(-1)[3] = float("inf")
+        before = copy.deepcopy([model.state_dict(), optimizer.state_dict()["state"]])
+        if clipped:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        other.step()
+    if not bad:
+        before = [plain.state_dict(), other.state_dict()["state"]]
+    after = [model.state_dict(), optimizer.state_dict()["state"]]
+    assert all(torch.equal(after[0][name], value) for name, value in before[0].items())
+    assert all(torch.equal(after[1][number][name], value)
+               for number, values in before[1].items() for name, value in values.items())
+    assert scaler.get_scale() == (4.0 if bad else 8.0)
+
+
+def test_its_state_is_one_momentum_per_matrix():
+    optimizer: MuonWithAdamW = muon(model := built("conv_mixer"), **OPTIONS)
+    put_gradients(model, 0)
+    optimizer.step()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            assert optimizer.state[parameter].keys() == (
+                {"momentum_buffer"} if group["muon"] else {"step", "exp_avg", "exp_avg_sq"})

@@ -1,0 +1,161 @@
+"""Muon: momentum whose matrices are orthogonalised before each update; AdamW for all other weights.
+
+A step of Muon (Jordan et al., kellerjordan.github.io/posts/muon) takes the momentum of a weight
+matrix, M = U S Vᵀ, and replaces its singular values by ones, so that all directions of the matrix
+learn at the same speed. U Vᵀ is approximated by a Newton–Schulz iteration, which consists of matrix
+products alone.
+
+Shapes: a weight matrix is (rows, columns); matrices of one shape are iterated together, as a batch
+(matrices, rows, columns).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+# The quintic polynomial of the iteration, p(s) = a s + b s³ + c s⁵, has a large slope at 0, so that
+# small singular values grow fast. Large ones end between .7 and 1.2 and not at 1 (Jordan et al.).
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+TINIEST_NORM = 1e-7             # a matrix with a smaller norm, such as zeros, is divided by this
+ADAMW_RMS = 0.2                 # of an update of AdamW, which Muon's matches (arXiv 2502.16982, §2.2)
+
+
+def iteration_dtype(device: torch.device) -> torch.dtype:
+    """The precision of the iteration: bfloat16 where products in it are fast, on CUDA."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def orthogonalised(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Replace all singular values of each matrix by values near 1: (B, rows, columns) → the same.
+
+    dtype: in which the products are computed; the result has the dtype of `matrices`. A matrix of
+    zeros stays one.
+    """
+    a, b, c = COEFFICIENTS
+    norms = matrices.norm(dim=(1, 2), keepdim=True).clamp(min=TINIEST_NORM)
+    x = (matrices / norms).to(dtype)                 # no singular value exceeds 1
+    tall = x.shape[1] > x.shape[2]                   # the products below are on the smaller side
+    for _ in range(ITERATIONS):
+        squares = x.mT @ x if tall else x @ x.mT                         # (B, side, side)
+        factor = torch.baddbmm(squares, squares, squares, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, factor, beta=a) if tall else torch.baddbmm(x, factor, x, beta=a)
+    return x.to(matrices.dtype)
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for the parameter groups with "muon": True, fused AdamW for the others.
+
+    The update of a weight matrix W with gradient G at learning rate η is
+
+        M ← μ M + (1 − μ) G
+        W ← (1 − η · weight_decay) W − .2 √max(rows, columns) · factor · η · NS((1 − μ) G + μ M)
+
+    with Nesterov's momentum in the argument of NS, the iteration `orthogonalised`. If all singular
+    values become 1, the root mean square of the update is .2 · factor · η, as that of AdamW about
+    is at factor 1 (Liu et al., arXiv 2502.16982, §2.2). Each group has its own rate and decay.
+
+    Weights of 1×1 convolutions, (rows, columns, 1, 1), count as matrices.
+
+    This is one optimiser and not two, so that GradScaler finds an overflow in the gradients of
+    either kind and skips both, and it tells so by a tensor, for which the host does not wait.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, factor: float, momentum: float, lr: float,
+                 betas: tuple[float, float], eps: float) -> None:
+        """factor, momentum: of Muon. lr: of both. betas, eps: of AdamW."""
+        super().__init__(groups, dict(lr=lr, fused=True))
+        self.factor, self.momentum, self.betas, self.eps = factor, momentum, betas, eps
+        self._step_supports_amp_scaling = True       # GradScaler leaves both of its tasks to `step`
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Do one update of all weights. If gradients overflowed in fp16, nothing changes.
+
+        GradScaler sets two scalars on the device around this call: `grad_scale`, by which gradients
+        are to be divided, unless they have been, and `found_inf`, not 0 if they overflowed.
+        """
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            if not group["muon"]:
+                self._step_adamw(group, scale, found_inf)
+        self._step_matrices(scale, None if found_inf is None else found_inf != 0)
+
+    def _step_adamw(self, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None
+                    ) -> None:
+        """AdamW's update of one group, by torch's fused kernel."""
+        trained = [p for p in group["params"] if p.grad is not None]
+        states = [self.state[p] for p in trained]
+        for parameter, state in zip(trained, states):
+            if not state:
+                state["step"] = torch.zeros((), device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        adamw(trained, [p.grad for p in trained], [state["exp_avg"] for state in states],
+              [state["exp_avg_sq"] for state in states], [], [state["step"] for state in states],
+              fused=True, grad_scale=scale, found_inf=found_inf, amsgrad=False, maximize=False,
+              beta1=self.betas[0], beta2=self.betas[1], eps=self.eps, lr=group["lr"],
+              weight_decay=group["weight_decay"])
+
+    def _step_matrices(self, scale: Tensor | None, skipped: Tensor | None) -> None:
+        """Muon's update: one iteration per shape of matrix, and all else for all matrices together.
+
+        skipped: a boolean on the device; gradients may then hold infinities and are replaced before
+            they are used.
+        """
+        shapes: dict[torch.Size, list[tuple[nn.Parameter, float]]] = {}
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if group["muon"] and p.grad is not None]
+            for parameter in trained:
+                shapes.setdefault(parameter.shape, []).append((parameter, group["lr"]))
+            if trained:
+                decay_weights(trained, group["lr"] * group["weight_decay"], skipped)
+        if not shapes:
+            return
+
+        momenta, directions, batches = [], [], []
+        for together in shapes.values():
+            gradients = torch.stack([p.grad.flatten(1) for p, _ in together])    # (B, rows, columns)
+            own = [self._momentum(p).flatten(1) for p, _ in together]            # views
+            if scale is not None:
+                gradients /= scale
+            if skipped is not None:                  # with this gradient the momentum stays
+                gradients = torch.where(skipped, torch.stack(own), gradients)
+            batches.append(gradients)
+            directions += gradients.unbind()                                     # views
+            momenta += own
+        torch._foreach_lerp_(momenta, directions, 1.0 - self.momentum)
+        torch._foreach_lerp_(directions, momenta, self.momentum)         # Nesterov's, into batches
+
+        weights, updates, steps = [], [], []
+        for together, batch in zip(shapes.values(), batches):
+            update = orthogonalised(batch, iteration_dtype(batch.device))
+            if skipped is not None:
+                update = torch.where(skipped, 0.0, update)
+            updates += update.unbind()
+            weights += [p.flatten(1) for p, _ in together]
+            size = self.factor * ADAMW_RMS * math.sqrt(max(batch.shape[1:]))
+            steps += [-size * lr for _, lr in together]
+        torch._foreach_mul_(updates, steps)
+        torch._foreach_add_(weights, updates)
+
+    def _momentum(self, parameter: nn.Parameter) -> Tensor:
+        """The momentum of a parameter, which starts at 0."""
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        return state["momentum_buffer"]
+
+
+def decay_weights(weights: list[nn.Parameter], share: float, skipped: Tensor | None) -> None:
+    """Multiply the weights by 1 − share; skipped: a boolean on the device, whether by 1 instead."""
+    if skipped is None:
+        torch._foreach_mul_(weights, 1.0 - share)
+    else:
+        kept = 1.0 - share * (~skipped).double()
+        torch._foreach_mul_(weights, kept.to(weights[0].dtype))
