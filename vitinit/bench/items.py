@@ -45,6 +45,7 @@ SPEEDS = (
                             ("mixer_b16", (60, 15)), ("convmixer_768_32", (90, 15))]),
     Item("launches", "speed", speeds.launches, seconds=(20, 20), alone=True,
          goals=(Goal("operations beside views", at_most=400, where=(("part", "augmentation"),)),)),
+    Item("updates", "speed", speeds.updates, seconds=(60, 90), alone=True),
     Item("host_time", "speed", speeds.host_time, seconds=(40, 40), alone=True),
     Item("loader", "speed", speeds.loader, seconds=(20, 20), alone=True),
     Item("inits", "speed", speeds.inits, seconds=(60, 45), alone=True),

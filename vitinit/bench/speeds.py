@@ -21,13 +21,14 @@ from ..data.draw import SampleDraws, SampleKey
 from ..data.passes import FEW_LAUNCHES
 from ..train.device import matrix_rate, peak_gib
 from ..train.ema import Ema
+from ..train.optim import adamw, hidden_matrices, muon
 from .data import augment_milliseconds, deit_device_part, loader_rates, noise_batch
 from .drawn import draw_photographs
 from .init import init_seconds
 from .item import Conditions, Row
 from .launches import launches_of
 from .listing import listing_seconds
-from .step import (StepBench, against_torchvision, host_milliseconds, product_tflops,
+from .step import (OPTIMISER, StepBench, against_torchvision, host_milliseconds, product_tflops,
                    steps_from_files)
 from .timing import best_seconds
 from .training import GivenStep, train_on
@@ -126,6 +127,37 @@ def launches(conditions: Conditions) -> list[Row]:
                      "copies to the device": counted.uploads, "and back": counted.downloads})
         if conditions.on_gpu:
             rows[-1]["launched"] = launched(action)
+    return rows
+
+
+def updates(conditions: Conditions) -> list[Row]:
+    """An update by AdamW, by Muon with AdamW and by torch.optim.Muon, beside a step of the model.
+
+    torch.optim.Muon gets the matrices alone, and goes through them one by one.
+    """
+    rows = []
+    for name in ("vit_tiny", "vit_small", "vit_base") if conditions.on_gpu else ("vit_tiny",):
+        batch = batch_for(name, conditions)
+        bench = StepBench(name, batch=batch, image_size=SIZE, amp=amp_on(conditions), compiled=False)
+        seconds = bench.seconds()
+        for parameter in bench.model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        matrices = [bench.model.get_parameter(name) for name in hidden_matrices(bench.model)]
+        for way, optimizer in {
+                "AdamW": adamw(bench.model, **OPTIMISER),
+                "Muon with AdamW": muon(bench.model, factor=1.0, momentum=0.95, **OPTIMISER),
+                "torch.optim.Muon": torch.optim.Muon(matrices)}.items():
+            optimizer.step()                         # not counted: its state is made
+
+            def update() -> None:
+                optimizer.step()
+                bench.wait()
+            milliseconds = 1e3 * best_seconds(update, 3 if conditions.on_gpu else 1)
+            rows.append({"model": name, "optimiser": way, "batch": batch,
+                         "operations beside views": launches_of(optimizer.step).count,
+                         "ms": milliseconds, "% of a step": milliseconds / seconds / 10})
+            if conditions.on_gpu:
+                rows[-1]["launched"] = launched(update)
     return rows
 
 
