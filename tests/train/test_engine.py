@@ -276,6 +276,17 @@ def test_a_non_finite_loss_stops_and_names_the_step():
         trained(steps=batches(GLOBAL_BATCH, bad_step=2))
 
 
+def test_the_first_cause_of_a_divergence_is_the_one_that_is_told():
+    """By the third step's NaN the weights are not finite either, but that came second."""
+    model = small_model()
+    state = TrainState(model, torch.optim.SGD(model.parameters()),
+                       torch.amp.GradScaler("cpu", enabled=False), None, Progress())
+    with pytest.raises(Diverged, match="the loss of step 2 is nan"):
+        list(train_epoch(state, model, numbered(batches(GLOBAL_BATCH, bad_step=2)),
+                         lr_at=lambda step: 1e-2, drop_path_at=lambda step: None, amp="off",
+                         clip_norm=0.0, every_steps=1, processes=ALONE, stop=StopRequest()))
+
+
 def test_a_stop_request_ends_between_two_steps(stop_before):
     model, progress, _, ended_by = trained(stop=stop_before(3))
     assert ended_by == signal.SIGTERM and progress.step == 3
@@ -378,6 +389,27 @@ def test_a_rows_rates_are_of_the_time_since_the_row_before(monkeypatch):
     assert [row.images_per_second for row in rows] == [GLOBAL_BATCH / 4.0] * 2
     assert [row.waiting for row in rows] == [0.25] * 2
     assert (progress.seconds, progress.waiting_seconds) == (92.0, 23.0)
+
+
+def test_time_counts_until_the_device_is_done_and_once(monkeypatch):
+    """Reading the losses waits for the device, one second more at every reading: it is training time
+    of the steps that were read, also at checkpoints and at the end of the epoch."""
+    now, waits = [0.0], itertools.count(1)
+    monkeypatch.setattr(engine.time, "perf_counter", lambda: now[0])
+
+    def summed(processes, values):
+        now[0] += next(waits)
+        return values
+    monkeypatch.setattr(Processes, "sum", summed)
+    rows, progress, model = [], Progress(), small_model()
+    state = TrainState(model, torch.optim.SGD(model.parameters()),
+                       torch.amp.GradScaler("cpu", enabled=False), None, progress)
+    saved = [progress.seconds for _ in train_epoch(
+        state, model, numbered(many_steps(23)), lr_at=lambda step: 1e-2,
+        drop_path_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=15, processes=ALONE,
+        stop=StopRequest(), record=rows.append)]
+    assert [row.images_per_second for row in rows] == [10 * GLOBAL_BATCH / 1, 10 * GLOBAL_BATCH / 5]
+    assert saved == [1.0 + 2.0] and progress.seconds == 1.0 + 2.0 + 3.0 + 4.0
 
 
 def test_the_seconds_of_an_epoch_are_those_of_training_alone(monkeypatch):

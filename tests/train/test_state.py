@@ -141,14 +141,26 @@ def test_hyper_parameters_are_the_recipes_and_not_the_checkpoints():
         fresh_state(2).optimizer.state_dict()["param_groups"])
 
 
-def test_at_step_0_there_are_no_moments_and_after_skipped_steps_neither():
-    state = fresh_state(0)
-    for steps in (0, 3):
-        kept = copy.deepcopy(state.state_dict())
-        kept["progress"] |= {"step": steps, "skipped_steps": steps}
-        theirs = fresh_state(1)
-        theirs.load_state_dict(kept, Path("last.pt"))
-        assert not theirs.optimizer.state and theirs.progress.step == steps
+def test_a_run_whose_steps_were_all_skipped_goes_on():
+    """At step 0 there are no moments; a step that overflows in fp16 makes them, and they stay 0."""
+    ours, theirs = fresh_state(0), fresh_state(1)
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()), Path("last.pt"))
+    assert not theirs.optimizer.state
+    images = torch.ones(2, 3, 8, 8)
+    for factor in (float("inf"), float("inf"), 1.0):
+        if factor == 1.0:
+            theirs.load_state_dict(copy.deepcopy(ours.state_dict()), Path("last.pt"))
+            assert theirs.optimizer.state and theirs.progress.step == 2
+        for state in (ours, theirs):
+            state.optimizer.param_groups[0]["lr"] = 1e-2
+            loss = state.model.eval()(images).square().mean() * factor
+            state.scaler.scale(loss).backward()
+            state.scaler.step(state.optimizer)
+            state.scaler.update()
+            state.optimizer.zero_grad()
+            state.progress.add_losses([1.0])
+            state.progress.skipped_steps += factor > 1.0
+    assert all(map(torch.equal, ours.model.parameters(), theirs.model.parameters()))
 
 
 def test_progress_of_an_earlier_version_may_lack_later_keys():

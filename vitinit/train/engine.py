@@ -155,6 +155,7 @@ class Meter:
         self.progress, self.processes = progress, processes
         self.losses: list[Tensor] = []
         self.skipped: list[Tensor] = []
+        self.last_loss = math.nan
         self.at_last_row = self._totals()
         self.restart()
 
@@ -191,17 +192,18 @@ class Meter:
         This waits for the device. Raises Diverged, on all processes together, for a loss that is
         infinite or NaN.
         """
-        now = time.perf_counter()
-        self.progress.seconds += now - self.began
-        self.began = now
+        losses, skipped = [], 0
         if self.losses:
             mean = self.processes.sum(torch.stack(self.losses)) / self.processes.world_size
-            losses, self.losses = mean.tolist(), []
-            if self.skipped:
-                self.progress.skipped_steps += int(torch.stack(self.skipped).sum())
-                self.skipped = []
-            self.progress.add_losses(losses)
-            self.last_loss = losses[-1]
+            losses, self.losses = mean.tolist(), []                      # waits for the device
+        if self.skipped:
+            skipped, self.skipped = int(torch.stack(self.skipped).sum()), []
+        now = time.perf_counter()                    # now the steps are done, and not only launched
+        self.progress.seconds += now - self.began
+        self.began = now
+        self.progress.skipped_steps += skipped
+        self.progress.add_losses(losses)
+        self.last_loss = losses[-1] if losses else self.last_loss
 
     def row(self, update: Update, lr: float, global_batch: int) -> StepRow:
         """A row for the last settled step; its rates are those since the previous row."""
@@ -291,9 +293,10 @@ def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterab
                 settle()
                 yield
                 meter.restart()                      # the caller's own work is not training time
-    except (Interrupted, OneLineError):
+    except (Interrupted, OneLineError) as reason:
         rollback.undo()
-        settle()
+        if not isinstance(reason, Diverged):         # else a second cause would replace the first
+            settle()
         raise
     settle()
 

@@ -89,11 +89,10 @@ class TrainState:
                       for group_numbers, group in zip(numbers, groups)
                       for number, parameter in zip(group_numbers, group["params"])}
         trained = {number for number, (parameter, _) in parameters.items() if parameter.requires_grad}
-        updated = progress.step > progress.skipped_steps
-        if moments.keys() != (trained if updated else set()):
+        expected = trained if progress.step else set()   # a step that fp16 skips makes them, too
+        if moments.keys() != expected:
             raise CheckpointError(f"{path}: its optimizer has moments of {len(moments)} tensors at "
-                                  f"step {progress.step}, expected "
-                                  f"{len(trained) if updated else 0}")
+                                  f"step {progress.step}, expected {len(expected)}")
         for number, values in moments.items():
             parameter, (kind, names) = parameters[number]
             if not isinstance(values, Mapping) or values.keys() != set(names):
@@ -102,7 +101,7 @@ class TrainState:
             for name in names:
                 value = values[name]
                 if name == "step":
-                    if not isinstance(value, Tensor) or value.numel() != 1 or not value >= 1:
+                    if not isinstance(value, Tensor) or value.numel() != 1 or not value >= 0:
                         raise CheckpointError(f"{path}: its optimizer has counted no steps of tensor "
                                               f"{number}")
                     continue
