@@ -306,9 +306,9 @@ def one_pass(views: KeptViews, name: str, how: PassSettings, models: Sequence[nn
     batches = EvaluationBatches(views, batch_size=how.batch_size, workers=workers, prepare=prepare)
     with (ProgressBar(f"validate {name}", len(batches), shown=processes.is_main) as bar,
           memory_for("eval.batch_size", how.batch_size, processes.rank)):
-        return evaluate([model.to(processes.device) for model in models], bar.over(batches),
-                        columns=columns, num_classes=len(views.views.source.classes), amp=how.amp,
-                        processes=processes, stop=stop)
+        models = [model.to(processes.device, memory_format=prepare.format) for model in models]
+        return evaluate(models, bar.over(batches), columns=columns, amp=how.amp, stop=stop,
+                        num_classes=len(views.views.source.classes), processes=processes)
 
 
 def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> None:

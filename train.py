@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitinit.command_line import Parser, building, integer, run_program
-from vitinit.data.datasets import Source, download, open_split
+from vitinit.data.datasets import Source, download, fingerprint, folder_of, open_split
 from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleDraws, SampleKey
 from vitinit.data.images import DataError
 from vitinit.data.kept import kept_views
@@ -49,7 +49,8 @@ from vitinit.recipe.sections import Recipe
 from vitinit.runs.folder import checkpoint_file
 from vitinit.runs.lock import RunLock
 from vitinit.runs.records import epoch_line, metrics_row
-from vitinit.runs.resume import choose_run, require_same_micro_batch_size
+from vitinit.runs.resume import (choose_run, require_same_data, require_same_micro_batch_size,
+                                 settings)
 from vitinit.runs.summary import cautions, rehearsal, summary
 from vitinit.runs.trained import as_input, evaluation_view
 from vitinit.train import distributed
@@ -98,18 +99,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 # ---------------------------------------------------------------------------------------------
 
 
-def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
+def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool) -> Data:
     """Open the data sets of the recipe and build the batches of this process.
 
-    A dry run downloads nothing and does not decode the training set into memory.
+    root: the data set's folder. A dry run downloads nothing and does not decode the training set into memory.
     """
     data, optim, augment = recipe.data, recipe.optim, recipe.augment
     start_fork_server(data.workers)
     if not dry_run:
-        processes.on_all(lambda: download(data.name, data.root)
+        processes.on_all(lambda: download(data.name, root)
                          if processes.local_rank == 0 else None)
     whole_set, val_set = processes.on_all(lambda: [
-        open_split(data.name, data.root, split, data.num_classes) for split in ("train", "val")])
+        open_split(data.name, root, split, data.num_classes) for split in ("train", "val")])
     train_set = processes.on_all(lambda: stratified_part(
         whole_set, share=data.subset, images_per_class=data.images_per_class,
         held_out=data.held_out_per_class, seed=data.subset_seed))
@@ -162,6 +163,12 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     return Data(whole_set, train_set, val_set, plan, train_batches, val_batches)
 
 
+def identity(data: Data, root: str) -> dict[str, Any]:
+    """What all processes of a run, and all its starts, must have in common of the data at `root`."""
+    return {"training images": len(data.train_set), "validation images": len(data.val_set),
+            "files and labels": fingerprint(data.train_set, root) + fingerprint(data.val_set, root)}
+
+
 # ---------------------------------------------------------------------------------------------
 # Model and optimiser
 # ---------------------------------------------------------------------------------------------
@@ -209,7 +216,8 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
     elif saved is None and processes.is_main:
         with building(source, "init"):
             notes = what_the_init_achieved(model, init.name, init.options)
-    model.to(processes.device)
+    model.to(processes.device, memory_format=(
+        torch.channels_last if recipe.engine.channels_last else torch.contiguous_format))
     if saved is None:
         processes.share_weights(model)
     with building(source, "optim"):
@@ -310,9 +318,14 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
     chosen = choose_run(args, processes, REPOSITORY / "recipes", lock, say)
     if chosen is None:
         return 0
-    folder, saved, recipe = chosen
+    folder, saved, recipe, root = chosen
+    processes.require_equal(settings(recipe))
     with building(f"recipe {recipe.name}", "data"):
-        data = open_data(recipe, processes, dry_run=args.dry_run)
+        data = open_data(recipe, root, processes, dry_run=args.dry_run)
+    processes.require_equal(seen := identity(data, root))
+    seen["root"] = root and str(folder_of(root).absolute())
+    if saved is not None:
+        processes.on_all(lambda: require_same_data(folder, saved, data.whole_set.classes, seen))
     state, notes = initial_state(recipe, processes, saved, folder.read_from, data.train_set)
     require_same_micro_batch_size(state.model, data.plan.micro_batch_size, saved)
     resumed = saved is not None
@@ -361,7 +374,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
         if progress.step == 0 and 0 in recipe.checkpoint.keep_epochs:
             write(folder.kept(0))
         folder.record_start(REPOSITORY, processes=processes.world_size,
-                            device=describe_device(processes.device))
+                            device=describe_device(processes.device), data=seen)
     processes.on_main(set_up_folder)
     say(f"run     {folder.path}" + (f", resumed at step {progress.step:,}" if resumed else ""))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -536,20 +537,48 @@ def test_under_torchrun_the_line_is_printed_once_and_workers_exit_with_2(reposit
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_process_exits_with_2_and_the_first_alone_prints_the_line(repository, tmp_path):
-    """The processes as torchrun starts them, but none is ended because another one has failed."""
+def two_workers(program: Path, folder: Path, *arguments: list[str]) -> list[tuple[int, str]]:
+    """Exit status and output of two processes, each with arguments of its own, started as torchrun
+    starts them; but none is ended because the other one has failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     workers = [subprocess.Popen(
-        [sys.executable, str(repository / "train.py"), *MISSPELT], cwd=tmp_path,
-        env=environment(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                        MASTER_PORT=str(port)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True) for rank in ("0", "1")]
+        [sys.executable, str(program), *of_rank], cwd=folder,
+        env=environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
+                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)), stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True) for rank, of_rank in enumerate(arguments)]
     try:
         printed = [worker.communicate(timeout=240)[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    assert printed == [COMPLAINT + "\n", ""]
-    assert [worker.returncode for worker in workers] == [2, 2]
+    return [(worker.returncode, text) for worker, text in zip(workers, printed)]
+
+
+def test_every_process_exits_with_2_and_the_first_alone_prints_the_line(repository, tmp_path):
+    assert two_workers(repository / "train.py", tmp_path, MISSPELT, MISSPELT) == [
+        (2, COMPLAINT + "\n"), (2, "")]
+
+
+@pytest.mark.parametrize("differs, words", [
+    ("seed", "process 1 has run.seed = 1 and process 0 has 0"),
+    ("held out", "process 1 has data.held_out_per_class = 2 and process 0 has 0"),
+    ("image", "process 1 has training images = 50 and process 0 has 51"),
+    ("label", "process 1 has files and labels = ")])
+def test_processes_that_were_given_different_work_end_before_the_first_step(
+        repository, tmp_path, small_run, image_tree, differs, words):
+    """Started on two machines, say, one of which has another recipe or another copy of the data."""
+    ours = small_run(tmp_path / "run")
+    theirs = ours + {"seed": ["--seed", "1"],
+                     "held out": ["--set", "data.held_out_per_class=2"]}.get(differs, [])
+    if differs in ("image", "label"):
+        other = Path(shutil.copytree(image_tree, tmp_path / "other"))
+        wrong = other / "train" / "red" / "03.png"
+        wrong.unlink() if differs == "image" else wrong.rename(other / "train" / "green" / "99.png")
+        theirs = theirs + ["--set", f"data.root={other}"]
+    found = two_workers(repository / "train.py", tmp_path, ours, theirs)
+    assert [status for status, _ in found] == [2, 2]
+    assert re.fullmatch(rf"train.py: {re.escape(words)}[^\n]*; all processes of a run need the same\n",
+                        found[0][1]) and found[1][1] == ""
+    assert not (tmp_path / "run").exists()

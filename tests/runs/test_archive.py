@@ -13,6 +13,7 @@ import pytest
 
 from vitinit.runs import archive
 from vitinit.runs.archive import FILES, Place, opened, write_archive
+from vitinit.runs.folder import RunFolder
 from vitinit.runs.groups import finished_groups, read_at
 from vitinit.train.checkpoint import CheckpointError
 
@@ -34,6 +35,18 @@ def packed(written_run, tmp_path) -> Path:
             written_run("a-s1", [1.0], seed=1)]
     write_archive(places(*runs), tmp_path / "runs.tar.xz")
     return tmp_path / "runs.tar.xz"
+
+
+def test_the_folder_of_the_data_stays_out(written_run, tmp_path):
+    """It is a path of the machine. What else the run records of its data is packed."""
+    run = written_run("a-s1", [1.0])
+    images = {"training images": 3, "root": r'/home/somebody/"my" images'}
+    RunFolder(run).record_start(tmp_path, processes=1, device="CPU", data=images)
+    write_archive(places(run), tmp_path / "runs.tar.xz")
+    with opened([tmp_path / "runs.tar.xz"]) as [place]:
+        starts = RunFolder(place.folder).starts()
+    expected = RunFolder(run).starts()
+    assert expected[-1]["data"].pop("root") == images["root"] and starts == expected
 
 
 def test_the_files_of_a_run_are_the_same_in_the_archive(packed, tmp_path):

@@ -40,7 +40,7 @@ def test_a_new_folder_holds_the_recipe_and_every_start(tmp_path, monkeypatch):
     assert folder.recipe.read_text() == "[run]\nseed = 0\n"
     for count in (1, 2):
         monkeypatch.setattr(sys, "argv", ["train.py", f"--start={count}"])
-        folder.record_start(tmp_path, processes=3, device="CPU")
+        folder.record_start(tmp_path, processes=3, device="CPU", data={"training images": 7})
         starts = json.loads(folder.info.read_text())
         assert len(starts) == count == len(folder.starts())
         assert starts[-1]["command"] == ["train.py", f"--start={count}"]
@@ -99,7 +99,7 @@ def test_an_empty_file_of_lines_is_no_result(tmp_path):
 def test_a_record_of_starts_that_is_none_is_one_line_and_stays(tmp_path, content):
     folder = RunFolder(tmp_path)
     folder.info.write_bytes(content)
-    for action in (folder.starts, lambda: folder.record_start(tmp_path, processes=1, device="")):
+    for action in (folder.starts, lambda: folder.record_start(tmp_path, processes=1, device="", data={})):
         with pytest.raises(CheckpointError, match=r"run\.json: not what a run writes") as caught:
             action()
         assert "\n" not in str(caught.value) and "move it away" in str(caught.value)
@@ -227,7 +227,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 def test_a_folder_that_vanished_is_one_line_for_whatever_is_written(tmp_path):
     folder = RunFolder(tmp_path / "gone")
     for action in (lambda: folder.save({}, folder.last), lambda: folder.record_recipe(""),
-                   lambda: folder.record_start(tmp_path, processes=1, device=""),
+                   lambda: folder.record_start(tmp_path, processes=1, device="", data={}),
                    lambda: folder.metrics.append({"epoch": 1}), lambda: folder.tidy(epochs=1, steps=1)):
         with pytest.raises(CheckpointError, match="cannot be written: No such file or directory"):
             action()

@@ -136,6 +136,44 @@ def test_what_belongs_to_the_experiment_may_not_change(train_program, stopped, c
     assert words in error and error.count("\n") == 1 and contents(folder) == before
 
 
+@pytest.mark.parametrize("change, words", [
+    (lambda tree: (tree / "val" / "red" / "00.png").unlink(), "has validation images 20, and it was 21"),
+    (lambda tree: (tree / "train" / "red" / "00.png").rename(tree / "train" / "green" / "99.png"),
+     "has files and labels "),
+    (lambda tree: [(tree / split / "red").rename(tree / split / "yellow") for split in ("train", "val")],
+     "class 2 is 'yellow', and was 'red' when")], ids=["image", "label", "class"])
+def test_other_images_are_not_gone_on_with(train_program, stopped, image_tree, capsys, change, words):
+    folder, arguments = stopped()
+    before = contents(folder)
+    change(image_tree)
+    for command in (arguments, ["--resume", str(folder)]):
+        assert train_program.main(command) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1 and contents(folder) == before
+
+
+def test_a_relative_folder_of_data_is_that_of_the_first_start(train_program, eval_program, stopped,
+                                                              image_tree, tmp_path, monkeypatch, capsys):
+    """From another folder the run goes on with its data, and eval.py finds it; recipe.toml and
+    last.pt keep the path as it was written. Data that moved is said by --data-dir."""
+    monkeypatch.chdir(image_tree.parent)
+    folder, _ = stopped("--data-dir", image_tree.name, schedule__epochs="1", schedule__warmup_epochs="0")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert train_program.main(["--resume", str(folder)]) == 0
+    assert eval_program.main([str(folder)]) == 0
+    moved = image_tree.rename(image_tree.with_name("moved"))
+    capsys.readouterr()
+    assert eval_program.main([str(folder)]) == 2
+    assert str(image_tree) in capsys.readouterr().err
+    assert eval_program.main([str(folder), "--data-dir", str(moved)]) == 0
+    assert 'root = "images"' in (folder / "recipe.toml").read_text()
+    assert torch.load(folder / "last.pt")["recipe"]["data"]["root"] == "images"
+    assert [start["data"]["root"] for start in json.loads((folder / "run.json").read_text())] == [
+        str(image_tree)] * 2
+
+
 def test_batch_norm_goes_on_with_its_micro_batch_alone(train_program, tmp_path, image_tree,
                                                        monkeypatch, capsys, stop_before):
     sets = ["data.name=image_folder", "data.num_classes=3", "data.image_size=8",

@@ -6,6 +6,7 @@ All sources have the same interface, `Source`: `len(source)`, `source.image(i)` 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,21 @@ class LooseImages:
 
     def image(self, index: int) -> Tensor:
         return decode_image(self.paths[index])
+
+
+def fingerprint(source: Source, root: str) -> str:
+    """A digest of the images' labels, classes and, for files, paths below `root`; not of pixels.
+
+    Two processes, or two starts of a run, that have the same see the same images in the same order,
+    wherever the data set's folder is.
+    """
+    digest = hashlib.sha256("\0".join([*source.classes, ""]).encode())
+    digest.update(source.labels.tobytes())
+    paths = getattr(source, "paths", None)
+    if isinstance(paths, Paths):
+        folder = os.fsencode(os.path.join(folder_of(root), ""))
+        digest.update((b"\0" + paths.content.numpy().tobytes()).replace(b"\0" + folder, b"\0"))
+    return digest.hexdigest()[:16]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ class EngineSection:
 
     amp: Literal["off", "bf16", "fp16"]             # autocast; fp16 adds a GradScaler
     compile: bool                                   # torch.compile
-    channels_last: bool                             # memory format of the input batch
+    channels_last: bool                             # memory format of images and convolutions
     tf32: bool                                      # TensorFloat-32 matrix products on CUDA
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import lzma
 import os
+import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,7 @@ SUFFIX = ".tar.xz"
 MAGIC = b"\xfd7zXZ\0"          # the first bytes of every .xz file
 LARGEST = 2**28                 # bytes of an archive, unpacked: about 3,000 runs of 300 epochs
 DECODER_MEMORY = 2**27          # bytes; what `write_archive` wrote needs a tenth of this
+ROOT_OF_DATA = re.compile(rb',\s*"root": "(?:[^"\\]|\\.)*"')    # as `RunFolder.record_start` writes it
 NAMED = 5                       # most runs that an error message lists
 
 
@@ -49,7 +51,7 @@ class Place(NamedTuple):
 def write_archive(runs: Sequence[Place], out: Path) -> None:
     """Write the three files of each run into one archive, atomically. A missing file is left out.
 
-    A run goes by the name of its folder. Raises CheckpointError if two runs have the same name, if
+    The absolute path of the data, which run.json has, stays out. A run goes by the name of its folder. Raises CheckpointError if two runs have the same name, if
     a file cannot be read, if there is more than an archive may hold, if `out` cannot be written, or
     if its name does not end in .tar.xz: it may be that of a run, given by mistake.
     """
@@ -78,6 +80,8 @@ def _add(archive: tarfile.TarFile, name: str, path: Path) -> None:
     """Add the file at `path` under `name`, with fixed times and owners; nothing if there is none."""
     try:
         content = path.read_bytes()
+        if path.name == "run.json":
+            content = ROOT_OF_DATA.sub(b"", content)
     except FileNotFoundError:
         return
     except OSError as error:

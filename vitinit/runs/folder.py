@@ -104,6 +104,23 @@ class RunFolder:
                                   "mend it or move it away")
         return starts
 
+    def data_of(self, start: int) -> Mapping[str, Any]:
+        """What `record_start` was given as `data` at this start of the run; {} if unknown.
+
+        start: 0 for the first, −1 for the last. Nothing is raised, since reading a model does not
+        depend on it.
+        """
+        try:
+            data = self.starts()[start]["data"]
+        except (CheckpointError, LookupError):
+            return {}
+        return data if isinstance(data, Mapping) else {}
+
+    def data_root(self) -> str | None:
+        """The absolute path of the data that the run was last trained on; None if unknown."""
+        root = self.data_of(-1).get("root")
+        return root if isinstance(root, str) else None
+
     # Writing ------------------------------------------------------------------------------------
 
     def make(self) -> None:
@@ -118,8 +135,13 @@ class RunFolder:
         if not os.path.exists(self.recipe):
             write_text_atomically(recipe_toml, self.recipe)
 
-    def record_start(self, repository: Path, *, processes: int, device: str) -> None:
-        """Append to run.json how the run was started or resumed this time."""
+    def record_start(self, repository: Path, *, processes: int, device: str,
+                     data: Mapping[str, Any]) -> None:
+        """Append to run.json how the run was started or resumed this time.
+
+        data: what the run trains on: the absolute path of its folder as "root", and whatever else
+            `require_same_data` is to compare on resume.
+        """
         starts = self.starts()
         starts.append({
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -129,6 +151,7 @@ class RunFolder:
             "torch": torch.__version__,
             "processes": processes,
             "device": device,
+            "data": dict(data),
         })
         write_text_atomically(json.dumps(starts, indent=2) + "\n", self.info)
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
+from .. import __version__
 from ..recipe.files import Override, RecipeError, from_dict
 from ..recipe.resolve import fresh_recipe, overrides, with_defaults
 from ..recipe.sections import MACHINE_KEYS, Recipe
@@ -30,6 +32,18 @@ class Chosen(NamedTuple):
     folder: RunFolder
     saved: dict[str, Any] | None        # the checkpoint to resume from; None for a new run
     recipe: Recipe
+    data_root: str                      # the folder of the data; recipe.data.root is as it was written
+
+
+# Keys that may differ between the processes of a run.
+OF_A_PROCESS = ("data.root", "data.workers", "data.on_device_gib", "eval.cache_gib")
+
+
+def settings(recipe: Recipe) -> dict[str, str]:
+    """What all processes of a run must have in common before its data is opened, by name."""
+    keys = {key: to_toml(value) for key, value in keys_of(recipe.as_dict()).items()
+            if key not in OF_A_PROCESS}
+    return keys | {"the version of torch": torch.__version__, "the version of vitinit": __version__}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -93,6 +107,25 @@ def require_same_micro_batch_size(model: nn.Module, now: int, saved: Mapping[str
                           "optim.max_batch_per_process as before")
 
 
+def require_same_data(folder: RunFolder, saved: Mapping[str, Any], classes: Sequence[str],
+                      now: Mapping[str, Any]) -> None:
+    """Raise RecipeError if a run would go on with other images than it began with.
+
+    saved: the checkpoint to resume from. classes: the names of the classes now. now: what
+    `record_start` is about to be given as `data`. What earlier versions did not record is not
+    compared.
+    """
+    began, advice = folder.data_of(0), "a run goes on with the images that it began with"
+    for number, (before, name) in enumerate(zip(saved.get("classes") or classes, classes)):
+        if before != name:
+            raise RecipeError(f"{now['root']}: class {number} is '{name}', and was '{before}' when "
+                              f"{folder.path} began; {advice}")
+    for key, value in now.items():
+        if key != "root" and began.get(key, value) != value:
+            raise RecipeError(f"{now['root']}: has {key} {value}, and it was {began[key]} when "
+                              f"{folder.path} began; {advice}")
+
+
 def resumed_run(args: argparse.Namespace, folder: RunFolder, say: Callable[[str], None]) -> Chosen:
     """Read the run's last checkpoint and its recipe, which the command line may hardly change.
 
@@ -118,7 +151,10 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, say: Callable[[str]
         raise RecipeError(f"--resume {folder.path}: {'; '.join(wrong)}; a run goes on as it began")
     for note in notes(state["recipe"]):
         say(f"note    {note}")
-    return Chosen(folder, {"micro_batch": old_micro_batch_size(stored, processes)} | state, recipe)
+    # A relative path was relative to the folder in which the run was started then.
+    root = folder.data_root() if recipe.data.root == stored.data.root else None
+    return Chosen(folder, {"micro_batch": old_micro_batch_size(stored, processes)} | state, recipe,
+                  recipe.data.root if root is None else root)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -196,7 +232,7 @@ def choose_run(args: argparse.Namespace, processes: Processes, recipes: Path, lo
     if task == DONE:
         return None
     if task == NEW:
-        return Chosen(folder, None, recipe)
+        return Chosen(folder, None, recipe, recipe.data.root)
     chosen = processes.on_all(lambda: resumed_run(args, folder, say))
     step = chosen.saved.get("step")
     own_step = step if type(step) is int else -1

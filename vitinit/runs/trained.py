@@ -29,11 +29,11 @@ from ..models import build_model
 from ..models.convert import native_tensors
 from ..models.layers import to_pair
 from ..recipe.files import Override, RecipeError, from_dict
-from ..recipe.resolve import fresh_recipe
+from ..recipe.resolve import fresh_recipe, moved
 from ..recipe.sections import Recipe
 from ..train.checkpoint import load as load_checkpoint, model_state, require_finite
 from ..train.transfer import change_size, load_exactly
-from .folder import checkpoint_file
+from .folder import RunFolder, checkpoint_file
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 BOXED = RECIPES / "trained"                          # models that come with the repository
@@ -98,6 +98,7 @@ def open_saved(path: Path, *, recipe: Recipe | None = None, changes: Sequence[Ov
              if key not in ("optimizer", "scaler")}
     if "recipe" in state:
         recipe = from_dict(state["recipe"], str(path), changes)
+        recipe = moved(recipe, RunFolder(path.parent).data_root())
     elif recipe is None:
         raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint of "
                           "(recipe=… in Python)")

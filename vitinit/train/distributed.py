@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -57,6 +57,23 @@ class Processes:
         largest = torch.tensor(value)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return int(largest)
+
+    def require_equal(self, facts: Mapping[str, object]) -> None:
+        """Raise LaunchError on all processes unless all of them pass the same facts.
+
+        facts: name → value, with the same names on all processes. The message names the first fact
+            that differs.
+        """
+        if self.world_size == 1:
+            return
+        of_each: list[dict[str, object]] = [{}] * self.world_size
+        dist.all_gather_object(of_each, dict(facts))
+        for name in dict.fromkeys(name for found in of_each for name in found):
+            values = [found.get(name) for found in of_each]
+            other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+            if other is not None:
+                raise LaunchError(f"process {other} has {name} = {values[other]} and process 0 has "
+                                  f"{values[0]}; all processes of a run need the same")
 
     def share_weights(self, model: torch.nn.Module) -> None:
         """Copy the main process's parameters and buffers of `model` to every process.

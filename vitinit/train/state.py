@@ -69,6 +69,10 @@ class TrainState:
         if self.ema is not None:
             self.ema.load_state_dict({"model": averaged, "updates": state["ema"]["updates"]})
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
+        for parameter, values in self.optimizer.state.items():
+            for name, value in values.items():       # a fused kernel needs all in one memory format
+                if value.shape == parameter.shape and value.stride() != parameter.stride():
+                    values[name] = torch.empty_like(parameter).copy_(value)
         self.scaler.load_state_dict(scaling)
         self.progress = progress
 

@@ -71,9 +71,9 @@ def throughput(model: nn.Module, *, batch_size: int, size: tuple[int, int], devi
     wait = torch.cuda.synchronize if cuda else lambda: None
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    images = torch.randn(batch_size, 3, *size, device=device).contiguous(
-        memory_format=torch.channels_last if channels_last else torch.contiguous_format)
-    model.eval()
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    images = torch.randn(batch_size, 3, *size, device=device).contiguous(memory_format=layout)
+    model.eval().to(memory_format=layout)
     seconds = []
     for _ in range(WARMUP_PASSES + TIMED_PASSES):
         wait()

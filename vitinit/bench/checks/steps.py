@@ -37,6 +37,7 @@ def gradients(model: nn.Module, device: torch.device, *, dtype: torch.dtype = to
     images, targets = (part.to(device, dtype) for part in batch_of())
     if channels_last:
         images = images.contiguous(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)
     parts = list(zip(images.chunk(micro_batches), targets.chunk(micro_batches)))
     state = state_of(model, torch.optim.SGD(model.parameters(), lr=1.0))
     train_on(state, [GivenStep(0, parts)], forward=torch.compile(model) if compiled else model,
