@@ -8,7 +8,7 @@ import pytest
 
 from vitinit.compare import mean_and_std, t_interval
 from vitinit.runs.archive import opened
-from vitinit.runs.groups import Run, read_run
+from vitinit.runs.groups import Run, group_runs, read_run
 
 SEEDS_OF_THE_TEST = range(3, 8)         # no choice was made on these
 
@@ -26,6 +26,12 @@ def records(repository) -> Iterator[dict[str, Run]]:
 def page(repository) -> str:
     text = (repository / "recipes" / "deep_impulse.md").read_text(encoding="utf-8")
     return text[:text.index("## The first study")]
+
+
+def test_the_records_can_be_compared(records):
+    groups = group_runs(list(records.values()))
+    assert sum(len(group.runs) for group in groups) == len(records)
+    assert len({group.label for group in groups}) == len(groups)
 
 
 def held_out(run: Run) -> bool:

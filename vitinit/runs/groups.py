@@ -10,6 +10,7 @@ import dataclasses
 import math
 import os
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,11 @@ class Run:
     def seed(self) -> int:
         """Recipe key run.seed."""
         return self.keys["run.seed"]
+
+    @property
+    def commit(self) -> str:
+        """The first digits of the commit that the run began with; "unknown" without run.json."""
+        return self.starts[0]["git_commit"][:7] if self.starts else "unknown"
 
     @property
     def epochs(self) -> int:
@@ -247,21 +253,29 @@ def finished_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group the runs by experiment. The groups are in the order of their first runs.
 
-    Raises CheckpointError if two runs of one experiment have the same seed.
+    Runs of one experiment of which two have the same seed are grouped by the commit that they began
+    with, too, since other code may do something else by the same recipe. Raises CheckpointError if
+    two runs have all of these in common.
     """
-    groups: list[dict[int, Run]] = []
-    for run in runs:
-        members = next((group for group in groups
-                        if next(iter(group.values())).experiment == run.experiment), None)
-        if members is None:
-            groups.append({run.seed: run})
-        elif run.seed in members:
+    keys = [experiment_key(run) for run in runs]
+    seeds = Counter((key, run.seed) for key, run in zip(keys, runs))
+    repeated = {key for (key, _), count in seeds.items() if count > 1}
+    groups: dict[tuple[str, str], dict[int, Run]] = {}
+    for key, run in zip(keys, runs):
+        members = groups.setdefault((key, run.commit if key in repeated else ""), {})
+        if run.seed in members:
             raise CheckpointError(f"{run.path}: the same experiment and seed {run.seed} as "
-                                  f"{members[run.seed].path}; expected one run per seed")
-        else:
-            members[run.seed] = run
+                                  f"{members[run.seed].path}; expected one run per seed and commit")
+        members[run.seed] = run
+    firsts = [next(iter(members.values())) for members in groups.values()]
     return [Group(label, dict(sorted(members.items())))
-            for label, members in zip(_labels([next(iter(g.values())) for g in groups]), groups)]
+            for label, members in zip(_labels(firsts), groups.values())]
+
+
+def experiment_key(run: Run) -> str:
+    """A text that two runs share if they are of one experiment; 1 and 1.0 are the same value."""
+    return repr(sorted((key, float(value) if type(value) is int else value)
+                       for key, value in run.experiment.items()))
 
 
 def _labels(firsts: list[Run]) -> list[str]:
@@ -284,5 +298,7 @@ def _labels(firsts: list[Run]) -> list[str]:
             value = run.keys.get(key)
             if key != "init.name" and any(rival.keys.get(key) != value for rival in compared):
                 parts.append(f"without {key}" if value is None else f"{key} = {to_toml(value)}")
+        if sum(rival.experiment == run.experiment for rival in rivals) > 1:
+            parts.append(f"commit {run.commit}")
         labels.append(", ".join(parts))
     return labels
