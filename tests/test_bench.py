@@ -68,6 +68,18 @@ def test_memory_says_how_many_images_of_a_recipe_fit(capsys):
                      refusal(capsys, "memory", "--recipe", "no-such-recipe"))
 
 
+def test_of_a_weight_that_muon_trains_one_moment_is_counted_and_not_two(capsys, repository, tmp_path):
+    """ViT-B's blocks have 12 · 12 · 768² weights in matrices, of 4 bytes per moment."""
+    text = (repository / "recipes" / "deit_base.toml").read_text(encoding="utf-8")
+    gib = []
+    for name in ("adamw", "muon"):
+        recipe = tmp_path / f"{name}.toml"
+        recipe.write_text(text.replace('name = "adamw"', f'name = "{name}"'), encoding="utf-8")
+        printed = run(capsys, "memory", "--recipe", recipe, "--card-gib", 100)
+        gib.append(float(re.search(r"([\d.]+) GiB of weights", printed)[1]))
+    assert gib[0] - gib[1] == pytest.approx(4 * 12 * 12 * 768**2 / 2**30, abs=0.011)
+
+
 def test_the_loader_is_measured_beside_torchvisions_pipeline(capsys, image_tree):
     printed = run(capsys, "loader", "--data-dir", image_tree, "--image-size", 8)
     assert "72 images to 8 px" in printed           # 3 × (17 + 7)

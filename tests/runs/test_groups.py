@@ -226,6 +226,15 @@ def test_one_seed_by_two_commits_is_two_experiments(written_run):
                    ) == {"default": [5, 6]}
 
 
+def test_muons_keys_matter_to_muon_alone(written_run):
+    factor = ("optim.muon_factor=2.5",)
+    assert grouped(written_run("a", [1.0]), written_run("b", [2.0], seed=1, sets=factor)) == {
+        "default": [0, 1]}
+    muon = ("optim.name=muon",)
+    assert len(grouped(written_run("c", [1.0], sets=muon),
+                       written_run("d", [2.0], seed=1, sets=muon + factor))) == 2
+
+
 def test_unfinished_runs_are_named_and_left_out(written_run):
     done, cut = written_run("a", [1.0, 2.0]), written_run("b", [1.0], epochs=2, seed=1)
     groups, unfinished = finished_groups([done, cut])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from vitinit import models
 from vitinit.bench.launches import launches_of
@@ -80,6 +81,15 @@ def test_singular_values_come_near_one_and_zeros_stay():
     ours = orthogonalised(matrices, torch.float32)
     values = torch.linalg.svdvals(ours[0])
     assert 0.6 < values.min() and values.max() < 1.3 and torch.equal(ours[1], matrices[1])
+
+
+def test_products_are_on_the_smaller_side():
+    def flops(*shape: int) -> int:
+        with FlopCounterMode(display=False) as counter:
+            orthogonalised(torch.ones(shape), torch.float32)
+        return counter.get_total_flops()
+    a_step = 2 * (7 * 7 * 13 + 7 * 7 * 7 + 7 * 7 * 13)   # X Xᵀ, its square, and both times X
+    assert flops(3, 7, 13) == flops(3, 13, 7) == 3 * 5 * a_step
 
 
 # ---------------------------------------------------------------------------------------------

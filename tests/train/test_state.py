@@ -52,6 +52,29 @@ def test_what_is_saved_comes_back_in_another_state():
     assert len(theirs.optimizer.state) > 0
 
 
+def test_moments_take_the_memory_format_of_the_weights():
+    """A fused kernel that reads both as if they were alike would mix up elements."""
+    ours, theirs = fresh_state(0), fresh_state(1)
+    theirs.model.to(memory_format=torch.channels_last)
+    images = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+    for state in (ours, ours, theirs):
+        if state is theirs:
+            theirs.load_state_dict(copy.deepcopy(kept), Path("last.pt"))
+        else:
+            kept = copy.deepcopy(ours.state_dict())
+        for group in state.optimizer.param_groups:
+            group["lr"] = 1e-2
+        state.model.eval()(images).square().mean().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.progress.add_losses([1.0])
+    assert theirs.model.stem[0].weight.is_contiguous(memory_format=torch.channels_last)
+    for parameter, values in theirs.optimizer.state.items():
+        assert all(value.stride() == parameter.stride() for key, value in values.items() if key != "step")
+    for mine, other in zip(ours.model.parameters(), theirs.model.parameters()):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
 def test_what_is_evaluated_holds_no_optimiser():
     state = fresh_state(0)
     assert state.weights().keys() == state.state_dict().keys() - {"optimizer", "scaler"}
