@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 import traceback
@@ -10,18 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from vitinit import compare, sweep
+from vitinit import compare, export, predict, sweep
 from vitinit.bench import __main__ as bench
 from vitinit.command_line import _ours as ours
 from vitinit.command_line import ROOT, building, integer, one_of, real, run_program
 from vitinit.figures import __main__ as figures
+from vitinit.lessons import __main__ as lessons
 from vitinit.messages import OneLineError
 from vitinit.recipe.files import RecipeError
 from vitinit.train.interruption import Interrupted
 from vitinit.train.metrics import Diverged
 
 PROGRAMS = {"vitinit.bench": bench.main, "vitinit.compare": compare.main,
-            "vitinit.figures": figures.main, "vitinit.sweep": sweep.main}
+             "vitinit.export": export.main, "vitinit.figures": figures.main,
+            "vitinit.lessons": lessons.main, "vitinit.predict": predict.main,
+            "vitinit.sweep": sweep.main}
 
 
 def line_of(capsys) -> str:
@@ -103,6 +107,21 @@ def test_a_closed_pipe_is_no_error(capfd):
         assert process.stdout.readline() == "line\n"
         process.stdout.close()
         assert process.stderr.read() == "" and process.wait() == 141
+
+
+@pytest.mark.parametrize("encoding, printed", [("ascii", rb"32x32 -> 1..., >= \xe9"),
+                                               ("latin-1", b"32\xd732 -> 1..., >= \xe9")])
+@pytest.mark.parametrize("name", ["train.py", "eval.py", *PROGRAMS])
+def test_a_terminal_that_lacks_a_character_gets_it_spelt_out(
+        monkeypatch, train_program, eval_program, name, encoding, printed):
+    own = {"train.py": train_program.main, "eval.py": eval_program.main}
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    with pytest.raises(SystemExit, match="0"):
+        (own | PROGRAMS)[name](["--help"])
+    start = stream.tell()
+    print("32×32 → 1…, ≥ é", end="", flush=True)
+    assert stream.buffer.getvalue()[start:] == printed
 
 
 # ---------------------------------------------------------------------------------------------
