@@ -10,7 +10,7 @@ from torch import nn
 
 import vitinit
 from vitinit.filters import ordered_offsets
-from vitinit.init.position_mass import PositionMass, position_mass, shortfall
+from vitinit.init.position_mass import Mass, position_mass, shortfall
 from vitinit.init.impulse import head_offsets, normalised_positions
 from vitinit.mixing import target_mass
 
@@ -23,7 +23,7 @@ def initialised(name: str, sizes: dict, init: str, **options) -> nn.Module:
     return model
 
 
-def measured(init: str, sizes: dict | None = None, **options) -> PositionMass:
+def measured(init: str, sizes: dict | None = None, **options) -> Mass:
     return position_mass(initialised(VIT[0], VIT[1] | (sizes or {}), init, **options), init, options)
 
 
@@ -135,11 +135,11 @@ def test_measuring_leaves_weights_modes_and_random_states_alone():
 
 def test_the_line_has_means_or_the_way_from_the_first_block_to_the_last():
     nan = math.nan
-    assert str(PositionMass([0.987, 0.991], [0.05, 0.049], [1 / 784] * 2)) == (
+    assert str(Mass([0.987, 0.991], [0.05, 0.049], [1 / 784] * 2)) == (
         ".99 / .05 (uniform .0013) on the targets of centre / other heads")
-    assert str(PositionMass([nan, nan], [0.3, 0.02], [0.0051] * 2)) == (
+    assert str(Mass([nan, nan], [0.3, 0.02], [0.0051] * 2)) == (
         ".30 … .02 (uniform .0051) on the targets of other heads")
-    assert str(PositionMass([1.0], [nan], [0.25])) == "1.00 (uniform .25) on the targets of centre heads"
+    assert str(Mass([1.0], [nan], [0.25])) == "1.00 (uniform .25) on the targets of centre heads"
 
 
 LARGE = dict(image_size=56, patch_size=4, embed_dim=96, num_heads=3, depth=1)         # 196 tokens
@@ -169,9 +169,9 @@ def test_short_is_less_than_three_tenths_or_than_nine_tenths_of_what_was_asked_f
                                    ([0.3, 0.1, 0.03], {}, True),         # of .30, .11, .036
                                    ([0.3, 0.102, 0.033], {}, False),
                                    ([math.nan] * 3, exact, False)):
-        mass = PositionMass([1.0] * 3, others, [1 / 35] * 3)
+        mass = Mass([1.0] * 3, others, [1 / 35] * 3)
         assert bool(shortfall(mass, model, "deep_impulse", options)) == short, (others, options)
-    mass = PositionMass([0.1] * 3, [0.1] * 3, [1 / 35] * 3)
+    mass = Mass([0.1] * 3, [0.1] * 3, [1 / 35] * 3)
     assert shortfall(mass, model, "deep_impulse", exact).startswith("centre heads have only .10 of")
     assert shortfall(mass, model, "mimetic", {}) == ""
 

@@ -6,6 +6,7 @@ A model is either freshly initialised from a recipe (`fresh`) or read from a run
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..command_line import building
 from ..data.datasets import LooseImages
-from ..init import init_weights
-from ..models import SimpleViT, VisionTransformer, build_model
+from ..init import reads_images
+from ..models import SimpleViT, VisionTransformer
 from ..recipe.files import RecipeError
 from ..recipe.resolve import fresh_recipe
 from ..recipe.sections import Recipe
 from ..runs.folder import RunFolder, checkpoint_file
+from ..runs.start import built, initialise, open_training_set
 from ..runs.trained import as_input, evaluation_view, open_saved
 from ..train.checkpoint import CheckpointError
 from .plot import FigureError
@@ -40,6 +41,9 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
           sets: Sequence[str]) -> Iterator[Subject]:
     """Build each recipe's model with each init, exactly as `train.py` would start it.
 
+    Without the recipe's data set, noise stands in for training images that an init reads, and a
+    line says so.
+
     recipes: names in recipes/ or paths. inits: names of inits; None stands for the recipe's own.
     seed: replaces the recipe's run.seed if given. sets: overrides, "section.key=value".
     Raises RecipeError for a recipe that starts from a checkpoint.
@@ -51,12 +55,14 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
                 raise RecipeError(f"recipe {recipe.name} starts from init.checkpoint = "
                                   f"{recipe.init.checkpoint}; show a run of it, by --run and "
                                   "--epochs 0")
-            with building(f"recipe {recipe.name}", "model"):
-                model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
-                                    image_size=recipe.data.image_size, **recipe.model.options)
-            with building(f"recipe {recipe.name}", "init"):
-                init_weights(model, recipe.init.name, **recipe.init.options,
-                             generator=torch.Generator().manual_seed(recipe.run.seed))
+            model, source = built(recipe), None
+            if reads_images(recipe.init.options):
+                if recipe.data.name == "shapes" or os.path.isdir(recipe.data.root):
+                    _, source = open_training_set(recipe.data)
+                else:
+                    print(f"note    recipe {recipe.name}: init {recipe.init.name} reads training images, "
+                          "and noise stands in for them; --set data.root=FOLDER names the data set")
+            initialise(model, recipe, source)
             yield Subject(recipe, recipe.init.name, model.eval())
 
 
