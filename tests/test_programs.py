@@ -19,6 +19,7 @@ from vitinit.figures import __main__ as figures
 from vitinit.lessons import __main__ as lessons
 from vitinit.messages import OneLineError
 from vitinit.recipe.files import RecipeError
+from vitinit.runs import start
 from vitinit.train.interruption import Interrupted
 from vitinit.train.metrics import Diverged
 
@@ -188,7 +189,9 @@ def test_train_says_in_which_section_it_failed(train_program, monkeypatch, capsy
     """Whatever fails within the section, in a dry run and in a real one."""
     def fault(*arguments, **options):
         raise IndexError("no such thing")
-    monkeypatch.setattr(train_program, target, fault)
+    for module in (train_program, start):
+        if hasattr(module, target):
+            monkeypatch.setattr(module, target, fault)
     for more in ([], ["--dry-run"]):
         assert train_program.main(small_run(tmp_path / "run", *more)) == 2
         assert line_of(capsys).startswith(f"train.py: recipe quickstart: [{section}] cannot be built "

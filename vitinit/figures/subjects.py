@@ -6,7 +6,6 @@ A model is either freshly initialised from a recipe (`fresh`) or read from a run
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..data.datasets import LooseImages
+from ..data.datasets import LooseImages, folder_of
 from ..init import reads_images
 from ..models import SimpleViT, VisionTransformer
 from ..recipe.files import RecipeError
@@ -57,11 +56,12 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
                                   "--epochs 0")
             model, source = built(recipe), None
             if reads_images(recipe.init.options):
-                if recipe.data.name == "shapes" or os.path.isdir(recipe.data.root):
+                if folder_of(recipe.data.root).is_dir():
                     _, source = open_training_set(recipe.data)
                 else:
-                    print(f"note    recipe {recipe.name}: init {recipe.init.name} reads training images, "
-                          "and noise stands in for them; --set data.root=FOLDER names the data set")
+                    print(f"note    recipe {recipe.name}: its init reads training images, and there is "
+                          f"no folder {recipe.data.root}: noise stands in for them, if the init allows "
+                          "that; --set data.root=FOLDER says where they are")
             initialise(model, recipe, source)
             yield Subject(recipe, recipe.init.name, model.eval())
 
