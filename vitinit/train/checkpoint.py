@@ -187,8 +187,8 @@ def _require_dense(value: Tensor, path: Path) -> None:
         raise Damaged(f"{path}: holds a tensor that is {str(value.layout).split('.')[-1]} on "
                       f"{value.device}, expected dense ones")
     if value.nbytes > value.untyped_storage().nbytes():
-        raise Damaged(f"{path}: holds a tensor of shape {tuple(value.shape)}, {value.nbytes:,} bytes, of "
-                      f"which only {value.untyped_storage().nbytes():,} are in the file")
+        raise Damaged(f"{path}: holds a tensor of shape {tuple(value.shape)}, {value.nbytes:,} bytes, "
+                      f"of which only {value.untyped_storage().nbytes():,} are in the file")
 
 
 def _require_fitting_names(state: Mapping[str, Any], path: Path) -> None:
