@@ -34,14 +34,13 @@ from vitinit.data.loader import EvalViews
 from vitinit.data.mix import MixSettings
 from vitinit.data.pipeline import Data, EvaluationBatches, training_batches
 from vitinit.data.sampler import TrainSampler, plan_batches, require_full_batch
-from vitinit.data.subset import held_out_part, stratified_part
+from vitinit.data.subset import held_out_part
 from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.data.workers import start_fork_server
-from vitinit.init import INITS, init_weights, reads_images
-from vitinit.init.position_mass import position_mass, shortfall
+from vitinit.init import INITS
+from vitinit.init.position_mass import mass_on_images, position_mass, shortfall
 from vitinit.init.weight_selection import select_weights
 from vitinit.keys import Stream, keyed_generator
-from vitinit.models import build_model
 from vitinit.models.convert import native_tensors
 from vitinit.models.layers import draw_drop_path
 from vitinit.recipe.files import dump_recipe
@@ -51,8 +50,8 @@ from vitinit.runs.lock import RunLock
 from vitinit.runs.records import epoch_line, metrics_row
 from vitinit.runs.resume import (choose_run, require_same_data, require_same_micro_batch_size,
                                  settings)
+from vitinit.runs.start import built, initialise, open_training_set, training_views
 from vitinit.runs.summary import cautions, rehearsal, summary
-from vitinit.runs.trained import as_input, evaluation_view
 from vitinit.train import distributed
 from vitinit.train.checkpoint import CheckpointError, load, model_state
 from vitinit.train.device import describe_device, memory_for, peak_memory
@@ -69,7 +68,7 @@ from vitinit.train.throughput import training_flops
 from vitinit.train.transfer import Transfer, start_from
 
 REPOSITORY = Path(__file__).resolve().parent
-INIT_IMAGES = 1000              # training images that an init may read
+MASS_IMAGES = 64                # training images on which the mass on the init's targets is measured
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -109,11 +108,8 @@ def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool)
     if not dry_run:
         processes.on_all(lambda: download(data.name, root)
                          if processes.local_rank == 0 else None)
-    whole_set, val_set = processes.on_all(lambda: [
-        open_split(data.name, root, split, data.num_classes) for split in ("train", "val")])
-    train_set = processes.on_all(lambda: stratified_part(
-        whole_set, share=data.subset, images_per_class=data.images_per_class,
-        held_out=data.held_out_per_class, seed=data.subset_seed))
+    whole_set, train_set = processes.on_all(lambda: open_training_set(data, root))
+    val_set = processes.on_all(lambda: open_split(data.name, root, "val", data.num_classes))
     if data.held_out_per_class:                      # validate on these; the test set stays unused
         val_set = processes.on_all(lambda: held_out_part(
             whole_set, images_per_class=data.held_out_per_class, seed=data.subset_seed))
@@ -174,18 +170,6 @@ def identity(data: Data, root: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------
 
 
-def images_for_init(recipe: Recipe, source: Source) -> Tensor | None:
-    """INIT_IMAGES training images, normalised evaluation views (n, 3, H, W), if the init reads any.
-
-    Which ones is keyed by the run's seed; all if there are fewer.
-    """
-    if not reads_images(recipe.init.options):
-        return None
-    order = keyed_generator(recipe.run.seed, Stream.INIT_IMAGES).permutation(len(source))
-    return as_input(torch.stack([evaluation_view(source.image(int(index)), recipe)
-                                 for index in order[:INIT_IMAGES]]), recipe)
-
-
 def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | None,
                   path: Path, train_set: Source) -> tuple[TrainState, list[str]]:
     """The state that training starts from, and lines for the terminal about it.
@@ -199,28 +183,23 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
     V·proj agree to 1e-4, but single factors may differ in sign; therefore all processes copy the
     main process's weights before the moving average is created.
     """
-    init, optim, source = recipe.init, recipe.optim, f"recipe {recipe.name}"
-    with building(source, "model"):
-        model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
-                            image_size=recipe.data.image_size, **recipe.model.options)
-    with building(source, "init"):
-        if saved is None:
-            init_weights(model, init.name, **init.options,
-                         generator=torch.Generator().manual_seed(recipe.run.seed),
-                         images=processes.on_all(lambda: images_for_init(recipe, train_set)))
+    init = recipe.init
+    model = built(recipe)
+    if saved is None:
+        processes.on_all(lambda: initialise(model, recipe, train_set))
     notes = []
     if saved is None and init.checkpoint:
         transfer = processes.on_all(lambda: fine_tune(
             model, Path(init.checkpoint), init.checkpoint_weights, init.checkpoint_fit))
         notes = [f"start   {init.checkpoint}, {init.checkpoint_fit}: {transfer}"]
-    elif saved is None and processes.is_main:
-        with building(source, "init"):
-            notes = what_the_init_achieved(model, init.name, init.options)
+    elif saved is None:
+        notes = processes.on_all(lambda: what_the_init_achieved(model, recipe, train_set)
+                                 if processes.is_main else [])
     model.to(processes.device, memory_format=(
         torch.channels_last if recipe.engine.channels_last else torch.contiguous_format))
     if saved is None:
         processes.share_weights(model)
-    with building(source, "optim"):
+    with building(f"recipe {recipe.name}", "optim"):
         optimizer = optimizer_of(model, recipe)
     scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.engine.amp == "fp16")
     ema = Ema(model, decay=recipe.ema.decay, warmup=recipe.ema.warmup) if recipe.ema.decay else None
@@ -240,16 +219,22 @@ def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     return muon(model, factor=optim.muon_factor, momentum=optim.muon_momentum, **of_adamw)
 
 
-def what_the_init_achieved(model: nn.Module, name: str, options: dict[str, Any]) -> list[str]:
+def what_the_init_achieved(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
     """Lines about how much attention lies on the init's targets; a warning if it is little.
 
-    An empty list for inits without targets.
+    It is measured on MASS_IMAGES training images; the warning is about the position embedding
+    alone, which is what options of the init can mend. An empty list for inits without targets.
     """
-    mass = position_mass(model, name, options)
-    if mass is None:
-        return []
-    short = shortfall(mass, model, name, options)
-    return [f"mass    {mass}", *([f"warning {short}"] if short else [])]
+    name, options = recipe.init.name, recipe.init.options
+    with building(f"recipe {recipe.name}", "init"):
+        alone = position_mass(model, name, options)
+        if alone is None:
+            return []
+        images = training_views(recipe, train_set, MASS_IMAGES)
+        found = mass_on_images(model, name, options, images)
+        short = shortfall(alone, model, name, options)
+    return [f"mass    {found}, on {len(images)} training images",
+            *([f"warning {short}"] if short else [])]
 
 
 def fine_tune(model: nn.Module, path: Path, weights: str, fit: str) -> Transfer:

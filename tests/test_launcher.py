@@ -86,6 +86,14 @@ def test_with_a_log_what_a_program_prints_goes_there_alone(tmp_path, capfd):
     assert log.read_text().startswith("before\n") and capfd.readouterr() == ("", "")
 
 
+def test_a_log_is_utf_8_whatever_the_terminals_encoding_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    with Launcher() as launcher:
+        launcher.run([sys.executable, "-c", "import sys; print('×'); print('→', file=sys.stderr)"],
+                     log=tmp_path / "log")
+    assert sorted((tmp_path / "log").read_text(encoding="utf-8").split()) == ["×", "→"]
+
+
 def test_an_environment_is_added_to_the_programs_own(monkeypatch):
     monkeypatch.setenv("OURS", "kept")
     code = "import os, sys; sys.exit(os.environ['OURS'] + os.environ['THEIRS'])"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 import traceback
@@ -10,18 +11,22 @@ import numpy as np
 import pytest
 import torch
 
-from vitinit import compare, sweep
+from vitinit import compare, export, predict, sweep
 from vitinit.bench import __main__ as bench
 from vitinit.command_line import _ours as ours
 from vitinit.command_line import ROOT, building, integer, one_of, real, run_program
 from vitinit.figures import __main__ as figures
+from vitinit.lessons import __main__ as lessons
 from vitinit.messages import OneLineError
 from vitinit.recipe.files import RecipeError
+from vitinit.runs import start
 from vitinit.train.interruption import Interrupted
 from vitinit.train.metrics import Diverged
 
 PROGRAMS = {"vitinit.bench": bench.main, "vitinit.compare": compare.main,
-            "vitinit.figures": figures.main, "vitinit.sweep": sweep.main}
+             "vitinit.export": export.main, "vitinit.figures": figures.main,
+            "vitinit.lessons": lessons.main, "vitinit.predict": predict.main,
+            "vitinit.sweep": sweep.main}
 
 
 def line_of(capsys) -> str:
@@ -105,6 +110,19 @@ def test_a_closed_pipe_is_no_error(capfd):
         assert process.stderr.read() == "" and process.wait() == 141
 
 
+@pytest.mark.parametrize("name", ["train.py", "eval.py", *PROGRAMS])
+def test_a_terminal_that_lacks_a_character_gets_it_spelt_out(
+        monkeypatch, train_program, eval_program, name):
+    own = {"train.py": train_program.main, "eval.py": eval_program.main}
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", stream)
+    with pytest.raises(SystemExit, match="0"):
+        (own | PROGRAMS)[name](["--help"])
+    start = stream.tell()
+    print("32×32 → 1…, ≥ é, ő", end="", flush=True)
+    assert stream.buffer.getvalue()[start:] == b"32\xd732 -> 1..., >= \xe9, \\u0151"
+
+
 # ---------------------------------------------------------------------------------------------
 # What is built from a recipe
 # ---------------------------------------------------------------------------------------------
@@ -163,13 +181,15 @@ def test_running_out_of_memory_is_named():
 
 @pytest.mark.parametrize("target, section", [
     ("build_model", "model"), ("init_weights", "init"), ("open_split", "data"),
-    ("position_mass", "init"), ("SampleDraws", "data"), ("adamw", "optim")])
+    ("position_mass", "init"), ("SampleDraws", "data"), ("muon", "optim")])
 def test_train_says_in_which_section_it_failed(train_program, monkeypatch, capsys, small_run,
                                                tmp_path, target, section):
     """Whatever fails within the section, in a dry run and in a real one."""
     def fault(*arguments, **options):
         raise IndexError("no such thing")
-    monkeypatch.setattr(train_program, target, fault)
+    for module in (train_program, start):
+        if hasattr(module, target):
+            monkeypatch.setattr(module, target, fault)
     for more in ([], ["--dry-run"]):
         assert train_program.main(small_run(tmp_path / "run", *more)) == 2
         assert line_of(capsys).startswith(f"train.py: recipe quickstart: [{section}] cannot be built "

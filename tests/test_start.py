@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
+
+from vitinit.init.position_mass import mass_on_images
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -18,6 +19,7 @@ def worker(results: str) -> None:
     sys.path.insert(0, str(REPOSITORY))
     import train
     from vitinit.recipe.files import load_recipe, parse_override
+    from vitinit.runs import start
     from vitinit.train import distributed
 
     processes = distributed.start()
@@ -25,14 +27,14 @@ def worker(results: str) -> None:
 
     def init_weights(model, name, *, generator, **options):
         generator.manual_seed(100 + processes.rank)
-        train_init(model, name, generator=generator, **options)
+        own_init(model, name, generator=generator, **options)
         drawn.update({key: value.clone() for key, value in model.state_dict().items()})
-    train_init, train.init_weights = train.init_weights, init_weights
+    own_init, start.init_weights = start.init_weights, init_weights
     recipe = load_recipe(REPOSITORY / "recipes" / "quickstart.toml", [
         parse_override(text) for text in ("model.options.depth=1", "model.options.embed_dim=24",
                                           "ema.decay=0.9", "init.name=impulse")])
     data = train.open_data(recipe, processes, dry_run=True)
-    state, notes = train.initial_state(recipe, processes, None, Path("none"), data)
+    state, notes = train.initial_state(recipe, processes, None, Path("none"), data.train_set)
     torch.save({"drawn": drawn, "model": state.model.state_dict(), "notes": notes,
                 "ema": state.ema.model.state_dict()}, f"{results}{processes.rank}")
     distributed.stop()
@@ -52,19 +54,24 @@ def test_all_processes_and_their_moving_averages_start_with_the_main_ones_weight
     assert other["notes"] == []                      # only the main process prints
 
 
-@pytest.mark.parametrize("options, masses", [
-    ([], ".30 / .30 … .078"), (["--set", "init.options.target_mass=0.9"], ".90 / .90")])
-def test_the_mass_on_the_targets_stands_below_the_init(train_program, small_run, tmp_path, capsys,
-                                                       options, masses):
-    """By default from 0.3 to the least that 16 tokens allow, 1.25/16; block 0 has the centre."""
-    assert train_program.main(small_run(tmp_path / "run", "--dry-run", *options, init="deep_impulse",
-                                        model__options__patch_size="2",
-                                        model__options__embed_dim="48")) == 0
+def test_the_mass_on_the_targets_in_training_images_stands_below_the_init(
+        train_program, small_run, tmp_path, monkeypatch, capsys):
+    """Block 0 has a head whose target is its own token, and block 1 has none."""
+    found = []
+
+    def measured(model, name, options, images):
+        found.append((mass_on_images(model, name, options, images), images))
+        return found[-1][0]
+    monkeypatch.setattr(train_program, "mass_on_images", measured)
+    arguments = small_run(tmp_path / "run", "--dry-run", init="deep_impulse",
+                          model__options__patch_size="2", model__options__embed_dim="48")
+    assert train_program.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     init = next(number for number, line in enumerate(lines) if line.startswith("init "))
-    assert lines[init + 1] == (f"mass    {masses} (uniform .062) on the targets of centre / other "
-                               "heads")
+    (mass, images), = found
+    assert lines[init + 1] == f"mass    {mass}, on {len(images)} training images"
     assert lines[init + 2].startswith("batch ")
+    assert images.shape == (51, 3, 8, 8)             # all there are
 
 
 def test_heads_that_fall_short_are_a_warning_with_what_would_help(train_program, small_run, tmp_path,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import codecs
+import io
 import os
 import signal
 import sys
@@ -21,6 +23,9 @@ from .train.interruption import Interrupted
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("vitinit", "tests", "train.py", "eval.py")      # in ROOT, which may also contain a .venv
+# What stands for a character that the encoding of the terminal lacks.
+SPELT_OUT = {"×": "x", "…": "...", "→": "->", "≥": ">=", "≤": "<=", "−": "-", "–": "-", "·": "*",
+             "±": "+-"}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -78,6 +83,22 @@ def _number_within(read: Callable[[str], Any], kind: type, bounds: dict[str, flo
 
 
 # ---------------------------------------------------------------------------------------------
+# What is printed
+# ---------------------------------------------------------------------------------------------
+
+
+def spelt_out(error: UnicodeError) -> tuple[str, int]:
+    """A handler of encoding errors: × becomes x, → becomes ->; unknown characters are escaped."""
+    text = error.object[error.start:error.end]
+    return "".join(SPELT_OUT.get(character) or
+                   character.encode("ascii", "backslashreplace").decode("ascii")
+                   for character in text), error.end
+
+
+codecs.register_error("vitinit.spelt_out", spelt_out)
+
+
+# ---------------------------------------------------------------------------------------------
 # Errors
 # ---------------------------------------------------------------------------------------------
 
@@ -97,8 +118,13 @@ def run_program(name: str, program: Callable[[], int | None], *, stopped: str = 
     Errors that the user can correct (OneLineError, OSError) and signals end the program with one
     line on standard error. Any other exception is a defect of the program and is passed on.
 
+    Characters that the terminal's encoding lacks are printed as `spelt_out` writes them.
+
     name: the program's name, which starts the line. stopped: what follows "stopped by SIGINT".
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):     # not so in a notebook
+            stream.reconfigure(errors="vitinit.spelt_out")
     try:
         return program() or 0
     except (KeyboardInterrupt, Interrupted) as request:

@@ -63,14 +63,16 @@ class Launcher:
         error = ""
         # By default torchrun kills processes that have not ended 30 s after a signal, which may not
         # be enough to save a checkpoint.
-        variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **os.environ, **(environment or {})}
+        encoding = "utf-8" if log else sys.stderr.encoding or "utf-8"
+        variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **os.environ,
+                     "PYTHONIOENCODING": encoding, **(environment or {})}
         with ExitStack() as open_files:
             log_file = log and open_files.enter_context(open(log, "a", encoding="utf-8"))
             with self.lock:
                 if self.stopped_by:
                     return "stopped before it started"
                 process = subprocess.Popen(command, stdout=log_file or None, stderr=subprocess.PIPE,
-                                           text=True, errors="replace", env=variables,
+                                           encoding=encoding, errors="replace", env=variables,
                                            start_new_session=True)
                 self.running.add(process)
             for line in open_files.enter_context(process).stderr:

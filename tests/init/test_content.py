@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import vitinit
+from vitinit.figures.subjects import fresh
 from vitinit.init.content import direction_count, known_content
 from vitinit.init.position_mass import position_mass
 from vitinit.init.stream_scales import stream_scales
+from vitinit.runs import start
 
 SIZES = dict(num_classes=5, image_size=(32, 32), patch_size=4, embed_dim=111, depth=3, num_heads=3,
              pool="mean")
@@ -178,15 +180,23 @@ def test_content_is_a_vits(images):
             vitinit.init_weights(model, "mimetic", generator=torch.Generator(), images=images, **options)
 
 
-def test_a_run_hands_training_images_to_an_init_that_reads_them(train_program, small_run, tmp_path,
-                                                                monkeypatch):
+def test_a_run_and_its_figures_hand_training_images_to_an_init_that_reads_them(
+        train_program, small_run, tmp_path, monkeypatch, capsys):
     """Keyed by the run's seed: the same weights again, and others for another seed."""
-    monkeypatch.setattr(train_program, "INIT_IMAGES", 13)
+    monkeypatch.setattr(start, "INIT_IMAGES", 13)
     weights = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         words = small_run(tmp_path / name, "--set", "init.options.patch_embed=whitened", "--seed",
                           str(seed), schedule__epochs="1", checkpoint__keep_epochs="[0]")
         assert train_program.main(words) == 0
-        weights.append(torch.load(tmp_path / name / "epoch_0000.pt")["model"]["patch_embed.proj.weight"])
+        model = torch.load(tmp_path / name / "epoch_0000.pt")["model"]
+        weights.append(model["patch_embed.proj.weight"])
+        subject, = fresh([str(tmp_path / name / "recipe.toml")], [None], seed=None, sets=[])
+        for key, value in subject.model.state_dict().items():
+            assert torch.equal(value, model[key]), key
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
     torch.testing.assert_close(weights[0][0], -weights[0][1])
+    capsys.readouterr()
+    with pytest.raises(ValueError, match="reads training images, and none were given"):
+        list(fresh([str(tmp_path / "a" / "recipe.toml")], [None], seed=None, sets=["data.root=nowhere"]))
+    assert "there is no folder nowhere: noise stands in for them" in capsys.readouterr().out

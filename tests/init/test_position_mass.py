@@ -1,4 +1,4 @@
-"""The mass that an init reaches on the position embedding alone, and how it is reported."""
+"""The mass that an init reaches, on images and on positions alone, and how it is reported."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import nn
 
 import vitinit
 from vitinit.filters import ordered_offsets
-from vitinit.init.position_mass import PositionMass, position_mass, shortfall
+from vitinit.init.position_mass import Mass, mass_on_images, position_mass, shortfall
 from vitinit.init.impulse import head_offsets, normalised_positions
-from vitinit.mixing import target_mass
+from vitinit.init.mimetic import attentions
+from vitinit.mixing import mixing_matrices, target_mass
 
 VIT = ("vit_tiny", dict(image_size=(20, 28), patch_size=4, embed_dim=57, depth=3, num_heads=3))
 
@@ -23,7 +24,7 @@ def initialised(name: str, sizes: dict, init: str, **options) -> nn.Module:
     return model
 
 
-def measured(init: str, sizes: dict | None = None, **options) -> PositionMass:
+def measured(init: str, sizes: dict | None = None, **options) -> Mass:
     return position_mass(initialised(VIT[0], VIT[1] | (sizes or {}), init, **options), init, options)
 
 
@@ -129,17 +130,60 @@ def test_measuring_leaves_weights_modes_and_random_states_alone():
 
 
 # ---------------------------------------------------------------------------------------------
+# On images
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, sizes, init, options", [
+    (*VIT, "deep_impulse", dict(constant_share=0.9)), (*VIT, "impulse", dict(offsets="random")),
+    (*VIT, "mimetic", {}), ("simple_vit", dict(image_size=(20, 28), patch_size=4, embed_dim=132, depth=2,
+                                               num_heads=11), "impulse", {})])
+def test_on_images_it_is_the_attention_with_which_the_model_mixes_them(name, sizes, init, options):
+    """In evaluation mode, over more images than pass at once; the content of patches counts."""
+    model = initialised(name, sizes, init, **options).train()
+    images = 2.0 * torch.randn(11, 3, 20, 28, generator=torch.Generator().manual_seed(1))
+    found = mass_on_images(model, init, options, images)
+    assert model.training and not any(block.attn._forward_pre_hooks for block in model.blocks)
+    heads = model.blocks[0].attn.num_heads
+    assignment = options.get("offsets", "rotating" if init == "deep_impulse" else "ordered")
+    cells = [(0, 0)] if init == "mimetic" else ordered_offsets(3)
+    for block, weights in mixing_matrices(model, images).items():
+        masses = torch.stack([target_mass(weights, [cell] * heads, model.grid) for cell in cells])
+        offsets = ([cells[index] for index in masses.argmax(0)] if assignment == "random" else
+                   head_offsets(heads, cells, assignment, torch.Generator(), first=block * heads))
+        of_heads = [masses[cells.index(offset), head].item() for head, offset in enumerate(offsets)]
+        for values, is_centre in ((found.centre, True), (found.others, False)):
+            expected = [mass for mass, offset in zip(of_heads, offsets)
+                        if (offset == (0, 0)) == is_centre]
+            mean = sum(expected) / len(expected) if expected else math.nan
+            assert values[block] == pytest.approx(mean, abs=1e-5, nan_ok=True)
+
+
+def test_on_images_a_swin_has_its_bias_within_windows():
+    """The bias decides alone where queries are zero, except where the shift's mask cuts targets off."""
+    sizes = dict(image_size=24, patch_size=2, embed_dim=22, depths=(2,), num_heads=(11,), window_size=3)
+    model = initialised("swin_tiny", sizes, "impulse", target_mass=0.9)
+    for layer in attentions(model):
+        torch.nn.init.zeros_(layer.q_weight)
+        torch.nn.init.zeros_(layer.q_bias)
+    found = mass_on_images(model, "impulse", dict(target_mass=0.9), torch.randn(2, 3, 24, 24))
+    alone = position_mass(model, "impulse", dict(target_mass=0.9))
+    assert found.others[0] == pytest.approx(alone.others[0], abs=1e-5)
+    assert 0.5 < found.others[1] < 0.9 < found.centre[1]
+
+
+# ---------------------------------------------------------------------------------------------
 # In words
 # ---------------------------------------------------------------------------------------------
 
 
-def test_the_line_has_means_or_the_way_from_the_first_block_to_the_last():
+def test_the_line_has_means_or_every_block_where_they_differ():
     nan = math.nan
-    assert str(PositionMass([0.987, 0.991], [0.05, 0.049], [1 / 784] * 2)) == (
+    assert str(Mass([0.987, 0.991], [0.05, 0.049], [1 / 784] * 2)) == (
         ".99 / .05 (uniform .0013) on the targets of centre / other heads")
-    assert str(PositionMass([nan, nan], [0.3, 0.02], [0.0051] * 2)) == (
-        ".30 … .02 (uniform .0051) on the targets of other heads")
-    assert str(PositionMass([1.0], [nan], [0.25])) == "1.00 (uniform .25) on the targets of centre heads"
+    assert str(Mass([nan] * 3, [0.3, nan, 0.02], [0.0051] * 3)) == (
+        ".30 – .02 (uniform .0051) on the targets of other heads")
+    assert str(Mass([1.0], [nan], [0.25])) == "1.00 (uniform .25) on the targets of centre heads"
 
 
 LARGE = dict(image_size=56, patch_size=4, embed_dim=96, num_heads=3, depth=1)         # 196 tokens
@@ -169,9 +213,9 @@ def test_short_is_less_than_three_tenths_or_than_nine_tenths_of_what_was_asked_f
                                    ([0.3, 0.1, 0.03], {}, True),         # of .30, .11, .036
                                    ([0.3, 0.102, 0.033], {}, False),
                                    ([math.nan] * 3, exact, False)):
-        mass = PositionMass([1.0] * 3, others, [1 / 35] * 3)
+        mass = Mass([1.0] * 3, others, [1 / 35] * 3)
         assert bool(shortfall(mass, model, "deep_impulse", options)) == short, (others, options)
-    mass = PositionMass([0.1] * 3, [0.1] * 3, [1 / 35] * 3)
+    mass = Mass([0.1] * 3, [0.1] * 3, [1 / 35] * 3)
     assert shortfall(mass, model, "deep_impulse", exact).startswith("centre heads have only .10 of")
     assert shortfall(mass, model, "mimetic", {}) == ""
 

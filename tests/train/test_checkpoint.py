@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import resource
 
 import pytest
@@ -73,6 +74,55 @@ def test_tensors_that_are_not_dense_are_refused(tmp_path, tensor):
     torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"state": [{"m": tensor}]}}, path)
     with pytest.raises(Damaged, match=r"a\.pt: holds a tensor that is .*, expected dense ones"):
         load(path)
+
+
+def sharing(width: int, depth: int) -> list:
+    """A list of `width` ** `depth` numbers, which takes a few bytes in a file."""
+    part = [0]
+    for _ in range(depth):
+        part = [part] * width
+    return part
+
+
+def in_itself() -> list:
+    part = []
+    part.append(part)
+    return part
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(recipe={"data": sharing(10, 9)}), "its containers hold one another"),
+    (dict(progress=sharing(1, 200)), "its containers hold one another"),
+    (dict(args=argparse.Namespace(a=in_itself())), "its containers hold one another"),
+    (dict(ema=torch.zeros(1).expand(2**34)), r"of shape \(17179869184,\), 68,719,476,736 bytes, of "),
+    (dict(classes="abc"), "its classes are abc, expected a list of names"),
+    (dict(classes=["a", "b", 3]), "its classes are .*, expected a list of names"),
+    (dict(classes=3), "its classes are 3, expected a list of names"),
+    (dict(classes=["a", "b"]), r"names 2 classes, and its model's head.weight is \(3, 5\)"),
+    (dict(classes=["a"] * 4, model={"module.head.fc.weight": torch.ones(())}), r"head.fc.weight is \("),
+    (dict(grid=4), "its grid is 4, expected"), (dict(grid=(2, 0)), "its grid is ")])
+def test_parts_that_would_fail_later_are_refused_here(tmp_path, change, words):
+    path = tmp_path / "a.pt"
+    good = dict(model={"head.weight": torch.ones(3, 5)}, classes=["a", "b", "c"], grid=(2, 1),
+                recipe=sharing(10, 3))
+    torch.save(good, path)
+    assert load(path)["recipe"] == good["recipe"]
+    torch.save(good | change, path)
+    with pytest.raises(Damaged, match=rf"a\.pt: .*{words}") as error:
+        load(path)
+    assert "\n" not in str(error.value)
+
+
+def test_torch_does_not_warn_about_a_file_that_is_refused(tmp_path, recwarn):
+    path = tmp_path / "a.pt"
+    path.write_bytes(pickle.dumps({"model": 1}, protocol=4))
+    with pytest.raises(Damaged):
+        load(path)
+    torch.jit.script(nn.Identity()).save(path)
+    recwarn.clear()                                  # of torch.jit itself
+    with pytest.raises(Damaged):
+        load(path)
+    assert not recwarn.list
 
 
 def test_infinities_and_nans_are_named(tmp_path):

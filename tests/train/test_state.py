@@ -12,7 +12,7 @@ import vitinit
 from vitinit.train.checkpoint import CheckpointError
 from vitinit.train.ema import Ema
 from vitinit.train.metrics import Progress
-from vitinit.train.optim import adamw, muon
+from vitinit.train.optim import muon
 from vitinit.train.state import TrainState
 
 
@@ -57,17 +57,17 @@ def test_moments_take_the_memory_format_of_the_weights():
     ours, theirs = fresh_state(0), fresh_state(1)
     theirs.model.to(memory_format=torch.channels_last)
     images = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(2))
-    for state in (ours, ours, theirs):
-        if state is theirs:
-            theirs.load_state_dict(copy.deepcopy(kept), Path("last.pt"))
-        else:
-            kept = copy.deepcopy(ours.state_dict())
+
+    def step(state: TrainState) -> None:
         for group in state.optimizer.param_groups:
             group["lr"] = 1e-2
         state.model.eval()(images).square().mean().backward()
         state.optimizer.step()
         state.optimizer.zero_grad()
         state.progress.add_losses([1.0])
+    step(ours)
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()), Path("last.pt"))
+    step(ours), step(theirs)
     assert theirs.model.stem[0].weight.is_contiguous(memory_format=torch.channels_last)
     for parameter, values in theirs.optimizer.state.items():
         assert all(value.stride() == parameter.stride() for key, value in values.items() if key != "step")

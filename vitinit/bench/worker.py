@@ -115,7 +115,8 @@ def serve(connection: Connection, lifeline: Connection, log: Path, start_method:
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.stdout.reconfigure(line_buffering=True)      # the process may be killed right after a line
+    for stream in (sys.stdout, sys.stderr):          # the process may be killed right after a line
+        stream.reconfigure(encoding="utf-8", line_buffering=True)
     connection.send("here")
     while True:
         try:

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..command_line import building
-from ..data.datasets import LooseImages
-from ..init import init_weights
-from ..models import SimpleViT, VisionTransformer, build_model
+from ..data.datasets import LooseImages, folder_of
+from ..init import reads_images
+from ..models import SimpleViT, VisionTransformer
 from ..recipe.files import RecipeError
 from ..recipe.resolve import fresh_recipe
 from ..recipe.sections import Recipe
 from ..runs.folder import RunFolder, checkpoint_file
+from ..runs.start import built, initialise, open_training_set
 from ..runs.trained import as_input, evaluation_view, open_saved
 from ..train.checkpoint import CheckpointError
 from .plot import FigureError
@@ -40,6 +40,9 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
           sets: Sequence[str]) -> Iterator[Subject]:
     """Build each recipe's model with each init, exactly as `train.py` would start it.
 
+    Without the recipe's data set, noise stands in for training images that an init reads, and a
+    line says so.
+
     recipes: names in recipes/ or paths. inits: names of inits; None stands for the recipe's own.
     seed: replaces the recipe's run.seed if given. sets: overrides, "section.key=value".
     Raises RecipeError for a recipe that starts from a checkpoint.
@@ -51,12 +54,15 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
                 raise RecipeError(f"recipe {recipe.name} starts from init.checkpoint = "
                                   f"{recipe.init.checkpoint}; show a run of it, by --run and "
                                   "--epochs 0")
-            with building(f"recipe {recipe.name}", "model"):
-                model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
-                                    image_size=recipe.data.image_size, **recipe.model.options)
-            with building(f"recipe {recipe.name}", "init"):
-                init_weights(model, recipe.init.name, **recipe.init.options,
-                             generator=torch.Generator().manual_seed(recipe.run.seed))
+            model, source = built(recipe), None
+            if reads_images(recipe.init.options):
+                if folder_of(recipe.data.root).is_dir():
+                    _, source = open_training_set(recipe.data, recipe.data.root)
+                else:
+                    print(f"note    recipe {recipe.name}: its init reads training images, and there is "
+                          f"no folder {recipe.data.root}: noise stands in for them, if the init allows "
+                          "that; --set data.root=FOLDER says where they are")
+            initialise(model, recipe, source)
             yield Subject(recipe, recipe.init.name, model.eval())
 
 

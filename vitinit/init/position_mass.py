@@ -1,9 +1,11 @@
-"""Measure how well an init reached what it aims at, on the position embedding alone.
+"""Measure how well an init reached what it aims at: on images, and on the position embedding alone.
 
 Inits that write attention aim each head at one neighbour, its target. Whether the head reaches it
-depends on the grid, the number of heads and the width, and no loss shows it. This module measures
-the mass, the share of a head's attention on its target, on a freshly initialised model, without
-images. On images the mass is lower; `python -m vitinit.figures mass` shows by how much.
+depends on the grid, the number of heads, the width and the images, and no loss shows it. This
+module measures the mass, the share of a head's attention on its target, on a freshly initialised
+model. `mass_on_images` is what train.py prints. `position_mass` leaves the content of patches out:
+where it is low, Q and K could not be solved for, which options can mend, and of which `shortfall`
+warns.
 
 | family    | what "the position embedding alone" means                                           |
 |-----------|-------------------------------------------------------------------------------------|
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ..filters import Offset, ordered_offsets
-from ..mixing import target_mass
+from ..mixing import shares_of_patches, target_mass
 from ..models import SimpleViT, SwinTransformer, VisionTransformer
 from ..models.attention import attention_weights
 from . import init_function
@@ -42,11 +44,12 @@ AIMED = ("impulse", "impulse_gd", "deep_impulse", "mimetic")
 FAINT = 0.3             # a mass below this causes a warning
 REACHED = 0.9           # share of the wanted target_mass that counts as having reached it
 SHARPER = 2.0           # multiple of qk_norm for which the warning states the mass
+AT_ONCE = 8             # images per forward pass, whose attention matrices are all computed
 
-HeadMaps = Callable[[int], Tensor]   # head → (1, N, N), attention on the position embedding alone
+HeadMaps = Callable[[int], Tensor]   # head → its attention, (1, N, N)
 
 
-class PositionMass(NamedTuple):
+class Mass(NamedTuple):
     """The mass on the heads' targets, one entry per block; NaN where a block has no such head."""
 
     centre: list[float]         # mean over the heads whose target is their own token
@@ -56,24 +59,37 @@ class PositionMass(NamedTuple):
     def __str__(self) -> str:
         """For example ".99 / .05 (uniform .001) on the targets of centre / other heads".
 
-        The numbers are means over the blocks, or "first … last" where blocks differ by more than
-        0.05.
+        The numbers are means over the blocks, or one for each block where they differ by more than
+        0.05, with "–" for a block that has no such head.
         """
-        kinds = {kind: known for kind, values in (("centre", self.centre), ("other", self.others))
+        kinds = {kind: (values, known)
+                 for kind, values in (("centre", self.centre), ("other", self.others))
                  if (known := [value for value in values if not math.isnan(value)])}
         shown = [_decimal(_mean(known)) if max(known) - min(known) <= 0.05 else
-                 f"{_decimal(known[0])} … {_decimal(known[-1])}" for known in kinds.values()]
+                 " ".join("–" if math.isnan(value) else _decimal(value) for value in values)
+                 for values, known in kinds.values()]
         return (f"{' / '.join(shown)} (uniform {_decimal(_mean(self.uniform))}) on the targets of "
                 f"{' / '.join(kinds)} heads")
 
 
 @torch.no_grad()
-def position_mass(model: nn.Module, name: str, options: Mapping[str, Any], *,
-              sharper: float = 1.0) -> PositionMass | None:
-    """The masses that the init `name` reached on `model`, to which it has just been applied.
+def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any],
+                   images: Tensor) -> Mass | None:
+    """The masses in a forward pass of `images`, (n, 3, H, W), normalised; else as `position_mass`.
 
-    options: those given to the init. sharper: compute as if Q and K of a ViT were this many times
-        as large.
+    The model runs in evaluation mode, and is left as it was.
+    """
+    return _mass(model, name, all_options(model, name, options),
+                 lambda chosen: image_readers(model, images))
+
+
+@torch.no_grad()
+def position_mass(model: nn.Module, name: str, options: Mapping[str, Any], *,
+                  sharper: float = 1.0) -> Mass | None:
+    """The masses that the init `name` reached on the position embedding of `model`, without images.
+
+    options: those given to the init, which has just been applied to the model. sharper: compute as
+        if Q and K of a ViT were this many times as large.
 
     Returns None where there is nothing to measure: for baselines and controls, for Mixer and
     ConvMixer, for `mimetic` on a Swin, whose tokens have no position embedding, for mimetic queries
@@ -81,16 +97,21 @@ def position_mass(model: nn.Module, name: str, options: Mapping[str, Any], *,
     token itself. If offsets were drawn at random, the target of a head is the offset of the kernel
     to which it attends most.
     """
-    chosen = all_options(model, name, options)
+    return _mass(model, name, all_options(model, name, options),
+                 lambda chosen: readers(model, name, chosen, sharper))
+
+
+def _mass(model: nn.Module, name: str, chosen: dict[str, Any], read_by: Callable) -> Mass | None:
+    """The masses of the maps that `read_by`, a function of all options, returns as `readers` does."""
     families = (VisionTransformer, SimpleViT) + (SwinTransformer,) * (name != "mimetic")
     if (name not in AIMED or not isinstance(model, families)
             or chosen.get("qk_init") == "base" or chosen.get("target") == "gaussian"):
         return None
     cells = [(0, 0)] if name == "mimetic" else ordered_offsets(chosen["kernel_size"])
     assignment = "ordered" if name == "mimetic" else chosen.get("offsets", "rotating")
-    maps, grids = readers(model, name, chosen, sharper)
+    maps, grids = read_by(chosen)
 
-    masses, heads_before = PositionMass([], [], []), 0
+    masses, heads_before = Mass([], [], []), 0
     for (heads, read), grid in zip(maps, grids):
         targets = None if assignment == "random" else head_offsets(
             heads, cells, assignment, torch.Generator(), first=heads_before)
@@ -150,6 +171,31 @@ def readers(model: nn.Module, name: str, options: Mapping[str, Any], sharper: fl
             for block, positions in zip(model.blocks, scaled)], grids
 
 
+def image_readers(model: nn.Module, images: Tensor
+                  ) -> tuple[list[tuple[int, HeadMaps]], list[tuple[int, int]]]:
+    """As `readers`, but of a head's attention among the patches, averaged over `images`."""
+    swin = isinstance(model, SwinTransformer)
+    layers = attentions(model) if swin else [block.attn for block in model.blocks]
+    grids = [layer.window if swin else model.grid for layer in layers]
+    means: list[Tensor] = [images.new_zeros(())] * len(layers)                # (h, N, N) each
+
+    def record(number: int) -> Callable:
+        def hook(layer: nn.Module, arguments: tuple) -> None:
+            weights = layer.mixing_weights(*arguments)                   # of images, or their windows
+            means[number] = means[number] + len(batch) / len(images) * shares_of_patches(
+                weights, grids[number]).mean(0)
+        return hook
+    hooks = [layer.register_forward_pre_hook(record(number)) for number, layer in enumerate(layers)]
+    training = model.training
+    model.eval()
+    for batch in images.split(AT_ONCE):
+        model(batch)
+    model.train(training)
+    for hook in hooks:
+        hook.remove()
+    return [(len(mean), lambda head, mean=mean: mean[head:head + 1]) for mean in means], grids
+
+
 def _reader(attention: nn.Module, positions: Tensor, sharper: float) -> HeadMaps:
     def read(head: int) -> Tensor:
         return attention_weights(sharper**2 * query[:, head], key[:, head])
@@ -175,7 +221,7 @@ def _bias_reader(attention: nn.Module) -> HeadMaps:
 # ---------------------------------------------------------------------------------------------
 
 
-def shortfall(mass: PositionMass, model: nn.Module, name: str, options: Mapping[str, Any]) -> str:
+def shortfall(mass: Mass, model: nn.Module, name: str, options: Mapping[str, Any]) -> str:
     """One line that names the heads that fall short and says what would help; "" if none does.
 
     Heads fall short if their mass in some block is less than FAINT, or than REACHED times the

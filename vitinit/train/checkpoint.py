@@ -6,6 +6,7 @@ import argparse
 import os
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,6 +19,9 @@ from torch import Tensor
 from ..messages import OneLineError, in_brief
 
 PREFIXES = ("module.", "_orig_mod.")    # added to names by DistributedDataParallel and torch.compile
+HEADS = ("head.weight", "head.fc.weight")               # ends of the classifier's name
+DEEPEST = 100                           # most containers inside one another in a checkpoint
+MOST_PARTS = 10**7                      # most values, if what is shared is counted wherever it is used
 
 
 class CheckpointError(OneLineError):
@@ -121,9 +125,10 @@ def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, An
         archive = zipfile.is_zipfile(path)           # not so for torch < 1.6: it cannot be mapped
         if archive and verify:
             require_checksums(path)
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+            warnings.simplefilter("ignore")          # of a file that is refused, an error says more
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and archive)
-        _require_plain_tensors(state, path)
+        _require_plain_parts(state, path)
     except FileNotFoundError:
         raise NoCheckpoint(f"{path}: no such checkpoint") from None
     except CheckpointError:
@@ -134,6 +139,7 @@ def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, An
         raise Damaged(f"{path}: not a readable checkpoint ({_reason(error, path)})") from None
     if not isinstance(state, dict):
         raise Damaged(f"{path}: holds a {type(state).__name__}, expected a dictionary")
+    _require_fitting_names(state, path)
     return state
 
 
@@ -149,18 +155,57 @@ def require_checksums(path: Path) -> None:
                       "wrong")
 
 
-def _require_plain_tensors(state: Any, path: Path) -> None:
-    """Raise Damaged if a tensor in these containers is sparse, quantised, or not on the CPU."""
-    if isinstance(state, Tensor):
-        if state.layout != torch.strided or state.device.type != "cpu" or state.is_quantized:
-            raise Damaged(f"{path}: holds a tensor that is {str(state.layout).split('.')[-1]} on "
-                          f"{state.device}, expected dense ones")
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            _require_plain_tensors(value, path)
-    elif isinstance(state, (list, tuple)):
-        for value in state:
-            _require_plain_tensors(value, path)
+def _require_plain_parts(state: Any, path: Path) -> None:
+    """Raise Damaged for a tensor that is not dense, and for containers that have no end.
+
+    In a file of a few hundred bytes, lists can share their parts so often that to copy or print
+    them takes for ever. So each part is walked once, and counted wherever it is used.
+    """
+    known: dict[int, tuple[int, int]] = {}       # id of a part → number of its values, and its depth
+
+    def extent(part: Any, outer: int) -> tuple[int, int]:
+        if id(part) not in known:
+            if isinstance(part, Tensor):
+                _require_dense(part, path)
+            inner = (part.values() if isinstance(part, Mapping) else
+                     vars(part).values() if isinstance(part, argparse.Namespace) else
+                     part if isinstance(part, (list, tuple, set)) else ())
+            extents = [extent(value, outer + 1) for value in inner] if outer < DEEPEST else []
+            count = 1 + sum(count for count, _ in extents)
+            depth = 1 + max((depth for _, depth in extents), default=0)
+            if max(outer, depth) >= DEEPEST or count > MOST_PARTS:
+                raise Damaged(f"{path}: its containers hold one another, {DEEPEST} deep or more, or "
+                              f"{MOST_PARTS:,} values in all")
+            known[id(part)] = count, depth
+        return known[id(part)]
+    extent(state, 0)
+
+
+def _require_dense(value: Tensor, path: Path) -> None:
+    """Raise Damaged for a sparse or quantised tensor, or one whose elements are not all stored."""
+    if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
+        raise Damaged(f"{path}: holds a tensor that is {str(value.layout).split('.')[-1]} on "
+                      f"{value.device}, expected dense ones")
+    if value.nbytes > value.untyped_storage().nbytes():
+        raise Damaged(f"{path}: holds a tensor of shape {tuple(value.shape)}, {value.nbytes:,} bytes, "
+                      f"of which only {value.untyped_storage().nbytes():,} are in the file")
+
+
+def _require_fitting_names(state: Mapping[str, Any], path: Path) -> None:
+    """Raise Damaged if recorded class names, or the grid, are not what the model can have."""
+    classes, grid, model = state.get("classes"), state.get("grid"), state.get("model", state)
+    if grid is not None and not (isinstance(grid, (list, tuple)) and len(grid) == 2
+                                 and all(type(side) is int and side > 0 for side in grid)):
+        raise Damaged(f"{path}: its grid is {in_brief(grid)}, expected (rows, columns) of patches")
+    if classes is None:
+        return
+    if not isinstance(classes, (list, tuple)) or not all(isinstance(name, str) for name in classes):
+        raise Damaged(f"{path}: its classes are {in_brief(classes)}, expected a list of names")
+    for name, value in model.items() if isinstance(model, Mapping) else ():
+        if str(name).endswith(HEADS) and isinstance(value, Tensor) and (
+                value.shape[:1] != (len(classes),)):
+            raise Damaged(f"{path}: names {len(classes)} classes, and its model's {name} is "
+                          f"{tuple(value.shape)}, expected a row for each")
 
 
 def _reason(error: Exception, path: Path) -> str:

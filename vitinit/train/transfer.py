@@ -50,9 +50,9 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path,
                grid: tuple[int, int] | None) -> Transfer:
     """Copy those of `tensors` that fit into `model`, to fine-tune it.
 
-    Position embeddings for another grid are resized with bicubic interpolation, antialiased when
-    they shrink, as in DeiT and timm; those of tokens before the patches (class token and the like)
-    are not resized. The checkpoint and the model may differ in the tensors below. Such a tensor is
+    Position embeddings for another grid are resized with torch's antialiased bicubic interpolation,
+    as in timm. DeiT's code does not antialias, which gives other values, also when they grow. Those
+    of tokens before the patches (class token and the like) are not resized. The checkpoint and the model may differ in the tensors below. Such a tensor is
     dropped if only the checkpoint has it, and stays as its init drew it if only the model has it:
 
         the classifier (`head…`)            another number of classes, or none
