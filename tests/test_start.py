@@ -33,7 +33,7 @@ def worker(results: str) -> None:
     recipe = load_recipe(REPOSITORY / "recipes" / "quickstart.toml", [
         parse_override(text) for text in ("model.options.depth=1", "model.options.embed_dim=24",
                                           "ema.decay=0.9", "init.name=impulse")])
-    data = train.open_data(recipe, processes, dry_run=True)
+    data = train.open_data(recipe, recipe.data.root, processes, dry_run=True)
     state, notes = train.initial_state(recipe, processes, None, Path("none"), data.train_set)
     torch.save({"drawn": drawn, "model": state.model.state_dict(), "notes": notes,
                 "ema": state.ema.model.state_dict()}, f"{results}{processes.rank}")
