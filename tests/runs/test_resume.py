@@ -261,7 +261,7 @@ def test_a_recipe_without_a_checkpoint_is_started_and_another_ones_kept(
     ("run.json", b"", "run.json: not what a run writes"),
     ("run.json", b"null", "run.json: not what a run writes"),
     ("run.json", b'[{"command": ', "run.json: not what a run writes"),
-    ("last.pt", b"", "last.pt: not a readable checkpoint (empty file); going on from"),
+    ("last.pt", b"", "last.pt: not a readable checkpoint (empty file); going on with"),
 ])
 def test_a_broken_file_is_one_line_and_nothing_is_lost(train_program, stopped, capsys, name, content,
                                                        words):
