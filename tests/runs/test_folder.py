@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -121,6 +122,38 @@ def test_each_last_checkpoint_becomes_the_previous_one(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt", "previous.pt"]
 
 
+def test_a_step_that_is_saved_again_leaves_the_previous_one(tmp_path):
+    """As before and after the evaluation of an epoch; also by a process that resumed the run."""
+    folder = RunFolder(tmp_path)
+    for step in (1, 2, 2):
+        folder.save(training_state(step), folder.last)
+    folder = RunFolder(tmp_path)
+    folder.load_last()
+    folder.save(training_state(2) | {"again": True}, folder.last)
+    assert load(folder.last)["again"] and load(folder.previous)["progress"]["step"] == 1
+
+
+def test_without_hard_links_the_previous_checkpoint_is_a_copy(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr(os, "link", refuse)
+    test_each_last_checkpoint_becomes_the_previous_one(tmp_path)
+
+
+def test_a_folder_that_cannot_be_synchronised_is_written_nevertheless(tmp_path, monkeypatch):
+    real = os.fsync
+
+    def fsync(handle):
+        if os.path.isdir(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(handle)
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = RunFolder(tmp_path / "new")
+    folder.make()
+    folder.save(training_state(1), folder.last)
+    assert folder.load_last()["step"] == 1
+
+
 @pytest.mark.parametrize("fails_at", range(4))
 def test_wherever_saving_is_cut_off_a_whole_checkpoint_is_found(tmp_path, monkeypatch, fails_at):
     """As if the process were killed at the file's sync, at either rename, or at the folder's sync."""
@@ -150,6 +183,10 @@ def test_wherever_saving_is_cut_off_a_whole_checkpoint_is_found(tmp_path, monkey
     state = folder.load_last(say=said.append)
     assert state["progress"]["step"] == [2, 2, 2, 3][fails_at]
     assert folder.read_from == folder.last and said == []
+    before = state["step"]                           # and the next checkpoint is written as ever
+    folder.save(training_state(4), folder.last)
+    assert (load(folder.last)["step"], load(folder.previous)["step"]) == (4, before)
+    assert sorted(os.listdir(tmp_path)) == ["last.pt", "previous.pt"]
 
 
 def test_a_flipped_bit_is_noticed_and_the_run_goes_on_from_the_checkpoint_before(tmp_path):

@@ -4,8 +4,8 @@
     run.json          commands, versions, git commit, hardware
     metrics.jsonl     one line per epoch
     steps.jsonl       one line per ten steps
-    last.pt           the checkpoint that --resume reads; it exists from step 0 on
-    previous.pt       the checkpoint before it, in case last.pt is damaged
+    last.pt           the checkpoint that all programs read; it exists from step 0 on
+    previous.pt       one of an earlier step, read if last.pt is damaged or missing
     best.pt           the weights of the best epoch
     epoch_0007.pt     the weights after each epoch in checkpoint.keep_epochs; 0: as initialised
     profile_000010.json.gz  a profiler's trace of some steps, from step 10 on, made by --profile
