@@ -23,7 +23,8 @@ STATE = {"model": {}, "optimizer": {}, "recipe": {}}
 
 
 def training_state(step: int) -> dict:
-    return STATE | {"step": step, "progress": {"step": step}, "weights": torch.full((501,), float(step))}
+    return STATE | {"step": step, "progress": {"step": step},
+                    "weights": torch.full((501,), float(step))}
 
 
 def flip_a_bit(path: Path) -> None:
@@ -263,7 +264,8 @@ def test_a_folder_that_vanished_is_one_line_for_whatever_is_written(tmp_path):
     folder = RunFolder(tmp_path / "gone")
     for action in (lambda: folder.save({}, folder.last), lambda: folder.record_recipe(""),
                    lambda: folder.record_start(tmp_path, processes=1, device=""),
-                   lambda: folder.metrics.append({"epoch": 1}), lambda: folder.tidy(epochs=1, steps=1, say=print)):
+                   lambda: folder.metrics.append({"epoch": 1}),
+                   lambda: folder.tidy(epochs=1, steps=1, say=print)):
         with pytest.raises(CheckpointError, match="cannot be written: No such file or directory"):
             action()
 

@@ -34,6 +34,7 @@ class Disk:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.names = folder, Names()
+        self.kept = False                            # whether the folder itself is on disk
         self.numbers = 0                             # of files so far
         self.contents: dict[int, bytes] = {}         # of each file now, since the first write
         # Every event is (kind, names after it or None, number of the file, its content).
@@ -73,7 +74,9 @@ class Disk:
         def fsync(handle: int) -> None:
             real(handle)
             path = Path(os.readlink(f"/proc/self/fd/{handle}"))
-            if path == self.folder:
+            if path == self.folder.parent:
+                self.kept = True
+            elif path == self.folder:
                 self._note("sync folder")
             elif self._name(path) is not None:
                 self._wrote(path.name)               # what was written to the file, open yet
@@ -168,6 +171,7 @@ def disk(train_program, small_run, tmp_path, monkeypatch, stop_before) -> tuple[
 
 def test_power_that_fails_at_any_moment_costs_no_line_and_no_checkpoint(disk, tmp_path, monkeypatch):
     disk, saved = disk
+    assert disk.kept
     assert [step for _, step in saved] == [0, 4, 4, 5, 8, 8, 9, 10, 12, 12]
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     states = list(disk.states())

@@ -117,7 +117,8 @@ def test_where_the_program_prints_to_is_printed_to(tmp_path, repository):
     """As in `eval.py --json /dev/stdout > file`: what is printed before and after is kept."""
     out = tmp_path / "out.txt"
     code = ("import sys; from pathlib import Path; from vitinit.train import checkpoint; "
-            "write = checkpoint.write_text_atomically; print('before'); [write(name + '\\n', Path(name)) for name in sys.argv[1:]]; "
+            "write = checkpoint.write_text_atomically; print('before'); "
+            "[write(name + '\\n', Path(name)) for name in sys.argv[1:]]; "
             "print('after')")
     with open(out, "w") as file:
         subprocess.run([sys.executable, "-c", code, "/dev/stdout", out], stdout=file, check=True,

@@ -110,8 +110,8 @@ class RunFolder:
 
     def make(self) -> None:
         """Create the folder, and those above it, if they do not exist."""
-        new = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
+            new = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             for folder in new:
                 sync_folder(folder.parent)

@@ -112,13 +112,13 @@ def _open_in_place(path: Path) -> Iterator[BinaryIO | None]:
 
 def _keep(path: Path, keep: Path) -> None:
     """Make the file at `path`, if there is one, that at `keep` as well; `path` is never absent."""
+    if not path.exists():
+        return
     link = keep.with_name(keep.name + ".partial")
     with suppress(OSError):
         link.unlink()                                # of a process that was killed here
     try:
         os.link(path, link)
-    except FileNotFoundError:
-        return
     except OSError:                                  # a file system without hard links
         with open(path, "rb") as old, written_atomically(keep) as copy:
             shutil.copyfileobj(old, copy)
@@ -131,9 +131,12 @@ def _keep(path: Path, keep: Path) -> None:
 def sync_folder(folder: Path) -> None:
     """Flush the folder to disk: only then does a rename in it survive a power failure.
 
-    Some file systems cannot do that for a folder; they are left to do it in their own time.
+    Where that cannot be done for a folder, the file system is left to do it in its own time.
     """
-    handle = os.open(folder, os.O_RDONLY)
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except PermissionError:                          # a folder to write to, whose names are hidden
+        return
     try:
         os.fsync(handle)
     except OSError as error:
