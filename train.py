@@ -45,7 +45,7 @@ from vitinit.models.convert import native_tensors
 from vitinit.models.layers import draw_drop_path
 from vitinit.recipe.files import dump_recipe
 from vitinit.recipe.sections import Recipe
-from vitinit.runs.folder import checkpoint_file
+from vitinit.runs.folder import read_checkpoint
 from vitinit.runs.lock import RunLock
 from vitinit.runs.records import epoch_line, metrics_row
 from vitinit.runs.resume import (choose_run, require_same_data, require_same_micro_batch_size,
@@ -53,7 +53,7 @@ from vitinit.runs.resume import (choose_run, require_same_data, require_same_mic
 from vitinit.runs.start import built, initialise, open_training_set, training_views
 from vitinit.runs.summary import cautions, rehearsal, summary
 from vitinit.train import distributed
-from vitinit.train.checkpoint import CheckpointError, load, model_state
+from vitinit.train.checkpoint import CheckpointError, model_state
 from vitinit.train.device import describe_device, memory_for, peak_memory
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
@@ -61,7 +61,7 @@ from vitinit.train.engine import (Evaluation, evaluate, set_precision, train_epo
                                   tune_convolutions)
 from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import Diverged, Progress, ProgressBar, StepRow
-from vitinit.train.optim import adamw, learning_rate, muon, scaled_lr
+from vitinit.train.optim import adamw, learning_rate, muon, scaled_lr, set_learning_rate
 from vitinit.train.profile import LARGEST, MOST_PROFILED, StepProfiler
 from vitinit.train.state import TrainState
 from vitinit.train.throughput import training_flops
@@ -240,12 +240,11 @@ def what_the_init_achieved(model: nn.Module, recipe: Recipe, train_set: Source) 
 def fine_tune(model: nn.Module, path: Path, weights: str, fit: str) -> Transfer:
     """Load weights into `model`, which has been initialised, and return what was loaded.
 
-    path: a checkpoint, or a run folder, which stands for its last.pt. weights: "model" or "ema".
+    path: a checkpoint, or a run folder, as for `read_checkpoint`. weights: "model" or "ema".
     fit: recipe key init.checkpoint_fit; "select" takes evenly spaced elements of a larger model's
     weights (`select_weights`). Raises CheckpointError if the checkpoint does not fit.
     """
-    path = checkpoint_file(path)
-    state = load(path)
+    state, path = read_checkpoint(path)
     tensors = native_tensors(model_state(state, path, weights))
     if fit == "select":
         try:
@@ -319,6 +318,8 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
     epochs = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
     per_epoch = data.train_batches.steps_per_epoch
     lr_at = learning_rate_of(recipe, per_epoch)
+    if resumed and progress.step:                    # for a checkpoint before the next step
+        set_learning_rate(state.optimizer, lr_at(progress.step - 1))
     drop_path_at = drop_path_of(model, recipe)
     flops = training_flops(model, data.plan.micro_batch_size, recipe.data.image_size)
     profiler = StepProfiler(args.profile, done=progress.step, per_epoch=per_epoch,
@@ -351,10 +352,11 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
         folder.make()
         lock.take(folder.path, say)
         if resumed:
-            folder.tidy(epochs=progress.epochs, steps=progress.step)
+            folder.tidy(epochs=progress.epochs, steps=progress.step, say=say)
         else:
             folder.require_unused(starts_again=args.resume is not None)
-            folder.record_recipe(dump_recipe(recipe))
+        folder.record_recipe(dump_recipe(recipe))
+        if not resumed:
             write(folder.last, to_resume=True)       # so that a restart finds a run to resume
         if progress.step == 0 and 0 in recipe.checkpoint.keep_epochs:
             write(folder.kept(0))

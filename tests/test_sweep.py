@@ -348,7 +348,7 @@ def test_runs_side_by_side_are_those_of_one_after_another(small_run, tmp_path, c
         name = f"quickstart-mimetic-s{seed}"
         assert losses(tmp_path / "together" / name) == losses(tmp_path / "alone" / name)
         assert f"{name}  epoch 2/2  top-1 " in said.out
-        log = (tmp_path / "together" / f"{name}.log").read_text()
+        log = (tmp_path / "together" / "logs" / f"{name}.log").read_text()
         assert log.startswith("recipe  quickstart, seed") and "\nepoch 2/2  " in log
     assert "plan    2 runs, 0 of them done; 2 at a time, each with 1 thread(s)" in said.out
     assert "recipe  quickstart" not in said.out and "mean ± standard deviation" in said.out
@@ -359,7 +359,7 @@ def test_runs_side_by_side_are_those_of_one_after_another(small_run, tmp_path, c
 def test_a_run_that_fails_beside_others_is_reported_at_the_end(small_run, tmp_path, capfd,
                                                                monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    broken = tmp_path / "out" / "quickstart-mimetic-s0.log"
+    broken = tmp_path / "out" / "logs" / "quickstart-mimetic-s0.log"
     broken.mkdir(parents=True)                       # where its log should be
     assert sweep.main(small_run(tmp_path / "out", "--seeds", "0,1", "--jobs", "2",
                                 schedule__epochs="1")) == 1

@@ -29,6 +29,7 @@ from .figures.curves import draw_curves
 from .runs.archive import opened, write_archive
 from .runs.groups import Group, finished_groups, finished_runs, read_at
 from .runs.markdown import table
+from .train.checkpoint import write_text_atomically
 
 CONFIDENCE = 0.95
 BISECTIONS = 100                # each halves an interval of doubles, whose mantissa has 53 bits
@@ -188,7 +189,7 @@ def compare(paths: Sequence[Path], out: Path | None = None) -> None:
     print(text, end="", flush=True)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "comparison.md").write_text(text, encoding="utf-8")
+        write_text_atomically(text, out / "comparison.md")
         draw_curves(out / "curves.png", groups)
         print(f"\nwrote {out / 'comparison.md'} and {out / 'curves.png'}")
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -43,8 +42,8 @@ from .recipe.files import dump_recipe
 from .recipe.sections import Recipe
 from .runs.folder import RunFolder
 from .runs.trained import Trained, load
-from .train.checkpoint import CheckpointError, load as load_checkpoint, save_atomically, \
-    written_atomically
+from .train.checkpoint import (CheckpointError, load as load_checkpoint, save_atomically,
+                               sync_folder, written_atomically)
 
 BATCHES = (1, 3, 7)             # batch sizes at which an exported program is compared with its model
 NEAR = 1e-4                     # largest difference of logits, relative to the largest logit
@@ -168,18 +167,18 @@ def export_program(trained: Trained, out: Path, views: Tensor, *, inside: bool) 
         archive = io.BytesIO()
         torch.export.save(program, archive,
                           extra_files={"vitinit.json": json.dumps(metadata(trained), indent=2)})
-        with written_atomically(out) as file:
-            file.write(archive.getvalue())
-        run = torch.export.load(out).module()
+        archive.seek(0)
+        run = torch.export.load(archive).module()
         far = largest = 0.0
         for batch in BATCHES:
             logits = model(images[:batch])
             far = max(far, (run(images[:batch]) - logits).abs().max().item())
             largest = max(largest, logits.abs().max().item())
     if not far <= NEAR * max(largest, 1.0):
-        out.unlink()
         raise CheckpointError(f"{out}: the exported program's logits are up to {far:.1e} from the "
                               f"model's, which are up to {largest:.1f}; nothing was written")
+    with written_atomically(out) as file:
+        file.write(archive.getvalue())
     return (f"read back and run in batches of {', '.join(map(str, BATCHES))}: largest difference "
             f"{far:.1e}, of logits up to {largest:.1f}")
 
@@ -211,7 +210,8 @@ def export_run(trained: Trained, out: Path, views: Tensor) -> str:
         folder.make()
         for path in (source.recipe, source.info, source.metrics.path, source.steps.path):
             if "recipe" in stored and path.exists():
-                shutil.copyfile(path, folder.path / path.name)
+                with written_atomically(folder.path / path.name) as file:
+                    file.write(path.read_bytes())
         folder.record_recipe(dump_recipe(trained.recipe))
         save_atomically(state, folder.last)
         inputs = normalise(views, trained.recipe.data.mean, trained.recipe.data.std)
@@ -223,6 +223,7 @@ def export_run(trained: Trained, out: Path, views: Tensor) -> str:
                                   f"from the model's, which are up to {largest:.1f}; nothing was "
                                   "written")
         folder.path.rename(out)
+        sync_folder(out.parent)
     return (f"read back and run on {len(views)} images: largest difference {far:.1e}, of logits up to "
             f"{largest:.1f}")
 

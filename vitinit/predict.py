@@ -33,8 +33,8 @@ from .data.folders import images_below
 from .data.images import DataError, decode_image, resize_and_centre_crop
 from .data.loader import batch_loader
 from .figures.sheet import Tile, attended, draw_sheet, require_attention
-from .runs.report import write_output
 from .runs.trained import Trained, as_input, load
+from .train.checkpoint import write_text_atomically
 from .train.metrics import ProgressBar
 
 SHEET = 60                      # most images on a contact sheet; of more, an evenly spaced selection
@@ -215,9 +215,9 @@ def predict(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int
     if last_line:
         print(last_line, flush=True)
     if json_file is not None:
-        write_output("".join(json.dumps(guess.as_dict()) + "\n" for guess in found), json_file)
+        write_text_atomically("".join(json.dumps(guess.as_dict()) + "\n" for guess in found), json_file)
     if csv_file is not None:
-        write_output(as_csv(found, top), csv_file)
+        write_text_atomically(as_csv(found, top), csv_file)
     if sheet is not None:
         draw_sheet(sheet, tiles, heading=f"{trained.path.parent.name}, {len(tiles)} of "
                                          f"{len(paths):,} images"

@@ -12,9 +12,9 @@ their checkpoints, and the sweep ends. If a run fails, the others go on; the fai
 the end.
 
 --jobs N does N runs side by side. Each has its own GPUs, or T CPU threads with --threads T, and
-prints to <folder>.log. The number of runs side by side does not change the results of a run. On a
-CPU the number of threads changes their last digits: use the same --threads for runs that are to be
-compared.
+prints to logs/<folder>.log in --out-dir. The number of runs side by side does not change the results
+of a run. On a CPU the number of threads changes their last digits: use the same --threads for runs
+that are to be compared.
 
 --only K/N does the K-th of N parts of the plan, for separate jobs on a cluster.
 """
@@ -342,10 +342,11 @@ def side_by_side(launcher: Launcher, runs: Sequence[PlannedRun], nproc: int,
                  environments: Sequence[Mapping[str, str]], count: int) -> dict[Path, str | None]:
     """Do as many runs at a time as there are `environments`; each prints to its own log file.
 
+    The logs are in a folder of their own, so that a pattern for the runs' folders matches no log.
     Returns the same as `one_after_another`.
     """
     def work(run: PlannedRun, slot: int) -> str | None:
-        log = run.folder.with_name(f"{run.folder.name}.log")
+        log = run.folder.parent / "logs" / f"{run.folder.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         return launcher.run(command(run, nproc), environment=environments[slot], log=log)
     jobs = SideBySide(launcher, work)

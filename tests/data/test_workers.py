@@ -185,6 +185,7 @@ def test_more_workers_than_open_files_is_one_line(monkeypatch):
     (3, RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed."),
      "a worker process of the loader was killed, for example because memory ran out; lower data.w"),
     (3, RuntimeError("unable to mmap 7 bytes"), "batches find no room in /dev/shm"),
+    (3, FileNotFoundError(2, "No such file or directory"), "worker processes need /dev/shm, which is"),
 ])
 def test_what_workers_die_of_is_one_line(monkeypatch, workers, error, words):
     """Without workers the message does not mention them."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+
 import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from vitinit.figures.plot import COLOURS, Line, colours_of, draw_panels
+from vitinit.figures.plot import COLOURS, Line, Row, colours_of, draw_grid, draw_panels
+from vitinit.train.checkpoint import CheckpointError
 
 
 @pytest.fixture
@@ -79,3 +82,22 @@ def test_no_figure_is_left_in_memory(draw, sizes, image_tree):
     draw("maps", "--recipe", "quickstart", *sizes)
     draw("kernels", "--inits", "impulse", "--embed-dim", 96, "--num-heads", 3)
     assert plt.get_fignums() == before
+
+
+@pytest.mark.parametrize("grid", [False, True])
+def test_a_full_disk_leaves_the_figure_that_was_there_and_names_it(tmp_path, grid):
+    out = tmp_path / "x.png"
+    out.write_bytes(b"good")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"x\.png: cannot be written: File too large"):
+            if grid:
+                row = Row("a", torch.rand(2, 5, 7), "unit", "down", "across", diverging=False)
+                draw_grid(out, [row], ["b", "c"], "heading")
+            else:
+                draw_panels(out, {"p": [Line(torch.rand(4), "a", "red")]}, across="block",
+                            down="share", heading="Something")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert out.read_bytes() == b"good" and [path.name for path in tmp_path.iterdir()] == ["x.png"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -22,7 +23,8 @@ STATE = {"model": {}, "optimizer": {}, "recipe": {}}
 
 
 def training_state(step: int) -> dict:
-    return STATE | {"progress": {"step": step}, "weights": torch.full((501,), float(step))}
+    return STATE | {"step": step, "progress": {"step": step},
+                    "weights": torch.full((501,), float(step))}
 
 
 def flip_a_bit(path: Path) -> None:
@@ -121,6 +123,38 @@ def test_each_last_checkpoint_becomes_the_previous_one(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt", "previous.pt"]
 
 
+def test_a_step_that_is_saved_again_leaves_the_previous_one(tmp_path):
+    """As before and after the evaluation of an epoch; also by a process that resumed the run."""
+    folder = RunFolder(tmp_path)
+    for step in (1, 2, 2):
+        folder.save(training_state(step), folder.last)
+    folder = RunFolder(tmp_path)
+    folder.load_last()
+    folder.save(training_state(2) | {"again": True}, folder.last)
+    assert load(folder.last)["again"] and load(folder.previous)["progress"]["step"] == 1
+
+
+def test_without_hard_links_the_previous_checkpoint_is_a_copy(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr(os, "link", refuse)
+    test_each_last_checkpoint_becomes_the_previous_one(tmp_path)
+
+
+def test_a_folder_that_cannot_be_synchronised_is_written_nevertheless(tmp_path, monkeypatch):
+    real = os.fsync
+
+    def fsync(handle):
+        if os.path.isdir(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(handle)
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = RunFolder(tmp_path / "new")
+    folder.make()
+    folder.save(training_state(1), folder.last)
+    assert folder.load_last()["step"] == 1
+
+
 @pytest.mark.parametrize("fails_at", range(4))
 def test_wherever_saving_is_cut_off_a_whole_checkpoint_is_found(tmp_path, monkeypatch, fails_at):
     """As if the process were killed at the file's sync, at either rename, or at the folder's sync."""
@@ -149,9 +183,11 @@ def test_wherever_saving_is_cut_off_a_whole_checkpoint_is_found(tmp_path, monkey
     said = []
     state = folder.load_last(say=said.append)
     assert state["progress"]["step"] == [2, 2, 2, 3][fails_at]
-    assert folder.read_from == (folder.previous if fails_at == 2 else folder.last)
-    assert [line.endswith(f"going on from {folder.previous}") for line in said] == \
-        [True] * (fails_at == 2)
+    assert folder.read_from == folder.last and said == []
+    before = state["step"]                           # and the next checkpoint is written as ever
+    folder.save(training_state(4), folder.last)
+    assert (load(folder.last)["step"], load(folder.previous)["step"]) == (4, before)
+    assert sorted(os.listdir(tmp_path)) == ["last.pt", "previous.pt"]
 
 
 def test_a_flipped_bit_is_noticed_and_the_run_goes_on_from_the_checkpoint_before(tmp_path):
@@ -164,11 +200,11 @@ def test_a_flipped_bit_is_noticed_and_the_run_goes_on_from_the_checkpoint_before
     assert folder.load_last(say=said.append)["progress"]["step"] == 0
     line, = said
     assert "last.pt: damaged after it was written, the checksum of" in line
-    assert line.endswith(f"; going on from {folder.previous}")
+    assert line.endswith(f"; going on with {folder.previous}")
 
     # The next save does not replace the good checkpoint by the damaged one either.
     (tmp_path / "best.pt.partial").write_bytes(b"cut short")
-    folder.tidy(epochs=0, steps=0)
+    folder.tidy(epochs=0, steps=0, say=said.append)
     folder.save(training_state(5), folder.last)
     assert sorted(os.listdir(tmp_path)) == ["damaged.pt", "last.pt", "metrics.jsonl", "previous.pt",
                                             "steps.jsonl"]
@@ -178,8 +214,8 @@ def test_a_flipped_bit_is_noticed_and_the_run_goes_on_from_the_checkpoint_before
 
 def test_two_damaged_checkpoints_are_one_line(tmp_path):
     folder = RunFolder(tmp_path)
-    for _ in range(2):
-        folder.save(training_state(1), folder.last)
+    for step in (0, 1):
+        folder.save(training_state(step), folder.last)
     flip_a_bit(folder.last)
     folder.previous.write_bytes(folder.previous.read_bytes()[:-100])
     with pytest.raises(CheckpointError) as caught:
@@ -228,7 +264,8 @@ def test_a_folder_that_vanished_is_one_line_for_whatever_is_written(tmp_path):
     folder = RunFolder(tmp_path / "gone")
     for action in (lambda: folder.save({}, folder.last), lambda: folder.record_recipe(""),
                    lambda: folder.record_start(tmp_path, processes=1, device="", data={}),
-                   lambda: folder.metrics.append({"epoch": 1}), lambda: folder.tidy(epochs=1, steps=1)):
+                   lambda: folder.metrics.append({"epoch": 1}),
+                   lambda: folder.tidy(epochs=1, steps=1, say=print)):
         with pytest.raises(CheckpointError, match="cannot be written: No such file or directory"):
             action()
 

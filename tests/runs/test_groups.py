@@ -54,6 +54,8 @@ def test_a_line_that_a_crash_cut_short_is_no_epoch(written_run):
     lines = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(lines[:-9])
     assert read_run(folder).epochs_done == 1 and not read_run(folder).finished
+    (folder / "metrics.jsonl").write_text(lines[:-1])    # it lacks only the line break
+    assert read_run(folder).finished
 
 
 def test_a_run_of_an_earlier_version_lacks_what_was_not_measured_then(written_run):
@@ -242,6 +244,10 @@ def test_unfinished_runs_are_named_and_left_out(written_run):
     assert unfinished == [f"left out, not finished: {cut}, 1 of 2 epochs"]
     with pytest.raises(CheckpointError, match="none of the runs is finished; left out, .* 1 of 2"):
         finished_groups([cut])
+    lines = (done / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (done / "metrics.jsonl").write_text(lines[1])
+    with pytest.raises(CheckpointError, match="of its metrics.jsonl are lost: .*/a, 1 of 2 epochs"):
+        finished_groups([done])
 
 
 def test_a_label_of_groups_is_made_of_finished_runs_alone(written_run):

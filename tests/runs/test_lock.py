@@ -69,6 +69,12 @@ def test_a_killed_process_keeps_no_lock_though_its_child_lives_on(tmp_path, hold
     assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
+def test_deleting_the_file_lets_no_second_process_in(tmp_path, holder):
+    (tmp_path / "run.lock").unlink()
+    with RunLock() as lock, pytest.raises(Occupied, match="another run .* run.lock was deleted"):
+        lock.take(tmp_path, print)
+
+
 def test_a_lock_is_given_back_at_the_end(tmp_path):
     def is_free() -> bool:
         """As another process sees it."""

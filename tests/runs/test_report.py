@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from vitinit.data.eval_sets import NamedSet
-from vitinit.runs.report import Finding, report, write_output
-from vitinit.train.checkpoint import CheckpointError
+from vitinit.runs.report import Finding, report
+from vitinit.train.checkpoint import CheckpointError, write_text_atomically
 from vitinit.train.engine import Evaluation
 from vitinit.train.throughput import Throughput
 
@@ -84,10 +84,10 @@ def test_a_regular_file_is_replaced_and_a_link_leads_to_one(tmp_path):
     target.parent.mkdir()
     link.symlink_to(target)
     for text in ("new\n", "other\n"):
-        write_output(text, link)                       # at first the link's target does not exist
+        write_text_atomically(text, link)            # at first the link's target does not exist
         assert target.read_text() == text and link.is_symlink()
     node = target.stat().st_ino
-    write_output("third\n", target)
+    write_text_atomically("third\n", target)
     assert target.stat().st_ino != node              # written atomically: a new file replaces it
     assert os.listdir(target.parent) == ["out.json"]
 
@@ -99,7 +99,7 @@ def test_devices_and_pipes_are_written_through(tmp_path):
     link, device = tmp_path / "terminal", Path(os.ttyname(slave))
     link.symlink_to(device)
     for path in (link, device):
-        write_output("text\n", path)
+        write_text_atomically("text\n", path)
         assert os.read(master, 100) == b"text\n"
     assert link.is_symlink() and stat.S_ISCHR(os.stat(device).st_mode)
     os.close(master), os.close(slave)
@@ -108,7 +108,7 @@ def test_devices_and_pipes_are_written_through(tmp_path):
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: found.append(pipe.read_text()))
     reader.start()
-    write_output("text\n", pipe)
+    write_text_atomically("text\n", pipe)
     reader.join()
     assert found == ["text\n"] and pipe.is_fifo()
 
@@ -116,8 +116,9 @@ def test_devices_and_pipes_are_written_through(tmp_path):
 def test_where_the_program_prints_to_is_printed_to(tmp_path, repository):
     """As in `eval.py --json /dev/stdout > file`: what is printed before and after is kept."""
     out = tmp_path / "out.txt"
-    code = ("import sys; from pathlib import Path; from vitinit.runs.report import write_output; "
-            "print('before'); [write_output(name + '\\n', Path(name)) for name in sys.argv[1:]]; "
+    code = ("import sys; from pathlib import Path; from vitinit.train import checkpoint; "
+            "write = checkpoint.write_text_atomically; print('before'); "
+            "[write(name + '\\n', Path(name)) for name in sys.argv[1:]]; "
             "print('after')")
     with open(out, "w") as file:
         subprocess.run([sys.executable, "-c", code, "/dev/stdout", out], stdout=file, check=True,
@@ -129,6 +130,6 @@ def test_what_cannot_be_written_is_one_line(tmp_path):
     for path, words in ((tmp_path / "gone" / "a.json", "No such file"), (tmp_path, "Is a directory"),
                         (tmp_path / ("x" * 300), "File name too long")):
         with pytest.raises(CheckpointError, match=f"cannot be written: {words}") as caught:
-            write_output("text\n", path)
+            write_text_atomically("text\n", path)
         assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == []

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import vitinit
+from vitinit.figures.subjects import of_runs
 from vitinit.runs.groups import read_run
 
 PAST = Path(__file__).resolve().parent / "data"
@@ -299,7 +301,7 @@ def test_a_recipe_without_a_checkpoint_is_started_and_another_ones_kept(
     ("run.json", b"", "run.json: not what a run writes"),
     ("run.json", b"null", "run.json: not what a run writes"),
     ("run.json", b'[{"command": ', "run.json: not what a run writes"),
-    ("last.pt", b"", "last.pt: not a readable checkpoint (empty file); going on from"),
+    ("last.pt", b"", "last.pt: not a readable checkpoint (empty file); going on with"),
 ])
 def test_a_broken_file_is_one_line_and_nothing_is_lost(train_program, stopped, capsys, name, content,
                                                        words):
@@ -314,6 +316,48 @@ def test_a_broken_file_is_one_line_and_nothing_is_lost(train_program, stopped, c
     assert train_program.main(arguments) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1 and contents(folder) == before
+
+
+def test_lines_that_were_lost_are_named_and_a_recipe_is_written_again(train_program, small_run,
+                                                                      tmp_path, capsys):
+    """Stopped at the end of the last epoch, in its evaluation: no step is left to do."""
+    folder = tmp_path / "run"
+    assert train_program.main(small_run(folder, checkpoint__every_steps="4")) == 0
+    written = (folder / "recipe.toml").read_text()
+    state = torch.load(folder / "last.pt")
+    rates = [group["lr"] for group in state["optimizer"]["param_groups"]]
+    state["progress"] |= {"epochs": 2, "epoch_steps": 4, "loss_sum": 4.0, "seconds": 1.0}
+    torch.save(state, folder / "last.pt")
+    (folder / "metrics.jsonl").unlink()
+    (folder / "steps.jsonl").write_text("")
+    (folder / "recipe.toml").unlink()
+    capsys.readouterr()
+    assert train_program.main(["--resume", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert f"warning {folder / 'metrics.jsonl'}: lacks epoch 1, 2; without these, compar" in printed
+    assert f"warning {folder / 'steps.jsonl'}: lacks step 10; its curves by step have" in printed
+    assert (folder / "recipe.toml").read_text() == written
+    run = read_run(folder)
+    assert [row["epoch"] for row in run.rows] == [3] and not run.finished
+    groups = torch.load(folder / "last.pt")["optimizer"]["param_groups"]
+    assert [group["lr"] for group in groups] == rates and min(rates) > 0
+
+
+def test_every_program_reads_the_previous_checkpoint_if_the_last_is_damaged(
+        train_program, eval_program, past_run, small_run, image_tree, tmp_path, capsys):
+    folder = past_run("09cb91f")
+    (folder / "last.pt").rename(folder / "previous.pt")
+    for content in (None, b"torn"):
+        if content:
+            (folder / "last.pt").write_bytes(content)
+        for use in (lambda: eval_program.main([str(folder), "--data-dir", str(image_tree)]),
+                    lambda: vitinit.load(folder), lambda: list(of_runs([folder], [], "model")),
+                    lambda: train_program.main(small_run(tmp_path / "new", "--dry-run",
+                                                         init__checkpoint=str(folder)))):
+            assert use() not in (1, 2)
+            error = capsys.readouterr().err
+            assert error.startswith(f"warning {folder / 'last.pt'}: no") and error.count("\n") == 1
+            assert error.endswith(f"; going on with {folder / 'previous.pt'}\n")
 
 
 def test_blank_lines_among_the_metrics_count_for_nothing(train_program, small_run, tmp_path):

@@ -6,6 +6,7 @@ that makes a loader of it. A view is an image as it is cut out and resized for t
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
 import signal
@@ -166,6 +167,11 @@ class Loader(DataLoader):
         if hung_up or "exited unexpectedly" in text or "killed by signal" in text:
             return (f"a worker process of the loader was killed, for example because memory ran out; "
                     f"{lower}, or make room")
+        # multiprocessing makes the workers' locks in /dev/shm, and its errors name no file.
+        if getattr(error, "errno", None) in (errno.ENOENT, errno.EROFS, errno.EACCES) and (
+                error.filename is None):
+            return ("worker processes need /dev/shm, which is missing or cannot be written here "
+                    f"({error.strerror}); data.workers=0, now {self.num_workers}, needs none")
         if "No space left on device" in text or "unable to mmap" in text:
             return ("batches find no room in /dev/shm on their way from the worker processes; "
                     f"{lower}, or optim.max_batch_per_process, or give /dev/shm more room (a "

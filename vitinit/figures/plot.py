@@ -5,6 +5,7 @@ The colours can be told apart by colour-blind readers.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from itertools import cycle
 from pathlib import Path
@@ -15,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..messages import OneLineError, in_brief
+from ..train.checkpoint import written_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,17 +49,24 @@ def pyplot() -> ModuleType:
     return plt
 
 
-def save(figure: Figure, out: Path, dpi: int = DPI) -> None:
+def save(figure: Figure, out: Path, dpi: int = DPI, *, colours: int | None = None) -> None:
     """Write a figure as a PNG file and close it, since pyplot would keep it in memory otherwise.
 
-    Raises FigureError if it is too large for matplotlib.
+    colours: reduce it to so many. Raises FigureError if it is too large for matplotlib, and
+    CheckpointError if the file cannot be written; one that was there then stays.
     """
+    drawn = io.BytesIO()
     try:
-        figure.savefig(out, dpi=dpi, format="png")
+        figure.savefig(drawn, dpi=dpi, format="png")
     except ValueError as error:                      # a side is longer than 65,535 pixels
         raise FigureError(f"{out}: cannot be drawn: {in_brief(error)}") from None
     finally:
         pyplot().close(figure)
+    if colours is not None:
+        few = Image.open(drawn).convert("RGB").quantize(colours, dither=Image.Dither.NONE)
+        few.save(drawn := io.BytesIO(), format="png", optimize=True)
+    with written_atomically(out) as file:
+        file.write(drawn.getvalue())
 
 
 # ---------------------------------------------------------------------------------------------
@@ -164,8 +173,6 @@ def draw_grid(out: Path, rows: list[Row], titles: list[str], heading: str,
                               extend=cut)
         bar.ax.tick_params(labelsize=7)
     figure.suptitle(heading, fontsize=11)
-    save(figure, out)
     # Maps of noise hardly compress. 256 colours, enough for two colour maps and text, make the file
     # about four times smaller.
-    Image.open(out).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
-        out, format="png", optimize=True)
+    save(figure, out, colours=256)

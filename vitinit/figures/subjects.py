@@ -19,7 +19,7 @@ from ..models import SimpleViT, VisionTransformer
 from ..recipe.files import RecipeError
 from ..recipe.resolve import fresh_recipe
 from ..recipe.sections import Recipe
-from ..runs.folder import RunFolder, checkpoint_file
+from ..runs.folder import RunFolder
 from ..runs.start import built, initialise, open_training_set
 from ..runs.trained import as_input, evaluation_view, open_saved
 from ..train.checkpoint import CheckpointError
@@ -74,7 +74,7 @@ def of_runs(runs: Sequence[Path], epochs: Sequence[int], weights: str) -> Iterat
     Raises CheckpointError for an epoch of which there is no checkpoint.
     """
     for run in runs:
-        for path in [kept_epoch(run, epoch) for epoch in epochs] or [checkpoint_file(run)]:
+        for path in [kept_epoch(run, epoch) for epoch in epochs] or [run]:
             saved = open_saved(path)
             name = saved.recipe.init.name if len(runs) == 1 else saved.path.parent.name
             yield Subject(saved.recipe, f"{name}, {described(saved.path)}", saved.model(weights).eval())

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ..command_line import ROOT, Parser, integer, run_program
 from ..messages import OneLineError
+from ..train.checkpoint import write_text_atomically
 from . import IMAGES, lesson_paths
 from .notebook import notebook
 from .page import Page, read_page
@@ -66,12 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
             raise OneLineError(f"there is no lesson {options.lesson}; expected 1 to {max(paths)}")
         page = read_page(paths[options.lesson])
         if options.notebook:
-            options.notebook.write_text(json.dumps(notebook(page), indent=1, ensure_ascii=False) + "\n",
-                                        encoding="utf-8")
+            write_text_atomically(json.dumps(notebook(page), indent=1, ensure_ascii=False) + "\n",
+                                  options.notebook)
             print(options.notebook)
         elif options.update:
             page = updated_page(page, page.path.parent / IMAGES)
-            page.path.write_text(page.text(), encoding="utf-8")
+            write_text_atomically(page.text(), page.path)
             print(_shown(page.path))
         else:
             run_lesson(page)

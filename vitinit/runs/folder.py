@@ -4,8 +4,8 @@
     run.json          commands, versions, git commit, hardware
     metrics.jsonl     one line per epoch
     steps.jsonl       one line per ten steps
-    last.pt           the checkpoint that --resume reads; it exists from step 0 on
-    previous.pt       the checkpoint before it, in case last.pt is damaged
+    last.pt           the checkpoint that all programs read; it exists from step 0 on
+    previous.pt       one of an earlier step, read if last.pt is damaged or missing
     best.pt           the weights of the best epoch
     epoch_0007.pt     the weights after each epoch in checkpoint.keep_epochs; 0: as initialised
     profile_000010.json.gz  a profiler's trace of some steps, from step 10 on, made by --profile
@@ -29,7 +29,8 @@ from torch import nn
 
 from ..messages import in_brief
 from ..train.checkpoint import (CheckpointError, Damaged, NoCheckpoint, load, save_atomically,
-                                write_text_atomically)
+                                sync_folder, write_text_atomically)
+from ..train.distributed import warn
 from .records import JsonLines
 
 
@@ -48,6 +49,7 @@ class RunFolder:
         self.metrics = JsonLines(path / "metrics.jsonl", "epoch")
         self.steps = JsonLines(path / "steps.jsonl", "step")
         self.read_from = self.last                   # the file that `load_last` has read
+        self.step: int | None = None                 # of the checkpoint that was read or written last
 
     def kept(self, epoch: int) -> Path:
         """The path of the weights after `epoch` epochs, for the epochs that the recipe keeps."""
@@ -126,7 +128,10 @@ class RunFolder:
     def make(self) -> None:
         """Create the folder, and those above it, if they do not exist."""
         try:
+            new = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
+            for folder in new:
+                sync_folder(folder.parent)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from None
 
@@ -156,15 +161,26 @@ class RunFolder:
         write_text_atomically(json.dumps(starts, indent=2) + "\n", self.info)
 
     def save(self, state: dict[str, Any], path: Path) -> None:
-        """Write a checkpoint. Before a new last.pt takes its place, the old one becomes previous.pt."""
-        save_atomically(state, path, keep=self.previous if path == self.last else None)
+        """Write a checkpoint. A new last.pt makes the old one previous.pt, if that is of another step.
 
-    def tidy(self, *, epochs: int, steps: int) -> None:
+        An epoch that is evaluated is saved before and after; previous.pt is then of neither. The
+        lines of metrics.jsonl and steps.jsonl are on disk before a last.pt that has them behind it.
+        """
+        if path != self.last:
+            save_atomically(state, path)
+            return
+        for lines in (self.metrics, self.steps):
+            lines.sync()
+        save_atomically(state, path, keep=None if state.get("step") == self.step else self.previous)
+        self.step = state.get("step")
+
+    def tidy(self, *, epochs: int, steps: int, say: Callable[[str], None]) -> None:
         """Remove what is newer than the checkpoint that a run resumes from.
 
         epochs, steps: how many of them that checkpoint has behind it; later lines of metrics.jsonl
         and steps.jsonl are removed, and so are partly written files. A last.pt that could not be
-        read is renamed damaged.pt, so that it does not become previous.pt.
+        read is renamed damaged.pt, so that it does not become previous.pt. Training needs no lines,
+        so the run goes on where earlier ones are lost; `say` is called with a line that names them.
         """
         try:
             if self.read_from != self.last and self.last.exists():
@@ -173,8 +189,12 @@ class RunFolder:
                 cut_short.unlink()
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from None
-        self.metrics.cut_back(epochs)
-        self.steps.cut_back(steps)
+        for lines, last, loss in (
+                (self.metrics, epochs, "; without these, comparisons leave the run out"),
+                (self.steps, steps, "; its curves by step have a gap")):
+            lost = lines.cut_back(last)
+            if lost:
+                say(f"warning {lost}{loss}")
 
     # Reading ------------------------------------------------------------------------------------
 
@@ -187,21 +207,13 @@ class RunFolder:
         """
         if not self.path.is_dir():
             raise CheckpointError(f"--resume {self.path}: no such run folder")
-        try:
-            self.read_from = self.last
-            return self._load(glance)
-        except (NoCheckpoint, Damaged) as error:
-            problem = error
-        try:
-            self.read_from = self.previous
-            state = self._load(glance)
-        except NoCheckpoint:
-            self.read_from = self.last
-            raise problem from None
-        except Damaged as error:
-            self.read_from = self.last
-            raise CheckpointError(f"{problem}; and {error}") from None
-        say(f"{problem}; going on from {self.previous}")
+        state, self.read_from = read_checkpoint(self.path, say=say, mmap=glance, verify=not glance)
+        wrong = [part for part in ("model", "optimizer", "progress", "recipe")
+                 if not isinstance(state.get(part), Mapping)]
+        if wrong:
+            raise CheckpointError(f"{self.read_from}: not a training checkpoint, it cannot be "
+                                  f"resumed; expected a dictionary '{wrong[0]}' in it")
+        self.step = state.get("step")
         return state
 
     def what_is_left(self) -> str:
@@ -209,15 +221,6 @@ class RunFolder:
         step = self.load_last(glance=True)["progress"]["step"]
         return (f"; {self.read_from} holds the state after {step:,} steps, which would go the same "
                 "way again: start anew with a lower optim.base_lr, say, or optim.clip_norm")
-
-    def _load(self, glance: bool) -> dict[str, Any]:
-        state = load(self.read_from, mmap=glance, verify=not glance)
-        wrong = [part for part in ("model", "optimizer", "progress", "recipe")
-                 if not isinstance(state.get(part), Mapping)]
-        if wrong:
-            raise CheckpointError(f"{self.read_from}: not a training checkpoint, it cannot be "
-                                  f"resumed; expected a dictionary '{wrong[0]}' in it")
-        return state
 
 
 def disk_space(model: nn.Module, optimizer: torch.optim.Optimizer, *, ema: bool, kept: int) -> str:
@@ -244,9 +247,29 @@ def _size(count: float) -> str:
     return f"{count:.3g} GB" if count < 1000 else f"{count:,.0f} GB"
 
 
-def checkpoint_file(path: Path) -> Path:
-    """`path` itself, or its last.pt if it is a run folder."""
-    return RunFolder(path).last if os.path.isdir(path) else path
+def read_checkpoint(path: Path, *, say: Callable[[str], None] = warn, mmap: bool = False,
+                    verify: bool = True) -> tuple[dict[str, Any], Path]:
+    """The contents of a checkpoint, and the file that they are from.
+
+    path: a checkpoint, or a run folder, which stands for its last.pt; if that is damaged or missing,
+    previous.pt is read and `say` is called with a line about it. mmap, verify: see `load`, which
+    raises CheckpointError. So does this, naming both files, if both are damaged.
+    """
+    if not os.path.isdir(path):
+        return load(path, mmap=mmap, verify=verify), path
+    folder = RunFolder(path)
+    try:
+        return load(folder.last, mmap=mmap, verify=verify), folder.last
+    except (NoCheckpoint, Damaged) as error:
+        problem = error
+    try:
+        state = load(folder.previous, mmap=mmap, verify=verify)
+    except NoCheckpoint:
+        raise problem from None
+    except Damaged as error:
+        raise CheckpointError(f"{problem}; and {error}") from None
+    say(f"{problem}; going on with {folder.previous}")
+    return state, folder.previous
 
 
 def git_commit(repository: Path) -> str:

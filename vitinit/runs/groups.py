@@ -63,12 +63,12 @@ class Run:
 
     @property
     def epochs_done(self) -> int:
-        """The number of finished epochs."""
-        return self.rows[-1]["epoch"] if self.rows else 0
+        """The number of finished epochs on record."""
+        return len(self.rows)
 
     @property
     def finished(self) -> bool:
-        """Whether all epochs are done."""
+        """Whether all epochs are done and on record."""
         return self.epochs_done == self.epochs
 
     @property
@@ -243,8 +243,12 @@ def finished_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
 
     Raises CheckpointError if no run is finished.
     """
-    unfinished = [f"left out, not finished: {run.path}, {run.epochs_done} of {run.epochs} epochs"
-                  for run in runs if not run.finished]
+    unfinished = []
+    for run in runs:
+        if not run.finished:
+            ended = run.rows and run.rows[-1]["epoch"] == run.epochs
+            why = "lines of its metrics.jsonl are lost" if ended else "not finished"
+            unfinished.append(f"left out, {why}: {run.path}, {run.epochs_done} of {run.epochs} epochs")
     if len(unfinished) == len(runs):
         raise CheckpointError(f"none of the runs is finished; {'; '.join(unfinished)}")
     return [run for run in runs if run.finished], unfinished

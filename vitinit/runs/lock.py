@@ -26,10 +26,14 @@ class RunLock:
     forked loader worker that outlives its parent. A process loses a record lock as soon as it
     closes the file, even through another handle; therefore the file is opened only here, and only
     once. The file stays behind and names the process that took the lock last.
+
+    Somebody may delete that file, and with it the lock. Therefore the folder itself is locked, too
+    (fcntl.flock; network file systems do not lock folders), and forked workers let go of it.
     """
 
     def __init__(self) -> None:
         self._file: TextIO | None = None
+        self._folder: int | None = None              # the handle of the folder
 
     def __enter__(self) -> RunLock:
         return self
@@ -38,6 +42,7 @@ class RunLock:
         if self._file is not None:
             self._file.close()
             self._file = None
+        self._let_go_of_folder()
 
     def take(self, folder: Path, say: Callable[[str], None]) -> None:
         """Lock the folder; raise Occupied, which names the holder, if another process has the lock.
@@ -63,6 +68,10 @@ class RunLock:
             say(f"lock    {folder}: this file system has no locks ({error.strerror}), so nothing "
                 "keeps a second run out")
             return
+        if not self._lock_folder(folder):
+            file.close()
+            raise Occupied(f"{folder}: another run is writing here, and its run.lock was deleted; wait "
+                           "until it ends, or end it, or choose another --out-dir")
         self._file = file
         since = datetime.now(UTC).isoformat(timespec="seconds")
         try:
@@ -71,3 +80,21 @@ class RunLock:
             file.flush()
         except OSError:                              # the disk is full; the lock holds nevertheless
             pass
+
+    def _lock_folder(self, folder: Path) -> bool:
+        """Lock the folder itself if the file system can; False if another process has locked it."""
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(handle)
+            return error.errno not in (errno.EACCES, errno.EAGAIN)
+        self._folder = handle
+        os.register_at_fork(after_in_child=self._let_go_of_folder)
+        return True
+
+    def _let_go_of_folder(self) -> None:
+        """Close this process's handle of the folder. The lock ends when no process has one."""
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None

@@ -7,15 +7,17 @@ that the files can be read meanwhile.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..messages import in_brief
-from ..train.checkpoint import CheckpointError, write_text_atomically
+from ..train.checkpoint import CheckpointError, shortened, write_text_atomically
 from ..train.device import matrix_rate, peak_gib
 from ..train.distributed import Processes
-from ..train.engine import Evaluation
+from ..train.engine import SETTLE_EVERY, Evaluation
 from ..train.metrics import Progress
 
 # The keys of a line of metrics.jsonl, in order. Those of steps.jsonl are the fields of StepRow.
@@ -23,6 +25,7 @@ METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_to
            "ema_top1", "ema_top5", "skipped_steps", "seconds", "waiting", "tflops_per_device",
            "share_of_rate", "peak_memory_gib")
 LATER = METRICS[11:]            # keys that runs of earlier versions lack
+APART = {"epoch": 1, "step": SETTLE_EVERY}      # by how much the numbers of a file's lines rise
 
 
 class JsonLines:
@@ -36,6 +39,16 @@ class JsonLines:
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from None
+
+    def sync(self) -> None:
+        """Flush the lines to disk, so that they survive a power failure; nothing if there are none."""
+        try:
+            with open(self.path, "rb") as file:
+                os.fsync(file.fileno())
+        except FileNotFoundError:
+            pass
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from None
 
@@ -63,10 +76,16 @@ class JsonLines:
             rows.append(row)
         return rows
 
-    def cut_back(self, last: int) -> None:
-        """Remove the lines with a number under `key` above `last`, where a checkpoint was taken."""
+    def cut_back(self, last: int) -> str:
+        """Remove the lines with a number under `key` above `last`, where a checkpoint was taken.
+
+        Returns a line that names the numbers up to `last` of which there is no line, or "".
+        """
         rows = [row for row in self.rows() if row[self.key] <= last]
         write_text_atomically("".join(json.dumps(row) + "\n" for row in rows), self.path)
+        apart = APART[self.key]
+        lost = sorted(set(range(apart, last + 1, apart)) - {row[self.key] for row in rows})
+        return f"{self.path}: lacks {self.key} {shortened(list(map(str, lost)))}" if lost else ""
 
     def _broken(self, number: int, problem: str) -> CheckpointError:
         """The error that `problem` makes line `number` unreadable."""
@@ -74,15 +93,21 @@ class JsonLines:
                                "away")
 
     def _lines(self) -> list[tuple[int, bytes]]:
-        """The lines with their numbers, from 1; a last line that a crash cut short is left out."""
+        """The lines with their numbers, from 1; a last line that a crash cut short is left out.
+
+        A last line that lacks nothing but its line break counts.
+        """
         try:
             text = self.path.read_bytes()
         except FileNotFoundError:
             return []
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from None
-        return [(number, line) for number, line in enumerate(text.split(b"\n")[:-1], 1)
-                if line.strip()]
+        *lines, rest = text.split(b"\n")
+        with suppress(ValueError, RecursionError):
+            json.loads(rest)
+            lines.append(rest)
+        return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float, global_batch: int,

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import stat
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ..data.eval_sets import EvaluatedSet
-from ..train.checkpoint import CheckpointError, write_text_atomically
+from ..train.checkpoint import write_text_atomically
 from ..train.engine import Evaluation
 from ..train.throughput import Throughput
 from .markdown import table
@@ -85,38 +82,5 @@ def report(findings: Sequence[Finding], *, per_class: bool, json_file: Path | No
     if json_file is None:
         print(text, end="", flush=True)
     else:
-        write_output(text, json_file)
+        write_text_atomically(text, json_file)
         print(f"wrote {json_file}", flush=True)
-
-
-def write_output(text: str, path: Path) -> None:
-    """Write a text to `path`, which may be any kind of file.
-
-    A regular file, or a new one, is written atomically; of a symbolic link, the target is. A pipe,
-    a terminal and /dev/null are written to, not replaced. So is the file that standard output or
-    standard error goes to, under whatever name. Raises CheckpointError if writing fails.
-    """
-    try:
-        there = os.stat(path)
-    except OSError:
-        there = None                                 # a new file, or an error that recurs below
-    try:
-        for stream in (sys.stdout, sys.stderr):
-            if there is not None and _is_open_as(stream, there):
-                print(text, end="", file=stream, flush=True)
-                return
-        if there is None or stat.S_ISREG(there.st_mode):
-            write_text_atomically(text, Path(os.path.realpath(path)))
-        else:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def _is_open_as(stream: TextIO, there: os.stat_result) -> bool:
-    """Whether the stream writes to the file with this status."""
-    try:
-        return os.path.samestat(os.fstat(stream.fileno()), there)
-    except (OSError, ValueError):                    # a stream without a file, as in a test
-        return False

@@ -31,9 +31,9 @@ from ..models.layers import to_pair
 from ..recipe.files import Override, RecipeError, from_dict
 from ..recipe.resolve import fresh_recipe, moved
 from ..recipe.sections import Recipe
-from ..train.checkpoint import load as load_checkpoint, model_state, require_finite
+from ..train.checkpoint import model_state, require_finite
 from ..train.transfer import change_size, load_exactly
-from .folder import RunFolder, checkpoint_file
+from .folder import RunFolder, read_checkpoint
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 BOXED = RECIPES / "trained"                          # models that come with the repository
@@ -80,7 +80,7 @@ def named_run(path: Path) -> Path:
 
 def open_saved(path: Path, *, recipe: Recipe | None = None, changes: Sequence[Override] = (),
                image_size: tuple[int, int] | None = None) -> Saved:
-    """Open the checkpoint at `path`, or last.pt if `path` is a run folder.
+    """Open the checkpoint at `path`, or that of the run folder `path` (see `read_checkpoint`).
 
     A name at which nothing exists may be that of a model in recipes/trained.
 
@@ -92,10 +92,9 @@ def open_saved(path: Path, *, recipe: Recipe | None = None, changes: Sequence[Ov
     Raises CheckpointError if the file cannot be read, and RecipeError if there is no recipe or its
     values are invalid.
     """
-    path = checkpoint_file(named_run(path))
     # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
-    state = {key: part for key, part in load_checkpoint(path, mmap=True).items()
-             if key not in ("optimizer", "scaler")}
+    state, path = read_checkpoint(named_run(path), mmap=True)
+    state = {key: part for key, part in state.items() if key not in ("optimizer", "scaler")}
     if "recipe" in state:
         recipe = from_dict(state["recipe"], str(path), changes)
         recipe = moved(recipe, RunFolder(path.parent).data_root())

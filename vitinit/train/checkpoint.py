@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import pickle
 import re
+import shutil
+import sys
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -42,13 +45,8 @@ class Damaged(CheckpointError):
 
 
 def save_atomically(state: Mapping[str, Any], path: Path, *, keep: Path | None = None) -> None:
-    """Write `state` to `path`. If writing fails or is interrupted, the old file stays as it was.
-
-    keep: a path to which the old file is moved. Between that move and the next, which puts the new
-        file in its place, there is no file at `path`.
-    Raises CheckpointError if the file cannot be written.
-    """
-    with written_atomically(path, keep) as file:
+    """Write `state` to `path`, and keep the old file at `keep`, as `written_atomically` does."""
+    with written_atomically(path, keep=keep) as file:
         torch.save(dict(state), file)
 
 
@@ -59,23 +57,32 @@ def write_text_atomically(text: str, path: Path) -> None:
 
 
 @contextmanager
-def written_atomically(path: Path, keep: Path | None = None) -> Iterator[BinaryIO]:
-    """A context that yields a temporary file; at the end the file is synchronised and renamed.
+def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[BinaryIO]:
+    """A context that yields a file beside `path`; at the end it is on disk and takes its place.
 
-    It becomes `path` once all of it is on disk; if an exception ends the context it is deleted.
-    keep: where an existing file at `path` is moved just before that. Raises CheckpointError if the
-    file cannot be written.
+    If writing fails or is interrupted, the old file stays as it was. At every moment there is an
+    old or a new file at `path`, also after a power failure. Of a symbolic link, the target is
+    replaced. A pipe, a terminal and /dev/null are written to, not replaced. So is the file that
+    standard output or standard error goes to, under whatever name.
+
+    keep: a path at which the old file is kept. Raises CheckpointError, which names `path`, if it
+    cannot be written.
     """
-    temporary = path.with_name(path.name + ".partial")
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(target.name + ".partial")
     try:
+        with _open_in_place(path) as file:
+            if file is not None:
+                yield file
+                return
         with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        if keep is not None and path.exists():
-            os.replace(path, keep)
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
+        if keep is not None:
+            _keep(target, keep)
+        os.replace(temporary, target)
+        sync_folder(target.parent)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
@@ -87,11 +94,58 @@ def written_atomically(path: Path, keep: Path | None = None) -> Iterator[BinaryI
         raise
 
 
-def _sync_folder(folder: Path) -> None:
-    """Flush the folder to disk: only then does a rename in it survive a power failure."""
-    handle = os.open(folder, os.O_RDONLY)
+@contextmanager
+def _open_in_place(path: Path) -> Iterator[BinaryIO | None]:
+    """A context that yields what is at `path`, open for writing, if it is not to be replaced."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            there = os.path.samestat(os.fstat(stream.fileno()), os.stat(path))
+        except (OSError, ValueError):                # no such file, or a stream without a file
+            continue
+        if there:
+            stream.flush()
+            yield stream.buffer
+            stream.flush()
+            return
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with open(path, "wb") as file:
+            yield file
+    else:
+        yield None
+
+
+def _keep(path: Path, keep: Path) -> None:
+    """Make the file at `path`, if there is one, that at `keep` as well; `path` is never absent."""
+    if not path.exists():
+        return
+    link = keep.with_name(keep.name + ".partial")
+    with suppress(OSError):
+        link.unlink()                                # of a process that was killed here
+    try:
+        os.link(path, link)
+    except OSError:                                  # a file system without hard links
+        with open(path, "rb") as old, written_atomically(keep) as copy:
+            shutil.copyfileobj(old, copy)
+        return
+    os.replace(link, keep)
+    with suppress(OSError):                          # if both were one file, replacing did nothing
+        link.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the folder to disk: only then does a rename in it survive a power failure.
+
+    Where that cannot be done for a folder, the file system is left to do it in its own time.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except PermissionError:                          # a folder to write to, whose names are hidden
+        return
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..messages import OneLineError, in_brief
+from ..messages import OneLineError, in_brief, one_line
 from .interruption import Interrupted, StopRequest
 
 # What a process may announce in `agreed` besides the number of a signal (1 … 64); 0 is "go on". The
@@ -171,6 +172,12 @@ def _raise(problem: Exception | None) -> None:
 def environment_rank() -> int:
     """The rank of this process by its environment, known before the processes are connected."""
     return int(os.environ["RANK"]) if "RANK" in os.environ else _number("SLURM_PROCID")
+
+
+def warn(line: str) -> None:
+    """Print a warning on standard error, by the main process alone."""
+    if environment_rank() == 0:
+        print(one_line(f"warning {line}"), file=sys.stderr, flush=True)
 
 
 def require_ranks() -> None:
