@@ -106,8 +106,7 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     data, optim, augment = recipe.data, recipe.optim, recipe.augment
     start_fork_server(data.workers)
     if not dry_run:
-        processes.on_all(lambda: download(data.name, data.root)
-                         if processes.local_rank == 0 else None)
+        processes.on_each_machine(lambda: download(data.name, data.root))
     whole_set, val_set = processes.on_all(lambda: [
         open_split(data.name, data.root, split, data.num_classes) for split in ("train", "val")])
     train_set = processes.on_all(lambda: stratified_part(
