@@ -318,8 +318,8 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
     start_fork_server(max(saved.recipe.data.workers for saved in checkpoints))
     numbers = range(len(checkpoints))
     eval_sets = [sets_of(saved, args) for saved in checkpoints]
-    on_all(lambda: download_sets(eval_set for group in eval_sets for eval_set in group)
-           if processes.local_rank == 0 else None)
+    processes.on_each_machine(
+        lambda: download_sets(eval_set for group in eval_sets for eval_set in group))
     sources = on_all(lambda: open_sets(eval_sets, checkpoints, own=not args.data))
     columns = on_all(lambda: {
         (number, eval_set): columns_of(checkpoints[number], eval_set, sources[eval_set])

@@ -106,8 +106,7 @@ def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool)
     data, optim, augment = recipe.data, recipe.optim, recipe.augment
     start_fork_server(data.workers)
     if not dry_run:
-        processes.on_all(lambda: download(data.name, root)
-                         if processes.local_rank == 0 else None)
+        processes.on_each_machine(lambda: download(data.name, root))
     whole_set, train_set = processes.on_all(lambda: open_training_set(data, root))
     val_set = processes.on_all(lambda: open_split(data.name, root, "val", data.num_classes))
     if data.held_out_per_class:                      # validate on these; the test set stays unused

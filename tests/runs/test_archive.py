@@ -204,6 +204,9 @@ def test_what_is_no_archive_is_refused(tmp_path, private_temporary_folder, packe
     written(path, member("a/run.json", size=2**20 + 1))
     assert path.stat().st_size < 2**12
     assert refused(path) == "more than 1,048,576 bytes when unpacked, so it is no archive of runs"
+    monkeypatch.setattr(archive, "MOST_RUNS", 2)     # each takes a folder, which costs time
+    written(path, *(member(f"{run}/run.json", size=0) for run in "abc"))
+    assert refused(path) == "more than 2 runs, expected several smaller archives"
 
 
 def test_an_archive_that_needs_much_memory_is_refused(tmp_path, private_temporary_folder, packed,
@@ -221,15 +224,16 @@ def test_what_cannot_be_packed_is_refused(packed, tmp_path, written_run, monkeyp
     before = packed.read_bytes()
     (tmp_path / "other").mkdir()
     twin = written_run("other/a-s1", [1.0])
-    large = "3 runs take 20,480 bytes before compression, and an archive holds 999; expected fewer"
-    monkeypatch.setattr(archive, "LARGEST", 10**6)
+    large = ("3 runs take 20,480 bytes before compression, and an archive holds 999 bytes and 5,000 "
+             "runs; expected fewer")
+    many = large.replace("999", "1,000,000").replace("5,000", "2")
     for runs, out, message in (
             (["a-s1", "other/a-s1"], packed, f"{twin}: called a-s1 like {tmp_path / 'a-s1'}; in an "),
             (["a-s1"], tmp_path / "a-s2", f"{tmp_path / 'a-s2'}: not the name of an archive"),
             (["a-s1"], tmp_path / "no" / "a.tar.xz", "no/a.tar.xz: cannot be written: No such file"),
-            (["a-s1", "a-s2", "b-s10"], packed, large)):
-        if message is large:
-            monkeypatch.setattr(archive, "LARGEST", 999)
+            (["a-s1", "a-s2", "b-s10"], packed, large), (["a-s1", "a-s2", "b-s10"], packed, many)):
+        monkeypatch.setattr(archive, "LARGEST", 999 if message is large else 10**6)
+        monkeypatch.setattr(archive, "MOST_RUNS", 2 if message is many else 5_000)
         with pytest.raises(CheckpointError) as caught:
             write_archive(places(*(tmp_path / name for name in runs)), out)
         assert message in str(caught.value)

@@ -1,9 +1,11 @@
-"""The page of vitinit/runs names every file and column, and its programs for dashboards run."""
+"""The page of vitinit/runs names every file and column, and its programs and its script run."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -95,3 +97,36 @@ def test_its_commands_do_what_the_text_says():
     pack, *_, add = [compare.parse_arguments(words[3:])
                      for words in PAGE.section("Many runs in one file").commands()]
     assert pack.pack == add.pack == Path("quickstart.tar.xz") == add.runs[0]
+
+
+# Stand-ins for SLURM's commands, which write what they do to `log`. A signalled job gets SIGUSR1 as
+# before its time limit, and its program ends only after SIGTERM.
+STAND_INS = {
+    "srun": """echo "srun $1" >> log
+               [ "$SIGNALLED" ] && { kill -USR1 $PPID; read < signals; }
+               echo ended >> log; exit $STATUS""",
+    "scancel": 'echo "scancel $*" >> log; echo > signals',
+    "scontrol": 'echo "scontrol $*" >> log'}
+ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+
+
+@pytest.mark.parametrize("environment, job, requeued", [
+    ({"SIGNALLED": "1", "STATUS": "1"}, "9", True),
+    ({"SIGNALLED": "1", "STATUS": "143", "SLURM_RESTART_COUNT": "19", **ARRAY}, "7_3", True),
+    ({"SIGNALLED": "1", "STATUS": "1", "SLURM_RESTART_COUNT": "20"}, "9", False),
+    ({"SIGNALLED": "1", "STATUS": "0"}, "9", False),           # it came to its end after all
+    ({"STATUS": "2"}, "9", False), ({"STATUS": "138"}, "9", False)])
+def test_the_script_requeues_a_job_that_the_time_limit_stopped_and_no_other(tmp_path, environment, job,
+                                                                           requeued):
+    script, = PAGE.section("Signals, SLURM and time limits").blocks("bash")
+    (tmp_path / "script").write_text(script)
+    os.mkfifo(tmp_path / "signals")
+    for name, code in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(["bash", "script"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+                          env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "9", **environment})
+    assert (done.returncode, done.stdout + done.stderr) == (int(environment["STATUS"]), "")
+    assert (tmp_path / "log").read_text().splitlines() == [
+        "srun torchrun", *([f"scancel --signal=TERM {job}"] if "SIGNALLED" in environment else []),
+        "ended", *([f"scontrol requeue {job}"] if requeued else [])]

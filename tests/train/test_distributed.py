@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from vitinit.train import distributed
 from vitinit.messages import OneLineError
@@ -54,6 +57,57 @@ def test_two_processes_agree_on_sums_signals_and_errors(in_two_processes):
     assert found[0] == ["3.0", "15", "folder of 0", "folder of 1", "0", "written",
                         "[5.0, 5.0, 5.0]"]
     assert found[1] == ["3.0", "15", "folder of 0", "folder of 1", "1", "[5.0, 5.0, 5.0]"]
+
+
+def waits_in_vain(processes: Processes) -> str:
+    """Run in each of two processes: the line with which the second gives up waiting for the first."""
+    brief, line = timedelta(seconds=0.2), ""
+    if processes.rank == 0:
+        dist.new_group(backend="gloo", timeout=brief)        # and nothing else that the other waits for
+    else:
+        with pytest.raises(distributed.SilentProcess) as caught:
+            processes.on_all(lambda: None, within=brief)
+        assert caught.value.of_one_process
+        line = str(caught.value)
+    processes.maximum(0)                             # the first waits here, with more patience
+    return line
+
+
+def test_waiting_in_vain_is_one_line(in_two_processes, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv(distributed.PATIENCE, "7")
+    _, line = in_two_processes(waits_in_vain)
+    assert line.startswith("process 1 waited in vain for another one, which hangs, or whose machine or "
+                           "network is down (Timed out waiting 200ms for ")
+    assert line.endswith(f"; {distributed.PATIENCE} is 7)") and "\n" not in line
+
+
+def test_others_wait_a_day_for_a_download(monkeypatch):
+    groups = []
+    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: timeout)
+    monkeypatch.setattr(dist, "all_gather_object", lambda _, own, group: groups.append(group))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
+    done = []
+    for local_rank in (0, 1):
+        Processes(3 + local_rank, local_rank, 8, torch.device("cpu")).on_each_machine(
+            lambda local_rank=local_rank: done.append(local_rank))
+    assert groups == [timedelta(days=1)] * 2 and done == [0]
+
+
+def test_the_environment_says_how_long_to_wait(monkeypatch):
+    waits = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: waits.append(timeout))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    for text in (None, "5", "0", "5m", ""):
+        if text is not None:
+            monkeypatch.setenv(distributed.PATIENCE, text)
+        if text in (None, "5"):
+            distributed.start()
+            continue
+        with pytest.raises(LaunchError, match=f"{distributed.PATIENCE} is '{text}', expected"):
+            distributed.start()
+    assert waits == [timedelta(minutes=30), timedelta(minutes=5)]
 
 
 def test_start_reads_the_launchers_environment(monkeypatch):

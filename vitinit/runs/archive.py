@@ -31,6 +31,7 @@ FILES = ("metrics.jsonl", "recipe.toml", "run.json")
 SUFFIX = ".tar.xz"
 MAGIC = b"\xfd7zXZ\0"          # the first bytes of every .xz file
 LARGEST = 2**28                 # bytes of an archive, unpacked: about 3,000 runs of 300 epochs
+MOST_RUNS = 5_000               # in an archive: each costs a folder, however small its files are
 DECODER_MEMORY = 2**27          # bytes; what `write_archive` wrote needs a tenth of this
 ROOT_OF_DATA = re.compile(rb',\s*"root": "(?:[^"\\]|\\.)*"')    # as `RunFolder.record_start` writes it
 NAMED = 5                       # most runs that an error message lists
@@ -69,9 +70,10 @@ def write_archive(runs: Sequence[Place], out: Path) -> None:
         for name, run in sorted(by_name.items()):
             for file in FILES:
                 _add(archive, f"{name}/{file}", run.folder / file)
-    if packed.tell() > LARGEST:
+    if packed.tell() > LARGEST or len(by_name) > MOST_RUNS:
         raise CheckpointError(f"{out}: {len(by_name):,} runs take {packed.tell():,} bytes before "
-                              f"compression, and an archive holds {LARGEST:,}; expected fewer runs")
+                              f"compression, and an archive holds {LARGEST:,} bytes and "
+                              f"{MOST_RUNS:,} runs; expected fewer runs")
     with written_atomically(out) as file:
         file.write(lzma.compress(packed.getvalue(), preset=6 | lzma.PRESET_EXTREME))
 
@@ -137,6 +139,7 @@ def unpack(path: Path, folder: Path) -> None:
     but the three files of runs.
     """
     found: set[str] = set()
+    runs: set[str] = set()
     try:
         with tarfile.open(fileobj=io.BytesIO(_decompressed(path)), mode="r:") as archive:
             for member in archive:
@@ -148,7 +151,12 @@ def unpack(path: Path, folder: Path) -> None:
                 if member.name in found:
                     raise CheckpointError(f"{path}: contains {in_brief(member.name)} twice")
                 found.add(member.name)
-                (folder / run).mkdir(exist_ok=True)
+                if run not in runs:
+                    runs.add(run)
+                    if len(runs) > MOST_RUNS:
+                        raise CheckpointError(f"{path}: more than {MOST_RUNS:,} runs, expected several "
+                                              "smaller archives")
+                    (folder / run).mkdir()
                 (folder / member.name).write_bytes(archive.extractfile(member).read())
     except CheckpointError:
         raise

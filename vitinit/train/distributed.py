@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -25,11 +27,18 @@ from .interruption import Interrupted, StopRequest
 # largest announcement of all processes decides.
 BROKEN_DATA = 1_000             # this process's data cannot be read; overrides any signal
 ALL_DONE = -1                   # no more items here; anything else overrides it
+PATIENCE = "VITINIT_TIMEOUT_MINUTES"    # environment variable: how long a process waits for the others
 T = TypeVar("T")
 
 
 class LaunchError(OneLineError):
     """The processes were started wrongly, or one of them died; a message of one line."""
+
+
+class SilentProcess(LaunchError):
+    """Another process, or the connection to it, was silent for too long."""
+
+    of_one_process = True       # each prints it: without a connection they cannot agree on who does
 
 
 @dataclass(frozen=True)
@@ -97,21 +106,29 @@ class Processes:
                 for buffer in model.buffers():
                     dist.broadcast(buffer, src=0)
 
-    def on_all(self, action: Callable[[], Any]) -> Any:
+    def on_all(self, action: Callable[[], Any], *, within: timedelta | None = None) -> Any:
         """Run `action` on every process and return its result there.
 
         If it raises a OneLineError on one process, that error is raised on all of them (the one of
         the lowest rank, if there are several). So a folder that is missing on one machine ends the
         run everywhere with one message, and no process waits for ever for another.
+
+        within: how long processes whose action has ended wait for the others; None: `patience`.
         """
-        result = failure = None
+        result = failure = group = None
+        if within is not None and self.world_size > 1:
+            with connection():
+                group = dist.new_group(backend="gloo", timeout=within)
         try:
             result = action()
         except OneLineError as error:
             failure = error
         if self.world_size > 1:
             failures: list[Exception | None] = [None] * self.world_size
-            dist.all_gather_object(failures, failure)
+            with connection():
+                dist.all_gather_object(failures, failure, group=group)
+                if group is not None:
+                    dist.destroy_process_group(group)
             failure = next((f for f in failures if f is not None), None)
         if failure is not None:
             raise failure from None
@@ -123,6 +140,13 @@ class Processes:
         A OneLineError that it raises is raised on all processes.
         """
         self.on_all(action if self.is_main else lambda: None)
+
+    def on_each_machine(self, action: Callable[[], Any]) -> None:
+        """Run `action` on one process of each machine, such as a download; the others wait, for a day.
+
+        A OneLineError that it raises is raised on all processes.
+        """
+        self.on_all(action if self.local_rank == 0 else lambda: None, within=timedelta(days=1))
 
 
 def agreed(items: Iterable[T], processes: Processes, stop: StopRequest, *,
@@ -218,24 +242,46 @@ def start() -> Processes:
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience())
     return Processes(environment_rank(), local_rank, world_size, device)
+
+
+def patience() -> timedelta:
+    """How long a process waits for a silent one: 30 minutes, or what the environment says.
+
+    It belongs to the network and not to the run, and is needed before a recipe can be read. Raises
+    LaunchError for anything but a whole number of minutes.
+    """
+    minutes = os.environ.get(PATIENCE, "30")
+    if not re.fullmatch(r"[1-9]\d{0,5}", minutes, flags=re.ASCII):
+        raise LaunchError(f"{PATIENCE} is '{minutes}', expected a whole number of minutes from 1 on")
+    return timedelta(minutes=int(minutes))
+
+
+@contextmanager
+def connection() -> Iterator[None]:
+    """A context that raises LaunchError if the connection to another process breaks or is silent."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = re.sub(r"^\[\S+\] ", "", str(error))      # gloo starts with a place in its own code
+        if re.search(r"tim(ed|ing) out|timeout", text, flags=re.IGNORECASE):
+            raise SilentProcess(
+                f"process {environment_rank()} waited in vain for another one, which hangs, or whose "
+                f"machine or network is down ({in_brief(text)}; {PATIENCE} is "
+                f"{patience() // timedelta(minutes=1)})") from None
+        if not isinstance(error, dist.DistError) and "by peer" not in text:
+            raise
+        raise LaunchError(f"another process of the run has ended, and says why itself "
+                          f"({in_brief(text)})") from None
 
 
 @contextmanager
 def joined() -> Iterator[Processes]:
-    """A context that calls `start`, and `stop` at the end.
-
-    If the connection breaks in between because another process died, LaunchError says so.
-    """
+    """A context that calls `start`, and `stop` at the end; errors are those of `connection`."""
     try:
-        processes = start()
-        yield processes
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "by peer" not in str(error):
-            raise
-        raise LaunchError(f"another process of the run has ended, and says why itself "
-                          f"({in_brief(error)})") from None
+        with connection():
+            yield start()
     finally:
         stop()
 
