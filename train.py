@@ -101,7 +101,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool) -> Data:
     """Open the data sets of the recipe and build the batches of this process.
 
-    root: the data set's folder. A dry run downloads nothing and does not decode the training set into memory.
+    root: the data set's folder. A dry run downloads nothing and does not decode the training set
+    into memory.
     """
     data, optim, augment = recipe.data, recipe.optim, recipe.augment
     start_fork_server(data.workers)
