@@ -15,6 +15,7 @@ A folder is rebuilt for every moment, every number of changes of names and each 
 from __future__ import annotations
 
 import builtins
+import io
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -51,8 +52,11 @@ class Disk:
             if name not in self.names:
                 self.names[name], self.numbers = self.numbers, self.numbers + 1
                 self._note("create")
+            elif "w" in mode:                        # what was there is gone from now on
+                self._wrote(name)
             return _Watched(handle, lambda: name in self.names and self._wrote(name))
         monkeypatch.setattr(builtins, "open", opened)
+        monkeypatch.setattr(io, "open", opened)      # the one that pathlib calls
 
     def _name(self, path: object) -> str | None:
         """The name of a file of the folder; None for a path elsewhere."""
