@@ -230,11 +230,13 @@ def what_the_init_achieved(model: nn.Module, recipe: Recipe, train_set: Source) 
         alone = position_mass(model, name, options)
         if alone is None:
             return []
-        images = training_views(recipe, train_set, MASS_IMAGES)
-        found = mass_on_images(model, name, options, images)
         short = shortfall(alone, model, name, options)
-    return [f"mass    {found}, on {len(images)} training images",
-            *([f"warning {short}"] if short else [])]
+        try:
+            images = training_views(recipe, train_set, MASS_IMAGES)
+            found = f"{mass_on_images(model, name, options, images)}, on {len(images)} training images"
+        except DataError:                            # which training tells when it comes to the image
+            found = f"{alone}, by the position embedding alone"
+    return [f"mass    {found}", *([f"warning {short}"] if short else [])]
 
 
 def fine_tune(model: nn.Module, path: Path, weights: str, fit: str) -> Transfer:

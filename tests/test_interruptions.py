@@ -56,8 +56,8 @@ def signalling(function: Callable, call: int, number: int) -> Callable:
 # 4 steps of 12 images in micro-batches of 4, and 6 batches of evaluation), and the step that is
 # saved.
 PHASES = {
-    "decode": (datasets.ImageFiles, "image", 30, 2),
-    "step": (engine, "_update", 6, 6),
+    "decode": (datasets.ImageFiles, "image", 51 + 30, 2),    # after 51 that the init's mass is
+    "step": (engine, "_update", 6, 6),                       # measured on
     "save": (checkpoint.torch, "save", 2, None),
     "validation": (to_device.ToDevice, "__call__", 3, 4),
     "last batch of validation": (to_device.ToDevice, "__call__", 6, 4),
