@@ -131,7 +131,8 @@ def test_a_killed_worker_is_one_line_and_costs_no_step(train_program, small_run,
     capsys.readouterr()
     with monkeypatch.context() as patch:             # workers are forks and inherit the patch
         real = datasets.ImageFiles.image
-        patch.setattr(datasets.ImageFiles, "image", signalling(real, 30, signal.SIGKILL))
+        patch.setattr(datasets.ImageFiles, "image",     # 51 are read for the init's mass
+                      signalling(real, 51 + 30, signal.SIGKILL))
         assert train_program.main(small_run(killed, **one_epoch)) == 2
     output = capsys.readouterr()
     assert "a worker process of the loader was killed" in output.err

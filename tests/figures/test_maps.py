@@ -90,4 +90,5 @@ def test_a_model_without_these_maps_is_refused_in_one_line(complains):
 def test_a_missing_folder_is_refused_in_one_line(tmp_path, capsys, sizes):
     out = tmp_path / "absent" / "a.png"
     assert main(["maps", "--recipe", "quickstart", *sizes, "--out", str(out)]) == 2
-    assert capsys.readouterr().err == f"vitinit.figures: {out}: No such file or directory\n"
+    assert capsys.readouterr().err == (
+        f"vitinit.figures: {out}: cannot be written: No such file or directory\n")

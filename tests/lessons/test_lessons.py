@@ -229,7 +229,8 @@ def test_the_command_runs_a_lesson(capsys):
     ("0", "0: expected an integer ≥ 1"), ("99", "there is no lesson 99; expected 1 to"),
     ("--update", "--update needs the number of a lesson"),
     ("--notebook x", "--notebook needs the number of a lesson"),
-    ("1 --notebook no/such/folder/x.ipynb", "no/such/folder/x.ipynb: No such file or directory")])
+    ("1 --notebook no/such/folder/x.ipynb",
+     "no/such/folder/x.ipynb: cannot be written: No such file or directory")])
 def test_wrong_arguments_are_one_line(capsys, arguments, words):
     assert main(arguments.split()) == 2
     line, = capsys.readouterr().err.splitlines()
