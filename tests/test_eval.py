@@ -17,7 +17,7 @@ from vitinit.data.augment import normalise
 from vitinit.data.class_subsets import imagenet_wnids
 from vitinit.data.datasets import ImageFiles, open_split
 from vitinit.data.images import resize_and_centre_crop
-from vitinit.runs import folder
+from vitinit.runs import folder as run_folder
 from vitinit.train.checkpoint import load
 
 SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)
@@ -454,12 +454,12 @@ def test_weights_that_are_not_finite_are_one_line_and_no_accuracy(eval_program, 
 
 def test_the_optimiser_is_dropped_and_weights_stay_on_disk(eval_program, one_epoch_run, monkeypatch):
     """The checkpoint is mapped, so that its weights are read only when a model copies them."""
-    real, ways = folder.load, []
+    real, ways = run_folder.load, []
 
     def load(path: Path, **how: bool) -> dict:
         ways.append(how)
         return real(path, **how)
-    monkeypatch.setattr(folder, "load", load)
+    monkeypatch.setattr(run_folder, "load", load)
     subject, = eval_program.open_checkpoints(eval_program.parse_arguments([str(one_epoch_run)]))
     assert subject.state.keys() & {"model", "ema", "optimizer", "scaler"} == {"model", "ema"}
     assert ways == [{"mmap": True, "verify": True}]
