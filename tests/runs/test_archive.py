@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import lzma
 import os
+import sys
 import tarfile
 import tempfile
 from pathlib import Path
@@ -37,8 +38,9 @@ def packed(written_run, tmp_path) -> Path:
     return tmp_path / "runs.tar.xz"
 
 
-def test_the_folder_of_the_data_stays_out(written_run, tmp_path):
-    """It is a path of the machine. What else the run records of its data is packed."""
+def test_paths_of_the_machine_stay_out(written_run, tmp_path, monkeypatch):
+    """Those of the data and of the program. What else the run records of both is packed."""
+    monkeypatch.setattr(sys, "argv", ["/home/somebody/train.py", "--seed", "1"])
     run = written_run("a-s1", [1.0])
     images = {"training images": 3, "root": r'/home/somebody/"my" images'}
     RunFolder(run).record_start(tmp_path, processes=1, device="CPU", data=images)
@@ -46,7 +48,9 @@ def test_the_folder_of_the_data_stays_out(written_run, tmp_path):
     with opened([tmp_path / "runs.tar.xz"]) as [place]:
         starts = RunFolder(place.folder).starts()
     expected = RunFolder(run).starts()
-    assert expected[-1]["data"].pop("root") == images["root"] and starts == expected
+    assert expected[-1]["data"].pop("root") == images["root"]
+    assert expected[-1]["command"].pop(0) == "/home/somebody/train.py"
+    assert starts[-1]["command"].pop(0) == "train.py" and starts == expected
 
 
 def test_the_files_of_a_run_are_the_same_in_the_archive(packed, tmp_path):

@@ -13,9 +13,9 @@ an archive nothing is unpacked but such members, since it may come from elsewher
 from __future__ import annotations
 
 import io
+import json
 import lzma
 import os
-import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,7 +33,6 @@ MAGIC = b"\xfd7zXZ\0"          # the first bytes of every .xz file
 LARGEST = 2**28                 # bytes of an archive, unpacked: about 3,000 runs of 300 epochs
 MOST_RUNS = 5_000               # in an archive: each costs a folder, however small its files are
 DECODER_MEMORY = 2**27          # bytes; what `write_archive` wrote needs a tenth of this
-ROOT_OF_DATA = re.compile(rb',\s*"root": "(?:[^"\\]|\\.)*"')    # as `RunFolder.record_start` writes it
 NAMED = 5                       # most runs that an error message lists
 
 
@@ -52,7 +51,7 @@ class Place(NamedTuple):
 def write_archive(runs: Sequence[Place], out: Path) -> None:
     """Write the three files of each run into one archive, atomically. A missing file is left out.
 
-    The absolute path of the data, which run.json has, stays out. A run goes by the name of its folder. Raises CheckpointError if two runs have the same name, if
+    The absolute paths of the data and of train.py, which run.json has, stay out. A run goes by the name of its folder. Raises CheckpointError if two runs have the same name, if
     a file cannot be read, if there is more than an archive may hold, if `out` cannot be written, or
     if its name does not end in .tar.xz: it may be that of a run, given by mistake.
     """
@@ -78,12 +77,23 @@ def write_archive(runs: Sequence[Place], out: Path) -> None:
         file.write(lzma.compress(packed.getvalue(), preset=6 | lzma.PRESET_EXTREME))
 
 
+def without_paths(run_json: bytes) -> bytes:
+    """The contents of run.json without the machine's own paths: of the data, and of the program."""
+    starts = json.loads(run_json)
+    for start in starts:
+        start.get("data", {}).pop("root", None)
+        start["command"][:1] = [Path(word).name for word in start["command"][:1]]
+    if starts == json.loads(run_json):               # nothing was left out: the same bytes
+        return run_json
+    return (json.dumps(starts, indent=2) + "\n").encode()
+
+
 def _add(archive: tarfile.TarFile, name: str, path: Path) -> None:
     """Add the file at `path` under `name`, with fixed times and owners; nothing if there is none."""
     try:
         content = path.read_bytes()
         if path.name == "run.json":
-            content = ROOT_OF_DATA.sub(b"", content)
+            content = without_paths(content)
     except FileNotFoundError:
         return
     except OSError as error:
