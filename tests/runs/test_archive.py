@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import lzma
 import os
 import sys
@@ -51,6 +52,8 @@ def test_paths_of_the_machine_stay_out(written_run, tmp_path, monkeypatch):
     assert expected[-1]["data"].pop("root") == images["root"]
     assert expected[-1]["command"].pop(0) == "/home/somebody/train.py"
     assert starts[-1]["command"].pop(0) == "train.py" and starts == expected
+    strange = b'[{"command": [3], "data": null}]'    # of another program: no error, and no change but 3
+    assert json.loads(archive.without_paths(strange)) == [{"command": ["3"], "data": None}]
 
 
 def test_the_files_of_a_run_are_the_same_in_the_archive(packed, tmp_path):

@@ -33,10 +33,11 @@ target_mass: the mass that every head is to have. Either one number for all bloc
     constant factor per block. Q and K are solved for on the code alone and then scaled as described
     in point 3, so on images the mass differs from the wanted one, in the first block most: on
     CIFAR-10 it is .48 there by default, and .69 with constant_share = 0.95. train.py prints it. The
-    default is the pair (0.3, 0.02), a soft start that fades with depth. A single number must be above uniform attention,
-    1/N. Of a pair, whether it is the default or not, an end below 1.25/N is raised to 1.25/N, so
-    that a pair is possible on every grid: Q and K of uniform attention would be zero, and no
-    gradient would reach them. The default is changed by this rule only where N ≤ 62.
+    default is the pair (0.3, 0.02), a soft start that fades with depth. A single number must be
+    above uniform attention, 1/N. Of a pair, whether it is the default or not, an end below 1.25/N
+    is raised to 1.25/N, so that a pair is possible on every grid: Q and K of uniform attention
+    would be zero, and no gradient would reach them. The default is changed by this rule only where
+    N ≤ 62.
 target: "impulse": a single peak at the target. "gaussian": logits −‖Δ − δ‖² / 2 sigma² at
     displacement Δ from the query, for a head of offset δ, as closely as the waves that the head
     reads can represent them; target_mass is then ignored.

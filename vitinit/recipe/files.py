@@ -1,8 +1,9 @@
 """Recipe files: reading, overriding, checking and writing them.
 
-A recipe must state every key, and may not have unknown keys or a key twice. So `diff` between two recipes shows every difference
-between two experiments. Every error is a `RecipeError` of one line that names the file or option,
-the key, what was expected, and the nearest valid key. This module uses the standard library only.
+A recipe must state every key, and may not have unknown keys or a key twice. So `diff` between two
+recipes shows every difference between two experiments. Every error is a `RecipeError` of one line
+that names the file or option, the key, what was expected, and the nearest valid key. This module
+uses the standard library only.
 """
 
 from __future__ import annotations

@@ -51,9 +51,10 @@ class Place(NamedTuple):
 def write_archive(runs: Sequence[Place], out: Path) -> None:
     """Write the three files of each run into one archive, atomically. A missing file is left out.
 
-    The absolute paths of the data and of train.py, which run.json has, stay out. A run goes by the name of its folder. Raises CheckpointError if two runs have the same name, if
-    a file cannot be read, if there is more than an archive may hold, if `out` cannot be written, or
-    if its name does not end in .tar.xz: it may be that of a run, given by mistake.
+    The absolute paths of the data and of train.py, which run.json has, stay out. A run goes by the
+    name of its folder. Raises CheckpointError if two runs have the same name, if a file cannot be
+    read, if there is more than an archive may hold, if `out` cannot be written, or if its name does
+    not end in .tar.xz: it may be that of a run, given by mistake.
     """
     if not out.name.endswith(SUFFIX):
         raise CheckpointError(f"{out}: not the name of an archive, expected one such as runs{SUFFIX}")
@@ -81,8 +82,9 @@ def without_paths(run_json: bytes) -> bytes:
     """The contents of run.json without the machine's own paths: of the data, and of the program."""
     starts = json.loads(run_json)
     for start in starts:
-        start.get("data", {}).pop("root", None)
-        start["command"][:1] = [Path(word).name for word in start["command"][:1]]
+        if isinstance(start.get("data"), dict):
+            start["data"].pop("root", None)
+        start["command"][:1] = [Path(str(word)).name for word in start["command"][:1]]
     if starts == json.loads(run_json):               # nothing was left out: the same bytes
         return run_json
     return (json.dumps(starts, indent=2) + "\n").encode()

@@ -226,7 +226,8 @@ class RunFolder:
 def disk_space(model: nn.Module, optimizer: torch.optim.Optimizer, *, ema: bool, kept: int) -> str:
     """The disk space that the checkpoints of a run take, in words.
 
-    Of each weight AdamW stores two moments, Muon one. ema: whether the run has a moving average. kept: the number of epochs in checkpoint.keep_epochs.
+    Of each weight AdamW stores two moments, Muon one. ema: whether the run has a moving average.
+    kept: the number of epochs in checkpoint.keep_epochs.
     """
     weights = sum(value.nbytes for value in model.state_dict().values()) * (2 if ema else 1)
     moments = sum(p.nbytes * (1 if group["muon"] else 2)

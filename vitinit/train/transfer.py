@@ -52,8 +52,9 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path,
 
     Position embeddings for another grid are resized with torch's antialiased bicubic interpolation,
     as in timm. DeiT's code does not antialias, which gives other values, also when they grow. Those
-    of tokens before the patches (class token and the like) are not resized. The checkpoint and the model may differ in the tensors below. Such a tensor is
-    dropped if only the checkpoint has it, and stays as its init drew it if only the model has it:
+    of tokens before the patches (class token and the like) are not resized. The checkpoint and the
+    model may differ in the tensors below. Such a tensor is dropped if only the checkpoint has it,
+    and stays as its init drew it if only the model has it:
 
         the classifier (`head…`)            another number of classes, or none
         cls_token, dist_token, reg_token    any that only the model has; the first two also if only
