@@ -10,9 +10,10 @@ Read this file from top to bottom:
 
 A run folder (its last.pt is read) and the checkpoints in it contain their recipe; the model and its
 moving average (EMA) are evaluated. For any other checkpoint, such as DeiT's own, --recipe describes
-the model. Without --data each checkpoint is evaluated on the validation set of its recipe. A single
-result is printed as a line, several as a table. One JSON object per checkpoint and data set
-follows, or is written to the FILE of --json.
+the model, unless it is a folder of transformers with its config.json; a line says what is assumed
+that tensors do not show. Without --data each checkpoint is evaluated on the validation set of its
+recipe. A single result is printed as a line, several as a table. One JSON object per checkpoint and
+data set follows, or is written to the FILE of --json.
 
 Two further sets are parts of a run's own training set, and go by names of their own: `train`, the
 images that it was trained on, without augmentation (--train-images); and `held_out`, the validation
@@ -39,7 +40,7 @@ from torch import Tensor, nn
 
 from vitinit.command_line import Parser, run_program
 from vitinit.data.class_subsets import class_indices, imagenet_wnids
-from vitinit.data.datasets import DATA_SETS, Source, download, is_wnid, open_split
+from vitinit.data.datasets import DATA_SETS, Source, download, is_wnid, open_split, oriented
 from vitinit.data.eval_sets import EVAL_SETS, EvaluatedSet, NamedSet, TrainingPart, open_to_evaluate
 from vitinit.data.images import DataError
 from vitinit.data.kept import KeptViews, kept_views
@@ -47,8 +48,8 @@ from vitinit.data.loader import EvalViews
 from vitinit.data.pipeline import EvaluationBatches
 from vitinit.data.to_device import ToDevice
 from vitinit.data.workers import start_fork_server
-from vitinit.recipe.files import Override, RecipeError, find_recipe
-from vitinit.recipe.resolve import moved, overrides, resolve_recipe
+from vitinit.recipe.files import RECIPES, Override, RecipeError, find_recipe
+from vitinit.recipe.resolve import moved, overrides
 from vitinit.recipe.sections import Recipe
 from vitinit.recipe.values import nearest
 from vitinit.runs.report import Finding, report
@@ -61,8 +62,7 @@ from vitinit.train.interruption import StopRequest
 from vitinit.train.metrics import ProgressBar
 from vitinit.train.throughput import TIMED_PASSES, WARMUP_PASSES, Throughput, throughput
 
-REPOSITORY = Path(__file__).resolve().parent
-HELD_OUT = "data.held_out_per_class"    # --set may only change it to 0, see `for_evaluation`
+HELD_OUT = "data.held_out_per_class"    # --set may only change it to 0, see `changeable_keys`
 # The keys that --set may change in a recipe that a checkpoint contains: how it is evaluated.
 EVALUATION_KEYS = ("eval.crop_pct", "eval.interpolation", "eval.batch_size", "eval.cache_gib",
                    "data.workers", "data.on_device_gib", HELD_OUT, "engine.amp", "engine.compile",
@@ -137,41 +137,37 @@ def open_checkpoints(args: argparse.Namespace) -> list[Saved]:
     Raises RecipeError or CheckpointError for the first one that cannot be opened, and RecipeError
     if --recipe is given but no checkpoint needs it.
     """
-    foreign = None if args.recipe is None else resolve_recipe(
-        find_recipe(args.recipe, REPOSITORY / "recipes"),
-        overrides(data_dir=args.data_dir, sets=args.set))
-    changes = for_evaluation(args)
-    found = [open_saved(path, recipe=foreign, changes=changes, image_size=args.image_size)
-             for path in args.checkpoint]
-    if foreign is not None and all(saved.brings_recipe for saved in found):
+    recipe = None if args.recipe is None else find_recipe(args.recipe, RECIPES)
+    changes = overrides(sets=args.set)
+    found = [open_saved(path, recipe=recipe, changes=changes, image_size=args.image_size,
+                        changeable=changeable_keys(changes, args)) for path in args.checkpoint]
+    if recipe is not None and all(saved.brings_recipe for saved in found):
         raise RecipeError(f"--recipe {args.recipe}: {found[0].path} brings its own recipe; --recipe "
                           "is for checkpoints that hold none")
     return [saved._replace(recipe=moved(saved.recipe, args.data_dir)) for saved in found]
 
 
-def for_evaluation(args: argparse.Namespace) -> list[Override]:
-    """The overrides of --set that apply to a recipe which a checkpoint contains.
+def changeable_keys(changes: Sequence[Override], args: argparse.Namespace) -> list[str]:
+    """Those of EVALUATION_KEYS that `changes` may change in a recipe which a checkpoint contains.
 
-    Other overrides apply to the recipe of --recipe alone; RecipeError if there is none. Which images
-    were held out was settled before the training, so HELD_OUT can only become 0: the model is then
-    evaluated on the data set's own test images.
+    Which images were held out was settled before the training, so HELD_OUT can only become 0: the
+    model is then evaluated on the data set's own test images. Raises RecipeError for another value,
+    unless it is for the recipe of --recipe, and where other options name what to evaluate on.
     """
-    changes = overrides(sets=args.set)
-    usable = [change for change in changes if change.key in EVALUATION_KEYS and
-              (change.key != HELD_OUT or change.value == 0)]
-    for change in changes if args.recipe is None else []:
-        if change.key not in EVALUATION_KEYS:
-            raise RecipeError(f"{change.text}: the checkpoint brings its own recipe, of which only "
-                              f"how to evaluate can change{nearest(change.key, EVALUATION_KEYS)}")
-        if change not in usable:
+    keys = list(EVALUATION_KEYS)
+    for change in changes:
+        if change.key != HELD_OUT:
+            continue
+        if change.value != 0 and args.recipe is None:
             raise RecipeError(f"{change.text}: a run's held-out images were chosen before it was "
                               "trained; expected 0, for the test images of its data set")
-    for change in usable:
-        if change.key == HELD_OUT and (args.data or args.train_images):
+        if change.value != 0:
+            keys = [key for key in keys if key != HELD_OUT]
+        elif args.data or args.train_images:
             option = "--train-images" if args.train_images else "--data"
             raise RecipeError(f"{change.text}: chooses the validation set, in place of which {option} "
                               "names what to evaluate on; expected one of the two")
-    return usable
+    return keys
 
 
 def sets_of(saved: Saved, args: argparse.Namespace) -> list[EvaluatedSet]:
@@ -233,7 +229,7 @@ def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor |
     if classes is None and count == len(imagenet_wnids()) and all(map(is_wnid, found)):
         classes = imagenet_wnids()
     if classes is None and len(found) != count:
-        raise DataError(f"{eval_set}: {len(found)} classes found, and {saved.path} is a model of "
+        raise DataError(f"{eval_set}: {len(found)} classes found, and {saved.name} is a model of "
                         f"{count} whose names it does not hold; expected the set that it was "
                         "trained on")
     if classes is None or classes == list(found):
@@ -241,7 +237,7 @@ def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor |
     try:
         return torch.tensor(class_indices(classes, found))
     except DataError as error:
-        raise DataError(f"{eval_set}: {error}; the model is {saved.path}") from None
+        raise DataError(f"{eval_set}: {error}; the model is {saved.name}") from None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -256,6 +252,7 @@ class ViewSettings(NamedTuple):
     size: tuple[int, int]       # (height, width)
     crop_pct: float
     interpolation: str
+    apply_exif_orientation: bool
 
 
 class PassSettings(NamedTuple):
@@ -272,7 +269,8 @@ class PassSettings(NamedTuple):
 def view_settings_of(saved: Saved, eval_set: EvaluatedSet) -> ViewSettings:
     """Those of one checkpoint on one data set."""
     how = saved.recipe.eval
-    return ViewSettings(eval_set, saved.size, how.crop_pct, how.interpolation)
+    return ViewSettings(eval_set, saved.size, how.crop_pct, how.interpolation,
+                        saved.recipe.data.apply_exif_orientation)
 
 
 def pass_settings_of(saved: Saved) -> PassSettings:
@@ -288,8 +286,9 @@ def views_for(view: ViewSettings, source: Source, recipes: Sequence[Recipe], pas
 
     recipes: those of the models; the largest of their data.on_device_gib and eval.cache_gib apply.
     """
-    views = EvalViews(source, rank=processes.rank, world_size=processes.world_size, size=view.size,
-                      crop_pct=view.crop_pct, interpolation=view.interpolation)
+    views = EvalViews(oriented(source, view.apply_exif_orientation), rank=processes.rank,
+                      world_size=processes.world_size, size=view.size, crop_pct=view.crop_pct,
+                      interpolation=view.interpolation)
     if passes == 1:
         return KeptViews(views, None)
     return kept_views(views, processes.device,
@@ -321,6 +320,9 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
     processes.on_each_machine(
         lambda: download_sets(eval_set for group in eval_sets for eval_set in group))
     sources = on_all(lambda: open_sets(eval_sets, checkpoints, own=not args.data))
+    for line in dict.fromkeys(source.left_out for source in sources.values() if source.left_out):
+        if processes.is_main:
+            print(line, flush=True)
     columns = on_all(lambda: {
         (number, eval_set): columns_of(checkpoints[number], eval_set, sources[eval_set])
         for number in numbers for eval_set in eval_sets[number]})
@@ -328,6 +330,10 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
     # Models, on the CPU until they are needed. --------------------------------------------------
     models = on_all(lambda: [[saved.model(name) for name in saved.weights]
                              for saved in checkpoints])
+    if processes.is_main:
+        for saved, group in zip(checkpoints, models):
+            if not saved.brings_recipe:
+                print(saved.assumptions(group[0]), file=sys.stderr, flush=True)
     # The checkpoints' own tensors are no longer needed, only the names of their weights.
     checkpoints = [saved._replace(state=dict.fromkeys(saved.weights, True))
                    for saved in checkpoints]
@@ -358,7 +364,7 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
                 results[number, view.eval_set] = [next(found) for _ in models[number]]
 
     if processes.is_main:
-        report([Finding(str(saved.path), saved.recipe.name, eval_set, saved.size,
+        report([Finding(saved.name, saved.recipe.name, eval_set, saved.size,
                         saved.recipe.data.num_classes, list(sources[eval_set].classes),
                         speeds[number], dict(zip(saved.weights, results[number, eval_set])))
                 for number, saved in enumerate(checkpoints) for eval_set in eval_sets[number]],
@@ -378,7 +384,7 @@ def speed(saved: Saved, model: nn.Module, processes: Processes) -> Throughput:
                            channels_last=recipe.engine.channels_last, bar=bar)
     model.cpu()
     if processes.is_main:
-        print(f"{saved.path}  {found.images_per_second:.1f} images/s, {found.milliseconds:.2f} "
+        print(f"{saved.name}  {found.images_per_second:.1f} images/s, {found.milliseconds:.2f} "
               f"ms per batch of {found.batch_size} at {saved.size[0]}×{saved.size[1]}, amp "
               f"{recipe.engine.amp}, median of {TIMED_PASSES} passes after {WARMUP_PASSES}; peak "
               f"memory {found.peak_memory}, {describe_device(device)}", flush=True)

@@ -1,6 +1,6 @@
 """Train a model as a recipe describes.
 
-    torchrun train.py --recipe deit_base --init impulse --data-dir /data/imagenet
+    python train.py --recipe deit_base --init impulse --data-dir /data/imagenet
 
 Read this file from top to bottom:
     recipe → data → model → init → optimiser → engine → run folder
@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitinit.command_line import Parser, building, integer, run_program
-from vitinit.data.datasets import Source, download, fingerprint, folder_of, open_split
+from vitinit.data.datasets import (Source, download, fingerprint, folder_of, open_split,
+                                   oriented)
 from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleDraws, SampleKey
 from vitinit.data.images import DataError
 from vitinit.data.kept import kept_views
@@ -43,8 +44,10 @@ from vitinit.init.weight_selection import select_weights
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models.convert import native_tensors
 from vitinit.models.layers import draw_drop_path
-from vitinit.recipe.files import dump_recipe
+from vitinit.recipe.files import RECIPES, dump_recipe
+from vitinit.recipe.resolve import with_num_classes
 from vitinit.recipe.sections import Recipe
+from vitinit.runs import foreign
 from vitinit.runs.folder import read_checkpoint
 from vitinit.runs.lock import RunLock
 from vitinit.runs.records import epoch_line, metrics_row
@@ -52,6 +55,7 @@ from vitinit.runs.resume import (choose_run, require_same_data, require_same_mic
                                  settings)
 from vitinit.runs.start import built, initialise, open_training_set, training_views
 from vitinit.runs.summary import cautions, rehearsal, summary
+from vitinit.runs.trained import named_run
 from vitinit.train import distributed
 from vitinit.train.checkpoint import CheckpointError, model_state
 from vitinit.train.device import describe_device, memory_for, peak_memory
@@ -65,7 +69,7 @@ from vitinit.train.optim import adamw, learning_rate, muon, scaled_lr, set_learn
 from vitinit.train.profile import LARGEST, MOST_PROFILED, StepProfiler
 from vitinit.train.state import TrainState
 from vitinit.train.throughput import training_flops
-from vitinit.train.transfer import Transfer, start_from
+from vitinit.train.transfer import start_from
 
 REPOSITORY = Path(__file__).resolve().parent
 MASS_IMAGES = 64                # training images on which the mass on the init's targets is measured
@@ -109,10 +113,13 @@ def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool)
     if not dry_run:
         processes.on_each_machine(lambda: download(data.name, root))
     whole_set, train_set = processes.on_all(lambda: open_training_set(data, root))
-    val_set = processes.on_all(lambda: open_split(data.name, root, "val", data.num_classes))
+    classes = len(whole_set.classes)
     if data.held_out_per_class:                      # validate on these; the test set stays unused
         val_set = processes.on_all(lambda: held_out_part(
             whole_set, images_per_class=data.held_out_per_class, seed=data.subset_seed))
+    else:
+        val_set = processes.on_all(lambda: oriented(open_split(data.name, root, "val", classes),
+                                                    data.apply_exif_orientation))
 
     # Which images each step uses, and which of them this process loads.
     mixing = MixSettings(**vars(recipe.mix))
@@ -141,7 +148,7 @@ def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool)
     prepare_to_measure = ToDevice(processes.device, **as_input)
     prepare_to_train = TrainToDevice(
         processes.device, **as_input, fill=recipe.rand_augment.fill, erase_fill=erasing.fill,
-        erase_after_mix=augment.erase_after_mix, mixing=mixing, num_classes=data.num_classes,
+        erase_after_mix=augment.erase_after_mix, mixing=mixing, num_classes=classes,
         seed=recipe.run.seed)
 
     with ProgressBar("decode", len(train_set), shown=processes.is_main) as bar:
@@ -189,9 +196,7 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
         processes.on_all(lambda: initialise(model, recipe, train_set))
     notes = []
     if saved is None and init.checkpoint:
-        transfer = processes.on_all(lambda: fine_tune(
-            model, Path(init.checkpoint), init.checkpoint_weights, init.checkpoint_fit))
-        notes = [f"start   {init.checkpoint}, {init.checkpoint_fit}: {transfer}"]
+        notes = processes.on_all(lambda: fine_tune(model, recipe))
     elif saved is None:
         notes = processes.on_all(lambda: what_the_init_achieved(model, recipe, train_set)
                                  if processes.is_main else [])
@@ -239,21 +244,30 @@ def what_the_init_achieved(model: nn.Module, recipe: Recipe, train_set: Source) 
     return [f"mass    {found}", *([f"warning {short}"] if short else [])]
 
 
-def fine_tune(model: nn.Module, path: Path, weights: str, fit: str) -> Transfer:
-    """Load weights into `model`, which has been initialised, and return what was loaded.
+def fine_tune(model: nn.Module, recipe: Recipe) -> list[str]:
+    """Load the weights of init.checkpoint into `model`, which has been initialised.
 
-    path: a checkpoint, or a run folder, as for `read_checkpoint`. weights: "model" or "ema".
-    fit: recipe key init.checkpoint_fit; "select" takes evenly spaced elements of a larger model's
-    weights (`select_weights`). Raises CheckpointError if the checkpoint does not fit.
+    The checkpoint is a file, a run folder, or a folder of transformers. Where init.checkpoint_fit
+    is "select", evenly spaced elements of a larger model's weights are taken (`select_weights`).
+
+    Returns lines for the summary: what was loaded and, for another project's checkpoint, what is
+    assumed that tensors do not show. Raises CheckpointError if the checkpoint does not fit.
     """
-    state, path = read_checkpoint(path)
-    tensors = native_tensors(model_state(state, path, weights))
-    if fit == "select":
+    init = recipe.init
+    state, path = read_checkpoint(named_run(Path(init.checkpoint)))
+    tensors = native_tensors(model_state(state, path, init.checkpoint_weights))
+    notes = []
+    if "recipe" not in state:
+        description = foreign.described(path, str(state.get("arch", "")))
+        foreign.require_same_function(description, recipe)
+        notes = [f"note    {foreign.assumptions(model, recipe, description)}"]
+    if init.checkpoint_fit == "select":
         try:
             tensors = select_weights(model, tensors)
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None
-    return start_from(model, tensors, path, state.get("grid"))
+    transfer = start_from(model, tensors, path, state.get("grid"))
+    return [f"start   {init.checkpoint}, {init.checkpoint_fit}: {transfer}", *notes]
 
 
 def wrapped(state: TrainState, recipe: Recipe, processes: Processes
@@ -301,13 +315,14 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
     say = partial(print, flush=True) if processes.is_main else lambda *_: None
 
     # Choose a new run, or one to resume. --------------------------------------------------------
-    chosen = choose_run(args, processes, REPOSITORY / "recipes", lock, say)
+    chosen = choose_run(args, processes, RECIPES, lock, say)
     if chosen is None:
         return 0
     folder, saved, recipe, root = chosen
     processes.require_equal(settings(recipe))
     with building(f"recipe {recipe.name}", "data"):
         data = open_data(recipe, root, processes, dry_run=args.dry_run)
+    recipe = with_num_classes(recipe, len(data.whole_set.classes))
     processes.require_equal(seen := identity(data, root))
     seen["root"] = root and str(folder_of(root).absolute())
     if saved is not None:

@@ -64,6 +64,7 @@ def test_memory_says_how_many_images_of_a_recipe_fit(capsys):
                      r"50 in half of 1 GiB", half)
     # 50 images need more than the 42 MiB that are left; 10 is the next even divisor of 50.
     assert "at most 10 in half of 0.1 GiB" in tenth
+    assert "MiB per image" in run(capsys, "memory", "--recipe", "photos")   # of any number of classes
     assert re.search("^vitinit.bench: .*no-such-recipe",
                      refusal(capsys, "memory", "--recipe", "no-such-recipe"))
 

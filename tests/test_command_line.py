@@ -9,9 +9,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from vitinit.command_line import Parser, complain
 from vitinit.data.draw import CropAndFlip, Erasing, RandAugment
@@ -24,7 +26,7 @@ from vitinit.recipe.resolve import fresh_recipe, moved, overrides, resolve_optio
 from vitinit.recipe.sections import InitSection, ModelSection
 from vitinit.recipe.values import to_toml
 from vitinit.train.checkpoint import CheckpointError
-from vitinit.train.distributed import LaunchError
+from vitinit.train.distributed import LaunchError, LostProcess
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FLAGS = ["--recipe", "--init", "--data-dir", "--out-dir", "--seed", "--resume", "--dry-run",
@@ -511,6 +513,21 @@ def test_the_other_processes_keep_silent(monkeypatch, capsys, rank):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("error, left", [(RecipeError("no such recipe"), True),
+                                         (LostProcess("another one has ended"), False)])
+def test_torchrun_is_left_the_cause_and_not_its_consequence(monkeypatch, tmp_path, error, left):
+    """ProcessFailure is what torchrun reads the file by, and what its report quotes."""
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    monkeypatch.setenv("RANK", "1")
+    complain("train.py", error)
+    assert report.exists() == left
+    if left:
+        failure = ProcessFailure(local_rank=1, pid=3, exitcode=2, error_file=str(report))
+        assert failure.message["message"] == "train.py: no such recipe"
+        assert 0 <= time.time() - failure.timestamp < 600
+
+
 # ---------------------------------------------------------------------------------------------
 # The program itself
 # ---------------------------------------------------------------------------------------------
@@ -524,14 +541,16 @@ def test_a_misspelt_key_ends_the_program_with_2_and_one_line(repository, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_under_torchrun_the_line_is_printed_once_and_workers_exit_with_2(repository, tmp_path):
+def test_under_torchrun_the_line_is_the_last_that_is_said_and_workers_exit_with_2(repository, tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
          str(repository / "train.py"), *MISSPELT], cwd=tmp_path, env=environment(),
         capture_output=True, text=True, timeout=240)
     printed = result.stdout + result.stderr
     assert result.returncode != 0
-    assert printed.count(COMPLAINT) == printed.count("train.py: ") == 1
+    said = [line for line in printed.splitlines() if line.strip("=")]
+    assert said[-1].strip() == f"traceback : {COMPLAINT}"        # in torchrun's report, the last line
+    assert said.count(COMPLAINT) <= 1                # none if torchrun ended the main process before
     assert 'train.py", line' not in printed          # torchrun's report has a traceback of its own
     assert re.search(r"Root Cause.*exitcode\s*: 2 \(pid", printed, re.DOTALL)
     assert list(tmp_path.iterdir()) == []

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from vitinit import compare
+from vitinit.figures.__main__ import main as figures
+from vitinit.train.metrics import StepRow
 
 
 def run(monkeypatch, *arguments: object) -> None:
@@ -234,6 +237,36 @@ def test_without_matplotlib_the_report_is_written_and_the_extra_named(
     with pytest.raises(SystemExit, match=r"needs matplotlib: pip install 'vitinit\[figures\]'"):
         run(monkeypatch, *six_runs, "--out", tmp_path / "out")
     assert (tmp_path / "out" / "comparison.md").exists()
+
+
+@pytest.mark.parametrize("program", ["compare", "pack", "curves", "steps"])
+def test_a_pattern_may_find_logs_and_pictures_beside_the_runs(capsys, six_runs, tmp_path, program):
+    """runs/* after a sweep with --jobs; a folder that holds a part of a run is still an error."""
+    (tmp_path / "logs").mkdir()
+    others = [tmp_path / "logs", tmp_path / "default-1.log", tmp_path / "empty.log"]
+    for file in others[1:]:
+        file.write_text("epoch 1/2\n" if "default" in file.name else "")
+    main, before, after = {
+        "compare": (compare.main, [], []),
+        "pack": (compare.main, [], ["--pack", tmp_path / "a.tar.xz"]),
+        "curves": (figures, ["curves"], ["--out", tmp_path / "a.png"]),
+        "steps": (figures, ["curves", "--steps"], ["--out", tmp_path / "a.png"])}[program]
+
+    for folder in six_runs:
+        row = dict.fromkeys(StepRow._fields, 1.0) | {"step": 1}
+        (folder / "steps.jsonl").write_text(json.dumps(row))
+
+    def ended(*runs: Path) -> int:
+        return main([str(word) for word in (*before, *runs, *after)])
+    assert ended(others[0], *six_runs, *others[1:]) == 0
+    assert capsys.readouterr().err == (
+        f"warning left out, no run: {', '.join(map(str, others))}\n")
+    assert ended(*others) == 2 and "no" in capsys.readouterr().err
+    part = tmp_path / "part"
+    part.mkdir()
+    (part / "metrics.jsonl").write_text("")
+    assert ended(six_runs[0], part) == 2
+    assert "part: not a run's folder, there is no recipe.toml in it" in capsys.readouterr().err
 
 
 def test_what_is_wrong_is_one_line(capsys, six_runs, written_run, tmp_path):

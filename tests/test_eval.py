@@ -66,7 +66,8 @@ def by_hand(model, source, columns, size=(8, 8), crop_pct=0.875) -> dict:
     count = len(source.labels)
     return {"loss": pytest.approx(loss / count, rel=1e-5),
             "top1": pytest.approx(100 * top1 / count),
-            "top5": pytest.approx(100 * top5 / count), "images": count,
+            "top5": pytest.approx(100 * top5 / count) if len(source.classes) > 5 else None,
+            "images": count,
             "per_class": [{"class": name, "correct": correct, "total": total}
                           for name, (correct, total) in zip(source.classes, per_class)]}
 
@@ -219,7 +220,7 @@ def test_a_part_of_the_models_classes_competes_among_itself(eval_program, tmp_pa
     """Two models of 1000 unnamed classes on seven of ImageNet's synset ids, at their known indices."""
     wnids = imagenet_wnids()[998:2:-143]
     root = write_images(tmp_path / "part", wnids, seed=1)
-    source = open_split("image_folder", str(root), "val", None)
+    source = open_split("image_folder", str(root), "val", 0)
     columns = [imagenet_wnids().index(name) for name in source.classes]
     paths = []
     for seed in (0, 1):
@@ -309,7 +310,7 @@ def test_images_are_decoded_once_for_all_models_that_see_them_alike(
                                          for name in ("model", "ema"))):
         result = found[name]
         assert row == [found["checkpoint"], name, f"image_folder={found['data_dir']}",
-                       f"{result['top1']:.3f}", f"{result['top5']:.3f}", f"{result['loss']:.4f}",
+                       f"{result['top1']:.3f}", "–", f"{result['loss']:.4f}",
                        str(result["images"])]
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
 
 import vitinit
 from vitinit import export
 from vitinit.data.augment import normalise
-from vitinit.recipe.files import load_recipe
+from vitinit.recipe.files import dump_recipe, from_dict, load_recipe
 from vitinit.recipe.resolve import overrides, resolve_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -103,6 +106,62 @@ def test_a_program_is_compared_on_images_of_the_validation_set_or_a_folder(image
     assert views.shape == (7, 3, 8, 8) and len(views.flatten(1).unique(dim=0)) == 7
 
 
+def contents(path: Path) -> dict[str, bytes]:
+    """Everything that a file or folder holds, by name; an archive's entries for themselves, too."""
+    found = {}
+    for file in [path] if path.is_file() else sorted(path.iterdir()):
+        found[file.name] = file.read_bytes()
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                found |= {f"{file.name}/{name}": archive.read(name) for name in archive.namelist()}
+    return found
+
+
+@pytest.mark.parametrize("content, status", [("{", 2), ("[3]", 2), ('[{"device": "/a/b"}]', 0)])
+def test_a_run_with_a_strange_run_json_is_exported_or_one_line(content, status, tmp_path, capsys):
+    run = Path(shutil.copytree(RUN, tmp_path / "run"))
+    (run / "run.json").write_text(content)
+    assert exported(run, "--to", "run", "--out", tmp_path / "out") == status
+    assert capsys.readouterr().err.count("run.json: not what a run writes") == (status == 2)
+    assert (tmp_path / "out").exists() == (status == 0)
+
+
+@pytest.mark.parametrize("kind", ["torch", "torch normalise", "safetensors", "run"])
+def test_no_export_contains_an_image_or_a_path_of_this_machine(checkpoint, tmp_path, kind):
+    """They are often given to others. The images that a program is compared on are the user's."""
+    home = tmp_path / "home-of-ada"
+    folder = home / "photographs"
+    folder.mkdir(parents=True)
+    noise = torch.Generator().manual_seed(5)
+    for number in range(7):
+        pixels = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8, generator=noise)
+        Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
+    run = home / "run"
+    run.mkdir()
+    state = torch.load(checkpoint)
+    recipe = from_dict(state["recipe"], "", overrides(data_dir=str(folder), sets=[
+        f"init.checkpoint={home}/pretrained.pt"]))
+    torch.save(state | {"recipe": recipe.as_dict()}, run / "last.pt")
+    (run / "recipe.toml").write_text(dump_recipe(recipe))
+    (run / "run.json").write_text(json.dumps([{
+        "command": [f"{home}/train.py", "--data-dir", f"{folder}", "--set",
+                    f"init.checkpoint={home}/pretrained.pt"], "data": {"root": str(folder)}}]))
+    out, (to, *inside) = tmp_path / "out", kind.split()
+    images = [] if to == "safetensors" else ["--images", folder]
+    assert exported(run, "--to", to, "--out", out, *images, *[f"--{word}" for word in inside]) == 0
+    trained, found = vitinit.load(run), contents(out)
+    for view in export.views_to_check(trained, folder)[0]:
+        for pixels in (view, normalise(view[None], trained.recipe.data.mean, trained.recipe.data.std)):
+            start = pixels.contiguous().numpy().tobytes()[:48]
+            assert not [name for name, content in found.items() if start in content]
+    for place in (str(tmp_path), str(REPOSITORY)):
+        assert not [name for name, content in found.items() if place.encode() in content]
+    samples = {name: len(content) for name, content in found.items() if "sample_inputs" in name}
+    assert not any(samples.values())
+    text = b"".join(found.values())
+    assert b"pretrained.pt" in text and b"photographs" in text           # the last parts stay
+
+
 def test_moving_average_and_another_size_are_exported_too(tmp_path):
     out = tmp_path / "out.safetensors"
     assert exported(RUN, "--to", "safetensors", "--out", out, "--weights", "ema", "--image-size",
@@ -125,8 +184,9 @@ def test_a_run_is_exported_as_a_run_with_weights_in_half_precision(tmp_path, cap
     assert f"{sum(path.stat().st_size for path in out.iterdir()) / 1e6:.1f} MB" in printed
     assert {path.name for path in out.iterdir()} == {"recipe.toml", "run.json", "metrics.jsonl",
                                                      "last.pt"}
-    for name in ("recipe.toml", "run.json", "metrics.jsonl"):
+    for name in ("run.json", "metrics.jsonl"):
         assert (out / name).read_bytes() == (RUN / name).read_bytes()
+    assert load_recipe(out / "recipe.toml") == load_recipe(RUN / "recipe.toml")
     ours, theirs = vitinit.load(out), vitinit.load(RUN, weights=weights)
     assert (ours.classes, ours.recipe, ours.image_size) == (theirs.classes, theirs.recipe,
                                                             theirs.image_size)

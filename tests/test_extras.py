@@ -1,14 +1,91 @@
-"""Every extra that README, recipe cards, messages and comments name exists in setup.cfg."""
+"""setup.cfg: the extras that pages and messages name exist, and a wheel holds all that it needs."""
 
 from __future__ import annotations
 
 import configparser
+import os
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 
 
-def test_every_extra_that_is_named_exists(repository):
+@pytest.fixture
+def setup(repository) -> configparser.ConfigParser:
     setup = configparser.ConfigParser()
     setup.read(repository / "setup.cfg")
+    return setup
+
+
+# ---------------------------------------------------------------------------------------------
+# A wheel
+# ---------------------------------------------------------------------------------------------
+
+
+def as_in_a_wheel(setup: configparser.ConfigParser, repository: Path) -> dict[str, Path]:
+    """The files that a wheel contains, by their place in it, as setuptools collects them.
+
+    It takes the modules of each package that is listed, and its data by pattern; package_dir says
+    where a package lies, if not in the folder of its name. (The real wheel takes ten seconds.)
+    """
+    folders = dict(re.findall(r"(\S+) = (\S+)", setup["options"]["package_dir"]))
+    found = {}
+    for name in setup["options"]["packages"].split():
+        inside = name.replace(".", "/")
+        outside = repository / folders.get(name, inside)
+        patterns = setup["options.package_data"].get(name, "").split(",")
+        for pattern in filter(None, ["*.py", *map(str.strip, patterns)]):
+            found |= {f"{inside}/{path.relative_to(outside).as_posix()}": path
+                      for path in outside.glob(pattern) if path.is_file()}
+    return found
+
+
+def test_a_wheel_contains_all_code_recipes_models_and_lessons(setup, repository):
+    found = set(as_in_a_wheel(setup, repository).values())
+    for pattern in ("vitinit/**/*.py", "vitinit/**/*.txt", "recipes/*.toml", "recipes/trained/*/*",
+                    "vitinit/lessons/*.md", "vitinit/lessons/images/*", "tests/data/cifar10/*/*"):
+        files = set(repository.glob(pattern))
+        assert files and files <= found, pattern
+    assert len([path for path in found if path.suffix == ".jpg"]) == 50
+
+
+def test_an_installed_package_predicts_and_teaches_without_the_repository(setup, repository, tmp_path):
+    """Predictions need the trained model, lesson 2 the photographs. A sweep needs train.py."""
+    for name, path in as_in_a_wheel(setup, repository).items():
+        (tmp_path / "site" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, tmp_path / "site" / name)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    photograph = tmp_path / "site/vitinit/lessons/cifar10/cat/0000.jpg"
+    code = f"""
+import vitinit
+from vitinit import predict, sweep
+from vitinit.lessons.__main__ import main
+from vitinit.recipe.files import RECIPES
+assert all(str(path).startswith({str(tmp_path)!r}) for path in (vitinit.__file__, RECIPES))
+assert predict.main(["cifar10_small", {str(photograph)!r}, "--workers", "0"]) == 0
+assert main(["2"]) == 0
+assert sweep.main(["--recipe", "quickstart", "--seeds", "0", "--dry-run"]) == 2
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=elsewhere, text=True, timeout=240,
+                            env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+                            capture_output=True)
+    assert result.returncode == 0, result.stderr
+    assert "1 of 1 images are classified as their folder says" in result.stdout
+    assert "blocks of code print what the page shows" in result.stdout
+    line, = result.stderr.splitlines()
+    assert line.startswith("vitinit.sweep: ") and "a sweep needs the repository" in line
+
+
+# ---------------------------------------------------------------------------------------------
+# Extras
+# ---------------------------------------------------------------------------------------------
+
+
+def test_every_extra_that_is_named_exists(setup, repository):
     extras = set(setup["options.extras_require"])
     texts = [repository / name for name in ("README.md", "train.py", "eval.py", "setup.cfg")]
     for pattern in ("vitinit/**/*.py", "vitinit/**/*.md", "recipes/*.toml", "recipes/*.md",

@@ -38,7 +38,7 @@ def panels(monkeypatch) -> list:
 
 def test_kernels_show_impulses_and_only_them(tmp_path):
     out = tmp_path / "kernels.png"
-    run("kernels", "--inits", "default", "impulse", "--num-heads", 3, "--embed-dim", 96, "--out",
+    run("kernels", "--init", "default", "impulse", "--num-heads", 3, "--embed-dim", 96, "--out",
         out)
     pixels = np.asarray(Image.open(out).convert("RGB")).astype(int)
     assert pixels.shape[1] > pixels.shape[0] > 300

@@ -14,6 +14,7 @@ from PIL import Image
 
 import vitinit
 from vitinit import predict as predict_module
+from vitinit.data.images import HEIF_REMEDY
 from vitinit.figures import sheet as sheet_module
 from vitinit.figures.sheet import attended
 from vitinit.mixing import mixing_matrices
@@ -49,6 +50,37 @@ def test_lines_are_the_models_guesses_in_order(folder, capsys, workers):
     assert last == f"{right} of 22 images are classified as their folder says ({100 * right / 22:.2f} %)"
 
 
+def test_what_a_folder_leaves_out_is_named_once(folder, capsys):
+    for name in ("a.HEIC", "b.heic", "c.mov", ".d.heic"):
+        (folder / "red" / name).touch()
+    assert predicted(RUN, folder, "--workers", 0) == 0
+    assert capsys.readouterr().err == (
+        f"vitinit.predict: left out: 2 .heic, 1 .mov in {folder}; {HEIF_REMEDY}\n")
+    for image in (folder / "red").glob("*.png"):
+        image.unlink()
+    assert predicted(RUN, folder / "red", "--workers", 0) == 2
+    assert capsys.readouterr().err == (
+        f"vitinit.predict: {folder / 'red'}: no images in it; left out: 2 .heic, 1 .mov in "
+        f"{folder / 'red'}; {HEIF_REMEDY}\n")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_photographs_are_upright_whatever_the_runs_recipe_says(tmp_path, workers, capsys):
+    trained = vitinit.load(RUN)
+    assert not trained.recipe.data.apply_exif_orientation
+    pixels = np.random.default_rng(0).integers(0, 256, (11, 13, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(pixels).save(tmp_path / "lying.png", exif=exif)
+    Image.fromarray(np.rot90(pixels, -1).copy()).save(tmp_path / "upright.png")
+    views = [trained.view(tmp_path / name) for name in ("lying.png", "upright.png")]
+    assert torch.equal(*views) and trained.view(Image.open(tmp_path / "lying.png")).equal(views[0])
+    assert trained.view((tmp_path / "lying.png").read_bytes()).equal(views[0])
+    assert predicted(RUN, tmp_path, "--workers", workers) == 0
+    lying, upright = (line.partition("  ")[2] for line in capsys.readouterr().out.splitlines())
+    assert lying == upright
+
+
 def test_json_and_csv_hold_every_image(folder, tmp_path, capsys):
     (folder / "red" / "05.png").write_bytes(b"no image")
     strange = tmp_path / "elsewhere" / "a, b\nc.png"
@@ -59,7 +91,9 @@ def test_json_and_csv_hold_every_image(folder, tmp_path, capsys):
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1
     assert f"vitinit.predict: {folder}/red/05.png: not a readable image, 8 bytes" in printed.err
-    assert printed.out.splitlines()[-1].endswith("1 of 21 could not be read")
+    *_, last, wrote_json, wrote_csv = printed.out.splitlines()
+    assert last.endswith("1 of 21 could not be read")
+    assert [wrote_json, wrote_csv] == [f"wrote {tmp_path / name}" for name in ("a.jsonl", "a.csv")]
     objects = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     rows = list(csv.DictReader(open(tmp_path / "a.csv", newline="")))
     assert len(objects) == len(rows) == 21
@@ -111,12 +145,38 @@ def test_of_many_images_the_sheet_shows_an_even_selection(folder, tmp_path, monk
             for tile, place in zip(drawn, [0, 4, 8, 12, 16], strict=True)] == [True] * 5
 
 
+def test_a_sheet_names_its_files_and_has_one_scale_of_attention(folder, tmp_path, monkeypatch):
+    """Attention without a preference is as dark as 1 on a scale to 4 or more, and not its brightest."""
+    figures = []
+    monkeypatch.setattr(sheet_module, "save", lambda figure, out: figures.append(figure))
+    view = vitinit.load(RUN).view(folder / "red" / "01.png")
+    uniform, peaked = torch.full((5, 7), 1 / 41), torch.zeros(5, 7)      # six tokens are no patches
+    peaked[1, 2] = 1.0
+    long = folder / ("very" * 9) / "IMG_20260102_030405.jpg"
+    for heats in ([uniform], [uniform, peaked]):
+        sheet_module.draw_sheet(tmp_path / "a.png", [
+            sheet_module.Tile(path, view, heat, None, "red", 0.5)
+            for path, heat in zip([str(folder / "red" / "01.png"), str(long)], heats)], heading="")
+        layers = [image for axis in figures[-1].axes for image in axis.images
+                  if image.get_array().shape == (5, 7)]
+        scales = {layer.get_clim() for layer in layers}
+        assert len(layers) == len(heats) and len(scales) == 1
+        (bottom, top), = scales
+        assert bottom == 0.0 and top >= 4.0 and (layers[0].get_array() < 1.0).all()
+        bar = figures[-1].axes[-1]
+        assert "attention on a patch" in bar.get_xlabel()
+    assert top > 4.0                                 # the scale reaches what there is
+    words = [text.get_text() for axis in figures[-1].axes for text in axis.texts]
+    assert "red/01.png" in words and "…G_20260102_030405.jpg" in words
+
+
 def test_a_drawn_sheet_is_an_image(folder, tmp_path, capsys):
     (folder / "red" / "01.png").write_bytes(b"no image")
     out = tmp_path / "sheet.png"
     assert predicted(RUN, folder, "--sheet", out, "--attention", "--workers", 0) == 1
     image = np.asarray(Image.open(out).convert("RGB"))
     assert image.shape[0] > 300 and image.shape[1] > 900 and image.std() > 20
+    assert capsys.readouterr().out.endswith(f"\nwrote {out}\n")
 
 
 @pytest.mark.parametrize("pool", ["class", "mean", "swin", "simple"])

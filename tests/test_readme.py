@@ -55,6 +55,7 @@ def test_the_model_in_the_box_predicts_what_the_readme_shows(monkeypatch, capsys
     printed = capsys.readouterr().out.splitlines()
     number = re.compile(r"\d+\.\d+")
     shown = [line for line in section.blocks("")[0].splitlines() if line != "…"]
+    assert shown.pop() == f"wrote {command[command.index('--sheet') + 1]}"
     assert len(shown) == 3
     for line in shown:
         found, = [other for other in printed if number.sub("#", other) == number.sub("#", line)]
@@ -103,7 +104,7 @@ def test_what_was_trained_is_used_and_exported_as_shown(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name, result, shape", [("vitinit/models/README.md", "logits", (2, 10)),
                                                  ("vitinit/init/README.md", "attention", (2, 3, 65, 65))])
 def test_the_code_of_a_page_gives_the_shape_that_it_states(name, result, shape):
-    code, = next(page for page in PAGES if page.name == name).blocks("python")
+    code, *_ = next(page for page in PAGES if page.name == name).blocks("python")
     assert str(shape) in code
     names: dict = {}
     exec(code, names)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from vitinit.data import datasets
 from vitinit.recipe.files import load_recipe
+from vitinit.recipe.resolve import fresh_recipe
+from vitinit.runs.groups import read_run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 TIMES = ("seconds", "images_per_second", "waiting_seconds", "waiting", "tflops_per_device",
@@ -84,8 +90,9 @@ def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_r
     assert [list(row) for row in rows] == [ROW] * 3
     assert [row["epoch"] for row in rows] == [1, 2, 3]
     assert all(isinstance(row[key], float) for row in rows for key in ROW if key not in
-               ("epoch", "skipped_steps", "share_of_rate"))
-    assert [row["share_of_rate"] for row in rows] == [None] * 3          # no known rate for a CPU
+               ("epoch", "skipped_steps", "share_of_rate", "val_top5", "ema_top5"))
+    for key in ("share_of_rate", "val_top5", "ema_top5"):        # on a CPU, and of three classes
+        assert [row[key] for row in rows] == [None] * 3
     step, = steps(folder)                            # one row for twelve steps
     assert list(step) == STEP and step["step"] == 10 and step["scale"] is None
     assert rows[2]["lr"] < step["lr"] < rows[1]["lr"]
@@ -204,10 +211,18 @@ def test_a_folder_with_a_run_is_never_overwritten(train_program, small_run, tmp_
     folder = tmp_path / "run"
     train_program.main(small_run(folder, schedule__epochs="1", schedule__warmup_epochs="0"))
     before = (folder / "last.pt").read_bytes()
-    assert train_program.main(small_run(folder)) == 2
-    error = capsys.readouterr().err
-    assert f"already holds a run; continue it with --resume {folder}" in error
+    hints = []
+    for longer in (small_run(folder), ["--resume", str(folder), "--set", "schedule.epochs=3"]):
+        assert train_program.main(longer) == 2
+        hints += re.findall(r"starts from its weights with (--set init.checkpoint=\S+)\n$",
+                            capsys.readouterr().err)
+    assert len(hints) == 2 and len(set(hints)) == 1
     assert (folder / "last.pt").read_bytes() == before
+    assert train_program.main(small_run(tmp_path / "longer", *hints[0].split())) == 0    # as was said
+    (folder / "metrics.jsonl").write_text("")        # an unfinished run
+    assert train_program.main(small_run(folder)) == 2
+    assert (f"already holds a run; continue it with --resume {folder}"
+            in capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("more, message", [
@@ -415,6 +430,103 @@ def test_what_does_not_fit_together_is_one_line(train_program, small_run, tmp_pa
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------------------------------------
+# A folder as a phone leaves it
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def phone(tmp_path) -> Path:
+    """photos/<class>/: two classes of 13 lying PNGs, which their EXIF data turn, and a film."""
+    rng, exif = np.random.default_rng(0), Image.Exif()
+    exif[0x0112] = 6
+    for channel, name in enumerate(("red", "green")):
+        folder = tmp_path / "photos" / name
+        folder.mkdir(parents=True)
+        for index in range(13):
+            pixels = rng.integers(0, 160, (8, 8, 3))
+            pixels[:4, :, channel] += 60             # the upper half; the right one, once upright
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index:02}.png", exif=exif)
+        (folder / "film.mov").touch()
+    return tmp_path / "photos"
+
+
+ONE_FOLDER = dict(data__num_classes="0", data__held_out_per_class="3", schedule__epochs="1",
+                  data__apply_exif_orientation="true")
+
+
+def test_one_folder_without_val_is_trained_on_and_evaluated(train_program, eval_program, small_run,
+                                                            phone, repository, tmp_path, capsys):
+    folder = tmp_path / "run"
+    command = small_run(folder, "--data-dir", str(phone), "--resume", "auto", **ONE_FOLDER)
+    assert train_program.main([*command, "--dry-run"]) == 0 and not folder.exists()
+    assert train_program.main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (f"data    image_folder {phone}: 20 of 26 to train on, 6 held out of them to validate, "
+            "2 classes, 8×8") in lines
+    assert lines.count(f"left out: 2 .mov in {phone}") == 2  # by the dry run and the run
+    assert "num_classes = 2" in (folder / "recipe.toml").read_text(encoding="utf-8")
+    assert checkpoint(folder)["recipe"]["data"]["num_classes"] == 2
+    assert metrics(folder)[0]["val_top5"] is None and not any("top-5" in line for line in lines)
+
+    # The command that began the run, with its 0, goes on with it.
+    assert train_program.main(command) == 0
+    assert read_run(folder).departure(fresh_recipe(
+        "quickstart", recipes=repository / "recipes", say=print, init="mimetic",
+        data_dir=str(phone), sets=[word for word in command if "=" in word])) is None
+    capsys.readouterr()
+    assert eval_program.main([str(folder)]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == f"left out: 2 .mov in {phone}"
+    assert json.loads(last)["model"]["top1"] == metrics(folder)[0]["val_top1"]
+
+
+def test_the_recipes_orientation_is_that_of_training_and_of_evaluation(
+        train_program, eval_program, small_run, phone, tmp_path, monkeypatch, capsys):
+    decoded = {True: [], False: []}
+    real, turn = datasets.decode_image, None
+
+    def recorded(path: str, **options: bool) -> torch.Tensor:
+        assert options == {"apply_exif_orientation": turn}
+        decoded[turn].append(path)
+        return real(path, **options)
+    monkeypatch.setattr(datasets, "decode_image", recorded)
+    for turn in decoded:
+        for layout in ("one folder", "train and val"):
+            held_out = "3" if layout == "one folder" else "0"
+            root = phone if layout == "one folder" else tmp_path / "both"
+            folder = tmp_path / f"{turn} {layout}"
+            if not root.exists():
+                root.mkdir()
+                for split in ("train", "val"):
+                    (root / split).symlink_to(phone)
+            changes = ONE_FOLDER | dict(data__held_out_per_class=held_out, eval__cache_gib="0.0",
+                                        data__apply_exif_orientation=str(turn).lower())
+            assert train_program.main(small_run(folder, "--data-dir", str(root), **changes)) == 0
+            before = len(decoded[turn])
+            assert eval_program.main([str(folder)]) == 0
+            assert len(decoded[turn]) - before == (6 if held_out == "3" else 26)
+    assert set(decoded[True]) == set(decoded[False])
+
+
+def test_a_class_of_too_few_images_to_hold_out_is_named(train_program, small_run, phone, tmp_path,
+                                                        capsys):
+    for index in range(11):
+        (phone / "green" / f"{index:02}.png").unlink()
+    command = small_run(tmp_path / "run", "--data-dir", str(phone), **ONE_FOLDER)
+    assert train_program.main(command) == 2
+    assert capsys.readouterr().err == (
+        "train.py: class 'green' has 2 images to train on, of which data.held_out_per_class takes "
+        "3; expected at most 1\n")
+
+
+def test_a_single_class_is_no_task(train_program, small_run, phone, tmp_path, capsys):
+    shutil.rmtree(phone / "green")
+    command = small_run(tmp_path / "run", "--data-dir", str(phone), **ONE_FOLDER)
+    assert train_program.main(command) == 2
+    assert "one class found, 'red'; expected two at least" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------

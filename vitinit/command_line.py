@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import codecs
 import io
+import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +20,7 @@ from .messages import OneLineError, in_brief, one_line
 from .recipe.files import RecipeError
 from .recipe.values import convert, describe, nearest, within
 from .train.device import ran_out_of_memory
-from .train.distributed import environment_rank
+from .train.distributed import LostProcess, environment_rank
 from .train.interruption import Interrupted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,9 +109,19 @@ def complain(program: str, error: object) -> None:
     """Print an error as one line on standard error.
 
     The main process prints it; an error that only one process knows of is printed by that process.
+    Every process also leaves it for torchrun, which ends all processes once one has failed, perhaps
+    before the main one has printed, and whose report then ends with the line.
     """
+    line = f"{program}: {one_line(error)}"
     if environment_rank() == 0 or getattr(error, "of_one_process", False):
-        print(f"{program}: {one_line(error)}", file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")           # set by torchrun
+    if report and not isinstance(error, LostProcess):
+        # torchrun takes the earliest failure, by whole seconds, for the cause: earlier by one than
+        # those of the processes that it ends because of this one.
+        failure = {"message": line, "extraInfo": {"timestamp": int(time.time()) - 1}}
+        with suppress(OSError), open(report, "w", encoding="utf-8") as file:
+            json.dump({"message": failure}, file)
 
 
 def run_program(name: str, program: Callable[[], int | None], *, stopped: str = "") -> int:

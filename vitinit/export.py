@@ -2,6 +2,7 @@
 
     python -m vitinit.export runs/base --to safetensors --out base.safetensors
     python -m vitinit.export runs/base --to torch --out base.pt2 --normalise
+    python -m vitinit.export runs/base --to transformers --out folder
     python -m vitinit.export runs/base --to run --out small
 
 safetensors: the weights under timm's names (needs the extra `safetensors`). The file's metadata
@@ -9,9 +10,13 @@ state the class names, how an image becomes the model's input, the recipe, and w
 takes these weights.
 torch: a program of torch.export, images → logits, for any batch size. With --normalise it takes
 uint8 images and normalises them itself. The same metadata are in the archive as vitinit.json.
+transformers: a folder from which Hugging Face's AutoModelForImageClassification and
+AutoImageProcessor load the model, if it is a ViT, a distilled DeiT or a Swin.
 run: a run folder with one checkpoint, which contains only the weights, in half precision, and with
 copies of the run's recipe, record and metrics. It can be loaded, evaluated and plotted like any
 run, but not resumed.
+
+No export contains an image, or an absolute path of this machine, of which the last part stays.
 
 Before the command ends, it reads back what it has written and compares it with the model; programs
 and runs are compared on images.
@@ -25,7 +30,8 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +44,16 @@ from .data.augment import normalise
 from .data.datasets import LooseImages, Source, open_split
 from .data.images import DataError
 from .models import MODELS, ConvMixer, MlpMixer, SwinTransformer, VisionTransformer
-from .recipe.files import dump_recipe
+from .models.convert import transformers_names
+from .recipe.files import dump_recipe, load_recipe
+from .recipe.resolve import overrides
 from .recipe.sections import Recipe
+from .runs.archive import portable, without_paths
 from .runs.folder import RunFolder
-from .runs.trained import Trained, load
+from .runs.foreign import preprocessor_config, transformers_config
+from .runs.trained import VIEW_KEYS, Trained, load
 from .train.checkpoint import (CheckpointError, load as load_checkpoint, save_atomically,
-                               sync_folder, written_atomically)
+                               sync_folder, write_text_atomically, written_atomically)
 
 BATCHES = (1, 3, 7)             # batch sizes at which an exported program is compared with its model
 NEAR = 1e-4                     # largest difference of logits, relative to the largest logit
@@ -62,7 +72,15 @@ def metadata(trained: Trained) -> dict[str, Any]:
             "image_size": list(trained.image_size), "mean": list(recipe.data.mean),
             "std": list(recipe.data.std), "crop_pct": recipe.eval.crop_pct,
             "interpolation": recipe.eval.interpolation, "model": recipe.model.name,
-            "timm": timm_model(recipe, trained.image_size), "recipe": dump_recipe(recipe)}
+            "timm": timm_model(recipe, trained.image_size),
+            "recipe": dump_recipe(without_folders(recipe))}
+
+
+def without_folders(recipe: Recipe) -> Recipe:
+    """The recipe with the last parts of its absolute paths: nobody else has the folders above."""
+    data, init = recipe.data, recipe.init
+    return replace(recipe, data=replace(data, root=portable(data.root)),
+                   init=replace(init, checkpoint=portable(init.checkpoint)))
 
 
 def timm_model(recipe: Recipe, image_size: tuple[int, int]) -> dict[str, Any] | None:
@@ -77,7 +95,7 @@ def timm_model(recipe: Recipe, image_size: tuple[int, int]) -> dict[str, Any] | 
     if family is VisionTransformer:
         kind = ("deit.VisionTransformerDistilled" if options["distilled"] else
                 "vision_transformer.VisionTransformer")
-        if options["distilled"] and options["num_registers"]:
+        if options["distilled"] and options["num_registers"] or options.get("norm_eps", 1e-6) != 1e-6:
             return None
         own = dict(depth=options["depth"], num_heads=options["num_heads"],
                    mlp_ratio=options["mlp_ratio"], qkv_bias=options["qkv_bias"])
@@ -121,22 +139,62 @@ def export_safetensors(trained: Trained, out: Path) -> str:
 
     Raises CheckpointError if the file cannot be written or differs from the weights when read back.
     """
+    weights = trained.model.state_dict()
+    notes = {key: value if isinstance(value, str) else json.dumps(value)
+             for key, value in metadata(trained).items()}
+    _require_equal(_write_safetensors(weights, notes, out), weights, out)
+    return f"{len(weights)} tensors read back, equal to the bit"
+
+
+def export_transformers(trained: Trained, out: Path) -> str:
+    """Write a folder `out` of transformers; return what was checked.
+
+    It is read back as any folder of transformers is, and must give the same weights to the bit.
+    Raises CheckpointError, and leaves no folder, if it does not, or if transformers has no such
+    model.
+    """
+    config, names, prefix = transformers_config(trained.recipe, trained.classes, trained.image_size)
+    weights = trained.model.state_dict()
+    with _folder_at(out) as folder:
+        folder.mkdir()
+        for name, table in (("config.json", config), ("preprocessor_config.json",
+                            preprocessor_config(trained.recipe, trained.image_size))):
+            write_text_atomically(json.dumps(table, indent=2) + "\n", folder / name)
+        _write_safetensors(transformers_names(weights, names, prefix), {"format": "pt"},
+                           folder / "model.safetensors")
+        with redirect_stderr(io.StringIO()):         # what is assumed was just written
+            _require_equal(load(folder).model.state_dict(), weights, out)
+    return f"{len(weights)} tensors read back under our names, equal to the bit"
+
+
+@contextmanager
+def _folder_at(out: Path) -> Iterator[Path]:
+    """A context that yields the path of a folder to make, which in the end becomes `out`, or goes."""
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parent:
+        folder = Path(parent) / out.name
+        yield folder
+        folder.rename(out)
+        sync_folder(out.parent)
+
+
+def _require_equal(read: dict[str, Tensor], weights: dict[str, Tensor], out: Path) -> None:
+    """Raise CheckpointError unless what was read from `out` is, to the bit, what was written."""
+    if read.keys() != weights.keys() or not all(torch.equal(read[name], value)
+                                                for name, value in weights.items()):
+        raise CheckpointError(f"{out}: holds other weights than were written")
+
+
+def _write_safetensors(tensors: dict[str, Tensor], notes: dict[str, str], out: Path
+                       ) -> dict[str, Tensor]:
+    """Write a file of safetensors with these metadata, and read it back."""
     try:
         from safetensors.torch import load, save
     except ImportError:
         raise CheckpointError(f"{out}: writing it needs the extra 'safetensors': pip install "
                               "'vitinit[safetensors]'") from None
-    weights = {name: value.contiguous() for name, value in trained.model.state_dict().items()}
-    notes = {key: value if isinstance(value, str) else json.dumps(value)
-             for key, value in metadata(trained).items()}
     with written_atomically(out) as file:
-        file.write(save(weights, metadata=notes))
-    read = load(out.read_bytes())
-    same = read.keys() == weights.keys() and all(torch.equal(read[name], value)
-                                                 for name, value in weights.items())
-    if not same:
-        raise CheckpointError(f"{out}: holds other weights than were written")
-    return f"{len(weights)} tensors read back, equal to the bit"
+        file.write(save({name: value.contiguous() for name, value in tensors.items()}, metadata=notes))
+    return load(out.read_bytes())
 
 
 class Normalised(nn.Module):
@@ -153,6 +211,8 @@ class Normalised(nn.Module):
 def export_program(trained: Trained, out: Path, views: Tensor, *, inside: bool) -> str:
     """Write a program images → logits to the file `out`; return its difference from the model.
 
+    The file contains neither the images nor a path of this machine.
+
     views: (B, 3, H, W) uint8 images to compare on, B ≥ 7. inside: whether the program normalises
     its input itself. Raises CheckpointError, and leaves no file, if its logits differ from the
     model's by more than `NEAR`.
@@ -164,6 +224,9 @@ def export_program(trained: Trained, out: Path, views: Tensor, *, inside: bool) 
         program = torch.export.export(
             model, (images[:3],), strict=False,
             dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
+        program.example_inputs = None                # torch would store these images in the file,
+        for node in program.graph.nodes:             # and with each operation the path of its code
+            node.meta.pop("stack_trace", None)
         archive = io.BytesIO()
         torch.export.save(program, archive,
                           extra_files={"vitinit.json": json.dumps(metadata(trained), indent=2)})
@@ -187,9 +250,9 @@ def export_run(trained: Trained, out: Path, views: Tensor) -> str:
     """Write a run folder `out` for using the model, not for training; return what was checked.
 
     Its last.pt contains the plain values of the checkpoint, and the weights in float16 under
-    "model". The run's text files are copied; if the checkpoint is not from a run, there is only
-    recipe.toml. Raises CheckpointError, and leaves no folder, if a weight is too large for float16,
-    or if rounding changes the logits by more than `NEAR_IN_HALF`.
+    "model". The run's text files are copied without absolute paths; if the checkpoint is not from a
+    run, there is only recipe.toml. Raises CheckpointError, and leaves no folder, if a weight is too
+    large for float16, or if rounding changes the logits by more than `NEAR_IN_HALF`.
 
     views: (B, 3, H, W) uint8 images to compare on.
     """
@@ -203,16 +266,20 @@ def export_run(trained: Trained, out: Path, views: Tensor) -> str:
     state = {name: stored[name] for name in ("grid", "step", "progress", "micro_batch")
              if name in stored}
     state |= {"model": rounded, "ema": None, "classes": list(trained.classes),
-              "recipe": stored.get("recipe", trained.recipe.as_dict())}
+              "recipe": without_folders(trained.recipe).as_dict()}
     source = RunFolder(trained.path.parent)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parent:
-        folder = RunFolder(Path(parent) / out.name)
+    of_run = "recipe" in stored
+    recipe = load_recipe(source.recipe) if of_run and source.recipe.exists() else trained.recipe
+    source.starts()                                  # a damaged run.json is an error of one line
+    with _folder_at(out) as place:
+        folder = RunFolder(place)
         folder.make()
-        for path in (source.recipe, source.info, source.metrics.path, source.steps.path):
-            if "recipe" in stored and path.exists():
+        for path in (source.info, source.metrics.path, source.steps.path):
+            if of_run and path.exists():
+                content = path.read_bytes()
                 with written_atomically(folder.path / path.name) as file:
-                    file.write(path.read_bytes())
-        folder.record_recipe(dump_recipe(trained.recipe))
+                    file.write(without_paths(content) if path == source.info else content)
+        folder.record_recipe(dump_recipe(without_folders(recipe)))
         save_atomically(state, folder.last)
         inputs = normalise(views, trained.recipe.data.mean, trained.recipe.data.std)
         with torch.no_grad():
@@ -222,8 +289,6 @@ def export_run(trained: Trained, out: Path, views: Tensor) -> str:
             raise CheckpointError(f"{out}: with weights in half precision, logits are up to {far:.1e} "
                                   f"from the model's, which are up to {largest:.1f}; nothing was "
                                   "written")
-        folder.path.rename(out)
-        sync_folder(out.parent)
     return (f"read back and run on {len(views)} images: largest difference {far:.1e}, of logits up to "
             f"{largest:.1f}")
 
@@ -260,13 +325,13 @@ def spread(count: int) -> Iterator[int]:
 
 def require_fitting(args: argparse.Namespace, parser: Parser) -> None:
     """Raise an error of one line if options do not fit the kind of export, or --out is unusable."""
-    if args.to == "safetensors" and (args.normalise or args.images):
+    if args.to in ("safetensors", "transformers") and (args.normalise or args.images):
         parser.error("--normalise and --images are for --to torch; a file of weights has no "
                      "program to normalise in, or to run")
     if args.to == "run" and (args.normalise or args.image_size):
         parser.error("--normalise and --image-size are for the other exports; a run folder's images "
                      "are those of its recipe, which normalises them")
-    if args.to == "run" and (not args.out.parent.is_dir() or args.out.exists()):
+    if args.to in ("run", "transformers") and (not args.out.parent.is_dir() or args.out.exists()):
         parser.error(f"--out {args.out}: expected a folder that does not exist yet, in one that does")
     if not args.out.parent.is_dir() or args.out.is_dir():
         parser.error(f"--out {args.out}: expected a file in a folder that exists")
@@ -276,13 +341,17 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the program with these arguments (default: the command line); return the exit status."""
     parser = Parser(prog="python -m vitinit.export", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="run folder or checkpoint")
-    parser.add_argument("--to", required=True, choices=("safetensors", "torch", "run"))
+    parser.add_argument("--to", required=True, choices=("safetensors", "torch", "transformers", "run"))
     parser.add_argument("--out", type=Path, required=True, metavar="FILE",
-                        help="the file to write; with --to run, a folder that does not exist yet")
+                        help="the file to write; with --to run or transformers, a folder that does not "
+                             "exist yet")
     parser.add_argument("--weights", choices=("model", "ema"), default="model")
     parser.add_argument("--image-size", type=integer(1), metavar="N",
                         help="in pixels, if it is to differ from the run's")
     parser.add_argument("--recipe", help="describes a checkpoint that contains no recipe")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                        help="override a key of the recipe: any of one given by --recipe, "
+                             f"{' and '.join(VIEW_KEYS)} of a run's")
     parser.add_argument("--normalise", action="store_true",
                         help="the program takes uint8 images and normalises them (--to torch)")
     parser.add_argument("--images", type=Path, metavar="FOLDER",
@@ -293,9 +362,13 @@ def main(arguments: list[str] | None = None) -> int:
         args = parser.parse_args(arguments)
         require_fitting(args, parser)
         trained = load(args.run, weights=args.weights, image_size=args.image_size,
-                       recipe=args.recipe)
+                       recipe=args.recipe,
+                       overrides={change.key: change.value for change in overrides(sets=args.set)})
+        trained.require_classifier()
         if args.to == "safetensors":
             found = export_safetensors(trained, args.out)
+        elif args.to == "transformers":
+            found = export_transformers(trained, args.out)
         else:
             views, name = views_to_check(trained, args.images)
             found = (export_run(trained, args.out, views) if args.to == "run" else

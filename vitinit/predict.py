@@ -20,6 +20,7 @@ import io
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +30,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .command_line import Parser, integer, run_program
-from .data.folders import images_below
+from .data.folders import images_below, in_words
 from .data.images import DataError, decode_image, resize_and_centre_crop
 from .data.loader import batch_loader
 from .figures.sheet import Tile, attended, draw_sheet, require_attention
-from .runs.trained import Trained, as_input, load
+from .recipe.resolve import overrides
+from .runs.trained import VIEW_KEYS, Trained, as_input, load
 from .train.checkpoint import write_text_atomically
 from .train.metrics import ProgressBar
 
@@ -75,14 +77,19 @@ class Guess(NamedTuple):
 def images_of(arguments: Sequence[str]) -> list[str]:
     """The paths of all images: files as given, and the images below each folder, sorted.
 
-    Raises DataError for a path that does not exist and for a folder without images.
+    Prints a line about a folder's files that are no images. Raises DataError for a path that does
+    not exist and for a folder without images.
     """
     paths = []
     for argument in arguments:
         if os.path.isdir(argument):
-            found = images_below(argument)
+            left_out: Counter[str] = Counter()
+            found = images_below(argument, left_out)
+            line = in_words(left_out, argument)
             if not found:
-                raise DataError(f"{argument}: no images in it")
+                raise DataError(f"{argument}: no images in it{line and '; '}{line}")
+            if line:
+                print(f"vitinit.predict: {line}", file=sys.stderr, flush=True)
             paths += found
         elif os.path.exists(argument):
             paths.append(argument)
@@ -192,7 +199,7 @@ def summary(found: Sequence[Guess]) -> str:
 def predict(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int, workers: int,
             json_file: Path | None, csv_file: Path | None, sheet: Path | None, attention: bool
             ) -> int:
-    """Print the predictions and write the requested files.
+    """Print the predictions, and write the requested files and name them.
 
     Returns the exit status: 1 if a file could not be read, otherwise 0.
     """
@@ -209,7 +216,7 @@ def predict(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int
                 print(guess.line())
                 if sheet is not None and len(found) in on_sheet:
                     heat = attended(trained, view) if attention else None
-                    tiles.append(Tile(view, heat, guess.truth, *guess.ranked[0]))
+                    tiles.append(Tile(guess.path, view, heat, guess.truth, *guess.ranked[0]))
             found.append(guess)
     last_line = summary(found)
     if last_line:
@@ -222,6 +229,8 @@ def predict(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int
         draw_sheet(sheet, tiles, heading=f"{trained.path.parent.name}, {len(tiles)} of "
                                          f"{len(paths):,} images"
                                          + (f": {last_line}" if last_line else ""))
+    for file in filter(None, (json_file, csv_file, sheet)):
+        print(f"wrote {file}")
     return int(any(guess.problem for guess in found))
 
 
@@ -235,6 +244,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--image-size", type=integer(1), metavar="N",
                         help="in pixels, if it is to differ from the run's")
     parser.add_argument("--recipe", help="describes a checkpoint that contains no recipe")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                        help="override a key of the recipe: any of one given by --recipe, "
+                             f"{' and '.join(VIEW_KEYS)} of a run's")
     parser.add_argument("--json", type=Path, metavar="FILE",
                         help="write one JSON object per image and line")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write one row per image")
@@ -254,7 +266,9 @@ def main(arguments: list[str] | None = None) -> int:
             if file is not None and (file.is_dir() or not file.parent.is_dir()):
                 parser.error(f"{flag} {file}: expected a file in a folder that exists")
         trained = load(args.run, weights=args.weights, image_size=args.image_size,
-                       device="cuda" if torch.cuda.is_available() else "cpu", recipe=args.recipe)
+                       device="cuda" if torch.cuda.is_available() else "cpu", recipe=args.recipe,
+                       overrides={change.key: change.value for change in overrides(sets=args.set)})
+        trained.require_classifier()
         if args.attention:
             require_attention(trained)
         return predict(trained, images_of(args.images), top=args.top, batch_size=args.batch_size,

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from .command_line import Parser, integer, run_program
 from .compare import compare
 from .launcher import Launcher, SideBySide, shares
-from .recipe.files import RecipeError, parse_override
+from .recipe.files import RECIPES, RecipeError, parse_override
 from .recipe.resolve import fresh_recipe
 from .recipe.sections import Recipe
 from .runs.folder import RunFolder
@@ -179,7 +179,7 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
     sets = args.set + sets
     try:
         recipe = fresh_recipe(args.recipe, init=init, seed=seed, data_dir=args.data_dir, sets=sets,
-                              recipes=REPOSITORY / "recipes", say=lambda line: None)
+                              recipes=RECIPES, say=lambda line: None)
     except RecipeError as error:
         raise RecipeError(f"--variant {variant}: {error}" if variant else str(error)) from None
     name = "-".join(filter(None, [recipe.name, recipe.init.name, variant, f"s{seed}"]))
@@ -280,7 +280,7 @@ class Status:
 def sweep(args: argparse.Namespace) -> int:
     """Print the plan, do its runs, compare them; return the exit status."""
     if not TRAIN.is_file():
-        raise RecipeError(f"{TRAIN}: no such file; a sweep needs the repository around vitinit/")
+        raise RecipeError(f"{TRAIN}: no such file; a sweep needs the repository, which has it")
     environments = shares(args.jobs, args.nproc, args.threads)
     runs = plan_runs(args)
     planned = len(runs)

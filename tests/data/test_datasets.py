@@ -16,7 +16,8 @@ import torchvision
 from PIL import Image
 
 from vitinit.data import shapes
-from vitinit.data.datasets import DATA_SETS, ImageFolder, LooseImages, download, open_split
+from vitinit.data.datasets import (DATA_SETS, IN_MEMORY, ImageFolder, LooseImages, download,
+                                   open_split)
 from vitinit.data.images import DataError
 
 CIFAR_FILES = {          # name: (folder, training files, meta file, key of names, key of labels)
@@ -96,6 +97,28 @@ def test_the_second_split_is_val_or_test(tmp_path, folder):
 def test_val_goes_before_test_and_needs_no_train(tmp_path):
     write_tree(tmp_path, "test/ant/a.png", "val/ant/b.png", "val/ant/c.png")
     assert len(open_split("image_folder", str(tmp_path), "val", 1)) == 2
+
+
+@pytest.mark.parametrize("above", ["train/", ""])
+def test_without_a_second_split_there_are_training_images_alone(tmp_path, above):
+    """Also in one folder, as a phone leaves it."""
+    write_tree(tmp_path, f"{above}ant/a.png", f"{above}bee/b.png", f"{above}bee/c.png")
+    source = open_split("image_folder", str(tmp_path), "train", 0)
+    assert len(source) == 3 and source.classes == ["ant", "bee"]
+    assert refusal(open_split, "image_folder", str(tmp_path), "val", 0) == (
+        f"{tmp_path}: no val/ or test/ in it; training needs none with --set "
+        "data.held_out_per_class=N, which validates on N images of each class")
+
+
+def test_a_folder_of_validation_images_alone_has_none_to_train_on(tmp_path):
+    write_tree(tmp_path, "val/ant/a.png", "val/bee/b.png")
+    assert "train: no such folder" in refusal(open_split, "image_folder", str(tmp_path), "train", 0)
+
+
+def test_the_sets_in_memory_are_those_that_are_opened_as_such():
+    opened = {name: data_set.open.__qualname__ for name, data_set in DATA_SETS.items()}
+    assert IN_MEMORY == ("shapes", *(name for name, function in opened.items()
+                                     if function.startswith("_in_memory")))
 
 
 @pytest.mark.parametrize("split, missing", [("train", "train"), ("val", "val")])
@@ -287,7 +310,7 @@ def test_a_root_that_is_no_folder_is_one_line(name, root, monkeypatch, tmp_path,
         return
     monkeypatch.chdir(tmp_path)
     pytest.importorskip("scipy.io")
-    for function, arguments in ((open_split, ("train", None)), (open_split, ("val", None)),
+    for function, arguments in ((open_split, ("train", 0)), (open_split, ("val", 0)),
                                 (download, ())):
         if function is open_split or DATA_SETS[name].download:
             line = refusal(function, name, root, *arguments)

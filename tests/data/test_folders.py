@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from torchvision.datasets.folder import make_dataset
 
 from vitinit.data.datasets import ImageFolder, LooseImages
-from vitinit.data.folders import EXTENSIONS, class_folders, images_below
-from vitinit.data.images import DataError
+from vitinit.data.folders import EXTENSIONS, class_folders, images_below, in_words
+from vitinit.data.images import HEIF_REMEDY, DataError
 
 
 def tree(root: Path, *names: str) -> Path:
@@ -20,6 +22,13 @@ def tree(root: Path, *names: str) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).mkdir() if name.endswith("/") else (root / name).touch()
     return root
+
+
+def refusal(function: Callable, *arguments: object) -> str:
+    """The one line with which a DataError refuses."""
+    with pytest.raises(DataError) as error:
+        function(*arguments)
+    return str(error.value)
 
 
 def listed(folder: Path) -> dict[str, list[str]]:
@@ -53,6 +62,30 @@ def test_pipes_sockets_and_devices_are_no_images(tmp_path, monkeypatch):
         listener.bind("socket.jpg")
         assert listed(tmp_path) == {"a": ["a/1.jpg"]}
         assert LooseImages(tmp_path, 9).paths == [str(tmp_path / "a" / "1.jpg")]
+
+
+def test_what_is_left_out_is_counted_by_suffix(tmp_path):
+    tree(tmp_path, "a/1.jpg", "a/2.HEIC", "a/deep/3.heic", "a/4.mov", "b/1.png", "b/README",
+         "b/.DS_Store", "b/.x/5.mov", "7.jpg", "Thumbs.db", ".hidden.txt")
+    (tmp_path / "b" / "link.mov").symlink_to(tmp_path / "a" / "4.mov")
+    source = ImageFolder(tmp_path)
+    assert len(source) == 2
+    assert source.left_out == (
+        "left out: 2 .heic, 2 .mov, 1 .db, 1 .jpg of no class, 1 without suffix in "
+        f"{tmp_path}; {HEIF_REMEDY}")
+    assert source.part([1]).left_out == source.left_out      # held-out images are validated on
+    found = Counter()
+    assert len(images_below(str(tmp_path), found)) == 3 and found[".jpg"] == 0
+    assert ImageFolder(tree(tmp_path / "c", "a/1.jpg")).left_out == in_words(Counter(), "x") == ""
+    many = Counter({f".{kind}": 3 for kind in range(9)} | {".b\n": 5})
+    assert in_words(many, "x") == "left out: 5 .b, 3 .0, 3 .1, 3 .2, 3 .3, 3 .4, 12 others in x"
+
+
+@pytest.mark.parametrize("suffix", [".heic", ".HEIF", ".avif"])
+def test_a_folder_of_nothing_else_says_how_to_convert_it(tmp_path, suffix):
+    tree(tmp_path, f"a/1{suffix}", f"a/2{suffix}", "b/1.jpg")
+    for line in (refusal(ImageFolder, tmp_path), refusal(LooseImages, tmp_path / "a", 3)):
+        assert f"left out: 2 {suffix.lower()} in {tmp_path}" in line and line.endswith(HEIF_REMEDY)
 
 
 # Each case is a link in class b, and the images that the link adds to the class. The folder `out` is
@@ -129,7 +162,8 @@ def test_a_folder_that_cannot_be_listed_is_one_line(tmp_path, folder):
         assert str(error.value).isprintable() and str(error.value).startswith(f"{tmp_path}/")
 
 
-@pytest.mark.parametrize("function", [class_folders, lambda path: images_below(str(path))])
+@pytest.mark.parametrize("function", [class_folders,
+                                      lambda path: images_below(str(path), Counter())])
 def test_a_file_in_the_place_of_a_folder_is_one_line(tmp_path, function):
     tree(tmp_path, "a.jpg")
     with pytest.raises(DataError, match="a.jpg: Not a directory"):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import struct
+import subprocess
+import sys
 import warnings
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+import torchvision.io
+from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode, v2
 
 from vitinit.bench.broken_files import (SIZES, WAYS, broken_files, encoded, noise,
@@ -21,13 +26,14 @@ from vitinit.data import images
 from vitinit.data.images import (Box, DataError, crop, crop_and_flip, decode_image, from_pillow,
                                  jpeg_size, resize, resize_and_centre_crop)
 
+CIFAR10 = Path(__file__).parent / "cifar10"         # 50 JPEG files
 PILLOWS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 TORCHVISIONS = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}
 
 
 def planes(image: Image.Image) -> np.ndarray:
-    """Pillow's own RGB as (3, H, W)."""
-    return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+    """Pillow's own RGB, turned upright by Pillow, as (3, H, W)."""
+    return np.asarray(ImageOps.exif_transpose(image).convert("RGB")).transpose(2, 0, 1)
 
 
 RGB = noise(29, 43)
@@ -74,8 +80,16 @@ FILES = {
 }
 
 
+@pytest.fixture(params=["torchvision's decoder", "Pillow's decoder"])
+def jpeg_decoder(request, monkeypatch) -> str:
+    """Which of the two decodes JPEGs; Pillow's does it where torchvision's is gone."""
+    if request.param == "Pillow's decoder":
+        monkeypatch.setattr(images, "decode_jpeg", None)
+    return request.param
+
+
 @pytest.mark.parametrize("name", FILES)
-def test_a_decoded_file_equals_pillows_rgb(tmp_path, name):
+def test_a_decoded_file_equals_pillows_rgb(tmp_path, jpeg_decoder, name):
     path = tmp_path / name
     path.write_bytes(FILES[name])
     image = decode_image(str(path))
@@ -129,7 +143,7 @@ def refusal(path) -> str:
     "rgb.jpg", "progressive.jpg", "cmyk.jpg", "rgb.png", "palette.png", "still.gif", "animated.gif",
     "lossless.webp", "animated.webp", "rgb.bmp", "rgb.tiff", "lzw.tif", "rgb.ppm"])
 @pytest.mark.parametrize("kept", [0.1, 0.5])
-def test_a_truncated_file_is_refused_in_one_line(tmp_path, name, kept):
+def test_a_truncated_file_is_refused_in_one_line(tmp_path, jpeg_decoder, name, kept):
     content = FILES[name][:int(kept * len(FILES[name]))]
     (tmp_path / name).write_bytes(content)
     assert f"not a readable image, {len(content)} bytes" in refusal(tmp_path / name)
@@ -247,9 +261,105 @@ def test_of_16_bit_grey_that_pillow_reads_the_higher_byte_is_kept(tmp_path, name
         assert np.array_equal(channel, values >> 8)
 
 
-def test_32_bit_grey_is_cut_off_at_both_ends(tmp_path):
-    Image.fromarray(np.array([[-70_000, -1, 300, 65_535, 70_000]], np.int32)).save(tmp_path / "x.tif")
-    assert decode_image(str(tmp_path / "x.tif"))[0].tolist() == [[0, 0, 1, 255, 255]]
+@pytest.mark.parametrize("name, kind", [("x.tif", np.int32), ("x.tiff", np.float32),
+                                        ("x.pfm", np.float32)])
+def test_32_bit_values_are_refused_whatever_they_are(tmp_path, name, kind):
+    for values in ([[0, 100, 255]], [[0, 2**16, 2**31 - 1]]):
+        Image.fromarray(np.array(values, kind)).save(tmp_path / name)
+        assert refusal(tmp_path / name).endswith(
+            "an image of 32-bit values, whose black and white are not known; expected 8 or 16 bits "
+            "per channel")
+
+
+# ---------------------------------------------------------------------------------------------
+# Orientation, and the two decoders of JPEG
+# ---------------------------------------------------------------------------------------------
+
+
+ORIENTED = {"JPEG": {}, "PNG": {}, "WEBP": {"lossless": True}, "TIFF": {}}
+
+
+def oriented(file_format: str, orientation: int) -> bytes:
+    """A file of 29 × 43 stored pixels that state an orientation."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encoded(RGB, file_format, exif=exif, **ORIENTED[file_format])
+
+
+@pytest.mark.parametrize("orientation", range(0, 10))        # 0 and 9 are none
+@pytest.mark.parametrize("file_format", ORIENTED)
+def test_an_image_is_turned_as_its_exif_data_say(tmp_path, jpeg_decoder, file_format, orientation):
+    content = oriented(file_format, orientation)
+    with Image.open(io.BytesIO(content)) as one, Image.open(io.BytesIO(content)) as again:
+        upright = planes(one)
+        lying = np.asarray(again.convert("RGB")).transpose(2, 0, 1)
+    assert np.array_equal(lying, upright) == (file_format == "TIFF" or orientation in (0, 1, 9))
+    (tmp_path / "photo").write_bytes(content)
+    image = decode_image(str(tmp_path / "photo"))
+    assert np.array_equal(image.numpy(), upright) and image.permute(1, 2, 0).is_contiguous()
+    stored = decode_image(str(tmp_path / "photo"), apply_exif_orientation=False)
+    assert np.array_equal(stored.numpy(), lying)
+    for loaded in (False, True):                     # a Pillow image may be loaded already, or not
+        with Image.open(tmp_path / "photo") as given:
+            if loaded:
+                given.load()
+            assert np.array_equal(from_pillow(given).numpy(), upright)
+            assert np.array_equal(from_pillow(ImageOps.exif_transpose(given)).numpy(), upright)
+
+
+@pytest.mark.parametrize("brand", [b"heic", b"mif1", b"avif"])
+def test_a_heif_file_by_any_name_is_told_how_to_convert_it(tmp_path, brand):
+    (tmp_path / "photo.jpg").write_bytes(bytes(3) + b"\x18ftyp" + brand + bytes(99))
+    assert images.HEIF_REMEDY in refusal(tmp_path / "photo.jpg")
+
+
+def test_an_orientation_in_xmp_data_counts_as_in_pillow(jpeg_decoder):
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="8"/></x:xmpmeta>'
+    content = encoded(RGB, "JPEG", xmp=xmp)
+    with Image.open(io.BytesIO(content)) as stored:
+        assert np.array_equal(images.decode_bytes(content, "x").numpy(), planes(stored))
+        assert stored.size == (43, 29) and planes(stored).shape == (3, 43, 29)
+
+
+@pytest.mark.parametrize("damage", [
+    lambda exif: exif[:9], lambda exif: exif[:6] + b"XX" + exif[8:],
+    lambda exif: exif[:-9] + bytes(9),
+    lambda exif: exif[:10] + b"\xff\xff\xff\xff" + exif[14:],
+    lambda exif: exif.replace(b"\6", b"\xee")])
+def test_damaged_exif_data_turn_nothing(jpeg_decoder, damage):
+    exif = damage(TURNED.tobytes())
+    for file_format, options in (("JPEG", {}), ("PNG", {}), ("WEBP", {"lossless": True})):
+        content = encoded(RGB, file_format, exif=exif, **options)
+        with warnings.catch_warnings(action="error"):        # nor are they warned of
+            image = images.decode_bytes(content, "x")
+        assert torch.equal(image, images.decode_bytes(content, "x", apply_exif_orientation=False))
+
+
+def test_both_decoders_of_jpeg_give_the_same_bits(monkeypatch):
+    contents = {name: content for name, content in FILES.items()
+                if content.startswith(images.JPEG_START)}
+    contents |= {str(path): path.read_bytes() for path in sorted(CIFAR10.glob("*/*.jpg"))}
+    assert len(contents) > 50
+    ours = [images.decode_bytes(content, name) for name, content in contents.items()]
+    monkeypatch.setattr(images, "decode_jpeg", None)
+    for (name, content), image in zip(contents.items(), ours):
+        assert torch.equal(images.decode_bytes(content, name), image), name
+
+
+def test_the_package_needs_no_decoder_of_torchvision():
+    """As a later torchvision may leave it: without decoders, or their module. Nothing is warned."""
+    photograph = str(next(CIFAR10.glob("*/*.jpg")))
+    program = ("import sys, warnings; warnings.simplefilter('error'); import torchvision.io; {}"
+               "from vitinit.data import images;"
+               f"print(images.decode_jpeg, images.decode_image({photograph!r}).sum())")
+    found = [subprocess.run([sys.executable, "-c", program.format(change)], text=True,
+                            capture_output=True, check=True)
+             for change in ("del torchvision.io.decode_jpeg;",
+                            "sys.modules['torchvision.io'] = None;", "")]
+    assert all(result.stderr == "" for result in found)
+    assert found[0].stdout == found[1].stdout and found[0].stdout.startswith("None ")
+    assert found[0].stdout.split()[-1] == found[2].stdout.split()[-1]
+    assert found[2].stdout.startswith("<function") == hasattr(torchvision.io, "decode_jpeg")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -265,7 +375,8 @@ def test_valid_files_of_every_format_equal_pillows_rgb(tmp_path):
             if "grey_16" not in name:                # which Pillow's convert clips
                 with Image.open(tmp_path / name) as reference:
                     assert np.array_equal(image, planes(reference)), name
-            assert image.shape == (3, height, width), name
+            expected = (3, width, height) if "turned" in name else (3, height, width)
+            assert image.shape == expected, name
 
 
 def test_a_broken_file_is_decoded_or_refused_in_one_line(tmp_path):
@@ -273,7 +384,6 @@ def test_a_broken_file_is_decoded_or_refused_in_one_line(tmp_path):
     counts = {"decoded": 0, "refused": 0}
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        warnings.simplefilter("ignore", DeprecationWarning)      # torchvision's, of its decoders
         for name, content in broken_files(4 * len(SIZES) * len(valid_files(1, 1)), seed=1):
             (tmp_path / name).write_bytes(content)
             found = outcome(decode_image, str(tmp_path / name))

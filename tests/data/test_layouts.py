@@ -387,7 +387,7 @@ def test_a_wrong_class_count_says_whether_the_set_or_the_recipe_is_odd(tmp_path,
     ("val", ["train/n00000001", "val"], "val: no class folders", "val/<wnid>/"),
     ("train", ["train", "val"], "train: no class folders", "train/<wnid>/"),
     ("val", ["train/n00000001", "test/n00000001"], "val: no such folder", "val/<wnid>/"),
-    ("train", ["val/n00000001"], "train: no such folder", "train/<class>/"),
+    ("train", ["val/n00000001"], "train: no such folder", "train/<wnid>/"),
     ("train", ["train/tench", "val/tench"], "train/tench: not a class of ImageNet",
      "data.name=image_folder")])
 def test_an_imagenet_of_another_form_is_told_its_form(tmp_path, split, folders, start, words):

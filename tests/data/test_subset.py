@@ -162,8 +162,8 @@ def test_a_class_of_which_nothing_is_left_is_named():
                                         "all; expected fewer"):
         held_out_part(source, images_per_class=3)
     with pytest.raises(DataError, match="'class 1' has 3 images to train on, of which "
-                                        "data.held_out_per_class takes 2"):
+                                        "data.held_out_per_class takes 2; expected at most 1$"):
         stratified_part(source, images_per_class=2, held_out=2)
     with pytest.raises(DataError, match="^class 'class 1' has 3 images to train on, of which "
-                                        "data.held_out_per_class takes 3$"):
+                                        "data.held_out_per_class takes 3; expected at most 2$"):
         stratified_part(source, held_out=3)

@@ -80,7 +80,7 @@ def test_no_figure_is_left_in_memory(draw, sizes, image_tree):
     for name in ("mass", "equivariance", "spectrum"):
         draw(name, "--recipe", "quickstart", *sizes, *images)
     draw("maps", "--recipe", "quickstart", *sizes)
-    draw("kernels", "--inits", "impulse", "--embed-dim", 96, "--num-heads", 3)
+    draw("kernels", "--init", "impulse", "--embed-dim", 96, "--num-heads", 3)
     assert plt.get_fignums() == before
 
 

@@ -91,3 +91,12 @@ def test_too_few_photographs_are_an_error(image_tree):
     subject, = fresh(["quickstart"], [None], seed=0, sets=["model.options.depth=1"])
     with pytest.raises(ValueError, match="holds 21 images, and 22 are asked for"):
         photographs(image_tree / "val", 22, subject.recipe)
+
+
+def test_without_data_a_number_of_classes_is_chosen_where_the_recipe_leaves_it_open(run, image_tree):
+    _, sets = run
+    for root, name, classes in (("unused", "image_folder", 2), ("unused", "imagenet", 1000),
+                                (str(image_tree), "image_folder", 3)):
+        subject, = fresh(["quickstart"], ["mimetic"], seed=None, sets=[
+            *sets, "data.num_classes=0", f"data.name={name}", f"data.root={root}"])
+        assert subject.model.head.out_features == subject.recipe.data.num_classes == classes

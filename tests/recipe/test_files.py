@@ -46,6 +46,7 @@ held_out_per_class = 2
 image_size = [37, 41]
 mean = [0.11, 0.13, 0.17]
 std = [0.19, 0.23, 0.29]
+apply_exif_orientation = true
 workers = 2
 on_device_gib = 0.5
 
@@ -155,7 +156,7 @@ KEYS = {
                  ["-1", "9223372036854775808"]),
     "data.name": (f"one of {', '.join(DATA_SETS)}", DATA_SETS, ['"Shapes"', '""']),
     "data.root": ("a string", ['"a = b"'], []),
-    "data.num_classes": ("an integer ≥ 2", ["2"], ["1", "-2"]),
+    "data.num_classes": ("an integer ≥ 0", ["0", "2"], ["-2"]),
     "data.subset": ("a number > 0 and ≤ 1", ["1e-9", "1.0"], ["0.0", "1.1"]),
     "data.images_per_class": ("an integer ≥ 0", ["0", "3"], ["-1"]),
     "data.subset_seed": ("an integer ≥ 0 and < 2^63", ["0", "9223372036854775807"],
@@ -167,6 +168,7 @@ KEYS = {
                   ["[0.5, 0.5, 1.1]", "[-0.1, 0.5, 0.5]"]),
     "data.std": ("a list of 3 numbers ≥ 1.4013e-45 and < 3.40282e+38", ["[1e-9, 0.5, 9.0]"],
                  ["[0.5, 0.0, 0.5]"]),
+    "data.apply_exif_orientation": ("true or false", ["true", "false"], []),
     "data.workers": ("an integer ≥ 0", ["0"], ["-1"]),
     "data.on_device_gib": ("a number ≥ 0", ["0.0", "9.0"], ["-0.1"]),
     "augment.repeats": ("an integer ≥ 1", ["1"], ["0"]),
@@ -389,6 +391,13 @@ def test_every_shipped_recipe_knows_its_data_set(path):
     halves = (0.5, 0.5, 0.5)
     assert (data.mean, data.std) in [(known.mean, known.std), (imagenet.mean, imagenet.std),
                                      (halves, halves)]
+
+
+def test_orientation_is_left_as_stored_where_a_paper_s_loader_left_it():
+    """That of torchvision and timm, with which DeiT, Swin, Mixer and ConvMixer were trained."""
+    stored = {path.stem for path in SHIPPED if not load_recipe(path).data.apply_exif_orientation}
+    assert stored == {path.stem for path in SHIPPED if path.stem.startswith(
+        ("deit_", "imagenet_", "structured_", "swin_", "mixer_", "convmixer_", "tiny_imagenet_"))}
 
 
 def test_the_plain_vit_baseline_augments_and_decays_as_big_vision_does():
@@ -680,6 +689,7 @@ def test_a_number_too_large_for_its_type_is_refused(tmp_path, key, digits):
     ({"rand_augment.operations": "[]"}, "rand_augment.operations", "rand_augment.layers = 2"),
     ({"data.root": '""'}, "data.root", 'data.name = "image_folder"'),
     ({"data.root": '""', "data.name": '"cifar10"'}, "data.root", 'data.name = "cifar10"'),
+    ({"data.num_classes": "1"}, "data.num_classes", "two classes at least, or 0 for as many"),
     ({"data.subset": "0.5", "data.images_per_class": "3"}, "data.images_per_class",
      "data.subset = 0.5"),
     ({"schedule.shape": '"one_cycle"', "schedule.warmup_epochs": "1"},

@@ -20,7 +20,8 @@ from vitinit.runs.groups import read_run
 
 PAST = Path(__file__).resolve().parents[1] / "runs" / "data"
 VERSIONS = {"0c0940f": 1, "6bde95e": 2, "e89ec2a": 3, "004f0a5": 4, "75c8dd7": 4, "55cb85f": 5,
-            "644a0fb": 6, "1579675": 7, "54ef552": 8, "c96dca1": 9, "09cb91f": 10}
+            "644a0fb": 6, "1579675": 7, "54ef552": 8, "c96dca1": 9, "09cb91f": 10,
+            "bb39c50": 11}
 
 
 def stored(commit: str) -> dict:
@@ -44,6 +45,7 @@ def test_a_recipe_of_a_past_commit_is_upgraded_to_the_present_keys(commit, versi
     assert ours["mix"]["mixup_alpha"] == (0.0 if version == 1 else 0.8)
     assert (ours["init"]["checkpoint_fit"], ours["schedule"]["shape"]) == ("exact", "cosine")
     assert ours["data"]["subset"] == 1.0 and recipe.rand_augment.layers == (version > 1)
+    assert not ours["data"]["apply_exif_orientation"]
     assert ours["eval"]["cache_gib"] == (2.0 if version > 5 else 0.0)
     assert with_defaults(ours)["init"]["options"]["value_init"] == "mimetic"
 

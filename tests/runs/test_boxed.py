@@ -61,6 +61,19 @@ def test_it_loads_by_its_name_wherever_one_is(tmp_path, monkeypatch):
     assert next(trained.model.parameters()).dtype == torch.float32
 
 
+def test_a_recipe_starts_from_it_by_its_name(train_program, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train_program.main(["--recipe", "cifar10_small", "--dry-run", "--data-dir", "", "--set",
+                               "data.name=shapes", "--set", "init.checkpoint=cifar10_small"]) == 0
+    assert "start   cifar10_small, exact: " in capsys.readouterr().out
+
+
+def test_it_is_called_by_its_name(eval_program, capsys):
+    """And not by the absolute path of the folder that it is in."""
+    assert eval_program.main(["cifar10_small", "--data", "shapes"]) == 2
+    assert capsys.readouterr().err.endswith("; the model is cifar10_small/last.pt\n")
+
+
 def test_it_recognises_images_that_it_was_not_trained_on(boxed):
     paths = sorted(IMAGES.glob("*/*.jpg"))
     guesses = boxed.predict_batch(paths, top=1)

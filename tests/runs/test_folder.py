@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -297,6 +298,21 @@ def test_the_commit_is_the_repositorys_and_unknown_elsewhere(tmp_path, repositor
     assert git_commit(tmp_path) == "unknown"
     if (repository / ".git").exists():
         assert len(git_commit(repository).removesuffix("+changes")) == 40
+
+
+def test_only_tracked_files_count_as_changes_of_the_code(tmp_path, monkeypatch):
+    """A picture that a figure has left in the repository changes no result."""
+    for name in ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_NAME", "GIT_COMMITTER_EMAIL"):
+        monkeypatch.setenv(name, "ada")
+    code = tmp_path / "code.py"
+    code.write_text("1")
+    for words in (["init"], ["add", "code.py"], ["commit", "-m", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
+    (tmp_path / "attention.png").write_bytes(b"")
+    commit = git_commit(tmp_path)
+    assert len(commit) == 40 and "+" not in commit
+    code.write_text("2")
+    assert git_commit(tmp_path) == f"{commit}+changes"
 
 
 def test_hardware_is_said_in_words():

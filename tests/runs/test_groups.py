@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from vitinit.recipe.resolve import overrides, resolve_recipe
 from vitinit.recipe.upgrade import VERSION
 from vitinit.runs.groups import FREE_KEYS, finished_groups, group_runs, read_run
 from vitinit.runs.records import LATER, METRICS
+from vitinit.runs.trained import RECIPES
 from vitinit.train.checkpoint import CheckpointError
 
 
@@ -235,6 +237,23 @@ def test_muons_keys_matter_to_muon_alone(written_run):
     muon = ("optim.name=muon",)
     assert len(grouped(written_run("c", [1.0], sets=muon),
                        written_run("d", [2.0], seed=1, sets=muon + factor))) == 2
+
+
+def test_orientation_sets_runs_apart_only_where_images_are_files(written_run):
+    sets = [[f"data.name={name}", "data.root=x", f"data.apply_exif_orientation={turned}"]
+            for name in ("cifar10", "image_folder") for turned in ("true", "false")]
+    runs = [read_run(written_run(f"r{number}", [50.0], seed=number, sets=tuple(chosen)))
+            for number, chosen in enumerate(sets)]
+    assert [list(group.runs) for group in group_runs(runs)] == [[0, 1], [2], [3]]
+
+
+def test_a_number_of_classes_from_the_data_is_that_of_the_run(written_run):
+    sets = ["data.name=image_folder", "data.root=x"]
+    run = read_run(written_run("r", [50.0], sets=(*sets, "data.num_classes=7")))
+    for count, differs in ((0, False), (7, False), (8, True)):
+        recipe = resolve_recipe(RECIPES / "quickstart.toml", overrides(
+            init="default", seed=0, sets=[*sets, "schedule.epochs=1", f"data.num_classes={count}"]))
+        assert bool(run.departure(recipe)) == differs
 
 
 def test_unfinished_runs_are_named_and_left_out(written_run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import stat
@@ -43,6 +44,16 @@ def test_one_finding_is_a_line_for_each_weights_and_json(capsys):
     assert row["ema"] == {"loss": 1.5, "top1": 25.0, "top5": 100.0, "images": 1004, "per_class": [
         {"class": "ant", "correct": 4, "total": 4}, {"class": "bee", "correct": 1, "total": 1},
         {"class": "cat", "correct": 246, "total": 999}]}
+
+
+def test_top_5_of_few_classes_is_left_out(capsys):
+    few = dataclasses.replace(MODEL, top5=None)
+    report([finding(model=few)], per_class=False, json_file=None)
+    line, row = capsys.readouterr().out.splitlines()
+    assert line == "model  top-1 50.000 %  loss 1.2500  over 1,004 images"
+    assert json.loads(row)["model"]["top5"] is None
+    report([finding(model=few), finding(model=MODEL)], per_class=False, json_file=None)
+    assert "| 50.000 | – | 1.2500 | 1,004 |" in capsys.readouterr().out
 
 
 def test_classes_are_sorted_by_what_the_model_knows_of_them(capsys):

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import vitinit
+from vitinit import export, predict
 from vitinit.figures.subjects import of_runs
 from vitinit.runs.groups import read_run
 
 PAST = Path(__file__).resolve().parent / "data"
 COMMITS = ["0c0940f", "6bde95e", "e89ec2a", "004f0a5", "75c8dd7", "55cb85f", "644a0fb",
-           "1579675", "54ef552", "c96dca1", "09cb91f"]
+           "1579675", "54ef552", "c96dca1", "09cb91f", "bb39c50"]
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_a_run_of_a_past_commit_goes_on_and_is_evaluated(train_program, eval_pro
     assert f"resumed at step {step}" in printed
     assert printed.count("note    this run began when images were mixed by micro-batches") == (
         commit not in ("0c0940f", "55cb85f", "644a0fb", "1579675", "54ef552", "c96dca1",
-                       "09cb91f"))
+                       "09cb91f", "bb39c50"))
     after = read_run(folder)
     assert after.finished and after.rows[:len(before.rows)] == before.rows
     assert len(after.starts) == 2 and after.experiment == before.experiment
@@ -170,6 +171,8 @@ def test_a_relative_folder_of_data_is_that_of_the_first_start(train_program, eva
     assert eval_program.main([str(folder)]) == 2
     assert str(image_tree) in capsys.readouterr().err
     assert eval_program.main([str(folder), "--data-dir", str(moved)]) == 0
+    assert predict.main([str(folder), str(moved / "val"), "--workers", "0"]) == 0    # needs none
+    assert export.main([str(folder), "--to", "torch", "--out", "run.pt2"]) == 0
     assert 'root = "images"' in (folder / "recipe.toml").read_text()
     assert torch.load(folder / "last.pt")["recipe"]["data"]["root"] == "images"
     assert [start["data"]["root"] for start in json.loads((folder / "run.json").read_text())] == [

@@ -191,6 +191,8 @@ def test_a_checkpoint_without_a_recipe_or_average_is_one_line(tmp_path):
     state = load_checkpoint(RUN / "last.pt")
     torch.save({"model": state["model"]}, tmp_path / "bare.pt")
     torch.save(state | {"ema": None}, tmp_path / "alone.pt")
+    with pytest.raises(ValueError, match="bare.pt: recipe photos has data.num_classes = 0, which only"):
+        vitinit.load(tmp_path / "bare.pt", recipe="photos")
     with pytest.raises(ValueError, match="bare.pt: holds no recipe; .*recipe=… in Python"):
         vitinit.load(tmp_path / "bare.pt")
     with pytest.raises(ValueError, match="alone.pt: no model in it; .* under the key 'ema'"):

@@ -596,11 +596,13 @@ def test_columns_leave_the_other_classes_out_of_ranking_and_loss():
     assert plain.class_hits == counted_by_hand(small_model(), images, labels, range(6))[3]
 
 
-def test_of_fewer_than_five_classes_all_are_in_the_top_five():
-    model = vitinit.build_model("vit_tiny", num_classes=3, image_size=8, patch_size=4,
-                                embed_dim=12, depth=1, num_heads=3)
-    result, = evaluated([model], torch.randn(5, 3, 8, 8), torch.arange(5) % 3, 5, num_classes=3)
-    assert result.top5 == 100.0
+def test_top_5_is_measured_only_of_more_than_five_classes():
+    for classes in (3, 5, 6):
+        model = vitinit.build_model("vit_tiny", num_classes=classes, image_size=8, patch_size=4,
+                                    embed_dim=12, depth=1, num_heads=3)
+        result, = evaluated([model], torch.randn(5, 3, 8, 8), torch.arange(5) % 3, 5,
+                            num_classes=classes)
+        assert (result.top5 is None) == (classes < 6)
 
 
 # ---------------------------------------------------------------------------------------------

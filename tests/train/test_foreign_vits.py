@@ -303,7 +303,7 @@ def test_a_new_classifier_may_follow_another_norm(head):
                               "head.bias": torch.zeros(CLASSES)}
     message = refusal(start_from, ours("MAE, fine-tuned"), same_classes)
     assert "surplus: norm.weight, norm.bias; missing: fc_norm.weight, fc_norm.bias" in message
-    assert message.endswith("; what would fit: model.options.fc_norm=false")
+    assert message.endswith("; its shapes, which do not show the function, fit with model.options.fc_norm=false")
 
 
 def test_registers_may_be_added():
@@ -371,15 +371,16 @@ def test_a_gamma_of_a_layer_that_is_not_there_is_refused_with_the_layer(load):
 @pytest.mark.parametrize("name, sizes, advice", [
     ("MAE, fine-tuned", dict(num_registers=0), "num_registers=1"),
     ("MAE, fine-tuned", dict(pool="class", fc_norm=False, num_registers=0),
-     "pool=mean, model.options.fc_norm=true, model.options.num_registers=1"),
-    ("mean-pooled, timm", dict(fc_norm=False), "pool=mean, model.options.fc_norm=true"),
+     "pool=mean model.options.fc_norm=true model.options.num_registers=1"),
+    ("mean-pooled, timm", dict(fc_norm=False), "pool=mean model.options.fc_norm=true"),
     ("mean-pooled with both, timm", dict(num_registers=0), f"num_registers={REGISTERS + 1}"),
     ("mean-pooled with registers, timm", dict(num_registers=0), f"num_registers={REGISTERS}"),
     ("registers with positions, timm", dict(num_registers=0), f"num_registers={REGISTERS}"),
     ("DeiT-III", dict(qkv_bias=False), "qkv_bias=true")])
 def test_the_line_names_the_option_that_would_fit(name, sizes, advice, load):
     message = refusal(load, ours(name, **sizes), theirs(name))
-    assert message.endswith(f"; what would fit: model.options.{advice}")
+    assert message.endswith("; its shapes, which do not show the function, fit with "
+                            f"model.options.{advice}")
 
 
 @pytest.mark.parametrize("load", [start_from, load_exactly])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 import vitinit
 from vitinit.models.layers import sincos_position_embedding
+from vitinit.recipe.files import RECIPES, load_recipe
+from vitinit.recipe.sections import Recipe
 from vitinit.train.checkpoint import CheckpointError, save_atomically
 from vitinit.train.ema import Ema
 from vitinit.train.transfer import Transfer, change_size, start_from
@@ -349,6 +352,11 @@ def test_a_model_that_is_bound_to_its_size_is_refused(name, sizes, bound):
 # ---------------------------------------------------------------------------------------------
 
 
+def starting_from(path: Path, weights: str) -> Recipe:
+    recipe = load_recipe(RECIPES / "quickstart.toml")
+    return replace(recipe, init=replace(recipe.init, checkpoint=str(path), checkpoint_weights=weights))
+
+
 @pytest.mark.parametrize("weights", ["model", "ema"])
 def test_a_runs_folder_means_its_last_checkpoint_with_its_grid(train_program, tmp_path, weights):
     trained, average = vit(1, grid=(3, 5)), vit(2, grid=(3, 5))
@@ -360,9 +368,9 @@ def test_a_runs_folder_means_its_last_checkpoint_with_its_grid(train_program, tm
     start_from(expected, source.state_dict(), PATH, (3, 5))
     for path in (tmp_path, tmp_path / "last.pt"):
         model = vit(0, grid=(5, 3))
-        report = train_program.fine_tune(model, path, weights, "exact")
+        [line] = train_program.fine_tune(model, starting_from(path, weights))[:1]
         assert_equal(model, expected.state_dict())
-        assert report.resized == ["pos_embed 3×5 → 5×3"]
+        assert "pos_embed 3×5 → 5×3 resized" in line
 
 
 def test_the_average_of_a_run_without_one_is_refused(train_program, tmp_path):
@@ -370,6 +378,6 @@ def test_the_average_of_a_run_without_one_is_refused(train_program, tmp_path):
     before = snapshot(model)
     save_atomically({"model": vit(1).state_dict(), "ema": None, "grid": (5, 5)}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=r"a\.pt: .*'ema'") as caught:
-        train_program.fine_tune(model, tmp_path / "a.pt", "ema", "exact")
+        train_program.fine_tune(model, starting_from(tmp_path / "a.pt", "ema"))
     assert "\n" not in str(caught.value)
     assert_equal(model, before)

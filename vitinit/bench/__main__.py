@@ -28,7 +28,7 @@ import torch
 from ..command_line import Parser, integer, one_of, real, run_program
 from ..messages import OneLineError
 from ..models import MODELS, VisionTransformer
-from ..recipe.files import find_recipe, load_recipe
+from ..recipe.files import RECIPES, find_recipe, load_recipe
 from ..train.engine import AMP_DTYPES
 from .corrupt import bench_corrupt
 from .data import bench_augment, bench_loader
@@ -40,8 +40,6 @@ from .listing import bench_listing
 from .memory import bench_memory
 from .pixels import bench_pixels
 from .step import bench_step
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

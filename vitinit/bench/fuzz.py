@@ -31,6 +31,7 @@ from ..command_line import run_program
 from ..figures import __main__ as figures
 from ..init import INITS
 from ..models import (MODELS, ConvMixer, MlpMixer, SimpleViT, SwinTransformer, VisionTransformer)
+from ..recipe.files import RECIPES
 from ..recipe.values import to_toml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -247,7 +248,7 @@ def odd_arguments(program: str, random: Random) -> list[str]:
 
 def cases(count: int, seed: int) -> Iterator[Case]:
     """`count` cases, alternately a recipe and a command line; case i depends only on (seed, i)."""
-    recipes = sorted((REPOSITORY / "recipes").glob("*.toml"))
+    recipes = sorted(RECIPES.glob("*.toml"))
     for number in range(count):
         random = Random(f"{seed} {number}")
         program = random.choice(list(FLAGS))

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..command_line import building
-from ..models import build_model
 from ..recipe.sections import Recipe
+from ..runs.start import built, without_data
 from ..train.engine import autocast
 from ..train.optim import hidden_matrices
 
@@ -54,8 +54,7 @@ def bench_memory(recipe: Recipe, card_gib: float) -> None:
     """
     height, width = recipe.data.image_size
     with building(f"recipe {recipe.name}", "model"), FakeTensorMode():
-        model = build_model(recipe.model.name, num_classes=recipe.data.num_classes,
-                            image_size=recipe.data.image_size, **recipe.model.options).train()
+        model = built(without_data(recipe)).train()
         two, four = (saved_bytes(model, torch.zeros(count, 3, height, width), recipe.engine.amp)
                      for count in (2, 4))
     image = (four - two) // 2                        # a part that does not grow with B cancels

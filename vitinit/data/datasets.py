@@ -6,8 +6,10 @@ All sources have the same interface, `Source`: `len(source)`, `source.image(i)` 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +23,7 @@ from torchvision.datasets import CIFAR10, CIFAR100, SVHN, Flowers102, Food101, O
 
 from ..messages import in_brief
 from . import layouts, shapes
-from .folders import EXTENSIONS, class_folders, images_below, images_of_classes
+from .folders import EXTENSIONS, class_folders, images_below, images_of_classes, in_words
 from .images import DataError, decode_image
 from .one_at_a_time import one_at_a_time
 from .paths import Paths
@@ -35,6 +37,7 @@ class Source(Protocol):
 
     classes: list[str]
     labels: np.ndarray                               # (N,) int64
+    left_out: str                                    # a line about files that are no images, or ""
 
     def __len__(self) -> int: ...
 
@@ -45,6 +48,8 @@ class Source(Protocol):
 
 class ImagesInMemory:
     """Images in one tensor in memory, (N, 3, H, W) uint8, so all of one size."""
+
+    left_out = ""
 
     def __init__(self, images: Tensor, labels: np.ndarray, classes: list[str]) -> None:
         self.images, self.labels, self.classes = images, labels, classes
@@ -62,6 +67,9 @@ class ImagesInMemory:
 class ImageFiles:
     """Images on disk; each is decoded anew whenever it is read."""
 
+    apply_exif_orientation = True                    # `oriented` changes it
+    left_out = ""
+
     def __init__(self, paths: Sequence[str], labels: Sequence[int] | np.ndarray,
                  classes: list[str]) -> None:
         self.paths = paths if isinstance(paths, Paths) else Paths(paths)
@@ -71,10 +79,12 @@ class ImageFiles:
         return len(self.labels)
 
     def image(self, index: int) -> Tensor:
-        return decode_image(self.paths[index])
+        return decode_image(self.paths[index], apply_exif_orientation=self.apply_exif_orientation)
 
     def part(self, indices: np.ndarray) -> ImageFiles:
-        return ImageFiles(self.paths.part(indices), self.labels[indices], self.classes)
+        chosen = copy.copy(self)
+        chosen.paths, chosen.labels = self.paths.part(indices), self.labels[indices]
+        return chosen
 
 
 class ImageFolder(ImageFiles):
@@ -87,12 +97,14 @@ class ImageFolder(ImageFiles):
         if not os.path.isdir(folder):
             raise DataError(f"{folder}: no such folder; an image folder holds train/<class>/… and "
                             f"{' or '.join(f'{name}/<class>/…' for name in VALIDATION_FOLDERS)}")
-        classes = class_folders(folder)
-        paths = images_of_classes(folder, classes)
+        classes, left_out = class_folders(folder), Counter()
+        paths = images_of_classes(folder, classes, left_out)
+        self.left_out = in_words(left_out, folder)
         for name, found in zip(classes, paths):
             if not found:
+                others = self.left_out and f"; {self.left_out}"
                 raise DataError(f"{folder / name}: no image in this class; expected files ending "
-                                f"in {', '.join(EXTENSIONS)}")
+                                f"in {', '.join(EXTENSIONS)}{others}")
         super().__init__([path for found in paths for path in found],
                          np.repeat(np.arange(len(classes)), list(map(len, paths))), classes)
 
@@ -105,10 +117,11 @@ class LooseImages:
     """
 
     def __init__(self, folder: Path, count: int) -> None:
-        found = images_below(str(folder)) if os.path.isdir(folder) else []
-        self.paths = sorted(found)[:count]
+        left_out = Counter()
+        found = images_below(str(folder), left_out) if os.path.isdir(folder) else []
+        self.paths, self.left_out = sorted(found)[:count], in_words(left_out, folder)
         if not self.paths:
-            raise DataError(f"{folder}: no images in it")
+            raise DataError(f"{folder}: no images in it{self.left_out and '; '}{self.left_out}")
         self.classes, self.labels = [""], np.zeros(len(self.paths), dtype=np.int64)
 
     def __len__(self) -> int:
@@ -116,6 +129,14 @@ class LooseImages:
 
     def image(self, index: int) -> Tensor:
         return decode_image(self.paths[index])
+
+
+def oriented(source: Source, apply_exif_orientation: bool) -> Source:
+    """The same images; those in files are turned as their EXIF data say, or left as stored."""
+    if isinstance(source, ImageFiles):
+        source = copy.copy(source)
+        source.apply_exif_orientation = apply_exif_orientation
+    return source
 
 
 def fingerprint(source: Source, root: str) -> str:
@@ -141,12 +162,18 @@ def fingerprint(source: Source, root: str) -> str:
 def open_folder(root: Path, split: str) -> ImageFolder:
     """Open a split of an image folder.
 
-    Images are in root/train/<class>/… and in root/val/<class>/… or root/test/<class>/…. Raises
-    DataError unless both splits have the same classes.
+    Images are in root/train/<class>/… and in root/val/<class>/… or root/test/<class>/…. If root has
+    none of these three folders, all images are training images, in root/<class>/…. Raises DataError
+    if there are no validation images, or if the two splits do not have the same classes.
     """
-    if split == "train":
-        return ImageFolder(root / "train")
     present = [name for name in VALIDATION_FOLDERS if os.path.isdir(root / name)]
+    if split == "train":
+        splits = present or os.path.isdir(root / "train") or not os.path.isdir(root)
+        return ImageFolder(root / "train" if splits else root)
+    if not present and os.path.isdir(root):
+        missing = " or ".join(f"{name}/" for name in VALIDATION_FOLDERS)
+        raise DataError(f"{root}: no {missing} in it; training needs none with "
+                        "--set data.held_out_per_class=N, which validates on N images of each class")
     folder = root / (present[0] if present else VALIDATION_FOLDERS[0])
     source = ImageFolder(folder)
     if os.path.isdir(root / "train"):
@@ -170,7 +197,7 @@ def open_imagenet(root: Path, split: str) -> ImageFolder:
         raise DataError(f"{folder}: no class folders in it; ImageNet's images must lie in "
                         f"{folder}/<wnid>/, the 50,000 of validation, too (valprep.sh of "
                         "github.com/soumith/imagenetloader.torch moves them)")
-    if split == "val" and not folder.is_dir():       # ImageNet's test/ has no labels to validate on
+    if not os.path.isdir(folder):                    # ImageNet's test/ has no labels to validate on
         raise DataError(f"{folder}: no such folder; ImageNet is train/<wnid>/… and val/<wnid>/…")
     source = open_folder(root, split)
     strange = [name for name in source.classes if not is_wnid(name)]
@@ -225,6 +252,8 @@ def _download_svhn(root: Path) -> None:
         SVHN(root, split=split, download=True)
 
 
+IN_MEMORY = ("shapes", "cifar10", "cifar100", "stl10", "svhn")     # sets that are no image files
+
 # The mean and std of torchvision and timm, which arXiv 2505.19985 also uses for its small data
 # sets. They are used for every set whose own have not been computed. CIFAR's are those of its
 # training pixels.
@@ -235,7 +264,8 @@ DATA_SETS: dict[str, DataSet] = {
         lambda _, split: ImagesInMemory(*shapes.make_split(split), shapes.CLASSES),
         "nothing", 10, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)),
     "image_folder": DataSet(
-        open_folder, "train/<class>/… and val/<class>/… or test/<class>/…", None, **IMAGENET),
+        open_folder, "train/<class>/… and val/<class>/… or test/<class>/…; or <class>/… alone",
+        None, **IMAGENET),
     "imagenet": DataSet(open_imagenet, "train/<wnid>/… and val/<wnid>/…", 1000, **IMAGENET),
     "cifar10": DataSet(
         _in_memory(partial(layouts.read_cifar, CIFAR10)),
@@ -292,10 +322,10 @@ def download(name: str, root: str, say: Callable[[str], object] = print) -> None
                         f"put there {data_set.holds}") from None
 
 
-def open_split(name: str, root: str, split: str, num_classes: int | None) -> Source:
+def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
     """Open the split "train" or "val" of a data set that is on disk already.
 
-    num_classes: how many classes are expected; None: any number. Raises DataError if a file is
+    num_classes: how many classes are expected; 0: any number. Raises DataError if a file is
     missing or damaged, if a class has no image, or if the number of classes is different.
     """
     data_set = DATA_SETS[name]
@@ -314,7 +344,7 @@ def open_split(name: str, root: str, split: str, num_classes: int | None) -> Sou
         raise DataError(f"{folder}: no complete {name} in it ({reason}); expected "
                         f"{data_set.holds}") from None
     found = len(source.classes)
-    if num_classes not in (None, found):
+    if num_classes not in (0, found):
         condition = ("the data is right" if data_set.num_classes in (None, found) else
                      f"a part of {name}, which has {data_set.num_classes}, is meant")
         advice = (f"--set data.num_classes={found} if {condition}" if found > 1 else

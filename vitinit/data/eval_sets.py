@@ -111,7 +111,7 @@ def open_to_evaluate(name: str, root: str) -> Source:
     """
     if name in EVAL_SETS:
         return open_eval_set(name, folder_of(root))
-    source = open_split(name, root, "val", None)
+    source = open_split(name, root, "val", 0)
     expected, found = DATA_SETS[name].num_classes, len(source.classes)
     if expected not in (None, found):
         raise DataError(f"{root}: {found} classes found, and {name} has {expected}; a part of it "

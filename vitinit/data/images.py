@@ -12,24 +12,36 @@ import os
 import stat
 import struct
 import warnings
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_jpeg
 
 from ..messages import OneLineError, in_brief
 
+try:
+    from torchvision.io import ImageReadMode, decode_jpeg
+except ImportError:                                  # deprecated since 0.29, to be removed
+    decode_jpeg = None
+
 IMMENSE = 10**8                 # pixels; no larger image is made only to crop a small part of it
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM")   # Pillow's names
+HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"mif1", b"msf1", b"avif", b"avis")
+HEIF_REMEDY = ("HEIC, HEIF and AVIF are not read: convert them, on macOS by sips -s format jpeg "
+               "FILE --out FILE.jpg, elsewhere by heif-convert FILE FILE.jpg")
 JPEG_START = b"\xff\xd8\xff"
 # Markers of JPEG. Frame headers are SOF0 … SOF15, except for DHT, JPG and DAC, which lie among
 # them. TEM, RST0 … RST7 and SOI have no content.
 FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+APP1 = 0xE1                     # holds EXIF or XMP data
 MARKERS_ALONE = frozenset({0x00, 0x01, *range(0xD0, 0xD9)})
+# How an image of each EXIF orientation has to be turned: the axes of (3, H, W) that are flipped,
+# after height and width have been swapped for the orientations from 5 on.
+FLIPS = {1: (), 2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
 
 
 class DataError(OneLineError):
@@ -45,37 +57,90 @@ class Box(NamedTuple):
     width: int
 
 
-def decode_image(path: str) -> Tensor:
-    """Read and decode an image file: RGB, (3, H, W) uint8.
+def decode_image(path: str, *, apply_exif_orientation: bool = True) -> Tensor:
+    """Read and decode an image file: RGB, (3, H, W) uint8; see `decode_bytes`.
 
     Raises DataError, which names the file, if it is missing, is not a regular file, or cannot be
-    decoded (see `decode_bytes`).
+    decoded.
     """
-    return decode_bytes(read_file(path), path)
+    return decode_bytes(read_file(path), path, apply_exif_orientation=apply_exif_orientation)
 
 
-def decode_bytes(content: bytes, name: str) -> Tensor:
+def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = True) -> Tensor:
     """Decode the content of an image file: RGB, (3, H, W) uint8.
 
-    torchvision decodes JPEGs, because it is fast. Pillow decodes all other formats, and also JPEGs
-    that torchvision refuses, because no damaged file makes it crash. The first bytes of the content
-    decide which format it is, not the name of the file. Of an animation the first frame is taken;
-    transparency is dropped as by Pillow's convert("RGB"); the EXIF rotation of JPEGs is ignored; of
-    16-bit values the higher 8 bits are kept.
+    torchvision decodes JPEGs, because it is fast, and Pillow all other formats. Pillow also decodes
+    JPEGs if torchvision has no decoder, and those that torchvision refuses, because no damaged file
+    makes Pillow crash; both give the same pixels. The first bytes of the content decide which
+    format it is, not the name of the file. Of an animation the first frame is taken; transparency
+    is dropped as by Pillow's convert("RGB"); of 16-bit values the higher 8 bits are kept.
+
+    apply_exif_orientation: turn the image as its EXIF data say, so that a photograph taken with an
+        upright camera is upright; False leaves it as it is stored, as torchvision's and timm's
+        loaders do. A TIFF is turned in any case, because Pillow does so.
 
     Raises DataError, which calls the image `name`, if the content is empty, truncated or not an
-    image, or if the image has more pixels than Pillow considers harmless (Image.MAX_IMAGE_PIXELS,
-    89,478,485 by default).
+    image, if it has 32-bit values, or if the image has more pixels than Pillow considers harmless
+    (Image.MAX_IMAGE_PIXELS, 89,478,485 by default).
     """
-    if content.startswith(JPEG_START):
-        height, width = jpeg_size(content)
-        if 0 < height * width <= (Image.MAX_IMAGE_PIXELS or math.inf):
-            try:
-                encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-                return decode_jpeg(encoded, mode=ImageReadMode.RGB)
-            except RuntimeError:                     # Pillow's message is better, see below
-                pass
-    return _decode_with_pillow(name, content)
+    # torchvision warns of its deprecation and Pillow of damaged files, which we ignore; Pillow's
+    # warning of too many pixels is an error here.
+    with warnings.catch_warnings(action="ignore"):
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        image = _decode_jpeg(content)
+        if image is None:
+            return _decode_with_pillow(name, content, apply_exif_orientation)
+        return turned(image, _jpeg_orientation(content)) if apply_exif_orientation else image
+
+
+def _decode_jpeg(content: bytes) -> Tensor | None:
+    """Decode a JPEG with torchvision, as it is stored; None if Pillow has to do it.
+
+    Pillow decodes other formats, and JPEGs that torchvision refuses or that have too many pixels,
+    because its error messages are better.
+    """
+    if decode_jpeg is None or not content.startswith(JPEG_START):
+        return None
+    height, width = jpeg_size(content)
+    if not 0 < height * width <= (Image.MAX_IMAGE_PIXELS or math.inf):
+        return None
+    try:
+        # torch warns that bytes cannot be written to, which the decoder does not try.
+        return decode_jpeg(torch.frombuffer(content, dtype=torch.uint8), mode=ImageReadMode.RGB)
+    except RuntimeError:
+        return None
+
+
+def _jpeg_orientation(content: bytes) -> int:
+    """The orientation that a JPEG's EXIF or XMP data state, as Pillow reads it; 1 if none does."""
+    if not any(marker == APP1 and content.startswith((b"Exif\0\0", b"http://ns.adobe.com"), offset)
+               for marker, offset in jpeg_segments(content)):
+        return 1                                     # without opening the file by Pillow
+    try:
+        with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
+            return orientation_of(image)
+    except Exception:                                # Pillow's plug-ins raise many kinds
+        return 1
+
+
+def orientation_of(image: Image.Image) -> int:
+    """The EXIF orientation of a Pillow image, 1 … 8; 1 (upright) if it has none or a damaged one.
+
+    A TIFF has to be loaded before, because Pillow turns it when it loads.
+    """
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:                                # Pillow's parsers raise many kinds
+        return 1
+    return orientation if orientation in FLIPS else 1
+
+
+def turned(image: Tensor, orientation: int) -> Tensor:
+    """The image (3, H, W) turned upright: (3, H, W), or (3, W, H) for orientations from 5 on."""
+    if orientation == 1:
+        return image
+    upright = image.transpose(1, 2) if orientation > 4 else image
+    return upright.flip(FLIPS[orientation]).permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
 def read_file(path: str) -> bytes:
@@ -94,8 +159,8 @@ def read_file(path: str) -> bytes:
     raise DataError(f"{path}: cannot be read: {reason}")
 
 
-def jpeg_size(content: bytes) -> tuple[int, int]:
-    """(height, width) from the frame header of a JPEG, or (0, 0) if there is none.
+def jpeg_segments(content: bytes) -> Iterator[tuple[int, int]]:
+    """Yield (marker, offset of its content) of each segment of a JPEG before its pixels.
 
     Goes from marker to marker (ITU-T T.81, annex B), and like libjpeg skips bytes between segments
     that do not begin with a marker.
@@ -106,28 +171,34 @@ def jpeg_size(content: bytes) -> tuple[int, int]:
             while content[offset] == 0xFF:           # a marker may begin with any number of them
                 offset += 1
             marker, offset = content[offset], offset + 1
-            if marker in FRAME_HEADERS:
-                return struct.unpack_from(">HH", content, offset + 3)  # after length and precision
             if marker in (0xD9, 0xDA):               # the end of the file, or the start of its pixels
-                break
+                return
             if marker not in MARKERS_ALONE:
+                yield marker, offset + 2
                 offset += struct.unpack_from(">H", content, offset)[0]
-    except (ValueError, IndexError, struct.error):   # the content ends before a frame header
+    except (ValueError, IndexError, struct.error):   # the content ends before the pixels
         pass
+
+
+def jpeg_size(content: bytes) -> tuple[int, int]:
+    """(height, width) from the frame header of a JPEG, or (0, 0) if there is none."""
+    for marker, offset in jpeg_segments(content):
+        if marker in FRAME_HEADERS and offset + 5 <= len(content):
+            return struct.unpack_from(">HH", content, offset + 1)        # after the precision
     return 0, 0
 
 
-def _decode_with_pillow(path: str, content: bytes) -> Tensor:
+def _decode_with_pillow(path: str, content: bytes, apply_exif_orientation: bool) -> Tensor:
     """Decode with Pillow. A truncated file is an error, too."""
     try:
-        # Pillow warns of damaged files, which we ignore, and of too many pixels, which is an error
-        # here.
-        with warnings.catch_warnings(action="ignore"):
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-                return from_pillow(image)
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            return from_pillow(image, apply_exif_orientation=apply_exif_orientation)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
     except UnidentifiedImageError:
         reason = f"none of {', '.join(FORMATS)}" if content else "empty"
+        if content[4:8] == b"ftyp" and content[8:12] in HEIF_BRANDS:
+            reason = HEIF_REMEDY                     # also if it is called .jpg, as some phones do
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataError(f"{path}: too large an image ({in_brief(error)})") from None
     except Exception as error:                       # Pillow's plug-ins raise many kinds
@@ -135,15 +206,30 @@ def _decode_with_pillow(path: str, content: bytes) -> Tensor:
     raise DataError(f"{path}: not a readable image, {len(content)} bytes ({reason})")
 
 
-def from_pillow(image: Image.Image) -> Tensor:
-    """Convert a Pillow image to RGB, (3, H, W) uint8, channels-last in memory."""
+def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> Tensor:
+    """Convert a Pillow image to RGB, (3, H, W) uint8, channels-last in memory.
+
+    Raises DataError for 32-bit values: which of them is black and which is white is not known.
+    """
+    if image.mode == "F" or image.mode == "I" and not _has_16_bits(image):
+        raise DataError("an image of 32-bit values, whose black and white are not known; expected "
+                        "8 or 16 bits per channel")
+    image.load()                                     # turns a TIFF; its orientation is then 1
+    orientation = orientation_of(image) if apply_exif_orientation else 1
     if image.mode == "I" or image.mode.startswith("I;16"):
         # convert("RGB") would clip 16-bit grey levels above 255 to white. For 16-bit colours Pillow
         # itself keeps the higher byte.
         image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
     image = image.convert("RGB")
     flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return flat.view(image.height, image.width, 3).permute(2, 0, 1)
+    return turned(flat.view(image.height, image.width, 3).permute(2, 0, 1), orientation)
+
+
+def _has_16_bits(image: Image.Image) -> bool:
+    """Whether a Pillow image of mode "I", of 32-bit integers, was read from 16-bit values."""
+    if image.format == "TIFF":
+        return 32 not in image.tag_v2.get(258, ())   # BitsPerSample
+    return image.format in ("PNG", "PPM")            # which have no more than 16 bits
 
 
 def resize(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:

@@ -44,7 +44,8 @@ def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int
         left = len(members) - held_out
         if left < max(images_per_class, 1):
             wanted = f"data.images_per_class is {images_per_class}, but " if images_per_class else ""
-            taken = f", of which data.held_out_per_class takes {held_out}" if held_out else ""
+            taken = (f", of which data.held_out_per_class takes {held_out}; expected at most "
+                     f"{max(len(members) - max(images_per_class, 1), 0)}" if held_out else "")
             raise DataError(f"{wanted}class '{name}' has {len(members)} images to train on{taken}")
         count = images_per_class or max(1, math.floor(share * left + 0.5))
         indices.append(members[:count])

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from ..command_line import Parser, integer, one_of, real, run_program
 from ..init import INITS
+from ..runs.archive import runs_among
 from ..runs.groups import finished_groups, group_runs, read_run
 from .attention import draw_attention
 from .augmentation import draw_batch, draw_operations
@@ -96,7 +97,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         added.add_argument("--count", type=size, default=24, help="use the first COUNT of them")
 
     kernels = figure("kernels", "mean attention by offset: the kernels that heads start as")
-    kernels.add_argument("--inits", nargs="+", default=["default", "mimetic", "impulse"],
+    kernels.add_argument("--init", nargs="+", default=["default", "mimetic", "impulse"],
                          type=init, help=", ".join(INITS))
     kernels.add_argument("--embed-dim", type=size, default=288)
     kernels.add_argument("--num-heads", type=size, default=9)
@@ -161,7 +162,7 @@ def subjects(args: argparse.Namespace) -> Iterator[Subject]:
 def draw(args: argparse.Namespace) -> None:
     """Draw the figure that the arguments name."""
     if args.figure == "kernels":
-        draw_kernels(args.out, inits=args.inits, embed_dim=args.embed_dim, block=args.block,
+        draw_kernels(args.out, inits=args.init, embed_dim=args.embed_dim, block=args.block,
                      num_heads=args.num_heads, patch_size=args.patch_size)
     elif args.figure == "maps":
         draw_maps(args.out, subjects(args), kinds=args.kinds, blocks=args.blocks, heads=args.heads)
@@ -179,7 +180,7 @@ def draw(args: argparse.Namespace) -> None:
     elif args.figure == "filters":
         draw_filters(args.out, subjects(args), blocks=args.blocks, columns=args.columns)
     elif args.figure == "curves" and args.steps:
-        draw_steps(args.out, group_runs([read_run(path) for path in args.runs]))
+        draw_steps(args.out, group_runs([read_run(path) for path in runs_among(args.runs)]))
     elif args.figure in ("curves", "ladder"):
         groups, unfinished = finished_groups(args.runs)
         for line in unfinished:

@@ -22,12 +22,14 @@ from .plot import COLOURS, OVERLAY, FigureError, pyplot, save
 RIGHT, WRONG, UNKNOWN = COLOURS[0], COLOURS[1], "0.35"      # blue, vermilion, grey
 COLUMNS = 10                    # tiles per row, at most
 SIDE = 1.25                     # width and height of an image in inches
-LONGEST = 22                    # characters shown of a class name, at most
+LONGEST = 22                    # characters shown of a class or file name, at most
+STRONG = 4.0                    # the scale of attention ends, at least, in multiples of uniform
 
 
 class Tile(NamedTuple):
     """One image on the sheet."""
 
+    path: str                   # of the image's file
     view: Tensor                # (3, H, W) uint8, the image as the model sees it
     heat: Tensor | None         # (rows, columns), the attention on each patch; None: not shown
     truth: str | None           # the class that the image's folder names; None: unknown
@@ -60,21 +62,27 @@ def attended(trained: Trained, view: Tensor) -> Tensor:
 
 
 def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
-    """Draw all tiles in rows, each with its guess below the image.
+    """Draw all tiles in rows, each with its file and its guess below the image.
 
     The guess is blue if right, vermilion if wrong, and grey if the true class is unknown. Tiles
     with heat show the image, and below it the same image in grey under the heat; either all tiles
-    have heat or none. Raises FigureError if there are no tiles.
+    have heat or none. All heat has one scale with a colour bar, of multiples of uniform attention;
+    it reaches STRONG at least, so that attention without a preference is dark. Raises FigureError
+    if there are no tiles.
     """
     if not tiles:
         raise FigureError(f"{out}: no image could be read, so there is nothing to draw")
     plt = pyplot()
     columns = min(COLUMNS, len(tiles))
-    images_per_tile = 2 if tiles[0].heat is not None else 1
+    heats = [tile.heat * tile.heat.numel() for tile in tiles if tile.heat is not None]
+    every = torch.cat([heat.flatten() for heat in heats] or [torch.zeros(1)])
+    top = max(STRONG, every.quantile(0.99).item())   # one bright patch does not darken all others
+    images_per_tile = 2 if heats else 1
     rows = math.ceil(len(tiles) / columns)
+    beside = 1.2 if heats else 0.5                   # inches: the heading, and a colour bar
     figure, axes = plt.subplots(
         images_per_tile * rows, columns, squeeze=False, layout="constrained",
-        figsize=(SIDE * columns + 0.3, (images_per_tile * SIDE + 0.35) * rows + 0.5))
+        figsize=(SIDE * columns + 0.3, (images_per_tile * SIDE + 0.47) * rows + beside))
     for axis in axes.flat:
         axis.set_axis_off()
     for number, tile in enumerate(tiles):
@@ -84,23 +92,35 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
         upper, lower = (axes[line, column] for line in (
             images_per_tile * row, images_per_tile * (row + 1) - 1))
         upper.imshow(tile.view.permute(1, 2, 0).numpy(), extent=extent)
-        if tile.heat is not None:
+        if heats:
             grey = sum(share * plane.float() for share, plane in zip(LUMA, tile.view))
             lower.imshow(grey.numpy(), cmap="gray", vmin=0, vmax=255, extent=extent)
-            lower.imshow(tile.heat.numpy(), cmap=OVERLAY, vmin=0, vmax=tile.heat.max().item(),
-                         alpha=HEAT, extent=extent, interpolation="nearest")
-        words = f"{shortened(tile.guess)} {100 * tile.share:.0f} %"
-        colour = UNKNOWN
+            layer = lower.imshow(heats[number].numpy(), cmap=OVERLAY, vmin=0, vmax=top, alpha=HEAT,
+                                 extent=extent, interpolation="nearest")
+        words, colour = f"{shortened(tile.guess)} {100 * tile.share:.0f} %", UNKNOWN
         if tile.truth is not None:
             colour = RIGHT if tile.guess == tile.truth else WRONG
             if tile.guess != tile.truth:
                 words += f"\nis {shortened(tile.truth)}"
-        lower.text(0.5, -0.03, words, transform=lower.transAxes, ha="center", va="top", fontsize=7,
-                   color=colour)
-    figure.suptitle(heading, fontsize=10)
+        below = dict(transform=lower.transAxes, ha="center", va="top")
+        lower.text(0.5, -0.03, file_name(tile.path), fontsize=6, color=UNKNOWN, **below)
+        lower.text(0.5, -0.13, words, fontsize=7, color=colour, **below)
+    if heats:
+        bar = figure.colorbar(layer, ax=list(axes.flat), location="bottom", aspect=40, pad=0.01,
+                              shrink=min(1.0, 4 / columns),
+                              extend="max" if every.max() > top else "neither")
+        bar.set_label("attention on a patch,\n1: the same on all", fontsize=8)
+        bar.ax.tick_params(labelsize=7)
+    figure.suptitle(heading, fontsize=10, wrap=True)
     save(figure, out)
 
 
 def shortened(name: str) -> str:
     """A class name, cut to the LONGEST characters that fit below an image."""
     return name if len(name) <= LONGEST else name[:LONGEST - 1] + "…"
+
+
+def file_name(path: str) -> str:
+    """A file with its folder, or as much of the end of both as fits below an image."""
+    name = "/".join(Path(path).absolute().parts[-2:])
+    return name if len(name) <= LONGEST else "…" + name[1 - LONGEST:]

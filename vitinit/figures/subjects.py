@@ -16,16 +16,14 @@ from torch import Tensor, nn
 from ..data.datasets import LooseImages, folder_of
 from ..init import reads_images
 from ..models import SimpleViT, VisionTransformer
-from ..recipe.files import RecipeError
-from ..recipe.resolve import fresh_recipe
+from ..recipe.files import RECIPES, RecipeError
+from ..recipe.resolve import fresh_recipe, with_num_classes
 from ..recipe.sections import Recipe
 from ..runs.folder import RunFolder
-from ..runs.start import built, initialise, open_training_set
+from ..runs.start import built, initialise, open_training_set, without_data
 from ..runs.trained import as_input, evaluation_view, open_saved
 from ..train.checkpoint import CheckpointError
 from .plot import FigureError
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 class Subject(NamedTuple):
@@ -54,14 +52,17 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
                 raise RecipeError(f"recipe {recipe.name} starts from init.checkpoint = "
                                   f"{recipe.init.checkpoint}; show a run of it, by --run and "
                                   "--epochs 0")
-            model, source = built(recipe), None
-            if reads_images(recipe.init.options):
+            source, reads = None, reads_images(recipe.init.options)
+            if reads or not recipe.data.num_classes:
                 if folder_of(recipe.data.root).is_dir():
                     _, source = open_training_set(recipe.data, recipe.data.root)
-                else:
+                    recipe = with_num_classes(recipe, len(source.classes))
+                elif reads:
                     print(f"note    recipe {recipe.name}: its init reads training images, and there is "
                           f"no folder {recipe.data.root}: noise stands in for them, if the init allows "
                           "that; --set data.root=FOLDER says where they are")
+            recipe = without_data(recipe)
+            model = built(recipe)
             initialise(model, recipe, source)
             yield Subject(recipe, recipe.init.name, model.eval())
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
+# Fifty test images of CIFAR-10, five of each class; in the repository the tests have them.
+PHOTOGRAPHS = FOLDER / "cifar10"
+if not PHOTOGRAPHS.is_dir():
+    PHOTOGRAPHS = FOLDER.parents[1] / "tests" / "data" / "cifar10"
 IMAGES = "images"               # folder of the pictures, relative to the pages
 
 

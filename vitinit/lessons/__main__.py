@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ..command_line import ROOT, Parser, integer, run_program
+from ..command_line import Parser, integer, run_program
 from ..messages import OneLineError
 from ..train.checkpoint import write_text_atomically
 from . import IMAGES, lesson_paths
@@ -80,7 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _shown(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 if __name__ == "__main__":

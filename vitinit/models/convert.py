@@ -1,16 +1,14 @@
 """Convert checkpoints of other implementations to the names of this package, which are timm's.
 
 Checkpoints of DeiT and of timm's ViT, DeiT, Swin, Mixer and ConvMixer need no conversion. Each of
-the other layouts is recognised by a name that occurs only in it:
+the other layouts is a table of names, recognised by a name that occurs only in it: those of
+torchvision (ViT, Swin), Hugging Face's transformers (ViT and DeiT, DINOv2, Swin), Microsoft (Swin),
+ConvMixer's authors and DINOv2's authors. The tables of transformers also serve to write checkpoints
+(`vitinit.export --to transformers`).
 
-    torchvision ViT         class_token
-    torchvision Swin        features.1.0.attn.relative_position_bias_table
-    Microsoft's Swin        layers.0.downsample.norm.weight
-    ConvMixer's authors     3.0.fn.0.weight, from a flat nn.Sequential
-    DINOv2's authors        register_tokens
-
-All of them pack q, k and v and order merged patches as this package does, so renaming is enough.
-Two further differences between ViTs have an exact equivalent here:
+All layouts order heads and merged patches as this package does. Where queries, keys and values are
+three layers, they are stacked into one. Two further differences between ViTs have an exact
+equivalent here:
 
     LayerScale            DINOv2, DeiT-III and others multiply the output of attention and MLP by a
                           vector γ. As γ ⊙ (W x + b) = (γ ⊙ W) x + γ ⊙ b, γ is multiplied into the
@@ -25,7 +23,7 @@ Tensors that still do not fit are reported, on both sides, by the code that load
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import isqrt
 
 import torch
@@ -33,43 +31,141 @@ from torch import Tensor
 
 from .vit import PREFIX_TOKENS
 
-DROPPED = ("relative_position_index", "attn_mask")   # buffers computed from the sizes
-Rules = list[tuple[str, str | Callable[[re.Match], str]]]
+# Our names → theirs, up to any dot; {} is the number of a block or stage. Of several entries that
+# match, the first counts; names without an entry stay. Our one layer may be several of theirs,
+# whose rows follow one another.
+Names = dict[str, str | tuple[str, ...]]
 
-TORCHVISION_VIT: Rules = [
-    (r"^class_token$", "cls_token"),
-    (r"^conv_proj\.", "patch_embed.proj."),
-    (r"^encoder\.pos_embedding$", "pos_embed"),
-    (r"^encoder\.layers\.encoder_layer_", "blocks."),
-    (r"\.self_attention\.in_proj_", ".attn.qkv."),
-    (r"\.self_attention\.out_proj\.", ".attn.proj."),
-    (r"\.ln_", ".norm"),
-    (r"\.mlp\.0\.", ".mlp.fc1."),
-    (r"\.mlp\.3\.", ".mlp.fc2."),
-    (r"\.mlp\.linear_", ".mlp.fc"),                  # torchvision before 0.12
-    (r"^encoder\.ln\.", "norm."),
-    (r"^heads\.head\.", "head."),
-]
+STAGES = range(9)               # more than any Swin has
+
+TORCHVISION_VIT: Names = {
+    "cls_token": "class_token",
+    "pos_embed": "encoder.pos_embedding",
+    "patch_embed.proj": "conv_proj",
+    "blocks.{}.norm1": "encoder.layers.encoder_layer_{}.ln_1",
+    "blocks.{}.attn.qkv.weight": "encoder.layers.encoder_layer_{}.self_attention.in_proj_weight",
+    "blocks.{}.attn.qkv.bias": "encoder.layers.encoder_layer_{}.self_attention.in_proj_bias",
+    "blocks.{}.attn.proj": "encoder.layers.encoder_layer_{}.self_attention.out_proj",
+    "blocks.{}.norm2": "encoder.layers.encoder_layer_{}.ln_2",
+    "blocks.{}.mlp.fc1": "encoder.layers.encoder_layer_{}.mlp.0",
+    "blocks.{}.mlp.fc2": "encoder.layers.encoder_layer_{}.mlp.3",
+    "norm": "encoder.ln",
+    "head": "heads.head",
+}
+TORCHVISION_VIT_BEFORE_0_12: Names = TORCHVISION_VIT | {
+    f"blocks.{{}}.mlp.fc{layer}": f"encoder.layers.encoder_layer_{{}}.mlp.linear_{layer}"
+    for layer in (1, 2)}
 
 # features: 0 is the patch embedding; 1, 3, 5, 7 are the stages; 2, 4, 6 the merges before stages
 # 1, 2, 3.
-TORCHVISION_SWIN: Rules = [
-    (r"^features\.0\.0\.", "patch_embed.proj."),
-    (r"^features\.0\.2\.", "patch_embed.norm."),
-    (r"^features\.([1357])\.", lambda match: f"layers.{int(match[1]) // 2}.blocks."),
-    (r"^features\.([246])\.", lambda match: f"layers.{int(match[1]) // 2}.downsample."),
-    (r"\.mlp\.0\.", ".mlp.fc1."),
-    (r"\.mlp\.3\.", ".mlp.fc2."),
-    (r"^head\.", "head.fc."),
-]
+TORCHVISION_SWIN: Names = {
+    "patch_embed.proj": "features.0.0",
+    "patch_embed.norm": "features.0.2",
+    **{f"layers.{stage}.blocks.{{}}.{ours}": f"features.{2 * stage + 1}.{{}}.{theirs}"
+       for stage in STAGES for ours, theirs in {
+           "norm1": "norm1", "attn": "attn", "norm2": "norm2", "mlp.fc1": "mlp.0",
+           "mlp.fc2": "mlp.3"}.items()},
+    **{f"layers.{stage}.downsample": f"features.{2 * stage}" for stage in STAGES[1:]},
+    "head.fc": "head",
+}
 
 # Microsoft merges at the end of a stage, timm at the beginning of the next.
-MICROSOFT_SWIN: Rules = [
-    (r"^layers\.(\d+)\.downsample\.", lambda match: f"layers.{int(match[1]) + 1}.downsample."),
-    (r"^head\.", "head.fc."),
-]
+MICROSOFT_SWIN: Names = {
+    **{f"layers.{stage}.downsample": f"layers.{stage - 1}.downsample" for stage in STAGES[1:]},
+    "head.fc": "head",
+}
 
-DINOV2: Rules = [(r"^register_tokens$", "reg_token")]        # placed after the class token
+DINOV2: Names = {"reg_token": "register_tokens"}             # placed after the class token
+
+TRANSFORMERS_EMBEDDINGS: Names = {
+    "cls_token": "embeddings.cls_token",
+    "dist_token": "embeddings.distillation_token",
+    "reg_token": "embeddings.register_tokens",
+    "mask_token": "embeddings.mask_token",
+    "pos_embed": "embeddings.position_embeddings",
+    "patch_embed.proj": "embeddings.patch_embeddings.projection",
+}
+TRANSFORMERS_ATTENTION: Names = {
+    "blocks.{}.attn.qkv": tuple(f"encoder.layer.{{}}.attention.attention.{part}"
+                                for part in ("query", "key", "value")),
+    "blocks.{}.attn.proj": "encoder.layer.{}.attention.output.dense",
+}
+TRANSFORMERS_VIT: Names = TRANSFORMERS_EMBEDDINGS | TRANSFORMERS_ATTENTION | {
+    "blocks.{}.norm1": "encoder.layer.{}.layernorm_before",
+    "blocks.{}.norm2": "encoder.layer.{}.layernorm_after",
+    "blocks.{}.mlp.fc1": "encoder.layer.{}.intermediate.dense",
+    "blocks.{}.mlp.fc2": "encoder.layer.{}.output.dense",
+    "norm": "layernorm",
+    "head": "classifier",
+    "head_dist": "distillation_classifier",
+}
+WITH_TEACHER: Names = {"head": "cls_classifier"}             # beside a distillation_classifier
+TRANSFORMERS_DINOV2: Names = TRANSFORMERS_EMBEDDINGS | TRANSFORMERS_ATTENTION | {
+    "blocks.{}.ls1.gamma": "encoder.layer.{}.layer_scale1.lambda1",
+    "blocks.{}.ls2.gamma": "encoder.layer.{}.layer_scale2.lambda1",
+    "blocks.{}": "encoder.layer.{}",                         # norm1, norm2, mlp
+    "norm": "layernorm",
+    "head": "classifier",
+}
+TRANSFORMERS_SWIN: Names = {
+    "patch_embed.proj": "embeddings.patch_embeddings.projection",
+    "patch_embed.norm": "embeddings.norm",
+    **{f"layers.{{}}.blocks.{{}}.{ours}": f"encoder.layers.{{}}.blocks.{{}}.{theirs}"
+       for ours, theirs in {
+           "norm1": "layernorm_before", "norm2": "layernorm_after", "mlp.fc1": "intermediate.dense",
+           "mlp.fc2": "output.dense", "attn.proj": "attention.output.dense",
+           "attn.relative_position_bias_table": "attention.self.relative_position_bias_table",
+       }.items()},
+    "layers.{}.blocks.{}.attn.qkv": tuple(f"encoder.layers.{{}}.blocks.{{}}.attention.self.{part}"
+                                          for part in ("query", "key", "value")),
+    **{f"layers.{stage}.downsample": f"encoder.layers.{stage - 1}.downsample"
+       for stage in STAGES[1:]},
+    "norm": "layernorm",
+    "head.fc": "classifier",
+}
+
+# transformers 5 writes the names above to files; in memory its modules have these.
+IN_MEMORY = {
+    ".attention.attention.query": ".attention.q_proj", ".attention.self.query": ".attention.q_proj",
+    ".attention.attention.key": ".attention.k_proj", ".attention.self.key": ".attention.k_proj",
+    ".attention.attention.value": ".attention.v_proj", ".attention.self.value": ".attention.v_proj",
+    ".attention.output.dense": ".attention.o_proj", ".intermediate.dense": ".mlp.fc1",
+    ".output.dense": ".mlp.fc2", ".self.relative_position_bias_table":
+    ".relative_position_bias.relative_position_bias_table"}
+
+
+def in_memory(names: Names, blocks: str) -> Names:
+    """The names of a table of transformers' files as its modules have them in memory.
+
+    blocks: what a block of a ViT is called there, such as "layers.{}".
+    """
+    def renamed(name: str) -> str:
+        for of_file, of_module in {"encoder.layer.{}": blocks, **IN_MEMORY}.items():
+            name = name.replace(of_file, of_module)
+        return name
+    return {ours: renamed(theirs) if isinstance(theirs, str) else tuple(map(renamed, theirs))
+            for ours, theirs in names.items()}
+
+
+# A name that occurs in one layout only → the layout; the first one found counts.
+LAYOUTS: dict[str, Names] = {
+    "encoder.layers.encoder_layer_0.mlp.linear_1.weight": TORCHVISION_VIT_BEFORE_0_12,
+    "class_token": TORCHVISION_VIT,
+    "features.1.0.attn.relative_position_bias_table": TORCHVISION_SWIN,
+    "layers.0.downsample.norm.weight": MICROSOFT_SWIN,
+    "register_tokens": DINOV2,
+    "layers.0.layernorm_before.weight": in_memory(TRANSFORMERS_VIT, "layers.{}"),
+    "encoder.layer.0.layernorm_before.weight": TRANSFORMERS_VIT,
+    "encoder.layer.0.attention.q_proj.weight": in_memory(TRANSFORMERS_DINOV2, "encoder.layer.{}"),
+    "encoder.layer.0.norm1.weight": TRANSFORMERS_DINOV2,
+    "encoder.layers.0.blocks.0.attention.q_proj.weight": in_memory(TRANSFORMERS_SWIN, ""),
+    "encoder.layers.0.blocks.0.layernorm_before.weight": TRANSFORMERS_SWIN,
+}
+# transformers puts this before all names but those of the classifiers.
+TRANSFORMERS_PREFIX = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers|swin)\.")
+# Not converted: buffers that follow from the sizes, and a layer after the class token which
+# transformers' ViTModel has and its classifiers do not read.
+DROPPED = re.compile(r"\.(relative_position_index|attn_mask)$|^pooler\.dense\.")
 
 # The γ of attention and of the MLP, as timm and DINOv2 or as DeiT-III (models_v2.py) name it.
 LAYER_SCALE = re.compile(r"^(blocks\.\d+)\.(?:ls([12])\.gamma|gamma_([12]))$")
@@ -87,38 +183,80 @@ def native_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors under this package's names."""
-    if "class_token" in tensors:
-        rules = TORCHVISION_VIT
-    elif "features.1.0.attn.relative_position_bias_table" in tensors:
-        rules = TORCHVISION_SWIN
-    elif "layers.0.downsample.norm.weight" in tensors:
-        rules = MICROSOFT_SWIN
-    elif "3.0.fn.0.weight" in tensors:
-        rules = flat_conv_mixer(tensors)
-    elif "register_tokens" in tensors:
-        rules = DINOV2
-    else:
+    bare = {TRANSFORMERS_PREFIX.sub("", name): value for name, value in tensors.items()}
+    names = (conv_mixer_names(tensors) if "3.0.fn.0.weight" in tensors else
+             next((names for mark, names in LAYOUTS.items() if mark in bare), None))
+    if names is None:
         return dict(tensors)
-    return {_renamed(name, rules): value for name, value in tensors.items()
-            if not name.endswith(DROPPED)}
+    if "cls_classifier.weight" in bare:
+        names = names | WITH_TEACHER
+    rules = [(_pattern(part), ours, index, len(parts)) for ours, theirs in names.items()
+             for parts in [(theirs,) if isinstance(theirs, str) else theirs]
+             for index, part in enumerate(parts)]
+    found: dict[str, Tensor] = {}
+    parts_of: dict[str, dict[int, Tensor]] = {}      # of our layer: which part → its tensor
+    alone: dict[str, dict[str, Tensor]] = {}         # the same parts under their own names
+    for name, value in bare.items():
+        if DROPPED.search(name):
+            continue
+        target, index, count = _our_name(name, rules)
+        if count == 1:
+            found[target] = value
+            continue
+        alone.setdefault(target, {})[name] = value
+        parts = parts_of.setdefault(target, {})
+        parts[index] = value
+        if len(parts) == count:
+            found[target] = torch.cat([parts[number] for number in range(count)])
+            del alone[target]
+    for parts in alone.values():                     # loading will refuse them, by these names
+        found |= parts
+    return found
 
 
-def flat_conv_mixer(tensors: Mapping[str, Tensor]) -> Rules:
-    """The rules for ConvMixer's flat nn.Sequential: stem (0 … 2), blocks, pooling, …, head."""
+def _our_name(name: str, rules: list[tuple[re.Pattern, str, int, int]]) -> tuple[str, int, int]:
+    """Our name of a tensor, which part of ours it is, counted from 0, and of how many parts."""
+    for pattern, ours, index, count in rules:
+        match = pattern.match(name)
+        if match:
+            return ours.format(*match.groups()) + name[match.end():], index, count
+    return name, 0, 1
+
+
+def conv_mixer_names(tensors: Mapping[str, Tensor]) -> Names:
+    """The names in the flat nn.Sequential of ConvMixer's authors.
+
+    0 … 2 are the stem, then come the blocks, pooling and flattening, and the head is the last.
+    """
     head = max(int(name.partition(".")[0]) for name in tensors)
-
-    def rename(match: re.Match) -> str:
-        layer = int(match[1])
-        if layer == head:
-            return "head."
-        return f"stem.{layer}." if layer < 3 else f"blocks.{layer - 3}."
-    return [(r"^(\d+)\.", rename)]
+    return {"stem.0": "0", "stem.2": "2", "head": str(head),
+            **{f"blocks.{layer - 3}": str(layer) for layer in range(3, head)}}
 
 
-def _renamed(name: str, rules: Rules) -> str:
-    for pattern, replacement in rules:
-        name = re.sub(pattern, replacement, name)
-    return name
+def transformers_names(tensors: Mapping[str, Tensor], names: Names, prefix: str
+                       ) -> dict[str, Tensor]:
+    """Our tensors under the names of transformers: the inverse of `native_names`.
+
+    prefix: such as "vit.", which precedes all names but those of the classifiers.
+    """
+    found = {}
+    for ours, value in tensors.items():
+        for entry, theirs in names.items():
+            match = _pattern(entry).match(ours)
+            if match:
+                parts = (theirs,) if isinstance(theirs, str) else theirs
+                for part, rows in zip(parts, value.chunk(len(parts))):
+                    name = part.format(*match.groups()) + ours[match.end():]
+                    found[name if "classifier" in name else prefix + name] = rows.contiguous()
+                break
+        else:
+            raise ValueError(f"no name of transformers is known for {ours}")
+    return found
+
+
+def _pattern(name: str) -> re.Pattern:
+    """Matches `name`, with numbers in place of {}, up to a dot or the end."""
+    return re.compile("^" + re.escape(name).replace(r"\{\}", r"(\d+)") + r"(?=\.|$)")
 
 
 def fold_layer_scale(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,17 +21,17 @@ from .layers import (LARGEST, Mlp, PatchEmbed, add_branch, drop_path_rates, hidd
                      require_positive, sincos_position_embedding, to_pair)
 
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
-NORM_EPS = 1e-6         # for every LayerNorm in ViT and DeiT (PyTorch's default is 1e-5)
 
 
 class Block(nn.Module):
     """Pre-norm transformer block: x + attention(norm(x)), then x + MLP(norm(x))."""
 
-    def __init__(self, dim: int, *, num_heads: int, mlp_ratio: float, qkv_bias: bool) -> None:
+    def __init__(self, dim: int, *, num_heads: int, mlp_ratio: float, qkv_bias: bool,
+                 norm_eps: float) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attn = Attention(dim, num_heads=num_heads, qkv_bias=qkv_bias)
-        self.norm2 = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio, "mlp_ratio"))
 
     def forward(self, x: Tensor, drop_path: Tensor | None = None) -> Tensor:
@@ -60,6 +60,8 @@ class VisionTransformer(nn.Module):
     distilled: add DeiT's distillation token and a second head, which reads it; the logits are the
         mean of both heads' logits (arXiv 2012.12877, §4). Training with a teacher is not
         implemented.
+    norm_eps: added to the variance in every LayerNorm; 1e-6 in ViT's and DeiT's code and in timm,
+        1e-12 in Hugging Face's.
     drop_path: stochastic-depth rate of the last block; the rates rise linearly from 0 in the first
         block. `forward` drops branches only if it is given a table from `layers.draw_drop_path`.
 
@@ -72,11 +74,12 @@ class VisionTransformer(nn.Module):
                  mlp_ratio: float = 4.0, qkv_bias: bool = True, drop_path: float = 0.0,
                  pool: Literal["class", "mean"] = "class",
                  pos_embed: Literal["learned", "sincos"] = "learned",
-                 distilled: bool = False, num_registers: int = 0, fc_norm: bool = False) -> None:
+                 distilled: bool = False, num_registers: int = 0, fc_norm: bool = False,
+                 norm_eps: float = 1e-6) -> None:
         super().__init__()
         require_classes(num_classes)
         require_positive(image_size=image_size, patch_size=patch_size, embed_dim=embed_dim,
-                         depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio)
+                         depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio, norm_eps=norm_eps)
         if not 0.0 <= drop_path < 1.0:
             raise ValueError(f"drop_path is {drop_path}, expected 0 ≤ drop_path < 1")
         if pool not in ("class", "mean") or pos_embed not in ("learned", "sincos"):
@@ -110,9 +113,10 @@ class VisionTransformer(nn.Module):
             positions[0, self.num_prefix_tokens:] = sincos_position_embedding(self.grid, embed_dim)
             self.register_buffer("pos_embed", positions)
         self.blocks = nn.ModuleList(
-            Block(embed_dim, num_heads=num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias)
+            Block(embed_dim, num_heads=num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias,
+                  norm_eps=norm_eps)
             for _ in range(depth))
-        norm = nn.LayerNorm(embed_dim, eps=NORM_EPS)
+        norm = nn.LayerNorm(embed_dim, eps=norm_eps)
         self.norm, self.fc_norm = (nn.Identity(), norm) if fc_norm else (norm, nn.Identity())
         self.head = make_head(embed_dim, num_classes)
         if distilled:

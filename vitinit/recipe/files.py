@@ -23,6 +23,11 @@ from .upgrade import VERSION, processes_of, upgraded
 from .values import convert, describe, nearest, nearest_choice, plain, shown, to_toml, within
 
 
+# In the repository the recipes lie beside the package; an installed package contains them.
+PACKAGE = Path(__file__).resolve().parents[1]
+RECIPES = (PACKAGE if (PACKAGE / "recipes").is_dir() else PACKAGE.parent) / "recipes"
+
+
 class RecipeError(OneLineError):
     """Something is wrong with a recipe or an override; the message is one line."""
 

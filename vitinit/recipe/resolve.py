@@ -150,6 +150,11 @@ def fresh_recipe(name: str | None, *, recipes: Path, say: Callable[[str], None],
     return resolve_recipe(path, changes)
 
 
+def with_num_classes(recipe: Recipe, count: int) -> Recipe:
+    """The recipe with `count` classes, where it may say 0, for as many as the data set has."""
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, num_classes=count))
+
+
 def moved(recipe: Recipe, data_dir: str | None) -> Recipe:
     """The recipe with `data_dir` as the folder of its data set; None leaves it unchanged."""
     if data_dir is None:

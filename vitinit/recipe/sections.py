@@ -39,7 +39,7 @@ class DataSection:
     name: Literal["shapes", "image_folder", "imagenet", "cifar10", "cifar100", "stl10", "svhn",
                   "food101", "flowers102", "pets", "tiny_imagenet"]
     root: str                                       # folder of the data set; "" for `shapes`
-    num_classes: int = number(minimum=2, below=COUNT)
+    num_classes: int = number(minimum=0, below=COUNT)  # 0: as many as the data set has
     subset: float = number(above=0.0, maximum=1.0)  # share of each class that is trained on
     images_per_class: int = number(minimum=0, below=COUNT)  # number of images instead; 0: no limit
     subset_seed: int = number(minimum=0, below=2**63)  # decides which images those are
@@ -48,6 +48,7 @@ class DataSection:
     image_size: PAIR = number(minimum=1, below=COUNT)  # (height, width) that the model takes
     mean: tuple[float, float, float] = number(minimum=0.0, maximum=1.0)  # per channel, in [0, 1]
     std: tuple[float, float, float] = number(minimum=TINIEST, below=LARGEST)
+    apply_exif_orientation: bool                    # turn photographs upright; false: as stored
     workers: int = number(minimum=0, below=COUNT)   # loader processes per training process
     on_device_gib: float = number(minimum=0.0)      # sets up to this size are stored on the device
 
@@ -242,6 +243,9 @@ def contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
         low, high = getattr(recipe.augment, key)
         if low > high:
             yield (f"augment.{key}",), f"is [{low:g}, {high:g}], expected the smaller value first"
+    if recipe.data.num_classes == 1:
+        yield (("data.num_classes",), "is 1, expected two classes at least, or 0 for as many as "
+               "the data set has")
     if recipe.rand_augment.layers and not recipe.rand_augment.operations:
         yield (("rand_augment.operations", "rand_augment.layers"),
                f"is empty, but rand_augment.layers = {recipe.rand_augment.layers}; 0 layers switch "

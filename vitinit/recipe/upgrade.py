@@ -18,7 +18,7 @@ from typing import Any
 
 from .values import plain
 
-VERSION = 11
+VERSION = 12
 Table = dict[str, Any]
 
 
@@ -126,9 +126,14 @@ def to_11(table: Table, processes: int) -> None:
     optim |= {key: parts for key, parts in gone.items() if parts}
 
 
+def to_12(table: Table, processes: int) -> None:
+    """The orientation in photographs' EXIF data may be applied; before, it was ignored."""
+    table["data"]["apply_exif_orientation"] = False
+
+
 STEPS: dict[int, Callable[[Table, int], None]] = {2: to_2, 3: to_3, 4: to_4, 5: to_5, 6: to_6,
                                                   7: to_7, 8: to_8, 9: to_9, 10: to_10,
-                                                  11: to_11}
+                                                  11: to_11, 12: to_12}
 
 
 def version_of(table: Mapping[str, Any]) -> Any:

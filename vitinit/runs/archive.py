@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from ..messages import in_brief
 from ..train.checkpoint import CheckpointError, written_atomically
+from ..train.distributed import warn
 
 FILES = ("metrics.jsonl", "recipe.toml", "run.json")
 SUFFIX = ".tar.xz"
@@ -51,8 +52,8 @@ class Place(NamedTuple):
 def write_archive(runs: Sequence[Place], out: Path) -> None:
     """Write the three files of each run into one archive, atomically. A missing file is left out.
 
-    The absolute paths of the data and of train.py, which run.json has, stay out. A run goes by the
-    name of its folder. Raises CheckpointError if two runs have the same name, if a file cannot be
+    The absolute paths that run.json has, of the data and in the commands, stay out. A run goes by
+    the name of its folder. Raises CheckpointError if two runs have the same name, if a file cannot be
     read, if there is more than an archive may hold, if `out` cannot be written, or if its name does
     not end in .tar.xz: it may be that of a run, given by mistake.
     """
@@ -79,15 +80,25 @@ def write_archive(runs: Sequence[Place], out: Path) -> None:
 
 
 def without_paths(run_json: bytes) -> bytes:
-    """The contents of run.json without the machine's own paths: of the data, and of the program."""
+    """The contents of run.json without the machine's own paths: of the data and in commands."""
     starts = json.loads(run_json)
     for start in starts:
         if isinstance(start.get("data"), dict):
             start["data"].pop("root", None)
-        start["command"][:1] = [Path(str(word)).name for word in start["command"][:1]]
+        if isinstance(start.get("command"), list):
+            start["command"] = [portable(str(word)) for word in start["command"]]
     if starts == json.loads(run_json):               # nothing was left out: the same bytes
         return run_json
     return (json.dumps(starts, indent=2) + "\n").encode()
+
+
+def portable(word: str) -> str:
+    """A path, or a word of a command; of an absolute path only the last part remains.
+
+    "/home/ada/photos" → "photos", "data.root=/home/ada/photos" → "data.root=photos"
+    """
+    key, equals, path = ("", "", word) if os.path.isabs(word) else word.partition("=")
+    return f"{key}{equals}{Path(path).name}" if os.path.isabs(path) else word
 
 
 def _add(archive: tarfile.TarFile, name: str, path: Path) -> None:
@@ -119,13 +130,14 @@ def opened(paths: Sequence[Path]) -> Iterator[list[Place]]:
         an archive, which stands for all its runs, sorted by name;
         an archive and a pattern, as in runs.tar.xz/cifar10_10k-*-s0, for the runs of such names.
 
-    Each archive is unpacked once, into a temporary folder that is deleted at the end. Raises
-    CheckpointError for a file that is no such archive, and for a pattern that fits none of its runs.
+    Other files and folders are left out, see `runs_among`. Each archive is unpacked once, into a
+    temporary folder that is deleted at the end. Raises CheckpointError for a file that is no such
+    archive, and for a pattern that fits none of its runs.
     """
     unpacked: dict[Path, Path] = {}                  # archive → temporary folder
     places: list[Place] = []
     with ExitStack() as stack:
-        for path in paths:
+        for path in runs_among(paths):
             archive, pattern = (path, "*") if os.path.isfile(path) else (path.parent, path.name)
             if not os.path.isfile(archive):
                 places.append(Place(path, path))
@@ -142,6 +154,35 @@ def opened(paths: Sequence[Path]) -> Iterator[list[Place]]:
                                       f"such a name; it holds {', '.join(names[:NAMED])}{more}")
             places += [Place(unpacked[archive] / name, archive / name) for name in chosen]
         yield places
+
+
+def runs_among(paths: Sequence[Path]) -> list[Path]:
+    """`paths` without files and folders that are no runs, such as logs; a warning names these.
+
+    A pattern of the shell, such as runs/*, finds them beside the runs. A path at which nothing
+    exists stays, and all stay if there is no run among them: whoever reads them says what is wrong.
+    """
+    runs = [path for path in paths if not os.path.exists(path) or _may_hold_runs(path)]
+    others = [str(path) for path in paths if path not in runs]
+    if not runs:
+        return list(paths)
+    if others:
+        more = ", …" if len(others) > NAMED else ""
+        warn(f"left out, no run: {', '.join(others[:NAMED])}{more}")
+    return runs
+
+
+def _may_hold_runs(path: Path) -> bool:
+    """Whether the folder holds a file of a run, or the file may be an archive."""
+    if os.path.isdir(path):
+        return any(os.path.exists(path / name) for name in (*FILES, "last.pt", "previous.pt"))
+    if path.name.endswith(SUFFIX):
+        return True
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:                                  # reading it again says why
+        return True
 
 
 def unpack(path: Path, folder: Path) -> None:

@@ -33,6 +33,9 @@ from ..train.checkpoint import (CheckpointError, Damaged, NoCheckpoint, load, sa
 from ..train.distributed import warn
 from .records import JsonLines
 
+# The weights in a folder that transformers or timm wrote.
+FOREIGN_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
 
 class RunFolder:
     """The paths and files of one run. Files are written atomically, by the main process alone.
@@ -253,8 +256,9 @@ def read_checkpoint(path: Path, *, say: Callable[[str], None] = warn, mmap: bool
     """The contents of a checkpoint, and the file that they are from.
 
     path: a checkpoint, or a run folder, which stands for its last.pt; if that is damaged or missing,
-    previous.pt is read and `say` is called with a line about it. mmap, verify: see `load`, which
-    raises CheckpointError. So does this, naming both files, if both are damaged.
+    previous.pt is read and `say` is called with a line about it. A folder that transformers or timm
+    wrote stands for its file of weights. mmap, verify: see `load`, which raises CheckpointError. So
+    does this, naming both files, if both are damaged.
     """
     if not os.path.isdir(path):
         return load(path, mmap=mmap, verify=verify), path
@@ -266,6 +270,13 @@ def read_checkpoint(path: Path, *, say: Callable[[str], None] = warn, mmap: bool
     try:
         state = load(folder.previous, mmap=mmap, verify=verify)
     except NoCheckpoint:
+        for file in (path / name for name in FOREIGN_WEIGHTS):
+            if file.is_file():
+                return load(file, mmap=mmap, verify=verify), file
+        split = next(path.glob("*.index.json"), None)
+        if split is not None:
+            raise CheckpointError(f"{split}: the weights are split over several files; expected one, as "
+                                  "save_pretrained(FOLDER, max_shard_size='100GB') writes it") from None
         raise problem from None
     except Damaged as error:
         raise CheckpointError(f"{problem}; and {error}") from None
@@ -274,11 +285,12 @@ def read_checkpoint(path: Path, *, say: Callable[[str], None] = warn, mmap: bool
 
 
 def git_commit(repository: Path) -> str:
-    """The commit of the code, followed by "+changes" if files differ; "unknown" outside of git."""
+    """The commit of the code, "+changes" if a tracked file differs; "unknown" outside of git."""
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(repository), *arguments], check=True, text=True,
                               capture_output=True, timeout=10).stdout.strip()
     try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"

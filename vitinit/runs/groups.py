@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..data.datasets import IN_MEMORY
 from ..messages import in_brief
 from ..recipe.resolve import with_defaults
 from ..recipe.sections import MACHINE_KEYS, Recipe
@@ -86,6 +87,8 @@ class Run:
         A different seed counts; other differences that one experiment allows do not.
         """
         expected = keys_of(with_defaults(recipe.as_dict()))
+        if not expected["data.num_classes"]:         # as many as the run's data set had
+            expected["data.num_classes"] = self.keys.get("data.num_classes")
         for key in dict.fromkeys([*expected, *self.keys]):
             if self.keys.get(key) != expected.get(key) and (
                     key == "run.seed" or not is_free(key, self.keys)):
@@ -135,6 +138,8 @@ def is_free(key: str, keys: Mapping[str, Any]) -> bool:
                                                        keys.get("mix.cutmix_alpha"))
     if key.startswith("optim.muon_"):
         return keys.get("optim.name") != "muon"
+    if key == "data.apply_exif_orientation":         # of image files
+        return keys.get("data.name") in IN_MEMORY
     return key in FREE_KEYS
 
 

@@ -67,14 +67,16 @@ def report(findings: Sequence[Finding], *, per_class: bool, json_file: Path | No
             print(f"{finding.data_set}: {len(finding.classes)} of the {finding.model_classes} classes "
                   f"of {finding.checkpoint}; the others are left out of ranking and loss")
     rows = [[finding.checkpoint, name, str(finding.data_set), f"{result.top1:.3f}",
-             f"{result.top5:.3f}", f"{result.loss:.4f}", f"{result.images:,}"]
+             "–" if result.top5 is None else f"{result.top5:.3f}", f"{result.loss:.4f}",
+             f"{result.images:,}"]
             for finding in findings for name, result in finding.results.items()]
     if len(findings) > 1:
         print(table(["checkpoint", "weights", "data", "top-1 %", "top-5 %", "loss", "images"],
                     rows))
     else:
         for _, name, _, top1, top5, loss, images in rows:
-            print(f"{name:5}  top-1 {top1} %  top-5 {top5} %  loss {loss}  over {images} images")
+            print(f"{name:5}  top-1 {top1} %" + ("" if top5 == "–" else f"  top-5 {top5} %")
+                  + f"  loss {loss}  over {images} images")
     for finding in findings if per_class else []:
         print(f"\n{finding.checkpoint} on {finding.data_set}, top-1 of every class in %:\n\n"
               f"{finding.by_class()}\n")

@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import __version__
 from ..recipe.files import Override, RecipeError, from_dict
-from ..recipe.resolve import fresh_recipe, overrides, with_defaults
+from ..recipe.resolve import fresh_recipe, overrides, with_defaults, with_num_classes
 from ..recipe.sections import MACHINE_KEYS, Recipe
 from ..recipe.upgrade import notes, processes_of
 from ..recipe.values import nearest, to_toml
@@ -64,6 +64,8 @@ def continued(stored: Recipe, changes: Sequence[Override], source: str
     may change. Raises RecipeError for a key that the recipe does not have.
     """
     wanted = from_dict(stored.as_dict(), source, changes)
+    if not wanted.data.num_classes:                  # the run knows how many the data set had
+        wanted = with_num_classes(wanted, stored.data.num_classes)
     before, after = (keys_of(with_defaults(recipe.as_dict())) for recipe in (stored, wanted))
     renamed = [title for title in ("model", "init")
                if before[f"{title}.name"] != after[f"{title}.name"]]
@@ -148,7 +150,8 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, say: Callable[[str]
     if args.recipe is not None and Path(args.recipe).stem != stored.name:
         wrong.insert(0, f"--recipe {args.recipe} differs from the run's recipe {stored.name}")
     if wrong:
-        raise RecipeError(f"--resume {folder.path}: {'; '.join(wrong)}; a run goes on as it began")
+        raise RecipeError(f"--resume {folder.path}: {'; '.join(wrong)}; a run goes on as it began; "
+                          f"{new_run(folder)}")
     for note in notes(state["recipe"]):
         say(f"note    {note}")
     # A relative path was relative to the folder in which the run was started then.
@@ -187,6 +190,23 @@ def left_without_checkpoint(folder: RunFolder, recipe: Recipe | None) -> str | N
     return f"done    {folder.path}: all {run.epochs} epochs, by its metrics.jsonl; no last.pt is left"
 
 
+def new_run(folder: RunFolder) -> str:
+    """How a new run starts from the weights of the run in this folder, for error messages."""
+    return ("a new one needs another --out-dir, and starts from its weights with "
+            f"--set init.checkpoint={folder.path}")
+
+
+def require_unfinished(folder: RunFolder) -> None:
+    """Raise CheckpointError if the folder holds a finished run: there is nothing to go on with."""
+    try:
+        run = read_run(folder.path) if folder.holds_checkpoint() else None
+    except CheckpointError:                          # a damaged record; the checkpoint decides
+        return
+    if run is not None and run.finished:
+        raise CheckpointError(f"{folder.path}: already holds a run that is finished, after "
+                              f"{run.epochs} epoch(s); {new_run(folder)}")
+
+
 def task_in(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | None, lock: RunLock,
             say: Callable[[str], None]) -> int:
     """What to do in the folder: NEW, GO_ON or DONE. Only the main process calls this.
@@ -197,6 +217,7 @@ def task_in(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | None, 
     if args.dry_run:
         return GO_ON if recipe is None or args.resume and folder.holds_checkpoint() else NEW
     if args.resume is None:
+        require_unfinished(folder)
         folder.require_unused()
         return NEW
     if folder.path.is_dir():

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from ..command_line import building
-from ..data.datasets import Source, open_split
+from ..data.datasets import DATA_SETS, Source, open_split, oriented
+from ..data.images import DataError
 from ..data.subset import stratified_part
 from ..init import init_weights, reads_images
 from ..keys import Stream, keyed_generator
 from ..models import build_model
+from ..recipe.resolve import with_num_classes
 from ..recipe.sections import DataSection, Recipe
 from .trained import as_input, evaluation_view
 
@@ -20,9 +22,14 @@ INIT_IMAGES = 1000              # training images that an init may read
 def open_training_set(data: DataSection, root: str) -> tuple[Source, Source]:
     """The whole training set of a recipe, and the part of it that is trained on.
 
-    root: the data set's folder. Raises DataError if the data set cannot be opened.
+    root: the data set's folder. Raises DataError if the data set cannot be opened, or has a single
+    class.
     """
-    whole = open_split(data.name, root, "train", data.num_classes)
+    whole = oriented(open_split(data.name, root, "train", data.num_classes),
+                     data.apply_exif_orientation)
+    if len(whole.classes) < 2:
+        raise DataError(f"{root}: one class found, '{whole.classes[0]}'; expected two at least, a "
+                        "folder each")
     return whole, stratified_part(whole, share=data.subset, images_per_class=data.images_per_class,
                                   held_out=data.held_out_per_class, seed=data.subset_seed)
 
@@ -35,6 +42,15 @@ def training_views(recipe: Recipe, source: Source, count: int) -> Tensor:
     order = keyed_generator(recipe.run.seed, Stream.INIT_IMAGES).permutation(len(source))
     return as_input(torch.stack([evaluation_view(source.image(int(index)), recipe)
                                  for index in order[:count]]), recipe)
+
+
+def without_data(recipe: Recipe) -> Recipe:
+    """The recipe with a number of classes, for a model that is built without its data set.
+
+    Where it is to be taken from the data (0), it is that of the published set, or 2.
+    """
+    return with_num_classes(recipe, recipe.data.num_classes
+                            or DATA_SETS[recipe.data.name].num_classes or 2)
 
 
 def built(recipe: Recipe) -> nn.Module:

@@ -35,6 +35,7 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
     steps_per_epoch = data.train_batches.steps_per_epoch
     epochs = schedule.epochs + schedule.cooldown_epochs
     part = f" of {len(data.whole_set):,}" if len(data.train_set) < len(data.whole_set) else ""
+    left_out = dict.fromkeys([data.whole_set.left_out, data.val_set.left_out])
     where = ", all on the device" if data.train_batches.resident else ""
     return (
         f"recipe  {recipe.name}, seed {recipe.run.seed}\n"
@@ -43,6 +44,7 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
         f"{'held out of them ' if recipe.data.held_out_per_class else ''}to validate, "
         f"{recipe.data.num_classes} classes, "
         f"{recipe.data.image_size[0]}×{recipe.data.image_size[1]}{where}\n"
+        + "".join(f"{line}\n" for line in left_out if line) +
         f"views   {data.val_batches.kept.in_words()}\n"
         f"augment {augment.repeats} view(s) per image, RandAugment {recipe.rand_augment.layers} × "
         f"magnitude {recipe.rand_augment.magnitude:g}, erasing {augment.erase_probability:g}, mixup "

@@ -12,7 +12,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,15 +29,17 @@ from ..data.images import DataError, decode_bytes, decode_image, from_pillow, re
 from ..models import build_model
 from ..models.convert import native_tensors
 from ..models.layers import to_pair
-from ..recipe.files import Override, RecipeError, from_dict
-from ..recipe.resolve import fresh_recipe, moved
+from ..recipe.files import RECIPES, Override, RecipeError, find_recipe, from_dict
+from ..recipe.resolve import moved, resolve_recipe
 from ..recipe.sections import Recipe
-from ..train.checkpoint import model_state, require_finite
+from ..recipe.values import nearest, plain
+from ..train.checkpoint import CheckpointError, model_state, require_finite
 from ..train.transfer import change_size, load_exactly
+from . import foreign
 from .folder import RunFolder, read_checkpoint
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-BOXED = RECIPES / "trained"                          # models that come with the repository
+BOXED = RECIPES / "trained"                          # models that come with the package
+VIEW_KEYS = ("eval.crop_pct", "eval.interpolation")  # of a checkpoint's own recipe, `load` can change
 BATCH = 64                                           # images per forward pass in `predict_batch`
 
 Weights = Literal["model", "ema"]
@@ -56,6 +59,12 @@ class Saved(NamedTuple):
     recipe: Recipe
     classes: list[str] | None   # the class of each logit, in order; None if they are not recorded
     size: tuple[int, int]       # (height, width) of the images that the model is to take
+    description: foreign.Description | None = None  # of another project's files beside it
+
+    @property
+    def name(self) -> str:
+        """The path as the user knows it: of a model in recipes/trained it begins with its name."""
+        return str(self.path.relative_to(BOXED) if self.path.is_relative_to(BOXED) else self.path)
 
     @property
     def brings_recipe(self) -> bool:
@@ -67,9 +76,18 @@ class Saved(NamedTuple):
         """Which weights the checkpoint contains: "model", and "ema" if there is a moving average."""
         return [name for name in ("model", "ema") if name == "model" or self.state.get(name)]
 
-    def model(self, name: str) -> nn.Module:
-        """Build the model with the weights "model" or "ema", for images of `size`."""
-        return loaded(self.recipe, self.state, self.path, name, self.size)
+    def model(self, name: str, *, or_backbone: bool = False) -> nn.Module:
+        """Build the model with the weights "model" or "ema", for images of `size`.
+
+        or_backbone: where the checkpoint has no classifier, build the model without one, which
+        returns the pooled features. Otherwise that is an error.
+        """
+        return loaded(self.recipe, self.state, self.path, name, self.size, or_backbone=or_backbone)
+
+    def assumptions(self, model: nn.Module) -> str:
+        """For a checkpoint without a recipe, a line on what its `model` assumes; otherwise ""."""
+        return "" if self.brings_recipe else (
+            f"{self.path}: {foreign.assumptions(model, self.recipe, self.description)}")
 
 
 def named_run(path: Path) -> Path:
@@ -78,15 +96,16 @@ def named_run(path: Path) -> Path:
     return boxed if not os.path.exists(path) and path.parent == Path(".") and boxed.is_dir() else path
 
 
-def open_saved(path: Path, *, recipe: Recipe | None = None, changes: Sequence[Override] = (),
-               image_size: tuple[int, int] | None = None) -> Saved:
+def open_saved(path: Path, *, recipe: Path | None = None, changes: Sequence[Override] = (),
+               changeable: Sequence[str] = (), image_size: tuple[int, int] | None = None) -> Saved:
     """Open the checkpoint at `path`, or that of the run folder `path` (see `read_checkpoint`).
 
     A name at which nothing exists may be that of a model in recipes/trained.
 
     Args:
-        recipe: describes the model of a checkpoint that contains no recipe.
-        changes: overrides for the recipe that the checkpoint contains.
+        recipe: the file of a recipe, which describes the model of a checkpoint that contains none.
+        changes: overrides of the recipe. Of one that the checkpoint contains only the keys
+            `changeable` can change; other changes are an error, unless they are for `recipe`.
         image_size: (height, width); None: that of the recipe.
 
     Raises CheckpointError if the file cannot be read, and RecipeError if there is no recipe or its
@@ -95,17 +114,36 @@ def open_saved(path: Path, *, recipe: Recipe | None = None, changes: Sequence[Ov
     # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
     state, path = read_checkpoint(named_run(path), mmap=True)
     state = {key: part for key, part in state.items() if key not in ("optimizer", "scaler")}
+    description = None
     if "recipe" in state:
-        recipe = from_dict(state["recipe"], str(path), changes)
-        recipe = moved(recipe, RunFolder(path.parent).data_root())
-    elif recipe is None:
-        raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint of "
-                          "(recipe=… in Python)")
-    return Saved(path, state, recipe, state.get("classes"), image_size or recipe.data.image_size)
+        for change in changes if recipe is None else ():
+            if change.key not in changeable:
+                raise RecipeError(f"{change.text}: the checkpoint brings its own recipe, of which only "
+                                  f"how to evaluate can change{nearest(change.key, changeable)}")
+        found = from_dict(state["recipe"], str(path),
+                          [change for change in changes if change.key in changeable])
+        found = moved(found, RunFolder(path.parent).data_root())
+    else:
+        description = foreign.described(path, str(state.get("arch", "")))
+        if recipe is None and description is not None and description.recipe:
+            recipe = find_recipe(description.recipe, RECIPES)
+        if recipe is None:
+            raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint of "
+                              "(recipe=… in Python)")
+        stated = description.changes if description is not None else ()
+        found = resolve_recipe(recipe, [*stated, *changes])
+    if not found.data.num_classes:
+        raise RecipeError(f"{path}: recipe {found.name} has data.num_classes = 0, which only training "
+                          "takes from the data; expected the checkpoint's number")
+    classes = state.get("classes")
+    if classes is None and description is not None and description.classes and (
+            len(description.classes) != len(imagenet_wnids())):      # those count as ImageNet's, in order
+        classes = list(description.classes)
+    return Saved(path, state, found, classes, image_size or found.data.image_size, description)
 
 
 def loaded(recipe: Recipe, state: dict, path: Path, name: str,
-           image_size: tuple[int, int] | None = None) -> nn.Module:
+           image_size: tuple[int, int] | None = None, *, or_backbone: bool = False) -> nn.Module:
     """Build the recipe's model and copy a checkpoint's weights into it.
 
     Args:
@@ -113,19 +151,23 @@ def loaded(recipe: Recipe, state: dict, path: Path, name: str,
         name: which weights: "model", or "ema" for the moving average.
         image_size: (height, width) of the images that the model is to take, if not the recipe's;
             learned position embeddings are then resized.
+        or_backbone: build the model without a classifier if the checkpoint has none.
 
     Returns the model on the CPU, in float32. Raises CheckpointError if the weights do not fit the
     recipe's model, are infinite or NaN, or depend on the image size, and RecipeError if the model
     cannot be built.
     """
+    raw = model_state(state, path, name)
+    tensors = native_tensors(raw)
+    backbone = or_backbone and not any(tensor.startswith("head") for tensor in tensors)
+
     def built(size: tuple[int, int], place: str) -> nn.Module:
         with building(place, "model"):
-            return build_model(recipe.model.name, num_classes=recipe.data.num_classes,
-                               image_size=size, **recipe.model.options)
+            return build_model(recipe.model.name, image_size=size,
+                               num_classes=0 if backbone else recipe.data.num_classes, **recipe.model.options)
     model = built(recipe.data.image_size, f"recipe {recipe.name}")
-    tensors = model_state(state, path, name)
-    require_finite(tensors, name, path)
-    load_exactly(model, native_tensors(tensors), path)
+    require_finite(raw, name, path)
+    load_exactly(model, tensors, path)
     if image_size in (None, recipe.data.image_size):
         return model
     resized = built(image_size, f"{path} at {image_size[0]}×{image_size[1]}")
@@ -193,7 +235,7 @@ class Trained:
     """
 
     model: nn.Module            # images as `preprocess` returns them → logits (B, classes); eval mode
-    classes: tuple[str, ...]    # the class of each logit, in order
+    classes: tuple[str, ...]    # the class of each logit, in order; () without a classifier
     recipe: Recipe              # of the training, with every option written out
     image_size: tuple[int, int]  # (height, width) of the model's input
     path: Path                  # of the checkpoint
@@ -255,11 +297,18 @@ class Trained:
         """
         if top < 1:
             raise ValueError(f"top is {top}, expected at least 1")
+        self.require_classifier()
         images, found = list(images), []
         for start in range(0, len(images), BATCH):
             found += self.ranked(self.probabilities(self.preprocess(images[start:start + BATCH])),
                                  top)
         return found
+
+    def require_classifier(self) -> None:
+        """Raise CheckpointError, a ValueError, if the checkpoint is a backbone without a classifier."""
+        if not self.classes:
+            raise CheckpointError(f"{self.path}: holds no classifier, so there are no classes; its model "
+                                  "returns features, and init.checkpoint fine-tunes it")
 
     def ranked(self, probabilities: Tensor, top: int) -> list[list[tuple[str, float]]]:
         """The `top` likeliest classes of each image, as (name, probability), likeliest first.
@@ -273,12 +322,14 @@ class Trained:
 
 def load(path: str | os.PathLike, *, weights: Weights = "model",
          image_size: int | tuple[int, int] | None = None,
-         device: str | torch.device | None = None, recipe: str | None = None) -> Trained:
+         device: str | torch.device | None = None, recipe: str | None = None,
+         overrides: Mapping[str, Any] | None = None) -> Trained:
     """Load a trained model with its class names and preprocessing.
 
     Args:
-        path: a run folder (its last.pt is read), a checkpoint file (.pt, .pth or .safetensors), or
-            the name of a model in recipes/trained.
+        path: a run folder (its last.pt is read), a checkpoint file (.pt, .pth or .safetensors), a
+            folder that transformers' save_pretrained wrote, or the name of a model in
+            recipes/trained.
         weights: "model", or "ema" for the exponential moving average of the weights.
         image_size: the input size in pixels, if it is to differ from that of training: an integer
             for a square, or (height, width). Position embeddings are resized; a model whose weights
@@ -286,13 +337,20 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
         device: where the model is put; default: the CPU.
         recipe: describes the model of a checkpoint that contains no recipe: the name of a recipe,
             or the path of a .toml file. Official DeiT-B weights are loaded with recipe="deit_base".
+            A folder of transformers describes itself.
+        overrides: values for keys of the recipe, such as {"eval.crop_pct": 1.0}. Of a recipe that
+            the checkpoint contains, only `VIEW_KEYS` can change: how images are prepared.
+
+    For a checkpoint of another project, a line on standard error says what is assumed that tensors
+    do not show, such as the number of heads.
 
     Returns a `Trained`, whose model is in evaluation mode and does not require gradients. Class
     names are those that the checkpoint records; without them they are ImageNet's synset ids (such
-    as "n01440764") for a model of 1000 classes, and otherwise "0", "1", ….
+    as "n01440764") for a model of 1000 classes, and otherwise "0", "1", …. A checkpoint without a
+    classifier has no classes, and its model returns the pooled features.
 
     Raises ValueError, with a message of one line, if there is no such checkpoint, if it is damaged,
-    if it does not fit its model, or if `weights`, `image_size` or `recipe` has an invalid value.
+    if it does not fit its model, or if an argument has an invalid value.
 
     Example:
         trained = vitinit.load("runs/quickstart-impulse-s0", weights="ema", device="cuda")
@@ -300,14 +358,19 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
     """
     if weights not in ("model", "ema"):
         raise ValueError(f'weights is {weights!r}, expected "model" or "ema"')
-    foreign = None if recipe is None else fresh_recipe(recipe, recipes=RECIPES, say=lambda line: None)
-    saved = open_saved(Path(path), recipe=foreign, image_size=checked_size(image_size))
-    if foreign is not None and saved.brings_recipe:
-        raise RecipeError(f"{saved.path} brings its own recipe; the recipe {foreign.name} that was "
+    file = None if recipe is None else find_recipe(recipe, RECIPES)
+    changes = [Override(key, plain(value), f"{key}={value!r}")
+               for key, value in (overrides or {}).items()]
+    saved = open_saved(Path(path), recipe=file, changes=changes, changeable=VIEW_KEYS,
+                       image_size=checked_size(image_size))
+    if file is not None and saved.brings_recipe:
+        raise RecipeError(f"{saved.path} brings its own recipe; the recipe {file.stem} that was "
                           "given is for checkpoints that hold none")
-    model = saved.model(weights).eval().requires_grad_(False)
-    return Trained(model.to(device or "cpu"), tuple(class_names(saved)), saved.recipe, saved.size,
-                   saved.path)
+    model = saved.model(weights, or_backbone=not saved.brings_recipe).eval().requires_grad_(False)
+    if not saved.brings_recipe:
+        print(saved.assumptions(model), file=sys.stderr, flush=True)
+    classes = tuple(class_names(saved)) if model.num_classes else ()
+    return Trained(model.to(device or "cpu"), classes, saved.recipe, saved.size, saved.path)
 
 
 def checked_size(image_size: Any) -> tuple[int, int] | None:
@@ -327,6 +390,8 @@ def class_names(saved: Saved) -> list[str]:
     For any other number of classes the names are "0", "1", ….
     """
     count = saved.recipe.data.num_classes
+    if saved.description is not None and saved.description.classes:
+        return list(saved.description.classes)
     if saved.classes is not None:
         return list(saved.classes)
     if count == len(imagenet_wnids()):

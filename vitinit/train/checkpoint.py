@@ -279,15 +279,17 @@ def _reason(error: Exception, path: Path) -> str:
 def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> dict[str, Tensor]:
     """The tensors of one model in a checkpoint, without the prefixes that wrappers add to names.
 
-    name: "model"; or "ema" for the moving average, which DeiT and timm store as "model_ema".
-    A checkpoint without the key "model" is taken to be the model's bare state dict. Raises
-    CheckpointError if the checkpoint holds no such model; `path` is the file that it names.
+    name: "model", which timm's trainer stores as "state_dict"; or "ema" for the moving average,
+    which DeiT stores as "model_ema" and timm as "state_dict_ema". A checkpoint without either of
+    the first two keys is taken to be the model's bare state dict. Raises CheckpointError if the
+    checkpoint holds no such model; `path` is the file that it names.
     """
     if name == "ema":
-        tensors = state.get("ema", state.get("model_ema")) or {}         # None: a run without EMA
+        tensors = next((state[key] for key in ("ema", "model_ema", "state_dict_ema") if key in state),
+                       None) or {}                   # None: a run without EMA
         tensors = tensors.get("model", tensors) if isinstance(tensors, Mapping) else {}
     else:
-        tensors = state.get("model", state)
+        tensors = state.get("model", state.get("state_dict", state))
     if not isinstance(tensors, Mapping) or not tensors or not all(
             isinstance(key, str) and isinstance(value, Tensor) for key, value in tensors.items()):
         raise CheckpointError(f"{path}: no model in it; expected a state dict under the key "

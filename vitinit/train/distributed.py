@@ -41,6 +41,10 @@ class SilentProcess(LaunchError):
     of_one_process = True       # each prints it: without a connection they cannot agree on who does
 
 
+class LostProcess(LaunchError):
+    """Another process has ended: the consequence of an error, of which that process tells."""
+
+
 @dataclass(frozen=True)
 class Processes:
     """This process's place among all processes of the run, and its device."""
@@ -272,7 +276,7 @@ def connection() -> Iterator[None]:
                 f"{patience() // timedelta(minutes=1)})") from None
         if not isinstance(error, dist.DistError) and "by peer" not in text:
             raise
-        raise LaunchError(f"another process of the run has ended, and says why itself "
+        raise LostProcess(f"another process of the run has ended, and says why itself "
                           f"({in_brief(text)})") from None
 
 

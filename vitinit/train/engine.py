@@ -357,7 +357,7 @@ class Evaluation:
 
     loss: float                 # mean cross-entropy per image
     top1: float                 # percent
-    top5: float                 # percent; always 100 with five classes or fewer
+    top5: float | None          # percent; None with five classes or fewer, where it says nothing
     images: int
     class_hits: list[int]       # per class: its images whose highest logit is the right one
     class_images: list[int]     # per class: its images
@@ -412,6 +412,7 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor
     for numbers in (totals, hits, counts):
         processes.sum(numbers)
     images = int(counts.sum())
-    return [Evaluation(loss / images, 100.0 * sum(right) / images, 100.0 * top5 / images, images,
-                       right, counts.tolist())
+    return [Evaluation(loss / images, 100.0 * sum(right) / images,
+                       100.0 * top5 / images if num_classes > 5 else None, images, right,
+                       counts.tolist())
             for (loss, top5), right in zip(totals.tolist(), hits.tolist())]

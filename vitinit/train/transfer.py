@@ -24,6 +24,20 @@ PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patche
 # iBOT, MAE), and buffers of older Swin checkpoints that follow from the sizes.
 UNREAD = re.compile(r"^(mask_token$|decoder_)|\.(relative_position_index|attn_mask)$")
 
+# Parts of names that only models of other functions have, and what they stand for.
+STRANGERS = {
+    r"(^|\.)(rope|freqs)": "rotary positions",
+    r"\.mlp\.(w12|w3|weights_in|fc1_g|gate_proj)\.": "SwiGLU in place of the MLP",
+    r"^backbone\.": "a model around a backbone, such as DINOv2's classifiers",
+    r"\.attn\.[qv]_bias$": "queries and values with biases of their own and keys without (EVA)",
+    r"^(norm_pre|ln_pre|pre_layrnorm|pre_layernorm)\.": "a norm before the blocks (CLIP)",
+    r"\.(q_norm|k_norm|norm_q|norm_k)\.": "norms of queries and keys",
+    r"^attn_pool\.": "pooling by attention (SigLIP)",
+    r"\.(logit_scale|cpb_mlp)": "cosine attention (Swin V2)",
+    r"^blocks\.\d+\.attn\.(relative_position_bias_table|rel_pos)": "relative positions (BEiT)",
+    r"\.(attn1|mlp1|gamma_\d_1)\b": "parallel branches",
+}
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -77,7 +91,7 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path,
     then.
     """
     own = model.state_dict()
-    tensors = class_token_as_register(own, tensors)
+    tensors = unread_tokens_as_registers(own, tensors)
     new_head = all(name in own and value.shape != own[name].shape
                    for name, value in tensors.items() if name.startswith("head."))
     loaded, resized, dropped, misshapen, surplus = {}, [], [], [], []
@@ -124,7 +138,7 @@ def load_exactly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) ->
     tokens before the patches get entries of zero there, which does not change the function.
     """
     own = model.state_dict()
-    tensors = {name: value for name, value in class_token_as_register(own, tensors).items()
+    tensors = {name: value for name, value in unread_tokens_as_registers(own, tensors).items()
                if name in own or not UNREAD.search(name)}
     heads = [name for name in own if name.startswith("head")]
     if heads and not any(name.startswith("head") for name in tensors):
@@ -168,22 +182,25 @@ def change_size(model: nn.Module, resized: nn.Module, path: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def class_token_as_register(own: Mapping[str, Tensor],
-                            tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the checkpoint's class token to the model's first register, if the model expects that.
+def unread_tokens_as_registers(own: Mapping[str, Tensor],
+                               tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Make tokens of the checkpoint that the model does not read into registers, if it expects that.
 
     In a model that averages over the patches alone (fine-tuned MAE, timm's `avg` pooling), the
     class token takes part in attention but is not read afterwards. It is therefore a register
-    token.
-    own: the model's state dict. The token is renamed if the model has no class token and one more
-    register than the checkpoint.
+    token. So is the distillation token of a DeiT whose only classifier reads the class token, as in
+    transformers.
+    own: the model's state dict. The tokens are renamed if the model has as many registers as there
+    are registers and unread tokens in the checkpoint.
     """
     tensors = dict(tensors)
-    registers = [tensors[name] for name in ("cls_token", "reg_token") if name in tensors]
-    if ("cls_token" in tensors and "cls_token" not in own and "reg_token" in own
-            and sum(token.shape[1] for token in registers) == own["reg_token"].shape[1]):
+    unread = [name for name in ("cls_token", "dist_token") if name in tensors and name not in own]
+    registers = [tensors[name] for name in (*unread, "reg_token") if name in tensors]
+    if unread and "reg_token" in own and (
+            sum(token.shape[1] for token in registers) == own["reg_token"].shape[1]):
         tensors["reg_token"] = torch.cat(registers, dim=1)
-        del tensors["cls_token"]
+        for name in unread:
+            del tensors[name]
     return tensors
 
 
@@ -304,7 +321,13 @@ def _listed(**names: list[str]) -> str:
 
 
 def _advice(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], names: list[str]) -> str:
-    """Which model options would make the model accept the tensors `names`; "" if none is known."""
+    """What the tensors `names` stand for, or which model options would give the model their shapes.
+
+    "" if neither is known.
+    """
+    stranger = _stranger(own, tensors)
+    if stranger:
+        return f"; {stranger}, which no model here has"
     registers, advice = _prefix_counts(tensors).get("reg_token", 0), {}
     if "fc_norm.weight" in names and "fc_norm.weight" in tensors:
         advice["pool"] = "mean"
@@ -313,12 +336,32 @@ def _advice(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], names: lis
             advice["fc_norm"] = str(name in tensors).lower()
         elif name == "reg_token":
             advice["num_registers"] = registers
-        elif name.endswith("attn.qkv.bias"):
+        elif name.endswith("attn.qkv.bias") and (
+                name.replace("bias", "weight") in own.keys() & tensors.keys()):
             advice["qkv_bias"] = str(name in tensors).lower()
     if "cls_token" in tensors and "fc_norm.weight" in tensors and (
             "cls_token" in names or "pool" in advice):
         advice["num_registers"] = registers + 1      # the class token counts as one
     if not advice:
         return ""
-    return "; what would fit: " + ", ".join(f"model.options.{key}={value}"
-                                            for key, value in advice.items())
+    return "; its shapes, which do not show the function, fit with " + " ".join(
+        f"model.options.{key}={value}" for key, value in advice.items())
+
+
+def _stranger(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str:
+    """What a checkpoint has that no model here has, as far as its tensors show that; else ""."""
+    for name in (name for name in tensors if name not in own):
+        for pattern, what in STRANGERS.items():
+            if re.search(pattern, name):
+                return f"{name} stands for {what}"
+    for name in tensors:
+        hidden = tensors.get(name.replace("fc1", "fc2"))
+        if name.endswith("mlp.fc1.weight") and hidden is not None and (
+                tensors[name].shape[0] == 2 * hidden.shape[1]):
+            return f"{name} makes gates as well: SwiGLU in place of the MLP"
+    if "pos_embed" in own and "pos_embed" not in tensors and "patch_embed.proj.weight" in tensors:
+        return "positions without a position embedding are rotary or relative"
+    heads = [one.get("head.weight") for one in (tensors, own)]
+    if None not in heads and heads[0].shape[1:] == (2 * heads[1].shape[-1],):
+        return "its classifier reads the class token and the mean of the patches together (DINOv2)"
+    return ""

@@ -45,8 +45,11 @@ ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 def start(*words: object, launcher: tuple[str, ...] = ("-c", DETERMINISTIC)) -> subprocess.Popen:
     """Start a program of this repository. Its standard output is a pipe; errors go to the log.
 
-    words: the program and its arguments. launcher: arguments of Python before them.
+    words: the program and its arguments. launcher: arguments of Python before them. Raises Skipped
+    if the package was installed without the programs.
     """
+    if not (REPOSITORY / "train.py").is_file():
+        raise Skipped("needs train.py and eval.py, the repository around vitinit/")
     return subprocess.Popen([sys.executable, *launcher, *map(str, words)], cwd=REPOSITORY, text=True,
                             stdout=subprocess.PIPE, env=os.environ | ENVIRONMENT)
 

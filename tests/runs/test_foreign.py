@@ -1,0 +1,320 @@
+"""Checkpoints of transformers: the same function here, described by their own files; and traps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+import vitinit
+from vitinit import export
+from vitinit.models.convert import (TRANSFORMERS_DINOV2, TRANSFORMERS_SWIN, TRANSFORMERS_VIT,
+                                    WITH_TEACHER, in_memory, native_names, transformers_names)
+from vitinit.runs.foreign import described
+from vitinit.train.checkpoint import CheckpointError
+
+RUN = Path(__file__).parent / "data" / "55cb85f"     # a run of ours, of three classes
+WIDTH, HEADS, HIDDEN, PATCH, SIDE, CLASSES, REGISTERS = 21, 3, 29, 5, 15, 7, 2
+EPS = 1e-3                                           # large, so that another one is seen
+
+# model_type, architecture, prefix of the names
+KINDS = {
+    "ViT": ("vit", "ViTForImageClassification", "vit."),
+    "ViT, backbone": ("vit", "ViTModel", ""),
+    "DeiT": ("deit", "DeiTForImageClassification", "deit."),
+    "DeiT with teacher": ("deit", "DeiTForImageClassificationWithTeacher", "deit."),
+    "DINOv2": ("dinov2", "Dinov2Model", ""),
+    "DINOv2 with registers": ("dinov2_with_registers", "Dinov2WithRegistersModel", ""),
+}
+CONFIG = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+          "intermediate_size": HIDDEN, "hidden_act": "gelu", "layer_norm_eps": EPS, "image_size": SIDE,
+          "patch_size": PATCH, "num_channels": 3, "qkv_bias": True}
+PREPROCESSOR = {"do_resize": True, "size": {"shortest_edge": 20}, "resample": 2, "do_normalize": True,
+                "do_center_crop": True, "crop_size": {"height": SIDE, "width": SIDE},
+                "image_mean": [0.5, 0.25, 0.125], "image_std": [0.3, 0.4, 0.7]}
+LABELS = {str(index): f"{index}, a label" for index in range(CLASSES)}
+
+
+def their_tensors(name: str) -> dict[str, Tensor]:
+    """Random tensors under the names that save_pretrained of transformers writes."""
+    kind, architecture, _ = KINDS[name]
+    dinov2, generator = kind.startswith("dinov2"), torch.Generator().manual_seed(5)
+    before = 2 if kind == "deit" else 1
+    shapes = {"embeddings.cls_token": (1, 1, WIDTH),
+              "embeddings.position_embeddings": (1, before + (SIDE // PATCH) ** 2, WIDTH),
+              "embeddings.patch_embeddings.projection": (WIDTH, 3, PATCH, PATCH),
+              "layernorm": (WIDTH,)}
+    if kind == "deit":
+        shapes["embeddings.distillation_token"] = (1, 1, WIDTH)
+    if kind == "dinov2_with_registers":
+        shapes["embeddings.register_tokens"] = (1, REGISTERS, WIDTH)
+    if architecture == "ViTModel":
+        shapes["pooler.dense"] = (WIDTH, WIDTH)
+    for layer in (f"encoder.layer.{number}" for number in range(2)):
+        shapes |= {f"{layer}.attention.attention.{part}": (WIDTH, WIDTH)
+                   for part in ("query", "key", "value")}
+        shapes[f"{layer}.attention.output.dense"] = (WIDTH, WIDTH)
+        shapes |= ({f"{layer}.norm1": (WIDTH,), f"{layer}.norm2": (WIDTH,),
+                    f"{layer}.layer_scale1.lambda1": (WIDTH,), f"{layer}.mlp.fc1": (HIDDEN, WIDTH),
+                    f"{layer}.layer_scale2.lambda1": (WIDTH,), f"{layer}.mlp.fc2": (WIDTH, HIDDEN)}
+                   if dinov2 else
+                   {f"{layer}.layernorm_before": (WIDTH,), f"{layer}.layernorm_after": (WIDTH,),
+                    f"{layer}.intermediate.dense": (HIDDEN, WIDTH),
+                    f"{layer}.output.dense": (WIDTH, HIDDEN)})
+    heads = (["cls_classifier", "distillation_classifier"] if architecture.endswith("Teacher") else
+             ["classifier"] if architecture.endswith("Classification") else [])
+    shapes |= {head: (CLASSES, WIDTH) for head in heads}
+    tensors = {}
+    for place, shape in shapes.items():
+        def draw(shape: tuple[int, ...]) -> Tensor:
+            return torch.randn(shape, generator=generator) * 0.4
+        if place.endswith(("token", "tokens", "position_embeddings", "lambda1")):
+            tensors[place] = draw(shape)
+        else:
+            tensors |= {f"{place}.weight": draw(shape), f"{place}.bias": draw(shape[:1])}
+    return tensors
+
+
+def their_output(name: str, tensors: dict[str, Tensor], images: Tensor) -> Tensor:
+    """transformers' logits, or without a classifier its first token, written out in float64."""
+    kind, architecture, _ = KINDS[name]
+    dinov2 = kind.startswith("dinov2")
+    tensors = {place: value.double() for place, value in tensors.items()}
+
+    def linear(x: Tensor, place: str) -> Tensor:
+        return x @ tensors[f"{place}.weight"].T + tensors[f"{place}.bias"]
+
+    def norm(x: Tensor, place: str) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        scaled = centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt()
+        return scaled * tensors[f"{place}.weight"] + tensors[f"{place}.bias"]
+
+    patches = F.conv2d(images, tensors["embeddings.patch_embeddings.projection.weight"],
+                       tensors["embeddings.patch_embeddings.projection.bias"], stride=PATCH)
+    tokens = [tensors["embeddings.cls_token"]]
+    if kind == "deit":
+        tokens.append(tensors["embeddings.distillation_token"])
+    x = torch.cat([*(token.repeat(len(images), 1, 1) for token in tokens), patches.flatten(2).mT], 1)
+    x = x + tensors["embeddings.position_embeddings"]
+    if kind == "dinov2_with_registers":              # inserted after positions were added
+        registers = tensors["embeddings.register_tokens"].repeat(len(images), 1, 1)
+        x = torch.cat([x[:, :1], registers, x[:, 1:]], dim=1)
+    for layer in ("encoder.layer.0", "encoder.layer.1"):
+        y = norm(x, f"{layer}.norm1" if dinov2 else f"{layer}.layernorm_before")
+        q, k, v = (linear(y, f"{layer}.attention.attention.{part}").chunk(HEADS, dim=-1)
+                   for part in ("query", "key", "value"))
+        y = torch.cat([(q[head] @ k[head].mT / (WIDTH // HEADS) ** 0.5).softmax(-1) @ v[head]
+                       for head in range(HEADS)], dim=-1)
+        y = linear(y, f"{layer}.attention.output.dense")
+        x = x + (tensors[f"{layer}.layer_scale1.lambda1"] * y if dinov2 else y)
+        y = linear(norm(x, f"{layer}.norm2" if dinov2 else f"{layer}.layernorm_after"),
+                   f"{layer}.mlp.fc1" if dinov2 else f"{layer}.intermediate.dense")
+        y = linear(y * (1 + torch.erf(y / 2**0.5)) / 2,
+                   f"{layer}.mlp.fc2" if dinov2 else f"{layer}.output.dense")
+        x = x + (tensors[f"{layer}.layer_scale2.lambda1"] * y if dinov2 else y)
+    x = norm(x, "layernorm")
+    if architecture.endswith("Teacher"):
+        return (linear(x[:, 0], "cls_classifier") + linear(x[:, 1], "distillation_classifier")) / 2
+    return linear(x[:, 0], "classifier") if architecture.endswith("Classification") else x[:, 0]
+
+
+@pytest.fixture
+def their_folder(tmp_path):
+    """A function name → the folder that save_pretrained would have written; it takes changes."""
+    def write(name: str, **changes: object) -> Path:
+        kind, architecture, prefix = KINDS[name]
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        labels = {"id2label": LABELS} if "Classification" in architecture else {}
+        registers = {"num_register_tokens": REGISTERS} if kind.endswith("registers") else {}
+        (folder / "config.json").write_text(json.dumps(
+            {"model_type": kind, "architectures": [architecture]} | CONFIG | labels | registers
+            | changes))
+        (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+        save_file({place if "classifier" in place else prefix + place: value
+                   for place, value in their_tensors(name).items()}, folder / "model.safetensors")
+        return folder
+    return write
+
+
+# ---------------------------------------------------------------------------------------------
+# The same function
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_folder_of_transformers_is_its_function_here(name, their_folder, capsys):
+    """Heads, epsilon, sizes, tokens and preprocessing are its own; no recipe is named."""
+    trained = vitinit.load(their_folder(name))
+    images = torch.randn(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(6),
+                         dtype=torch.float64)
+    expected = their_output(name, their_tensors(name), images)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(trained.model.double()(images), expected, rtol=0, atol=2e-6)
+    has_classifier = "Classification" in KINDS[name][1]
+    assert trained.classes == (tuple(LABELS.values()) if has_classifier else ())
+    assert (trained.recipe.data.mean, trained.recipe.data.std) == ((0.5, 0.25, 0.125), (0.3, 0.4, 0.7))
+    assert (trained.recipe.eval.crop_pct, trained.recipe.eval.interpolation) == (0.75, "bilinear")
+    line = capsys.readouterr().err
+    for part in (f"{HEADS} heads", "exact GELU", "class token pooled", f"norm eps {EPS}", "crop 0.75",
+                 "mean 0.5 0.25 0.125"):
+        assert part in line
+    assert line.count("\n") == 1
+
+
+def test_a_backbone_has_no_classes_to_predict(their_folder):
+    trained = vitinit.load(their_folder("DINOv2"))
+    with pytest.raises(ValueError, match="holds no classifier"):
+        trained.predict(torch.zeros(3, 17, 19, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("names, model, sizes", [
+    (TRANSFORMERS_VIT, "vit_tiny", {}),
+    (TRANSFORMERS_VIT | WITH_TEACHER, "vit_tiny", {"distilled": True}),
+    (TRANSFORMERS_DINOV2, "vit_tiny", {"num_registers": REGISTERS}),
+    (in_memory(TRANSFORMERS_VIT, "layers.{}"), "vit_tiny", {}),
+    (in_memory(TRANSFORMERS_DINOV2, "encoder.layer.{}"), "vit_tiny", {}),
+    (TRANSFORMERS_SWIN, "swin_tiny", {}), (in_memory(TRANSFORMERS_SWIN, ""), "swin_tiny", {})])
+def test_a_table_of_names_is_read_as_it_is_written(names, model, sizes):
+    """Each table renames every tensor to a name of its own, is recognised, and loses nothing."""
+    own = ({"patch_size": 2, "embed_dim": 6, "depths": (2, 2, 3), "num_heads": (1, 2, 3),
+            "window_size": 3, "image_size": 24} if model == "swin_tiny" else
+           {"patch_size": PATCH, "embed_dim": WIDTH, "depth": 11, "num_heads": 3, "image_size": SIDE})
+    tensors = vitinit.build_model(model, num_classes=CLASSES, **own, **sizes).state_dict()
+    theirs = transformers_names(tensors, names, "swin." if model == "swin_tiny" else "vit.")
+    assert not theirs.keys() & tensors.keys()
+    read = native_names(theirs)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], value) for name, value in tensors.items())
+
+
+def test_swins_names_are_those_of_transformers():
+    tensors = vitinit.build_model("swin_tiny", num_classes=CLASSES, image_size=24, patch_size=2,
+                                  embed_dim=6, depths=(1, 1), num_heads=(1, 2), window_size=3).state_dict()
+    found = transformers_names(tensors, TRANSFORMERS_SWIN, "swin.")
+    block = "swin.encoder.layers.1.blocks.0"
+    for name, ours in {
+            "swin.embeddings.norm.bias": "patch_embed.norm.bias",
+            "swin.encoder.layers.0.downsample.reduction.weight": "layers.1.downsample.reduction.weight",
+            f"{block}.attention.self.relative_position_bias_table":
+            "layers.1.blocks.0.attn.relative_position_bias_table",
+            f"{block}.layernorm_after.weight": "layers.1.blocks.0.norm2.weight",
+            f"{block}.intermediate.dense.weight": "layers.1.blocks.0.mlp.fc1.weight",
+            f"{block}.output.dense.bias": "layers.1.blocks.0.mlp.fc2.bias",
+            f"{block}.attention.output.dense.bias": "layers.1.blocks.0.attn.proj.bias",
+            "swin.layernorm.weight": "norm.weight", "classifier.bias": "head.fc.bias"}.items():
+        assert torch.equal(found[name], tensors[ours]), name
+    stacked = tensors["layers.1.blocks.0.attn.qkv.weight"]           # (3·C, C)
+    for part, rows in zip(("query", "key", "value"), stacked.chunk(3)):
+        assert torch.equal(found[f"{block}.attention.self.{part}.weight"], rows)
+
+
+# ---------------------------------------------------------------------------------------------
+# Written and read
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ViT", "DeiT with teacher"])
+def test_an_export_to_transformers_is_what_was_read_from_it(name, their_folder, tmp_path, capsys):
+    source, out = their_folder(name), tmp_path / "out"
+    assert export.main([str(source), "--to", "transformers", "--out", str(out)]) == 0
+    theirs, ours = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
+    assert {key: ours[key] for key in theirs} == theirs
+    for key in ("image_mean", "image_std", "size", "crop_size", "resample"):
+        assert json.loads((out / "preprocessor_config.json").read_text())[key] == PREPROCESSOR[key]
+    again, first = vitinit.load(out), vitinit.load(source)
+    assert all(torch.equal(value, first.model.state_dict()[place])
+               for place, value in again.model.state_dict().items())
+    capsys.readouterr()
+    assert export.main([str(their_folder("DeiT")), "--to", "transformers", "--out",
+                        str(tmp_path / "other")]) == 2
+    assert "no model of transformers takes these weights" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+# ---------------------------------------------------------------------------------------------
+# What is refused, and what is only said
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"hidden_act": "quick_gelu"}, "the activation quick_gelu"),
+    ({"use_swiglu_ffn": True}, "SwiGLU"),
+    ({"num_channels": 1}, "images of 1 channels"),
+    ({"hidden_size": None}, "states no hidden_size"),
+    ({"model_type": "siglip", "architectures": ["SiglipVisionModel"]}, "describes SiglipVisionModel"),
+    ({"architectures": ["Dinov2ForImageClassification"], "model_type": "dinov2"},
+     "the class token and the mean of the patches"),
+    ({"layer_norm_eps": "tiny"}, "norm_eps is 'tiny'"),
+    ({"hidden_size": "wide"}, "is not what transformers or timm writes")])
+def test_another_function_of_transformers_is_refused_as_what_it_is(changes, message, their_folder):
+    with pytest.raises(ValueError, match="config.json") as caught:
+        vitinit.load(their_folder("ViT", **changes))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name, trapped", [
+    ("vit_base_patch16_rope_224.pth", True), ("rope-mixed.pth", True), ("vit.RPN.pth", True),
+    ("europe.pth", False), ("vit_ropes.pth", False), ("rpn/vit.pth", False),
+    ("vit_rope/model.safetensors", True)])
+def test_names_of_other_functions_are_traps_as_whole_words(name, trapped, tmp_path):
+    path = tmp_path / name
+    if not trapped:
+        assert described(path) is None
+        return
+    with pytest.raises(CheckpointError, match=r"would fit and compute another function here; .*rename"):
+        described(path)
+
+
+def test_timms_trainer_and_hub_state_the_architecture_and_the_preparation(tmp_path):
+    with pytest.raises(CheckpointError, match="rotary positions"):
+        described(tmp_path / "a.pth", "vit_base_patch16_rope_224")
+    (tmp_path / "config.json").write_text(json.dumps(
+        {"architecture": "mixer_b16_224", "pretrained_cfg":
+         {"mean": [0.5] * 3, "std": [0.25] * 3, "crop_pct": 0.9, "interpolation": "bilinear"}}))
+    found = described(tmp_path / "model.safetensors")
+    assert {change.key: change.value for change in found.changes} == {
+        "data.mean": [0.5] * 3, "data.std": [0.25] * 3, "eval.crop_pct": 0.9,
+        "eval.interpolation": "bilinear"}
+    assert described(tmp_path / "other.pth") is None     # the files beside it are of model.safetensors
+
+
+def test_fine_tuning_refuses_other_heads_and_says_how_images_were_prepared(
+        train_program, their_folder, image_tree, tmp_path, capsys):
+    def start(*changes: str) -> int:
+        sets = [f"model.options.{key}" for key in (f"embed_dim={WIDTH}", f"patch_size={PATCH}", "depth=2",
+                                                   f"mlp_ratio={(HIDDEN + 0.5) / WIDTH}")]
+        sets += ["data.num_classes=3", f"data.image_size={SIDE}", "optim.global_batch=2", "optim.base_lr=0.5", "mix.group=2",
+                 "engine.compile=false", "engine.amp=off", "data.workers=0", "eval.batch_size=3",
+                 f"init.checkpoint={their_folder('ViT')}", *changes]
+        return train_program.main(["--recipe", "deit_tiny", "--data-dir", str(image_tree), "--dry-run",
+                                   *(word for one in sets for word in ("--set", one))])
+    assert start() == 2
+    assert f"norm_eps is {EPS}, in the recipe 1e-06" in capsys.readouterr().err
+    assert start(f"model.options.norm_eps={EPS}", "model.options.num_heads=7") == 2
+    assert "expected --set model.options.num_heads=3" in capsys.readouterr().err
+    assert start(f"model.options.norm_eps={EPS}") == 0
+    printed = capsys.readouterr().out
+    assert "3 heads" in printed and "data.mean is [0.5, 0.25, 0.125] in config.json" in printed
+
+
+def test_overrides_change_how_images_are_prepared_and_nothing_else_of_a_run(capsys):
+    trained = vitinit.load(RUN, overrides={"eval.crop_pct": 0.5})
+    assert trained.recipe.eval.crop_pct == 0.5
+    image = torch.randint(256, (3, 23, 29), dtype=torch.uint8)
+    assert not torch.equal(trained.view(image), vitinit.load(RUN).view(image))
+    for key, value in (("model.options.num_heads", 1), ("data.mean", (0.5, 0.5, 0.5))):
+        with pytest.raises(ValueError, match=f"{key}=.*brings its own recipe"):
+            vitinit.load(RUN, overrides={key: value})
+    assert capsys.readouterr().err == ""             # nothing is assumed of a run's own model
+
+
+def test_weights_in_several_files_are_one_line(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="split over several files"):
+        vitinit.load(tmp_path, recipe="deit_tiny")
