@@ -125,14 +125,16 @@ def test_jobs_run_at_the_same_time(tmp_path):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 7])
-def test_every_job_runs_once_in_one_of_the_slots(tmp_path, capfd, slots):
-    codes = [f"import sys; print({number}, sys.argv[1]); sys.exit({number} % 2)" for number in range(5)]
+def test_every_job_runs_once_in_one_of_the_slots(tmp_path, slots):
+    """Each writes a file of its own, since lines that several processes print at once may mingle."""
+    codes = [f"import sys; open({str(tmp_path)!r} + '/{number}', 'a').write(sys.argv[1] + ' '); "
+             f"sys.exit({number} % 2)" for number in range(5)]
     _, ended = run_all(codes, slots)
     assert ended == {code: None if number % 2 == 0 else "ended with status 1"
                      for number, code in enumerate(codes)}
-    lines = [tuple(map(int, line.split())) for line in capfd.readouterr().out.splitlines()]
-    assert sorted(number for number, _ in lines) == list(range(5))
-    assert {slot for _, slot in lines} <= set(range(min(slots, 5)))
+    used = {int(file.name): file.read_text().split() for file in tmp_path.iterdir()}
+    assert sorted(used) == list(range(5)) and all(len(lines) == 1 for lines in used.values())
+    assert {int(slot) for [slot] in used.values()} <= set(range(min(slots, 5)))
 
 
 def test_a_signal_reaches_all_running_jobs_and_no_more_are_started(tmp_path):
