@@ -11,12 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..bounds import COUNT, LARGEST, PAIR, TINIEST, number
 from .upgrade import VERSION
-from .values import PAIR, number, plain
+from .values import plain
 
-
-COUNT = 2**31                   # counts must be less than this, so that they fit into a C integer
-TINIEST, LARGEST = 2.0**-149, 2.0**128      # the range of float32, in which training calculates
 
 LINEAR_SCALING_BATCH = 512      # lr_scaling = "linear" divides the global batch by this
 

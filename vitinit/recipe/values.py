@@ -1,7 +1,7 @@
 """Values of recipe keys: types and bounds, their description in words, and conversion from and to TOML.
 
 A `kind` is a type annotation, such as int, tuple[float, float], Literal["a", "b"] or PAIR. This
-module uses the standard library only.
+module needs no torch.
 """
 
 from __future__ import annotations
@@ -13,20 +13,9 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import field
 from typing import Any, Literal
 
-
-PAIR = tuple[int, int]          # (height, width); one integer stands for both
-
-
-def number(*, minimum: float | None = None, above: float | None = None,
-           maximum: float | None = None, below: float | None = None) -> Any:
-    """A numeric field with bounds: `minimum` and `maximum` inclusive, `above` and `below` exclusive.
-
-    In a list, every element must be within the bounds.
-    """
-    return field(metadata={"minimum": minimum, "above": above, "maximum": maximum, "below": below})
+from ..bounds import PAIR
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
