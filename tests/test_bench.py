@@ -6,43 +6,82 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
+import torchvision
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vitinit
 from vitinit.bench import __main__ as bench
-from vitinit.bench import corrupt
+from vitinit.bench import report, step, timing
 from vitinit.bench.launches import launches_of
-from vitinit.bench.listing import grow_tree, scan
-from vitinit.bench.pixels import decibels
 from vitinit.bench.memory import saved_bytes
-from vitinit.data.datasets import ImageFolder
-from vitinit.data.images import DataError
+from vitinit.bench.report import cell, row_table, run_within
+from vitinit.bench.timing import interleave, times_as_fast
+from vitinit.bench.training import recipe_of
 from vitinit.filters import ordered_offsets
 from vitinit.init.impulse import normalised_positions
+from vitinit.messages import OneLineError
 from vitinit.mixing import target_mass
 from vitinit.models.attention import attention_weights
 
+TINY = [word for change in (
+    "data.image_size=32", "engine.amp=off", "engine.compile=false", "data.num_classes=3",
+    "model.options.patch_size=8", "model.options.embed_dim=24", "model.options.depth=2",
+    "model.options.num_heads=3") for word in ("--set", change)]
+
 
 @pytest.fixture(autouse=True)
-def threads():
-    """Restore torch's number of threads, which the loader's measurement sets to 1."""
+def threads(monkeypatch):
+    """Restore torch's number of threads, which measurements on a CPU set to 1; measure few rounds."""
+    monkeypatch.setattr(interleave, "__defaults__", (2,))
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
-def run(capsys, *arguments: object) -> str:
+def tables(capsys, *arguments: object) -> list[list[dict[str, str]]]:
+    """Run bench; the rows of each table that it prints."""
     assert bench.main(list(map(str, arguments))) == 0
-    return capsys.readouterr().out
+    found = []
+    for text in capsys.readouterr().out.split("\n\n")[1:]:
+        head, _, *rows = [[part.strip() for part in line.strip("|").split(" | ")]
+                          for line in text.strip().splitlines()]
+        found.append([dict(zip(head, row, strict=True)) for row in rows])
+    return found
 
 
-def refusal(capsys, *arguments: object) -> str:
-    assert bench.main(list(map(str, arguments))) == 2
-    line, = capsys.readouterr().err.splitlines()
-    return line
+# ---------------------------------------------------------------------------------------------
+# Times
+# ---------------------------------------------------------------------------------------------
+
+
+def test_actions_are_timed_in_turn_and_the_first_round_does_not_count():
+    now, order = [0.0], []
+
+    def action(name: str, seconds: float):
+        def act() -> None:
+            order.append(name)
+            now[0] += seconds * len(order)
+        return act
+    found = interleave({"a": action("a", 1.0), "b": action("b", 10.0)}, lambda: now[0], rounds=3)
+    assert "".join(order) == "baabbaab"              # in every second round the other way round
+    assert found == {"a": [3.0, 6.0, 7.0], "b": [40.0, 50.0, 80.0]}
+    assert times_as_fast(found["a"], found["b"]) == "11.4 (8.33 to 13.3)"
+
+
+def test_a_cpus_clock_is_moved_by_this_process_alone():
+    clock = timing.clock_of(torch.device("cpu"))
+    before = clock()
+    time.sleep(0.3)
+    assert clock() - before < 0.1 and torch.get_num_threads() == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# The measurements
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("amp, wide", [("off", 4), ("bf16", 2)])
@@ -58,45 +97,21 @@ def test_saved_bytes_are_those_that_each_layer_needs_for_the_backward_pass(amp, 
 
 
 def test_memory_says_how_many_images_of_a_recipe_fit(capsys):
-    half, tenth = (run(capsys, "memory", "--recipe", "quickstart", "--card-gib", gib)
-                   for gib in (1, 0.1))
-    assert re.search(r"quickstart +1\.5 MiB per image at amp off, 0\.01 GiB .* of 50 images at most "
-                     r"50 in half of 1 GiB", half)
-    # 50 images need more than the 42 MiB that are left; 10 is the next even divisor of 50.
-    assert "at most 10 in half of 0.1 GiB" in tenth
-    assert "MiB per image" in run(capsys, "memory", "--recipe", "photos")   # of any number of classes
-    assert re.search("^vitinit.bench: .*no-such-recipe",
-                     refusal(capsys, "memory", "--recipe", "no-such-recipe"))
+    """Of 1 GiB all 50; .1 GiB leaves 42 MiB, less than 50 images need, and 10 divides 50 next."""
+    for gib, fit in ((1, "50"), (0.1, "10")):
+        (row,), = tables(capsys, "memory", "--recipe", "quickstart", "--card-gib", gib)
+        assert row["MiB per image"] == "1.54" and row["global batch"] == "50"
+        assert row[f"images that fit in half of {gib} GiB"] == fit
+    assert bench.main(["memory", "--recipe", "no-such-recipe"]) == 2
 
 
-def test_of_a_weight_that_muon_trains_one_moment_is_counted_and_not_two(capsys, repository, tmp_path):
+def test_of_a_weight_that_muon_trains_one_moment_is_counted_and_not_two(capsys):
     """ViT-B's blocks have 12 · 12 · 768² weights in matrices, of 4 bytes per moment."""
-    text = (repository / "recipes" / "deit_base.toml").read_text(encoding="utf-8")
     gib = []
     for name in ("adamw", "muon"):
-        recipe = tmp_path / f"{name}.toml"
-        recipe.write_text(text.replace('name = "adamw"', f'name = "{name}"'), encoding="utf-8")
-        printed = run(capsys, "memory", "--recipe", recipe, "--card-gib", 100)
-        gib.append(float(re.search(r"([\d.]+) GiB of weights", printed)[1]))
+        (row,), = tables(capsys, "memory", "--recipe", "deit_base", "--set", f"optim.name={name}")
+        gib.append(float(row["GiB of weights and optimiser"]))
     assert gib[0] - gib[1] == pytest.approx(4 * 12 * 12 * 768**2 / 2**30, abs=0.011)
-
-
-def test_the_loader_is_measured_beside_torchvisions_pipeline(capsys, image_tree):
-    printed = run(capsys, "loader", "--data-dir", image_tree, "--image-size", 8)
-    assert "72 images to 8 px" in printed           # 3 × (17 + 7)
-    assert re.search(r"workers' part.* % of decoding alone, \d+\.\d\d × torchvision's", printed)
-    assert re.search(r"µs per image between processes", printed)
-    assert re.search(r"torchvision's whole pipeline on Pillow +\d+$", printed.strip())
-
-
-def test_a_folder_without_images_is_refused_in_one_line(capsys, tmp_path):
-    assert "no images in" in refusal(capsys, "loader", "--data-dir", tmp_path)
-
-
-def test_the_devices_part_of_augmentation_is_measured(capsys):
-    printed = run(capsys, "augment", "--batch", 3, "--image-size", 16)
-    for part in ("RandAugment", "normalise", "erase", "mixup", "all, as in training"):
-        assert re.search(rf"^{part} +\d+\.\d\d$", printed, flags=re.MULTILINE)
 
 
 def test_operations_except_views_are_counted_and_copies_by_their_direction():
@@ -114,22 +129,60 @@ def test_operations_except_views_are_counted_and_copies_by_their_direction():
     assert (launches.count, launches.uploads, launches.downloads) == (6, 2, 1)
 
 
-def test_a_step_is_measured(capsys):
-    printed = run(capsys, "step", "--model", "vit_tiny", "--batch", 2, "--image-size",
-                  32, "--amp", "off")
-    assert re.search(r"\d images/s, .* ms per step, peak memory \d", printed)
+@pytest.mark.parametrize("theirs", [{}, {"vit_tiny": "vit_b_16"}])
+def test_a_step_and_its_updates_are_measured(capsys, monkeypatch, theirs):
+    """Beside a bare loop over torchvision's model where it has the same, for which a small one stands."""
+    assert set(step.THEIRS.values()) <= set(torchvision.models.list_models())
+    monkeypatch.setattr(step, "THEIRS", theirs)
+    monkeypatch.setattr(torchvision.models, "get_model", lambda name, **sizes: vitinit.build_model(
+        "vit_tiny", num_classes=3, image_size=sizes["image_size"], patch_size=8, depth=1))
+    (row,), updates = tables(capsys, "step", "--recipe", "deit_tiny", "--batch", 2, *TINY)
+    assert float(row["images/s"].replace(",", "")) == pytest.approx(
+        2e3 / float(row["ms"].replace(",", "")), rel=0.02)
+    assert row["way"] == "amp off, eager" and row["beside a bare loop over"] == (
+        "torchvision's vit_b_16" if theirs else "the same model")
+    assert re.fullmatch(r"\S+ \(\S+ to \S+\)", row["× as fast"])
+    operations = {row["update by"]: int(row["operations"].replace(",", "")) for row in updates}
+    assert operations["AdamW"] < operations["Muon with AdamW"] / 2
+    assert operations["torch.optim.Muon"] > 2 * operations["AdamW"]
 
 
-def test_a_step_fed_from_files_is_compared_with_the_synthetic_one(monkeypatch, capsys,
-                                                                  image_tree):
-    printed = run(capsys, "step", "--model", "vit_tiny", "--batch", 2, "--image-size",
-                  32, "--amp", "off", "--data-dir", image_tree, "--workers", 1)
-    assert re.search(r"from 72 files with 1 workers: .* [+-]\d+\.\d % of the synthetic", printed)
+def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
+    tried = []
+
+    def measure(recipe: object, device: torch.device, batch: int) -> dict:
+        tried.append(batch)
+        if batch > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"batch": batch}
+    monkeypatch.setattr(step, "measure", measure)
+    recipe = recipe_of("quickstart")
+    assert step.step_rows(recipe, torch.device("cpu"), 13) == [{"batch": 3}] and tried == [13, 6, 3]
+    monkeypatch.setattr(step, "measure", lambda *arguments: measure(recipe, None, 7))
+    with pytest.raises(torch.OutOfMemoryError):
+        step.step_rows(recipe, torch.device("cpu"), 2)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_the_loader_is_measured_beside_torchvisions_pipeline_and_feeding_a_step(
+        capsys, image_tree, given):
+    parts, fed = tables(capsys, "loader", "--recipe", "deit_tiny", "--batch", 2, "--workers", 0, 1,
+                        *(["--data-dir", image_tree] if given else []), *TINY)
+    assert len(parts) == 4 and parts[0]["% of decoding"] == "100"
+    assert parts[3]["× as fast as torchvision's"] == "1 (1 to 1)"
+    assert [row["workers"] for row in fed] == ["0", "1"]
+
+
+def test_a_folder_without_images_is_refused_in_one_line(capsys, tmp_path):
+    assert bench.main(["loader", "--data-dir", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"vitinit.bench: {tmp_path}: no photographs in it\n"
 
 
 def test_inits_are_measured_against_the_transcription(capsys):
-    printed = run(capsys, "init", "--model", "vit_tiny")
-    assert "the same transcribed (D×D SVDs), once" in printed and "times as long" in printed
+    rows, = tables(capsys, "init", "--model", "vit_tiny")
+    assert "D×D SVDs" in rows[0]["init"]
+    assert {row["init"] for row in rows[1:] if row["× as fast as by the formulas"] != "–"} == {
+        "impulse", "impulse without V and proj"}
 
 
 def test_what_the_init_bench_measures_works():
@@ -142,58 +195,63 @@ def test_what_the_init_bench_measures_works():
     assert target_mass(weights, ordered_offsets(3)[:3], model.grid).min() > 0.9
 
 
-def test_operations_are_measured_beside_pillows(capsys, image_tree):
-    printed = run(capsys, "pixels", "--data-dir", image_tree, "--image-size", 23,
-                  "--count", 5, "--rounds", 1)
-    assert "5 photographs at 23 px, 1 draws each" in printed
-    assert re.search(r"^one of the ten on colours +100\.0 % +inf dB +0$", printed, flags=re.MULTILINE)
-    assert len(re.findall(r"^(?:one|two) of.*|^one geometric.* dB +[01]$", printed, re.MULTILINE)) == 5
+# ---------------------------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------------------------
 
 
-def test_decibels_are_those_of_the_mean_square():
-    one, two = torch.zeros(3, 7, 5, dtype=torch.uint8), torch.full((3, 7, 5), 255, dtype=torch.uint8)
-    assert decibels(one, two) == 0 and decibels(one, one) == float("inf")
-    assert decibels(one, one + 1) == pytest.approx(48.1308, abs=1e-4)       # 20 log10(255)
+def test_a_report_has_the_machine_the_checks_and_every_speed(monkeypatch, tmp_path, capsys):
+    """What fails, crashes or takes too long ends nothing else, and is told."""
+    checks = tmp_path / "checks"
+    checks.mkdir()
+    (checks / "test_it.py").write_text(
+        "import os, pytest\n"
+        "def test_right(record_property): record_property('apart', 0.5)\n"
+        "def test_wrong(): assert 3 == 5, 'three is not\\nfive'\n"
+        "def test_other(): pytest.skip('no such thing here')\n")
+    monkeypatch.setattr(report, "CHECKS", checks)
+    monkeypatch.setattr(report, "speeds", lambda device, data: [
+        ["-c", "import os; os.kill(os.getpid(), 11)"], ["-m", "platform"], ["-c", "1/0"],
+        ["-c", "import time; time.sleep(60)"], ["-m", "platform"]])
+    out = tmp_path / "new" / "report.md"
+    assert bench.main(["all", "--out", str(out), "--minutes", "0.2", "--device", "cpu"]) == 1
+    text = out.read_text()
+    for words in ("- commit: ", "- torch: " + torch.__version__, "| right | passed |",
+                  "apart 0.5 |", "three is not five", "| other | skipped |", "ended by SIGSEGV",
+                  "ZeroDivisionError", "exit status 1", "Linux"):
+        assert words in text, words
+    assert text.count("the time ran out") == 2       # of the one that slept, and of the last
+    assert bench.main(["all", "--out", str(out)]) == 2 and "exists already" in capsys.readouterr().err
 
 
-def test_broken_files_are_counted_by_format(capsys):
-    printed = run(capsys, "corrupt", "--count", 272, "--workers", 2)
-    counts = [int(count) for count in printed.splitlines()[-1].split()[1:]]
-    assert "272 broken files, seed 0" in printed and sum(counts[:2]) == 272
-    assert counts[2:5] == [0, 0, 0]
+def test_the_commands_of_the_report_are_commands(tmp_path):
+    for device in ("cpu", "cuda"):
+        for words in report.speeds(device, ["--data-dir", "photographs"]):
+            if words[:2] == ["-m", "vitinit.bench"]:
+                args = bench.parse_arguments(words[2:])
+                for name in [args.recipe] if args.bench == "loader" else getattr(args, "recipe", []):
+                    recipe_of(name, getattr(args, "set", []))
 
 
-def test_files_that_crash_or_hang_the_process_are_detected(monkeypatch, tmp_path):
-    def decode(path: str) -> None:
-        match int(path):
-            case 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            case 5:
-                time.sleep(600)
-            case 7:
-                raise DataError("another.jpg: broken")
-            case 8:
-                raise KeyError("no DataError")
-            case 9:
-                os.write(2, b"libimage: warning\n")
-            case even if even % 2 == 0:
-                raise DataError(f"{path}: broken")
-    monkeypatch.setattr(corrupt, "PATIENCE", 1.0)
-    found = corrupt.outcomes(decode, [str(number) for number in range(12)], workers=1)
-    assert [result.kind for result in found] == [
-        "refused", "decoded", "refused", "signal", "refused", "hung", "refused", "traceback",
-        "traceback", "decoded", "refused", "decoded"]
-    assert found[9].printed == "libimage: warning\n" and not found[11].printed
-    assert "-9" in found[3].words
+def test_nothing_outlives_a_command_whose_time_ran_out(tmp_path):
+    """A process that did would hold the GPU that the next command needs."""
+    program = ("import subprocess, sys, time; left = subprocess.Popen([sys.executable, '-c', "
+               "'import time; time.sleep(600)']); "
+               f"open({str(tmp_path / 'pid')!r}, 'w').write(str(left.pid)); time.sleep(600)")
+    assert run_within(["-c", program], 2.0, dict(os.environ))[0] == -signal.SIGKILL
+    state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_a_listing_is_measured_beside_scandir_and_torchvisions(capsys):
-    printed = run(capsys, "listing", "--files", 23, "--folders", 5)
-    assert "23 files in 5 folders" in printed
-    assert re.findall(r"^(scandir|ours|torchvision)", printed, re.MULTILINE) == [
-        "scandir", "ours", "torchvision"]
+def test_without_the_repository_bench_says_what_it_needs(monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "CHECKS", tmp_path / "tests")
+    with pytest.raises(OneLineError, match="needs the repository"):
+        report.bench_all(tmp_path / "a.md", device=torch.device("cpu"), photographs=None, minutes=1)
 
 
-def test_the_tree_that_is_listed_has_as_many_files_as_asked_for(tmp_path):
-    grow_tree(tmp_path, files=23, folders=5)
-    assert len(ImageFolder(tmp_path)) == scan(str(tmp_path)) == 23
+def test_rows_become_a_table():
+    rows = [{"a": 1234567, "b": 0.001234, "d": None}, {"a": 2, "c": "x|y"}]
+    assert row_table(rows).splitlines() == [
+        "| a | b | c |", "| --- | ---: | ---: |", "| 1,234,567 | 0.00123 | – |", "| 2 | – | x\\|y |"]
+    assert [cell(value) for value in (None, 3, 0.5, 1234.5, float("inf"))] == [
+        "–", "3", "0.5", "1,234", "inf"]

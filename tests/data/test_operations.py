@@ -11,10 +11,9 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
-from vitinit.bench import pixels
 import special_operations
 from vitinit.data import shapes
 from vitinit.data.augment import rand_augment
@@ -28,6 +27,7 @@ from vitinit.keys import Stream, keyed_generator
 FILL = RandAugment().fill
 PLAIN_NAMES = [operation.name for operation in (*LEVEL_OPERATIONS, *BLENDS)]
 GEOMETRIC_NAMES = [operation.name for operations in GEOMETRIC.values() for operation in operations]
+RESAMPLING = {False: Image.Resampling.BILINEAR, True: Image.Resampling.BICUBIC}
 GOLDEN = Path(__file__).parent / "golden"
 WAYS = {"as on a GPU": FEW_LAUNCHES, "as on a CPU": IN_CACHE}
 
@@ -83,7 +83,38 @@ IMAGES = {
 
 def with_pillow(image: Image.Image, operation: Operation, argument: float, bicubic: bool = True,
                 fill: tuple[int, int, int] = FILL) -> Image.Image:
-    return pixels.with_pillow(image, operation, argument, bicubic, fill)
+    """Apply one operation by the calls of Pillow that AutoAugment's and timm's code make.
+
+    argument: factor, angle, threshold or share of the side. fill: colour of pixels from outside.
+    """
+    match operation.name:
+        case "NONE":
+            return image
+        case "AutoContrast":
+            return ImageOps.autocontrast(image)
+        case "Equalize":
+            return ImageOps.equalize(image)
+        case "Invert":
+            return ImageOps.invert(image)
+        case "Posterize" if argument == 0:                   # which Pillow refuses
+            return Image.new("RGB", image.size, "black")
+        case "Posterize":
+            return ImageOps.posterize(image, int(argument))
+        case "Solarize":
+            return ImageOps.solarize(image, int(argument))
+        case "SolarizeAdd":
+            table = [min(255, level + int(argument)) if level < 128 else level
+                     for level in range(256)]
+            return image.point(table * 3)
+        case "Color" | "Contrast" | "Brightness" | "Sharpness" as name:
+            return getattr(ImageEnhance, name)(image).enhance(argument)
+        case "Rotate":
+            return image.rotate(argument, RESAMPLING[bicubic], fillcolor=fill)
+    matrix = {"ShearX": (1, argument, 0, 0, 1, 0), "ShearY": (1, 0, 0, argument, 1, 0),
+              "TranslateX": (1, 0, argument * image.width, 0, 1, 0),
+              "TranslateY": (1, 0, 0, 0, 1, argument * image.height)}[operation.name]
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, RESAMPLING[bicubic],
+                           fillcolor=fill)
 
 
 def draws_of(*images: list[tuple]) -> Draws:

@@ -12,6 +12,7 @@ from ..recipe.sections import Recipe
 from ..runs.start import built, without_data
 from ..train.engine import autocast
 from ..train.optim import hidden_matrices
+from .report import Row
 
 GIB, MIB = 2**30, 2**20
 STATE_BYTES = 20                # per parameter: weight, gradient, AdamW's two moments, EMA; float32
@@ -46,8 +47,8 @@ def id_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def bench_memory(recipe: Recipe, card_gib: float) -> None:
-    """Print how many images per micro-batch of a recipe fit into a share of `card_gib` GiB.
+def memory_row(recipe: Recipe, card_gib: float) -> Row:
+    """How many images per micro-batch of a recipe fit into a share of `card_gib` GiB.
 
     Memory is counted with fake tensors, so nothing is computed; which tensors are saved is decided
     by the operations that PyTorch uses on a CPU.
@@ -65,6 +66,6 @@ def bench_memory(recipe: Recipe, card_gib: float) -> None:
     batch = recipe.optim.global_batch
     fits = max((size for size in range(2, batch + 1, 2)
                 if batch % size == 0 and size * image <= available), default=0)
-    print(f"{recipe.name:26} {image / MIB:7.1f} MiB per image at amp {recipe.engine.amp}, "
-          f"{state / GIB:.2f} GiB of weights and optimiser: of {batch} images at "
-          f"most {fits} in half of {card_gib:g} GiB")
+    return {"recipe": recipe.name, "amp": recipe.engine.amp, "MiB per image": image / MIB,
+            "GiB of weights and optimiser": state / GIB, "global batch": batch,
+            f"images that fit in half of {card_gib:g} GiB": fits}

@@ -1,223 +1,145 @@
-"""The speed of training steps, beside the device's matrix rate and torchvision's ViT."""
+"""The speed of a recipe's training step, beside a bare loop and the device's matrix rate."""
 
 from __future__ import annotations
 
-import itertools
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
-from pathlib import Path
+import gc
+from collections.abc import Callable
+from statistics import median
 
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import Tensor, nn
 
-from ..command_line import building
-from ..data.datasets import LooseImages, Source
-from ..data.draw import SampleDraws
-from ..data.pipeline import training_batches
-from ..data.sampler import TrainSampler, plan_batches
-from ..init import init_weights
-from ..models import build_model
-from ..train.device import describe_device, peak_memory
-from ..train.ema import Ema
-from ..train.engine import AMP_DTYPES, autocast, set_precision, tune_convolutions
-from ..train.optim import adamw
-from ..train.state import TrainState
-from ..train.throughput import TIMED_PASSES, WARMUP_PASSES, training_flops
-from .data import deit_device_part
-from .item import Row
-from .timing import best_seconds, device_to_time
-from .training import GivenStep, Part, state_of, train_on
+from ..recipe.sections import Recipe
+from ..runs.start import without_data
+from ..train.device import matrix_rate, peak_gib
+from ..train.engine import AMP_DTYPES, autocast
+from ..train.optim import adamw, hidden_matrices, muon
+from ..train.throughput import training_flops
+from .launches import launches_of
+from .report import Row
+from .timing import clock_of, interleave, times_as_fast
+from .training import GivenStep, Part, set_up, train_on
 
-CLASSES = 1000
-OPTIMISER = dict(weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8)
-RATE = 1e-4                     # learning rate
+THEIRS = {"vit_base": "vit_b_16", "swin_tiny": "swin_t"}       # models that torchvision has as well
+STEPS = {"cuda": 20, "cpu": 1}                                 # of each measurement
+SIDES = {"cuda": 8192, "cpu": 1024}                            # of a large product's matrices
 
 
-class StepBench:
-    """A model and its optimiser on the device, to time training steps as train.py makes them."""
+def step_rows(recipe: Recipe, device: torch.device, batch: int) -> list[Row]:
+    """A training step of the recipe on synthetic images, with a batch that fits on the device.
 
-    def __init__(self, name: str, *, batch: int, image_size: int, amp: str, compiled: bool) -> None:
-        """name: of a model. amp: precision, as in `engine.amp`. compiled: use torch.compile."""
-        self.device, self.wait = device_to_time()
-        self.name, self.batch, self.image_size, self.amp = name, batch, image_size, amp
-        set_precision(tf32=True)
-        with building("step", "model"):
-            model = build_model(name, num_classes=CLASSES, image_size=image_size)
-            init_weights(model, "default", generator=torch.Generator().manual_seed(0))
-        self.model = model.to(self.device)
-        tune_convolutions(model)
-        self.forward = torch.compile(self.model) if compiled else self.model
-        self.state = state_of(self.model, adamw(self.model, **OPTIMISER))
-        self.part = synthetic_batch(batch, image_size, self.device)
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-
-    def seconds(self, steps: Iterable | None = None, passes: tuple[int, int] | None = None) -> float:
-        """Mean time of a step of the engine, in seconds.
-
-        steps: the steps to make; None: the same synthetic batch over and over.
-        passes: number of warm-up steps, and number of timed steps.
-        """
-        if steps is None:
-            steps = (GivenStep(number, [self.part]) for number in itertools.count())
-        return engine_seconds(self.state, self.forward, steps, amp=self.amp,
-                              passes=passes or passes_on(self.device), wait=self.wait)
-
-    def tflops(self, seconds: float) -> float:
-        """The model's TFLOP/s if a step takes `seconds`."""
-        size = (self.image_size, self.image_size)
-        return self.batch * training_flops(self.model, self.batch, size) / seconds / 1e12
-
-
-def passes_on(device: torch.device) -> tuple[int, int]:
-    """Number of warm-up steps and of timed steps, which together take a minute or two at most."""
-    return (WARMUP_PASSES, TIMED_PASSES) if device.type == "cuda" else (1, 3)
-
-
-def synthetic_batch(batch: int, image_size: int, device: torch.device) -> Part:
-    """Noise images in channels-last layout, as from data/to_device.py, and one-hot targets."""
-    images = torch.randn(batch, 3, image_size, image_size, device=device)
-    targets = torch.eye(CLASSES, device=device)[torch.arange(batch, device=device) % CLASSES]
-    return images.contiguous(memory_format=torch.channels_last), targets
-
-
-def engine_seconds(state: TrainState, forward: Callable[..., Tensor], steps: Iterable, *, amp: str,
-                   passes: tuple[int, int], wait: Callable[[], None]) -> float:
-    """Mean time of a step of the engine, in seconds.
-
-    The clock runs from the start of the first timed step to the start of the step after the last.
-    So what the engine does once per epoch, such as a check of all weights, is not included.
-    passes: number of warm-up steps, and number of timed steps. wait: waits for the device.
+    The step is train.py's, from the forward pass to the moving average. It is compared with a bare
+    loop (forward, cross-entropy, backward, fused AdamW) over torchvision's model if it has this
+    one, else over the same model, and with large matrix products in the recipe's precision.
+    batch: images per step, halved for as long as they do not fit.
     """
-    warmup, count = passes
-    beginnings: list[float] = []
-
-    def at_beginning(number: int) -> float:
-        """The learning rate, for which `train_epoch` asks at the beginning of each step."""
-        if len(beginnings) in (warmup, warmup + count):
-            wait()
-        beginnings.append(time.perf_counter())
-        return RATE
-    train_on(state, itertools.islice(steps, warmup + count + 1), forward=forward, lr=at_beginning,
-             amp=amp)
-    return (beginnings[warmup + count] - beginnings[warmup]) / count
+    recipe = without_data(recipe)
+    while True:
+        gc.collect()                                 # frees what an earlier measurement left
+        try:
+            return [measure(recipe, device, batch)]
+        except torch.OutOfMemoryError:
+            if batch == 1:
+                raise
+        batch //= 2                  # not inside `except`, where the exception still holds tensors
+        torch.cuda.empty_cache()
 
 
-def host_milliseconds(*, amp: str, compiled: bool, steps: int = 200) -> float:
-    """Median CPU time that a training step of ViT-T with a moving average takes, in milliseconds.
+def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
+    """A row about one step of `batch` images; see `step_rows`."""
+    clock, amp, count = clock_of(device), recipe.engine.amp, STEPS[device.type]
+    state, forward = set_up(recipe, device)
+    part = synthetic_batch(recipe, batch, device)
 
-    The model has ViT-T's operations but a width of 12, and gets two images of 8×8 pixels, so that
-    nearly all of the time is Python and dispatch. A GPU waits for these if its own work takes less.
-    CPU time is measured, not wall time, since other processes may use the machine.
-    """
-    device, _ = device_to_time()
-    model = build_model("vit_tiny", num_classes=7, image_size=8, patch_size=4, embed_dim=12,
-                        num_heads=3).to(device)
-    forward = torch.compile(model) if compiled else model
-    state = state_of(model, adamw(model, **OPTIMISER), ema=Ema(model, decay=0.999, warmup=False))
-    part = torch.randn(2, 3, 8, 8, device=device), torch.eye(7, device=device)[:2]
-    moments: list[float] = []
+    def engine(steps: int = count) -> None:
+        train_on(state, [GivenStep(number, [part]) for number in range(steps)], forward=forward,
+                 amp=amp, clip_norm=recipe.optim.clip_norm)
+    engine()
+    operations = 0 if recipe.engine.compile else launches_of(lambda: engine(1)).count
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        engine()
+    peak = peak_gib(device)                          # before there is a second model
+    name = THEIRS.get(recipe.model.name)
+    if name is None:
+        other, compiled = state.model, forward
+    else:
+        other = torchvision.models.get_model(name, num_classes=recipe.data.num_classes, **(
+            {"image_size": recipe.data.image_size[0]} if name.startswith("vit") else {})).to(device)
+        compiled = torch.compile(other) if recipe.engine.compile else other
+    multiply, product_flops = product(device, amp)
+    seconds = interleave({"engine": engine, "bare": bare_loop(other, compiled, part, amp, count),
+                          "product": multiply}, clock)
+    second = median(seconds["engine"]) / count
+    flops = batch * training_flops(state.model, batch, recipe.data.image_size) / second
+    best, card = product_flops / median(seconds["product"]), matrix_rate(device)
+    return {"recipe": recipe.name, "way": f"amp {amp}, {'compiled' * recipe.engine.compile or 'eager'}",
+            "batch": batch, "images/s": batch / second, "ms": 1e3 * second, "peak GiB": peak,
+            "beside a bare loop over": f"torchvision's {name}" if name else "the same model",
+            "× as fast": times_as_fast(seconds["engine"], seconds["bare"]), "TFLOP/s": flops / 1e12,
+            "% of large products": 100 * flops / best,
+            "% of the card's rate": 100 * flops / 1e12 / card if card else None,
+            "operations": operations or None}
 
-    def at_beginning(number: int) -> float:
-        moments.append(time.process_time())
-        return RATE
-    train_on(state, [GivenStep(number, [part]) for number in range(WARMUP_PASSES + steps)],
-             forward=forward, lr=at_beginning, amp=amp)
-    return 1e3 * statistics.median(
-        after - before for before, after in pairwise(moments[WARMUP_PASSES:]))
+
+def synthetic_batch(recipe: Recipe, batch: int, device: torch.device) -> Part:
+    """Noise images in the recipe's memory format, and one-hot targets."""
+    classes = recipe.data.num_classes
+    images = torch.randn(batch, 3, *recipe.data.image_size, device=device)
+    if recipe.engine.channels_last:
+        images = images.contiguous(memory_format=torch.channels_last)
+    return images, torch.eye(classes, device=device)[torch.arange(batch, device=device) % classes]
 
 
-def bare_seconds(model: nn.Module, part: Part, *, amp: str, compiled: bool,
-                 wait: Callable[[], None]) -> float:
-    """Mean time of a step in a bare training loop, in seconds: the reference for the engine.
-
-    The loop is forward pass, cross-entropy, backward pass and fused AdamW, for any model.
-    """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.05, fused=True)
-    forward = torch.compile(model) if compiled else model
-    forward.train()
+def bare_loop(model: nn.Module, forward: Callable[[Tensor], Tensor], part: Part, amp: str,
+              steps: int) -> Callable[[], None]:
+    """A function that makes `steps` steps in the training loop that one would write first."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, fused=True)
     images, targets = part
-    warmup, count = passes_on(images.device)
-    for number in range(warmup + count):
-        if number == warmup:
-            wait()
-            began = time.perf_counter()
-        with autocast(images.device, amp):
-            loss = F.cross_entropy(forward(images).float(), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    wait()
-    return (time.perf_counter() - began) / count
+
+    def run() -> None:
+        model.train()
+        for _ in range(steps):
+            with autocast(images.device, amp):
+                loss = F.cross_entropy(forward(images).float(), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return run
 
 
-def product_tflops(amp: str) -> float:
-    """TFLOP/s of this device in large matrix products of precision `amp`: about its best."""
-    device, wait = device_to_time()
-    side = 8192 if device.type == "cuda" else 2048
+def product(device: torch.device, amp: str) -> tuple[Callable[[], None], float]:
+    """A function that multiplies large matrices in a precision, and its floating-point operations."""
+    side, repeats = SIDES[device.type], 10
     matrix = torch.randn(side, side, device=device, dtype=AMP_DTYPES[amp])
 
     def multiply() -> None:
-        for _ in range(10 if device.type == "cuda" else 2):
+        for _ in range(repeats):
             matrix @ matrix
-        wait()
-    multiply()
-    return (10 if device.type == "cuda" else 2) * 2 * side**3 / best_seconds(multiply) / 1e12
+    return multiply, repeats * 2 * side**3
 
 
-def steps_from_files(source: Source, *, image_size: int, batch: int, workers: int,
-                     device: torch.device) -> Iterator:
-    """Steps of one micro-batch with DeiT's augmentation, epoch after epoch, for `train_epoch`."""
-    # An odd batch has no pairs, so each image is a group of its own; mixing costs the same.
-    plan = plan_batches(batch, batch, 1, group=batch if batch % 2 == 0 else 1)
-    sampler = TrainSampler(len(source), plan, rank=0, seed=0, repeats=-(-batch // len(source)))
-    batches = training_batches(source, sampler=sampler,
-                               draws=SampleDraws(0, (image_size, image_size)),
-                               prepare=deit_device_part(device), budget_gib=0.0, workers=workers)
-    for epoch in itertools.count():
-        yield from batches.steps(epoch=epoch)
+def update_rows(recipe: Recipe, device: torch.device) -> list[Row]:
+    """An update of the recipe's model alone: AdamW, Muon with AdamW, and torch.optim.Muon.
 
-
-def against_torchvision(*, batch: int, image_size: int, amp: str, compiled: bool) -> Row:
-    """Images/s of our ViT-B/16 in the engine, and of torchvision's in a bare loop, on one batch.
-
-    The two are timed in turn, so that noise of the machine affects both alike; each counts with the
-    better of two rounds.
+    torch.optim.Muon gets the matrices of the blocks only, and goes through them one by one.
     """
-    from torchvision.models import vit_b_16
-    ours = StepBench("vit_base", batch=batch, image_size=image_size, amp=amp, compiled=compiled)
-    theirs = vit_b_16(image_size=image_size).to(ours.device)
-    found: list[tuple[float, float]] = []
-    for _ in range(2):
-        found.append((ours.seconds(), bare_seconds(theirs, ours.part, amp=amp, compiled=compiled,
-                                                   wait=ours.wait)))
-    seconds, other = map(min, zip(*found))
-    return {"ours, images/s": batch / seconds, "torchvision's": batch / other,
-            "× torchvision's": other / seconds}
-
-
-def bench_step(name: str, *, batch: int, image_size: int, amp: str, compiled: bool,
-               folder: Path | None, workers: int) -> None:
-    """Print the speed of the engine's step on synthetic images, beside the device's matrix rate.
-
-    folder: if given, the step is also measured on its images, with DeiT's whole augmentation and
-    `workers` loader processes.
-    """
-    bench = StepBench(name, batch=batch, image_size=image_size, amp=amp, compiled=compiled)
-    seconds = bench.seconds()
-    tflops, best = bench.tflops(seconds), product_tflops(amp)
-    print(f"{name}, batch {batch}, {image_size} px, amp {amp}, compile {compiled}, "
-          f"{describe_device(bench.device)}\n"
-          f"{batch / seconds:.1f} images/s, {1e3 * seconds:.1f} ms per step, peak memory "
-          f"{peak_memory(bench.device)}\n"
-          f"{tflops:.2f} TFLOP/s, {100 * tflops / best:.0f} % of this device's measured "
-          f"{best:.2f} TFLOP/s in large {amp} products")
-    if folder is not None:
-        source = LooseImages(folder, 100_000)
-        fed = bench.seconds(steps_from_files(source, image_size=image_size, batch=batch,
-                                             workers=workers, device=bench.device))
-        print(f"from {len(source)} files with {workers} workers: {batch / fed:.1f} images/s, "
-              f"{100 * (fed / seconds - 1):+.1f} % of the synthetic step")
+    clock = clock_of(device)
+    model = set_up(without_data(recipe), device)[0].model
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    of_adamw = dict(weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8)
+    optimizers = {
+        "AdamW": adamw(model, **of_adamw),
+        "Muon with AdamW": muon(model, factor=1.0, momentum=0.95, **of_adamw),
+        "torch.optim.Muon": torch.optim.Muon([model.get_parameter(name)
+                                              for name in hidden_matrices(model)])}
+    for optimizer in optimizers.values():
+        optimizer.step()                             # makes its state, which is not counted
+    counted = {name: launches_of(optimizer.step).count for name, optimizer in optimizers.items()}
+    seconds = interleave({name: optimizer.step for name, optimizer in optimizers.items()}, clock)
+    return [{"recipe": recipe.name, "update by": name, "ms": 1e3 * median(found),
+             "× as fast as torch.optim.Muon": times_as_fast(found, seconds["torch.optim.Muon"]),
+             "operations": counted[name]} for name, found in seconds.items()]

@@ -1,37 +1,55 @@
-"""The device on which measurements run, and how their time is taken."""
+"""Honest times: in turn with an alternative, on a clock that other programs do not move."""
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-
-def device_to_time() -> tuple[torch.device, Callable[[], None]]:
-    """A GPU if there is one, else the CPU; and a function that waits for all work of the device."""
-    if torch.cuda.is_available():
-        return torch.device("cuda"), torch.cuda.synchronize
-    return torch.device("cpu"), lambda: None
+ROUNDS = 7
+Clock = Callable[[], float]
 
 
-def best_seconds(action: Callable[[], object], repeats: int = 3) -> float:
-    """The time of the fastest of `repeats` calls: what the machine needs if nothing disturbs it."""
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - began)
-    return min(times)
+def clock_of(device: torch.device) -> Clock:
+    """A clock in seconds for the work of this process on a device.
 
-
-def best_seconds_each(actions: Mapping[str, Callable[[], object]], repeats: int = 3
-                      ) -> dict[str, float]:
-    """The time of the fastest of `repeats` calls of each action, by name.
-
-    The actions run in turn, so that noise of the machine affects all alike and differences between
-    them are meaningful.
+    On a GPU it is the wall clock, read when the GPU has done all its work. On a CPU it is the
+    processor time of this process, which other programs hardly change; with more than one thread
+    it would count each of them, so bench uses one.
     """
-    rounds = [{name: best_seconds(action, 1) for name, action in actions.items()}
-              for _ in range(repeats)]
-    return {name: min(found[name] for found in rounds) for name in actions}
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+        return time.process_time
+
+    def read() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+    return read
+
+
+def interleave(actions: Mapping[str, Callable[[], object]], clock: Clock, rounds: int = ROUNDS
+               ) -> dict[str, list[float]]:
+    """The seconds of each action in each round, by name.
+
+    The actions run in turn, in every second round in the opposite order, so that what disturbs the
+    machine affects all of them alike. A first round, for caches and compilers, does not count.
+    """
+    found: dict[str, list[float]] = {name: [] for name in actions}
+    for number in range(rounds + 1):
+        for name in list(actions) if number % 2 else reversed(actions):
+            began = clock()
+            actions[name]()
+            if number:
+                found[name].append(clock() - began)
+    return found
+
+
+def times_as_fast(ours: Sequence[float], others: Sequence[float]) -> str:
+    """How many times as fast as the other one ours is, by the seconds of each in each round.
+
+    In words: the median of the ratios of all rounds, and their range.
+    """
+    ratios = [other / own for own, other in zip(ours, others, strict=True)]
+    return f"{statistics.median(ratios):.3g} ({min(ratios):.3g} to {max(ratios):.3g})"

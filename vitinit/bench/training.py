@@ -1,22 +1,77 @@
-"""Training steps on given batches, made by the engine's `train_epoch`."""
+"""What train.py trains with, set up by train.py's own functions: the only door of bench to them."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..messages import OneLineError
+from ..recipe.files import RECIPES
+from ..recipe.resolve import fresh_recipe
+from ..recipe.sections import Recipe
 from ..train.distributed import Processes
 from ..train.ema import Ema
-from ..train.engine import train_epoch
+from ..train.engine import set_precision, train_epoch, tune_convolutions
 from ..train.interruption import StopRequest
 from ..train.metrics import Progress
 from ..train.state import TrainState
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 Part = tuple[Tensor, Tensor]    # images (B, 3, H, W) and targets (B, K) on the device
+
+
+def train_program() -> ModuleType:
+    """train.py as a module. Raises OneLineError if the package was installed without it."""
+    path = REPOSITORY / "train.py"
+    if not path.is_file():
+        raise OneLineError(f"{path}: not there; bench measures what train.py does, and needs the "
+                           "repository around vitinit/")
+    spec = importlib.util.spec_from_file_location("measured_train_program", path)
+    program = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = program
+    spec.loader.exec_module(program)
+    return program
+
+
+def recipe_of(name: str, sets: Sequence[str] = ()) -> Recipe:
+    """The recipe `name` with init "default" and with changes such as "engine.compile=false".
+
+    Of a set whose folder is not given, the recipe has the published number of classes.
+    """
+    return fresh_recipe(name, recipes=RECIPES, say=lambda line: None, init="default", sets=sets)
+
+
+def alone(device: torch.device) -> Processes:
+    """The processes of a run that consists of one process."""
+    return Processes(rank=0, local_rank=0, world_size=1, device=device)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, ema: Ema | None = None,
+             scaler: torch.amp.GradScaler | None = None) -> TrainState:
+    """A training state at step 0, by default without loss scaling and without a moving average."""
+    device = next(model.parameters()).device
+    return TrainState(model, optimizer, scaler or torch.amp.GradScaler(device.type, enabled=False),
+                      ema, Progress())
+
+
+def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, Callable[..., Tensor]]:
+    """The state that train.py starts a run of the recipe from, and the (compiled) model to call.
+
+    The init must be one that reads no images.
+    """
+    program = train_program()
+    set_precision(recipe.engine.tf32)
+    state, _ = program.initial_state(recipe, alone(device), None, Path(), None)
+    tune_convolutions(state.model)
+    return state, program.wrapped(state, recipe, alone(device))[0]
 
 
 @dataclass(frozen=True)
@@ -43,32 +98,17 @@ class GivenStep:
             first += len(images)
 
 
-def alone(device: torch.device) -> Processes:
-    """The processes of a run that consists of one process."""
-    return Processes(rank=0, local_rank=0, world_size=1, device=device)
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, ema: Ema | None = None,
-             scaler: torch.amp.GradScaler | None = None) -> TrainState:
-    """A training state at step 0, by default without loss scaling and without a moving average."""
-    device = next(model.parameters()).device
-    return TrainState(model, optimizer, scaler or torch.amp.GradScaler(device.type, enabled=False),
-                      ema, Progress())
-
-
 def train_on(state: TrainState, steps: Iterable, *, forward: Callable[..., Tensor] | None = None,
-             lr: float | Callable[[int], float] = 1e-3, drop_path: Tensor | None = None,
-             amp: str = "off", clip_norm: float = 0.0) -> None:
+             lr: float = 1e-4, drop_path: Tensor | None = None, amp: str = "off",
+             clip_norm: float = 0.0) -> None:
     """Train on `steps` as one epoch of the engine.
 
     forward: what computes the logits, such as a compiled model; None: the model itself.
-    lr: the learning rate, or a function of the step, which is called once as each step begins.
     drop_path: drop-path scales (branches, B) for every step. amp, clip_norm: as in `train_epoch`.
     """
     for _ in train_epoch(state, state.model if forward is None else forward, steps,
-                         lr_at=lr if callable(lr) else lambda step: lr,
-                         drop_path_at=lambda step: drop_path, amp=amp, clip_norm=clip_norm,
-                         every_steps=0,
+                         lr_at=lambda step: lr, drop_path_at=lambda step: drop_path, amp=amp,
+                         clip_norm=clip_norm, every_steps=0,
                          processes=alone(next(state.model.parameters()).device),
                          stop=StopRequest()):
         pass

@@ -6,7 +6,7 @@ import functools
 import io
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import numpy as np
 from PIL import Image
@@ -102,77 +102,49 @@ def valid_files(height: int, width: int) -> dict[str, bytes]:
 
 
 # ---------------------------------------------------------------------------------------------
-# Ways to break a file: (content, rng) → content
+# Broken files
 # ---------------------------------------------------------------------------------------------
 
 
-def flip_a_bit(content: bytearray, rng: np.random.Generator) -> bytearray:
-    content[rng.integers(len(content))] ^= 1 << int(rng.integers(8))
-    return content
+WAYS = ("flip a bit", "flip bits", "flip a bit of the head", "truncate", "cut out", "insert", "repeat",
+        "blank", "extreme number", "garbage after the head", "garbage", "nothing")
 
 
-def flip_bits(content: bytearray, rng: np.random.Generator) -> bytearray:
-    for index in rng.integers(len(content), size=2 + len(content) // int(rng.integers(20, 500))):
-        content[index] ^= 1 << int(rng.integers(8))
-    return content
-
-
-def flip_a_bit_of_the_head(content: bytearray, rng: np.random.Generator) -> bytearray:
-    content[rng.integers(min(64, len(content)))] ^= 1 << int(rng.integers(8))
-    return content
-
-
-def truncate(content: bytearray, rng: np.random.Generator) -> bytearray:
-    return content[:int(rng.integers(len(content)))]
-
-
-def cut_out(content: bytearray, rng: np.random.Generator) -> bytearray:
-    start, length = int(rng.integers(len(content))), int(rng.integers(1, 100))
-    return content[:start] + content[start + length:]
-
-
-def insert(content: bytearray, rng: np.random.Generator) -> bytearray:
-    start = int(rng.integers(len(content)))
-    return content[:start] + rng.bytes(int(rng.integers(1, 100))) + content[start:]
-
-
-def repeat_a_part(content: bytearray, rng: np.random.Generator) -> bytearray:
-    start, end = sorted(rng.integers(len(content), size=2).tolist())
-    return content[:end] + content[start:]
-
-
-def blank_a_part(content: bytearray, rng: np.random.Generator) -> bytearray:
-    start, end = sorted(rng.integers(len(content), size=2).tolist())
-    return content[:start] + bytes(end - start) + content[end:]
-
-
-def extreme_number(content: bytearray, rng: np.random.Generator) -> bytearray:
-    """Overwrite one, two or four bytes by an extreme number.
-
-    They are near the start of the file, where most formats store sizes, lengths and offsets.
-    """
-    value, width = int(rng.choice(EXTREMES)), int(rng.choice((1, 2, 4)))
-    start = int(rng.integers(min(len(content), int(rng.choice((64, 1024))))))
-    order = "big" if rng.random() < 0.5 else "little"
-    return content[:start] + (value % 256**width).to_bytes(width, order) + content[start + width:]
-
-
-def garbage_after_the_head(content: bytearray, rng: np.random.Generator) -> bytearray:
-    head = int(rng.integers(2, 40))
-    return content[:head] + rng.bytes(len(content))
-
-
-def garbage(content: bytearray, rng: np.random.Generator) -> bytearray:
-    return bytearray(rng.bytes(len(content)))
-
-
-def nothing(content: bytearray, rng: np.random.Generator) -> bytearray:
-    return bytearray()
-
-
-WAYS: tuple[Callable[[bytearray, np.random.Generator], bytearray], ...] = (
-    flip_a_bit, flip_bits, flip_a_bit_of_the_head, truncate, cut_out, insert, repeat_a_part,
-    blank_a_part, extreme_number, extreme_number, garbage_after_the_head, garbage, nothing)
+def broken(content: bytes, rng: np.random.Generator, way: str) -> bytes:
+    """Break a file in one of WAYS; half of the PNGs get correct checksums."""
+    changed, size = bytearray(content), len(content)
+    place, head = int(rng.integers(size)), int(rng.integers(2, 40))
+    start, end = sorted(rng.integers(size, size=2).tolist())
+    noise_bytes = rng.bytes(size)
+    match way:
+        case "flip a bit" | "flip bits" | "flip a bit of the head":
+            places = {"flip a bit": [place], "flip a bit of the head": [place % 64],
+                      "flip bits": rng.integers(size, size=2 + size // int(rng.integers(20, 500)))}
+            for index in places[way]:
+                changed[index] ^= 1 << int(rng.integers(8))
+        case "truncate":
+            del changed[place:]
+        case "cut out":
+            del changed[place:place + head]
+        case "insert":
+            changed[place:place] = noise_bytes[:head]
+        case "repeat":
+            changed = changed[:end] + changed[start:]
+        case "blank":
+            changed[start:end] = bytes(end - start)
+        case "extreme number":                       # in the head, where sizes and offsets stand
+            width = int(rng.choice((1, 2, 4)))
+            number = (int(rng.choice(EXTREMES)) % 256**width).to_bytes(
+                width, "big" if rng.random() < 0.5 else "little")
+            place %= int(rng.choice((64, 1024)))
+            changed[place:place + width] = number
+        case "garbage after the head":
+            changed[head:] = noise_bytes
+        case "garbage" | "nothing":
+            changed[:] = noise_bytes if way == "garbage" else b""
+    if changed.startswith(PNG_START) and rng.random() < 0.5:
+        changed = png_with_right_checksums(changed)
+    return bytes(changed)
 
 
 def png_with_right_checksums(content: bytes) -> bytes:
@@ -187,27 +159,15 @@ def png_with_right_checksums(content: bytes) -> bytes:
     return bytes(mended)
 
 
-def broken(content: bytes, rng: np.random.Generator, way: int) -> bytes:
-    """Break a file in one of WAYS, counted cyclically; half of the PNGs get correct checksums."""
-    changed = bytes(WAYS[way % len(WAYS)](bytearray(content), rng))
-    if changed.startswith(PNG_START) and rng.random() < 0.5:
-        changed = png_with_right_checksums(changed)
-    return changed
+def broken_files(count: int, seed: int = 0) -> Iterator[tuple[str, bytes]]:
+    """`count` broken files as (name, content), through all formats, sizes and ways to break them.
 
-
-def broken_files(count: int, seed: int = 0) -> list[tuple[str, bytes]]:
-    """`count` broken files as (name, content).
-
-    They go through all formats, sizes and ways to break them, and repeat with other random numbers
-    if there are more. File i depends only on (seed, i).
+    File i depends only on (seed, i).
     """
     valid = [file for size in SIZES for file in valid_files(*size).items()]
-    result = []
     for number in range(count):
-        rng = np.random.default_rng((seed, number))
         name, content = valid[number % len(valid)]
         # The ways shift by one in each round of the valid files, so a file meets others in others.
-        way = number + number // len(valid)
-        result.append((f"{number:06}_{WAYS[way % len(WAYS)].__name__}_{name}",
-                       broken(content, rng, way)))
-    return result
+        way = WAYS[(number + number // len(valid)) % len(WAYS)]
+        rng = np.random.default_rng((seed, number))
+        yield f"{number:06}_{way.replace(' ', '_')}_{name}", broken(content, rng, way)

@@ -1,0 +1,74 @@
+"""Checks that run on a GPU where there is one, and else on the CPU; `bench all` puts them in its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vitinit import build_model, init_weights
+from vitinit.models.layers import draw_drop_path
+
+SIZE, BATCH, CLASSES = 16, 12, 7
+FAMILIES = {
+    "vit_tiny": dict(patch_size=4, embed_dim=24, depth=2, num_heads=3, drop_path=0.3),
+    "swin_tiny": dict(patch_size=2, embed_dim=12, depths=(2, 1), num_heads=(3, 3), window_size=4,
+                      drop_path=0.3),
+    "mixer_s16": dict(patch_size=4, embed_dim=24, depth=2, drop_path=0.3),
+    "convmixer_256_8": dict(patch_size=2, embed_dim=24, depth=2, kernel_size=3),
+    "simple_vit": dict(patch_size=4, embed_dim=24, depth=2, num_heads=3),
+}
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The device to check, with its index, so that it equals the `device` of tensors on it."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@pytest.fixture
+def cuda(device) -> torch.device:
+    """The GPU; without one the test is skipped."""
+    if device.type == "cpu":
+        pytest.skip("a question about GPUs only")
+    return device
+
+
+@pytest.fixture(params=FAMILIES)
+def small_model(request) -> nn.Module:
+    """A small model of each family in turn, on the CPU, with the same weights every time."""
+    return model_of(request.param)
+
+
+@pytest.fixture
+def a_vit() -> nn.Module:
+    return model_of("vit_tiny")
+
+
+def model_of(name: str) -> nn.Module:
+    model = build_model(name, num_classes=CLASSES, image_size=SIZE, **FAMILIES[name])
+    init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
+    model.small_name = name
+    return model
+
+
+@pytest.fixture
+def batch_of() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Makes noise images (count, 3, SIZE, SIZE) and random soft targets (count, CLASSES), float32."""
+    def make(count: int = BATCH, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+             ) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        images = torch.randn(count, 3, SIZE, SIZE, generator=generator)
+        targets = torch.randn(count, CLASSES, generator=generator).softmax(dim=1)
+        return images.to(device, dtype), targets.to(device, dtype)
+    return make
+
+
+@pytest.fixture
+def drop_path_of() -> Callable[[nn.Module], Tensor | None]:
+    """Draws drop-path scales (branches, BATCH) for a model with stochastic depth, else None."""
+    return lambda model: draw_drop_path(model.drop_path_rates, BATCH, np.random.default_rng(4)) \
+        if any(model.drop_path_rates) else None

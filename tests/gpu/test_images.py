@@ -1,0 +1,73 @@
+"""Batches on the device equal the CPU's to the bit, however they are made, also while it is busy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from vitinit.bench.training import alone, recipe_of
+
+SETS = ("data.name=image_folder", "data.num_classes=3", "data.image_size=[10, 14]",
+        "optim.global_batch=20", "mix.group=10", "eval.batch_size=20", "data.on_device_gib=0",
+        "eval.cache_gib=0", "rand_augment.layers=2", "rand_augment.interpolation=random",
+        "augment.erase_probability=0.6", "augment.repeats=2")
+RESIZED = ("augment.crop_scale=[0.3, 1.0]", "augment.crop_ratio=[0.75, 1.25]",
+           "augment.crop_padding=0", "augment.interpolation=random")
+BOTH = ("mix.mixup_alpha=0.8", "mix.cutmix_alpha=1")
+# How images are augmented → (overrides that change the images, others that must not).
+WAYS = {
+    "every operation, kept on the device": (
+        ("rand_augment.probability=1", *BOTH), ("data.on_device_gib=1",)),
+    "kept, drawn by workers": (BOTH, ("data.on_device_gib=1", "data.workers=2")),
+    "resized, by workers": ((*RESIZED, *BOTH, "eval.crop_pct=0.875"),
+                            ("data.workers=2", "eval.cache_gib=1")),
+    "erased after mixing": (("augment.erase_after_mix=true", "augment.erase_fill=rand",
+                             "mix.cutmix_alpha=1", "mix.label_smoothing=0.1"), ()),
+    "some unmixed": (("augment.erase_fill=const", "mix.mixup_alpha=0.8", "mix.probability=0.5"),
+                     ("engine.channels_last=false",)),
+    "none mixed": (("augment.erase_fill=const", "rand_augment.magnitude=10"), ()),
+}
+
+
+def epochs_of(program, sets: tuple[str, ...], device: torch.device,
+              work: Callable[[], object] = lambda: None) -> list[Tensor]:
+    """Two epochs of training, each step's images and targets in order, and two of validation.
+
+    work: called before each micro-batch is copied. It has to be copied, since its memory is used
+    again for a later one.
+    """
+    recipe = recipe_of("quickstart", sets)
+    data = program.open_data(recipe, recipe.data.root, alone(device), dry_run=False)
+    found = []
+    for epoch in range(2):
+        for step in data.train_batches.steps(epoch=epoch):
+            images, targets = torch.empty(20, 3, 10, 14), torch.empty(20, 3)
+            for some, their_targets, positions in step:
+                work()
+                images[positions], targets[positions] = some.cpu(), their_targets.cpu()
+            found += [images, targets]
+        for images, labels in data.val_batches:
+            work()
+            found += [images.cpu(), labels.cpu()]
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_batches_are_the_cpus_to_the_bit(train_program, image_tree, device, way):
+    """Whole batches on the device against pairs of images on the CPU, loaded one by one.
+
+    On a GPU, batches are prepared in a CUDA stream of their own. If the streams did not wait for
+    each other, memory would be read or overwritten too early.
+    """
+    matrix = torch.ones(4096, 4096, device=device) if device.type == "cuda" else torch.ones(1, 1)
+    changes, ways = WAYS[way]
+    sets = (*SETS, f"data.root={image_tree}", *changes)
+    found = epochs_of(train_program, (*sets, *ways), device,
+                      lambda: [matrix @ matrix for _ in range(20)])      # tens of milliseconds
+    expected = epochs_of(train_program, (*sets, "optim.max_batch_per_process=2"),
+                         torch.device("cpu"))
+    assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
+    assert len({tensor.sum().item() for tensor in found[::2]}) > 4       # epochs, steps differ

@@ -1,0 +1,152 @@
+"""Whole runs of train.py on the device: resumed, evaluated, profiled, and on two GPUs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vitinit.train.checkpoint import load
+
+# Without these settings a GPU may sum in another order in every run, so that rounding differs.
+DETERMINISTIC = ("import runpy, sys, torch\n"
+                 "torch.use_deterministic_algorithms(True, warn_only=True)\n"
+                 "sys.argv = sys.argv[1:]\n"
+                 "runpy.run_path(sys.argv[0], run_name='__main__')")
+EPOCHS = {"schedule__epochs": "6", "engine__tf32": "false", "data__workers": "2"}
+
+
+def start(repository: Path, *words: str, launcher: tuple[str, ...] = ("-c", DETERMINISTIC)
+          ) -> subprocess.Popen:
+    """Start train.py as a user would. Its output is a pipe."""
+    return subprocess.Popen([sys.executable, *launcher, "train.py", *words], cwd=repository, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+
+
+def finish(repository: Path, *words: str, **options: Any) -> str:
+    process = start(repository, *words, **options)
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, printed[-2000:]
+    return printed
+
+
+def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in a nested checkpoint with its path, such as ".model.head.weight"."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from tensors_in(inner, f"{name}.{key}")
+
+
+def apart(one: Path, other: Path, part: str = "") -> float:
+    """The largest relative distance between tensors of two runs' last checkpoints: 0 if equal."""
+    found, expected = (dict(tensors_in(load(folder / "last.pt"))) for folder in (one, other))
+    assert found.keys() == expected.keys() and found
+    return max(float((found[name].double() - tensor.double()).norm()
+                     / (tensor.double().norm() + 1e-12))
+               for name, tensor in expected.items() if name.startswith(part))
+
+
+def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(cuda, repository, small_run, tmp_path,
+                                                           record_property):
+    """To the bit, if two uninterrupted runs are equal on this device; else up to ten times as far apart.
+
+    On a CPU, test_interruptions.py does it at every step.
+    """
+    whole, stopped, again = (tmp_path / name for name in ("whole", "stopped", "again"))
+    finish(repository, *small_run(whole, **EPOCHS))
+    process = start(repository, *small_run(stopped, **EPOCHS))
+    for line in process.stdout:
+        if line.startswith("epoch") and "2/6" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 128 + signal.SIGTERM, printed[-2000:]
+    step = load(stopped / "last.pt")["progress"]["step"]
+    finish(repository, "--resume", str(stopped))
+    finish(repository, *small_run(again, **EPOCHS))
+    distances = apart(stopped, whole), apart(again, whole)
+    record_property("stopped after step", step)
+    record_property("resumed apart, two whole runs apart", distances)
+    assert distances[0] <= 10 * distances[1] and 8 <= step < 24
+
+
+def test_a_run_is_evaluated_as_it_measured_itself(device, train_program, eval_program, small_run,
+                                                  tmp_path, capsys):
+    assert train_program.main(small_run(tmp_path / "run", schedule__epochs="1")) == 0
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    capsys.readouterr()
+    assert eval_program.main([str(tmp_path / "run")]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["model"]["top1"], found["ema"]["top1"]) == (row["val_top1"], row["ema_top1"])
+
+
+def test_two_gpus_train_as_one(cuda, repository, small_run, tmp_path, record_property):
+    """Within rounding, since they sum gradients in another order. On CPUs: train/test_two_processes.py."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    one, two = tmp_path / "one", tmp_path / "two"
+    finish(repository, *small_run(one, schedule__epochs="1"))
+    finish(repository, *small_run(two, schedule__epochs="1"), launcher=(
+        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
+    record_property("weights apart", apart(two, one, ".model"))
+    assert apart(two, one, ".model") < 1e-3
+
+
+# ---------------------------------------------------------------------------------------------
+# The profiler's trace
+# ---------------------------------------------------------------------------------------------
+
+
+def copies_and_overlap(events: list[dict[str, Any]]) -> tuple[set[str], float, float]:
+    """Of a trace in Chrome's format: the kinds of copies to the device, µs of copies and kernels,
+    and µs of these in which more than one stream of the GPU has work."""
+    work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    kinds = {event["name"] for event in work if "HtoD" in event["name"]}
+    changes = sorted((time, change, event["args"]["stream"]) for event in work for time, change in
+                     ((event["ts"], 1), (event["ts"] + event["dur"], -1)))
+    running: dict[int, int] = {}
+    busy = both = last = 0.0
+    for time, change, stream in changes:
+        streams = sum(count > 0 for count in running.values())
+        busy, both, last = (busy + (time - last) * (streams > 0),
+                            both + (time - last) * (streams > 1), time)
+        running[stream] = running.get(stream, 0) + change
+    return kinds, busy, both
+
+
+def test_copies_and_overlap_are_read_from_a_trace():
+    def event(kind: str, name: str, start: float, length: float, stream: int) -> dict[str, Any]:
+        return {"cat": kind, "name": name, "ts": start, "dur": length, "args": {"stream": stream}}
+    events = [event("kernel", "gemm", 10.0, 7.0, 7), event("kernel", "gemm", 17.0, 2.0, 7),
+              event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 12.0, 3.0, 13),
+              event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 30.0, 5.0, 7),
+              {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 99.0}]
+    assert copies_and_overlap(events) == ({"Memcpy HtoD (Pinned -> Device)"}, 14.0, 3.0)
+
+
+def test_copies_are_pinned_and_batches_are_prepared_beside_training(cuda, repository, tmp_path,
+                                                                   record_property):
+    """In the trace of `train.py --profile`, with images from loader processes."""
+    folder = tmp_path / "run"
+    finish(repository, "--recipe", "quickstart", "--init", "default", "--profile", "10", "--out-dir",
+           str(folder), "--set", "schedule.epochs=1", "--set", "schedule.warmup_epochs=0", "--set",
+           "data.on_device_gib=0", "--set", "data.workers=4", "--set", "rand_augment.layers=2", "--set",
+           "model.options.depth=12", launcher=())
+    path, = folder.glob("profile_*.json.gz")
+    kinds, busy, both = copies_and_overlap(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
+    record_property("copies", " ".join(sorted(kinds)))
+    record_property("µs busy, in two streams", f"{busy:.0f} {both:.0f}")
+    assert kinds and all("Pinned" in kind for kind in kinds) and both > 0

@@ -1,0 +1,185 @@
+"""Tables of results, the machine that they are of, and `bench all`, which writes one report."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+
+from ..messages import OneLineError
+from ..runs.folder import git_commit
+from ..runs.markdown import table
+from ..train.device import describe_device
+
+Row = dict[str, Any]            # a row of results: column → number or short text, None for no value
+REPOSITORY = Path(__file__).resolve().parents[2]
+CHECKS = REPOSITORY / "tests" / "gpu"
+RECIPES = ("deit_base", "deit_small", "deit_tiny", "swin_tiny", "mixer_b16", "convmixer_768_32")
+
+
+def row_table(rows: Sequence[Row]) -> str:
+    """A Markdown table with every column in which any of the rows has a value."""
+    columns = list(dict.fromkeys(name for row in rows for name in row if row[name] is not None))
+    return table(columns, [[cell(row.get(column)) for column in columns] for row in rows])
+
+
+def cell(value: Any) -> str:
+    """A value as text: floats with three significant digits, from 1000 on and integers in full."""
+    if value is None:
+        return "–"
+    if not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, int) or 1000 <= abs(value) < math.inf:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def machine(device: torch.device) -> Row:
+    """The machine and the versions of the software, for the head of a report."""
+    row: Row = {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+                "commit": git_commit(REPOSITORY), "device": describe_device(device)}
+    if device.type == "cuda":
+        row |= {"memory": f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB",
+                "driver": driver(), "GPUs": torch.cuda.device_count(), "CUDA": torch.version.cuda}
+    return row | {"processor": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
+                  "torch": torch.__version__, "torchvision": torchvision.__version__,
+                  "python": platform.python_version()}
+
+
+def driver() -> str:
+    """The GPU driver's version, or "unknown" if it cannot be found out."""
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], text=True,
+            capture_output=True, timeout=60, check=True).stdout.split("\n")[0].strip()
+    return "unknown"
+
+
+def processor() -> str:
+    """The CPU's model name, or its architecture if the name cannot be found out."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+# ---------------------------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------------------------
+
+
+def speeds(device: str, data: Sequence[str]) -> Iterator[list[str]]:
+    """The commands of `bench all` after the checks, in the order in which they run.
+
+    data: ["--data-dir", FOLDER], or nothing. On a CPU their sizes are tiny.
+    """
+    bench = ["-m", "vitinit.bench"]
+    if device == "cpu":
+        small = ["--device", "cpu", "--set", "engine.amp=off", "--set", "engine.compile=false"]
+        yield [*bench, "step", "--recipe", "deit_tiny", "--batch", "2", *small]
+        yield [*bench, "loader", "--recipe", "deit_tiny", "--batch", "2", "--workers", "0", "1", *small,
+               *data]
+        yield [*bench, "init", "--model", "vit_tiny"]
+        yield [*bench, "memory", "--recipe", "deit_tiny"]
+        return
+    yield [*bench, "step", "--recipe", "deit_base"]
+    yield [*bench, "step", "--recipe", "deit_base", "--set", "engine.compile=false"]
+    yield [*bench, "loader", "--recipe", "deit_small", *data]
+    yield ["train.py", "--recipe", "quickstart", "--init", "impulse"]
+    for name in RECIPES[1:]:
+        yield [*bench, "step", "--recipe", name]
+    yield [*bench, "init"]
+    yield [*bench, "memory", "--recipe", *RECIPES]
+
+
+def bench_all(out: Path, *, device: torch.device, photographs: Path | None, minutes: float) -> int:
+    """Run the checks of tests/gpu, then measure speeds, and write a report as results come in.
+
+    Each command is a process of its own, so that a crash, a hang or a lost GPU ends that one only;
+    what does not end within `minutes` is ended. Returns 1 if a check or a command failed, else 0.
+    Raises OneLineError if `out` exists, or if the repository's tests are not there.
+    """
+    if out.exists():
+        raise OneLineError(f"{out} exists already; choose another --out")
+    if not CHECKS.is_dir():
+        raise OneLineError(f"{CHECKS}: not there; bench all needs the repository around vitinit/")
+    deadline, failed = time.monotonic() + 60 * minutes, 0
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(out, "x", encoding="utf-8") as file, tempfile.TemporaryDirectory() as scratch:
+        def tell(text: str) -> None:
+            print(text, end="\n\n", file=file, flush=True)
+            print(text, end="\n\n", flush=True)
+        tell("# What vitinit does on this machine")
+        tell("\n".join(f"- {name}: {value}" for name, value in machine(device).items()))
+        data = ["--data-dir", str(photographs.resolve())] if photographs else []
+        xml = Path(scratch) / "checks.xml"
+        checks = ["-m", "pytest", "-q", "-o", "junit_family=xunit1", f"--junitxml={xml}", str(CHECKS)]
+        for number, words in enumerate([checks, *speeds(device.type, data)]):
+            if words[0] == "train.py":
+                words = [*words, "--out-dir", str(Path(scratch) / "run")]
+            status, printed = run_within(words, deadline - time.monotonic(), environment)
+            failed += status != 0
+            tell(f"## {'Is it right?' if number == 0 else '`python ' + ' '.join(words) + '`'}")
+            tell(checks_table(xml) if number == 0 and xml.exists() else
+                 printed.strip() if words[0] == "-m" and status == 0 else
+                 "```\n" + "\n".join(printed.strip().splitlines()[-5:]) + "\n```")
+            if status:
+                tell(f"**Failed**: {outcome(status)}.")
+    return min(failed, 1)
+
+
+def outcome(status: int) -> str:
+    """How a command with this exit status, or negative signal number, ended, in words."""
+    return "the time ran out" if status == -signal.SIGKILL else (
+        f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}")
+
+
+def run_within(words: Sequence[str], seconds: float, environment: dict[str, str]) -> tuple[int, str]:
+    """Run Python with these arguments for at most `seconds`; return its status and all it printed.
+
+    When its time has run out, it is killed with all processes that it has started.
+    """
+    if seconds <= 0:
+        return -signal.SIGKILL, ""
+    process = subprocess.Popen([sys.executable, *words], cwd=REPOSITORY, env=environment, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               start_new_session=True)
+    try:
+        printed, _ = process.communicate(timeout=seconds)
+    except BaseException as error:                   # also Ctrl-C, which does not reach its session
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+    return process.returncode, printed
+
+
+def checks_table(xml: Path) -> str:
+    """The outcome of each check, with the figures that it recorded, from pytest's XML file."""
+    rows = []
+    for case in ElementTree.parse(xml).getroot().iter("testcase"):
+        bad = next((case.find(tag) for tag in ("failure", "error", "skipped")
+                    if case.find(tag) is not None), None)
+        figures = [f"{one.get('name')} {one.get('value')}" for one in case.iter("property")]
+        rows.append({"check": case.get("name", "").removeprefix("test_").replace("_", " "),
+                     "result": "passed" if bad is None else bad.tag,
+                     "s": float(case.get("time", 0)), "found": " ".join(
+                         bad.get("message", "").split())[:300] if bad is not None else
+                     ", ".join(figures) or None})
+    return row_table(rows)
