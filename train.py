@@ -16,7 +16,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import argparse
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,9 +47,8 @@ from vitinit.recipe.files import RECIPES, dump_recipe
 from vitinit.recipe.resolve import with_num_classes
 from vitinit.recipe.sections import Recipe
 from vitinit.runs import foreign
-from vitinit.runs.folder import read_checkpoint
+from vitinit.runs.folder import RunFolder, read_checkpoint
 from vitinit.runs.lock import RunLock
-from vitinit.runs.records import epoch_line, metrics_row
 from vitinit.runs.resume import (choose_run, require_same_data, require_same_micro_batch_size,
                                  settings)
 from vitinit.runs.start import built, initialise, open_training_set, training_views
@@ -61,12 +59,13 @@ from vitinit.train.checkpoint import CheckpointError, model_state
 from vitinit.train.device import describe_device, memory_for, peak_memory
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
-from vitinit.train.engine import (Evaluation, evaluate, set_precision, train_epoch,
+from vitinit.train.engine import (evaluate, read_losses, set_precision, train_epochs,
                                   tune_convolutions)
 from vitinit.train.interruption import Interrupted, StopRequest
-from vitinit.train.metrics import Diverged, Progress, ProgressBar, StepRow
+from vitinit.train.metrics import (Diverged, Evaluation, Progress, ProgressBar, epoch_line,
+                                   metrics_row)
 from vitinit.train.optim import adamw, learning_rate, muon, scaled_lr, set_learning_rate
-from vitinit.train.profile import LARGEST, MOST_PROFILED, StepProfiler
+from vitinit.train.profile import LARGEST, MOST_PROFILED, StepProfiler, first_profiled
 from vitinit.train.state import TrainState
 from vitinit.train.throughput import training_flops
 from vitinit.train.transfer import start_from
@@ -166,7 +165,7 @@ def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool)
     return Data(whole_set, train_set, val_set, plan, train_batches, val_batches)
 
 
-def identity(data: Data, root: str) -> dict[str, Any]:
+def describe_data(data: Data, root: str) -> dict[str, Any]:
     """What all processes of a run, and all its starts, must have in common of the data at `root`."""
     return {"training images": len(data.train_set), "validation images": len(data.val_set),
             "files and labels": fingerprint(data.train_set, root) + fingerprint(data.val_set, root)}
@@ -198,7 +197,7 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
     if saved is None and init.checkpoint:
         notes = processes.on_all(lambda: fine_tune(model, recipe))
     elif saved is None:
-        notes = processes.on_all(lambda: what_the_init_achieved(model, recipe, train_set)
+        notes = processes.on_all(lambda: measure_init(model, recipe, train_set)
                                  if processes.is_main else [])
     model.to(processes.device, memory_format=(
         torch.channels_last if recipe.engine.channels_last else torch.contiguous_format))
@@ -224,7 +223,7 @@ def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     return muon(model, factor=optim.muon_factor, momentum=optim.muon_momentum, **of_adamw)
 
 
-def what_the_init_achieved(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
+def measure_init(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
     """Lines about how much attention lies on the init's targets; a warning if it is little.
 
     It is measured on MASS_IMAGES training images; the warning is about the position embedding
@@ -270,8 +269,8 @@ def fine_tune(model: nn.Module, recipe: Recipe) -> list[str]:
     return [f"start   {init.checkpoint}, {init.checkpoint_fit}: {transfer}", *notes]
 
 
-def wrapped(state: TrainState, recipe: Recipe, processes: Processes
-            ) -> tuple[nn.Module, list[nn.Module]]:
+def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
+                ) -> tuple[nn.Module, list[nn.Module]]:
     """The state's models as modules to call: one to train, and a list to evaluate.
 
     The first is the model, wrapped in DistributedDataParallel if there are several processes. The
@@ -295,6 +294,11 @@ def learning_rate_of(recipe: Recipe, steps_per_epoch: int) -> Callable[[int], fl
                    warmup_lr=schedule.warmup_lr, min_lr=schedule.min_lr, step_on=schedule.step_on)
 
 
+def epochs_of(recipe: Recipe) -> int:
+    """How many epochs the run has."""
+    return recipe.schedule.epochs + recipe.schedule.cooldown_epochs
+
+
 def drop_path_of(model: nn.Module, recipe: Recipe) -> Callable[[int], Tensor | None]:
     """The function step → drop-path scales (branches, global batch); None for a model without."""
     def drop_path_at(step: int) -> Tensor | None:
@@ -310,7 +314,7 @@ def drop_path_of(model: nn.Module, recipe: Recipe) -> Callable[[int], Tensor | N
 # ---------------------------------------------------------------------------------------------
 
 
-def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: StopRequest) -> int:
+def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     """Do one run, from the parsed command line to the last line printed; return the exit status."""
     say = partial(print, flush=True) if processes.is_main else lambda *_: None
 
@@ -323,47 +327,37 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
     with building(f"recipe {recipe.name}", "data"):
         data = open_data(recipe, root, processes, dry_run=args.dry_run)
     recipe = with_num_classes(recipe, len(data.whole_set.classes))
-    processes.require_equal(seen := identity(data, root))
+    processes.require_equal(seen := describe_data(data, root))
     seen["root"] = root and str(folder_of(root).absolute())
     if saved is not None:
         processes.on_all(lambda: require_same_data(folder, saved, data.whole_set.classes, seen))
+
+    # Model and optimiser. -----------------------------------------------------------------------
     state, notes = initial_state(recipe, processes, saved, folder.read_from, data.train_set)
     require_same_micro_batch_size(state.model, data.plan.micro_batch_size, saved)
     resumed = saved is not None
     chosen = saved = None                            # frees the second copy of its tensors
-    model, progress = state.model, state.progress
-    epochs = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
-    per_epoch = data.train_batches.steps_per_epoch
+    progress, per_epoch = state.progress, data.train_batches.steps_per_epoch
     lr_at = learning_rate_of(recipe, per_epoch)
     if resumed and progress.step:                    # for a checkpoint before the next step
         set_learning_rate(state.optimizer, lr_at(progress.step - 1))
-    drop_path_at = drop_path_of(model, recipe)
-    flops = training_flops(model, data.plan.micro_batch_size, recipe.data.image_size)
-    profiler = StepProfiler(args.profile, done=progress.step, per_epoch=per_epoch,
-                            total=epochs * per_epoch, folder=folder.path, processes=processes, say=say)
+    first = first_profiled(args.profile, done=progress.step, per_epoch=per_epoch,
+                           total=epochs_of(recipe) * per_epoch)
     set_precision(recipe.engine.tf32)
-    tune_convolutions(model)
-    forward, measured = wrapped(state, recipe, processes)
-
-    say(summary(recipe, data, model, notes, state.optimizer, lr_at, processes))
+    tune_convolutions(state.model)
+    say(summary(recipe, data, state.model, notes, state.optimizer, lr_at, processes))
     for caution in cautions(recipe, data):
         say(f"warning {caution}")
     if args.dry_run:
         say(rehearsal(recipe, data, state))
         return 0
 
-    # Run folder. --------------------------------------------------------------------------------
+    # From here on there is something to save. ---------------------------------------------------
     def write(path: Path, *, to_resume: bool = False) -> None:
         """Write a checkpoint. Only the main process calls this."""
         folder.save((state.state_dict() if to_resume else state.weights()) | {
             "recipe": recipe.as_dict(), "micro_batch": data.plan.micro_batch_size,
             "classes": list(map(str, data.whole_set.classes))}, path)
-
-    def save_last() -> None:
-        """Write last.pt; all processes wait until the main one has written it."""
-        processes.on_main(lambda: write(folder.last, to_resume=True))
-
-    stop.defer()                                     # from here on there is something to save
 
     def set_up_folder() -> None:
         folder.make()
@@ -379,60 +373,43 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
             write(folder.kept(0))
         folder.record_start(REPOSITORY, processes=processes.world_size,
                             device=describe_device(processes.device), data=seen)
-    processes.on_main(set_up_folder)
-    say(f"run     {folder.path}" + (f", resumed at step {progress.step:,}" if resumed else ""))
 
-    # Epochs. ------------------------------------------------------------------------------------
-    def measure() -> list[Evaluation]:
-        with ProgressBar("validate", len(data.val_batches), shown=processes.is_main) as bar:
-            processes.share_buffers(measured)
-            return evaluate(measured, bar.over(data.val_batches), amp=recipe.engine.amp,
-                            num_classes=recipe.data.num_classes, processes=processes, stop=stop)
+    with (StopRequest() as stop,
+          StepProfiler(args.profile * processes.is_main, first, folder=folder.path,
+                       device=processes.device, say=say) as profiler):
+        processes.on_main(set_up_folder)
+        say(f"run     {folder.path}" + (f", resumed at step {progress.step:,}" if resumed else ""))
+        return run_epochs(recipe, data, state, folder, write, processes, stop, profiler, say)
 
-    def record_step(row: StepRow) -> None:
-        processes.on_main(lambda: folder.steps.append(row._asdict()))
 
-    for epoch in range(progress.epochs, epochs):
+def run_epochs(recipe: Recipe, data: Data, state: TrainState, folder: RunFolder,
+               write: Callable[..., None], processes: Processes, stop: StopRequest,
+               profiler: StepProfiler, say: Callable[[str], object]) -> int:
+    """Train, evaluate and save until the run ends or is stopped; return the exit status.
+
+    write: writes a checkpoint to a path, with `to_resume` one from which training can resume.
+    """
+    progress, epochs = state.progress, epochs_of(recipe)
+    lr_at = learning_rate_of(recipe, data.train_batches.steps_per_epoch)
+    flops = training_flops(state.model, data.plan.micro_batch_size, recipe.data.image_size)
+    forward, measured = wrap_models(state, recipe, processes)
+
+    def save_last() -> None:
+        """Write last.pt; all processes wait until the main one has written it."""
+        read_losses(state, processes)
+        processes.on_main(lambda: write(folder.last, to_resume=True))
+
+    def finish_epoch(epoch: int) -> None:
         evaluated = (epoch + 1) % recipe.eval.every_epochs == 0 or epoch + 1 == epochs
         save_due = (epoch + 1) % recipe.checkpoint.every_epochs == 0 or epoch + 1 == epochs
-        steps = data.train_batches.steps(epoch=epoch, done=progress.epoch_steps)
-        try:
-            with (ProgressBar(f"epoch {epoch + 1}/{epochs}", per_epoch,
-                              initial=progress.epoch_steps, shown=processes.is_main) as bar,
-                  memory_for("optim.max_batch_per_process", data.plan.micro_batch_size, processes.rank),
-                  closing(profiler.parts(bar.over(steps, lambda: progress.note),
-                                         range(progress.step, (epoch + 1) * per_epoch))) as parts):
-                for part in parts:                   # a single part, unless steps are profiled
-                    for _ in train_epoch(
-                            state, forward, part, lr_at=lr_at, drop_path_at=drop_path_at,
-                            amp=recipe.engine.amp, clip_norm=recipe.optim.clip_norm,
-                            every_steps=recipe.checkpoint.every_steps, processes=processes,
-                            stop=stop, record=record_step):
-                        save_last()
-            if evaluated and save_due:
-                save_last()                          # an error in evaluation then loses no training
-            with memory_for("eval.batch_size", recipe.eval.batch_size, processes.rank):
-                results = measure() if evaluated else []
-        except (Interrupted, DataError) as reason:
-            save_last()
-            if isinstance(reason, Interrupted):
-                say(f"stopped by signal {reason.number} after step {progress.step:,}; go on with "
-                    f"--resume {folder.path}")
-                return 128 + reason.number
-            say(f"the run is safe at step {progress.step:,}; once the data is mended, go on with "
-                f"--resume {folder.path}")
-            raise
-        except Diverged as diverged:
-            left = folder.what_is_left() if processes.is_main else ""
-            raise Diverged(f"{diverged}{left}") from None
-
+        if evaluated and save_due:
+            save_last()                              # an error in evaluation then loses no training
+        results = validate(measured, data, recipe, processes, stop) if evaluated else []
         row = metrics_row(progress, results, lr=lr_at(progress.step - 1), flops=flops,
                           global_batch=recipe.optim.global_batch, processes=processes)
         progress.finish_epoch()
         say(epoch_line(row, epochs))
-
-        best_by = recipe.checkpoint.best_by
-        is_best = progress.improves(row[best_by], best_by)
+        is_best = progress.improves(row[recipe.checkpoint.best_by], recipe.checkpoint.best_by)
 
         def record() -> None:
             # Metrics first: if the run dies before last.pt is written, resuming removes the line.
@@ -445,19 +422,56 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock, stop: S
         if save_due:
             save_last()
 
+    try:
+        try:
+            with memory_for("optim.max_batch_per_process", data.plan.micro_batch_size,
+                            processes.rank):
+                train_epochs(
+                    state, forward, data.train_batches.steps, epochs=epochs,
+                    global_batch=recipe.optim.global_batch, lr_at=lr_at,
+                    drop_path_at=drop_path_of(state.model, recipe), amp=recipe.engine.amp,
+                    clip_norm=recipe.optim.clip_norm, processes=processes, stop=stop,
+                    record=lambda row: processes.on_main(lambda: folder.steps.append(row._asdict())),
+                    save_every=recipe.checkpoint.every_steps, save=save_last,
+                    finish_epoch=finish_epoch, profiler=profiler,
+                    bar_total=data.train_batches.steps_per_epoch * processes.is_main)
+        except (Interrupted, DataError):
+            save_last()                              # they come between two steps
+            raise
+    except Interrupted as request:
+        say(f"stopped by signal {request.number} after step {progress.step:,}; go on with "
+            f"--resume {folder.path}")
+        return 128 + request.number
+    except DataError:
+        say(f"the run is safe at step {progress.step:,}; once the data is mended, go on with "
+            f"--resume {folder.path}")
+        raise
+    except Diverged as diverged:
+        left = folder.what_is_left() if processes.is_main else ""
+        raise Diverged(f"{diverged}{left}") from None
     best = "none" if progress.best is None else f"{progress.best:.2f}"
     say(f"done    {epochs} epochs, best {recipe.checkpoint.best_by} {best}, peak memory "
         f"{peak_memory(processes.device)}; everything is in {folder.path}")
     return 0
 
 
+def validate(models: list[nn.Module], data: Data, recipe: Recipe, processes: Processes,
+             stop: StopRequest) -> list[Evaluation]:
+    """Loss and accuracy of each model on the validation images."""
+    with (ProgressBar("validate", len(data.val_batches), shown=processes.is_main) as bar,
+          memory_for("eval.batch_size", recipe.eval.batch_size, processes.rank)):
+        processes.share_buffers(models)
+        return evaluate(models, bar.over(data.val_batches), amp=recipe.engine.amp,
+                        num_classes=recipe.data.num_classes, processes=processes, stop=stop)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the program with these arguments (default: the command line); return the exit status."""
     def program() -> int:
         args = parse_arguments(arguments)
-        with StopRequest() as stop, distributed.joined() as processes, RunLock() as lock:
-            return train(args, processes, lock, stop)
-    return run_program("train.py", program, stopped=" while starting, before the first step")
+        with distributed.joined() as processes, RunLock() as lock:
+            return train(args, processes, lock)
+    return run_program("train.py", program)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,15 +62,14 @@ def train_program() -> ModuleType:
 
 
 class StopBefore(StopRequest):
-    """A stand-in for StopRequest: SIGTERM comes when the run waits for the time number `at` (from 0).
+    """A stand-in for StopRequest: SIGTERM has come when the run looks for the time number `at` (from 0).
 
-    A run waits for each micro-batch, for the end of the micro-batches of an epoch, and likewise for
-    the batches of an evaluation.
+    A run looks once before each step and at the end of the steps of an epoch, and likewise for the
+    batches of an evaluation.
     """
 
     def __init__(self, at: int) -> None:
-        super().__init__()
-        self.at, self.waits = at, 0
+        self.at, self.looks = at, 0
 
     def __call__(self) -> StopBefore:
         return self
@@ -82,13 +80,10 @@ class StopBefore(StopRequest):
     def __exit__(self, *error: object) -> None:
         pass
 
-    @contextmanager
-    def at_once(self) -> Iterator[None]:
-        if self.waits == self.at:
-            self.number = signal.SIGTERM
-        self.waits += 1
-        with super().at_once():
-            yield
+    @property
+    def number(self) -> int:
+        self.looks += 1
+        return signal.SIGTERM if self.looks > self.at else 0
 
 
 @pytest.fixture

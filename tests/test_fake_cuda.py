@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from vitinit import models
 from vitinit.bench.launches import Launches
-from vitinit.bench.training import GivenStep
+from vitinit.bench.training import given_step
 from vitinit.data.augment import IMAGENET_MEAN, IMAGENET_STD
 from vitinit.data.draw import RandAugment, SampleDraws, SampleKey, stack_draws
 from vitinit.data.loader import Batch, TrainBatch
@@ -33,7 +33,7 @@ from vitinit.models.layers import draw_drop_path
 from vitinit.train import engine
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
-from vitinit.train.engine import evaluate, train_epoch
+from vitinit.train.engine import evaluate, train_epochs
 from vitinit.train.interruption import StopRequest
 from vitinit.train.metrics import Progress
 from vitinit.train.optim import adamw, hidden_matrices, muon
@@ -117,7 +117,7 @@ def training_steps() -> Iterator:
                             erase_after_mix=False, mixing=MixSettings(), num_classes=CLASSES, seed=0)
     plan = BatchPlan(BATCH * ACCUMULATION, 1, BATCH, group=BATCH)
     sampler = TrainSampler(STEPS * plan.global_batch, plan, rank=0, seed=0, repeats=1)
-    return TrainingBatches(loaded(), sampler, prepare).steps(epoch=0)
+    return TrainingBatches(loaded(), sampler, prepare).steps(0)
 
 
 def put_gradients(model: nn.Module) -> None:
@@ -126,14 +126,13 @@ def put_gradients(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def not_settling(monkeypatch) -> Iterator[list[tuple[int, int]]]:
-    """Replace `Meter.settle`, which waits for the device, by counts of losses and of skip flags."""
-    settled: list[tuple[int, int]] = []
+def not_reading(monkeypatch) -> Iterator[list[tuple[int, int]]]:
+    """Replace `read_losses`, which waits for the device, by counts of losses and of skip flags."""
+    read: list[tuple[int, int]] = []
     with monkeypatch.context() as patch:
-        patch.setattr(engine.Meter, "settle", lambda meter: settled.append(
-            (len(meter.losses), len(meter.skipped))))
-        patch.setattr(engine, "require_finite_weights", lambda model, step: None)
-        yield settled
+        patch.setattr(engine, "read_losses", lambda state, processes: read.append(
+            (len(state.progress.losses), len(state.progress.skipped))))
+        yield read
 
 
 def train(state: TrainState, steps: Iterable, amp: str, clip_norm: float,
@@ -142,9 +141,9 @@ def train(state: TrainState, steps: Iterable, amp: str, clip_norm: float,
         rates = state.model.drop_path_rates
         rng = np.random.default_rng(step)
         return draw_drop_path(rates, BATCH * ACCUMULATION, rng) if any(rates) else None
-    list(train_epoch(state, state.model, steps, lr_at=lambda step: 1e-3, drop_path_at=drop_path_at,
-                     amp=amp, clip_norm=clip_norm, every_steps=0, stop=StopRequest(),
-                     processes=Processes(0, 0, 1, device)))
+    train_epochs(state, state.model, lambda epoch, done: steps, epochs=1, global_batch=12,
+                 lr_at=lambda step: 1e-3, drop_path_at=drop_path_at, amp=amp, clip_norm=clip_norm,
+                 stop=StopRequest(), processes=Processes(0, 0, 1, device))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -155,7 +154,7 @@ def test_a_step_mixes_up_no_device_and_waits_for_nothing(as_if_there_were_a_gpu,
     """From the loader's batches to the moving average. Reading the losses waits, but only every
     tenth step does that."""
     backward_passes = []
-    with FakeTensorMode(), not_settling(monkeypatch) as settled:
+    with FakeTensorMode(), not_reading(monkeypatch) as read:
         state = fresh_state(name, amp, optimiser=optimiser)
 
         def backward(loss: Tensor) -> None:
@@ -167,7 +166,7 @@ def test_a_step_mixes_up_no_device_and_waits_for_nothing(as_if_there_were_a_gpu,
         with Launches() as launches:
             train(state, training_steps(), amp, clip_norm, CUDA)
     assert len(backward_passes) == STEPS * ACCUMULATION
-    assert settled == [(STEPS, STEPS if amp == "fp16" else 0)]           # at the end of the epoch
+    assert read == [(STEPS, STEPS if amp == "fp16" else 0)]           # at the end of the epoch
     assert launches.uploads > 0 and launches.downloads == 0
     tensors = [*state.model.state_dict().values(), *state.ema.model.state_dict().values()]
     moments = [value for values in state.optimizer.state.values() for value in values.values()]
@@ -181,13 +180,13 @@ def test_a_step_mixes_up_no_device_and_waits_for_nothing(as_if_there_were_a_gpu,
 def test_no_backward_pass_waits_for_a_value_either(monkeypatch, name, amp):
     """The real backward pass, on fake CPU tensors."""
     cpu = torch.device("cpu")
-    with FakeTensorMode(), not_settling(monkeypatch):
+    with FakeTensorMode(), not_reading(monkeypatch):
         state = fresh_state(name, amp, cpu)
         part = (torch.zeros(BATCH, 3, SIZE, SIZE), torch.zeros(BATCH, CLASSES))
         seen = []
         for parameter in state.model.parameters():
             parameter.register_hook(lambda gradient: seen.append(gradient.shape))
-        train(state, [GivenStep(0, [part] * ACCUMULATION)], amp, 1.0, cpu)
+        train(state, [given_step(0, [part] * ACCUMULATION)], amp, 1.0, cpu)
     assert len(seen) == ACCUMULATION * len(list(state.model.parameters()))
 
 

@@ -39,7 +39,7 @@ def seen(train_program, small_run, tmp_path, monkeypatch) -> dict:
     calls: dict[str, list[tuple[tuple, dict]]] = {}
     for name in ("muon", "scaled_lr", "plan_batches", "learning_rate", "Ema", "set_precision",
                  "ToDevice", "TrainToDevice", "EvalViews", "kept_views", "EvaluationBatches",
-                 "train_epoch", "evaluate"):
+                 "train_epochs", "evaluate"):
         def recorded(*arguments, name=name, real=getattr(train_program, name), **options):
             calls.setdefault(name, []).append((arguments, options))
             return real(*arguments, **options)
@@ -73,9 +73,9 @@ def test_every_key_reaches_what_it_names(seen, tmp_path):
     for name, keys in {"EvalViews": ["crop_pct", "interpolation"], "kept_views": ["cache_gib"],
                        "EvaluationBatches": ["batch_size"]}.items():
         assert {key: options(name)[key] for key in keys} == {key: evaluation[key] for key in keys}
-    assert len(seen["train_epoch"]) == schedule["epochs"] + schedule["cooldown_epochs"] == 5
-    for _, keywords in seen["train_epoch"]:
-        assert (keywords["amp"], keywords["clip_norm"], keywords["every_steps"]) == ("bf16", 0.61, 3)
+    assert options("train_epochs")["epochs"] == schedule["epochs"] + schedule["cooldown_epochs"] == 5
+    assert [options("train_epochs")[key] for key in ("amp", "clip_norm", "save_every")] == [
+        "bf16", 0.61, 3]
     assert [keywords["amp"] for _, keywords in seen["evaluate"]] == ["bf16"] * 2
 
     # Evaluated after epochs 3 and 5, kept after 0 and 4, at min_lr from epoch 4 on.
@@ -126,8 +126,8 @@ def test_compile_compiles_what_trains_and_what_is_measured(train_program, small_
     monkeypatch.setattr(train_program.torch, "compile",
                         lambda model: compiled.append(model) or model)
     for wanted in ("true", "false"):
-        assert train_program.main(small_run(tmp_path / wanted, "--dry-run",
-                                            engine__compile=wanted)) == 0
+        assert train_program.main(small_run(tmp_path / wanted, engine__compile=wanted,
+                                            schedule__epochs="1", schedule__warmup_epochs="0")) == 0
     assert len(compiled) == 3                        # the model to train, and model and average
 
 

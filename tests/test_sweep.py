@@ -169,10 +169,9 @@ def test_finished_runs_are_skipped_and_cut_off_ones_go_on(small_run, tmp_path, c
 
     first = [*arguments[:arguments.index("--seeds")], "--seeds", "0"]
     with monkeypatch.context() as patch:
-        # A run waits twenty times per epoch: for four steps of three micro-batches and their end,
-        # for six batches and their end. SIGTERM comes in the second run, before the second step of
-        # its second epoch.
-        patch.setattr(train_program, "StopRequest", stop_before(40 + 20 + 3))
+        # A run looks twelve times per epoch: at four steps and their end, at six batches and their
+        # end. SIGTERM comes in the second run, before the second step of its second epoch.
+        patch.setattr(train_program, "StopRequest", stop_before(24 + 12 + 1))
         assert sweep.main(first) == 1
     printed = capsys.readouterr()
     assert printed.err == (f"vitinit.sweep: {folders[1]} failed: ended with status 143\n")

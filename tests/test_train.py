@@ -73,9 +73,9 @@ def assert_same_run(first: Path, second: Path) -> None:
     assert_identical(without_times(steps(first)), without_times(steps(second)))
 
 
-# How often a run of `small_run` waits per epoch: for four steps of three micro-batches and their
-# end, for six batches of evaluation and their end.
-WAITS = 20
+# How often a run of `small_run` looks for a signal per epoch: at four steps and their end, at six
+# batches of evaluation and their end.
+LOOKS = 12
 
 
 def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_run, tmp_path,
@@ -115,18 +115,15 @@ def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_r
     assert_identical(checkpoint(folder)["model"], checkpoint(again)["model"])
 
 
-@pytest.mark.parametrize("waits, steps_before", [(6, 2), (8, 2), (12, 4), (WAITS + 9, 7),
-                                                 (WAITS + 10, 7)])
+@pytest.mark.parametrize("looks, steps_before", [(0, 0), (2, 2), (4, 4), (6, 4), (LOOKS + 3, 7)])
 def test_resuming_equals_never_having_stopped(train_program, stop_before, small_run, tmp_path,
-                                              monkeypatch, waits, steps_before):
-    """Stopped within the first epoch, right at its end, and within the second: equal to the bit.
-
-    Also within a step: before its third micro-batch, and after its first.
-    """
+                                              monkeypatch, looks, steps_before):
+    """Stopped before the first step, within the first epoch, right at its end, in its evaluation, and
+    within the second: equal to the bit."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert train_program.main(small_run(straight)) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(train_program, "StopRequest", stop_before(waits))
+        patch.setattr(train_program, "StopRequest", stop_before(looks))
         assert train_program.main(small_run(stopped)) == 128 + signal.SIGTERM
     assert checkpoint(stopped)["step"] == steps_before
     assert train_program.main(["--resume", str(stopped)]) == 0
@@ -141,7 +138,7 @@ def test_the_steps_on_record_are_those_of_a_run_that_never_stopped(
     longer = dict(schedule__epochs="8")
     assert train_program.main(small_run(straight, **longer)) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(train_program, "StopRequest", stop_before(3 * WAITS + 6))
+        patch.setattr(train_program, "StopRequest", stop_before(3 * LOOKS + 2))
         assert train_program.main(small_run(stopped, **longer)) == 128 + signal.SIGTERM
     assert [row["step"] for row in steps(stopped)] == [10]
     with open(stopped / "steps.jsonl", "a") as file:
@@ -173,7 +170,7 @@ def test_metrics_after_the_checkpoint_are_cut_back(train_program, stop_before, s
     assert [row["epoch"] for row in metrics(killed)] == [1, 2, 3]
     # Put an older training checkpoint back: that of a run of the same recipe stopped after step 4.
     early = tmp_path / "early"
-    train_program.StopRequest = stop_before(3 * 4)
+    train_program.StopRequest = stop_before(4)
     train_program.main(small_run(early))
     state = checkpoint(early)
     assert_identical(state["model"], first_epoch["model"])
@@ -197,7 +194,7 @@ def test_resume_auto_starts_fresh_and_then_continues(train_program, stop_before,
     folder = tmp_path / "run"
     arguments = small_run(folder, "--resume", "auto")
     with monkeypatch.context() as patch:
-        patch.setattr(train_program, "StopRequest", stop_before(3 * 3))
+        patch.setattr(train_program, "StopRequest", stop_before(3))
         assert train_program.main(arguments) == 128 + signal.SIGTERM
     assert f"go on with --resume {folder}" in capsys.readouterr().out
     assert train_program.main(arguments) == 0
@@ -647,7 +644,7 @@ def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, e
 
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert train_program.main(arguments(straight)) == 0
-    train_program.StopRequest = stop_before(3 * 2 + 2)           # within the third step
+    train_program.StopRequest = stop_before(2)
     assert train_program.main(arguments(stopped)) == 128 + signal.SIGTERM
     train_program.StopRequest = stop_before(10**6)
 
@@ -695,7 +692,7 @@ def test_a_run_under_the_profiler_is_the_run_without(train_program, stop_before,
 
     with monkeypatch.context() as patch:
         # Two epochs, the three micro-batches of step 8, the end of that part, and those of step 9.
-        patch.setattr(train_program, "StopRequest", stop_before(2 * WAITS + 7))
+        patch.setattr(train_program, "StopRequest", stop_before(2 * LOOKS + 2))
         assert train_program.main(small_run(stopped, "--profile", "3")) == 128 + signal.SIGTERM
     assert checkpoint(stopped)["step"] == 10 and not list(stopped.glob("profile_*"))
     assert train_program.main(["--resume", str(stopped), "--profile", "1"]) == 0

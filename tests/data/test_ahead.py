@@ -1,4 +1,4 @@
-"""Batches are made in a stream of their own, and the streams wait for each other where they must."""
+"""Batches are prepared in a stream of their own, and the streams wait for each other where they must."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vitinit.data import ahead
-from vitinit.data.ahead import made_ahead
+from vitinit.data.ahead import Ahead
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -55,9 +55,9 @@ def queues(monkeypatch) -> Queue:
     monkeypatch.setattr(torch.cuda, "Stream", Queue)
     monkeypatch.setattr(torch.cuda, "stream", within)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Queue.current)
-    ahead.stream_of_makers.cache_clear()
+    ahead.preparing_stream.cache_clear()
     yield Queue.current
-    ahead.stream_of_makers.cache_clear()
+    ahead.preparing_stream.cache_clear()
 
 
 def after(later: dict[Queue, int], earlier: dict[Queue, int]) -> bool:
@@ -65,69 +65,52 @@ def after(later: dict[Queue, int], earlier: dict[Queue, int]) -> bool:
     return all(later.get(queue, 0) >= count for queue, count in earlier.items())
 
 
-def test_the_next_item_is_made_while_the_one_before_is_trained_on(queues):
-    made: list[dict[Queue, int]] = []
+def test_the_next_batch_is_prepared_while_the_one_before_is_trained_on(queues):
+    prepared: list[dict[Queue, int]] = []
     trained: list[dict[Queue, int]] = []
-
-    def makers() -> Iterator[int]:
-        for number in range(7):
-            made.append(Queue.current.launch())
-            yield number
     uploaded = queues.launch()                       # such as the copy of a set to the device
-    for number in made_ahead(makers(), CUDA):
-        assert Queue.current is queues and len(made) == number + 1
+    ahead = Ahead(CUDA)
+    for _ in range(7):
+        prepared.append(ahead(lambda: Queue.current.launch()))
+        assert Queue.current is queues
         trained.append(queues.launch())
 
-    assert len(made) == len(trained) == 7
     for number in range(7):
-        assert after(made[number], uploaded)
-        assert after(trained[number], made[number])
+        assert after(prepared[number], uploaded)
+        assert after(trained[number], prepared[number])
         if number >= 1:                              # may run at the same time
-            assert not after(made[number], trained[number - 1])
+            assert not after(prepared[number], trained[number - 1])
         if number >= 2:                              # so its memory is free
-            assert after(made[number], trained[number - 2])
+            assert after(prepared[number], trained[number - 2])
 
 
-def test_memory_of_the_item_in_hand_is_kept_until_the_next_is_made(queues):
-    """The caller may drop an item early; its memory must not be used for the next item."""
-    class Item:
+def test_memory_of_the_batch_in_hand_is_kept_until_the_next_is_prepared(queues):
+    """The caller may drop a batch early; its memory must not be used for the next one."""
+    class Batch:
         alive = 0
 
-        def __init__(self) -> None:
-            Item.alive += 1
+        def __init__(self, seen: list[int]) -> None:
+            seen.append(Batch.alive)
+            Batch.alive += 1
 
         def __del__(self) -> None:
-            Item.alive -= 1
-    seen = []
-
-    def makers() -> Iterator[Item]:
-        for _ in range(5):
-            seen.append(Item.alive)
-            yield Item()
-    for item in made_ahead(makers(), CUDA):
-        del item
+            Batch.alive -= 1
+    ahead, seen = Ahead(CUDA), []
+    for _ in range(5):
+        ahead(Batch, seen)
     assert seen == [0, 1, 1, 1, 1]
 
 
-def test_all_makers_share_a_stream(queues):
+def test_all_batches_are_prepared_in_one_stream(queues):
     """torch reuses memory that was freed in a stream only for that stream."""
-    streams = []
-
-    def makers() -> Iterator[None]:
-        streams.append(Queue.current)
-        yield
-    for _ in range(3):
-        list(made_ahead(makers(), CUDA))
+    streams = [Ahead(CUDA)(lambda: Queue.current) for _ in range(3)]
     assert len(set(streams)) == 1 and streams[0] is not queues
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_items_come_in_order_and_errors_where_they_are_raised(queues, device):
-    def makers() -> Iterator[int]:
-        yield from range(3)
-        raise KeyError("three")
-    seen = []
-    with pytest.raises(KeyError, match="three"):
-        for item in made_ahead(makers(), device):
-            seen.append(item)
-    assert seen == [0, 1, 2] and list(made_ahead(range(5), device)) == [0, 1, 2, 3, 4]
+def test_what_is_prepared_is_returned_and_errors_come_through(queues, device):
+    ahead = Ahead(device)
+    assert [ahead(pow, 3, number) for number in range(4)] == [1, 3, 9, 27]
+    with pytest.raises(KeyError):
+        ahead({}.__getitem__, "three")
+    assert Queue.current is queues and ahead(abs, -5) == 5

@@ -199,7 +199,8 @@ def steps_of(loader) -> list[list[TrainBatch]]:
     """The micro-batches of each step of the epoch that the sampler was built for."""
     sampler = loader.batch_sampler
     batches = TrainingBatches(loader, sampler, prepare=AsLoaded())
-    return [[batch for batch, _, _ in step] for step in batches.steps(epoch=sampler.epoch)]
+    return [[micro_batch.prepare()[0] for micro_batch in step]
+            for _, step in batches.steps(sampler.epoch)]
 
 
 def test_an_epochs_micro_batches_make_up_its_larger_batches(folder):

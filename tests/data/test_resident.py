@@ -15,8 +15,8 @@ from vitinit.data.datasets import ImageFolder, ImagesInMemory
 from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleDraws, SampleKey
 from vitinit.data.images import Box, DataError, crop_and_flip
 from vitinit.data.loader import TrainViews, train_loader
-from vitinit.data.resident import (GIB, Resident, ResidentTrainLoader, only_moves_pixels,
-                                   resident_source)
+from vitinit.data.pipeline import TrainingBatches
+from vitinit.data.resident import GIB, Resident, only_moves_pixels, resident_source
 from vitinit.data.sampler import TrainSampler, plan_batches
 
 CPU = torch.device("cpu")
@@ -129,13 +129,25 @@ def test_a_broken_image_is_named_at_once(folder):
 # ---------------------------------------------------------------------------------------------
 
 
+class AsLoaded:
+    """A stand-in for TrainToDevice that returns the batch unchanged."""
+
+    device = CPU
+
+    def __call__(self, batch, step, groups):
+        return batch
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("where", [dict(), dict(step=2), dict(rank=1, world_size=2)])
 def test_training_batches_are_those_of_the_workers_to_the_bit(folder, workers, where):
     source = ImageFolder(folder)
     resident = resident_source(source, CPU, (SIDE, SIDE), 1.0)
-    ours = ResidentTrainLoader(resident, train_loader(
-        TrainViews(source, DRAWS, decode=False), sampler(**where), workers=workers, pin_memory=False))
+    one = sampler(**where)
+    windows = train_loader(TrainViews(source, DRAWS, decode=False), one, workers=workers,
+                           pin_memory=False)
+    steps = TrainingBatches(windows, one, AsLoaded(), resident).steps(3, one.first_step)
+    ours = [micro_batch.prepare() for _, step in steps for micro_batch in step]
     theirs = train_loader(TrainViews(source, DRAWS), sampler(**where), workers=0,
                           pin_memory=False)
     assert len(theirs) > 0

@@ -60,9 +60,10 @@ def all_steps(how: Distribution, *, erase_after_mix: bool = False) -> list[tuple
                                    budget_gib=float(how.resident), workers=how.workers)
         assert batches.resident == how.resident
         for epoch in range(EPOCHS):
-            step, = batches.steps(epoch=epoch)
-            assert step.number == epoch and len(step) == plan.accumulation
-            for images, targets, positions in step:
+            (number, step), = batches.steps(epoch)
+            assert number == epoch and len(step) == plan.accumulation
+            for micro_batch in step:
+                (images, targets), positions = micro_batch.prepare(), micro_batch.positions
                 found[epoch][0][positions], found[epoch][1][positions] = images, targets
     return found
 

@@ -43,9 +43,10 @@ def epochs_of(program, sets: tuple[str, ...], device: torch.device,
     data = program.open_data(recipe, recipe.data.root, alone(device), dry_run=False)
     found = []
     for epoch in range(2):
-        for step in data.train_batches.steps(epoch=epoch):
+        for _, micro_batches in data.train_batches.steps(epoch):
             images, targets = torch.empty(20, 3, 10, 14), torch.empty(20, 3)
-            for some, their_targets, positions in step:
+            for micro_batch in micro_batches:
+                (some, their_targets), positions = micro_batch.prepare(), micro_batch.positions
                 work()
                 images[positions], targets[positions] = some.cpu(), their_targets.cpu()
             found += [images, targets]

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from vitinit import build_model
 from vitinit.bench.memory import saved_bytes
 from vitinit.bench.timing import clock_of
-from vitinit.bench.training import GivenStep, alone, state_of, train_on
+from vitinit.bench.training import alone, given_step, state_of, train_on
 from vitinit.models.attention import attention_weights
 from vitinit.models.swin import WindowAttention, shift_mask
 from vitinit.train.ema import Ema
@@ -54,7 +54,7 @@ def gradients(device, batch_of, drop_path_of):
         images = images.contiguous(memory_format=layout)
         parts = list(zip(images.chunk(micro_batches), targets.chunk(micro_batches)))
         state = state_of(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        train_on(state, [GivenStep(0, parts)], forward=wrap(model), lr=1.0, amp=amp,
+        train_on(state, [given_step(0, parts)], forward=wrap(model), lr=1.0, amp=amp,
                  drop_path=drop_path_of(model))
         after = in_float64(model)
         return {name: before[name] - after[name] for name in before}, state.progress.loss_sum
@@ -129,7 +129,7 @@ def test_nothing_is_compiled_again_after_the_first_epoch(a_vit, device, batch_of
     images, targets = batch_of(device=device)
     batches = [(images[:size], targets[:size].argmax(1)) for size in (12, 12, 5)]
     for epoch in range(3):
-        train_on(state, [GivenStep(2 * epoch + number, [(images, targets)]) for number in range(2)],
+        train_on(state, [given_step(2 * epoch + number, [(images, targets)]) for number in range(2)],
                  forward=forward, drop_path=drop_path_of(model))
         evaluate([measured], batches, num_classes=CLASSES, amp="off", processes=alone(device),
                  stop=StopRequest())
@@ -245,7 +245,7 @@ def test_a_step_whose_fp16_gradients_overflow_is_skipped(a_vit, device, batch_of
 
     def step(number: int) -> list[bool]:
         """Make a step; whether the weights, and the average, are still those at the start."""
-        train_on(state, [GivenStep(number, [part])], drop_path=drop_path_of(model), amp="fp16",
+        train_on(state, [given_step(number, [part])], drop_path=drop_path_of(model), amp="fp16",
                  clip_norm=1.0)
         return [all(torch.equal(now[name], then[name]) for name in then) for now, then in
                 zip([model.state_dict(), state.ema.model.state_dict()], before)]
@@ -301,10 +301,10 @@ def test_the_engines_seconds_are_those_of_a_clock_outside(device, record_propert
     part = torch.randn(8, 3, 64, 64, device=device), torch.eye(CLASSES, device=device)[[1] * 8]
     state = state_of(model, OPTIMISERS["adamw"](model))
     steps = 200 if device.type == "cuda" else 15
-    train_on(state, [GivenStep(0, [part])])
+    train_on(state, [given_step(0, [part])])
     clock = clock_of(device) if device.type == "cuda" else time.perf_counter
     before, began = state.progress.seconds, clock()
-    train_on(state, [GivenStep(number, [part]) for number in range(1, 1 + steps)])
+    train_on(state, [given_step(number, [part]) for number in range(1, 1 + steps)])
     outside = clock() - began
     record_property("engine ÷ clock", f"{(state.progress.seconds - before) / outside:.3f}")
     assert 0.95 * outside - 0.02 < state.progress.seconds - before <= outside
@@ -316,7 +316,7 @@ def test_the_host_waits_less_than_once_in_a_step(cuda, a_vit, batch_of, drop_pat
     state = state_of(model, OPTIMISERS["adamw"](model), ema=Ema(model, decay=0.9, warmup=False))
 
     def steps(numbers: range) -> None:
-        train_on(state, [GivenStep(number, [part]) for number in numbers], amp="bf16",
+        train_on(state, [given_step(number, [part]) for number in numbers], amp="bf16",
                  drop_path=drop_path_of(model), clip_norm=1.0)
     steps(range(1))
     torch.cuda.set_sync_debug_mode("warn")

@@ -165,8 +165,8 @@ def disk(train_program, small_run, tmp_path, monkeypatch, stop_before) -> tuple[
             if path == self.last:
                 saved.append((len(disk.events), state["step"]))
         patch.setattr(RunFolder, "save", save)
-        with monkeypatch.context() as stopping:      # an epoch waits 13 times, an evaluation 7 times
-            stopping.setattr(train_program, "StopRequest", stop_before(2 * (13 + 7) + 3))
+        with monkeypatch.context() as stopping:      # an epoch looks 5 times, an evaluation 7
+            stopping.setattr(train_program, "StopRequest", stop_before(2 * (5 + 7) + 1))
             assert train_program.main(small_run(folder, checkpoint__every_steps="5",
                                                 checkpoint__keep_epochs="[1]")) == 128 + signal.SIGTERM
         assert train_program.main(["--resume", str(folder)]) == 0

@@ -7,13 +7,12 @@ import json
 import pytest
 import torch
 
-from vitinit.runs import records
-from vitinit.runs.records import METRICS, JsonLines, epoch_line, metrics_row
+from vitinit.runs.records import JsonLines
+from vitinit.train import metrics
 from vitinit.train.checkpoint import CheckpointError
 from vitinit.train.device import MATRIX_RATES, matrix_rate
 from vitinit.train.distributed import Processes
-from vitinit.train.engine import Evaluation
-from vitinit.train.metrics import Progress
+from vitinit.train.metrics import METRICS, Evaluation, Progress, epoch_line, metrics_row
 
 
 @pytest.mark.parametrize("key, apart", [("epoch", 1), ("step", 10)])
@@ -42,8 +41,8 @@ def test_lines_that_are_no_runs_are_named(tmp_path, lines, words):
 @pytest.mark.parametrize("peak, share", [(None, None), (0.7, 0.5)])
 def test_a_row_of_metrics_is_of_its_epoch(monkeypatch, peak, share):
     """Seven steps of eleven images in five seconds on two devices, at 5/11 TFLOP per image."""
-    monkeypatch.setattr(records, "matrix_rate", lambda device: peak)
-    monkeypatch.setattr(records, "peak_gib", lambda device: 1.5)
+    monkeypatch.setattr(metrics, "matrix_rate", lambda device: peak)
+    monkeypatch.setattr(metrics, "peak_gib", lambda device: 1.5)
     progress = Progress(step=20, epochs=2, epoch_steps=7, loss_sum=14.0, seconds=5.0,
                         waiting_seconds=2.0, skipped_steps=3)
     model, ema = (Evaluation(loss, top1, 90.0, 13, [], []) for loss, top1 in ((1.5, 50.0), (9.0, 51.0)))

@@ -32,11 +32,11 @@ def past_run(tmp_path):
 @pytest.fixture
 def stopped(train_program, small_run, tmp_path, monkeypatch, capsys, stop_before):
     """A run stopped after its third step, and the command line that began it."""
-    def run(*more: str, micro_batches: int = 3, **changes: str) -> tuple[Path, list[str]]:
+    def run(*more: str, **changes: str) -> tuple[Path, list[str]]:
         folder = tmp_path / "run"
         arguments = small_run(folder, "--resume", "auto", *more, **changes)
         with monkeypatch.context() as patch:
-            patch.setattr(train_program, "StopRequest", stop_before(3 * micro_batches))
+            patch.setattr(train_program, "StopRequest", stop_before(3))
             assert train_program.main(arguments) == 128 + signal.SIGTERM
         capsys.readouterr()
         return folder, arguments
@@ -99,8 +99,7 @@ def test_the_command_line_of_a_past_run_resumes_it(train_program, past_run, imag
 ], ids=["key", "seed", "init", "table", "pair", "machine"])
 def test_the_command_that_began_a_run_goes_on_with_it(train_program, stopped, capsys, more):
     """Even if it sets a key twice, or in another form."""
-    micro_batches = 1 if "optim.max_batch_per_process=12" in more else 3
-    folder, arguments = stopped(*more, micro_batches=micro_batches, schedule__epochs="1",
+    folder, arguments = stopped(*more, schedule__epochs="1",
                                 schedule__warmup_epochs="0")
     assert train_program.main(arguments) == 0
     assert "resumed at step 3" in capsys.readouterr().out
@@ -225,7 +224,7 @@ def test_a_run_killed_before_its_first_step_goes_on_from_step_0(train_program, s
     def kill(*_, **__):
         raise Killed
     with monkeypatch.context() as patch:
-        patch.setattr(train_program, "train_epoch", kill)
+        patch.setattr(train_program, "train_epochs", kill)
         with pytest.raises(Killed):
             train_program.main(arguments)
     first = torch.load(folder / "last.pt")

@@ -48,12 +48,12 @@ def test_the_summary_says_how_many_weights_each_optimiser_trains(train_program, 
 def test_channels_last_is_the_format_of_images_and_convolutions(train_program, small_run, tmp_path,
                                                                 monkeypatch):
     seen = []
-    real = train_program.train_epoch
+    real = train_program.train_epochs
 
     def looked_at(state, forward, steps, **options):
         seen.append(state.model.patch_embed.proj.weight.stride())
         return real(state, forward, steps, **options)
-    monkeypatch.setattr(train_program, "train_epoch", looked_at)
+    monkeypatch.setattr(train_program, "train_epochs", looked_at)
     for name, value in (("a", "true"), ("b", "false")):
         assert train_program.main(small_run(tmp_path / name, engine__channels_last=value,
                                             schedule__epochs="1", schedule__warmup_epochs="0")) == 0

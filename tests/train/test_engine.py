@@ -7,7 +7,7 @@ import itertools
 import math
 import signal
 from collections.abc import Iterator
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,15 +16,14 @@ import torch.nn.functional as F
 
 import vitinit
 from vitinit.data.mix import smooth_one_hot
-from vitinit.data.pipeline import Prepared, TrainingStep
 from vitinit.data.sampler import BatchPlan
-from vitinit.messages import OneLineError
 from vitinit.keys import Stream, keyed_generator
+from vitinit.messages import OneLineError
 from vitinit.models.layers import draw_drop_path
-from vitinit.train import engine
+from vitinit.train import metrics
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
-from vitinit.train.engine import evaluate, train_epoch
+from vitinit.train.engine import evaluate, read_losses, train_epochs
 from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import Diverged, Progress
 from vitinit.train.optim import adamw
@@ -37,90 +36,76 @@ GLOBAL_BATCH, STEPS, CLASSES = 12, 5, 7
 # practice it is a rounding error. AdamW's usual eps of 1e-8 would scale that error up to a full
 # step.
 EPS = 1e-4
+Batch = tuple[torch.Tensor, torch.Tensor]       # images and targets
 
 
-def small_model(drop_path: float = 0.0) -> torch.nn.Module:
-    model = vitinit.build_model("vit_tiny", num_classes=CLASSES, image_size=8, patch_size=4,
-                                embed_dim=12, depth=2, num_heads=3, drop_path=drop_path)
+class Given(NamedTuple):
+    """A micro-batch of given tensors, in the form that the engine expects."""
+
+    batch: Batch
+    positions: np.ndarray
+
+    def prepare(self) -> Batch:
+        return self.batch
+
+
+def small_model(name: str = "vit_tiny", **options) -> torch.nn.Module:
+    sizes = {"vit_tiny": dict(patch_size=4, num_heads=3),
+             "convmixer_256_8": dict(patch_size=2, kernel_size=3)}[name]
+    model = vitinit.build_model(name, num_classes=CLASSES, image_size=8, embed_dim=12, depth=2,
+                                **sizes | options)
     vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
     return model
 
 
-def batches(micro_batch_size: int, bad_step: int | None = None):
-    """STEPS global batches, each as a list of micro-batches."""
-    generator = torch.Generator().manual_seed(1)
-    for step in range(STEPS):
+def batches(count: int = STEPS, *, soft: bool = False) -> list[Batch]:
+    """Global batches with smoothed labels or, if `soft`, a random distribution over the classes."""
+    generator, found = torch.Generator().manual_seed(1), []
+    for _ in range(count):
         images = torch.randn(GLOBAL_BATCH, 3, 8, 8, generator=generator)
-        if step == bad_step:
-            images[3] = float("nan")
         labels = torch.randint(CLASSES, (GLOBAL_BATCH,), generator=generator)
-        plan = plan_of(micro_batch_size)
-        carried = [plan.positions(0, micro_step) for micro_step in range(plan.accumulation)]
-        yield [(images[places], labels[places]) for places in carried]
+        targets = torch.randn(GLOBAL_BATCH, CLASSES, generator=generator).softmax(dim=1)
+        found.append((images, targets if soft else smooth_one_hot(labels, CLASSES, 0.1)))
+    return found
 
 
-def plan_of(micro_batch_size: int) -> BatchPlan:
-    return BatchPlan(GLOBAL_BATCH, world_size=1, micro_batch_size=micro_batch_size, group=1)
+def cut(batch: Batch, size: int = GLOBAL_BATCH) -> list[Given]:
+    """A global batch in micro-batches of `size`."""
+    plan = BatchPlan(GLOBAL_BATCH, world_size=1, micro_batch_size=size, group=1)
+    places = [plan.positions(0, micro_step) for micro_step in range(plan.accumulation)]
+    return [Given((batch[0][place], batch[1][place]), place) for place in places]
 
 
-def soft_batches(micro_batch_size: int):
-    """The same batches with a random distribution over the classes per image instead of a label."""
-    generator = torch.Generator().manual_seed(2)
-    for parts in batches(micro_batch_size):
-        yield [(images, torch.randn(len(images), CLASSES, generator=generator)
-                .softmax(dim=1)) for images, _ in parts]
+def state_of(model: torch.nn.Module, *, scaler=None, ema: Ema | None = None, progress=None,
+             optimizer=None) -> TrainState:
+    """A state, by default with AdamW and without loss scaling and moving average."""
+    return TrainState(
+        model, optimizer or adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
+        scaler or torch.amp.GradScaler("cpu", enabled=False), ema, progress or Progress())
 
 
-def soft(batch, step: int, groups: np.ndarray, *, smoothing: float = 0.1):
-    """Prepare a batch with labels: turn them into smoothed targets."""
-    images, labels = batch
-    return images, smooth_one_hot(labels, CLASSES, smoothing)
+def train(state: TrainState, steps, *, size: int = GLOBAL_BATCH, forward=None, lr_at=lambda step: 1e-2,
+          drop_path_at=lambda step: None, amp: str = "off", clip_norm: float = 0.0,
+          stop: StopRequest | None = None, **options) -> None:
+    """Train the state on these global batches, in micro-batches of `size`, as one epoch."""
+    numbered = ((number, cut(batch, size)) for number, batch in enumerate(steps, state.progress.step))
+    train_epochs(state, state.model if forward is None else forward, lambda epoch, done: numbered,
+                 epochs=state.progress.epochs + 1, global_batch=GLOBAL_BATCH, lr_at=lr_at,
+                 drop_path_at=drop_path_at, amp=amp, clip_norm=clip_norm, processes=ALONE,
+                 stop=stop or StopRequest(), **options)
 
 
-def as_it_is(batch, *_):
-    """Prepare nothing."""
-    return batch
-
-
-def numbered(steps, micro_batch_size: int = GLOBAL_BATCH, *, prepare=soft, first: int = 0
-             ) -> Iterator[TrainingStep]:
-    """Turn lists of micro-batches into the steps that the engine takes."""
-    plan = plan_of(micro_batch_size)
-
-    def prepared(number: int, parts):
-        for micro_step, batch in enumerate(parts):
-            yield Prepared(number, *prepare(batch, number, plan.mixing_groups(0, micro_step)),
-                           plan.positions(0, micro_step))
-    for number, parts in enumerate(steps, first):
-        yield TrainingStep(number, plan, prepared(number, parts))
-
-
-def trained(micro_batch_size: int = GLOBAL_BATCH, *, drop_path: float = 0.0, amp: str = "off",
-            clip_norm: float = 0.0, scaler=None, ema_decay: float = 0.0, steps=None,
-            lr_at=lambda step: 1e-2, stop=None, count: int = STEPS, progress=None, prepare=soft,
-            record=lambda row: None):
-    """Train; returns (model, progress, ema, the signal that ended it or 0)."""
-    model, progress = small_model(drop_path), progress or Progress()
+def trained(steps=None, *, drop_path: float = 0.0, scaler=None, ema_decay: float = 0.0, progress=None,
+            **options) -> TrainState:
+    """The state of a small model after `train`."""
+    model = small_model(drop_path=drop_path)
     ema = Ema(model, decay=ema_decay, warmup=False) if ema_decay else None
-
-    def drop_path_at(step: int):
-        if not drop_path:
-            return None
-        return draw_drop_path(model.drop_path_rates, GLOBAL_BATCH,
-                              keyed_generator(0, Stream.DROP_PATH, step))
-    state = TrainState(model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
-                       scaler or torch.amp.GradScaler("cpu", enabled=False), ema, progress)
-    parts = itertools.islice(steps or batches(micro_batch_size), count)
-    ended_by = 0
-    try:
-        for _ in train_epoch(
-                state, model, numbered(parts, micro_batch_size, prepare=prepare, first=progress.step),
-                lr_at=lr_at, drop_path_at=drop_path_at, amp=amp, clip_norm=clip_norm, every_steps=0,
-                processes=ALONE, stop=stop or StopRequest(), record=record):
-            pass
-    except Interrupted as interrupted:
-        ended_by = interrupted.number
-    return model, progress, ema, ended_by
+    state = state_of(model, scaler=scaler, ema=ema, progress=progress)
+    if drop_path:
+        options["drop_path_at"] = lambda step: draw_drop_path(
+            model.drop_path_rates, GLOBAL_BATCH, keyed_generator(0, Stream.DROP_PATH, step))
+    train(state, batches() if steps is None else steps, **options)
+    return state
 
 
 def assert_close(first: torch.nn.Module, second: torch.nn.Module, atol: float) -> None:
@@ -128,122 +113,98 @@ def assert_close(first: torch.nn.Module, second: torch.nn.Module, atol: float) -
         torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=lambda m: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_it_is_the_loop_that_one_would_write_by_hand(smoothing):
-    """With hard targets, whose loss is the cross-entropy of the labels, and with smoothed ones."""
-    model = small_model()
+@pytest.mark.parametrize("clip_norm", [0.0, 0.3])
+def test_it_is_the_loop_that_one_would_write_by_hand_and_rows_tell_of_it(clip_norm):
+    """It resumes at step 3; steps 10 and 20 of the run are on record."""
+    model, rows, expected, steps = small_model(), [], [], batches(21)
     optimizer = torch.optim.AdamW([
         {"params": [p for n, p in model.named_parameters()
                     if p.ndim > 1 and n not in ("pos_embed", "cls_token")], "weight_decay": 0.1},
         {"params": [p for n, p in model.named_parameters()
                     if p.ndim == 1 or n in ("pos_embed", "cls_token")], "weight_decay": 0.0}],
-        lr=1e-2, betas=(0.9, 0.99), eps=EPS)
-    losses = []
-    for [(images, labels)] in batches(GLOBAL_BATCH):
-        loss = F.cross_entropy(model(images), labels, label_smoothing=smoothing)
+        betas=(0.9, 0.99), eps=EPS)
+    for number, (images, targets) in enumerate(steps, 3):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (number + 1)
         optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), targets)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+        if clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
-        losses.append(loss.item())
-    ours, progress, _, ended_by = trained(clip_norm=0.5, prepare=partial(soft, smoothing=smoothing))
-    assert_close(ours, model, atol=1e-6)
-    assert progress.loss_sum == pytest.approx(sum(losses), rel=1e-6)
-    assert progress.step == STEPS and ended_by == 0
+        expected.append((number + 1, loss.item(), 1e-3 * (number + 1), norm.item()))
+    state = trained(steps, progress=Progress(step=3), clip_norm=clip_norm,
+                    lr_at=lambda step: 1e-3 * (step + 1), record=rows.append)
+    assert_close(state.model, model, atol=1e-5)
+    assert state.progress.loss_sum == pytest.approx(sum(loss for _, loss, *_ in expected), rel=1e-5)
+    assert state.progress.step == 24 and [row.step for row in rows] == [10, 20]
+    for row, told in zip(rows, (expected[6], expected[16])):
+        assert row[:4] == pytest.approx(told, rel=1e-4) and row.scale is None
+        assert told[3] > 0.3                         # so that clipping shows
 
 
-@pytest.mark.parametrize("micro_batch_size", [GLOBAL_BATCH, 4])
-def test_the_loss_is_the_mean_of_minus_target_times_log_softmax(micro_batch_size):
+@pytest.mark.parametrize("size", [GLOBAL_BATCH, 4])
+def test_the_loss_is_the_mean_of_minus_target_times_log_softmax(size):
     """So is its gradient: a step of plain SGD equals one by the formula in float64."""
-    by_hand, losses = small_model().double(), []
-    for parts in soft_batches(micro_batch_size):
-        images, targets = (torch.cat(side).double() for side in zip(*parts))
-        logits = by_hand(images)
+    by_hand, losses, steps = small_model().double(), [], batches(soft=True)
+    for images, targets in steps:
+        logits = by_hand(images.double())
         log_softmax = logits - logits.exp().sum(dim=1, keepdim=True).log()
-        losses.append(-(targets * log_softmax).sum() / GLOBAL_BATCH)
+        losses.append(-(targets.double() * log_softmax).sum() / GLOBAL_BATCH)
 
     # At a learning rate of 0 the weights stay, and the loss of every step is that of the first
     # weights.
-    frozen, progress, *_ = trained(micro_batch_size, steps=soft_batches(micro_batch_size),
-                                   prepare=as_it_is, lr_at=lambda step: 0.0)
-    assert_close(frozen, small_model(), atol=0)
-    assert progress.loss_sum == pytest.approx(sum(losses).item(), rel=1e-6)
+    frozen = trained(steps, size=size, lr_at=lambda step: 0.0)
+    assert_close(frozen.model, small_model(), atol=0)
+    assert frozen.progress.loss_sum == pytest.approx(sum(losses).item(), rel=1e-6)
 
     losses[0].backward()
     with torch.no_grad():
         for parameter in by_hand.parameters():
             parameter -= 0.3 * parameter.grad
     model = small_model()
-    state = TrainState(model, torch.optim.SGD(model.parameters()),
-                       torch.amp.GradScaler("cpu", enabled=False), None, Progress())
-    first = itertools.islice(soft_batches(micro_batch_size), 1)
-    list(train_epoch(state, model, numbered(first, micro_batch_size, prepare=as_it_is),
-                     lr_at=lambda step: 0.3, drop_path_at=lambda step: None, amp="off", clip_norm=0.0,
-                     every_steps=0, processes=ALONE, stop=StopRequest()))
+    train(state_of(model, optimizer=torch.optim.SGD(model.parameters())), steps[:1], size=size,
+          lr_at=lambda step: 0.3)
     assert_close(model, by_hand.float(), atol=1e-6)
 
 
-@pytest.mark.parametrize("first", [0, 40])
-def test_each_micro_batch_is_prepared_under_its_own_step_and_groups(first):
-    """Steps are counted from the start of the run, so that a resumed run makes the same draws."""
-    prepared, all_steps = [], list(batches(4))
-
-    def prepare(batch, step: int, groups: np.ndarray):
-        prepared.append((batch[0], step, groups))
-        return soft(batch, step, groups)
-    trained(4, steps=all_steps, prepare=prepare, progress=Progress(step=first))
-    assert [step for _, step, _ in prepared] == [
-        step for step in range(first, first + STEPS) for _ in range(3)]
-    for place, (images, step, groups) in enumerate(prepared):
-        assert images is all_steps[step - first][place % 3][0]
-        assert groups.tolist() == list(range(GLOBAL_BATCH))[place % 3::3]
+@pytest.mark.parametrize("size", [1, 4])
+def test_accumulation_equals_the_whole_batch_drop_path_included(size):
+    whole, parts = trained(drop_path=0.5), trained(drop_path=0.5, size=size)
+    assert_close(parts.model, whole.model, atol=1e-5)
+    assert parts.progress.loss_sum == pytest.approx(whole.progress.loss_sum, rel=1e-5)
+    assert not torch.allclose(whole.model.head.weight, trained().model.head.weight, atol=1e-3)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 3, 4, 6])
-def test_accumulation_equals_the_whole_batch_drop_path_included(micro_batch_size):
-    whole, progress, *_ = trained(drop_path=0.5)
-    parts, other, *_ = trained(micro_batch_size, drop_path=0.5)
-    assert_close(parts, whole, atol=1e-5)
-    assert other.loss_sum == pytest.approx(progress.loss_sum, rel=1e-5)
-    without, *_ = trained()
-    assert not torch.allclose(whole.head.weight, without.head.weight, atol=1e-3)
+def test_a_micro_batch_is_prepared_once_the_one_before_was_trained_on():
+    """Its memory is used again for a later one; see data/ahead.py."""
+    model, order = small_model(), []
+
+    class Told(Given):
+        def prepare(self) -> Batch:
+            order.append("prepared")
+            return self.batch
+    model.head.bias.register_hook(lambda gradient: order.append("trained"))
+    steps = [(number, [Told(*part) for part in cut(batch, 4)])
+             for number, batch in enumerate(batches())]
+    train_epochs(state_of(model), model, lambda epoch, done: steps, epochs=1,
+                 global_batch=GLOBAL_BATCH, lr_at=lambda step: 0.1, drop_path_at=lambda step: None,
+                 amp="off", clip_norm=0.0, processes=ALONE, stop=StopRequest())
+    assert order == ["prepared", "trained"] * 3 * STEPS
 
 
-def test_the_learning_rate_is_set_at_every_step():
-    frozen, *_ = trained(lr_at=lambda step: 0.0)
-    assert_close(frozen, small_model(), atol=0)
-    seen = []
-    trained(lr_at=lambda step: seen.append(step) or 1e-3, progress=Progress(step=40))
-    assert seen == [40, 41, 42, 43, 44]
+# ---------------------------------------------------------------------------------------------
+# Mixed precision
+# ---------------------------------------------------------------------------------------------
 
 
-class SkippingScaler(torch.amp.GradScaler):
-    """A GradScaler whose gradients overflow at one step."""
+class OverflowingScaler(torch.amp.GradScaler):
+    """A GradScaler under which gradients overflow in the backward pass of one step."""
 
     def __init__(self, bad_step: int) -> None:
         super().__init__("cpu", init_scale=8.0)
         self.calls, self.bad_step = 0, bad_step
-
-    def step(self, optimizer):
-        if self.calls == self.bad_step:
-            optimizer.param_groups[0]["params"][0].grad[..., 0] = float("inf")
-        self.calls += 1
-        return super().step(optimizer)
-
-
-def test_a_skipped_step_changes_neither_weights_nor_average_and_is_counted():
-    all_steps = list(batches(GLOBAL_BATCH))
-    model, progress, ema, _ = trained(scaler=SkippingScaler(bad_step=STEPS - 1), ema_decay=0.5)
-    assert (progress.skipped_steps, progress.step, ema.updates) == (1, STEPS, STEPS - 1)
-    shorter, other, average, _ = trained(scaler=SkippingScaler(bad_step=-1), ema_decay=0.5,
-                                         steps=all_steps[:-1], count=STEPS - 1)
-    assert (other.skipped_steps, other.step) == (0, STEPS - 1)
-    assert_close(model, shorter, atol=0)
-    assert_close(ema.model, average.model, atol=0)
-
-
-class OverflowingScaler(SkippingScaler):
-    """A GradScaler under which gradients overflow in the backward pass."""
 
     def scale(self, outputs):
         scaled = super().scale(outputs)
@@ -252,211 +213,75 @@ class OverflowingScaler(SkippingScaler):
 
     def step(self, optimizer):
         self.calls += 1
-        return torch.amp.GradScaler.step(self, optimizer)
+        return super().step(optimizer)
 
 
-def test_gradients_that_overflow_are_skipped_under_clipping_too():
-    scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
-    model, progress, *_ = trained(scaler=scaler, clip_norm=1.0)
-    assert progress.skipped_steps > 0
-    assert all(p.isfinite().all() for p in model.parameters())
+@pytest.mark.parametrize("clip_norm", [0.0, 0.3])
+def test_a_skipped_step_changes_neither_weights_nor_average_and_is_counted(clip_norm):
+    how = dict(ema_decay=0.5, clip_norm=clip_norm)
+    skipping = trained(scaler=OverflowingScaler(STEPS - 1), **how)
+    assert (skipping.progress.skipped_steps, skipping.progress.step) == (1, STEPS)
+    assert skipping.ema.updates == STEPS - 1
+    shorter = trained(batches()[:-1], scaler=OverflowingScaler(-1), **how)
+    assert (shorter.progress.skipped_steps, shorter.progress.step) == (0, STEPS - 1)
+    assert_close(skipping.model, shorter.model, atol=0)
+    assert_close(skipping.ema.model, shorter.ema.model, atol=0)
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.3])
+def test_rows_in_fp16_give_the_scale_and_no_norm_where_it_overflowed(clip_norm):
+    plain, rows, steps = [], [], batches(20)
+    trained(steps, clip_norm=clip_norm, record=plain.append)
+    state = trained(steps, clip_norm=clip_norm, record=rows.append, scaler=OverflowingScaler(9))
+    assert state.progress.skipped_steps == 1
+    assert [row.scale for row in rows] == [8.0, 4.0] and rows[0].grad_norm is None
+    assert rows[1].grad_norm == pytest.approx(plain[1].grad_norm, rel=0.2)
 
 
 @pytest.mark.parametrize("amp, atol", [("bf16", 0.05), ("fp16", 0.01)])
 def test_mixed_precision_stays_near_full_precision(amp, atol):
-    full, progress, *_ = trained()
+    full = trained().progress
     scaler = torch.amp.GradScaler("cpu", enabled=amp == "fp16", init_scale=64.0)
-    mixed, other, *_ = trained(amp=amp, scaler=scaler)
-    assert other.loss_sum / STEPS == pytest.approx(progress.loss_sum / STEPS, abs=atol)
-    assert other.loss_sum != progress.loss_sum and other.skipped_steps == 0
+    mixed = trained(amp=amp, scaler=scaler).progress
+    assert mixed.loss_sum / STEPS == pytest.approx(full.loss_sum / STEPS, abs=atol)
+    assert mixed.loss_sum != full.loss_sum and mixed.skipped_steps == 0
 
 
-def test_a_non_finite_loss_stops_and_names_the_step():
-    with pytest.raises(Diverged, match="loss of step 2 is nan"):
-        trained(steps=batches(GLOBAL_BATCH, bad_step=2))
+# ---------------------------------------------------------------------------------------------
+# Ends between two steps
+# ---------------------------------------------------------------------------------------------
 
 
-def test_the_first_cause_of_a_divergence_is_the_one_that_is_told():
-    """By the third step's NaN the weights are not finite either, but that came second."""
-    model = small_model()
-    state = TrainState(model, torch.optim.SGD(model.parameters()),
-                       torch.amp.GradScaler("cpu", enabled=False), None, Progress())
+@pytest.mark.parametrize("save_every", [0, 1])
+def test_a_loss_that_is_not_finite_is_told_by_its_step_before_the_weights(save_every):
+    """The third step's NaN makes weights that are not finite either."""
+    steps = batches()
+    steps[2][0][3] = float("nan")
+    state = state_of(small_model())
     with pytest.raises(Diverged, match="the loss of step 2 is nan"):
-        list(train_epoch(state, model, numbered(batches(GLOBAL_BATCH, bad_step=2)),
-                         lr_at=lambda step: 1e-2, drop_path_at=lambda step: None, amp="off",
-                         clip_norm=0.0, every_steps=1, processes=ALONE, stop=StopRequest()))
+        train(state, steps, save_every=save_every, save=lambda: read_losses(state, ALONE))
 
 
-def test_a_stop_request_ends_between_two_steps(stop_before):
-    model, progress, _, ended_by = trained(stop=stop_before(3))
-    assert ended_by == signal.SIGTERM and progress.step == 3
-    straight, *_ = trained(count=3)
-    assert_close(model, straight, atol=0)
+@pytest.mark.parametrize("name", ["vit_tiny", "convmixer_256_8"])
+@pytest.mark.parametrize("ending", ["broken data", "signal"])
+def test_what_ends_training_leaves_the_state_between_two_steps_to_the_bit(name, ending, stop_before):
+    """BatchNorm's statistics, the moving average and the loss scale included."""
+    def fresh() -> TrainState:
+        model = small_model(name)
+        return state_of(model, ema=Ema(model, decay=0.8, warmup=True),
+                        scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1))
 
-
-def test_a_request_during_the_last_step_is_not_lost(stop_before):
-    _, progress, _, ended_by = trained(stop=stop_before(STEPS))
-    assert ended_by == signal.SIGTERM and progress.step == STEPS
-
-
-def test_checkpoints_are_asked_for_when_due_with_complete_sums():
-    sums = []
-    progress = Progress()
-    model = small_model()
-    state = TrainState(model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
-                       torch.amp.GradScaler("cpu", enabled=False), None, progress)
-    for _ in train_epoch(state, model, numbered(batches(GLOBAL_BATCH)), lr_at=lambda step: 1e-2,
-                         drop_path_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=2,
-                         processes=ALONE, stop=StopRequest()):
-        sums.append((progress.step, progress.loss_sum))
-    assert [step for step, _ in sums] == [2, 4]
-    assert 0 < sums[0][1] < sums[1][1] < progress.loss_sum
-
-
-# ---------------------------------------------------------------------------------------------
-# Steps on record
-# ---------------------------------------------------------------------------------------------
-
-
-def many_steps(count: int):
-    """`count` global batches, each of its own images."""
-    return list(itertools.islice(itertools.chain.from_iterable(
-        [[(images + 0.01 * turn, labels) for images, labels in parts]
-         for parts in batches(GLOBAL_BATCH)] for turn in itertools.count()), count))
-
-
-@pytest.mark.parametrize("clip_norm", [0.0, 0.3])
-def test_every_tenth_step_of_the_run_is_on_record_as_it_went(clip_norm):
-    """Compared with a loop written by hand; the run resumes at step 3."""
-    model, rows, expected, steps = small_model(), [], [], many_steps(21)
-    optimizer = adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS)
-    for number, [(images, labels)] in enumerate(steps, 3):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * (number + 1)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
-        loss.backward()
-        norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
-        if clip_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        optimizer.step()
-        expected.append((number + 1, loss.item(), 1e-3 * (number + 1), norm.item()))
-    trained(steps=steps, count=21, progress=Progress(step=3), clip_norm=clip_norm,
-            lr_at=lambda step: 1e-3 * (step + 1), record=rows.append)
-    assert [row.step for row in rows] == [10, 20]
-    for row, told in zip(rows, (expected[6], expected[16])):
-        assert row[:4] == pytest.approx(told, rel=1e-4) and row.scale is None
-        assert told[3] > 0.3                         # so that clipping shows
-
-
-def test_rows_of_an_interrupted_run_are_those_of_a_straight_one(stop_before):
-    straight, rows, steps = [], [], many_steps(21)
-    trained(steps=steps, count=21, record=straight.append)
-    model, progress, _, ended_by = trained(steps=steps, count=21, record=rows.append,
-                                           stop=stop_before(20))
-    assert ended_by and progress.step == 20
-    assert [row[:5] for row in rows] == [row[:5] for row in straight]
-
-
-def test_rows_in_fp16_give_the_scale_and_no_norm_where_it_overflowed():
-    for clip_norm in (0.0, 0.3):
-        plain, rows, steps = [], [], many_steps(20)
-        trained(steps=steps, count=20, clip_norm=clip_norm, record=plain.append)
-        _, progress, *_ = trained(
-            steps=steps, count=20, clip_norm=clip_norm, record=rows.append,
-            scaler=OverflowingScaler(bad_step=9))
-        assert progress.skipped_steps == 1
-        assert [row.scale for row in rows] == [8.0, 4.0] and rows[0].grad_norm is None
-        assert rows[1].grad_norm == pytest.approx(plain[1].grad_norm, rel=0.2)
-
-
-def test_a_rows_rates_are_of_the_time_since_the_row_before(monkeypatch):
-    """The clock advances by one second while a step's data is awaited, and by three per step."""
-    now = [0.0]
-    monkeypatch.setattr(engine.time, "perf_counter", lambda: now[0])
-
-    def slow(parts):
-        for part in parts:
-            now[0] += 1.0
-            yield part
-
-    def lr_at(step: int) -> float:
-        now[0] += 3.0
-        return 1e-3
-    rows, progress = [], Progress()
-    trained(steps=slow(many_steps(23)), count=23, lr_at=lr_at, record=rows.append,
-            progress=progress)
-    assert [row.images_per_second for row in rows] == [GLOBAL_BATCH / 4.0] * 2
-    assert [row.waiting for row in rows] == [0.25] * 2
-    assert (progress.seconds, progress.waiting_seconds) == (92.0, 23.0)
-
-
-def test_time_counts_until_the_device_is_done_and_once(monkeypatch):
-    """Reading the losses waits for the device, one second more at every reading: it is training time
-    of the steps that were read, also at checkpoints and at the end of the epoch."""
-    now, waits = [0.0], itertools.count(1)
-    monkeypatch.setattr(engine.time, "perf_counter", lambda: now[0])
-
-    def summed(processes, values):
-        now[0] += next(waits)
-        return values
-    monkeypatch.setattr(Processes, "sum", summed)
-    rows, progress, model = [], Progress(), small_model()
-    state = TrainState(model, torch.optim.SGD(model.parameters()),
-                       torch.amp.GradScaler("cpu", enabled=False), None, progress)
-    saved = [progress.seconds for _ in train_epoch(
-        state, model, numbered(many_steps(23)), lr_at=lambda step: 1e-2,
-        drop_path_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=15, processes=ALONE,
-        stop=StopRequest(), record=rows.append)]
-    assert [row.images_per_second for row in rows] == [10 * GLOBAL_BATCH / 1, 10 * GLOBAL_BATCH / 5]
-    assert saved == [1.0 + 2.0] and progress.seconds == 1.0 + 2.0 + 3.0 + 4.0
-
-
-def test_the_seconds_of_an_epoch_are_those_of_training_alone(monkeypatch):
-    """Each reading of the clock takes a second; the caller takes a thousand at each checkpoint."""
-    clock = itertools.count()
-    offset = [0]
-    monkeypatch.setattr(engine.time, "perf_counter", lambda: offset[0] + next(clock))
-    model, progress = small_model(), Progress()
-    state = TrainState(model, torch.optim.SGD(model.parameters()),
-                       torch.amp.GradScaler("cpu", enabled=False), None, progress)
-    for _ in train_epoch(state, model, numbered(batches(GLOBAL_BATCH)), lr_at=lambda step: 1e-2,
-                         drop_path_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=2,
-                         processes=ALONE, stop=StopRequest()):
-        offset[0] += 1000
-    assert 0 < progress.seconds < 100
-
-
-def test_broken_data_is_raised_after_the_steps_before_it_are_counted():
     def broken():
-        yield from itertools.islice(batches(GLOBAL_BATCH), 2)
+        yield from batches()[:2]
         raise OneLineError("image 7")
-    progress = Progress()
-    with pytest.raises(OneLineError, match="image 7"):
-        trained(steps=broken(), progress=progress)
-    assert progress.step == 2 and progress.loss_sum > 0
-
-
-def bare_state(name: str, **options) -> TrainState:
-    """The state of a small model, with a moving average and a loss scale that grows at every step."""
-    model = vitinit.build_model(name, num_classes=CLASSES, image_size=8, embed_dim=12, depth=2,
-                                **options)
-    vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
-    return TrainState(model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
-                      torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1),
-                      Ema(model, decay=0.8, warmup=True), Progress())
-
-
-def through(state: TrainState, steps, micro_batch_size: int, stop=None) -> str:
-    """Train on them; returns why it ended early, or ""."""
-    try:
-        for _ in train_epoch(state, state.model, numbered(steps, micro_batch_size), amp="off",
-                             lr_at=lambda step: 1e-2, drop_path_at=lambda step: None, clip_norm=0.5,
-                             every_steps=0, processes=ALONE, stop=stop or StopRequest()):
-            pass
-    except (OneLineError, Interrupted) as error:
-        return str(error)
-    return ""
+    expected, state = fresh(), fresh()
+    train(expected, batches()[:2], size=4)
+    with pytest.raises((OneLineError, Interrupted), match="image 7|stopped by SIGTERM"):
+        train(state, broken() if ending == "broken data" else batches(), size=4,
+              stop=stop_before(2) if ending == "signal" else None)
+    read_losses(state, ALONE)
+    assert bits(state.state_dict()) == bits(expected.state_dict())
+    assert state.progress.step == 2 and state.progress.loss_sum > 0
 
 
 def bits(value, path: str = "") -> dict[str, object]:
@@ -464,53 +289,78 @@ def bits(value, path: str = "") -> dict[str, object]:
     if isinstance(value, dict):
         return {name: leaf for key, part in value.items() if not str(key).endswith("seconds")
                 for name, leaf in bits(part, f"{path}/{key}").items()}
-    if isinstance(value, torch.Tensor):
-        return {path: value.detach().numpy().tobytes()}
-    return {path: value}
+    return {path: value.detach().numpy().tobytes() if isinstance(value, torch.Tensor) else value}
 
 
-def test_each_micro_batch_trains_as_soon_as_it_is_loaded():
-    """The next micro-batch is requested only after the backward pass of the previous one."""
-    model, order = small_model(), []
-
-    def coming():
-        for number, parts in enumerate(batches(4)):
-            def told(parts=parts, number=number):
-                for micro_step, part in enumerate(parts):
-                    order.append(f"asked {number}.{micro_step}")
-                    yield part
-            yield told()
-    model.head.bias.register_hook(lambda gradient: order.append("trained"))
-    state = TrainState(model, torch.optim.SGD(model.parameters()),
-                       torch.amp.GradScaler("cpu", enabled=False), None, Progress())
-    assert through(state, coming(), 4) == ""
-    assert order == [word for number in range(STEPS) for micro_step in range(3)
-                     for word in (f"asked {number}.{micro_step}", "trained")]
+def test_a_request_during_the_last_step_is_not_lost(stop_before):
+    progress = Progress()
+    with pytest.raises(Interrupted) as caught:
+        trained(progress=progress, stop=stop_before(STEPS))
+    assert caught.value.number == signal.SIGTERM and len(progress.losses) == STEPS
 
 
-@pytest.mark.parametrize("name, options", [
-    ("vit_tiny", dict(patch_size=4, num_heads=3)),
-    ("convmixer_256_8", dict(patch_size=2, kernel_size=3))])
-@pytest.mark.parametrize("micro_step", [0, 1, 2])
-@pytest.mark.parametrize("signalled", [False, True])
-def test_a_step_that_is_abandoned_leaves_the_state_before_it_to_the_bit(name, options, micro_step,
-                                                                       signalled, stop_before):
-    """Broken data or a signal at any micro-batch of the third step."""
-    all_steps = list(batches(4))
-    expected, state = bare_state(name, **options), bare_state(name, **options)
-    assert through(expected, all_steps[:2], 4) == ""
+def test_checkpoints_are_saved_when_due_with_complete_sums_and_epochs_end():
+    state, seen = state_of(small_model()), []
 
-    def breaking(parts):
-        yield from parts[:micro_step]
-        raise OneLineError("image 7")
-    if signalled:
-        why = through(state, all_steps, 4, stop=stop_before(2 * 3 + micro_step))
-        assert why == "stopped by SIGTERM"
-    else:
-        assert through(state, [*all_steps[:2], breaking(all_steps[2])], 4) == "image 7"
-    assert bits(state.state_dict()) == bits(expected.state_dict())
-    assert state.progress.step == 2 and state.scaler.get_scale() == 32.0
-    assert all(parameter.grad is None for parameter in state.model.parameters())
+    def save() -> None:
+        read_losses(state, ALONE)
+        seen.append((state.progress.step, state.progress.loss_sum))
+    train(state, batches(), save_every=2, save=save,
+          finish_epoch=lambda epoch: seen.append((epoch, state.progress.loss_sum)))
+    assert [step for step, _ in seen] == [2, 4, 0]
+    assert 0 < seen[0][1] < seen[1][1] < seen[2][1]
+
+
+# ---------------------------------------------------------------------------------------------
+# Time
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_rows_rates_are_of_the_time_since_the_row_before(monkeypatch):
+    """The clock advances by one second while a step's data is awaited, and by three per step."""
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+
+    def slow(steps):
+        for step in steps:
+            now[0] += 1.0
+            yield step
+
+    def lr_at(step: int) -> float:
+        now[0] += 3.0
+        return 1e-3
+    rows, progress = [], Progress()
+    trained(slow(batches(23)), lr_at=lr_at, record=rows.append, progress=progress)
+    assert [row.images_per_second for row in rows] == [GLOBAL_BATCH / 4.0] * 2
+    assert [row.waiting for row in rows] == [0.25] * 2
+    assert (progress.seconds, progress.waiting_seconds) == (92.0, 23.0)
+
+
+def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evaluating(monkeypatch):
+    """Reading the losses waits for the device, one second more at every reading: it is training time
+    of the steps that were read, also at checkpoints and at the end of the epoch."""
+    now, waits = [0.0], itertools.count(1)
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+
+    def summed(processes, values):
+        now[0] += next(waits)
+        return values
+
+    def take_long(epoch: int = 0) -> None:
+        read_losses(state, ALONE)
+        saved.append(state.progress.seconds)
+        now[0] += 1000.0
+    monkeypatch.setattr(Processes, "sum", summed)
+    rows, saved, state = [], [], state_of(small_model())
+    train(state, batches(23), save_every=15, save=take_long, finish_epoch=take_long, record=rows.append)
+    read_losses(state, ALONE)                        # as after an evaluation that was stopped
+    assert [row.images_per_second for row in rows] == [10 * GLOBAL_BATCH / 1, 10 * GLOBAL_BATCH / 5]
+    assert saved == [1.0 + 2.0, 1.0 + 2.0 + 3.0 + 4.0] and state.progress.seconds == saved[1]
+
+
+# ---------------------------------------------------------------------------------------------
+# Evaluation
+# ---------------------------------------------------------------------------------------------
 
 
 def test_broken_data_is_raised_by_evaluation():
@@ -559,7 +409,7 @@ def other_model() -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("size", [31, 7, 4])
+@pytest.mark.parametrize("size", [31, 7])
 def test_evaluation_equals_a_loop_over_all_images_whatever_the_batches(size):
     images, labels = images_to_evaluate()
     other, result = evaluated([small_model(), other_model()], images, labels, size)
@@ -630,29 +480,23 @@ class Wrapped:
         return self.model(images)
 
 
-def trained_once(model: torch.nn.Module, forward, micro_batch_size: int) -> None:
-    state = TrainState(model, torch.optim.SGD(model.parameters()),
-                       torch.amp.GradScaler("cpu", enabled=False), None, Progress())
-    first = itertools.islice(batches(micro_batch_size), 2)
-    for _ in train_epoch(state, forward, numbered(first, micro_batch_size), lr_at=lambda step: 0.1,
-                         drop_path_at=lambda step: None, amp="off", clip_norm=0.0, every_steps=0,
-                         processes=ALONE, stop=StopRequest()):
-        pass
+def train_twice(model: torch.nn.Module, forward=None) -> None:
+    """Two steps of SGD in micro-batches of 4."""
+    train(state_of(model, optimizer=torch.optim.SGD(model.parameters())), batches()[:2], size=4,
+          forward=forward, lr_at=lambda step: 0.1)
 
 
 def test_gradients_are_exchanged_once_per_step():
     forward = Wrapped(small_model())
-    trained_once(forward.model, forward, micro_batch_size=4)
+    train_twice(forward.model, forward)
     assert forward.calls == [True, True, False] * 2
 
 
 def test_it_trains_in_training_mode_whatever_mode_the_model_was_in():
     """Otherwise BatchNorm would train with statistics that never change."""
-    model = vitinit.build_model("convmixer_256_8", num_classes=CLASSES, image_size=8, patch_size=2,
-                                embed_dim=12, depth=1, kernel_size=3).eval()
-    vitinit.init_weights(model, "default", generator=torch.Generator().manual_seed(0))
+    model = small_model("convmixer_256_8").eval()
     before = {name: value.clone() for name, value in model.named_buffers()}
-    trained_once(model, model, micro_batch_size=6)
+    train_twice(model)
     assert all(not torch.equal(value, before[name]) for name, value in model.named_buffers())
     assert len(before) > 0
 
@@ -663,7 +507,7 @@ def test_compiled_and_wrapped_for_several_processes_it_trains_as_bare(tmp_path):
     Traced as for inductor, but run by PyTorch: what is tested is the wrapping, no_sync above all.
     """
     bare, wrapped = small_model(), small_model()
-    trained_once(bare, bare, micro_batch_size=4)
+    train_twice(bare)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0,
                                          world_size=1)
     try:
@@ -671,7 +515,7 @@ def test_compiled_and_wrapped_for_several_processes_it_trains_as_bare(tmp_path):
         forward = torch.compile(parallel, backend="aot_eager")
         exchanged = []
         parallel.register_comm_hook(exchanged, counting_hook)
-        trained_once(wrapped, forward, micro_batch_size=4)
+        train_twice(wrapped, forward)
     finally:
         torch.distributed.destroy_process_group()
     assert_close(wrapped, bare, atol=1e-6)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +11,7 @@ import torch
 from torch.autograd import DeviceType
 
 from vitinit.messages import OneLineError
-from vitinit.train.distributed import Processes
-from vitinit.train.profile import StepProfiler, first_profiled, largest, write_trace
+from vitinit.train.profile import StepProfiler, first_profiled, largest
 
 
 @pytest.mark.parametrize("count, done, per_epoch, total, first", [
@@ -40,36 +37,26 @@ def test_more_steps_than_there_are_is_one_line(count, done, words):
     assert str(caught.value) == words
 
 
-class RecordingProfiler(StepProfiler):
-    """A StepProfiler whose profiler only records when it is active."""
-
-    active = False
-
-    @contextlib.contextmanager
-    def _profiler(self):
-        self.active = True
-        yield self
-        self.active = False
-
-    def _report(self, profiler):
-        self.say("report")
-
-
-@pytest.mark.parametrize("rank, seen", [(0, [29, 30, 31]), (1, [])])
-def test_each_step_comes_once_in_order_and_the_middle_part_under_the_profiler(rank, seen):
-    """Epochs of 19 steps; the run resumes after 21 steps."""
-    printed = []
-    profiler = RecordingProfiler(3, done=19, per_epoch=19, total=57, folder=Path(),
-                                 say=printed.append,
-                                 processes=Processes(rank, 0, 2, torch.device("cpu")))
-    came, under = [], []
-    for numbers in (range(21, 38), range(38, 57)):
-        for part in profiler.parts(iter(numbers), numbers):
-            for number in part:
-                came.append(number)
-                under += [number] * profiler.active
-    assert came == list(range(21, 57)) and under == seen
-    assert printed == ["report"] * (rank == 0)
+def test_the_steps_are_under_the_profiler_and_no_others(tmp_path, capsys):
+    """Each step is a matrix product of its own shape."""
+    def step(number: int) -> None:
+        profiler.begin(number)
+        torch.ones(number) @ torch.ones(number)
+        profiler.end(number)
+    with StepProfiler(3, 29, folder=tmp_path) as profiler:
+        for number in range(21, 57):
+            step(number)
+    trace = gzip.decompress((tmp_path / "profile_000029.json.gz").read_bytes())
+    assert json.dumps(json.loads(trace)).count('"aten::dot"') == 3
+    assert capsys.readouterr().out.startswith("profile 3 step(s) from step 29 on, ")
+    with StepProfiler(3, 29, folder=tmp_path / "stopped") as profiler:   # in the midst of them
+        step(29)
+    with StepProfiler(1, 7, folder=tmp_path) as profiler:                # so another can be started
+        step(7)
+    assert "profile 1 step(s) from step 7 on" in capsys.readouterr().out
+    with StepProfiler() as profiler:
+        step(0)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_the_largest_on_a_gpu_are_its_kernels_alone():
@@ -88,23 +75,10 @@ def test_the_largest_on_a_gpu_are_its_kernels_alone():
 
 
 def test_a_trace_that_cannot_be_written_costs_no_training(tmp_path, capsys):
-    profiler = StepProfiler(1, done=0, per_epoch=2, total=2, folder=tmp_path / "gone", say=print,
-                            processes=Processes(0, 0, 1, torch.device("cpu")))
-    came = []
-    for part in profiler.parts(range(2), range(2)):
-        came += [torch.ones(3) @ torch.ones(3) for _ in part]
-    assert len(came) == 2
+    profiler = StepProfiler(1, 1, folder=tmp_path / "gone")
+    profiler.begin(1)
+    torch.ones(3) @ torch.ones(3)
+    profiler.end(1)
     printed = capsys.readouterr().out
     assert printed.startswith(f"warning {tmp_path / 'gone'}/profile_000001.json.gz: cannot be written")
     assert "call(s): aten::dot" in printed
-
-
-def test_a_trace_shows_the_operations_of_its_steps(tmp_path):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
-                                acc_events=True) as profiler:
-        torch.ones(3, 5) @ torch.ones(5, 7)
-    write_trace(profiler, tmp_path / "trace.json.gz")
-    with gzip.open(tmp_path / "trace.json.gz") as file:
-        names = {event["name"] for event in json.load(file)["traceEvents"]}
-    assert {"aten::mm", "aten::ones"} <= names
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]

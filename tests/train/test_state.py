@@ -10,10 +10,13 @@ import torch
 
 import vitinit
 from vitinit.train.checkpoint import CheckpointError
+from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
 from vitinit.train.metrics import Progress
 from vitinit.train.optim import muon
 from vitinit.train.state import TrainState
+
+ALONE = Processes(0, 0, 1, torch.device("cpu"))
 
 
 def fresh_state(seed: int) -> TrainState:
@@ -36,7 +39,8 @@ def test_what_is_saved_comes_back_in_another_state():
         ours.scaler.update(4.0 + step)
         ours.optimizer.zero_grad()
         ours.ema.update(ours.model)
-        ours.progress.add_losses([1.0 + step])
+        ours.progress.add(torch.tensor(1.0 + step), None)
+        ours.progress.read_losses(ALONE)
 
     theirs.load_state_dict(ours.state_dict(), Path("last.pt"))
     assert theirs.scaler.get_scale() == ours.scaler.get_scale() == 6.0
@@ -64,7 +68,8 @@ def test_moments_take_the_memory_format_of_the_weights():
         state.model.eval()(images).square().mean().backward()
         state.optimizer.step()
         state.optimizer.zero_grad()
-        state.progress.add_losses([1.0])
+        state.progress.add(torch.tensor(1.0), None)
+        state.progress.read_losses(ALONE)
     step(ours)
     theirs.load_state_dict(copy.deepcopy(ours.state_dict()), Path("last.pt"))
     step(ours), step(theirs)
@@ -91,39 +96,33 @@ def trained_state() -> dict:
     state.model.train()(torch.ones(2, 3, 8, 8)).square().mean().backward()
     state.optimizer.step()
     state.ema.update(state.model)
-    state.progress.add_losses([1.0])
+    state.progress.add(torch.tensor(1.0), None)
+    state.progress.read_losses(ALONE)
     return copy.deepcopy(state.state_dict())
 
 
 NAN = float("nan")
 WRONG = [
-    (("progress",), None, "its progress is None, expected a dictionary"),
-    (("progress", "epoch"), 3, "its progress has an unknown key 'epoch'"),
-    (("progress", "step"), -1, "its progress has step = -1"),
-    (("progress", "step"), 1.0, "its progress has step = 1.0"),
-    (("progress", "step"), True, "its progress has step = True"),
-    (("progress", "loss_sum"), NAN, "its progress has loss_sum = nan"),
-    (("progress", "best"), "50", "its progress has best = 50"),
-    (("model", "head.bias"), torch.full((7,), NAN), "model 'head.bias' is not finite"),
-    (("model",), {}, "no model in it"),
-    (("ema",), None, "holds no moving average, which the recipe asks for"),
-    (("ema", "updates"), 1.0, "holds no moving average"),
-    (("ema", "model", "head.bias"), torch.full((7,), NAN), "ema 'head.bias' is not finite"),
-    (("ema", "model", "head.bias"), torch.zeros(3), "head.bias (3,) where the model has (7,)"),
-    (("optimizer",), {}, "its optimizer is no state of AdamW or Muon"),
-    (("optimizer",), [], "its optimizer is no state of AdamW or Muon"),
-    (("optimizer", "state"), {}, "has moments of 0 tensors at step 1, expected"),
-    (("optimizer", "state"), [1], "its optimizer is no state of AdamW or Muon"),
-    (("optimizer", "param_groups"), [], "parameter groups of  tensors, and the model's have"),
-    (("optimizer", "state", 0), {"exp_avg": torch.ones(1)}, "no moments of Muon for tensor 0"),
-    (("optimizer", "state", 0, "momentum_buffer"), torch.ones(3), "momentum_buffer of tensor 0 is (3,)"),
-    (("optimizer", "state", 1), {"exp_avg": torch.ones(1)}, "no moments of AdamW for tensor 1"),
-    (("optimizer", "state", 1, "exp_avg"), torch.ones(3), "exp_avg of tensor 1 is (3,) torch.float32"),
-    (("optimizer", "state", 1, "exp_avg_sq"), [0.0], "exp_avg_sq of tensor 1 is list where"),
-    (("optimizer", "state", 1, "step"), 1, "has counted no steps of tensor 1"),
-    (("optimizer", "state", 1, "step"), torch.tensor(NAN), "has counted no steps of tensor 1"),
-    (("scaler",), {}, "its loss scaling is not that of the recipe's engine.amp; expected scale"),
-    (("scaler", "scale"), NAN, "its loss scaling is not that"),
+    (("progress",), None, "progress is None, expected a dictionary"),
+    (("progress", "epoch"), 3, "progress does not fit: it has also epoch"),
+    (("progress", "step"), -1, "progress.step is -1, expected int from 0 on"),
+    (("progress", "step"), True, "progress.step is True"),
+    (("progress", "loss_sum"), NAN, "progress.loss_sum is nan, expected float from 0 on"),
+    (("progress", "best"), "50", "progress.best is 50, expected int or float"),
+    (("model", "head.bias"), torch.full((7,), NAN), "model.head.bias is not finite"),
+    (("model",), {}, "model does not fit: it lacks "),
+    (("ema",), None, "ema is None, expected a dictionary"),
+    (("ema", "updates"), 1.0, "ema.updates is 1.0, expected int from 0 on"),
+    (("ema", "model", "head.bias"), torch.zeros(3), "ema.model.head.bias is (3,) torch.float32, expected"),
+    (("optimizer",), [], "optimizer is no state of AdamW or Muon"),
+    (("optimizer", "state"), {}, "optimizer.state does not fit: it lacks 0, 1, "),
+    (("optimizer", "param_groups"), [], "optimizer.groups is [], expected [[0"),
+    (("optimizer", "state", 0), {"exp_avg": torch.ones(1)}, "lacks momentum_buffer and has also exp_avg"),
+    (("optimizer", "state", 0, "momentum_buffer"), torch.ones(3), "state.0.momentum_buffer is (3,)"),
+    (("optimizer", "state", 1, "exp_avg_sq"), [0.0], "optimizer.state.1.exp_avg_sq is [0.0], expected a"),
+    (("optimizer", "state", 1, "step"), 1, "optimizer.state.1.step is 1, expected a tensor"),
+    (("scaler",), {}, "scaler does not fit: it lacks scale"),
+    (("scaler", "scale"), NAN, "scaler.scale is nan"),
 ]
 
 
@@ -151,7 +150,7 @@ def test_moments_of_another_kind_of_number_are_refused():
     state = trained_state()
     moments = state["optimizer"]["state"][2]
     moments["exp_avg"] = moments["exp_avg"].double()
-    with pytest.raises(CheckpointError, match="exp_avg of tensor 2 is .* torch.float64 where the"):
+    with pytest.raises(CheckpointError, match=r"state\.2\.exp_avg is .* torch.float64, expected .* torch.float32"):
         fresh_state(1).load_state_dict(state, Path("last.pt"))
 
 
@@ -181,8 +180,8 @@ def test_a_run_whose_steps_were_all_skipped_goes_on():
             state.scaler.step(state.optimizer)
             state.scaler.update()
             state.optimizer.zero_grad()
-            state.progress.add_losses([1.0])
-            state.progress.skipped_steps += factor > 1.0
+            state.progress.add(torch.tensor(1.0), torch.tensor(factor > 1.0))
+            state.progress.read_losses(ALONE)
     assert all(map(torch.equal, ours.model.parameters(), theirs.model.parameters()))
 
 

@@ -1,23 +1,26 @@
-"""Two processes under DistributedDataParallel: their steps equal those of a single process, and a
-step that one of them cannot finish is abandoned by both."""
+"""Two processes under DistributedDataParallel: their steps equal those of a single process, and what
+ends one of them ends both, between the same two steps."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import vitinit
 from vitinit.data.mix import smooth_one_hot
-from vitinit.data.pipeline import Prepared, TrainingStep
 from vitinit.data.sampler import BatchPlan
 from vitinit.messages import OneLineError
 from vitinit.train import distributed
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
-from vitinit.train.engine import train_epoch
+from vitinit.train.engine import read_losses, train_epochs
 from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import Progress
 from vitinit.train.optim import muon
@@ -38,23 +41,19 @@ def fresh(name: str) -> TrainState:
                       Ema(model, decay=0.8, warmup=True), Progress())
 
 
-class Trouble(StopRequest):
-    """Broken data, or a signal, at one micro-batch of one step; by default never."""
+class Part(NamedTuple):
+    """A micro-batch, in the form that the engine expects."""
 
-    def __init__(self, *, step: int = -1, micro_step: int = 0, signalled: bool = False) -> None:
-        super().__init__()
-        self.place, self.signalled = (step, micro_step), signalled
+    images: torch.Tensor
+    targets: torch.Tensor
+    positions: np.ndarray
 
-    def meet(self, step: int, micro_step: int) -> None:
-        if (step, micro_step) != self.place:
-            return
-        if not self.signalled:
-            raise OneLineError("image 7")
-        self.number = 15
-        raise Interrupted(15)
+    def prepare(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.images, self.targets
 
 
-def steps(processes: Processes, count: int, trouble: Trouble) -> Iterator[TrainingStep]:
+def steps(processes: Processes, count: int, ending: str) -> Iterator[tuple[int, list[Part]]]:
+    """`count` steps, and then what ends them: broken data, a signal to this process, or nothing."""
     plan = BatchPlan(GLOBAL_BATCH, processes.world_size,
                      GLOBAL_BATCH // processes.world_size // ACCUMULATION, group=1)
     generator = torch.Generator().manual_seed(1)
@@ -62,30 +61,31 @@ def steps(processes: Processes, count: int, trouble: Trouble) -> Iterator[Traini
         images = torch.randn(GLOBAL_BATCH, 3, 8, 8, generator=generator)
         targets = smooth_one_hot(torch.randint(CLASSES, (GLOBAL_BATCH,), generator=generator),
                                  CLASSES, 0.1)
+        places = [plan.positions(processes.rank, micro_step) for micro_step in range(ACCUMULATION)]
+        yield number, [Part(images[place], targets[place], place) for place in places]
+    if ending == "image 7":
+        raise OneLineError(ending)
+    if ending:
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield count, []
 
-        def prepared(number=number, images=images, targets=targets):
-            for micro_step in range(ACCUMULATION):
-                trouble.meet(number, micro_step)
-                positions = plan.positions(processes.rank, micro_step)
-                yield Prepared(number, images[positions], targets[positions], positions)
-        yield TrainingStep(number, plan, prepared())
 
-
-def trained(processes: Processes, name: str, count: int = STEPS,
-            trouble: Trouble | None = None) -> tuple[TrainState, str]:
-    """The state after `count` steps, and why they ended early, or ""."""
-    state, trouble = fresh(name), trouble or Trouble()
+def trained(processes: Processes, name: str, count: int = STEPS, ending: str = ""
+            ) -> tuple[TrainState, str]:
+    """The state after `count` steps, and why they ended, or ""."""
+    state, why = fresh(name), ""
     forward = state.model
     if processes.world_size > 1:
         forward = DistributedDataParallel(state.model, gradient_as_bucket_view=True)
-    try:
-        for _ in train_epoch(state, forward, steps(processes, count, trouble), amp="off",
-                             lr_at=lambda step: 1e-2, drop_path_at=lambda step: None, clip_norm=0.5,
-                             every_steps=0, processes=processes, stop=trouble):
-            pass
-    except (OneLineError, Interrupted) as error:
-        return state, str(error)
-    return state, ""
+    with StopRequest() as stop:
+        try:
+            train_epochs(state, forward, lambda epoch, done: steps(processes, count, ending),
+                         epochs=1, global_batch=GLOBAL_BATCH, amp="off", lr_at=lambda step: 1e-2,
+                         drop_path_at=lambda step: None, clip_norm=0.5, processes=processes, stop=stop)
+        except (OneLineError, Interrupted) as error:
+            why = str(error)
+            read_losses(state, processes)
+    return state, why
 
 
 def tensors(state: TrainState) -> dict[str, torch.Tensor]:
@@ -114,38 +114,35 @@ def test_two_processes_train_as_one(in_two_processes):
         torch.testing.assert_close(first["vit_tiny"][key], value, rtol=0, atol=1e-5)
 
 
-# Within the second step, in whose first forward pass DistributedDataParallel exchanges the order of
-# gradients, and within the third.
-TROUBLES = [(name, rank, dict(step=step, micro_step=micro_step, signalled=signalled))
-            for name in MODELS for rank, step, micro_step, signalled in
-            [(0, 1, 0, False), (1, 1, 0, True), (1, 1, 1, False), (0, 1, 2, True), (1, 2, 2, False),
-             (0, 2, 1, True)]]
+def ended(processes: Processes) -> list[tuple[str, int, list[str], int]]:
+    """Why this process stopped, its steps, tensors that differ from those before, gradients left.
 
-
-def abandoned(processes: Processes) -> list[tuple[str, int, list[str], int]]:
-    """Per trouble: why this process stopped, its steps, changed tensors, and gradients left over."""
+    Only one process has broken data, or gets a signal, for its second or third step.
+    """
     found = []
-    for name, rank, trouble in TROUBLES:
-        state, why = trained(processes, name, STEPS,
-                             Trouble(**trouble) if processes.rank == rank else None)
-        expected, _ = trained(processes, name, trouble["step"])
-        before = tensors(expected)
+    for name, rank, count, ending in ENDINGS:
+        state, why = trained(processes, name, count, ending) if processes.rank == rank else \
+            trained(processes, name)
+        before = tensors(trained(processes, name, count)[0])
         other = [key for key, value in tensors(state).items() if not torch.equal(value, before[key])]
         gradients = sum(parameter.grad is not None for parameter in state.model.parameters())
         found.append((why, state.progress.step, other, gradients))
     return found
 
 
-def test_a_step_that_one_process_cannot_end_is_abandoned_by_both(in_two_processes):
-    for found in in_two_processes(abandoned):
-        for (_, _, trouble), (why, step, other, gradients) in zip(TROUBLES, found, strict=True):
-            assert why == ("stopped by SIGTERM" if trouble["signalled"] else "image 7"), trouble
-            assert (step, other, gradients) == (trouble["step"], [], 0), trouble
+ENDINGS = [("vit_tiny", 0, 1, "image 7"), ("convmixer_256_8", 1, 1, "stopped by SIGTERM"),
+           ("convmixer_256_8", 0, 2, "stopped by SIGTERM"), ("vit_tiny", 1, 2, "image 7")]
+
+
+def test_what_ends_one_process_ends_both_between_the_same_steps(in_two_processes):
+    for found in in_two_processes(ended):
+        assert found == [(ending, count, [], 0) for _, _, count, ending in ENDINGS]
 
 
 def threads_left(processes: Processes) -> list[str]:
     """The names of this process's threads after it was stopped and has left the process group."""
-    trained(processes, "vit_tiny", STEPS, Trouble(step=1, signalled=processes.rank == 0))
+    trained(processes, "vit_tiny", 1 if processes.rank == 0 else STEPS,
+            "a signal" if processes.rank == 0 else "")
     distributed.stop()
     return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
 

@@ -19,7 +19,7 @@ from ..recipe.sections import Recipe
 from .report import Row
 from .step import synthetic_batch
 from .timing import clock_of, interleave, times_as_fast
-from .training import GivenStep, alone, recipe_of, set_up, train_on, train_program
+from .training import alone, given_step, recipe_of, set_up, train_on, train_program
 
 PHOTOGRAPHS = 200               # files that are read; an epoch has each of them many times
 BATCH = 50                      # images that are augmented together
@@ -70,7 +70,7 @@ def steps_of(recipe: Recipe, device: torch.device) -> Iterator:
     """The recipe's training steps on one process, epoch after epoch."""
     data = train_program().open_data(recipe, recipe.data.root, alone(device), dry_run=False)
     for epoch in itertools.count():
-        yield from data.train_batches.steps(epoch=epoch)
+        yield from data.train_batches.steps(epoch)
 
 
 def torchvisions_pipeline(size: tuple[int, int]) -> transforms.Compose:
@@ -99,7 +99,7 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
 
     def prepared(*more: str) -> Callable[[], None]:
         steps = steps_of(recipe_of(name, [*sets, *batches, *more]), device)
-        return lambda: [None for _ in next(steps)] and None
+        return lambda: [None for micro_batch in next(steps)[1] if micro_batch.prepare()] and None
     seconds = interleave({
         "decoding alone": lambda: [source.image(index) for index in range(BATCH)],
         "+ crop, flip, normalise: a worker's part": prepared(*PLAIN),
@@ -126,7 +126,7 @@ def fed_rows(name: str, sets: list[str], device: torch.device, batch: int,
         recipe = recipe_of(name, [*sets, *batches, f"data.workers={workers}"])
         steps, part = steps_of(recipe, device), synthetic_batch(recipe, batch, device)
         ahead, count = 2 * workers + 2, max(4, 2 * workers)
-        given = [GivenStep(number, [part]) for number in range(count)]
+        given = [given_step(number, [part]) for number in range(count)]
 
         def seconds(chosen: Iterator) -> float:
             if device.type == "cuda":

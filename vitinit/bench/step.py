@@ -20,7 +20,7 @@ from ..train.throughput import training_flops
 from .launches import launches_of
 from .report import Row
 from .timing import clock_of, interleave, times_as_fast
-from .training import GivenStep, Part, set_up, train_on
+from .training import Part, given_step, set_up, train_on
 
 THEIRS = {"vit_base": "vit_b_16", "swin_tiny": "swin_t"}       # models that torchvision has as well
 STEPS = {"cuda": 20, "cpu": 1}                                 # of each measurement
@@ -54,7 +54,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     part = synthetic_batch(recipe, batch, device)
 
     def engine(steps: int = count) -> None:
-        train_on(state, [GivenStep(number, [part]) for number in range(steps)], forward=forward,
+        train_on(state, [given_step(number, [part]) for number in range(steps)], forward=forward,
                  amp=amp, clip_norm=recipe.optim.clip_norm)
     engine()
     operations = 0 if recipe.engine.compile else launches_of(lambda: engine(1)).count

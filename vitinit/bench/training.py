@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from ..recipe.resolve import fresh_recipe
 from ..recipe.sections import Recipe
 from ..train.distributed import Processes
 from ..train.ema import Ema
-from ..train.engine import set_precision, train_epoch, tune_convolutions
+from ..train.engine import set_precision, train_epochs, tune_convolutions
 from ..train.interruption import StopRequest
 from ..train.metrics import Progress
 from ..train.state import TrainState
@@ -71,31 +71,24 @@ def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, Callable[.
     set_precision(recipe.engine.tf32)
     state, _ = program.initial_state(recipe, alone(device), None, Path(), None)
     tune_convolutions(state.model)
-    return state, program.wrapped(state, recipe, alone(device))[0]
+    return state, program.wrap_models(state, recipe, alone(device))[0]
 
 
-@dataclass(frozen=True)
-class GivenStep:
-    """A global batch of given tensors on one process, in the form that `train_epoch` expects.
+class GivenPart(NamedTuple):
+    """A micro-batch of given tensors, in the form that the engine expects."""
 
-    Iterating gives (images, targets, positions in the global batch) of each micro-batch.
-    """
+    part: Part
+    positions: np.ndarray       # (B,), of its images in the global batch
 
-    number: int
-    parts: Sequence[Part]       # its micro-batches
+    def prepare(self) -> Part:
+        return self.part
 
-    @property
-    def global_batch(self) -> int:
-        return sum(len(images) for images, _ in self.parts)
 
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
-        first = 0
-        for images, targets in self.parts:
-            yield images, targets, np.arange(first, first + len(images))
-            first += len(images)
+def given_step(number: int, parts: Sequence[Part]) -> tuple[int, list[GivenPart]]:
+    """Step number `number`, on one process, of micro-batches `parts`."""
+    ends = np.cumsum([len(images) for images, _ in parts])
+    return number, [GivenPart(part, np.arange(end - len(part[0]), end))
+                    for part, end in zip(parts, ends)]
 
 
 def train_on(state: TrainState, steps: Iterable, *, forward: Callable[..., Tensor] | None = None,
@@ -104,11 +97,9 @@ def train_on(state: TrainState, steps: Iterable, *, forward: Callable[..., Tenso
     """Train on `steps` as one epoch of the engine.
 
     forward: what computes the logits, such as a compiled model; None: the model itself.
-    drop_path: drop-path scales (branches, B) for every step. amp, clip_norm: as in `train_epoch`.
+    drop_path: drop-path scales (branches, B) for every step. amp, clip_norm: as in `train_epochs`.
     """
-    for _ in train_epoch(state, state.model if forward is None else forward, steps,
-                         lr_at=lambda step: lr, drop_path_at=lambda step: drop_path, amp=amp,
-                         clip_norm=clip_norm, every_steps=0,
-                         processes=alone(next(state.model.parameters()).device),
-                         stop=StopRequest()):
-        pass
+    train_epochs(state, state.model if forward is None else forward, lambda epoch, done: steps,
+                 epochs=state.progress.epochs + 1, global_batch=1, lr_at=lambda step: lr,
+                 drop_path_at=lambda step: drop_path, amp=amp, clip_norm=clip_norm,
+                 processes=alone(next(state.model.parameters()).device), stop=StopRequest())

@@ -13,17 +13,15 @@ for.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-T = TypeVar("T")
-
 
 @functools.cache
-def stream_of_makers(device: torch.device) -> torch.cuda.Stream:
-    """The stream in which batches are made.
+def preparing_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream in which batches are prepared.
 
     There is only one per device, because torch reuses memory that was freed in a stream for that
     stream alone.
@@ -31,30 +29,29 @@ def stream_of_makers(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def made_ahead(items: Iterable[T], device: torch.device) -> Iterator[T]:
-    """Yield the items; on a GPU each is made in the stream for preparing, elsewhere as usual.
+class Ahead:
+    """Calls functions that prepare batches: on a GPU in the stream for it, elsewhere as usual.
 
-    The caller must launch all work on one item before it asks for the next, and must not use an
-    item after that, because the memory of item k is used again for item k + 2. So at most two items
-    are on the device beside the one that is being made, however far the host is ahead of the
-    device. (With Tensor.record_stream instead, memory would grow with every step that the host
-    launches ahead.)
+    The caller must launch all work on one batch before it asks for the next, and must not use a
+    batch after that, because the memory of batch k is used again for batch k + 2. So at most two
+    batches are on the device beside the one that is being prepared, however far the host is ahead
+    of the device. (With Tensor.record_stream instead, memory would grow with every step that the
+    host launches ahead.)
     """
-    if device.type != "cuda":
-        yield from items
-        return
-    items, making = iter(items), stream_of_makers(device)
-    trained = None                                   # recorded when the current item was asked for
-    while True:
-        training = torch.cuda.current_stream(device)
-        before, trained = trained, training.record_event()
-        # `before` follows all work on the item before the current one, whose memory is free by
-        # then.
-        making.wait_event(before or trained)
-        try:
-            with torch.cuda.stream(making):
-                item = next(items)                   # `item` still held the current item until here
-        except StopIteration:
-            return
-        training.wait_stream(making)
-        yield item
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.asked = self.batch = None
+
+    def __call__(self, prepare: Callable[..., Any], *arguments: Any) -> Any:
+        """Return prepare(*arguments), a batch that work in the current stream may use."""
+        if self.device.type != "cuda":
+            return prepare(*arguments)
+        training, preparing = torch.cuda.current_stream(self.device), preparing_stream(self.device)
+        # `before` follows all work on the batch before the current one, whose memory is then free.
+        before, self.asked = self.asked, training.record_event()
+        preparing.wait_event(before or self.asked)
+        with torch.cuda.stream(preparing):
+            self.batch = prepare(*arguments)         # the current batch is kept alive until here
+        training.wait_stream(preparing)
+        return self.batch

@@ -12,95 +12,73 @@ On a GPU the next micro-batch is prepared while the model still trains on the cu
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from .ahead import made_ahead
+from .ahead import Ahead
 from .datasets import Source
 from .draw import SampleDraws
 from .kept import KeptViews
-from .loader import TrainBatch, TrainViews, eval_loader, train_loader
-from .resident import ResidentTrainLoader, only_moves_pixels, resident_source
+from .loader import Loader, TrainBatch, TrainViews, eval_loader, train_loader
+from .resident import Resident, only_moves_pixels, resident_source
 from .sampler import BatchPlan, TrainSampler
 from .to_device import ToDevice, TrainToDevice
 
 
-class Prepared(NamedTuple):
-    """A micro-batch on the device, ready for the model."""
+class MicroBatch(NamedTuple):
+    """What one forward and one backward pass work on; its images have been loaded."""
 
-    step: int                   # the step that it belongs to, counted from 0 over the whole run
-    images: Tensor              # (B, 3, H, W)
-    targets: Tensor             # (B, K)
-    positions: np.ndarray       # (B,), where its images stand in the global batch
-
-
-@dataclass(frozen=True)
-class TrainingStep:
-    """This process's share of one global batch, as an iterable over its micro-batches.
-
-    Each micro-batch is a tuple: images (B, 3, H, W) and targets (B, K) on the device, and the
-    positions (B,) of these images in the global batch. Micro-batches are made during the iteration,
-    so a step can be iterated over only once, and the steps of an epoch only in order. Raises
-    DataError for an image that cannot be read, and RuntimeError for steps out of order.
-    """
-
-    number: int                 # counted from 0 over the whole run
-    plan: BatchPlan
-    prepared: Iterator[Prepared]        # shared by all steps of the epoch; this step's come next
-
-    @property
-    def global_batch(self) -> int:
-        """The number of images in the step, over all processes."""
-        return self.plan.global_batch
-
-    def __len__(self) -> int:
-        return self.plan.accumulation
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
-        for number, *parts in itertools.islice(self.prepared, len(self)):
-            if number != self.number:
-                raise RuntimeError(f"a micro-batch of step {number} came in step {self.number}: "
-                                   "steps are iterated over in order, and each to its end")
-            yield tuple(parts)
+    prepare: Callable[[], tuple[Tensor, Tensor]]     # → images (B, 3, H, W) and targets (B, K) on the
+                                                     # device; called once, in the order of training
+    positions: np.ndarray                            # (B,), of its images in the global batch
 
 
 class TrainingBatches:
-    """The training set as a sequence of steps, epoch by epoch, starting at any step of an epoch."""
+    """The training set as a sequence of steps, epoch by epoch, starting at any step of an epoch.
 
-    def __init__(self, batches: Iterable[TrainBatch], sampler: TrainSampler,
-                 prepare: TrainToDevice) -> None:
+    resident: the images, if all are stored on the device; `batches` then describes views of them.
+    """
+
+    def __init__(self, batches: Loader, sampler: TrainSampler, prepare: TrainToDevice,
+                 resident: Resident | None = None) -> None:
         self.batches, self.sampler, self.prepare = batches, sampler, prepare
+        self.images_on_device = resident
 
     @property
     def resident(self) -> bool:
         """Whether the whole training set is stored on the device."""
-        return isinstance(self.batches, ResidentTrainLoader)
+        return self.images_on_device is not None
 
     @property
     def steps_per_epoch(self) -> int:
         """The number of steps of each epoch, the same on all processes."""
         return self.sampler.steps_per_epoch
 
-    def steps(self, *, epoch: int, done: int = 0) -> Iterator[TrainingStep]:
-        """Yield the steps of `epoch` (counted from 0), without the first `done`."""
-        self.sampler.start(epoch=epoch, step=done)
-        numbers = range(epoch * self.steps_per_epoch + done, (epoch + 1) * self.steps_per_epoch)
-        prepared = made_ahead(self._prepared(numbers), self.prepare.device)
-        for number in numbers:
-            yield TrainingStep(number, self.sampler.plan, prepared)
+    def steps(self, epoch: int, done: int = 0) -> Iterator[tuple[int, list[MicroBatch]]]:
+        """Yield the steps of `epoch` (counted from 0), without the first `done`.
 
-    def _prepared(self, numbers: Iterable[int]) -> Iterator[Prepared]:
-        """Yield the micro-batches of the steps with these numbers, one after the other."""
-        plan, rank, batches = self.sampler.plan, self.sampler.rank, iter(self.batches)
-        micro_steps = [(plan.positions(rank, micro_step), plan.mixing_groups(rank, micro_step))
-                       for micro_step in range(plan.accumulation)]       # the same in every step
-        for number, (positions, groups) in itertools.product(numbers, micro_steps):
-            yield Prepared(number, *self.prepare(next(batches), number, groups), positions)
+        Each is its number within the run and this process's micro-batches, all of which have been
+        loaded, so that an image that cannot be read (DataError) never leaves half a step.
+        """
+        self.sampler.start(epoch=epoch, step=done)
+        plan, rank, ahead = self.sampler.plan, self.sampler.rank, Ahead(self.prepare.device)
+        shares = [(plan.positions(rank, micro_step), plan.mixing_groups(rank, micro_step))
+                  for micro_step in range(plan.accumulation)]            # the same in every step
+        loaded = iter(self.batches)
+        for step in range(epoch * self.steps_per_epoch + done, (epoch + 1) * self.steps_per_epoch):
+            yield step, [MicroBatch(partial(ahead, self._prepared, next(loaded), step, groups),
+                                    positions) for positions, groups in shares]
+
+    def _prepared(self, batch: TrainBatch, step: int, groups: np.ndarray) -> tuple[Tensor, Tensor]:
+        if self.images_on_device is not None:
+            windows = batch.images.to(self.prepare.device, non_blocking=True)        # (B, 4)
+            views = self.images_on_device.cut(windows[:, 0], windows[:, 1:])
+            batch = batch._replace(images=views)
+        return self.prepare(batch, step, groups)
 
 
 class EvaluationBatches:
@@ -120,8 +98,10 @@ class EvaluationBatches:
         return len(self.decoded)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        batches = self.kept.in_batches(self.batch_size, self.decoded)
-        return made_ahead(map(self.prepare, batches), self.prepare.device)
+        batches = map(self.prepare, self.kept.in_batches(self.batch_size, self.decoded))
+        ahead = Ahead(self.prepare.device)
+        while (batch := ahead(next, batches, None)) is not None:
+            yield batch
 
 
 class Data(NamedTuple):
@@ -149,15 +129,10 @@ def training_batches(source: Source, *, sampler: TrainSampler, draws: SampleDraw
     workers: the number of loader processes of this process.
     advance: called after each image that is decoded for storage on the device (to show progress).
     """
-    device = prepare.device
+    device, resident = prepare.device, None
     if only_moves_pixels(draws.crop, draws.size):
         resident = resident_source(source, device, draws.size, budget_gib, advance)
-        if resident is not None:
-            windows = train_loader(TrainViews(source, draws, decode=False), sampler,
-                                   workers=workers, pin_memory=False,
-                                   accumulation=sampler.plan.accumulation)
-            return TrainingBatches(ResidentTrainLoader(resident, windows), sampler, prepare)
-    loader = train_loader(TrainViews(source, draws), sampler, workers=workers,
-                          pin_memory=device.type == "cuda",
+    loader = train_loader(TrainViews(source, draws, decode=resident is None), sampler,
+                          workers=workers, pin_memory=device.type == "cuda",
                           accumulation=sampler.plan.accumulation)
-    return TrainingBatches(loader, sampler, prepare)
+    return TrainingBatches(loader, sampler, prepare, resident)

@@ -8,7 +8,7 @@ processes, if there are any, then only make random draws.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from .datasets import ImagesInMemory, Source
 from .draw import CropAndFlip
-from .loader import Loader, TrainBatch
 
 GIB = 2**30
 
@@ -75,20 +74,3 @@ def resident_source(source: Source, device: torch.device, size: tuple[int, int],
         images[index] = image
         advance()
     return Resident(images.to(device), labels)
-
-
-class ResidentTrainLoader:
-    """Micro-batches in the sampler's order, cropped on the device.
-
-    windows: a loader of `TrainViews` with decode=False, which gives descriptions of views.
-    Call `sampler.start` before each iteration.
-    """
-
-    def __init__(self, resident: Resident, windows: Loader) -> None:
-        self.resident, self.windows = resident, windows
-
-    def __iter__(self) -> Iterator[TrainBatch]:
-        device = self.resident.images.device
-        for batch in self.windows:
-            windows = batch.images.to(device, non_blocking=True)         # (B, 4)
-            yield batch._replace(images=self.resident.cut(windows[:, 0], windows[:, 1:]))

@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..messages import in_brief
 from ..train.checkpoint import CheckpointError, shortened, write_text_atomically
-from ..train.device import matrix_rate, peak_gib
-from ..train.distributed import Processes
-from ..train.engine import SETTLE_EVERY, Evaluation
-from ..train.metrics import Progress
+from ..train.metrics import METRICS, STEPS_PER_ROW
 
-# The keys of a line of metrics.jsonl, in order. Those of steps.jsonl are the fields of StepRow.
-METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
-           "ema_top1", "ema_top5", "skipped_steps", "seconds", "waiting", "tflops_per_device",
-           "share_of_rate", "peak_memory_gib")
 LATER = METRICS[11:]            # keys that runs of earlier versions lack
-APART = {"epoch": 1, "step": SETTLE_EVERY}      # by how much the numbers of a file's lines rise
+APART = {"epoch": 1, "step": STEPS_PER_ROW}      # by how much the numbers of a file's lines rise
 
 
 class JsonLines:
@@ -108,46 +101,3 @@ class JsonLines:
             json.loads(rest)
             lines.append(rest)
         return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-
-
-def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float, global_batch: int,
-                flops: float, processes: Processes) -> dict[str, Any]:
-    """The line of metrics.jsonl for the epoch that has just ended.
-
-    Values are None where nothing was evaluated, or where the device's peak rate is not known.
-
-    results: the evaluation of the model and, if there is one, of its moving average; empty if none
-        took place. flops: model FLOPs of training per image (`training_flops`). lr: learning rate
-        of the epoch's last step.
-    """
-    rate = progress.epoch_steps * global_batch / progress.seconds        # images/s, all processes
-    tflops, peak = rate * flops / processes.world_size / 1e12, matrix_rate(processes.device)
-    row = dict.fromkeys(METRICS) | {
-        "epoch": progress.epochs + 1, "lr": lr,
-        "train_loss": progress.loss_sum / progress.epoch_steps,
-        "images_per_second": rate, "skipped_steps": progress.skipped_steps,
-        "seconds": progress.seconds, "waiting": progress.waiting_seconds / progress.seconds,
-        "tflops_per_device": tflops, "share_of_rate": tflops / peak if peak else None,
-        "peak_memory_gib": peak_gib(processes.device)}
-    for result in results[:1]:
-        row |= {f"val_{key}": getattr(result, key) for key in ("loss", "top1", "top5")}
-    for result in results[1:]:
-        row |= {"ema_top1": result.top1, "ema_top5": result.top5}
-    return row
-
-
-def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
-    """A row of metrics as a printed line; what was not measured is left out."""
-    parts = [f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}", f"lr {row['lr']:.2e}",
-             f"train loss {row['train_loss']:.3f}"]
-    for key, text in (("val_loss", "val loss {:.3f}"), ("val_top1", "top-1 {:.2f} %"),
-                      ("val_top5", "top-5 {:.2f} %"), ("ema_top1", "EMA top-1 {:.2f} %")):
-        if row[key] is not None:
-            parts.append(text.format(row[key]))
-    if row["skipped_steps"]:
-        parts.append(f"{row['skipped_steps']} steps skipped")
-    rate, share = row["images_per_second"], row["share_of_rate"]
-    of_the_card = "" if share is None else f" = {100 * share:.0f} % of its rate"
-    return "  ".join([*parts, f"{rate:.0f} images/s" if rate >= 100 else f"{rate:.2f} images/s",
-                      f"{row['tflops_per_device']:.3g} TFLOP/s/device{of_the_card}",
-                      f"waiting {100 * row['waiting']:.0f} %", f"{row['peak_memory_gib']:.2f} GiB"])

@@ -52,7 +52,7 @@ def peak_memory(device: torch.device) -> str:
     return f"{peak_gib(device):.2f} GiB{' on the GPU' * (device.type == 'cuda')}"
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
+def copy_to(values: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to `device` without waiting for the device.
 
     For a GPU the tensor is first copied to pinned memory: a copy from pageable memory may wait

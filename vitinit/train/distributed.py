@@ -153,35 +153,22 @@ class Processes:
         self.on_all(action if self.local_rank == 0 else lambda: None, within=timedelta(days=1))
 
 
-def agreed(items: Iterable[T], processes: Processes, stop: StopRequest, *,
-           due: Callable[[T], bool] = lambda item: True) -> Iterator[T | None]:
+def agreed(items: Iterable[T], processes: Processes, stop: StopRequest) -> Iterator[T | None]:
     """Yield the items of each process in step: an item is yielded once every process has its own.
 
     A process with fewer items than another yields None in their place. If reading `items` raises a
-    OneLineError on one process, or a signal arrives there, then that error, or Interrupted, is
-    raised on all processes together, between two items. A process that receives a signal while it
-    waits for an item stops waiting.
-
-    due: whether to wait for the other processes before this item. Items that are not due are
-        yielded at once; a process that fails at one of them tells the others at their next due
-        item. The same items must be due on all processes.
+    OneLineError on one process, or a signal has arrived there, then that error, or Interrupted, is
+    raised on all processes together, between two items.
     """
     items = iter(items)
     while True:
         item = problem = None
         try:
-            with stop.at_once():
-                item = next(items, None)
-        except Interrupted as interrupted:
-            request = interrupted.number
+            item = next(items, None)
         except OneLineError as error:
-            request, problem = BROKEN_DATA, error
-        else:
-            request = ALL_DONE if item is None else 0
-        if not request and not due(item):
-            yield item
-            continue
-        verdict = processes.maximum(request)
+            problem = error
+        verdict = processes.maximum(BROKEN_DATA if problem else
+                                    stop.number or (ALL_DONE if item is None else 0))
         if verdict == ALL_DONE:
             return
         if verdict == BROKEN_DATA:

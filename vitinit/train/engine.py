@@ -1,4 +1,4 @@
-"""The engine: one epoch of training, and one exact evaluation.
+"""The engine: training, from a batch to the checkpoint, and one exact evaluation.
 
 This is the only module in which images and the model meet.
 
@@ -9,48 +9,39 @@ result of a step therefore does not depend on the number of processes or on the 
 The exception is a model with BatchNorm, whose statistics depend on which images share a
 micro-batch.
 
-Each micro-batch is trained on as soon as it has been loaded. On a GPU the host only launches
-kernels: nothing within a step waits for a value from the device. Only every tenth step
-(`SETTLE_EVERY`) are the losses copied to the host.
+On a GPU the host only launches kernels: nothing within a step waits for a value from the device.
+Only every tenth step (`STEPS_PER_ROW`) are the losses copied to the host.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..messages import OneLineError
-from .device import sent
+from .device import copy_to
 from .distributed import Processes, agreed
-from .interruption import Interrupted, StopRequest
-from .metrics import Diverged, Progress, StepRow
+from .interruption import StopRequest
+from .metrics import STEPS_PER_ROW, Diverged, Evaluation, ProgressBar, StepRow
 from .optim import set_learning_rate
+from .profile import StepProfiler
 from .state import TrainState
 
-SETTLE_EVERY = 10               # steps between two reads of the losses; a read waits for the device
-T = TypeVar("T")
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Step(Protocol):
-    """What `train_epoch` needs to know of one step: this process's share of a global batch.
+class MicroBatch(Protocol):
+    """What one forward and one backward pass work on; its images have been loaded."""
 
-    Iterating yields one tuple (images, targets, positions) per micro-batch; see `MicroBatch`.
-    """
-
-    number: int                                      # of the step within the run, from 0
-    global_batch: int                                # images, over all processes
-    def __len__(self) -> int: ...                    # micro-batches of this process
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]: ...
+    positions: np.ndarray                                # (B,), of its images in the global batch
+    def prepare(self) -> tuple[Tensor, Tensor]: ...      # images (B, 3, H, W) and targets (B, K),
+                                                         # class probabilities, on the device
 
 
 def set_precision(tf32: bool) -> None:
@@ -83,236 +74,92 @@ def normalises_over_images(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
-class MicroBatch(NamedTuple):
-    """The part of a step for which this process runs one forward and one backward pass."""
-
-    step: Step
-    number: int                 # of the micro-batch within the step, from 0
-    images: Tensor              # (B, 3, H, W)
-    targets: Tensor             # (B, K), class probabilities
-    positions: np.ndarray       # (B,), index of each image within the global batch
-
-    @property
-    def first(self) -> bool:
-        return self.number == 0
-
-    @property
-    def last(self) -> bool:
-        return self.number + 1 == len(self.step)
-
-
-def micro_batches(steps: Iterable[Step]) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of all steps in order, each as soon as it has been loaded."""
-    for step in steps:
-        for number, parts in enumerate(step):
-            yield MicroBatch(step, number, *parts)
-
-
-class Rollback:
-    """Undoes a step that is abandoned before its update.
-
-    Until the update, a step has changed nothing but the gradients and the model's buffers
-    (BatchNorm's running statistics). `begin` copies the buffers; `undo` restores them and clears
-    the gradients.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.open = model, False
-        kinds: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in model.buffers():
-            kinds.setdefault(buffer.dtype, []).append(buffer)
-        self.buffers = [(buffers, [buffer.clone() for buffer in buffers])
-                        for buffers in kinds.values()]       # (the model's, copies), per dtype
-
-    def begin(self) -> None:
-        """Save the buffers. Call this before the first forward pass of a step of several passes."""
-        self.open = True
-        for now, before in self.buffers:
-            torch._foreach_copy_(before, now)
-
-    def end(self) -> None:
-        """The step's update has been done: there is nothing left to undo."""
-        self.open = False
-
-    def undo(self) -> None:
-        """Return to the state before the step, if a step has begun and has not ended."""
-        if not self.open:
-            return
-        for now, before in self.buffers:
-            torch._foreach_copy_(now, before)
-        self.model.zero_grad(set_to_none=True)
-        self.open = False
-
-
-class Meter:
-    """Adds steps, losses and seconds to the run's progress, and makes the rows of steps.jsonl.
-
-    The loss of a step, and in fp16 whether the step was skipped, stay on the device until `settle`
-    is called, so that the host can launch the next step before the device has finished this one.
-    """
-
-    def __init__(self, progress: Progress, processes: Processes) -> None:
-        self.progress, self.processes = progress, processes
-        self.losses: list[Tensor] = []
-        self.skipped: list[Tensor] = []
-        self.last_loss = math.nan
-        self.at_last_row = self._totals()
-        self.restart()
-
-    def restart(self) -> None:
-        """Count seconds from now on; what passed since the last `settle` is left out."""
-        self.began = time.perf_counter()
-
-    def awaited(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items; the time spent waiting for each one is added to `waiting_seconds`.
-
-        This covers waiting for the loader and for the other processes. On a CPU it includes
-        augmentation, which then runs when the item is requested.
-        """
-        items = iter(items)
-        while True:
-            began = time.perf_counter()
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-            finally:
-                self.progress.waiting_seconds += time.perf_counter() - began
-            yield item
-
-    def add(self, loss: Tensor, update: Update) -> None:
-        """Record a finished step: its loss, a scalar on the device, and what its update reported."""
-        self.losses.append(loss)
-        if update.skipped is not None:
-            self.skipped.append(update.skipped)
-
-    def settle(self) -> None:
-        """Average the recorded losses over the processes and add them to the progress.
-
-        This waits for the device. Raises Diverged, on all processes together, for a loss that is
-        infinite or NaN.
-        """
-        losses, skipped = [], 0
-        if self.losses:
-            mean = self.processes.sum(torch.stack(self.losses)) / self.processes.world_size
-            losses, self.losses = mean.tolist(), []                      # waits for the device
-        if self.skipped:
-            skipped, self.skipped = int(torch.stack(self.skipped).sum()), []
-        now = time.perf_counter()                    # now the steps are done, and not only launched
-        self.progress.seconds += now - self.began
-        self.began = now
-        self.progress.skipped_steps += skipped
-        self.progress.add_losses(losses)
-        self.last_loss = losses[-1] if losses else self.last_loss
-
-    def row(self, update: Update, lr: float, global_batch: int) -> StepRow:
-        """A row for the last settled step; its rates are those since the previous row."""
-        before, self.at_last_row = self.at_last_row, self._totals()
-        steps, seconds, waiting = (now - then for now, then in zip(self.at_last_row, before))
-        norm, scale = (None if value is None else value.item()
-                       for value in (update.grad_norm, update.scale))
-        return StepRow(self.progress.step, self.last_loss, lr,
-                       norm if norm is not None and math.isfinite(norm) else None, scale,
-                       steps * global_batch / seconds, waiting / seconds)
-
-    def _totals(self) -> tuple[int, float, float]:
-        return self.progress.epoch_steps, self.progress.seconds, self.progress.waiting_seconds
-
-
-def train_epoch(state: TrainState, forward: Callable[..., Tensor], steps: Iterable[Step], *,
-                lr_at: Callable[[int], float], drop_path_at: Callable[[int], Tensor | None], amp: str,
-                clip_norm: float, every_steps: int, processes: Processes, stop: StopRequest,
-                record: Callable[[StepRow], None] = lambda row: None) -> Iterator[None]:
-    """Train on the global batches of `steps`; yield whenever the caller should write a checkpoint.
-
-    It yields after each step whose number within the run, counted from 1, is a multiple of
-    `every_steps` (0: never). At each yield, at the end, and when Interrupted or a OneLineError ends
-    the epoch early, `state` is consistent: it is the state between two steps.
+def train_epochs(
+        state: TrainState, forward: Callable[..., Tensor],
+        steps_of: Callable[[int, int], Iterable[tuple[int, Sequence[MicroBatch]]]], *, epochs: int,
+        global_batch: int, lr_at: Callable[[int], float],
+        drop_path_at: Callable[[int], Tensor | None], amp: str, clip_norm: float,
+        processes: Processes, stop: StopRequest,
+        record: Callable[[StepRow], object] = lambda row: None,
+        save_every: int = 0, save: Callable[[], object] = lambda: None,
+        finish_epoch: Callable[[int], object] = lambda epoch: None,
+        profiler: StepProfiler = StepProfiler(), bar_total: int = 0) -> None:
+    """Train from where `state` is to the end of epoch number `epochs`.
 
     The loss is the mean over the global batch of −Σ target · log softmax(logits).
 
     Args:
-        state: what is trained; it is changed in place.
+        state: what is trained; it is changed in place, and consistent between two steps.
         forward: the state's model, possibly compiled or wrapped in DistributedDataParallel. Called
             as forward(images (B, 3, H, W), drop_path scales (branches, B)) or forward(images).
-        steps: the steps of the epoch, or a part of them; see `Step`.
-        lr_at: step number, from 0 → learning rate.
+        steps_of: (epoch from 0, steps of it already done) → the number of each further step within
+            the run, from 0, and this process's micro-batches of it.
+        global_batch: images of a step, over all processes.
+        lr_at: step number → learning rate.
         drop_path_at: step number → drop-path scales (branches, global batch), or None.
         amp: "off", "bf16" or "fp16".
         clip_norm: the largest allowed norm of the gradients; 0 for no clipping.
         record: called on every process with a row after every tenth step of the run.
+        save: called after each step whose number, from 1, is a multiple of `save_every` (0: never).
+        finish_epoch: called with the number of each epoch, from 0, after its last step.
+        bar_total: steps per epoch, for a progress bar; 0 for none.
 
     Raises Diverged if a loss or a weight is infinite or NaN, Interrupted after a signal, and the
-    OneLineErrors of `steps`; each on all processes together.
+    OneLineErrors of `steps_of`; each on all processes together, and the latter two between two
+    steps.
     """
-    progress, meter = state.progress, Meter(state.progress, processes)
-    rollback, device = Rollback(state.model), processes.device
-    # DistributedDataParallel, compiled or not, has no_sync: under it the gradients of a backward
-    # pass stay local. Those of the last micro-batch are averaged, together with all accumulated
-    # before.
-    synchronise_later = getattr(forward, "no_sync", contextlib.nullcontext)
-    forward.train()
-
-    def settle() -> None:
-        meter.settle()
-        require_finite_weights(state.model, progress.step)
-
-    # The processes wait for each other before the first forward pass of a step, in which
-    # DistributedDataParallel broadcasts buffers, and before the last, whose backward pass averages
-    # gradients.
-    stream = agreed(micro_batches(steps), processes, stop,
-                    due=lambda batch: batch.first or batch.last)
-    try:
-        for batch in meter.awaited(stream):
-            step, done = batch.step, batch.step.number + 1
-            if batch.first:
-                if not batch.last:
-                    rollback.begin()
-                lr = lr_at(step.number)
+    progress, device = state.progress, processes.device
+    # Under no_sync, which DistributedDataParallel has, compiled or not, the gradients of a backward
+    # pass stay local. Those of the last micro-batch are averaged, with all accumulated before.
+    keep_local = getattr(forward, "no_sync", contextlib.nullcontext)
+    for epoch in range(progress.epochs, epochs):
+        forward.train()
+        progress.start_epoch()
+        idle_since = time.perf_counter()
+        with ProgressBar(f"epoch {epoch + 1}/{epochs}", bar_total, initial=progress.epoch_steps,
+                         shown=bar_total > 0) as bar:
+            for step, micro_batches in agreed(steps_of(epoch, progress.epoch_steps), processes, stop):
+                progress.waiting_seconds += time.perf_counter() - idle_since
+                profiler.begin(step)
+                lr, drop_path = lr_at(step), drop_path_at(step)      # () and (branches, global batch)
                 set_learning_rate(state.optimizer, lr)
-                drop_path = drop_path_at(step.number)                    # (branches, global batch)
                 step_loss = torch.zeros((), device=device)
-            factors = () if drop_path is None else (
-                sent(drop_path[:, batch.positions], device),)                # (branches, B)
-            with contextlib.nullcontext() if batch.last else synchronise_later():
-                with autocast(device, amp):
-                    logits = forward(batch.images, *factors)             # (B, K)
-                loss = F.cross_entropy(logits.float(), batch.targets) / len(step)
-                state.scaler.scale(loss).backward()
-            step_loss += loss.detach()
-            if not batch.last:
-                continue
-
-            update = _update(state, clip_norm, measured=done % SETTLE_EVERY == 0)
-            rollback.end()
-            meter.add(step_loss, update)
-            if done % SETTLE_EVERY == 0:
-                meter.settle()
-                record(meter.row(update, lr, step.global_batch))
-            if every_steps > 0 and done % every_steps == 0:
-                settle()
-                yield
-                meter.restart()                      # the caller's own work is not training time
-    except (Interrupted, OneLineError) as reason:
-        rollback.undo()
-        if not isinstance(reason, Diverged):         # else a second cause would replace the first
-            settle()
-        raise
-    settle()
-
-
-class Update(NamedTuple):
-    """What one optimiser step reports: scalars on the device, which the host has not waited for."""
-
-    grad_norm: Tensor | None    # before clipping; None where it was not computed
-    scale: Tensor | None        # the loss scale of this step; None without fp16
-    skipped: Tensor | None      # bool, gradients overflowed and nothing was updated; None without fp16
+                for number, micro_batch in enumerate(micro_batches, 1):
+                    images, targets = micro_batch.prepare()          # (B, 3, H, W), (B, K)
+                    scales = () if drop_path is None else (
+                        copy_to(drop_path[:, micro_batch.positions], device),)   # (branches, B)
+                    last = number == len(micro_batches)
+                    with contextlib.nullcontext() if last else keep_local():
+                        with autocast(device, amp):
+                            logits = forward(images, *scales)        # (B, K)
+                        loss = F.cross_entropy(logits.float(), targets) / len(micro_batches)
+                        state.scaler.scale(loss).backward()
+                    step_loss += loss.detach()
+                row_due = (step + 1) % STEPS_PER_ROW == 0
+                grad_norm, scale, skipped = update(state, clip_norm, measure=row_due)
+                progress.add(step_loss, skipped)
+                if row_due:
+                    progress.read_losses(processes)
+                    record(progress.step_row(lr, grad_norm, scale, global_batch))
+                if save_every and (step + 1) % save_every == 0:
+                    save()
+                    progress.start_clock()                           # saving is not training
+                profiler.end(step)
+                bar.advance(progress.note)
+                idle_since = time.perf_counter()
+        read_losses(state, processes)
+        progress.stop_clock()                                        # nor is evaluating
+        finish_epoch(epoch)
 
 
-def _update(state: TrainState, clip_norm: float, *, measured: bool) -> Update:
+def update(state: TrainState, clip_norm: float, *, measure: bool
+           ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Do one optimiser step; GradScaler skips it if gradients overflowed in fp16.
 
-    measured: whether to report the norm of the gradients. Clipping computes it in any case.
+    measure: whether to compute the norm of the gradients. Clipping computes it in any case.
+
+    Returns scalars on the device: the norm of the gradients before clipping, or None; the loss scale
+    of this step, and whether it was skipped, each None without fp16.
 
     The host never asks whether the step was skipped, since that would wait for the device. The
     fused optimiser and the moving average read the answer on the device, and skipped steps are
@@ -327,7 +174,7 @@ def _update(state: TrainState, clip_norm: float, *, measured: bool) -> Update:
     if clip_norm > 0:
         scaler.unscale_(state.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), clip_norm)
-    elif measured:
+    elif measure:
         norm = torch.nn.utils.get_total_norm([p.grad for p in state.model.parameters()
                                               if p.grad is not None])
         norm = norm if scale is None else norm / scale
@@ -338,29 +185,19 @@ def _update(state: TrainState, clip_norm: float, *, measured: bool) -> Update:
         skipped = scaler.scale(one) < scale          # the scale falls exactly when a step is skipped
     if state.ema is not None:
         state.ema.update(state.model, skipped)
-    return Update(norm, scale, skipped)
+    return norm, scale, skipped
 
 
-def require_finite_weights(model: nn.Module, step: int) -> None:
-    """Raise Diverged if a weight is infinite or NaN, so that no good checkpoint is overwritten.
+def read_losses(state: TrainState, processes: Processes) -> None:
+    """Bring the progress up to date before a checkpoint or an evaluation; this waits for the device.
 
-    The weights are equal on all processes, so all of them raise or none does.
+    Raises Diverged, on all processes together, if a loss or a weight is infinite or NaN, so that no
+    good checkpoint is overwritten.
     """
-    norms = torch._foreach_norm([p.detach() for p in model.parameters()])
+    state.progress.read_losses(processes)
+    norms = torch._foreach_norm([p.detach() for p in state.model.parameters()])
     if not torch.stack(norms).isfinite().all():
-        raise Diverged(f"the weights after step {step} are not finite")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Loss and accuracy of one model, over every image of a split exactly once."""
-
-    loss: float                 # mean cross-entropy per image
-    top1: float                 # percent
-    top5: float | None          # percent; None with five classes or fewer, where it says nothing
-    images: int
-    class_hits: list[int]       # per class: its images whose highest logit is the right one
-    class_images: list[int]     # per class: its images
+        raise Diverged(f"the weights after step {state.progress.step} are not finite")
 
 
 @torch.no_grad()

@@ -1,18 +1,27 @@
-"""The progress of a run: counts and sums over the current epoch, and the terminal's progress bar."""
+"""What is recorded of a run: its progress, a row per ten steps, a row per epoch; the progress bar."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from ..messages import OneLineError
+from .device import matrix_rate, peak_gib
+from .distributed import Processes
 
+# The keys of a line of metrics.jsonl, in order.
+METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
+           "ema_top1", "ema_top5", "skipped_steps", "seconds", "waiting", "tflops_per_device",
+           "share_of_rate", "peak_memory_gib")
+STEPS_PER_ROW = 10              # steps between two rows of steps.jsonl; a row waits for the device
 PLAIN_LINE_SECONDS = 30.0       # between two progress lines if standard error is not a terminal
 T = TypeVar("T")
 
@@ -43,7 +52,10 @@ class Diverged(OneLineError):
 class Progress:
     """How far a run has come, and the sums of its current epoch.
 
-    Every checkpoint contains it, so that the sums of an epoch that was interrupted are complete.
+    Every checkpoint contains the fields, so that the sums of an epoch that was interrupted are
+    complete. The loss of a step, and in fp16 whether the step was skipped, stay on the device until
+    `read_losses` is called, so that the host can launch the next step before the device has finished
+    this one.
     """
 
     step: int = 0               # global batches since the start of the run, skipped steps included
@@ -51,20 +63,76 @@ class Progress:
     epoch_steps: int = 0        # steps of the current epoch
     loss_sum: float = 0.0       # over the steps of the current epoch
     seconds: float = 0.0        # spent on training in the current epoch, without evaluation
-    waiting_seconds: float = 0.0    # part of `seconds`: the training loop waited for data
+    waiting_seconds: float = 0.0    # part of `seconds`: waiting for the loader and other processes
     skipped_steps: int = 0      # since the start of the run: gradients overflowed in fp16
     best: float | None = None   # the best value so far of the metric checkpoint.best_by
-    note = ""                   # the latest loss as text for the progress bar; not saved
 
-    def add_losses(self, losses: list[float]) -> None:
-        """Count one step per loss; raise Diverged, naming the step, for one that is not finite."""
+    def __post_init__(self) -> None:
+        self.losses: list[Tensor] = []               # of steps not yet read, () on the device
+        self.skipped: list[Tensor] = []
+        self.last_loss = math.nan
+        self.clock: float | None = None              # when `seconds` was brought up to date; None:
+                                                     # nothing is trained
+        self.at_last_row = 0, 0.0, 0.0               # epoch_steps, seconds, waiting_seconds
+
+    def start_clock(self) -> None:
+        """Count seconds of training from now on."""
+        self.clock = time.perf_counter()
+
+    def start_epoch(self) -> None:
+        """Start the clock; rates in rows are from here on."""
+        self.at_last_row = self.epoch_steps, self.seconds, self.waiting_seconds
+        self.start_clock()
+
+    def stop_clock(self) -> None:
+        """Count no more seconds until the clock is started."""
+        self.clock = None
+
+    @property
+    def note(self) -> str:
+        """The latest loss as text for the progress bar."""
+        return f"loss {self.last_loss:.3f}" if math.isfinite(self.last_loss) else ""
+
+    def add(self, loss: Tensor, skipped: Tensor | None) -> None:
+        """Add a step that was launched: its loss, () on the device, and whether fp16 skipped it."""
+        self.losses.append(loss)
+        if skipped is not None:
+            self.skipped.append(skipped)
+
+    def read_losses(self, processes: Processes) -> None:
+        """Add the steps since the last call: losses, averaged over the processes, and seconds.
+
+        This waits for the device. Raises Diverged, on all processes together, for a loss that is
+        infinite or NaN.
+        """
+        losses, skipped = [], 0
+        if self.losses:
+            mean = processes.sum(torch.stack(self.losses)) / processes.world_size
+            losses, self.losses = mean.tolist(), []                      # waits for the device
+        if self.skipped:
+            skipped, self.skipped = int(torch.stack(self.skipped).sum()), []
+        if self.clock is not None:                   # now the steps are done, and not only launched
+            before, self.clock = self.clock, time.perf_counter()
+            self.seconds += self.clock - before
+        self.skipped_steps += skipped
         for loss in losses:
             if not math.isfinite(loss):
                 raise Diverged(f"the loss of step {self.step} is {loss}")
             self.loss_sum += loss
             self.epoch_steps += 1
             self.step += 1
-            self.note = f"loss {loss:.3f}"
+            self.last_loss = loss
+
+    def step_row(self, lr: float, grad_norm: Tensor, scale: Tensor | None,
+                 global_batch: int) -> StepRow:
+        """The row of the last step that was read; its rates are those since the previous row."""
+        before, self.at_last_row = self.at_last_row, (self.epoch_steps, self.seconds,
+                                                      self.waiting_seconds)
+        steps, seconds, waiting = (now - then for now, then in zip(self.at_last_row, before))
+        norm = grad_norm.item()
+        return StepRow(self.step, self.last_loss, lr, norm if math.isfinite(norm) else None,
+                       None if scale is None else scale.item(), steps * global_batch / seconds,
+                       waiting / seconds)
 
     def improves(self, value: float | None, by: str) -> bool:
         """Whether `value` of the metric `by` is the best so far; if it is, remember it.
@@ -73,8 +141,7 @@ class Progress:
         """
         if value is None or not math.isfinite(value):
             return False
-        better = (self.best is None or math.isnan(self.best)     # as earlier versions may have saved
-                  or (value < self.best if by == "val_loss" else value > self.best))
+        better = self.best is None or (value < self.best if by == "val_loss" else value > self.best)
         if better:
             self.best = value
         return better
@@ -84,9 +151,60 @@ class Progress:
         self.epochs += 1
         self.epoch_steps, self.loss_sum, self.seconds, self.waiting_seconds = 0, 0.0, 0.0, 0.0
 
-    def state_dict(self) -> dict[str, Any]:
-        """The fields as a dictionary of plain values."""
-        return asdict(self)
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss and accuracy of one model, over every image of a split exactly once."""
+
+    loss: float                 # mean cross-entropy per image
+    top1: float                 # percent
+    top5: float | None          # percent; None with five classes or fewer, where it says nothing
+    images: int
+    class_hits: list[int]       # per class: its images whose highest logit is the right one
+    class_images: list[int]     # per class: its images
+
+
+def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float, global_batch: int,
+                flops: float, processes: Processes) -> dict[str, Any]:
+    """The line of metrics.jsonl for the epoch that has just ended.
+
+    Values are None where nothing was evaluated, or where the device's peak rate is not known.
+
+    results: the evaluation of the model and, if there is one, of its moving average; empty if none
+        took place. flops: model FLOPs of training per image (`training_flops`). lr: learning rate
+        of the epoch's last step.
+    """
+    rate = progress.epoch_steps * global_batch / progress.seconds        # images/s, all processes
+    tflops, peak = rate * flops / processes.world_size / 1e12, matrix_rate(processes.device)
+    row = dict.fromkeys(METRICS) | {
+        "epoch": progress.epochs + 1, "lr": lr,
+        "train_loss": progress.loss_sum / progress.epoch_steps,
+        "images_per_second": rate, "skipped_steps": progress.skipped_steps,
+        "seconds": progress.seconds, "waiting": progress.waiting_seconds / progress.seconds,
+        "tflops_per_device": tflops, "share_of_rate": tflops / peak if peak else None,
+        "peak_memory_gib": peak_gib(processes.device)}
+    for result in results[:1]:
+        row |= {f"val_{key}": getattr(result, key) for key in ("loss", "top1", "top5")}
+    for result in results[1:]:
+        row |= {"ema_top1": result.top1, "ema_top5": result.top5}
+    return row
+
+
+def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
+    """A row of metrics as a printed line; what was not measured is left out."""
+    parts = [f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}", f"lr {row['lr']:.2e}",
+             f"train loss {row['train_loss']:.3f}"]
+    for key, text in (("val_loss", "val loss {:.3f}"), ("val_top1", "top-1 {:.2f} %"),
+                      ("val_top5", "top-5 {:.2f} %"), ("ema_top1", "EMA top-1 {:.2f} %")):
+        if row[key] is not None:
+            parts.append(text.format(row[key]))
+    if row["skipped_steps"]:
+        parts.append(f"{row['skipped_steps']} steps skipped")
+    rate, share = row["images_per_second"], row["share_of_rate"]
+    of_the_card = "" if share is None else f" = {100 * share:.0f} % of its rate"
+    return "  ".join([*parts, f"{rate:.0f} images/s" if rate >= 100 else f"{rate:.2f} images/s",
+                      f"{row['tflops_per_device']:.3g} TFLOP/s/device{of_the_card}",
+                      f"waiting {100 * row['waiting']:.0f} %", f"{row['peak_memory_gib']:.2f} GiB"])
 
 
 class ProgressBar:

@@ -9,10 +9,8 @@ import gzip
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch.autograd import DeviceType
@@ -20,13 +18,11 @@ from torch.profiler import ProfilerActivity
 
 from ..messages import OneLineError, in_brief
 from .checkpoint import CheckpointError, written_atomically
-from .distributed import Processes
 
 WARMUP_STEPS = 10               # before the first profiled step, if the run is long enough
 MOST_PROFILED = 100             # steps; each adds up to a few MB to the trace
 LARGEST = 10                    # operations that are printed
 LONGEST_NAME = 80               # characters; the name of a CUDA kernel may have hundreds
-T = TypeVar("T")
 
 
 def first_profiled(count: int, *, done: int, per_epoch: int, total: int) -> int:
@@ -49,42 +45,41 @@ def first_profiled(count: int, *, done: int, per_epoch: int, total: int) -> int:
 
 
 class StepProfiler:
-    """Writes the trace of `count` steps of a run into the run's folder (0: no trace).
+    """Writes the trace of `count` steps of a run, from step `first` on, into `folder` (0: none).
 
-    done, per_epoch, total: steps already done, per epoch, and in the run. All processes split their
-    epochs at the same steps, but only the main process profiles. Raises OneLineError if fewer than
-    `count` steps are left.
+    On leaving its context, a trace that is not complete is dropped.
     """
 
-    def __init__(self, count: int, *, done: int, per_epoch: int, total: int, folder: Path,
-                 processes: Processes, say: Callable[[str], None]) -> None:
-        self.count, self.folder, self.processes, self.say = count, folder, processes, say
-        self.first = first_profiled(count, done=done, per_epoch=per_epoch, total=total)
+    def __init__(self, count: int = 0, first: int = 0, *, folder: Path = Path(),
+                 device: torch.device = torch.device("cpu"),
+                 say: Callable[[str], object] = print) -> None:
+        self.count, self.first, self.folder, self.device, self.say = count, first, folder, device, say
+        self.running: torch.profiler.profile | None = None
 
-    def parts(self, steps: Iterable[T], numbers: range) -> Iterator[Iterator[T]]:
-        """Split the steps of an epoch into consecutive parts; the second one may be profiled.
+    def begin(self, step: int) -> None:
+        """To be called before each step."""
+        if self.count and step == self.first:
+            activities = [ProfilerActivity.CPU]
+            if self.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            else:                                    # else it reports the missing GPU as an error
+                os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+            self.running = torch.profiler.profile(activities=activities, acc_events=True)
+            self.running.start()
 
-        numbers: the numbers of these steps within the run. Each part must be used up before the
-        next is requested. Epochs that are not profiled have a single part.
-        """
-        steps = iter(steps)
-        if self.count and self.first in numbers:
-            yield islice(steps, self.first - numbers.start)
-            if self.processes.is_main:
-                with self._profiler() as profiler:
-                    yield islice(steps, self.count)
-                self._report(profiler)
-            else:
-                yield islice(steps, self.count)
-        yield steps
+    def end(self, step: int) -> None:
+        """To be called after each step."""
+        if self.running is not None and step + 1 == self.first + self.count:
+            self.running.stop()
+            self._report(self.running)
+            self.running = None
 
-    def _profiler(self) -> torch.profiler.profile:
-        activities = [ProfilerActivity.CPU]
-        if self.processes.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        else:                                        # else it reports the missing GPU as an error
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        return torch.profiler.profile(activities=activities, acc_events=True)
+    def __enter__(self) -> StepProfiler:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.running is not None:
+            self.running.stop()
 
     def _report(self, profiler: torch.profiler.profile) -> None:
         """Write the trace and print the most expensive operations.
@@ -96,10 +91,10 @@ class StepProfiler:
             write_trace(profiler, path)
         except CheckpointError as error:
             self.say(f"warning {error}")
-        on = "GPU" if self.processes.device.type == "cuda" else "CPU"
+        on = "GPU" if self.device.type == "cuda" else "CPU"
         self.say("\n".join([f"profile {self.count} step(s) from step {self.first:,} on, {path}; "
                             f"operations by their own time on the {on}:",
-                            *largest(profiler, self.count, self.processes.device)]))
+                            *largest(profiler, self.count, self.device)]))
 
 
 def write_trace(profiler: torch.profiler.profile, path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..messages import in_brief
-from .checkpoint import CheckpointError, model_state, require_finite, require_fit
+from .checkpoint import CheckpointError, shortened
 from .ema import Ema
 from .metrics import Progress
-
-# What the optimiser stores per tensor, by whether Muon trains it: the kind's name, and the names.
-MOMENTS = {False: ("AdamW", ("step", "exp_avg", "exp_avg_sq")), True: ("Muon", ("momentum_buffer",))}
 
 
 @dataclass
@@ -37,122 +34,98 @@ class TrainState:
         """
         return {"model": self.model.state_dict(), "ema": self.ema.state_dict() if self.ema else None,
                 "grid": self.model.grid, "step": self.progress.step,
-                "progress": self.progress.state_dict()}
+                "progress": asdict(self.progress)}
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, from which training can resume. The tensors are not copies."""
         return self.weights() | {"optimizer": self.optimizer.state_dict(),
                                  "scaler": self.scaler.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any], path: Path) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], path: Path) -> None:
         """Restore what `state_dict` returned. `path` is the file that error messages name.
 
         Everything is first checked against this state's own tensors and types, because moments of
-        another shape would crash the fused optimiser's kernel. Raises CheckpointError for whatever
-        does not fit. The optimiser's hyper-parameters are not restored: the recipe states them all.
+        another shape would crash the fused optimiser's kernel. Raises CheckpointError, which names
+        the file and the key, for whatever does not fit. The optimiser's hyper-parameters are not
+        restored: the recipe states them all.
         """
-        progress = restored_progress(state.get("progress"), path)
-        weights, averaged = model_state(state, path), None
-        require_finite(weights, "model", path)
-        require_fit(self.model, weights, path)
-        if self.ema is not None:
-            average = state.get("ema")
-            if not isinstance(average, Mapping) or type(average.get("updates")) is not int:
-                raise CheckpointError(f"{path}: holds no moving average, which the recipe asks for")
-            averaged = model_state(state, path, "ema")
-            require_finite(averaged, "ema", path)
-            require_fit(self.ema.model, averaged, path)
-        moments = self._fitting_moments(state.get("optimizer"), progress, path)
-        scaling = self._fitting_scaling(state.get("scaler"), path)
+        expected = self.state_dict() | {"optimizer": self._moments()}
+        found = {key: state.get(key) for key in ("progress", "model", "ema", "optimizer", "scaler")
+                 if self.ema is not None or key != "ema"}
+        if isinstance(found["progress"], Mapping):   # checkpoints of earlier versions lack later keys
+            found["progress"] = asdict(Progress()) | found["progress"]
+        try:
+            found["optimizer"] = {
+                "groups": [group["params"] for group in state["optimizer"]["param_groups"]],
+                "state": state["optimizer"]["state"]}
+        except (TypeError, KeyError):
+            raise CheckpointError(f"{path}: optimizer is no state of AdamW or Muon") from None
+        require_like(found["progress"], expected["progress"], path, "progress")
+        if not found["progress"]["step"]:            # a step that fp16 skips makes moments, too
+            expected["optimizer"]["state"] = {}
+        for key, value in found.items():
+            require_like(value, expected[key], path, key)
 
-        self.model.load_state_dict(weights)
+        self.model.load_state_dict(found["model"])
         if self.ema is not None:
-            self.ema.load_state_dict({"model": averaged, "updates": state["ema"]["updates"]})
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
+            self.ema.load_state_dict(found["ema"])
+        self.optimizer.load_state_dict(
+            self.optimizer.state_dict() | {"state": found["optimizer"]["state"]})
         for parameter, values in self.optimizer.state.items():
             for name, value in values.items():       # a fused kernel needs all in one memory format
                 if value.shape == parameter.shape and value.stride() != parameter.stride():
                     values[name] = torch.empty_like(parameter).copy_(value)
-        self.scaler.load_state_dict(scaling)
-        self.progress = progress
+        self.scaler.load_state_dict(found["scaler"])
+        self.progress = Progress(**found["progress"])
 
-    def _fitting_moments(self, state: Any, progress: Progress, path: Path) -> dict[int, Any]:
-        """The optimiser's moments per parameter number, checked for their parameters' shapes."""
-        groups = self.optimizer.param_groups
+    def _moments(self) -> dict[str, Any]:
+        """What the optimiser stores after a step, by the numbers of parameters, in tensors of meta."""
         numbers = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]
-        try:
-            saved_numbers = [group["params"] for group in state["param_groups"]]
-            moments = dict(state["state"])
-        except (TypeError, KeyError, ValueError):
-            raise CheckpointError(f"{path}: its optimizer is no state of AdamW or Muon") from None
-        if saved_numbers != numbers:
-            raise CheckpointError(
-                f"{path}: its optimizer has parameter groups of {_counts(saved_numbers)} tensors, "
-                f"and the model's have {_counts(numbers)}")
-        parameters = {number: (parameter, MOMENTS[group.get("muon", False)])
-                      for group_numbers, group in zip(numbers, groups)
-                      for number, parameter in zip(group_numbers, group["params"])}
-        trained = {number for number, (parameter, _) in parameters.items() if parameter.requires_grad}
-        expected = trained if progress.step else set()   # a step that fp16 skips makes them, too
-        if moments.keys() != expected:
-            raise CheckpointError(f"{path}: its optimizer has moments of {len(moments)} tensors at "
-                                  f"step {progress.step}, expected {len(expected)}")
-        for number, values in moments.items():
-            parameter, (kind, names) = parameters[number]
-            if not isinstance(values, Mapping) or values.keys() != set(names):
-                raise CheckpointError(f"{path}: its optimizer holds no moments of {kind} for tensor "
-                                      f"{number}")
-            for name in names:
-                value = values[name]
-                if name == "step":
-                    if not isinstance(value, Tensor) or value.numel() != 1 or not value >= 0:
-                        raise CheckpointError(f"{path}: its optimizer has counted no steps of tensor "
-                                              f"{number}")
-                    continue
-                if not isinstance(value, Tensor) or value.shape != parameter.shape or (
-                        value.dtype != parameter.dtype):
-                    found = (f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else
-                             type(value).__name__)
-                    raise CheckpointError(
-                        f"{path}: its optimizer's {name} of tensor {number} is {found} where the "
-                        f"model has {tuple(parameter.shape)} {parameter.dtype}")
-                require_finite({str(number): value}, f"optimizer's {name}", path)
-        return moments
-
-    def _fitting_scaling(self, state: Any, path: Path) -> dict[str, Any]:
-        """GradScaler's saved state, checked for the keys of this run's precision and finite values."""
-        own = self.scaler.state_dict()
-        if not isinstance(state, Mapping) or state.keys() != own.keys() or not all(
-                type(value) in (int, float) and math.isfinite(value) for value in state.values()):
-            raise CheckpointError(f"{path}: its loss scaling is not that of the recipe's engine.amp; "
-                                  f"expected {', '.join(own) or 'none'}")
-        return dict(state)
+        moments = {}
+        for group, in_group in zip(self.optimizer.param_groups, numbers):
+            for parameter, number in zip(group["params"], in_group):
+                moment = torch.empty_like(parameter, device="meta")
+                if group.get("muon"):
+                    moments[number] = {"momentum_buffer": moment}
+                else:
+                    moments[number] = {"step": torch.empty((), device="meta"),
+                                       "exp_avg": moment, "exp_avg_sq": moment}
+        return {"groups": numbers, "state": moments}
 
 
-def restored_progress(state: Any, path: Path) -> Progress:
-    """The Progress whose `state_dict` is given.
+def require_like(found: Any, expected: Any, path: Path, key: str) -> None:
+    """Raise CheckpointError unless `found` is what `expected` is, but for the values of its numbers.
 
-    Keys that are missing, as in checkpoints of earlier versions, keep their defaults. Raises
-    CheckpointError, naming the file `path`, for unknown keys and for values of the wrong type.
+    Dictionaries have the same keys, lists the same items, tensors the same shape and type of number;
+    tensors and numbers are finite, and numbers not negative. Where None is expected, which stands for
+    "not yet known", there may be a number.
+
+    path, key: the file and the part of it that `found` is, for the message.
     """
-    own = Progress()
-    known = own.state_dict()
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"{path}: its progress is {in_brief(state)}, expected a dictionary")
-    for key, value in state.items():
-        if key not in known:
-            raise CheckpointError(f"{path}: its progress has an unknown key '{in_brief(key)}'")
-        if isinstance(known[key], int):
-            fits = type(value) is int and value >= 0
-        elif key == "best":
-            fits = value is None or type(value) in (int, float)
-        else:
-            fits = type(value) in (int, float) and math.isfinite(value) and value >= 0
-        if not fits:
-            raise CheckpointError(f"{path}: its progress has {key} = {in_brief(value)}")
-    return Progress(**state)
-
-
-def _counts(groups: list[Any]) -> str:
-    """The lengths of the groups, in words: "50 + 102"."""
-    return " + ".join(str(len(group)) if isinstance(group, list) else "?" for group in groups)
+    def refuse(what: str, wanted: object) -> None:
+        raise CheckpointError(f"{path}: {key} is {what}, expected {wanted}")
+    if isinstance(expected, Mapping):
+        if not isinstance(found, Mapping):
+            refuse(in_brief(found), "a dictionary")
+        missing, surplus = ([str(name) for name in one if name not in other]
+                            for one, other in ((expected, found), (found, expected)))
+        if missing or surplus:
+            words = [f"{word} {shortened(names)}" for word, names in
+                     (("lacks", missing), ("has also", surplus)) if names]
+            raise CheckpointError(f"{path}: {key} does not fit: it {' and '.join(words)}")
+        for name, value in expected.items():
+            require_like(found[name], value, path, f"{key}.{name}")
+    elif isinstance(expected, Tensor):
+        if not isinstance(found, Tensor):
+            refuse(in_brief(found), "a tensor")
+        if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+            refuse(f"{tuple(found.shape)} {found.dtype}", f"{tuple(expected.shape)} {expected.dtype}")
+        if found.is_floating_point() and not found.isfinite().all():
+            refuse("not finite", "finite numbers; the run diverged before it was written")
+    elif isinstance(expected, (list, tuple)):
+        if found != expected:
+            refuse(in_brief(found), in_brief(expected))
+    elif found is not None or expected is not None:
+        kinds = (int, float) if expected is None else (type(expected),)
+        if type(found) not in kinds or not (math.isfinite(found) and found >= 0):
+            refuse(in_brief(found), f"{' or '.join(kind.__name__ for kind in kinds)} from 0 on")
