@@ -49,19 +49,17 @@ class TrainState:
         the file and the key, for whatever does not fit. The optimiser's hyper-parameters are not
         restored: the recipe states them all.
         """
+        progress = restored_progress(state.get("progress"), path)
         expected = self.state_dict() | {"optimizer": self._moments()}
-        found = {key: state.get(key) for key in ("progress", "model", "ema", "optimizer", "scaler")
+        found = {key: state.get(key) for key in ("model", "ema", "optimizer", "scaler")
                  if self.ema is not None or key != "ema"}
-        if isinstance(found["progress"], Mapping):   # checkpoints of earlier versions lack later keys
-            found["progress"] = asdict(Progress()) | found["progress"]
         try:
             found["optimizer"] = {
                 "groups": [group["params"] for group in state["optimizer"]["param_groups"]],
                 "state": state["optimizer"]["state"]}
         except (TypeError, KeyError):
             raise CheckpointError(f"{path}: optimizer is no state of AdamW or Muon") from None
-        require_like(found["progress"], expected["progress"], path, "progress")
-        if not found["progress"]["step"]:            # a step that fp16 skips makes moments, too
+        if not progress.step:                        # a step that fp16 skips makes moments, too
             expected["optimizer"]["state"] = {}
         for key, value in found.items():
             require_like(value, expected[key], path, key)
@@ -76,7 +74,7 @@ class TrainState:
                 if value.shape == parameter.shape and value.stride() != parameter.stride():
                     values[name] = torch.empty_like(parameter).copy_(value)
         self.scaler.load_state_dict(found["scaler"])
-        self.progress = Progress(**found["progress"])
+        self.progress = progress
 
     def _moments(self) -> dict[str, Any]:
         """What the optimiser stores after a step, by the numbers of parameters, in tensors of meta."""
@@ -91,6 +89,14 @@ class TrainState:
                     moments[number] = {"step": torch.empty((), device="meta"),
                                        "exp_avg": moment, "exp_avg_sq": moment}
         return {"groups": numbers, "state": moments}
+
+
+def restored_progress(found: Any, path: Path) -> Progress:
+    """The Progress of a checkpoint; keys that one of an earlier version lacks keep their defaults."""
+    own = asdict(Progress())
+    found = own | found if isinstance(found, Mapping) else found
+    require_like(found, own, path, "progress")
+    return Progress(**found)
 
 
 def require_like(found: Any, expected: Any, path: Path, key: str) -> None:
