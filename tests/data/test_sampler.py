@@ -6,6 +6,7 @@ The global batch and its mixing must not depend on the number of processes or on
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -85,69 +86,55 @@ def deits_share(order: np.ndarray, *, repeats: int, rank: int, world_size: int) 
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("global_batch, max_batch, world_size, group, micro_batch_size, accumulation", [
-    (1024, 256, 1, 1, 256, 4), (1024, 256, 8, 1, 128, 1), (1024, 100, 4, 1, 64, 4),
-    (18, 5, 1, 1, 3, 6), (18, 99, 2, 1, 9, 1), (7, 6, 1, 1, 1, 7), (6, 1, 2, 1, 1, 3),
-    (30, 10, 1, 1, 10, 3), (1021, 256, 1, 1, 1, 1021),
-    (1024, 256, 1, 64, 256, 4), (1024, 256, 8, 64, 128, 1), (1024, 100, 4, 256, 64, 4),
-    (18, 5, 1, 6, 2, 9), (30, 15, 1, 6, 10, 3), (30, 15, 3, 30, 10, 1), (30, 3, 5, 10, 2, 3),
-    (34, 33, 1, 2, 2, 17), (34, 34, 1, 34, 34, 1)])
-def test_the_micro_batch_is_the_largest_that_divides_into_pairs_if_any(
-        global_batch, max_batch, world_size, group, micro_batch_size, accumulation):
-    plan = plan_batches(global_batch, max_batch, world_size, group=group)
-    assert plan == BatchPlan(global_batch, world_size, micro_batch_size, group)
-    assert plan.accumulation == accumulation
-    assert plan.per_process == global_batch // world_size
-    assert plan.groups == global_batch // group
+def plans(count: int = 60) -> Iterator[tuple[BatchPlan, int]]:
+    """Plans of random sizes, and the most images that each allowed per micro-batch."""
+    rng = np.random.default_rng(7)
+    for _ in range(count):
+        world_size, group = int(rng.choice([1, 2, 3, 5, 6])), int(rng.choice([1, 2, 4, 6, 10, 12, 60]))
+        batch = math.lcm(group, min(group, 2) * world_size) * int(rng.integers(1, 5))
+        max_batch = int(rng.integers(min(group, 2), batch + 3))
+        yield plan_batches(batch, max_batch, world_size, group=group), max_batch
 
 
-@pytest.mark.parametrize("max_batch", [2, 5, 7, 12, 100])
-@pytest.mark.parametrize("group", [1, 2, 6])
-@pytest.mark.parametrize("global_batch, world_size", [(12, 1), (30, 5), (36, 2), (60, 3)])
-def test_micro_batches_fit_and_make_up_the_global_batch(global_batch, max_batch, world_size, group):
-    plan = plan_batches(global_batch, max_batch, world_size, group=group)
-    assert 1 <= plan.micro_batch_size <= max_batch and plan.micro_batch_size % min(group, 2) == 0
-    assert plan.micro_batch_size * plan.accumulation * world_size == global_batch
+def test_micro_batches_are_the_largest_that_divide_into_pairs_and_each_image_is_in_one():
+    for plan, max_batch in plans():
+        unit, share = min(plan.group, 2), plan.global_batch // plan.world_size
+        assert plan.micro_batch_size == max(
+            size for size in range(1, max_batch + 1) if share % size == size % unit == 0)
+        assert plan.per_process == share == plan.accumulation * plan.micro_batch_size
+        positions = micro_batches(plan)
+        assert sorted(sum(sum(positions, []), [])) == list(range(plan.global_batch))
+        assert {len(one) for process in positions for one in process} == {plan.micro_batch_size}
 
 
-@pytest.mark.parametrize("global_batch, world_size, group, nearest", [
-    (100, 3, 1, (99, 102)), (7, 5, 1, (5, 10)), (2, 3, 1, (3,)),
-    (96, 5, 32, (160,)), (66, 6, 6, (60, 72)), (1024, 3, 256, (768, 1536))])
-def test_a_global_batch_that_does_not_divide_into_processes_is_refused(global_batch, world_size,
-                                                                       group, nearest):
+def test_partners_are_the_mirrored_images_of_a_group_and_opposite_each_other():
+    """The definition: group g is every G-th image from g on, and is mixed with itself reversed."""
+    for plan, _ in plans():
+        images = list(range(plan.global_batch))
+        groups = [images[first::plan.groups] for first in range(plan.groups)]
+        partner = {image: other for one in groups for image, other in zip(one, reversed(one))}
+        group_of = {image: number for number, one in enumerate(groups) for image in one}
+        for rank, process in enumerate(micro_batches(plan)):
+            for micro_step, positions in enumerate(process):
+                assert plan.group == 1 or [partner[image] for image in positions] == positions[::-1]
+                assert plan.mixing_groups(rank, micro_step).tolist() == [
+                    group_of[image] for image in positions]
+
+
+@pytest.mark.parametrize("global_batch, world_size, group, words", [
+    (100, 3, 1, "it does not divide into 3 processes; the nearest batches that do are 99 and 102"),
+    (96, 5, 32, "its 48 mixed pairs do not divide into 5 processes; the nearest batches that do are 160"),
+    (100, 1, 64, "into groups of mix.group = 64 images; the nearest batches that do are 64 and 128, or "
+     "mix.group = 50 or 100"),
+    (1021, 1, 256, "mix.group = 256 images; the nearest batches that do are 768 and 1024"),
+    (30, 2, 8, "the nearest batches that do are 24 and 32, or mix.group = 6 or 10"),
+    (126, 1, 63, "mix.group = 63 is odd, but images are mixed in pairs; the nearest that are even are 62 "
+     "and 64")])
+def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest(global_batch, world_size, group,
+                                                                        words):
     with pytest.raises(ValueError) as error:
         plan_batches(global_batch, 17, world_size, group=group)
-    line = str(error.value)
-    assert "\n" not in line and f"global_batch = {global_batch}: " in line
-    assert f"into {world_size} processes" in line
-    assert line.endswith(f"the nearest batches that do are {' and '.join(map(str, nearest))}")
-    for batch in nearest:
-        assert plan_batches(batch, 17, world_size, group=group).global_batch == batch
-
-
-@pytest.mark.parametrize("global_batch, world_size, group, batches, groups", [
-    (100, 1, 64, (64, 128), (50, 100)), (100, 3, 64, (192,), (50, 100)),
-    (64, 1, 256, (256,), (64,)), (1021, 1, 256, (768, 1024), ()), (30, 1, 4, (28, 32), (2, 6)),
-    (30, 2, 8, (24, 32), (6, 10))])
-def test_a_global_batch_that_does_not_divide_into_groups_is_refused(global_batch, world_size, group,
-                                                                    batches, groups):
-    with pytest.raises(ValueError) as error:
-        plan_batches(global_batch, 17, world_size, group=group)
-    line = str(error.value)
-    assert "\n" not in line and f"global_batch = {global_batch} " in line
-    assert f"mix.group = {group} " in line
-    tail = f", or mix.group = {' or '.join(map(str, groups))}" if groups else ""
-    assert line.endswith(f"batches that do are {' and '.join(map(str, batches))}{tail}")
-    for batch in batches:
-        assert plan_batches(batch, 17, world_size, group=group).groups == batch // group
-    assert all(global_batch % size == size % 2 == 0 for size in groups)
-
-
-@pytest.mark.parametrize("group", [3, 63, 255])
-def test_an_odd_group_is_refused_because_its_middle_has_no_partner(group):
-    nearest = f"{group - 1} and {group + 1}"
-    with pytest.raises(ValueError, match=rf"mix\.group = {group} is odd, .* {nearest}$"):
-        plan_batches(2 * group, 17, 1, group=group)
+    assert str(error.value).endswith(words) and "\n" not in str(error.value)
 
 
 def test_a_micro_batch_of_one_holds_no_pair():
@@ -156,40 +143,9 @@ def test_a_micro_batch_of_one_holds_no_pair():
         plan_batches(12, 1, 2, group=4)
 
 
-# World sizes, and the most images per micro-batch.
-DISTRIBUTIONS = [(1, 60), (1, 14), (1, 2), (2, 8), (3, 10), (5, 60), (6, 5), (10, 3), (30, 7)]
-
-
-@pytest.mark.parametrize("world_size, max_batch", DISTRIBUTIONS)
-@pytest.mark.parametrize("group", [1, 2, 4, 6, 10, 12, 20, 30, 60])
-def test_each_image_of_a_step_is_in_one_micro_batch_and_all_have_the_same_size(world_size, max_batch,
-                                                                             group):
-    plan = plan_batches(60, max_batch, world_size, group=group)
-    positions = micro_batches(plan)
-    assert sorted(sum(sum(positions, []), [])) == list(range(60))
-    assert {len(one) for process in positions for one in process} == {plan.micro_batch_size}
-
-
-@pytest.mark.parametrize("world_size, max_batch", DISTRIBUTIONS)
-@pytest.mark.parametrize("group", [2, 4, 6, 10, 12, 20, 30, 60])
-def test_partners_are_the_mirrored_images_of_a_group_and_opposite_each_other(
-        world_size, max_batch, group):
-    """The definition: group g is every G-th image from g on, and is mixed with itself reversed."""
-    groups = [list(range(60))[first::60 // group] for first in range(60 // group)]
-    partner = {image: other for one in groups for image, other in zip(one, reversed(one))}
-    group_of = {image: number for number, one in enumerate(groups) for image in one}
-    plan = plan_batches(60, max_batch, world_size, group=group)
-    for rank, process in enumerate(micro_batches(plan)):
-        for micro_step, positions in enumerate(process):
-            assert [partner[image] for image in positions] == positions[::-1]
-            assert plan.mixing_groups(rank, micro_step).tolist() == [
-                group_of[image] for image in positions]
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 def test_micro_batches_as_large_as_groups_are_the_groups_in_order_as_in_deit(world_size):
     plan = plan_batches(60, 10, world_size, group=10)
-    assert plan.micro_batch_size == 10
     for rank in range(world_size):
         for micro_step in range(plan.accumulation):
             first = micro_step * world_size + rank
@@ -197,7 +153,7 @@ def test_micro_batches_as_large_as_groups_are_the_groups_in_order_as_in_deit(wor
 
 
 @pytest.mark.parametrize("group", [1, 10])
-@pytest.mark.parametrize("world_size, max_batch", [(1, 30), (1, 7), (2, 4), (3, 5), (6, 2)])
+@pytest.mark.parametrize("world_size, max_batch", [(1, 7), (3, 5), (6, 2)])
 def test_a_process_takes_every_world_sizeth_image_where_groups_allow_it(world_size, max_batch,
                                                                         group):
     plan = plan_batches(60, max_batch, world_size, group=group)
@@ -206,8 +162,7 @@ def test_a_process_takes_every_world_sizeth_image_where_groups_allow_it(world_si
 
 
 @pytest.mark.parametrize("group, repeats, again", [
-    (64, 3, 42), (32, 3, 11), (16, 3, 0), (64, 1, 0), (64, 2, 32), (32, 2, 0), (2, 9, 0),
-    (1, 9, 0)])
+    (64, 3, 42), (32, 3, 11), (16, 3, 0), (64, 1, 0), (1, 9, 0)])
 def test_views_of_one_image_in_one_group_are_a_caution_that_counts_them(group, repeats, again):
     plan = plan_batches(64, 64, 1, group=group)
     lines = plan.cautions(repeats=repeats, max_batch_per_process=64)
@@ -220,8 +175,7 @@ def test_views_of_one_image_in_one_group_are_a_caution_that_counts_them(group, r
 
 
 @pytest.mark.parametrize("global_batch, max_batch, group, size", [
-    (1021, 256, 1, 1), (34, 33, 34, 2), (1024, 256, 1, None), (1024, 100, 64, None),
-    (6, 100, 1, None), (60, 30, 2, None), (58, 30, 1, None)])
+    (1021, 256, 1, 1), (34, 33, 34, 2), (1024, 100, 64, None), (58, 30, 1, None)])
 def test_micro_batches_of_less_than_half_the_possible_size_are_a_caution(global_batch, max_batch,
                                                                          group, size):
     plan = plan_batches(global_batch, max_batch, 1, group=group)
@@ -237,10 +191,9 @@ def test_micro_batches_of_less_than_half_the_possible_size_are_a_caution(global_
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("repeats", [1, 2, 3, 7])
+@pytest.mark.parametrize("repeats", [1, 3, 7])
 @pytest.mark.parametrize("world_size, max_batch, group", [
-    (1, 3, 1), (1, 18, 1), (2, 3, 1), (2, 4, 1), (3, 2, 1), (6, 1, 1),
-    (1, 18, 18), (1, 18, 6), (1, 3, 6), (3, 6, 6), (3, 2, 18), (9, 2, 6), (3, 4, 2)])
+    (1, 3, 1), (2, 4, 1), (6, 1, 1), (1, 18, 18), (3, 6, 6), (9, 2, 6)])
 def test_global_batches_are_the_same_for_any_number_of_processes(world_size, max_batch, group,
                                                                  repeats):
     views = views_in_order(epoch_order(SEED, 2, COUNT), repeats).tolist()
@@ -248,12 +201,6 @@ def test_global_batches_are_the_same_for_any_number_of_processes(world_size, max
                 for step in range(5)]                        # 101 // 18
     assert global_batches(world_size, epoch=2, max_batch=max_batch, repeats=repeats,
                           group=group) == expected
-
-
-def test_without_repeats_an_epoch_is_the_order_of_the_images_cut_into_batches():
-    order = epoch_order(SEED, 2, COUNT).tolist()
-    assert global_batches(1, epoch=2, repeats=1) == [
-        [(2, index, 0) for index in order[first:first + 18]] for first in range(0, 90, 18)]
 
 
 def test_every_batch_is_a_full_micro_batch_and_the_rest_is_dropped():
@@ -270,7 +217,7 @@ def test_other_images_are_left_out_in_another_epoch():
     assert left_out[0] != left_out[1]
 
 
-@pytest.mark.parametrize("step", [0, 1, 3, 5])
+@pytest.mark.parametrize("step", [0, 1, 5])
 def test_starting_at_a_step_gives_the_tail_of_the_epoch(step):
     whole, tail = sampler(1, 2), sampler(1, 2)
     whole.start(epoch=4, step=0)
@@ -295,21 +242,13 @@ def test_epochs_and_seeds_differ(other, repeats):
     assert sum(i == j for i, j in zip(*indices)) < 10        # of 90; about one by chance
 
 
-def test_fewer_images_than_a_global_batch_are_refused():
-    assert list(sampler(0, 1, count=18)) != []
-    with pytest.raises(ValueError) as error:
-        sampler(0, 1, count=17)
-    assert "17 images, " in str(error.value) and "global_batch = 18" in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 # ---------------------------------------------------------------------------------------------
 # Repeated augmentation
 # ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
-@pytest.mark.parametrize("world_size, per_process", [(4, 320_256), (8, 160_128), (16, 80_064)])
+@pytest.mark.parametrize("world_size, per_process", [(4, 320_256), (16, 80_064)])
 def test_an_imagenet_epoch_is_as_long_as_deits(world_size, per_process, repeats):
     for rank in (0, world_size - 1):
         one = sampler(rank, world_size, count=IMAGENET, global_batch=1024, max_batch=64,
@@ -331,9 +270,8 @@ def test_an_imagenet_epoch_with_three_repeats_sees_a_third_of_the_images():
     assert len({key.index for micro_batch in one for key in micro_batch}) == 427_008
 
 
-@pytest.mark.parametrize("repeats", [1, 2, 3, 5])
-@pytest.mark.parametrize("group", [1, 32])
-@pytest.mark.parametrize("world_size, max_batch", [(1, 256), (2, 64), (8, 5)])
+@pytest.mark.parametrize("world_size, max_batch, repeats, group", [
+    (1, 256, 1, 1), (2, 64, 3, 32), (8, 5, 2, 1), (8, 5, 5, 32)])
 def test_each_process_takes_what_deits_sampler_gives_it(world_size, max_batch, repeats, group):
     for rank in range(world_size):                           # with batch 256 lengths agree, too
         one = sampler(rank, world_size, count=1009, global_batch=256, max_batch=max_batch,
@@ -363,7 +301,7 @@ def test_views_of_one_image_go_to_different_processes_if_there_are_enough(world_
         assert len(indices) == 90 // world_size == len(set(indices))
 
 
-@pytest.mark.parametrize("world_size, max_batch", [(1, 64), (1, 960), (2, 30), (3, 128), (8, 256)])
+@pytest.mark.parametrize("world_size, max_batch", [(1, 64), (2, 30), (8, 256)])
 def test_groups_are_deits_64_different_images_for_any_number_of_processes(world_size, max_batch):
     """15 groups of 64 with three repeats.
 
@@ -387,17 +325,8 @@ def test_groups_are_deits_64_different_images_for_any_number_of_processes(world_
     assert {len(found) for found in draws.values()} == {3}
 
 
-@pytest.mark.parametrize("repeats", [2, 3])
-@pytest.mark.parametrize("world_size", [2, 3, 6])
-def test_no_two_processes_take_the_same_view(world_size, repeats):
-    views = [key for rank in range(world_size)
-             for key in share(sampler(rank, world_size, repeats=repeats))]
-    assert len(views) == 90 == len(set(views))
-
-
 @pytest.mark.parametrize("count, global_batch, repeats, world_size", [
-    (7, 18, 3, 1), (17, 18, 3, 2), (1, 3, 3, 3), (2, 6, 3, 2), (2, 2, 1, 2), (1, 1, 1, 1),
-    (1, 1, 3, 1), (2, 5, 3, 5)])
+    (7, 18, 3, 1), (17, 18, 3, 2), (1, 3, 3, 3), (1, 1, 1, 1)])
 def test_a_small_set_makes_one_step_as_long_as_its_repeats_fill_it(count, global_batch, repeats,
                                                                    world_size):
     step, = global_batches(world_size, epoch=0, count=count, global_batch=global_batch,
@@ -406,13 +335,13 @@ def test_a_small_set_makes_one_step_as_long_as_its_repeats_fill_it(count, global
     assert step == [(0, *view) for view in views.tolist()]
 
 
-@pytest.mark.parametrize("count, global_batch, repeats", [(5, 18, 3), (1, 3, 2), (2, 7, 3),
-                                                          (0, 1, 3)])
+@pytest.mark.parametrize("count, global_batch, repeats", [(17, 18, 1), (5, 18, 3), (0, 1, 3)])
 def test_a_set_whose_repeats_do_not_fill_a_batch_is_refused(count, global_batch, repeats):
     with pytest.raises(ValueError) as error:
         sampler(0, 1, count=count, global_batch=global_batch, repeats=repeats)
     line = str(error.value)
-    assert f"{count} images in {repeats} views each, " in line and "\n" not in line
+    views = f" in {repeats} views each" * (repeats > 1)
+    assert f"{count} images{views}, fewer" in line and "\n" not in line
     assert f"global_batch = {global_batch}" in line
 
 
