@@ -39,9 +39,9 @@ import torch
 from torch import Tensor, nn
 
 from vitinit.command_line import Parser, run_program
-from vitinit.data.class_subsets import class_indices, imagenet_wnids
 from vitinit.data.datasets import DATA_SETS, Source, download, is_wnid, open_split, oriented
-from vitinit.data.eval_sets import EVAL_SETS, EvaluatedSet, NamedSet, TrainingPart, open_to_evaluate
+from vitinit.data.eval_sets import (EVAL_SETS, EvaluatedSet, NamedSet, TrainingPart, class_indices,
+                                    imagenet_wnids, open_to_evaluate)
 from vitinit.data.images import DataError
 from vitinit.data.kept import KeptViews, kept_views
 from vitinit.data.loader import EvalViews

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitinit.command_line import Parser, building, integer, run_program
-from vitinit.data.datasets import (Source, download, fingerprint, folder_of, open_split,
+from vitinit.data.datasets import (Source, download, fingerprint, folder_of, held_out_part, open_split,
                                    oriented)
 from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleDraws, SampleKey
 from vitinit.data.images import DataError
@@ -34,7 +34,6 @@ from vitinit.data.loader import EvalViews
 from vitinit.data.mix import MixSettings
 from vitinit.data.pipeline import Data, EvaluationBatches, training_batches
 from vitinit.data.sampler import TrainSampler, plan_batches, require_full_batch
-from vitinit.data.subset import held_out_part
 from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.data.workers import start_fork_server
 from vitinit.init import INITS

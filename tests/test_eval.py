@@ -14,7 +14,7 @@ from PIL import Image
 
 import vitinit
 from vitinit.data.augment import normalise
-from vitinit.data.class_subsets import imagenet_wnids
+from vitinit.data.eval_sets import imagenet_wnids
 from vitinit.data.datasets import ImageFiles, open_split
 from vitinit.data.images import resize_and_centre_crop
 from vitinit.runs import folder as run_folder

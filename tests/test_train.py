@@ -358,8 +358,7 @@ def test_which_images_a_subset_holds_is_the_subset_seeds_choice_alone(
 
 def test_a_class_that_cannot_fill_a_subset_is_one_line(train_program, small_run, tmp_path, capsys):
     assert train_program.main(small_run(tmp_path / "run", data__images_per_class="18")) == 2
-    assert ("data.images_per_class is 18, but class 'blue' has 17 images to train on"
-            in capsys.readouterr().err)
+    assert "class 'blue' has 17 images, too few to train on 18" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -515,8 +514,8 @@ def test_a_class_of_too_few_images_to_hold_out_is_named(train_program, small_run
     command = small_run(tmp_path / "run", "--data-dir", str(phone), **ONE_FOLDER)
     assert train_program.main(command) == 2
     assert capsys.readouterr().err == (
-        "train.py: class 'green' has 2 images to train on, of which data.held_out_per_class takes "
-        "3; expected at most 1\n")
+        "train.py: class 'green' has 2 images, too few to train on 1 and hold out 3 of them; expected "
+        "less of data.images_per_class or data.held_out_per_class\n")
 
 
 def test_a_single_class_is_no_task(train_program, small_run, phone, tmp_path, capsys):

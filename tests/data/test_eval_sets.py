@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitinit.data.class_subsets import imagenet_wnids
-from vitinit.data.eval_sets import EVAL_SETS, NamedSet, open_to_evaluate
+from vitinit.data.datasets import is_wnid
+from vitinit.data.eval_sets import (EVAL_SETS, NamedSet, class_indices, imagenet_wnids,
+                                    open_to_evaluate)
 from vitinit.data.images import DataError
 
 WNIDS = imagenet_wnids()
@@ -52,12 +53,9 @@ def refusal(name: str, root: Path) -> str:
     return str(error.value)
 
 
-def test_every_set_is_tried():
-    assert LAYOUTS.keys() == EVAL_SETS.keys()
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", EVAL_SETS)
 def test_each_image_has_its_synset(layouts, name):
+    """Also where numbered folders lie in alphabetical order, in which 10 comes after 1."""
     source, (_, folders, _) = open_to_evaluate(name, str(layouts[name])), LAYOUTS[name]
     assert len(source) == len(folders) and len(source.classes) == EVAL_SETS[name].num_classes
     for index in range(0, len(source), 37):
@@ -66,25 +64,16 @@ def test_each_image_has_its_synset(layouts, name):
     assert sorted(source.labels) == list(range(len(folders)))
 
 
-def test_numbered_folders_are_not_in_alphabetical_order(layouts):
-    """In alphabetical order the folder 10 comes after 1, but it is class 10."""
-    source = open_to_evaluate("imagenet_v2", str(layouts["imagenet_v2"]))
-    labels = {Path(path).parent.name: label
-              for path, label in zip(source.paths, source.labels)}
-    assert labels["2"] == 2 and labels["10"] == 10 and source.classes == WNIDS
-
-
 def test_the_folder_above_is_refused_and_the_right_one_named(layouts):
     root = layouts["imagenet_r"]
     assert refusal("imagenet_r", root.parent).endswith(f"did you mean {root}?")
 
 
-@pytest.mark.parametrize("name, other", [("imagenet_v2", "imagenet_sketch"),
-                                         ("imagenet_sketch", "imagenet_v2")])
-def test_another_sets_folders_are_refused(layouts, name, other):
-    root = layouts[other]
-    first = sorted(path.name for path in root.iterdir() if path.is_dir())[0]
-    assert refusal(name, root).startswith(f"{root / first}: not a class of {name}, which is")
+def test_another_sets_folders_are_refused(layouts):
+    for name, other in (("imagenet_v2", "imagenet_sketch"), ("imagenet_sketch", "imagenet_v2")):
+        root = layouts[other]
+        first = min(path.name for path in root.iterdir() if path.is_dir())
+        assert refusal(name, root).startswith(f"{root / first}: not a class of {name}, which is")
 
 
 def test_a_set_that_is_not_complete_is_refused(layouts, tmp_path):
@@ -119,3 +108,17 @@ def test_a_part_of_imagenet_goes_by_image_folder(tmp_path):
 def test_a_named_set_prints_as_it_is_written():
     assert str(NamedSet("imagenet_r", "/data/r")) == "imagenet_r=/data/r"
     assert str(NamedSet("shapes", "")) == "shapes"
+
+
+def test_imagenets_classes_have_the_numbers_that_everyone_gives_them():
+    assert len(set(WNIDS)) == 1000 and WNIDS == sorted(WNIDS) and all(map(is_wnid, WNIDS))
+    assert [WNIDS[index] for index in (0, 207, 281, 999)] == [
+        "n01440764", "n02099601", "n02123045", "n15075141"]  # tench, golden retriever, tabby, tissue
+
+
+def test_each_class_of_a_set_is_found_at_its_index_in_the_model():
+    known = ["ant", "bee", "cat", "dog", "eel"]
+    assert class_indices(known, ["dog", "ant", "eel"]) == [3, 0, 4]
+    with pytest.raises(DataError) as error:
+        class_indices(known, ["bee", "cow"])
+    assert str(error.value) == "class 'cow' is none of the model's 5 classes (ant, bee, … eel)"

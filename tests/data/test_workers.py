@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vitinit.data.images import DataError
 from vitinit.data.loader import Loader
-from vitinit.data.workers import GRACE_SECONDS, leave_signals_to_parent, require_open_files
+from vitinit.data.workers import GRACE_SECONDS, begin_work, expect_workers
 
 METHODS = ("fork", "forkserver", "spawn")
 
@@ -140,7 +140,7 @@ def test_workers_forked_from_a_process_with_threads_do_not_wait_for_them():
                                           (EOFError(), False), (KeyError("a mistake"), True)])
 def test_a_worker_says_nothing_of_a_parent_that_hung_up(capfd, error, heard):
     def work():
-        leave_signals_to_parent()
+        begin_work(0)
         sys.excepthook(type(error), error, None)
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
@@ -153,7 +153,7 @@ def test_a_worker_outlives_signals_for_a_while():
     receiver, sender = context.Pipe(duplex=False)
 
     def work():
-        leave_signals_to_parent()
+        begin_work(0)
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
             sender.send(signal.alarm(0))             # seconds it has left; 0: no end is set
@@ -173,9 +173,9 @@ def test_a_worker_outlives_signals_for_a_while():
 
 def test_more_workers_than_open_files_is_one_line(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda kind: (1024, 4096))
-    require_open_files(96)
-    with pytest.raises(DataError, match=r"data.workers = 97 need .* 1024 files .* at most 96 on"):
-        require_open_files(97)
+    expect_workers(96)
+    with pytest.raises(DataError, match=r"data.workers = 97 need .* 1024 files .* at most 96$"):
+        expect_workers(97)
 
 
 @pytest.mark.parametrize("workers, error, words", [

@@ -14,7 +14,7 @@ from PIL import Image
 
 import vitinit
 from vitinit import export, predict
-from vitinit.data.class_subsets import imagenet_wnids
+from vitinit.data.eval_sets import imagenet_wnids
 from vitinit.runs import trained as trained_module
 from vitinit.train.checkpoint import load as load_checkpoint
 

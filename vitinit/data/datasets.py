@@ -2,31 +2,34 @@
 
 All sources have the same interface, `Source`: `len(source)`, `source.image(i)` → (3, H, W) uint8,
 `source.labels[i]`, and `source.classes`, the names of the classes. `DATA_SETS` lists all data sets.
+torchvision lists, reads and downloads the published ones, except for ImageNet and Tiny ImageNet.
 """
 
 from __future__ import annotations
 
 import copy
+import fcntl
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
-from torchvision.datasets import CIFAR10, CIFAR100, SVHN, Flowers102, Food101, OxfordIIITPet
+from torchvision.datasets import (CIFAR10, CIFAR100, STL10, SVHN, Flowers102, Food101, OxfordIIITPet,
+                                  VisionDataset)
 
+from ..keys import Stream, keyed_generator
 from ..messages import in_brief
-from . import layouts, shapes
-from .folders import EXTENSIONS, class_folders, images_below, images_of_classes, in_words
+from . import shapes
+from .folders import EXTENSIONS, Paths, class_folders, images_below, images_by_class, in_words
 from .images import DataError, decode_image
-from .one_at_a_time import one_at_a_time
-from .paths import Paths
 
 VALIDATION_FOLDERS = ("val", "test")
 QUOTED = 50                     # how many characters of another library's error a message quotes
@@ -72,8 +75,7 @@ class ImageFiles:
 
     def __init__(self, paths: Sequence[str], labels: Sequence[int] | np.ndarray,
                  classes: list[str]) -> None:
-        self.paths = paths if isinstance(paths, Paths) else Paths(paths)
-        self.labels, self.classes = np.array(labels, dtype=np.int64), classes
+        self.paths, self.labels, self.classes = Paths(paths), np.array(labels, np.int64), classes
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -82,8 +84,8 @@ class ImageFiles:
         return decode_image(self.paths[index], apply_exif_orientation=self.apply_exif_orientation)
 
     def part(self, indices: np.ndarray) -> ImageFiles:
-        chosen = copy.copy(self)
-        chosen.paths, chosen.labels = self.paths.part(indices), self.labels[indices]
+        chosen, paths = copy.copy(self), list(self.paths)
+        chosen.paths, chosen.labels = Paths([paths[i] for i in indices]), self.labels[indices]
         return chosen
 
 
@@ -97,19 +99,18 @@ class ImageFolder(ImageFiles):
         if not os.path.isdir(folder):
             raise DataError(f"{folder}: no such folder; an image folder holds train/<class>/… and "
                             f"{' or '.join(f'{name}/<class>/…' for name in VALIDATION_FOLDERS)}")
-        classes, left_out = class_folders(folder), Counter()
-        paths = images_of_classes(folder, classes, left_out)
+        left_out = Counter()
+        found = images_by_class(folder, left_out)
         self.left_out = in_words(left_out, folder)
-        for name, found in zip(classes, paths):
-            if not found:
-                others = self.left_out and f"; {self.left_out}"
-                raise DataError(f"{folder / name}: no image in this class; expected files ending "
-                                f"in {', '.join(EXTENSIONS)}{others}")
-        super().__init__([path for found in paths for path in found],
-                         np.repeat(np.arange(len(classes)), list(map(len, paths))), classes)
+        for name, paths in found.items():
+            if not paths:
+                raise DataError(f"{folder / name}: no image in this class; expected files ending in "
+                                f"{', '.join(EXTENSIONS)}{self.left_out and '; '}{self.left_out}")
+        super().__init__([path for paths in found.values() for path in paths],
+                         np.repeat(np.arange(len(found)), list(map(len, found.values()))), list(found))
 
 
-class LooseImages:
+class LooseImages(ImageFiles):
     """The first `count` images anywhere under `folder`, all of one class without a name.
 
     This is for measurements and figures, which need no labels. Raises DataError if there is no
@@ -118,24 +119,17 @@ class LooseImages:
 
     def __init__(self, folder: Path, count: int) -> None:
         left_out = Counter()
-        found = images_below(str(folder), left_out) if os.path.isdir(folder) else []
-        self.paths, self.left_out = sorted(found)[:count], in_words(left_out, folder)
-        if not self.paths:
+        paths = images_below(str(folder), left_out)[:count]
+        self.left_out = in_words(left_out, folder)
+        if not paths:
             raise DataError(f"{folder}: no images in it{self.left_out and '; '}{self.left_out}")
-        self.classes, self.labels = [""], np.zeros(len(self.paths), dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def image(self, index: int) -> Tensor:
-        return decode_image(self.paths[index])
+        super().__init__(paths, np.zeros(len(paths)), [""])
 
 
 def oriented(source: Source, apply_exif_orientation: bool) -> Source:
     """The same images; those in files are turned as their EXIF data say, or left as stored."""
-    if isinstance(source, ImageFiles):
-        source = copy.copy(source)
-        source.apply_exif_orientation = apply_exif_orientation
+    source = copy.copy(source)
+    source.apply_exif_orientation = apply_exif_orientation
     return source
 
 
@@ -147,11 +141,65 @@ def fingerprint(source: Source, root: str) -> str:
     """
     digest = hashlib.sha256("\0".join([*source.classes, ""]).encode())
     digest.update(source.labels.tobytes())
-    paths = getattr(source, "paths", None)
-    if isinstance(paths, Paths):
+    if isinstance(source, ImageFiles):
         folder = os.fsencode(os.path.join(folder_of(root), ""))
-        digest.update((b"\0" + paths.content.numpy().tobytes()).replace(b"\0" + folder, b"\0"))
+        content = source.paths.content.numpy().tobytes()
+        digest.update((b"\0" + content).replace(b"\0" + folder, b"\0"))
     return digest.hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------------------------------
+# Parts of a training set
+#
+# The images of each class have a random order that is keyed by (seed, class) alone. Images to train
+# on are taken from its front, held-out images from its end. So with the same seed a smaller part is
+# contained in every larger one, and no image is both trained on and held out. Such parts serve
+# studies of how much data a model needs, and validation without the test set.
+# ---------------------------------------------------------------------------------------------
+
+
+def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int = 0,
+                    held_out: int = 0, seed: int = 0) -> Source:
+    """The part of `source` to train on: a share of each class, or a number of images of each class.
+
+    held_out: how many images per class `held_out_part` takes. They are left out here, and `share`
+        is a share of the remaining images.
+
+    A class of which n images remain keeps share · n of them, rounded to the nearest integer (halves
+    up), but at least one; or `images_per_class` of them if that is not 0. Images stay in the order
+    of `source`. Without any limit (share 1.0, images_per_class 0, held_out 0) the result is
+    `source` itself. Raises DataError that names the class if a class has too few images.
+    """
+    if share == 1.0 and not images_per_class and not held_out:
+        return source
+    orders = shuffled_classes(source, seed, max(images_per_class, 1), held_out)
+    return source.part(np.sort(np.concatenate([
+        order[:images_per_class or max(1, int(share * (len(order) - held_out) + 0.5))]
+        for order in orders])))
+
+
+def held_out_part(source: Source, *, images_per_class: int, seed: int = 0) -> Source:
+    """The images of each class that are held out from training, in the order of `source`.
+
+    Raises DataError that names the class if a class would have no image left to train on.
+    """
+    orders = shuffled_classes(source, seed, 1, images_per_class)
+    return source.part(np.sort(np.concatenate([
+        order[len(order) - images_per_class:] for order in orders])))
+
+
+def shuffled_classes(source: Source, seed: int, least: int, held_out: int) -> Iterator[np.ndarray]:
+    """Yield for each class the indices of its images, in the order of (seed, class).
+
+    Raises DataError for a class that has not `least` images to train on and `held_out` others.
+    """
+    for label, name in enumerate(source.classes):
+        members = np.flatnonzero(source.labels == label)
+        if len(members) < least + held_out:
+            raise DataError(f"class '{name}' has {len(members)} images, too few to train on {least} "
+                            f"and hold out {held_out} of them; expected less of "
+                            "data.images_per_class or data.held_out_per_class")
+        yield members[keyed_generator(seed, Stream.SUBSET, label).permutation(len(members))]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -166,23 +214,21 @@ def open_folder(root: Path, split: str) -> ImageFolder:
     none of these three folders, all images are training images, in root/<class>/…. Raises DataError
     if there are no validation images, or if the two splits do not have the same classes.
     """
+    train = root / "train"
     present = [name for name in VALIDATION_FOLDERS if os.path.isdir(root / name)]
     if split == "train":
-        splits = present or os.path.isdir(root / "train") or not os.path.isdir(root)
-        return ImageFolder(root / "train" if splits else root)
+        splits = present or os.path.isdir(train) or not os.path.isdir(root)
+        return ImageFolder(train if splits else root)
     if not present and os.path.isdir(root):
-        missing = " or ".join(f"{name}/" for name in VALIDATION_FOLDERS)
-        raise DataError(f"{root}: no {missing} in it; training needs none with "
-                        "--set data.held_out_per_class=N, which validates on N images of each class")
-    folder = root / (present[0] if present else VALIDATION_FOLDERS[0])
-    source = ImageFolder(folder)
-    if os.path.isdir(root / "train"):
-        here, in_train = set(source.classes), set(class_folders(root / "train"))
-        for extra, holder, other in ((here - in_train, folder, root / "train"),
-                                     (in_train - here, root / "train", folder)):
-            if extra:
-                raise DataError(f"{other}: class '{min(extra)}' of {holder} is missing; both "
-                                "must hold the same classes")
+        raise DataError(f"{root}: no {'/ or '.join(VALIDATION_FOLDERS)}/ in it; training needs none "
+                        "with --set data.held_out_per_class=N, which validates on N images of each "
+                        "class")
+    source = ImageFolder(root / (present or VALIDATION_FOLDERS)[0])
+    if os.path.isdir(train):
+        unshared = set(source.classes) ^ set(class_folders(train))
+        if unshared:
+            raise DataError(f"{root}: class '{min(unshared)}' is in only one of train/ and "
+                            f"{present[0]}/; both must hold the same classes")
     return source
 
 
@@ -190,15 +236,15 @@ def open_imagenet(root: Path, split: str) -> ImageFolder:
     """Open a split of ImageNet-1K, which is an image folder whose classes are WordNet ids.
 
     The published archive of validation images unpacks into one flat folder without class folders;
-    that raises DataError with a hint how to sort them.
+    that raises DataError with a hint how to sort them. Its test/ has no labels to validate on.
     """
     folder = root / split
-    if os.path.isdir(folder) and not any(os.path.isdir(entry.path) for entry in os.scandir(folder)):
+    if not os.path.isdir(folder):
+        raise DataError(f"{folder}: no such folder; ImageNet is train/<wnid>/… and val/<wnid>/…")
+    if not any(entry.is_dir() for entry in os.scandir(folder)):
         raise DataError(f"{folder}: no class folders in it; ImageNet's images must lie in "
                         f"{folder}/<wnid>/, the 50,000 of validation, too (valprep.sh of "
                         "github.com/soumith/imagenetloader.torch moves them)")
-    if not os.path.isdir(folder):                    # ImageNet's test/ has no labels to validate on
-        raise DataError(f"{folder}: no such folder; ImageNet is train/<wnid>/… and val/<wnid>/…")
     source = open_folder(root, split)
     strange = [name for name in source.classes if not is_wnid(name)]
     if strange:
@@ -207,9 +253,106 @@ def open_imagenet(root: Path, split: str) -> ImageFolder:
     return source
 
 
+def open_tiny_imagenet(root: Path, split: str) -> ImageFiles:
+    """Tiny ImageNet, 64×64 pixels, 200 classes: train has 500 images per class, val has 50.
+
+    Training images are train/<wnid>/images/*.JPEG. All validation images are in val/images/; each
+    line of val/val_annotations.txt gives the file name, the class and the bounding box of one of
+    them, separated by tabs.
+    """
+    lines = (root / "val" / "val_annotations.txt").read_text(encoding="utf-8").splitlines()
+    if split == "train":
+        source = ImageFolder(root / "train")
+        source.left_out = ""                         # lists of bounding boxes
+        return source
+    names, wnids = zip(*(line.split("\t")[:2] for line in lines))
+    classes, labels = np.unique(wnids, return_inverse=True)
+    return all_there(ImageFiles([str(root / "val" / "images" / name) for name in names], labels,
+                                classes.tolist()))
+
+
 def is_wnid(name: str) -> bool:
     """Whether `name` is a WordNet id: the letter n and eight digits."""
     return len(name) == 9 and name[0] == "n" and name[1:].isdecimal()
+
+
+# ---------------------------------------------------------------------------------------------
+# torchvision's sets
+# ---------------------------------------------------------------------------------------------
+
+
+class LabelledSTL10(STL10):
+    """STL-10 without its unlabelled images (2.8 GB), whose files may be missing."""
+
+    train_list = [entry for entry in STL10.train_list if not entry[0].startswith("unlabeled")]
+
+
+class Digits(SVHN):
+    """SVHN with the names of its classes."""
+
+    classes = [str(digit) for digit in range(10)]
+
+
+class Pets(OxfordIIITPet):
+    """Oxford-IIIT Pet, whose classes are called as in its files, such as american_bulldog."""
+
+    def __init__(self, root: Path, split: str, **options: bool) -> None:
+        super().__init__(root, split, **options)
+        breeds = {label: image.stem.rpartition("_")[0]
+                  for label, image in zip(self._labels, self._images)}
+        self.classes = [breeds[label] for label in sorted(breeds)]
+
+
+class SortedFood101(Food101):
+    """Food-101 class by class, in alphabetical order; its lists have another order of classes."""
+
+    def __init__(self, root: Path, split: str, **options: bool) -> None:
+        super().__init__(root, split, **options)
+        order = np.argsort(self._labels, kind="stable")
+        self._labels = [self._labels[i] for i in order]
+        self._image_files = [self._image_files[i] for i in order]
+
+
+def read_arrays(kind: type[VisionDataset], labels: str, splits: dict[str, str | bool], root: Path,
+                split: str) -> ImagesInMemory:
+    """Read a split of a set of torchvision that holds its images in an array `data`.
+
+    labels: the attribute that holds its labels. splits: what torchvision calls "train" and "val".
+    """
+    found = kind(root, splits[split])
+    images = torch.from_numpy(found.data)            # (N, 3, H, W), or (N, H, W, 3) of CIFAR
+    images = images.permute(0, 3, 1, 2) if images.shape[-1] == 3 else images
+    return ImagesInMemory(images.contiguous(memory_format=torch.channels_last),
+                          np.array(getattr(found, labels), np.int64), list(found.classes))
+
+
+def list_files(kind: type[VisionDataset], paths: str, splits: dict[str, tuple[str, ...]], root: Path,
+               split: str) -> ImageFiles:
+    """List the image files of a split of a set of torchvision.
+
+    paths: the attribute that holds their paths. splits: of which parts of torchvision's the splits
+    "train" and "val" consist.
+    """
+    parts = [kind(root, part) for part in splits[split]]
+    return all_there(ImageFiles([str(path) for part in parts for path in getattr(part, paths)],
+                                np.concatenate([part._labels for part in parts]),
+                                list(parts[0].classes)))
+
+
+def all_there(source: ImageFiles) -> ImageFiles:
+    """The same source. Raises DataError if one of its files is missing.
+
+    Each folder of images is listed once, which is faster than asking for each file.
+    """
+    paths = list(source.paths)
+    folders = {os.path.dirname(path) for path in paths}
+    present = {entry.path for folder in folders if os.path.isdir(folder)
+               for entry in os.scandir(folder)}
+    missing = [path for path in paths if path not in present]
+    if missing:
+        raise DataError(f"{missing[0]}: no such image; {len(missing):,} of the {len(paths):,} that "
+                        "are listed are missing")
+    return source
 
 
 # ---------------------------------------------------------------------------------------------
@@ -224,80 +367,55 @@ class DataSet:
     open: opens the split "train" or "val" under a root folder.
     holds: what the root folder has to hold, in words for error messages.
     num_classes: how many classes the set has; None: any number.
-    mean, std: per channel, of values in [0, 1], as the recipes for this set normalise images.
-    download: downloads into a root folder whatever is missing there, by torchvision; None if the
-    set cannot be downloaded. needs_scipy: whether its files are read with scipy.
+    downloads: each downloads into a root folder what is missing there of the set, or of a part of
+    it; none if the set cannot be downloaded.
     """
 
     open: Callable[[Path, str], Source]
     holds: str
     num_classes: int | None
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    download: Callable[[Path], object] | None = None
-    needs_scipy: bool = False
-
-
-def _in_memory(read: Callable[[Path, str], layouts.ImageArrays]) -> Callable[[Path, str], Source]:
-    return lambda root, split: ImagesInMemory(*read(root, split))
-
-
-def _from_files(list_images: Callable[[Path, str], layouts.ImageList]
-                ) -> Callable[[Path, str], Source]:
-    return lambda root, split: ImageFiles(*list_images(root, split))
-
-
-def _download_svhn(root: Path) -> None:
-    for split in ("train", "test"):
-        SVHN(root, split=split, download=True)
+    downloads: Sequence[Callable[[Path], object]] = ()
 
 
 IN_MEMORY = ("shapes", "cifar10", "cifar100", "stl10", "svhn")     # sets that are no image files
-
-# The mean and std of torchvision and timm, which arXiv 2505.19985 also uses for its small data
-# sets. They are used for every set whose own have not been computed. CIFAR's are those of its
-# training pixels.
-IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+TRAIN_AND_TEST = {"train": "train", "val": "test"}
 
 DATA_SETS: dict[str, DataSet] = {
-    "shapes": DataSet(
-        lambda _, split: ImagesInMemory(*shapes.make_split(split), shapes.CLASSES),
-        "nothing", 10, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)),
+    "shapes": DataSet(lambda _, split: ImagesInMemory(*shapes.make_split(split), shapes.CLASSES),
+                      "nothing", 10),
     "image_folder": DataSet(
-        open_folder, "train/<class>/… and val/<class>/… or test/<class>/…; or <class>/… alone",
-        None, **IMAGENET),
-    "imagenet": DataSet(open_imagenet, "train/<wnid>/… and val/<wnid>/…", 1000, **IMAGENET),
+        open_folder, "train/<class>/… and val/<class>/… or test/<class>/…; or <class>/… alone", None),
+    "imagenet": DataSet(open_imagenet, "train/<wnid>/… and val/<wnid>/…", 1000),
     "cifar10": DataSet(
-        _in_memory(partial(layouts.read_cifar, CIFAR10)),
+        partial(read_arrays, CIFAR10, "targets", {"train": True, "val": False}),
         "cifar-10-batches-py/ (cifar-10-python.tar.gz unpacked)", 10,
-        mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),
-        download=partial(CIFAR10, download=True)),
+        [partial(CIFAR10, download=True)]),
     "cifar100": DataSet(
-        _in_memory(partial(layouts.read_cifar, CIFAR100)),
+        partial(read_arrays, CIFAR100, "targets", {"train": True, "val": False}),
         "cifar-100-python/ (cifar-100-python.tar.gz unpacked)", 100,
-        mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762),
-        download=partial(CIFAR100, download=True)),
+        [partial(CIFAR100, download=True)]),
     "stl10": DataSet(
-        _in_memory(layouts.read_stl10), "stl10_binary/ (stl10_binary.tar.gz unpacked)", 10,
-        **IMAGENET, download=partial(layouts.LabelledSTL10, download=True)),
-    "svhn": DataSet(
-        _in_memory(layouts.read_svhn), "train_32x32.mat and test_32x32.mat", 10, **IMAGENET,
-        download=_download_svhn, needs_scipy=True),
-    "food101": DataSet(
-        _from_files(layouts.list_food101), "food-101/ (food-101.tar.gz unpacked)", 101, **IMAGENET,
-        download=partial(Food101, download=True)),
+        partial(read_arrays, LabelledSTL10, "labels", TRAIN_AND_TEST),
+        "stl10_binary/ (stl10_binary.tar.gz unpacked)", 10,
+        [partial(LabelledSTL10, download=True)]),
+    "svhn": DataSet(                                 # without its extra images
+        partial(read_arrays, Digits, "labels", TRAIN_AND_TEST),
+        "train_32x32.mat and test_32x32.mat", 10,
+        [partial(SVHN, split=split, download=True) for split in ("train", "test")]),
+    "food101": DataSet(                              # some labels of the training images are wrong
+        partial(list_files, SortedFood101, "_image_files", {"train": ["train"], "val": ["test"]}),
+        "food-101/ (food-101.tar.gz unpacked)", 101, [partial(Food101, download=True)]),
     "flowers102": DataSet(
-        _from_files(layouts.list_flowers102),
+        partial(list_files, Flowers102, "_image_files", {"train": ["train", "val"], "val": ["test"]}),
         "flowers-102/ with imagelabels.mat, setid.mat and jpg/ (102flowers.tgz unpacked)", 102,
-        **IMAGENET, download=partial(Flowers102, download=True), needs_scipy=True),
+        [partial(Flowers102, download=True)]),
     "pets": DataSet(
-        _from_files(layouts.list_pets),
+        partial(list_files, Pets, "_images", {"train": ["trainval"], "val": ["test"]}),
         "oxford-iiit-pet/ with images/ and annotations/ (two archives unpacked)", 37,
-        **IMAGENET, download=partial(OxfordIIITPet, download=True)),
+        [partial(OxfordIIITPet, download=True)]),
     "tiny_imagenet": DataSet(
-        _from_files(layouts.list_tiny_imagenet),
-        "wnids.txt, train/ and val/ (cs231n.stanford.edu/tiny-imagenet-200.zip unpacked)", 200,
-        **IMAGENET),
+        open_tiny_imagenet, "train/ and val/ (cs231n.stanford.edu/tiny-imagenet-200.zip unpacked)",
+        200),
 }
 
 
@@ -308,18 +426,48 @@ def download(name: str, root: str, say: Callable[[str], object] = print) -> None
     wait. say: called with one line if this process has to wait, or if the folder's file system
     cannot lock files. Raises DataError if the download fails.
     """
-    data_set = DATA_SETS[name]
-    if data_set.download is None:
+    data_set, folder = DATA_SETS[name], folder_of(root)
+    if not data_set.downloads:
         return
-    _require_scipy(name)                             # checked before hours of downloading
-    folder = folder_of(root)
     try:
         with one_at_a_time(folder / f".{name}.downloading", say):
-            data_set.download(folder)
+            for download_part in data_set.downloads:
+                download_part(folder)
+    except ImportError:                              # of scipy, after the download; `open_split` says it
+        pass
     except (OSError, RuntimeError, ValueError) as error:     # urllib's errors are OSErrors
         reason = in_brief(getattr(error, "reason", error), QUOTED)
         raise DataError(f"{name}: not complete in {folder} and cannot be downloaded ({reason}); "
                         f"put there {data_set.holds}") from None
+
+
+@contextmanager
+def one_at_a_time(lock_file: Path, say: Callable[[str], object]) -> Iterator[None]:
+    """Wait for a lock on a file and hold it during the `with` block; see `download`.
+
+    All processes on all machines that share the disk see the lock. If a process dies, its lock is
+    released. If no file can be created in the folder, no lock is needed, because nothing can be
+    downloaded into it.
+    """
+    folder = lock_file.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(lock_file, "a")
+    except OSError:
+        yield
+        return
+    with file:
+        try:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):       # POSIX allows both
+                say(f"{folder}: waiting for another process that downloads into it")
+                fcntl.lockf(file, fcntl.LOCK_EX)
+        except OSError as error:
+            say(f"{folder}: files cannot be locked there ({error.strerror}); make sure that no second "
+                "process downloads into it")
+        yield
+        lock_file.unlink(missing_ok=True)            # only now that everything is there may two enter
 
 
 def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
@@ -328,51 +476,28 @@ def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
     num_classes: how many classes are expected; 0: any number. Raises DataError if a file is
     missing or damaged, if a class has no image, or if the number of classes is different.
     """
-    data_set = DATA_SETS[name]
-    _require_scipy(name)
-    folder = folder_of(root)
+    data_set, folder = DATA_SETS[name], folder_of(root)
     try:
         source = data_set.open(folder, split)
     except DataError:
         raise
-    except (OSError, RuntimeError, ValueError) as error:     # torchvision raises RuntimeError
-        reason = "no such folder"
+    except ImportError:
+        raise DataError(f"{name}: reading it needs scipy: pip install 'vitinit[datasets]'") from None
+    except (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+        reason = "no such folder"                    # torchvision raises all of them
         if os.path.isdir(folder):
             reason = "a file is missing or damaged"
             if isinstance(error, OSError) and error.filename:
                 reason = f"{error.filename}: {in_brief(error.strerror, QUOTED)}"
         raise DataError(f"{folder}: no complete {name} in it ({reason}); expected "
                         f"{data_set.holds}") from None
-    found = len(source.classes)
-    if num_classes not in (0, found):
-        condition = ("the data is right" if data_set.num_classes in (None, found) else
-                     f"a part of {name}, which has {data_set.num_classes}, is meant")
-        advice = (f"--set data.num_classes={found} if {condition}" if found > 1 else
-                  "expected two classes at least, a folder each")
-        raise DataError(f"{root or name}: {found} classes found, but the recipe's data.num_classes "
-                        f"is {num_classes}; {advice}")
-    empty = set(range(found)) - set(source.labels.tolist())
-    if empty:
-        raise DataError(f"{root}: class '{source.classes[min(empty)]}' of {name} has no image in "
-                        f"its {split} split")
+    if num_classes not in (0, len(source.classes)):
+        raise DataError(f"{root or name}: {len(source.classes)} classes found, but the recipe's "
+                        f"data.num_classes is {num_classes}; --set data.num_classes=0 takes the "
+                        "number from the data")
     return source
 
 
 def folder_of(root: str) -> Path:
-    """The path of a data set's folder as written in a recipe or on a command line.
-
-    A leading ~ is the home folder. Raises DataError for a zero byte, which no path can hold.
-    """
-    if "\0" in root:
-        raise DataError(f"{root}: a path holds no zero byte")
-    return Path(os.path.expanduser(root))
-
-
-def _require_scipy(name: str) -> None:
-    """Raise DataError if reading this set needs scipy and it is not installed."""
-    if not DATA_SETS[name].needs_scipy:
-        return
-    try:
-        import_module("scipy.io")
-    except ImportError:
-        raise DataError(f"{name}: reading it needs scipy: pip install 'vitinit[datasets]'") from None
+    """The path of a data set's folder as written in a recipe or on a command line; ~ is the home."""
+    return Path(root).expanduser()

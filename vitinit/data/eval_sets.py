@@ -9,42 +9,54 @@ and no training split:
     ImageNet-Sketch  Wang et al., arXiv 1905.13549: drawings in black and white
 
 Accuracy on ImageNet-R and ImageNet-A is defined over their 200 classes: the model's logits of the
-other 800 classes are left out (`class_subsets.class_indices`).
+other 800 classes are left out (`class_indices`).
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .class_subsets import imagenet_wnids
-from .datasets import DATA_SETS, ImageFolder, ImageFiles, Source, folder_of, open_split
-from .folders import class_folders
+from .datasets import (DATA_SETS, ImageFiles, ImageFolder, Source, folder_of, held_out_part,
+                       open_split, stratified_part)
 from .images import DataError
-from .subset import held_out_part, stratified_part
+
+WNIDS = Path(__file__).with_name("imagenet_wnids.txt")
 
 
-@dataclass(frozen=True)
-class EvalSet:
-    """A test set that is a folder of class folders.
+def imagenet_wnids() -> list[str]:
+    """The WordNet ids (wnids) of ImageNet-1K's classes, sorted: class 0 is n01440764, the tench.
 
-    unpacked: the name of the folder that its archive unpacks into, which the user should give.
-    numbered: whether its class folders are called 0 … 999, for ImageNet's classes in the order of
-    their wnids; else they are called by the wnids themselves.
+    ImageNet's folders have the same order, so the outputs of every model trained on them have it,
+    too.
     """
+    return WNIDS.read_text(encoding="ascii").split()
 
-    unpacked: str
+
+def class_indices(model_classes: Sequence[str], set_classes: Sequence[str]) -> list[int]:
+    """For each class of a data set, its index among the classes of a model.
+
+    The model's logits at these indices, in this order, are logits over the data set's classes.
+    Raises DataError that names the first class that the model does not know.
+    """
+    indices = {name: index for index, name in enumerate(model_classes)}
+    for name in set_classes:
+        if name not in indices:
+            raise DataError(f"class '{name}' is none of the model's {len(model_classes)} classes "
+                            f"({', '.join(model_classes[:2])}, … {model_classes[-1]})")
+    return [indices[name] for name in set_classes]
+
+
+class EvalSet(NamedTuple):
+    """A test set that is a folder of class folders."""
+
+    unpacked: str               # the folder that its archive unpacks into, which the user should give
     num_classes: int
-    numbered: bool = False
-
-    @property
-    def holds(self) -> str:
-        """What the folder has to hold, in words for error messages."""
-        return "0/… to 999/…" if self.numbered else f"{self.num_classes} folders <wnid>/…"
+    numbered: bool = False      # its class folders are 0 … 999, in the order of the wnids; else wnids
 
 
 class NamedSet(NamedTuple):
@@ -121,21 +133,21 @@ def open_to_evaluate(name: str, root: str) -> Source:
 
 def open_eval_set(name: str, root: Path) -> ImageFiles:
     """Open one of EVAL_SETS. The names of its classes are wnids, whatever its folders are called."""
-    known = EVAL_SETS[name]
-    where = f"the folder {known.unpacked} of its archive, {known.holds}"
+    unpacked, num_classes, numbered = EVAL_SETS[name]
+    holds = "0/… to 999/…" if numbered else f"{num_classes} folders <wnid>/…"
+    where = f"the folder {unpacked} of its archive, {holds}"
     if not os.path.isdir(root):
         raise DataError(f"{root}: no such folder; {name} is {where}")
-    folders, wnids = class_folders(root), imagenet_wnids()
-    classes = [str(number) for number in range(len(wnids))] if known.numbered else wnids
-    strange = [folder for folder in folders if folder not in set(classes)]
+    source, wnids = ImageFolder(root), imagenet_wnids()
+    known = map(str, range(len(wnids))) if numbered else wnids
+    strange = sorted(set(source.classes).difference(known))
     if strange:
-        hint = f"; did you mean {root / strange[0]}?" if len(folders) == 1 else ""
+        hint = f"; did you mean {root / strange[0]}?" if len(source.classes) == 1 else ""
         raise DataError(f"{root / strange[0]}: not a class of {name}, which is {where}{hint}")
-    if len(folders) != known.num_classes:
-        raise DataError(f"{root}: {len(folders)} classes found, and {name} has "
-                        f"{known.num_classes}; it is not complete")
-    source = ImageFolder(root)
-    if known.numbered:                               # folders are sorted as words: 0, 1, 10, 100, …
-        source.labels = np.array(source.classes, dtype=np.int64)[source.labels]
+    if len(source.classes) != num_classes:
+        raise DataError(f"{root}: {len(source.classes)} classes found, and {name} has {num_classes}; "
+                        "it is not complete")
+    if numbered:                                     # folders are sorted as words: 0, 1, 10, 100, …
+        source.labels = np.array(source.classes, np.int64)[source.labels]
         source.classes = wnids
     return source

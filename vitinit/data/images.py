@@ -6,13 +6,11 @@ and torch's antialiased interpolation of uint8 is fastest with that layout.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
-import os
-import stat
 import struct
 import warnings
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +31,6 @@ FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM")   # Pillow's name
 HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"mif1", b"msf1", b"avif", b"avis")
 HEIF_REMEDY = ("HEIC, HEIF and AVIF are not read: convert them, on macOS by sips -s format jpeg "
                "FILE --out FILE.jpg, elsewhere by heif-convert FILE FILE.jpg")
-JPEG_START = b"\xff\xd8\xff"
 # Markers of JPEG. Frame headers are SOF0 … SOF15, except for DHT, JPG and DAC, which lie among
 # them. TEM, RST0 … RST7 and SOI have no content.
 FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
@@ -60,10 +57,14 @@ class Box(NamedTuple):
 def decode_image(path: str, *, apply_exif_orientation: bool = True) -> Tensor:
     """Read and decode an image file: RGB, (3, H, W) uint8; see `decode_bytes`.
 
-    Raises DataError, which names the file, if it is missing, is not a regular file, or cannot be
-    decoded.
+    Raises DataError, which names the file, if it cannot be read or decoded.
     """
-    return decode_bytes(read_file(path), path, apply_exif_orientation=apply_exif_orientation)
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except (OSError, ValueError) as error:           # ValueError: a zero byte in the name
+        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from None
+    return decode_bytes(content, path, apply_exif_orientation=apply_exif_orientation)
 
 
 def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = True) -> Tensor:
@@ -83,52 +84,66 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
     image, if it has 32-bit values, or if the image has more pixels than Pillow considers harmless
     (Image.MAX_IMAGE_PIXELS, 89,478,485 by default).
     """
-    # torchvision warns of its deprecation and Pillow of damaged files, which we ignore; Pillow's
-    # warning of too many pixels is an error here.
+    # torchvision warns of its deprecation, torch of bytes that cannot be written to, and Pillow of
+    # damaged files; Pillow's warning of too many pixels is an error here.
     with warnings.catch_warnings(action="ignore"):
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        image = _decode_jpeg(content)
-        if image is None:
-            return _decode_with_pillow(name, content, apply_exif_orientation)
-        return turned(image, _jpeg_orientation(content)) if apply_exif_orientation else image
+        try:
+            height, width, has_exif = jpeg_header(content)
+            if decode_jpeg and 0 < height * width <= (Image.MAX_IMAGE_PIXELS or math.inf):
+                with contextlib.suppress(RuntimeError):      # Pillow may decode it, or say why not
+                    image = decode_jpeg(torch.frombuffer(content, dtype=torch.uint8),
+                                        mode=ImageReadMode.RGB)
+                    return turned(image, exif_orientation(content)
+                                  if has_exif and apply_exif_orientation else 1)
+            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+                return from_pillow(image, apply_exif_orientation=apply_exif_orientation)
+        except UnidentifiedImageError:
+            reason = f"none of {', '.join(FORMATS)}" if content else "empty"
+            if content[4:8] == b"ftyp" and content[8:12] in HEIF_BRANDS:
+                reason = HEIF_REMEDY                 # also if it is called .jpg, as some phones do
+        except Exception as error:                   # Pillow's plug-ins raise many kinds
+            reason = in_brief(error)
+    raise DataError(f"{name}: not a readable image, {len(content)} bytes ({reason})")
 
 
-def _decode_jpeg(content: bytes) -> Tensor | None:
-    """Decode a JPEG with torchvision, as it is stored; None if Pillow has to do it.
+def jpeg_header(content: bytes) -> tuple[int, int, bool]:
+    """Height, width and whether there are EXIF or XMP data in a JPEG; 0, 0 and False in other files.
 
-    Pillow decodes other formats, and JPEGs that torchvision refuses or that have too many pixels,
-    because its error messages are better.
+    Goes from marker to marker (ITU-T T.81, annex B) up to the pixels, and like libjpeg skips bytes
+    between segments that do not begin with a marker.
     """
-    if decode_jpeg is None or not content.startswith(JPEG_START):
-        return None
-    height, width = jpeg_size(content)
-    if not 0 < height * width <= (Image.MAX_IMAGE_PIXELS or math.inf):
-        return None
+    size, has_exif, offset = (0, 0), False, 2
+    if not content.startswith(b"\xff\xd8\xff"):
+        return *size, has_exif
     try:
-        # torch warns that bytes cannot be written to, which the decoder does not try.
-        return decode_jpeg(torch.frombuffer(content, dtype=torch.uint8), mode=ImageReadMode.RGB)
-    except RuntimeError:
-        return None
+        while True:
+            offset = content.index(0xFF, offset)
+            while content[offset] == 0xFF:           # a marker may begin with any number of them
+                offset += 1
+            marker, offset = content[offset], offset + 1
+            if marker in (0xD9, 0xDA):               # the end of the file, or the start of its pixels
+                break
+            if marker in FRAME_HEADERS and size == (0, 0):
+                size = struct.unpack_from(">HH", content, offset + 3)    # after length and precision
+            if marker == APP1 and content.startswith((b"Exif\0\0", b"http://ns.adobe.com"), offset + 2):
+                has_exif = True
+            if marker not in MARKERS_ALONE:
+                offset += struct.unpack_from(">H", content, offset)[0]
+    except (ValueError, IndexError, struct.error):   # the content ends before the pixels
+        pass
+    return *size, has_exif
 
 
-def _jpeg_orientation(content: bytes) -> int:
-    """The orientation that a JPEG's EXIF or XMP data state, as Pillow reads it; 1 if none does."""
-    if not any(marker == APP1 and content.startswith((b"Exif\0\0", b"http://ns.adobe.com"), offset)
-               for marker, offset in jpeg_segments(content)):
-        return 1                                     # without opening the file by Pillow
-    try:
-        with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
-            return orientation_of(image)
-    except Exception:                                # Pillow's plug-ins raise many kinds
-        return 1
+def exif_orientation(image: Image.Image | bytes) -> int:
+    """The orientation, 1 … 8, in the EXIF data of a Pillow image or of a JPEG's content.
 
-
-def orientation_of(image: Image.Image) -> int:
-    """The EXIF orientation of a Pillow image, 1 … 8; 1 (upright) if it has none or a damaged one.
-
-    A TIFF has to be loaded before, because Pillow turns it when it loads.
+    It is 1 (upright) if there are none, or damaged ones. A TIFF has to be loaded before, because
+    Pillow turns it when it loads.
     """
     try:
+        if isinstance(image, bytes):
+            image = Image.open(io.BytesIO(image), formats=["JPEG"])
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     except Exception:                                # Pillow's parsers raise many kinds
         return 1
@@ -143,79 +158,19 @@ def turned(image: Tensor, orientation: int) -> Tensor:
     return upright.flip(FLIPS[orientation]).permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
-def read_file(path: str) -> bytes:
-    """The content of a regular file. Raises DataError for others: a pipe or a device may never end."""
-    try:
-        # Without O_NONBLOCK, opening a pipe would wait until a program writes into it.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        with open(descriptor, "rb") as file:
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                return file.read()
-        reason = "not a regular file"
-    except OSError as error:
-        reason = error.strerror
-    except ValueError:
-        reason = "its name holds a zero byte"
-    raise DataError(f"{path}: cannot be read: {reason}")
-
-
-def jpeg_segments(content: bytes) -> Iterator[tuple[int, int]]:
-    """Yield (marker, offset of its content) of each segment of a JPEG before its pixels.
-
-    Goes from marker to marker (ITU-T T.81, annex B), and like libjpeg skips bytes between segments
-    that do not begin with a marker.
-    """
-    offset = len(JPEG_START) - 1                     # that of the 0xFF of the second marker
-    try:
-        while (offset := content.index(0xFF, offset)) >= 0:
-            while content[offset] == 0xFF:           # a marker may begin with any number of them
-                offset += 1
-            marker, offset = content[offset], offset + 1
-            if marker in (0xD9, 0xDA):               # the end of the file, or the start of its pixels
-                return
-            if marker not in MARKERS_ALONE:
-                yield marker, offset + 2
-                offset += struct.unpack_from(">H", content, offset)[0]
-    except (ValueError, IndexError, struct.error):   # the content ends before the pixels
-        pass
-
-
-def jpeg_size(content: bytes) -> tuple[int, int]:
-    """(height, width) from the frame header of a JPEG, or (0, 0) if there is none."""
-    for marker, offset in jpeg_segments(content):
-        if marker in FRAME_HEADERS and offset + 5 <= len(content):
-            return struct.unpack_from(">HH", content, offset + 1)        # after the precision
-    return 0, 0
-
-
-def _decode_with_pillow(path: str, content: bytes, apply_exif_orientation: bool) -> Tensor:
-    """Decode with Pillow. A truncated file is an error, too."""
-    try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            return from_pillow(image, apply_exif_orientation=apply_exif_orientation)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from None
-    except UnidentifiedImageError:
-        reason = f"none of {', '.join(FORMATS)}" if content else "empty"
-        if content[4:8] == b"ftyp" and content[8:12] in HEIF_BRANDS:
-            reason = HEIF_REMEDY                     # also if it is called .jpg, as some phones do
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise DataError(f"{path}: too large an image ({in_brief(error)})") from None
-    except Exception as error:                       # Pillow's plug-ins raise many kinds
-        reason = in_brief(error)
-    raise DataError(f"{path}: not a readable image, {len(content)} bytes ({reason})")
-
-
 def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> Tensor:
     """Convert a Pillow image to RGB, (3, H, W) uint8, channels-last in memory.
 
     Raises DataError for 32-bit values: which of them is black and which is white is not known.
     """
-    if image.mode == "F" or image.mode == "I" and not _has_16_bits(image):
+    # Pillow reads 16-bit values as 32-bit integers, too; PNG and PPM have no others.
+    deep = 32 in image.tag_v2.get(258, ()) if image.format == "TIFF" else (       # BitsPerSample
+        image.format not in ("PNG", "PPM"))
+    if image.mode == "F" or image.mode == "I" and deep:
         raise DataError("an image of 32-bit values, whose black and white are not known; expected "
                         "8 or 16 bits per channel")
     image.load()                                     # turns a TIFF; its orientation is then 1
-    orientation = orientation_of(image) if apply_exif_orientation else 1
+    orientation = exif_orientation(image) if apply_exif_orientation else 1
     if image.mode == "I" or image.mode.startswith("I;16"):
         # convert("RGB") would clip 16-bit grey levels above 255 to white. For 16-bit colours Pillow
         # itself keeps the higher byte.
@@ -223,13 +178,6 @@ def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> T
     image = image.convert("RGB")
     flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return turned(flat.view(image.height, image.width, 3).permute(2, 0, 1), orientation)
-
-
-def _has_16_bits(image: Image.Image) -> bool:
-    """Whether a Pillow image of mode "I", of 32-bit integers, was read from 16-bit values."""
-    if image.format == "TIFF":
-        return 32 not in image.tag_v2.get(258, ())   # BitsPerSample
-    return image.format in ("PNG", "PPM")            # which have no more than 16 bits
 
 
 def resize(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:

@@ -28,31 +28,20 @@ FILES_PER_WORKER = 8        # open files of the training process per worker: bot
 OTHER_FILES = 256           # open files that the training process may need for everything else
 
 
-# ---------------------------------------------------------------------------------------------
-# In the training process
-# ---------------------------------------------------------------------------------------------
-
-
 def expect_workers(number: int) -> None:
     """Prepare this process for `number` workers; called before they start.
 
     Raises DataError if they need more open files than this process may have.
     """
-    require_open_files(number)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and OTHER_FILES + FILES_PER_WORKER * number > limit:
+        raise DataError(f"data.workers = {number} need more than the {limit} files that this process "
+                        f"may have open (ulimit -n); expected at most "
+                        f"{max(0, (limit - OTHER_FILES) // FILES_PER_WORKER)}")
     if number:
         atexit.unregister(end_workers)               # so that it is registered only once
         atexit.register(end_workers)
     start_fork_server(number)
-
-
-def require_open_files(workers: int) -> None:
-    """Raise DataError if this many workers need more open files than this process may have."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit != resource.RLIM_INFINITY and OTHER_FILES + FILES_PER_WORKER * workers > limit:
-        fits = max(0, (limit - OTHER_FILES) // FILES_PER_WORKER)
-        raise DataError(f"data.workers = {workers} need more than the {limit} files that this process "
-                        f"may have open (ulimit -n); expected at most {fits} on this machine of "
-                        f"{os.cpu_count()} cores")
 
 
 def start_fork_server(workers: int) -> None:
@@ -62,13 +51,12 @@ def start_fork_server(workers: int) -> None:
     process goes on, so it should be started early. Workers need the modules of this package that
     this process has imported by now.
     """
-    if workers == 0 or multiprocessing.get_start_method() != "forkserver":
-        return
-    package = __name__.partition(".")[0]
-    needed = [name for name in sys.modules
-              if name.partition(".")[0] == package and not name.endswith(".__main__")]
-    forkserver.set_forkserver_preload(["__main__", *needed])
-    forkserver.ensure_running()
+    if workers and multiprocessing.get_start_method() == "forkserver":
+        package = __name__.partition(".")[0]
+        forkserver.set_forkserver_preload(["__main__", *(
+            name for name in sys.modules
+            if name.partition(".")[0] == package and not name.endswith(".__main__"))])
+        forkserver.ensure_running()
 
 
 def end_workers() -> None:
@@ -82,21 +70,11 @@ def end_workers() -> None:
             child.kill()
 
 
-# ---------------------------------------------------------------------------------------------
-# In a worker
-# ---------------------------------------------------------------------------------------------
-
-
 def begin_work(worker: int) -> None:
-    """What each worker does first (torch's `worker_init_fn`). Its number, `worker`, is not used."""
-    leave_signals_to_parent()
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    """What each worker does first (torch's `worker_init_fn`). Its number, `worker`, is not used.
 
-
-def leave_signals_to_parent() -> None:
-    """Ignore the signals that ask a run to end, which often reach all of its processes.
-
-    The training process decides what to do. After a SIGTERM a worker lives on for GRACE_SECONDS, so
+    It ignores the signals that ask a run to end, which often reach all of its processes: the
+    training process decides what to do. After a SIGTERM a worker lives on for GRACE_SECONDS, so
     that the training process can finish its step and write a checkpoint.
     """
     sys.excepthook = unless_the_parent_left
@@ -104,6 +82,7 @@ def leave_signals_to_parent() -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE_SECONDS))
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def unless_the_parent_left(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ..command_line import building
-from ..data.datasets import DATA_SETS, Source, open_split, oriented
+from ..data.datasets import DATA_SETS, Source, open_split, oriented, stratified_part
 from ..data.images import DataError
-from ..data.subset import stratified_part
 from ..init import init_weights, reads_images
 from ..keys import Stream, keyed_generator
 from ..models import build_model

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..command_line import building
 from ..data.augment import normalise
-from ..data.class_subsets import imagenet_wnids
+from ..data.eval_sets import imagenet_wnids
 from ..data.images import DataError, decode_bytes, decode_image, from_pillow, resize_and_centre_crop
 from ..models import build_model
 from ..models.convert import native_tensors
