@@ -25,6 +25,7 @@ and runs are compared on images.
 from __future__ import annotations
 
 import argparse
+import inspect
 import io
 import json
 import sys
@@ -39,19 +40,18 @@ import torch
 from torch import Tensor, nn
 
 from . import __version__
-from .command_line import Parser, integer, run_program
+from .command_line import Parser, run_program
 from .data.augment import normalise
 from .data.datasets import LooseImages, Source, open_split
 from .data.images import DataError
 from .models import MODELS, ConvMixer, MlpMixer, SwinTransformer, VisionTransformer
 from .models.convert import transformers_names
 from .recipe.files import dump_recipe, load_recipe
-from .recipe.resolve import overrides
 from .recipe.sections import Recipe
 from .runs.archive import portable, without_paths
 from .runs.folder import RunFolder
 from .runs.foreign import preprocessor_config, transformers_config
-from .runs.trained import VIEW_KEYS, Trained, load
+from .runs.trained import Trained, add_run, as_input, load, load_run
 from .train.checkpoint import (CheckpointError, load as load_checkpoint, save_atomically,
                                sync_folder, write_text_atomically, written_atomically)
 
@@ -88,49 +88,46 @@ def timm_model(recipe: Recipe, image_size: tuple[int, int]) -> dict[str, Any] | 
 
     None if timm has no such model.
     """
-    family, _ = MODELS[recipe.model.name]
-    options, classes = recipe.model.options, dict(num_classes=recipe.data.num_classes)
-    patches = dict(img_size=list(image_size), patch_size=options["patch_size"],
-                   embed_dim=options["embed_dim"])
-    if family is VisionTransformer:
-        kind = ("deit.VisionTransformerDistilled" if options["distilled"] else
-                "vision_transformer.VisionTransformer")
-        if options["distilled"] and options["num_registers"] or options.get("norm_eps", 1e-6) != 1e-6:
-            return None
-        own = dict(depth=options["depth"], num_heads=options["num_heads"],
-                   mlp_ratio=options["mlp_ratio"], qkv_bias=options["qkv_bias"])
-        if not options["distilled"]:
-            own |= dict(class_token=options["pool"] == "class", reg_tokens=options["num_registers"],
-                        global_pool={"class": "token", "mean": "avg"}[options["pool"]],
-                        fc_norm=options["fc_norm"])
-        return {"class": f"timm.models.{kind}", "arguments": patches | own | classes}
-    if family is SwinTransformer:
-        own = {key: options[key] for key in ("depths", "num_heads", "window_size", "mlp_ratio",
-                                             "qkv_bias")}
-        return {"class": "timm.models.swin_transformer.SwinTransformer",
-                "arguments": patches | own | classes}
-    if family is MlpMixer:
-        own = dict(num_blocks=options["depth"],
-                   mlp_ratio=[options["tokens_ratio"], options["channels_ratio"]])
-        return {"class": "timm.models.mlp_mixer.MlpMixer", "arguments": patches | own | classes}
-    free = [options.get(key) for key in ("num_filters", "softmax_filters", "dense_filters",
-                                         "mlp_ratio", "plain_stem")]
-    if (family is not ConvMixer or any(free) or options.get("norm") == "layer"
-            or options.get("norm_place") == "before" or options.get("channel_residual") == "always"):
+    options, family = recipe.model.options, MODELS[recipe.model.name][0]
+    found = {"img_size": list(image_size)}
+    same = ["patch_size", "embed_dim"]               # options that timm calls the same
+    if family is VisionTransformer and not options["distilled"]:
+        name = "vision_transformer.VisionTransformer"
+        same += ["depth", "num_heads", "mlp_ratio", "qkv_bias", "fc_norm"]
+        found |= {"class_token": options["pool"] == "class", "reg_tokens": options["num_registers"],
+                  "global_pool": {"class": "token", "mean": "avg"}[options["pool"]]}
+    elif family is VisionTransformer and not options["num_registers"]:
+        name = "deit.VisionTransformerDistilled"
+        same += ["depth", "num_heads", "mlp_ratio", "qkv_bias"]
+    elif family is SwinTransformer:
+        name = "swin_transformer.SwinTransformer"
+        same += ["depths", "num_heads", "window_size", "mlp_ratio", "qkv_bias"]
+    elif family is MlpMixer:
+        name = "mlp_mixer.MlpMixer"
+        found |= {"num_blocks": options["depth"],
+                  "mlp_ratio": [options["tokens_ratio"], options["channels_ratio"]]}
+    elif family is ConvMixer and all(option.default in (options.get(key, option.default), option.empty)
+                                     or key in ("activation", "train_filters") for key, option in
+                                     inspect.signature(ConvMixer).parameters.items()):
+        name, same = "convmixer.ConvMixer", ["depth", "kernel_size", "patch_size"]
+        found = {"dim": options["embed_dim"]}
+    else:
         return None
-    own = dict(dim=options["embed_dim"], depth=options["depth"],
-               kernel_size=options["kernel_size"], patch_size=options["patch_size"])
-    if options["activation"] == "gelu":
-        return {"class": "timm.models.convmixer.ConvMixer", "arguments": own | classes}
-    # timm takes the activation as a class, which JSON cannot express. The one ConvMixer with ReLU
-    # that timm defines has a function of its own.
-    if own == dict(dim=768, depth=32, kernel_size=7, patch_size=7):
-        return {"class": "timm.models.convmixer.convmixer_768_32", "arguments": classes}
-    return None
+    if options.get("norm_eps", 1e-6) != 1e-6:
+        return None
+    found |= {key: options[key] for key in same}
+    if options.get("activation", "gelu") != "gelu":
+        # timm takes the activation as a class, which JSON cannot express. The one ConvMixer with
+        # ReLU that timm defines has a function of its own.
+        if found != {"dim": 768, "depth": 32, "kernel_size": 7, "patch_size": 7}:
+            return None
+        name, found = "convmixer.convmixer_768_32", {}
+    return {"class": f"timm.models.{name}",
+            "arguments": found | {"num_classes": recipe.data.num_classes}}
 
 
 # ---------------------------------------------------------------------------------------------
-# Writing and checking
+# The exports: what is written is read back and compared before it takes its place
 # ---------------------------------------------------------------------------------------------
 
 
@@ -142,7 +139,8 @@ def export_safetensors(trained: Trained, out: Path) -> str:
     weights = trained.model.state_dict()
     notes = {key: value if isinstance(value, str) else json.dumps(value)
              for key, value in metadata(trained).items()}
-    _require_equal(_write_safetensors(weights, notes, out), weights, out)
+    with written_atomically(out) as file:
+        file.write(as_safetensors(weights, notes, out))
     return f"{len(weights)} tensors read back, equal to the bit"
 
 
@@ -155,46 +153,28 @@ def export_transformers(trained: Trained, out: Path) -> str:
     """
     config, names, prefix = transformers_config(trained.recipe, trained.classes, trained.image_size)
     weights = trained.model.state_dict()
-    with _folder_at(out) as folder:
+    with folder_at(out) as folder:
         folder.mkdir()
         for name, table in (("config.json", config), ("preprocessor_config.json",
                             preprocessor_config(trained.recipe, trained.image_size))):
             write_text_atomically(json.dumps(table, indent=2) + "\n", folder / name)
-        _write_safetensors(transformers_names(weights, names, prefix), {"format": "pt"},
-                           folder / "model.safetensors")
+        with written_atomically(folder / "model.safetensors") as file:
+            file.write(as_safetensors(transformers_names(weights, names, prefix), {"format": "pt"}, out))
         with redirect_stderr(io.StringIO()):         # what is assumed was just written
-            _require_equal(load(folder).model.state_dict(), weights, out)
+            require_equal(load(folder).model.state_dict(), weights, out)
     return f"{len(weights)} tensors read back under our names, equal to the bit"
 
 
-@contextmanager
-def _folder_at(out: Path) -> Iterator[Path]:
-    """A context that yields the path of a folder to make, which in the end becomes `out`, or goes."""
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parent:
-        folder = Path(parent) / out.name
-        yield folder
-        folder.rename(out)
-        sync_folder(out.parent)
-
-
-def _require_equal(read: dict[str, Tensor], weights: dict[str, Tensor], out: Path) -> None:
-    """Raise CheckpointError unless what was read from `out` is, to the bit, what was written."""
-    if read.keys() != weights.keys() or not all(torch.equal(read[name], value)
-                                                for name, value in weights.items()):
-        raise CheckpointError(f"{out}: holds other weights than were written")
-
-
-def _write_safetensors(tensors: dict[str, Tensor], notes: dict[str, str], out: Path
-                       ) -> dict[str, Tensor]:
-    """Write a file of safetensors with these metadata, and read it back."""
+def as_safetensors(tensors: dict[str, Tensor], notes: dict[str, str], out: Path) -> bytes:
+    """The contents of a file of safetensors with these metadata, read back and compared."""
     try:
         from safetensors.torch import load, save
     except ImportError:
         raise CheckpointError(f"{out}: writing it needs the extra 'safetensors': pip install "
                               "'vitinit[safetensors]'") from None
-    with written_atomically(out) as file:
-        file.write(save({name: value.contiguous() for name, value in tensors.items()}, metadata=notes))
-    return load(out.read_bytes())
+    content = save({name: value.contiguous() for name, value in tensors.items()}, metadata=notes)
+    require_equal(load(content), tensors, out)
+    return content
 
 
 class Normalised(nn.Module):
@@ -208,6 +188,7 @@ class Normalised(nn.Module):
         return self.model(normalise(images, self.mean, self.std))
 
 
+@torch.no_grad()
 def export_program(trained: Trained, out: Path, views: Tensor, *, inside: bool) -> str:
     """Write a program images → logits to the file `out`; return its difference from the model.
 
@@ -219,33 +200,27 @@ def export_program(trained: Trained, out: Path, views: Tensor, *, inside: bool) 
     """
     data = trained.recipe.data
     model = Normalised(trained.model, data.mean, data.std) if inside else trained.model
-    images = views if inside else normalise(views, data.mean, data.std)
-    with torch.no_grad():
-        program = torch.export.export(
-            model, (images[:3],), strict=False,
-            dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
-        program.example_inputs = None                # torch would store these images in the file,
-        for node in program.graph.nodes:             # and with each operation the path of its code
-            node.meta.pop("stack_trace", None)
-        archive = io.BytesIO()
-        torch.export.save(program, archive,
-                          extra_files={"vitinit.json": json.dumps(metadata(trained), indent=2)})
-        archive.seek(0)
-        run = torch.export.load(archive).module()
-        far = largest = 0.0
-        for batch in BATCHES:
-            logits = model(images[:batch])
-            far = max(far, (run(images[:batch]) - logits).abs().max().item())
-            largest = max(largest, logits.abs().max().item())
-    if not far <= NEAR * max(largest, 1.0):
-        raise CheckpointError(f"{out}: the exported program's logits are up to {far:.1e} from the "
-                              f"model's, which are up to {largest:.1f}; nothing was written")
+    images = views if inside else as_input(views, trained.recipe)
+    program = torch.export.export(model, (images[:3],), strict=False,
+                                  dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
+    program.example_inputs = None                    # torch would store these images in the file,
+    for node in program.graph.nodes:                 # and with each operation the path of its code
+        node.meta.pop("stack_trace", None)
+    archive = io.BytesIO()
+    torch.export.save(program, archive,
+                      extra_files={"vitinit.json": json.dumps(metadata(trained), indent=2)})
+    archive.seek(0)
+    run = torch.export.load(archive).module()
+    batches = [images[:batch] for batch in BATCHES]
+    difference = compare(torch.cat([run(batch) for batch in batches]),
+                         torch.cat([model(batch) for batch in batches]), NEAR,
+                         f"{out}: the exported program's")
     with written_atomically(out) as file:
         file.write(archive.getvalue())
-    return (f"read back and run in batches of {', '.join(map(str, BATCHES))}: largest difference "
-            f"{far:.1e}, of logits up to {largest:.1f}")
+    return f"read back and run in batches of {', '.join(map(str, BATCHES))}: {difference}"
 
 
+@torch.no_grad()
 def export_run(trained: Trained, out: Path, views: Tensor) -> str:
     """Write a run folder `out` for using the model, not for training; return what was checked.
 
@@ -256,7 +231,10 @@ def export_run(trained: Trained, out: Path, views: Tensor) -> str:
 
     views: (B, 3, H, W) uint8 images to compare on.
     """
-    stored = load_checkpoint(trained.path, mmap=True)
+    stored, source = load_checkpoint(trained.path, mmap=True), RunFolder(trained.path.parent)
+    of_run = "recipe" in stored
+    recipe = load_recipe(source.recipe) if of_run and source.recipe.exists() else trained.recipe
+    source.starts()                                  # a damaged run.json is an error of one line
     rounded = {name: value.half() if value.is_floating_point() else value
                for name, value in trained.model.state_dict().items()}
     for name, value in rounded.items():
@@ -267,55 +245,69 @@ def export_run(trained: Trained, out: Path, views: Tensor) -> str:
              if name in stored}
     state |= {"model": rounded, "ema": None, "classes": list(trained.classes),
               "recipe": without_folders(trained.recipe).as_dict()}
-    source = RunFolder(trained.path.parent)
-    of_run = "recipe" in stored
-    recipe = load_recipe(source.recipe) if of_run and source.recipe.exists() else trained.recipe
-    source.starts()                                  # a damaged run.json is an error of one line
-    with _folder_at(out) as place:
+    with folder_at(out) as place:
         folder = RunFolder(place)
         folder.make()
-        for path in (source.info, source.metrics.path, source.steps.path):
-            if of_run and path.exists():
-                content = path.read_bytes()
-                with written_atomically(folder.path / path.name) as file:
-                    file.write(without_paths(content) if path == source.info else content)
+        for path in (source.info, source.metrics.path, source.steps.path) if of_run else ():
+            if path.exists():
+                with written_atomically(place / path.name) as file:
+                    file.write(without_paths(path.read_bytes()) if path == source.info else
+                               path.read_bytes())
         folder.record_recipe(dump_recipe(without_folders(recipe)))
         save_atomically(state, folder.last)
-        inputs = normalise(views, trained.recipe.data.mean, trained.recipe.data.std)
-        with torch.no_grad():
-            logits, expected = load(folder.path).model(inputs), trained.model(inputs)
-        far, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
-        if not far <= NEAR_IN_HALF * max(largest, 1.0):
-            raise CheckpointError(f"{out}: with weights in half precision, logits are up to {far:.1e} "
-                                  f"from the model's, which are up to {largest:.1f}; nothing was "
-                                  "written")
-    return (f"read back and run on {len(views)} images: largest difference {far:.1e}, of logits up to "
-            f"{largest:.1f}")
+        inputs = as_input(views, trained.recipe)
+        difference = compare(load(place).model(inputs), trained.model(inputs), NEAR_IN_HALF,
+                             f"{out}: with weights in half precision,")
+    return f"read back and run on {len(views)} images: {difference}"
+
+
+@contextmanager
+def folder_at(out: Path) -> Iterator[Path]:
+    """A context that yields the path of a folder to make, which in the end becomes `out`, or goes."""
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parent:
+        folder = Path(parent) / out.name
+        yield folder
+        folder.rename(out)
+        sync_folder(out.parent)
+
+
+def require_equal(read: dict[str, Tensor], weights: dict[str, Tensor], out: Path) -> None:
+    """Raise CheckpointError unless what was read from `out` is, to the bit, what was written."""
+    if read.keys() != weights.keys() or not all(torch.equal(read[name], value)
+                                                for name, value in weights.items()):
+        raise CheckpointError(f"{out}: holds other weights than were written")
+
+
+def compare(found: Tensor, logits: Tensor, near: float, whose: str) -> str:
+    """How far `found` is from a model's logits, in words.
+
+    Raises CheckpointError, which begins with `whose`, if that is more than `near` of the largest.
+    """
+    far, largest = (found - logits).abs().max().item(), logits.abs().max().item()
+    if not far <= near * max(largest, 1.0):
+        raise CheckpointError(f"{whose} logits are up to {far:.1e} from the model's, which are up to "
+                              f"{largest:.1f}; nothing was written")
+    return f"largest difference {far:.1e}, of logits up to {largest:.1f}"
 
 
 def views_to_check(trained: Trained, folder: Path | None) -> tuple[Tensor, str]:
-    """Seven evaluation views (7, 3, H, W) uint8, and where they are from, in words.
+    """Seven evaluation views (7, 3, H, W) uint8, evenly chosen, and where they are from, in words.
 
     The images are from `folder` if it is given, otherwise from the recipe's validation set, or from
-    the embedded set `shapes` if that cannot be opened. Raises DataError for a folder without
-    images.
+    the embedded set `shapes` if that cannot be opened. Of fewer than seven some are repeated.
+    Raises DataError for a folder without images.
     """
-    data = trained.recipe.data
+    data, count = trained.recipe.data, max(BATCHES)
     source: Source
     if folder is not None:
-        source, name = LooseImages(folder, max(BATCHES)), str(folder)
+        source, name = LooseImages(folder, count), str(folder)
     else:
         source, name = open_split("shapes", "", "val", 10), "the embedded set 'shapes'"
         with suppress(DataError):
             source = open_split(data.name, data.root, "val", data.num_classes)
             name = f"the validation set of {data.name}"
-    views = [trained.view(source.image(index)) for index in spread(len(source))]
-    return torch.stack(views), name
-
-
-def spread(count: int) -> Iterator[int]:
-    """Seven evenly spaced indices below `count`; if `count` is smaller than 7, some repeat."""
-    return (number * count // max(BATCHES) for number in range(max(BATCHES)))
+    return torch.stack([trained.view(source.image(number * len(source) // count))
+                        for number in range(count)]), name
 
 
 # ---------------------------------------------------------------------------------------------
@@ -331,27 +323,21 @@ def require_fitting(args: argparse.Namespace, parser: Parser) -> None:
     if args.to == "run" and (args.normalise or args.image_size):
         parser.error("--normalise and --image-size are for the other exports; a run folder's images "
                      "are those of its recipe, which normalises them")
-    if args.to in ("run", "transformers") and (not args.out.parent.is_dir() or args.out.exists()):
+    folder, there = args.to in ("run", "transformers"), args.out.parent.is_dir()
+    if folder and (not there or args.out.exists()):
         parser.error(f"--out {args.out}: expected a folder that does not exist yet, in one that does")
-    if not args.out.parent.is_dir() or args.out.is_dir():
+    if not there or args.out.is_dir():
         parser.error(f"--out {args.out}: expected a file in a folder that exists")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the program with these arguments (default: the command line); return the exit status."""
     parser = Parser(prog="python -m vitinit.export", description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="run folder or checkpoint")
+    add_run(parser)
     parser.add_argument("--to", required=True, choices=("safetensors", "torch", "transformers", "run"))
     parser.add_argument("--out", type=Path, required=True, metavar="FILE",
                         help="the file to write; with --to run or transformers, a folder that does not "
                              "exist yet")
-    parser.add_argument("--weights", choices=("model", "ema"), default="model")
-    parser.add_argument("--image-size", type=integer(1), metavar="N",
-                        help="in pixels, if it is to differ from the run's")
-    parser.add_argument("--recipe", help="describes a checkpoint that contains no recipe")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-                        help="override a key of the recipe: any of one given by --recipe, "
-                             f"{' and '.join(VIEW_KEYS)} of a run's")
     parser.add_argument("--normalise", action="store_true",
                         help="the program takes uint8 images and normalises them (--to torch)")
     parser.add_argument("--images", type=Path, metavar="FOLDER",
@@ -361,10 +347,7 @@ def main(arguments: list[str] | None = None) -> int:
     def program() -> None:
         args = parser.parse_args(arguments)
         require_fitting(args, parser)
-        trained = load(args.run, weights=args.weights, image_size=args.image_size,
-                       recipe=args.recipe,
-                       overrides={change.key: change.value for change in overrides(sets=args.set)})
-        trained.require_classifier()
+        trained = load_run(args)
         if args.to == "safetensors":
             found = export_safetensors(trained, args.out)
         elif args.to == "transformers":

@@ -15,6 +15,7 @@ wrong; --attention adds a map of what the model attends to. --sheet needs the ex
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import json
@@ -31,11 +32,11 @@ from torch.utils.data import Dataset
 
 from .command_line import Parser, integer, run_program
 from .data.folders import images_below, in_words
-from .data.images import DataError, decode_image, resize_and_centre_crop
+from .data.images import DataError, decode_image
 from .data.loader import batch_loader
 from .figures.sheet import Tile, attended, draw_sheet, require_attention
-from .recipe.resolve import overrides
-from .runs.trained import VIEW_KEYS, Trained, as_input, load
+from .recipe.sections import Recipe
+from .runs.trained import Trained, add_run, as_input, evaluation_view, load_run
 from .train.checkpoint import write_text_atomically
 from .train.metrics import ProgressBar
 
@@ -69,11 +70,6 @@ class Guess(NamedTuple):
                                     for name, share in self.ranked]}
 
 
-# ---------------------------------------------------------------------------------------------
-# Images
-# ---------------------------------------------------------------------------------------------
-
-
 def images_of(arguments: Sequence[str]) -> list[str]:
     """The paths of all images: files as given, and the images below each folder, sorted.
 
@@ -82,58 +78,43 @@ def images_of(arguments: Sequence[str]) -> list[str]:
     """
     paths = []
     for argument in arguments:
-        if os.path.isdir(argument):
-            left_out: Counter[str] = Counter()
-            found = images_below(argument, left_out)
-            line = in_words(left_out, argument)
-            if not found:
-                raise DataError(f"{argument}: no images in it{line and '; '}{line}")
-            if line:
-                print(f"vitinit.predict: {line}", file=sys.stderr, flush=True)
-            paths += found
-        elif os.path.exists(argument):
-            paths.append(argument)
-        else:
+        left_out: Counter[str] = Counter()
+        if not os.path.exists(argument):
             raise DataError(f"{argument}: no such file or folder")
+        found = images_below(argument, left_out) if os.path.isdir(argument) else [argument]
+        line = in_words(left_out, argument)
+        if not found:
+            raise DataError(f"{argument}: no images in it{line and '; '}{line}")
+        if line:
+            print(f"vitinit.predict: {line}", file=sys.stderr, flush=True)
+        paths += found
     return paths
 
 
 class Views(Dataset):
     """The evaluation views of image files, (3, *size) uint8; for a broken file, the error message."""
 
-    def __init__(self, paths: Sequence[str], *, size: tuple[int, int], crop_pct: float,
-                 interpolation: str) -> None:
-        self.paths, self.size = paths, size
-        self.crop_pct, self.interpolation = crop_pct, interpolation
+    def __init__(self, paths: Sequence[str], recipe: Recipe, size: tuple[int, int]) -> None:
+        self.paths, self.recipe, self.size = paths, recipe, size
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> Tensor | str:
         try:
-            return resize_and_centre_crop(decode_image(self.paths[index]), self.size, self.crop_pct,
-                                          self.interpolation)
+            return evaluation_view(decode_image(self.paths[index]), self.recipe, self.size)
         except DataError as error:
             return str(error)
 
 
-class ViewsOfFiles(NamedTuple):
-    """One batch of files."""
+def stacked(found: list[Tensor | str]) -> tuple[Tensor, list[str]]:
+    """A batch of `Views`: the views that there are, (B, 3, H, W), and for each file its problem or "".
 
-    views: Tensor               # (B, 3, H, W) uint8, of the B files that could be read
-    problems: list[str]         # per file, why it could not be read, or ""
-
-
-def _stack(found: list[Tensor | str]) -> ViewsOfFiles:
-    """Collate what `Views` returned for the files of one batch."""
-    readable = [view for view in found if isinstance(view, Tensor)]
-    return ViewsOfFiles(torch.stack(readable) if readable else torch.empty(0),
-                        [view if isinstance(view, str) else "" for view in found])
-
-
-# ---------------------------------------------------------------------------------------------
-# Guesses
-# ---------------------------------------------------------------------------------------------
+    As one tensor they take one handle of shared memory on their way from a worker.
+    """
+    views = [view for view in found if isinstance(view, Tensor)]
+    return (torch.stack(views) if views else torch.empty(0),
+            [view if isinstance(view, str) else "" for view in found])
 
 
 def guesses(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int, workers: int
@@ -143,18 +124,15 @@ def guesses(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int
     The view is (3, H, W) uint8, or None for a file that could not be read. top: classes per image.
     workers: processes that decode images.
     """
-    views = Views(paths, size=trained.image_size, crop_pct=trained.recipe.eval.crop_pct,
-                  interpolation=trained.recipe.eval.interpolation)
-    loader = batch_loader(views, _stack, min(workers, -(-len(paths) // batch_size)),
+    loader = batch_loader(Views(paths, trained.recipe, trained.image_size), stacked,
+                          min(workers, -(-len(paths) // batch_size)),
                           trained.device.type == "cuda", batch_size=batch_size)
     names, waiting = set(trained.classes), iter(paths)
-    for batch in loader:
-        ranked: Iterator = iter(())
-        if len(batch.views):
-            inputs = as_input(batch.views.to(trained.device, non_blocking=True), trained.recipe)
-            ranked = iter(trained.ranked(trained.probabilities(inputs), top))
-        readable = iter(batch.views)
-        for problem in batch.problems:
+    for views, problems in loader:
+        inputs = as_input(views.to(trained.device), trained.recipe) if len(views) else None
+        ranked = iter([] if inputs is None else trained.ranked(trained.probabilities(inputs), top))
+        readable = iter(views)
+        for problem in problems:
             path = next(waiting)
             folder = os.path.basename(os.path.dirname(os.path.abspath(path)))
             truth = folder if folder in names else None
@@ -168,13 +146,11 @@ def as_csv(found: Sequence[Guess], top: int) -> str:
     """The table of --csv: a heading, then one row per image; unknown cells are empty."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["image", "truth", "problem",
-                   *(cell for rank in range(1, top + 1) for cell in (f"class_{rank}",
-                                                                     f"probability_{rank}"))])
+    rows.writerow(["image", "truth", "problem", *(f"{title}_{rank}" for rank in range(1, top + 1)
+                                                  for title in ("class", "probability"))])
     for guess in found:
-        cells = [cell for name, share in guess.ranked for cell in (name, share)]
-        rows.writerow([guess.path, guess.truth or "", guess.problem,
-                       *cells, *[""] * (2 * top - len(cells))])
+        cells = [cell for pair in guess.ranked for cell in pair] or [""] * 2 * top
+        rows.writerow([guess.path, guess.truth or "", guess.problem, *cells])
     return text.getvalue()
 
 
@@ -191,45 +167,37 @@ def summary(found: Sequence[Guess]) -> str:
     return "; ".join(parts)
 
 
-# ---------------------------------------------------------------------------------------------
-# The command
-# ---------------------------------------------------------------------------------------------
-
-
-def predict(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int, workers: int,
-            json_file: Path | None, csv_file: Path | None, sheet: Path | None, attention: bool
-            ) -> int:
+def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) -> int:
     """Print the predictions, and write the requested files and name them.
 
     Returns the exit status: 1 if a file could not be read, otherwise 0.
     """
-    top = min(top, len(trained.classes))
+    top = min(args.top, len(trained.classes))
     on_sheet = {number * len(paths) // min(SHEET, len(paths)) for number in range(SHEET)}
     found: list[Guess] = []
     tiles: list[Tile] = []
     with ProgressBar("predict", len(paths), shown=sys.stderr.isatty()) as bar:
-        for guess, view in bar.over(guesses(trained, paths, top=top, batch_size=batch_size,
-                                            workers=workers)):
+        for guess, view in bar.over(guesses(trained, paths, top=top, batch_size=args.batch_size,
+                                            workers=args.workers)):
             if view is None:
                 print(f"vitinit.predict: {guess.problem}", file=sys.stderr, flush=True)
             else:
                 print(guess.line())
-                if sheet is not None and len(found) in on_sheet:
-                    heat = attended(trained, view) if attention else None
+                if args.sheet is not None and len(found) in on_sheet:
+                    heat = attended(trained, view) if args.attention else None
                     tiles.append(Tile(guess.path, view, heat, guess.truth, *guess.ranked[0]))
             found.append(guess)
     last_line = summary(found)
     if last_line:
         print(last_line, flush=True)
-    if json_file is not None:
-        write_text_atomically("".join(json.dumps(guess.as_dict()) + "\n" for guess in found), json_file)
-    if csv_file is not None:
-        write_text_atomically(as_csv(found, top), csv_file)
-    if sheet is not None:
-        draw_sheet(sheet, tiles, heading=f"{trained.path.parent.name}, {len(tiles)} of "
-                                         f"{len(paths):,} images"
-                                         + (f": {last_line}" if last_line else ""))
-    for file in filter(None, (json_file, csv_file, sheet)):
+    if args.json is not None:
+        write_text_atomically("".join(json.dumps(guess.as_dict()) + "\n" for guess in found), args.json)
+    if args.csv is not None:
+        write_text_atomically(as_csv(found, top), args.csv)
+    if args.sheet is not None:
+        draw_sheet(args.sheet, tiles, heading=f"{trained.path.parent.name}, {len(tiles)} of "
+                   f"{len(paths):,} images{last_line and ': '}{last_line}")
+    for file in filter(None, (args.json, args.csv, args.sheet)):
         print(f"wrote {file}")
     return int(any(guess.problem for guess in found))
 
@@ -237,16 +205,9 @@ def predict(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int
 def main(arguments: list[str] | None = None) -> int:
     """Run the program with these arguments (default: the command line); return the exit status."""
     parser = Parser(prog="python -m vitinit.predict", description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="run folder or checkpoint")
+    add_run(parser)
     parser.add_argument("images", nargs="+", metavar="IMAGE|FOLDER")
     parser.add_argument("--top", type=integer(1), default=5, help="classes per image (5)")
-    parser.add_argument("--weights", choices=("model", "ema"), default="model")
-    parser.add_argument("--image-size", type=integer(1), metavar="N",
-                        help="in pixels, if it is to differ from the run's")
-    parser.add_argument("--recipe", help="describes a checkpoint that contains no recipe")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-                        help="override a key of the recipe: any of one given by --recipe, "
-                             f"{' and '.join(VIEW_KEYS)} of a run's")
     parser.add_argument("--json", type=Path, metavar="FILE",
                         help="write one JSON object per image and line")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write one row per image")
@@ -262,18 +223,14 @@ def main(arguments: list[str] | None = None) -> int:
         args = parser.parse_args(arguments)
         if args.attention and args.sheet is None:
             parser.error("--attention is drawn on a contact sheet; give --sheet FILE.png, too")
-        for flag, file in (("--json", args.json), ("--csv", args.csv), ("--sheet", args.sheet)):
+        for flag in ("json", "csv", "sheet"):
+            file = getattr(args, flag)
             if file is not None and (file.is_dir() or not file.parent.is_dir()):
-                parser.error(f"{flag} {file}: expected a file in a folder that exists")
-        trained = load(args.run, weights=args.weights, image_size=args.image_size,
-                       device="cuda" if torch.cuda.is_available() else "cpu", recipe=args.recipe,
-                       overrides={change.key: change.value for change in overrides(sets=args.set)})
-        trained.require_classifier()
+                parser.error(f"--{flag} {file}: expected a file in a folder that exists")
+        trained = load_run(args, device="cuda" if torch.cuda.is_available() else "cpu")
         if args.attention:
             require_attention(trained)
-        return predict(trained, images_of(args.images), top=args.top, batch_size=args.batch_size,
-                       workers=args.workers, json_file=args.json, csv_file=args.csv,
-                       sheet=args.sheet, attention=args.attention)
+        return predict(trained, images_of(args.images), args)
     return run_program("vitinit.predict", program)
 
 

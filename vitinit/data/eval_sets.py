@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -70,23 +70,15 @@ class NamedSet(NamedTuple):
 
 
 class TrainingPart(NamedTuple):
-    """Images of a run's own training set: those that it trains on, or those that it holds out.
-
-    The fields after `data_set` are keys of the recipe's data section.
-    """
+    """Images of a run's own training set: those that it trains on, or those that it holds out."""
 
     name: Literal["train", "held_out"]
-    data_set: NamedSet
-    num_classes: int
-    subset: float
-    images_per_class: int
-    held_out_per_class: int
-    subset_seed: int
+    data: Any                   # the recipe's data section
 
     @property
     def root(self) -> str:
         """The folder of the data set."""
-        return self.data_set.root
+        return self.data.root
 
     def __str__(self) -> str:
         return str(NamedSet(self.name, self.root))
@@ -96,12 +88,13 @@ class TrainingPart(NamedTuple):
 
         Raises DataError as `open_split` does, and if a class has too few images.
         """
-        source = open_split(*self.data_set, "train", self.num_classes)
+        data = self.data
+        source = open_split(data.name, data.root, "train", data.num_classes)
         if self.name == "held_out":
-            return held_out_part(source, images_per_class=self.held_out_per_class,
-                                 seed=self.subset_seed)
-        return stratified_part(source, share=self.subset, images_per_class=self.images_per_class,
-                               held_out=self.held_out_per_class, seed=self.subset_seed)
+            return held_out_part(source, images_per_class=data.held_out_per_class,
+                                 seed=data.subset_seed)
+        return stratified_part(source, share=data.subset, images_per_class=data.images_per_class,
+                               held_out=data.held_out_per_class, seed=data.subset_seed)
 
 
 EvaluatedSet = NamedSet | TrainingPart      # what one result of an evaluation is about

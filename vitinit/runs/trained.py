@@ -5,12 +5,13 @@
     trained = vitinit.load("runs/quickstart-impulse-s0")
     trained.predict("photo.jpg", top=3)             # [("cat", 0.81), ("dog", 0.12), …]
 
-`load` and `Trained` are the public interface. `open_saved` and `loaded`, beneath them, are what
-`eval.py` uses too: they open a checkpoint and build its model.
+`load` and `Trained` are the public interface. Read the file downwards:
+    path → `open_saved`: contents, recipe, what is known → `Saved.model` → `load`: a `Trained`
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..command_line import building
+from ..command_line import Parser, building
 from ..data.augment import normalise
 from ..data.eval_sets import imagenet_wnids
 from ..data.images import DataError, decode_bytes, decode_image, from_pillow, resize_and_centre_crop
@@ -30,7 +31,7 @@ from ..models import build_model
 from ..models.convert import native_tensors
 from ..models.layers import to_pair
 from ..recipe.files import RECIPES, Override, RecipeError, find_recipe, from_dict
-from ..recipe.resolve import moved, resolve_recipe
+from ..recipe.resolve import moved, overrides as parse_overrides, resolve_recipe
 from ..recipe.sections import Recipe
 from ..recipe.values import nearest, plain
 from ..train.checkpoint import CheckpointError, model_state, require_finite
@@ -57,9 +58,8 @@ class Saved(NamedTuple):
     path: Path                  # of the checkpoint file
     state: dict[str, Any]       # the checkpoint's contents, without optimiser and loss scaling
     recipe: Recipe
-    classes: list[str] | None   # the class of each logit, in order; None if they are not recorded
     size: tuple[int, int]       # (height, width) of the images that the model is to take
-    description: foreign.Description | None = None  # of another project's files beside it
+    description: foreign.Description | None     # of another project's files beside it
 
     @property
     def name(self) -> str:
@@ -72,28 +72,68 @@ class Saved(NamedTuple):
         return "recipe" in self.state
 
     @property
+    def classes(self) -> Sequence[str] | None:
+        """The recorded class of each logit, in order; None if neither checkpoint nor files name them."""
+        return self.state.get("classes") or (self.description and self.description.classes)
+
+    @property
     def weights(self) -> list[str]:
         """Which weights the checkpoint contains: "model", and "ema" if there is a moving average."""
-        return [name for name in ("model", "ema") if name == "model" or self.state.get(name)]
+        return ["model", *["ema"] * bool(self.state.get("ema"))]
 
-    def model(self, name: str, *, or_backbone: bool = False) -> nn.Module:
+    def model(self, weights: str, *, or_backbone: bool = False) -> nn.Module:
         """Build the model with the weights "model" or "ema", for images of `size`.
 
+        Learned position embeddings are resized if that is not the recipe's size.
+
         or_backbone: where the checkpoint has no classifier, build the model without one, which
-        returns the pooled features. Otherwise that is an error.
+            returns the pooled features. Otherwise that is an error.
+
+        Returns the model on the CPU, in float32. Raises CheckpointError if the weights do not fit
+        the recipe's model, are infinite or NaN, or depend on the image size, and RecipeError if
+        the model cannot be built.
         """
-        return loaded(self.recipe, self.state, self.path, name, self.size, or_backbone=or_backbone)
+        recipe, tensors = self.recipe, model_state(self.state, self.path, weights)
+        require_finite(tensors, weights, self.path)
+        tensors = native_tensors(tensors)
+        headless = or_backbone and not any(name.startswith("head") for name in tensors)
+
+        def built(size: tuple[int, int], source: str) -> nn.Module:
+            with building(source, "model"):
+                return build_model(recipe.model.name, image_size=size, **recipe.model.options,
+                                   num_classes=0 if headless else recipe.data.num_classes)
+        model = built(recipe.data.image_size, f"recipe {recipe.name}")
+        load_exactly(model, tensors, self.path)
+        if self.size == recipe.data.image_size:
+            return model
+        resized = built(self.size, f"{self.path} at {self.size[0]}×{self.size[1]}")
+        change_size(model, resized, self.path)
+        return resized
 
     def assumptions(self, model: nn.Module) -> str:
-        """For a checkpoint without a recipe, a line on what its `model` assumes; otherwise ""."""
-        return "" if self.brings_recipe else (
-            f"{self.path}: {foreign.assumptions(model, self.recipe, self.description)}")
+        """A line on what is assumed of the model of a checkpoint that contains no recipe."""
+        return f"{self.path}: {foreign.assumptions(model, self.recipe, self.description)}"
 
 
 def named_run(path: Path) -> Path:
     """`path` itself; or, if nothing exists there, the model of that name in recipes/trained."""
     boxed = BOXED / path
     return boxed if not os.path.exists(path) and path.parent == Path(".") and boxed.is_dir() else path
+
+
+def open_all(paths: Sequence[Path], *, recipe: str | None, changes: Sequence[Override],
+             changeable: Sequence[str], image_size: tuple[int, int] | None) -> list[Saved]:
+    """Open several checkpoints, as `open_saved` does.
+
+    recipe: the name of a recipe, or the path of a .toml file; an error if no checkpoint needs it.
+    """
+    file = None if recipe is None else find_recipe(recipe, RECIPES)
+    found = [open_saved(path, recipe=file, changes=changes, changeable=changeable,
+                        image_size=image_size) for path in paths]
+    if recipe is not None and all(saved.brings_recipe for saved in found):
+        raise RecipeError(f"{found[0].path}: brings its own recipe; the recipe {recipe} that was given "
+                          "is for checkpoints that hold none")
+    return found
 
 
 def open_saved(path: Path, *, recipe: Path | None = None, changes: Sequence[Override] = (),
@@ -116,10 +156,10 @@ def open_saved(path: Path, *, recipe: Path | None = None, changes: Sequence[Over
     state = {key: part for key, part in state.items() if key not in ("optimizer", "scaler")}
     description = None
     if "recipe" in state:
-        for change in changes if recipe is None else ():
-            if change.key not in changeable:
-                raise RecipeError(f"{change.text}: the checkpoint brings its own recipe, of which only "
-                                  f"how to evaluate can change{nearest(change.key, changeable)}")
+        kept = [change for change in changes if change.key not in changeable]
+        if kept and recipe is None:
+            raise RecipeError(f"{kept[0].text}: the checkpoint brings its own recipe, of which only how "
+                              f"to evaluate can change{nearest(kept[0].key, changeable)}")
         found = from_dict(state["recipe"], str(path),
                           [change for change in changes if change.key in changeable])
         found = moved(found, RunFolder(path.parent).data_root())
@@ -130,49 +170,51 @@ def open_saved(path: Path, *, recipe: Path | None = None, changes: Sequence[Over
         if recipe is None:
             raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint of "
                               "(recipe=… in Python)")
-        stated = description.changes if description is not None else ()
-        found = resolve_recipe(recipe, [*stated, *changes])
+        found = resolve_recipe(recipe, [*(description.changes if description else ()), *changes])
     if not found.data.num_classes:
         raise RecipeError(f"{path}: recipe {found.name} has data.num_classes = 0, which only training "
                           "takes from the data; expected the checkpoint's number")
-    classes = state.get("classes")
-    if classes is None and description is not None and description.classes and (
-            len(description.classes) != len(imagenet_wnids())):      # those count as ImageNet's, in order
-        classes = list(description.classes)
-    return Saved(path, state, found, classes, image_size or found.data.image_size, description)
+    return Saved(path, state, found, image_size or found.data.image_size, description)
 
 
-def loaded(recipe: Recipe, state: dict, path: Path, name: str,
-           image_size: tuple[int, int] | None = None, *, or_backbone: bool = False) -> nn.Module:
-    """Build the recipe's model and copy a checkpoint's weights into it.
+# ---------------------------------------------------------------------------------------------
+# The options of programs that open checkpoints
+# ---------------------------------------------------------------------------------------------
 
-    Args:
-        state: the contents of the checkpoint at `path`.
-        name: which weights: "model", or "ema" for the moving average.
-        image_size: (height, width) of the images that the model is to take, if not the recipe's;
-            learned position embeddings are then resized.
-        or_backbone: build the model without a classifier if the checkpoint has none.
 
-    Returns the model on the CPU, in float32. Raises CheckpointError if the weights do not fit the
-    recipe's model, are infinite or NaN, or depend on the image size, and RecipeError if the model
-    cannot be built.
-    """
-    raw = model_state(state, path, name)
-    tensors = native_tensors(raw)
-    backbone = or_backbone and not any(tensor.startswith("head") for tensor in tensors)
+def add_options(parser: Parser, changeable: Sequence[str]) -> None:
+    """Add --image-size, --recipe and --set. changeable: see `open_saved`."""
+    parser.add_argument("--image-size", type=parse_size, metavar="N or H,W",
+                        help="in pixels, if it is to differ from the recipe's")
+    parser.add_argument("--recipe", help="describes checkpoints that contain no recipe")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                        help="override any key of the recipe given by --recipe, and of any recipe "
+                             f"{', '.join(changeable)}")
 
-    def built(size: tuple[int, int], place: str) -> nn.Module:
-        with building(place, "model"):
-            return build_model(recipe.model.name, image_size=size,
-                               num_classes=0 if backbone else recipe.data.num_classes, **recipe.model.options)
-    model = built(recipe.data.image_size, f"recipe {recipe.name}")
-    require_finite(raw, name, path)
-    load_exactly(model, tensors, path)
-    if image_size in (None, recipe.data.image_size):
-        return model
-    resized = built(image_size, f"{path} at {image_size[0]}×{image_size[1]}")
-    change_size(model, resized, path)
-    return resized
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Parse the argument of --image-size, N or H,W in pixels → (height, width)."""
+    sides = text.split(",")
+    if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of pixels, such as 288, or "
+                                         "height and width, such as 192,256")
+    return int(sides[0]), int(sides[-1])
+
+
+def add_run(parser: Parser) -> None:
+    """Add all arguments that `load_run` takes: one run, and how to open it."""
+    parser.add_argument("run", metavar="RUN", help="run folder or checkpoint")
+    parser.add_argument("--weights", choices=("model", "ema"), default="model")
+    add_options(parser, VIEW_KEYS)
+
+
+def load_run(args: argparse.Namespace, device: str = "cpu") -> Trained:
+    """`load` what the arguments of `add_run` say; CheckpointError if it has no classifier."""
+    trained = load(args.run, weights=args.weights, image_size=args.image_size, device=device,
+                   recipe=args.recipe,
+                   overrides={change.key: change.value for change in parse_overrides(sets=args.set)})
+    trained.require_classifier()
+    return trained
 
 
 # ---------------------------------------------------------------------------------------------
@@ -358,18 +400,15 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
     """
     if weights not in ("model", "ema"):
         raise ValueError(f'weights is {weights!r}, expected "model" or "ema"')
-    file = None if recipe is None else find_recipe(recipe, RECIPES)
     changes = [Override(key, plain(value), f"{key}={value!r}")
                for key, value in (overrides or {}).items()]
-    saved = open_saved(Path(path), recipe=file, changes=changes, changeable=VIEW_KEYS,
-                       image_size=checked_size(image_size))
-    if file is not None and saved.brings_recipe:
-        raise RecipeError(f"{saved.path} brings its own recipe; the recipe {file.stem} that was "
-                          "given is for checkpoints that hold none")
+    saved, = open_all([Path(path)], recipe=recipe, changes=changes, changeable=VIEW_KEYS,
+                      image_size=checked_size(image_size))
     model = saved.model(weights, or_backbone=not saved.brings_recipe).eval().requires_grad_(False)
     if not saved.brings_recipe:
         print(saved.assumptions(model), file=sys.stderr, flush=True)
-    classes = tuple(class_names(saved)) if model.num_classes else ()
+    numbers = imagenet_wnids() if model.num_classes == 1000 else map(str, range(model.num_classes))
+    classes = tuple(saved.classes or numbers) if model.num_classes else ()
     return Trained(model.to(device or "cpu"), classes, saved.recipe, saved.size, saved.path)
 
 
@@ -382,18 +421,3 @@ def checked_size(image_size: Any) -> tuple[int, int] | None:
     if size is not None and min(size) < 1:
         raise ValueError(f"image_size is {image_size!r}, expected an integer or (height, width), at least 1")
     return size
-
-
-def class_names(saved: Saved) -> list[str]:
-    """The recorded class names; without them, ImageNet's synset ids for a model of 1000 classes.
-
-    For any other number of classes the names are "0", "1", ….
-    """
-    count = saved.recipe.data.num_classes
-    if saved.description is not None and saved.description.classes:
-        return list(saved.description.classes)
-    if saved.classes is not None:
-        return list(saved.classes)
-    if count == len(imagenet_wnids()):
-        return imagenet_wnids()
-    return [str(number) for number in range(count)]
