@@ -134,6 +134,10 @@ IN_MEMORY = {
     ".relative_position_bias.relative_position_bias_table"}
 
 
+def _parts(theirs: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (theirs,) if isinstance(theirs, str) else theirs
+
+
 def in_memory(names: Names, blocks: str) -> Names:
     """The names of a table of transformers' files as its modules have them in memory.
 
@@ -143,8 +147,7 @@ def in_memory(names: Names, blocks: str) -> Names:
         for of_file, of_module in {"encoder.layer.{}": blocks, **IN_MEMORY}.items():
             name = name.replace(of_file, of_module)
         return name
-    return {ours: renamed(theirs) if isinstance(theirs, str) else tuple(map(renamed, theirs))
-            for ours, theirs in names.items()}
+    return {ours: tuple(map(renamed, _parts(theirs))) for ours, theirs in names.items()}
 
 
 # A name that occurs in one layout only → the layout; the first one found counts.
@@ -182,7 +185,11 @@ def native_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors under this package's names."""
+    """The same tensors under this package's names.
+
+    A layer of ours that is several of theirs and of which one is missing becomes too narrow, so
+    that loading it fails visibly.
+    """
     bare = {TRANSFORMERS_PREFIX.sub("", name): value for name, value in tensors.items()}
     names = (conv_mixer_names(tensors) if "3.0.fn.0.weight" in tensors else
              next((names for mark, names in LAYOUTS.items() if mark in bare), None))
@@ -190,37 +197,17 @@ def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(tensors)
     if "cls_classifier.weight" in bare:
         names = names | WITH_TEACHER
-    rules = [(_pattern(part), ours, index, len(parts)) for ours, theirs in names.items()
-             for parts in [(theirs,) if isinstance(theirs, str) else theirs]
-             for index, part in enumerate(parts)]
-    found: dict[str, Tensor] = {}
-    parts_of: dict[str, dict[int, Tensor]] = {}      # of our layer: which part → its tensor
-    alone: dict[str, dict[str, Tensor]] = {}         # the same parts under their own names
+    rules = [(_pattern(part), ours, index) for ours, theirs in names.items()
+             for index, part in enumerate(_parts(theirs))]
+    found: dict[str, dict[int, Tensor]] = {}         # our name → which part of it → the tensor
     for name, value in bare.items():
-        if DROPPED.search(name):
-            continue
-        target, index, count = _our_name(name, rules)
-        if count == 1:
-            found[target] = value
-            continue
-        alone.setdefault(target, {})[name] = value
-        parts = parts_of.setdefault(target, {})
-        parts[index] = value
-        if len(parts) == count:
-            found[target] = torch.cat([parts[number] for number in range(count)])
-            del alone[target]
-    for parts in alone.values():                     # loading will refuse them, by these names
-        found |= parts
-    return found
-
-
-def _our_name(name: str, rules: list[tuple[re.Pattern, str, int, int]]) -> tuple[str, int, int]:
-    """Our name of a tensor, which part of ours it is, counted from 0, and of how many parts."""
-    for pattern, ours, index, count in rules:
-        match = pattern.match(name)
-        if match:
-            return ours.format(*match.groups()) + name[match.end():], index, count
-    return name, 0, 1
+        if not DROPPED.search(name):
+            ours, index = next(((ours.format(*match.groups()) + name[match.end():], index)
+                                for pattern, ours, index in rules if (match := pattern.match(name))),
+                               (name, 0))
+            found.setdefault(ours, {})[index] = value
+    return {name: torch.cat([parts[index] for index in sorted(parts)]) if len(parts) > 1 else
+            next(iter(parts.values())) for name, parts in found.items()}
 
 
 def conv_mixer_names(tensors: Mapping[str, Tensor]) -> Names:
@@ -239,18 +226,13 @@ def transformers_names(tensors: Mapping[str, Tensor], names: Names, prefix: str
 
     prefix: such as "vit.", which precedes all names but those of the classifiers.
     """
+    rules = [(_pattern(ours), _parts(theirs)) for ours, theirs in names.items()]
     found = {}
     for ours, value in tensors.items():
-        for entry, theirs in names.items():
-            match = _pattern(entry).match(ours)
-            if match:
-                parts = (theirs,) if isinstance(theirs, str) else theirs
-                for part, rows in zip(parts, value.chunk(len(parts))):
-                    name = part.format(*match.groups()) + ours[match.end():]
-                    found[name if "classifier" in name else prefix + name] = rows.contiguous()
-                break
-        else:
-            raise ValueError(f"no name of transformers is known for {ours}")
+        match, parts = next((match, parts) for pattern, parts in rules if (match := pattern.match(ours)))
+        for part, rows in zip(parts, value.chunk(len(parts))):
+            name = part.format(*match.groups()) + ours[match.end():]
+            found[name if "classifier" in name else prefix + name] = rows.contiguous()
     return found
 
 

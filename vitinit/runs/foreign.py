@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
@@ -45,6 +45,22 @@ ARCHITECTURES = {
     "dinov2_with_registers": ("Dinov2WithRegistersModel", "Dinov2WithRegistersBackbone"),
     "swin": ("SwinForImageClassification", "SwinModel", "SwinBackbone"),
 }
+# Our options → keys of a config.json; of ViT and DeiT, and of Swin.
+VIT_OPTIONS = {"embed_dim": "hidden_size", "depth": "num_hidden_layers",
+               "num_heads": "num_attention_heads", "norm_eps": "layer_norm_eps"}
+SWIN_OPTIONS = {key: key for key in ("embed_dim", "depths", "num_heads", "window_size", "mlp_ratio")}
+# Keys of a config.json: the value that models here have, which is transformers' default too, and
+# what another value stands for.
+REQUIRED = {
+    "hidden_act": ("gelu", "the activation {} in place of the exact GELU"),
+    "use_swiglu_ffn": (False, "SwiGLU in place of the MLP"),
+    "use_absolute_embeddings": (False, "a position embedding added to Swin"),
+    "num_channels": (3, "images of {} channels"),
+}
+REQUIRED_OF_SWIN = {"layer_norm_eps": (1e-5, "Swin with a layer_norm_eps of {}")}
+# Keys of timm's pretrained_cfg → ours.
+TIMM_KEYS = {"mean": "data.mean", "std": "data.std", "crop_pct": "eval.crop_pct",
+             "interpolation": "eval.interpolation"}
 
 
 @dataclass(frozen=True)
@@ -53,13 +69,14 @@ class Description:
 
     file: Path                  # config.json
     recipe: str                 # a recipe for all that they do not say; "": they do not say the model
-    changes: tuple[Override, ...]       # of that recipe
+    values: Mapping[str, Any]           # for keys of that recipe
     classes: tuple[str, ...] | None     # the class of each logit, in order
     notes: tuple[str, ...]      # where images are prepared differently there
 
-    def value(self, key: str) -> Any:
-        """The value that the files state for a key of recipes, such as "data.mean"; None without one."""
-        return next((change.value for change in self.changes if change.key == key), None)
+    @property
+    def changes(self) -> list[Override]:
+        """The values as changes of the recipe."""
+        return [Override(key, value, str(self.file)) for key, value in self.values.items()]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -87,7 +104,9 @@ def described(path: Path, architecture: str = "") -> Description | None:
             return _of_transformers(config, file)
         if "pretrained_cfg" in config:
             require_no_trap(str(config.get("architecture", "")), file)
-            return _of_timm(config["pretrained_cfg"], file)
+            stated = config["pretrained_cfg"]        # how images are prepared, but not the model's sizes
+            return Description(file, "", {key: stated[name] for name, key in TIMM_KEYS.items()
+                                          if name in stated}, None, ())
     except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{file}: is not what transformers or timm writes ({in_brief(error)})") from None
     return None
@@ -115,67 +134,43 @@ def _table(file: Path) -> dict[str, Any]:
     return table
 
 
-def _of_timm(config: Mapping[str, Any], file: Path) -> Description:
-    """How timm prepares images; the model's sizes are not in its files."""
-    keys = {"mean": "data.mean", "std": "data.std", "crop_pct": "eval.crop_pct",
-            "interpolation": "eval.interpolation"}
-    changes = {key: config[name] for name, key in keys.items() if name in config}
-    return Description(file, "", _overrides(changes, file), None, ())
-
-
 def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
-    kind, names = config["model_type"], config.get("architectures") or ["no architecture"]
-    if names[0] not in ARCHITECTURES.get(kind, ()):
+    kind, name = config["model_type"], (config.get("architectures") or ["no architecture"])[0]
+    if name not in ARCHITECTURES.get(kind, ()):
         reason = ("its classifier reads the class token and the mean of the patches together; its "
-                  "backbone alone loads" if names[0].startswith("Dinov2") else
+                  "backbone alone loads" if name.startswith("Dinov2") else
                   "no model of this package computes that; ViT, DeiT, DINOv2's backbone and Swin load")
-        raise CheckpointError(f"{file}: describes {names[0]} ({kind}) of transformers; {reason}")
-
-    def refuse(what: str) -> NoReturn:
-        raise CheckpointError(f"{file}: {what}, which none of the models here has")
+        raise CheckpointError(f"{file}: describes {name} ({kind}) of transformers; {reason}")
+    swin = kind == "swin"
+    for key, (ours, what) in (REQUIRED | (REQUIRED_OF_SWIN if swin else {})).items():
+        if config.get(key) not in (None, ours):
+            raise CheckpointError(f"{file}: {what.format(config[key])}, which none of the models here has")
 
     def stated(key: str) -> Any:
         if config.get(key) is None:
             raise CheckpointError(f"{file}: states no {key}, without which the model is not known")
         return config[key]
 
-    if config.get("hidden_act", "gelu") != "gelu":
-        refuse(f"the activation {config['hidden_act']} in place of the exact GELU")
-    if config.get("use_swiglu_ffn"):
-        refuse("SwiGLU in place of the MLP")
-    if config.get("use_absolute_embeddings"):
-        refuse("a position embedding added to Swin")
-    if config.get("num_channels", 3) != 3:
-        refuse(f"images of {config['num_channels']} channels")
     options = {"patch_size": stated("patch_size"), "qkv_bias": config.get("qkv_bias", True)}
-    if kind == "swin":
-        if config.get("layer_norm_eps", 1e-5) != 1e-5:
-            refuse(f"Swin with a layer_norm_eps of {config['layer_norm_eps']}")
-        recipe, model = "swin_tiny", "swin_tiny"
-        options |= {key: stated(key) for key in ("embed_dim", "depths", "num_heads", "window_size",
-                                                 "mlp_ratio")}
-    else:
-        recipe, model = "deit_base", "vit_base"
-        width = stated("hidden_size")
-        options |= {"embed_dim": width, "depth": stated("num_hidden_layers"),
-                    "num_heads": stated("num_attention_heads"), "norm_eps": stated("layer_norm_eps"),
-                    "distilled": names[0] == "DeiTForImageClassificationWithTeacher",
-                    "num_registers": config.get("num_register_tokens", 0),
-                    "mlp_ratio": config.get("mlp_ratio") or mlp_ratio(stated("intermediate_size"),
-                                                                      width)}
+    options |= {ours: stated(key) for ours, key in (SWIN_OPTIONS if swin else VIT_OPTIONS).items()}
+    if not swin:
+        distilled = name.endswith("WithTeacher")
         # A distillation token that no classifier reads takes part in attention, as a register does.
-        options["num_registers"] += kind == "deit" and not options["distilled"]
-    changes = {"model.name": model, "model.options": options, "data.image_size": stated("image_size")}
-    labels = config.get("id2label")
-    classes = None
+        options |= {"distilled": distilled,
+                    "num_registers": config.get("num_register_tokens", 0) + (kind == "deit" and not distilled),
+                    "mlp_ratio": config.get("mlp_ratio") or mlp_ratio(stated("intermediate_size"),
+                                                                      options["embed_dim"])}
+    changes = {"model.name": "swin_tiny" if swin else "vit_base", "model.options": options,
+               "data.image_size": stated("image_size")}
+    labels, classes = config.get("id2label"), None
     if isinstance(labels, dict) and labels:
         changes["data.num_classes"] = len(labels)
         if "LABEL_0" not in labels.values():         # transformers' stand-in for a name
             classes = tuple(str(labels.get(str(index), index)) for index in range(len(labels)))
-    elif names[0].endswith(("Classification", "Teacher")):   # transformers omits its default of 2
+    elif "Classification" in name:                   # transformers omits its default of 2
         changes["data.num_classes"] = config.get("num_labels", 2)
     prepared, notes = _preparation(file.with_name("preprocessor_config.json"), changes)
-    return Description(file, recipe, _overrides(changes | prepared, file), classes, notes)
+    return Description(file, "swin_tiny" if swin else "deit_base", changes | prepared, classes, notes)
 
 
 def mlp_ratio(hidden: int, width: int) -> float:
@@ -219,10 +214,6 @@ def _side(size: Any) -> tuple[int, bool]:
     return (size, True) if isinstance(size, int) else (0, False)
 
 
-def _overrides(changes: Mapping[str, Any], file: Path) -> tuple[Override, ...]:
-    return tuple(Override(key, value, str(file)) for key, value in changes.items())
-
-
 # ---------------------------------------------------------------------------------------------
 # What is assumed
 # ---------------------------------------------------------------------------------------------
@@ -230,29 +221,28 @@ def _overrides(changes: Mapping[str, Any], file: Path) -> tuple[Override, ...]:
 
 def assumptions(model: nn.Module, recipe: Recipe, description: Description | None) -> str:
     """One line on all that the tensors do not show, as the built `model` and its recipe have it."""
-    options = recipe.model.options
-    activations = {nn.GELU: "exact GELU", nn.ReLU: "ReLU"}
-    used = [name for kind, name in activations.items()
-            if any(isinstance(module, kind) for module in model.modules())]
+    options, kinds = recipe.model.options, {type(module) for module in model.modules()}
     epsilons = sorted({module.eps for module in model.modules() if hasattr(module, "eps")})
     heads = options.get("num_heads")
-    parts = [f"{'-'.join(map(str, heads)) if isinstance(heads, list) else heads} heads"] * bool(heads)
-    parts += [" and ".join(used), {"class": "class token"}.get(options.get("pool"), "mean") + " pooled",
-              *(["windows of " + str(options["window_size"])] if "window_size" in options else []),
-              *(["learned positions" if model.learns_positions else "fixed positions"]
-                if "pos_embed" in options else []), f"norm eps {' and '.join(map(str, epsilons))}",
-              "mean " + " ".join(f"{value:g}" for value in recipe.data.mean),
-              "std " + " ".join(f"{value:g}" for value in recipe.data.std),
-              f"crop {recipe.eval.crop_pct:g}", recipe.eval.interpolation]
+    parts = [heads and f"{'-'.join(map(str, heads)) if isinstance(heads, list) else heads} heads",
+             " and ".join(name for kind, name in ((nn.GELU, "exact GELU"), (nn.ReLU, "ReLU"))
+                          if kind in kinds),
+             ("class token" if options.get("pool") == "class" else "mean") + " pooled",
+             "window_size" in options and f"windows of {options['window_size']}",
+             "pos_embed" in options and f"{'learned' if model.learns_positions else 'fixed'} positions",
+             f"norm eps {' and '.join(map(str, epsilons))}",
+             *(f"{name} {' '.join(f'{value:g}' for value in values)}" for name, values in
+               (("mean", recipe.data.mean), ("std", recipe.data.std))),
+             f"crop {recipe.eval.crop_pct:g}", recipe.eval.interpolation]
     source, notes = f"recipe {recipe.name}", []
     if description is not None:
         source += f" and {description.file.name}"
         ours = keys_of(recipe.as_dict())
         notes = [*description.notes,
-                 *(f"{change.key} is {change.value} in {description.file.name}"
-                   for change in description.changes if change.key in PREPARATION
-                   and ours[change.key] != change.value)]
-    found = f"{', '.join(parts)} ({source})"
+                 *(f"{key} is {value} in {description.file.name}"
+                   for key, value in description.values.items()
+                   if key in PREPARATION and ours[key] != value)]
+    found = f"{', '.join(filter(None, parts))} ({source})"
     return f"assumed, as tensors do not show it: {'; '.join([found, *notes])}"
 
 
@@ -262,7 +252,7 @@ def require_same_function(description: Description | None, recipe: Recipe) -> No
     This is for fine-tuning, where the recipe's model takes the tensors: neither heads nor epsilon
     change a shape.
     """
-    theirs = (description.value("model.options") if description else None) or {}
+    theirs = description.values.get("model.options", {}) if description else {}
     for key in ("num_heads", "norm_eps"):
         ours = recipe.model.options.get(key)
         if key in theirs and ours not in (None, theirs[key]):
@@ -281,36 +271,30 @@ def transformers_config(recipe: Recipe, classes: Sequence[str], size: tuple[int,
     classes: the class of each logit. size: (height, width) of the images. Names and prefix are as
     `transformers_names` takes them. Raises CheckpointError if transformers has no such model.
     """
-    options, family = recipe.model.options, MODELS[recipe.model.name][0]
-    labels = {str(index): name for index, name in enumerate(classes)}
-    common = {"num_channels": 3, "hidden_act": "gelu", "qkv_bias": options.get("qkv_bias"),
-              "image_size": size[0], "id2label": labels,
-              "label2id": {name: int(index) for index, name in labels.items()}}
-    def square(pair: int | Sequence[int]) -> bool:
-        return len(set(to_pair(pair))) == 1
-
-    whole = square(size) and square(options["patch_size"])
-    if whole and family is VisionTransformer and options["pool"] == "class" and (
-            not options["num_registers"]) and classes:
-        kind, name, names = (("deit", ARCHITECTURES["deit"][1], TRANSFORMERS_VIT | WITH_TEACHER)
-                             if options["distilled"] else
-                             ("vit", ARCHITECTURES["vit"][0], TRANSFORMERS_VIT))
-        width = options["embed_dim"]
-        own = {"hidden_size": width, "num_hidden_layers": options["depth"],
-               "num_attention_heads": options["num_heads"], "layer_norm_eps": options.get("norm_eps", 1e-6),
-               "intermediate_size": hidden_width(width, options["mlp_ratio"], "mlp_ratio"),
+    options, family = {"norm_eps": 1e-6} | recipe.model.options, MODELS[recipe.model.name][0]
+    squares = [size, options["patch_size"], options.get("window_size", 1)]
+    if family is VisionTransformer and options["pool"] == "class" and not options["num_registers"]:
+        kind, names, table = "vit", TRANSFORMERS_VIT, VIT_OPTIONS
+        own = {"intermediate_size": hidden_width(options["embed_dim"], options["mlp_ratio"], "mlp_ratio"),
                "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    elif whole and family is SwinTransformer and square(options["window_size"]) and classes:
-        kind, name, names = "swin", ARCHITECTURES["swin"][0], TRANSFORMERS_SWIN
-        own = {"layer_norm_eps": 1e-5, "window_size": to_pair(options["window_size"])[0],
-               **{key: options[key] for key in ("embed_dim", "depths", "num_heads", "mlp_ratio")}}
+        if options["distilled"]:
+            kind, names = "deit", names | WITH_TEACHER
+    elif family is SwinTransformer:
+        kind, names, table, own = "swin", TRANSFORMERS_SWIN, SWIN_OPTIONS, {"layer_norm_eps": 1e-5}
     else:
+        kind = ""
+    if not kind or not classes or any(len(set(to_pair(side))) > 1 for side in squares):
         raise CheckpointError(
             f"recipe {recipe.name}: no model of transformers takes these weights; expected a ViT with a "
             "class token and without registers, distilled or not, or a Swin, for square images and "
             "with a classifier")
-    return ({"model_type": kind, "architectures": [name], "patch_size": to_pair(options["patch_size"])[0]}
-            | common | own, names, f"{kind}.")
+    own |= {theirs: options[key] for key, theirs in table.items()}
+    own |= {key: to_pair(own[key])[0] for key in ("window_size",) if key in own}
+    return {"model_type": kind, "architectures": [ARCHITECTURES[kind][kind == "deit"]],
+            "patch_size": to_pair(options["patch_size"])[0], "num_channels": 3, "hidden_act": "gelu",
+            "qkv_bias": options.get("qkv_bias"), "image_size": size[0],
+            "id2label": {str(index): name for index, name in enumerate(classes)},
+            "label2id": {name: index for index, name in enumerate(classes)}} | own, names, f"{kind}."
 
 
 def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> dict[str, Any]:
