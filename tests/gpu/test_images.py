@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from vitinit.bench.training import alone, recipe_of
 
-SETS = ("data.name=image_folder", "data.num_classes=3", "data.image_size=[10, 14]",
+SETS = ("data.name=image_folder", "data.num_classes=3", "data.image_size=13",
         "optim.global_batch=20", "mix.group=10", "eval.batch_size=20", "data.on_device_gib=0",
         "eval.cache_gib=0", "rand_augment.layers=2", "rand_augment.interpolation=random",
         "augment.erase_probability=0.6", "augment.repeats=2")
@@ -32,6 +35,19 @@ WAYS = {
 }
 
 
+@pytest.fixture
+def square_images(tmp_path: Path) -> Path:
+    """Three classes of 17 and 7 noisy images of 13×13 pixels: square, so that a device may keep them."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 17), ("val", 7)):
+        for name in ("one", "two", "three"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for index in range(count):
+                pixels = rng.integers(0, rng.integers(50, 256), (13, 13, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / split / name / f"{index:02}.png")
+    return tmp_path
+
+
 def epochs_of(program, sets: tuple[str, ...], device: torch.device,
               work: Callable[[], object] = lambda: None) -> list[Tensor]:
     """Two epochs of training, each step's images and targets in order, and two of validation.
@@ -44,7 +60,7 @@ def epochs_of(program, sets: tuple[str, ...], device: torch.device,
     found = []
     for epoch in range(2):
         for _, micro_batches in data.train_batches.steps(epoch):
-            images, targets = torch.empty(20, 3, 10, 14), torch.empty(20, 3)
+            images, targets = torch.empty(20, 3, 13, 13), torch.empty(20, 3)
             for micro_batch in micro_batches:
                 (some, their_targets), positions = micro_batch.prepare(), micro_batch.positions
                 work()
@@ -57,7 +73,7 @@ def epochs_of(program, sets: tuple[str, ...], device: torch.device,
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_batches_are_the_cpus_to_the_bit(train_program, image_tree, device, way):
+def test_batches_are_the_cpus_to_the_bit(train_program, square_images, device, way):
     """Whole batches on the device against pairs of images on the CPU, loaded one by one.
 
     On a GPU, batches are prepared in a CUDA stream of their own. If the streams did not wait for
@@ -65,7 +81,7 @@ def test_batches_are_the_cpus_to_the_bit(train_program, image_tree, device, way)
     """
     matrix = torch.ones(4096, 4096, device=device) if device.type == "cuda" else torch.ones(1, 1)
     changes, ways = WAYS[way]
-    sets = (*SETS, f"data.root={image_tree}", *changes)
+    sets = (*SETS, f"data.root={square_images}", *changes)
     found = epochs_of(train_program, (*sets, *ways), device,
                       lambda: [matrix @ matrix for _ in range(20)])      # tens of milliseconds
     expected = epochs_of(train_program, (*sets, "optim.max_batch_per_process=2"),
