@@ -46,12 +46,11 @@ from vitinit.recipe.files import RECIPES, dump_recipe
 from vitinit.recipe.resolve import with_num_classes
 from vitinit.recipe.sections import Recipe
 from vitinit.runs import foreign
-from vitinit.runs.folder import RunFolder, read_checkpoint
-from vitinit.runs.lock import RunLock
+from vitinit.runs.folder import RunFolder, RunLock, read_checkpoint
 from vitinit.runs.resume import (choose_run, require_same_data, require_same_micro_batch_size,
                                  settings)
-from vitinit.runs.start import built, initialise, open_training_set, training_views
-from vitinit.runs.summary import cautions, rehearsal, summary
+from vitinit.runs.start import (built, cautions, initialise, open_training_set, rehearsal,
+                                summary, training_views)
 from vitinit.runs.trained import named_run
 from vitinit.train import distributed
 from vitinit.train.checkpoint import CheckpointError, model_state

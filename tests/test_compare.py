@@ -37,18 +37,14 @@ def six_runs(written_run):
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("degrees, quantile", [
-    (1, 12.706205), (2, 4.302653), (3, 3.182446), (4, 2.776445), (5, 2.570582), (9, 2.262157),
-    (30, 2.042272), (120, 1.979930)])
-def test_t_quantiles_are_those_of_printed_tables(degrees, quantile):
-    assert compare.t_quantile(degrees) == pytest.approx(quantile, abs=5e-7)
-
-
-@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 16, 53])
-@pytest.mark.parametrize("confidence", [0.5, 0.9, 0.99])
-def test_t_quantiles_equal_scipys(degrees, confidence):
-    expected = pytest.importorskip("scipy.stats").t.ppf((1 + confidence) / 2, degrees)
-    assert compare.t_quantile(degrees, confidence) == pytest.approx(expected, rel=1e-9)
+def test_t_quantiles_are_those_of_printed_tables_and_of_scipy():
+    for degrees, quantile in ((1, 12.706205), (2, 4.302653), (3, 3.182446), (120, 1.979930)):
+        assert compare.t_quantile(degrees) == pytest.approx(quantile, abs=5e-7)
+    stats = pytest.importorskip("scipy.stats")
+    for degrees in (1, 2, 3, 4, 7, 16, 53):
+        for confidence in (0.5, 0.9, 0.99):
+            expected = stats.t.ppf((1 + confidence) / 2, degrees)
+            assert compare.t_quantile(degrees, confidence) == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_interval_of_three_differences():
@@ -119,32 +115,21 @@ def test_only_seeds_that_both_have_are_paired(monkeypatch, capsys, six_runs, wri
     assert f"| {label} | 3 | 68.33 ± 27.02 | 68.33 ± 27.02 | – | – | 3 ± 0 |" in printed
 
 
-def test_fewer_than_two_seeds_in_common_have_no_interval(monkeypatch, capsys, six_runs):
+def test_fewer_than_two_seeds_in_common_have_no_interval(monkeypatch, capsys, six_runs, written_run):
+    """One sentence names the groups, or says that it is so for all."""
     run(monkeypatch, *six_runs[:2], *six_runs[4:])                        # 1, 2 and 2, 5
     printed = capsys.readouterr().out
     assert "Fewer than two seeds are shared with `default` by `impulse`: no interval." in printed
     assert "t interval" not in printed
-
-
-def test_where_no_group_can_be_paired_one_sentence_says_so(monkeypatch, capsys, six_runs, written_run):
-    other = written_run("m-7", [99.0], seed=7, init="mimetic", epochs=1)
+    other = written_run("m-7", [98.0, 99.0], seed=7, init="mimetic")
+    run(monkeypatch, *six_runs, other)
+    assert "with `default` by `mimetic`: no interval" in capsys.readouterr().out
     run(monkeypatch, *six_runs[:2], *six_runs[5:], other)
     printed = capsys.readouterr().out
-    assert "No group shares two seeds or more with `default" in printed and "`impulse" not in printed
+    assert "shared with `default` by any other group: no interval." in printed
     assert printed.count("two seeds") == 1
-
-
-def test_a_single_group_has_no_differences(monkeypatch, capsys, six_runs):
     run(monkeypatch, *six_runs[:3])
     assert "minus" not in capsys.readouterr().out
-
-
-def test_unfinished_runs_are_named_and_not_averaged(monkeypatch, capsys, six_runs, written_run):
-    cut = written_run("cut", [99.0], epochs=2, seed=9)
-    run(monkeypatch, *six_runs, cut)
-    printed = capsys.readouterr().out
-    assert printed.endswith(f"\nLeft out, not finished: {cut}, 1 of 2 epochs.\n")
-    assert "| default | 3 | 54.00 ± 4.00 |" in printed and "99" not in printed
 
 
 def test_runs_of_other_code_and_hardware_are_counted(monkeypatch, capsys, written_run):
@@ -185,13 +170,15 @@ def test_an_archive_prints_the_same_as_the_folders(monkeypatch, capsys, six_runs
     assert printed(monkeypatch, capsys, *six_runs[:2], out / "default-5", *six_runs[3:]) == expected
 
 
-def test_unfinished_runs_are_named_and_not_packed(monkeypatch, capsys, six_runs, written_run,
-                                                  tmp_path):
+def test_unfinished_runs_are_named_and_neither_averaged_nor_packed(monkeypatch, capsys, six_runs,
+                                                                   written_run, tmp_path):
+    expected = printed(monkeypatch, capsys, *six_runs)
     cut, out = written_run("cut", [99.0], epochs=2, seed=9), tmp_path / "six.tar.xz"
+    line = f"Left out, not finished: {cut}, 1 of 2 epochs.\n"
+    assert printed(monkeypatch, capsys, cut, *six_runs) == f"{expected}\n{line}"
     assert printed(monkeypatch, capsys, cut, *six_runs, "--pack", out) == (
-        f"Left out, not finished: {cut}, 1 of 2 epochs.\n"
-        f"wrote {out}: 6 run(s), {out.stat().st_size:,} bytes\n")
-    assert printed(monkeypatch, capsys, out) == printed(monkeypatch, capsys, *six_runs)
+        f"{line}wrote {out}: 6 run(s), {out.stat().st_size:,} bytes\n")
+    assert printed(monkeypatch, capsys, out) == expected
 
 
 def test_an_archive_is_extended_in_place(monkeypatch, capsys, six_runs, tmp_path):
@@ -202,20 +189,24 @@ def test_an_archive_is_extended_in_place(monkeypatch, capsys, six_runs, tmp_path
     assert grown.read_bytes() == whole.read_bytes()
 
 
-def test_different_models_are_compared_in_one_table(monkeypatch, capsys, six_runs, written_run,
-                                                    tmp_path):
+@pytest.mark.parametrize("archive, heads", [
+    ("remaining_gap", ["| 3 | 56.54 ± 0.47 |", "| 3 | 51.35 ± 0.40 |", "| 3 | 60.83 ± 0.23 |"]),
+    ("muon", ["| cifar10_10k, default | 3 | 66.45 ± 0.20 |"])])
+def test_records_of_earlier_versions_are_compared(monkeypatch, capsys, repository, archive, heads):
+    text = printed(monkeypatch, capsys, repository / "recipes" / f"{archive}.tar.xz")
+    assert [head in text for head in heads] == [True] * len(heads)
+
+
+def test_different_models_are_compared_in_one_table(monkeypatch, capsys, six_runs, written_run):
     """The differences 49.5 and 46 have mean 47.75 and standard error 1.75; 12.706 · 1.75 = 22.24."""
     mixers = [written_run(f"mixer-{seed}", [1.0, 99.0 + seed / 2], seed=seed, recipe="mixer",
                           sets=("model.name=convmixer_256_8", "model.options={}")) for seed in (1, 2)]
-    out = tmp_path / "both.tar.xz"
-    expected = printed(monkeypatch, capsys, *six_runs, *mixers)
-    printed(monkeypatch, capsys, *six_runs, *mixers, "--pack", out)
-    assert printed(monkeypatch, capsys, out) == expected
+    text = printed(monkeypatch, capsys, *six_runs, *mixers)
     for row in ("| quickstart, default | model | 50.00 | 54.00 | 58.00 |",
                 "| mixer, default | model | 99.50 | 100.00 | – |",
                 "| mixer, default | model | 2 | +47.75 ± 22.24 | 1: +49.50, 2: +46.00 |"):
-        assert row in expected
-    assert expected.startswith("# quickstart, mixer\n")
+        assert row in text
+    assert text.startswith("# quickstart, mixer\n")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -239,34 +230,27 @@ def test_without_matplotlib_the_report_is_written_and_the_extra_named(
     assert (tmp_path / "out" / "comparison.md").exists()
 
 
-@pytest.mark.parametrize("program", ["compare", "pack", "curves", "steps"])
-def test_a_pattern_may_find_logs_and_pictures_beside_the_runs(capsys, six_runs, tmp_path, program):
+def test_a_pattern_may_find_logs_and_pictures_beside_the_runs(capsys, six_runs, tmp_path):
     """runs/* after a sweep with --jobs; a folder that holds a part of a run is still an error."""
     (tmp_path / "logs").mkdir()
-    others = [tmp_path / "logs", tmp_path / "default-1.log", tmp_path / "empty.log"]
-    for file in others[1:]:
-        file.write_text("epoch 1/2\n" if "default" in file.name else "")
-    main, before, after = {
-        "compare": (compare.main, [], []),
-        "pack": (compare.main, [], ["--pack", tmp_path / "a.tar.xz"]),
-        "curves": (figures, ["curves"], ["--out", tmp_path / "a.png"]),
-        "steps": (figures, ["curves", "--steps"], ["--out", tmp_path / "a.png"])}[program]
-
+    others = [tmp_path / "logs", tmp_path / "default-1.log"]
+    others[1].write_text("epoch 1/2\n")
     for folder in six_runs:
         row = dict.fromkeys(StepRow._fields, 1.0) | {"step": 1}
         (folder / "steps.jsonl").write_text(json.dumps(row))
-
-    def ended(*runs: Path) -> int:
-        return main([str(word) for word in (*before, *runs, *after)])
-    assert ended(others[0], *six_runs, *others[1:]) == 0
-    assert capsys.readouterr().err == (
-        f"warning left out, no run: {', '.join(map(str, others))}\n")
-    assert ended(*others) == 2 and "no" in capsys.readouterr().err
     part = tmp_path / "part"
     part.mkdir()
     (part / "metrics.jsonl").write_text("")
-    assert ended(six_runs[0], part) == 2
-    assert "part: not a run's folder, there is no recipe.toml in it" in capsys.readouterr().err
+    for main, before, after in [(compare.main, [], ["--pack", tmp_path / "a.tar.xz"]),
+                                (figures, ["curves", "--steps"], ["--out", tmp_path / "a.png"])]:
+        def status(*runs: Path) -> int:
+            return main(list(map(str, (*before, *runs, *after))))
+        assert status(others[0], *six_runs, others[1]) == 0
+        assert capsys.readouterr().err == f"warning left out, no run: {', '.join(map(str, others))}\n"
+        assert status(*others) == 2
+        assert "logs: neither a run's folder nor an archive of runs" in capsys.readouterr().err
+        assert status(six_runs[0], part) == 2
+        assert "part: not a run's folder, there is no recipe.toml in it" in capsys.readouterr().err
 
 
 def test_what_is_wrong_is_one_line(capsys, six_runs, written_run, tmp_path):
@@ -277,7 +261,7 @@ def test_what_is_wrong_is_one_line(capsys, six_runs, written_run, tmp_path):
                              ([six_runs[0], "--pack", six_runs[1]], "-2: not the name of an archive"),
                              ([six_runs[0], "--out", "a", "--pack", "b"], "not allowed with argument"),
                              ([six_runs[0] / "run.json"], "run.json: neither a run's folder nor an"),
-                             ([six_runs[0] / "run.json" / "x"], "run.json: neither a run's folder")):
+                             ([six_runs[0] / "run.json" / "x"], "run.json/x: not a run's folder")):
         assert compare.main(list(map(str, folders))) == 2
         line, = capsys.readouterr().err.splitlines()
         assert line.startswith("vitinit.compare: ") and message in line

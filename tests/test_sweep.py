@@ -1,32 +1,29 @@
-"""Sweeps: the plan and its order, what is skipped and resumed, and what happens if a run fails."""
+"""Sweeps: the plan and its order, what is skipped and resumed, programs side by side, and signals."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vitinit import sweep
 from vitinit.recipe.files import RecipeError
+from vitinit.train.interruption import STOP_SIGNALS
 
 SHORT = dict(schedule__epochs="2", mix__probability="0", augment__repeats="1")
+GOOD = ["--recipe", "quickstart", "--seeds", "0"]
 
 
 def planned(*arguments: object) -> list[sweep.PlannedRun]:
     return sweep.plan_runs(sweep.parse_arguments([str(argument) for argument in arguments]))
-
-
-def flags(run: sweep.PlannedRun) -> dict[str, list[str]]:
-    """Flag of train.py → its values."""
-    found: dict[str, list[str]] = {}
-    for flag, value in zip(run.arguments[::2], run.arguments[1::2], strict=True):
-        found.setdefault(flag, []).append(value)
-    return found
 
 
 @pytest.fixture
@@ -34,13 +31,17 @@ def started(monkeypatch, train_program) -> list[Path]:
     """Makes runs go through train.py in this process; the folders of the runs that were started."""
     folders = []
 
-    def run(self: sweep.Launcher, command: list[str], **options: object) -> str | None:
-        arguments = command[command.index(str(sweep.TRAIN)) + 1:]
-        folders.append(Path(arguments[arguments.index("--out-dir") + 1]))
-        monkeypatch.setattr("sys.argv", ["train.py", *arguments])
-        status = train_program.main(arguments)
-        return None if status == 0 else f"ended with status {status}"
-    monkeypatch.setattr(sweep.Launcher, "run", run)
+    class InProcess:
+        def __init__(self, command: list[str], **options: object) -> None:
+            arguments = command[command.index(str(sweep.TRAIN)) + 1:]
+            folders.append(Path(arguments[arguments.index("--out-dir") + 1]))
+            monkeypatch.setattr("sys.argv", ["train.py", *arguments])
+            self.returncode = train_program.main(arguments)
+
+        def poll(self) -> int:
+            return self.returncode
+    monkeypatch.setattr(sweep, "subprocess", SimpleNamespace(Popen=InProcess))
+    monkeypatch.setattr(sweep, "LOOK_EVERY", 0.0)
     return folders
 
 
@@ -54,17 +55,13 @@ def losses(folder: Path) -> list[float]:
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text, seeds", [
-    ("0", [0]), ("0-4", [0, 1, 2, 3, 4]), ("5,0,2", [5, 0, 2]), ("7,0-2", [7, 0, 1, 2]),
-    ("3-3", [3]), ("1, 2", [1, 2])])
-def test_seeds_are_numbers_and_spans(text, seeds):
-    assert sweep.parse_seeds(text) == seeds
-
-
-@pytest.mark.parametrize("text", ["", "a", "4-0", "-1", "0-", "0,,1", "1.5", "0-2-4", "²"])
-def test_anything_else_is_no_seed(text):
-    with pytest.raises(RecipeError, match="is no seed; expected such as 0-4 or 0,2,5"):
-        sweep.parse_seeds(text)
+def test_seeds_are_numbers_and_spans():
+    for text, seeds in (("0", [0]), ("0-4", [0, 1, 2, 3, 4]), ("7,0-2", [7, 0, 1, 2]), ("3-3", [3]),
+                        ("1, 2", [1, 2])):
+        assert sweep.parse_seeds(text) == seeds
+    for text in ("", "a", "4-0", "-1", "0-", "0,,1", "1.5", "0-2-4", "²", "1" * 5000):
+        with pytest.raises(RecipeError, match="is no seed; expected such as 0-4 or 0,2,5"):
+            sweep.parse_seeds(text)
 
 
 def test_every_init_has_a_run_before_any_has_a_second(tmp_path):
@@ -80,7 +77,7 @@ def test_every_init_has_a_run_before_any_has_a_second(tmp_path):
 
 
 def test_train_py_is_told_everything(train_program, tmp_path):
-    """The planned arguments, as parsed by train.py itself."""
+    """The planned arguments, as parsed by train.py itself; without --init it is the recipe's own."""
     run, = planned("--recipe", "quickstart", "--init", "impulse", "--seeds", "5", "--out-dir",
                    tmp_path, "--data-dir", "a folder", "--set", "optim.eps=1e-6", "--set",
                    "mix.mixup_alpha=0.5", "--variant", "v", "init.options.value_init=base")
@@ -88,58 +85,34 @@ def test_train_py_is_told_everything(train_program, tmp_path):
         recipe="quickstart", init="impulse", seed=5, data_dir="a folder", resume="auto",
         dry_run=False, profile=0, out_dir=tmp_path / "quickstart-impulse-v-s5",
         set=["optim.eps=1e-6", "mix.mixup_alpha=0.5", "init.options.value_init=base"])
-
-
-def test_without_inits_it_is_the_recipes_own(tmp_path):
-    run, = planned("--recipe", "quickstart", "--seeds", "0", "--out-dir", tmp_path)
+    run, = planned(*GOOD, "--out-dir", tmp_path)
     assert run.folder == tmp_path / "quickstart-default-s0"
-    assert flags(run).keys() == {"--recipe", "--seed", "--out-dir", "--resume"}
+    assert run.arguments[::2] == ["--recipe", "--seed", "--out-dir", "--resume"]
 
 
-def test_several_processes_are_started_by_torchrun(tmp_path):
-    run, = planned("--recipe", "quickstart", "--seeds", "0", "--out-dir", tmp_path)
-    assert sweep.command(run, 1) == [sys.executable, str(sweep.TRAIN), *run.arguments]
-    assert sweep.command(run, 3) == [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3",
-        str(sweep.TRAIN), *run.arguments]
-
-
-GOOD = ["--recipe", "quickstart", "--seeds", "0"]
-
-
-@pytest.mark.parametrize("arguments, message", [
-    (["--seeds", "0"], "the following arguments are required: --recipe"),
-    (["--recipe", "quickstart"], "the following arguments are required: --seeds"),
-    (["--recipe", "quickstrat", "--seeds", "0"], "no such recipe in"),
-    ([*GOOD, "--seeds", "0,0"], "--seeds 0,0: names a seed twice"),
-    ([*GOOD, "--nproc", "0"], "--nproc: 0: expected an integer ≥ 1"),
-    ([*GOOD, "--init", "default,impuls"], "--init impuls: init.name is 'impuls'; did you mean"),
-    ([*GOOD, "--init", "default,"], "--init : init.name is ''"),
-    ([*GOOD, "--init", "default,filters"], "'filters' is not defined for a VisionTransformer"),
-    ([*GOOD, "--init", "default,default"], "two runs would share the folder runs/quickstart-d"),
-    ([*GOOD, "--set", "schedule.epoch=3"], "no key 'epoch'; did you mean 'epochs'?"),
-    (["--recipe", "quickstart", "--seeds", "0,1", "--set", "run.seed=7"],
-     "--set run.seed=7: seeds go by --seeds, which names the runs' folders"),
-    ([*GOOD, "--variant", "a", "run.seed=7"], "--set run.seed=7: seeds go by --seeds"),
-    (["--recipe", "quickstart", "--seeds", "0-99999999"], "expected at most 1000 runs in a sweep"),
-    (["--recipe", "quickstart", "--seeds", "1" * 5000], "is no seed; expected such as 0-4"),
-    (["--recipe", "quickstart", "--seeds", "0-501", "--init", "default,mimetic"],
-     "502 seeds, 2 inits and 1 variants are 1004 runs; expected at most 1000 in a sweep"),
-    ([*GOOD, "--variant", "schedule.epochs=3"], "--variant schedule.epochs=3: expected a name of"),
-    ([*GOOD, "--variant", "a/b", "schedule.epochs=3"], "--variant a/b schedule.epochs=3: expected"),
-    ([*GOOD, "--variant", "long", "schedule.epoch=3"], "--variant long: --set schedule.epoch=3: "),
-    ([*GOOD, "--variant", "a", "--variant", "b"], "would be the same run"),
-    ([*GOOD, "--variant", "a", "--variant", "a", "schedule.epochs=3"], "would share the folder"),
-    ([*GOOD, "--resume", "auto"], "unrecognized arguments: --resume auto"),
-])
-def test_what_is_wrong_is_one_line_before_anything_starts(monkeypatch, tmp_path, capsys, started,
-                                                          arguments, message):
+def test_what_is_wrong_is_one_line_before_anything_starts(monkeypatch, tmp_path, capsys, started):
     monkeypatch.chdir(tmp_path)
-    assert sweep.main(arguments) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and started == [] and list(tmp_path.iterdir()) == []
-    assert printed.err.startswith("vitinit.sweep: ") and message in printed.err
-    assert printed.err.count("\n") == 1
+    for arguments, message in [
+            (["--seeds", "0"], "the following arguments are required: --recipe"),
+            ([*GOOD, "--seeds", "0,0"], "--seeds 0,0: names a seed twice"),
+            ([*GOOD, "--nproc", "0"], "--nproc: 0: expected an integer ≥ 1"),
+            ([*GOOD, "--init", "default,impuls"], "--init impuls: init.name is 'impuls'; did you mean"),
+            ([*GOOD, "--init", "default,default"], "two runs would share the folder runs/quickstart-d"),
+            ([*GOOD, "--set", "schedule.epoch=3"], "no key 'epoch'; did you mean 'epochs'?"),
+            ([*GOOD, "--set", "run.seed=7"],
+             "--set run.seed=7: seeds go by --seeds, which names the runs' folders"),
+            ([*GOOD, "--seeds", "0-99999999"], "expected at most 1000 runs in a sweep"),
+            ([*GOOD, "--seeds", "0-501", "--init", "default,mimetic"], "expected at most 1000 runs"),
+            ([*GOOD, "--variant", "a/b", "schedule.epochs=3"], "--variant a/b schedule.epochs=3: expect"),
+            ([*GOOD, "--variant", "long", "schedule.epoch=3"], "--variant long: --set schedule.epoch=3: "),
+            ([*GOOD, "--variant", "a", "--variant", "b"], "would be the same run"),
+            *(([*GOOD, f"--only={part}"], f"--only {part}: expected K/N with 1 ≤ K ≤ N, such as 1/4")
+              for part in ("0/3", "4/3", "1", "-1/3", "1/3/5"))]:
+        assert sweep.main(arguments) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and started == [] and list(tmp_path.iterdir()) == []
+        assert printed.err.startswith("vitinit.sweep: ") and message in printed.err
+        assert printed.err.count("\n") == 1
 
 
 def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, capsys, started):
@@ -149,6 +122,20 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, capsys, started)
                                        f"        {tmp_path}/quickstart-default-s0: new\n"
                                        f"        {tmp_path}/quickstart-impulse-s0: new\n")
     assert started == [] and list(tmp_path.iterdir()) == []
+
+
+def test_parts_of_a_plan_are_the_plan(tmp_path, capsys, started):
+    arguments = ["--recipe", "quickstart", "--init", "default,impulse", "--seeds", "0-2",
+                 "--out-dir", str(tmp_path), "--dry-run"]
+
+    def folders(*more: str) -> list[str]:
+        assert sweep.main([*arguments, *more]) == 0
+        return [line.split(":")[0].strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    whole = folders()
+    parts = [folders("--only", f"{part}/4") for part in (1, 2, 3, 4)]
+    assert len(whole) == 6 and sorted(sum(parts, [])) == sorted(whole)
+    assert sorted(map(len, parts)) == [1, 1, 2, 2]
+    assert folders("--only", "1/1") == whole and folders("--only", "7/9") == []
 
 
 # ---------------------------------------------------------------------------------------------
@@ -207,12 +194,12 @@ def test_a_run_whose_last_checkpoint_lags_behind_its_metrics_is_not_done(small_r
     arguments = small_run(tmp_path, "--seeds", "0", **SHORT)
     assert sweep.main(arguments) == 0
     run, = planned(*arguments)
-    assert run.finished
+    assert run.state == "done"
     state = torch.load(run.folder / "last.pt", weights_only=True)
     state["progress"]["epochs"] = 1
     torch.save(state, run.folder / "last.pt")
     run, = planned(*arguments)
-    assert not run.finished and run.state == "to go on after 1 of 2 epochs"
+    assert run.state == "to go on after 1 of 2 epochs"
 
 
 def test_a_run_without_its_last_checkpoint_goes_on_from_the_one_before(small_run, tmp_path, started):
@@ -247,34 +234,6 @@ def test_a_run_without_any_checkpoint_is_done_or_refused_and_never_started_over(
     assert (folder / "metrics.jsonl").read_text() == lines.splitlines()[0] + "\n"
 
 
-def test_a_sweep_that_sets_a_key_twice_goes_on(small_run, tmp_path, started, train_program,
-                                               monkeypatch, stop_before):
-    arguments = small_run(tmp_path, "--seeds", "0", "--variant", "high", "optim.eps=1e-2", **SHORT)
-    folder = tmp_path / "quickstart-mimetic-high-s0"
-    with monkeypatch.context() as patch:
-        patch.setattr(train_program, "StopRequest", stop_before(3))
-        assert sweep.main(arguments) == 1
-    assert sweep.main(arguments) == 0
-    assert started == [folder] * 2 and len(losses(folder)) == 2
-
-
-def test_a_failing_run_is_reported_at_the_end_and_the_others_go_on(small_run, tmp_path, capfd,
-                                                                   monkeypatch):
-    """With real programs; patches of 5 pixels are rejected only when the model is built."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    short = SHORT | dict(schedule__epochs="1")
-    assert sweep.main(small_run(tmp_path, "--seeds", "0", "--variant", "torn",
-                                "model.options.patch_size=5", "--variant", "whole", **short)) == 1
-    printed = capfd.readouterr()
-    folder = tmp_path / "quickstart-mimetic-torn-s0"
-    line = "train.py: recipe quickstart: patches of 5×5 pixels do not tile an image of 8×8"
-    assert printed.err.splitlines()[0].startswith(line)
-    assert printed.err.splitlines()[-1].startswith(f"vitinit.sweep: {folder} failed: {line}")
-    assert not folder.exists()
-    assert "| mimetic | 1 |" in printed.out
-    assert (tmp_path / "quickstart-mimetic-whole-s0" / "last.pt").exists()
-
-
 def test_a_folder_that_holds_another_run_stops_the_sweep_before_it_starts(small_run, tmp_path,
                                                                          capsys, started):
     """It is neither skipped nor resumed. Another data folder alone does not make it another run."""
@@ -305,11 +264,6 @@ def test_unreadable_checkpoints_stop_the_sweep_before_it_starts(small_run, tmp_p
     assert "last.pt: not a readable checkpoint" in error and error.count("\n") == 1
 
 
-# ---------------------------------------------------------------------------------------------
-# Signals
-# ---------------------------------------------------------------------------------------------
-
-
 def test_ctrl_c_ends_the_sweep_once_the_running_run_has_saved(small_run, tmp_path, repository):
     arguments = small_run(tmp_path, "--seeds", "0,1", schedule__epochs="100000")
     process = subprocess.Popen([sys.executable, "-m", "vitinit.sweep", *arguments], text=True,
@@ -324,7 +278,7 @@ def test_ctrl_c_ends_the_sweep_once_the_running_run_has_saved(small_run, tmp_pat
     assert rest.endswith("stopped by signal 2; the same command goes on\n")
     assert "Traceback" not in error
     first, second = planned(*arguments)
-    assert first.done >= 2 and not first.finished
+    assert 2 <= first.done < first.epochs
     assert second.done is None and not second.folder.exists()
 
 
@@ -333,56 +287,147 @@ def test_ctrl_c_ends_the_sweep_once_the_running_run_has_saved(small_run, tmp_pat
 # ---------------------------------------------------------------------------------------------
 
 
-def test_runs_side_by_side_are_those_of_one_after_another(small_run, tmp_path, capfd, monkeypatch):
+def test_a_run_beside_one_that_fails_is_that_of_train_py_alone(small_run, tmp_path, capfd, monkeypatch,
+                                                                train_program):
+    """With real programs; patches of 5 pixels are rejected only when the model is built."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    arguments = small_run(tmp_path / "alone", "--seeds", "0,1", "--threads", "1",
-                          schedule__epochs="2")
-    assert sweep.main(arguments) == 0
-    capfd.readouterr()
-    together = small_run(tmp_path / "together", "--seeds", "0,1", "--threads", "1", "--jobs", "2",
-                         schedule__epochs="2")
-    assert sweep.main(together) == 0
+    arguments = small_run(tmp_path / "runs", "--seeds", "0", "--variant", "torn",
+                          "model.options.patch_size=5", "--variant", "whole", "optim.eps=1e-3",
+                          "--threads", "1", "--jobs", "2", schedule__epochs="2")
+    torn, whole = (run.folder for run in planned(*arguments))
+    assert sweep.main(arguments) == 1
     said = capfd.readouterr()
-    for seed in (0, 1):
-        name = f"quickstart-mimetic-s{seed}"
-        assert losses(tmp_path / "together" / name) == losses(tmp_path / "alone" / name)
-        assert f"{name}  epoch 2/2  top-1 " in said.out
-        log = (tmp_path / "together" / "logs" / f"{name}.log").read_text()
-        assert log.startswith("recipe  quickstart, seed") and "\nepoch 2/2  " in log
-    assert "plan    2 runs, 0 of them done; 2 at a time, each with 1 thread(s)" in said.out
-    assert "recipe  quickstart" not in said.out and "mean ± standard deviation" in said.out
-    assert sweep.main(together) == 0                 # all are done: nothing is started
-    assert "plan    2 runs, 2 of them done" in capfd.readouterr().out
+    assert "plan    2 runs, 0 of them done; 2 at a time, the first with OMP_NUM_THREADS=1" in said.out
+    line, = said.err.splitlines()
+    assert line.startswith(f"vitinit.sweep: {torn} failed: train.py: recipe quickstart: patches of 5×5 ")
+    assert not torn.exists() and "recipe  quickstart" not in said.out
+    assert f"{whole.name}  epoch 2/2  top-1 " in said.out and "| mimetic | 1 |" in said.out
+    log = (tmp_path / "runs" / "logs" / f"{whole.name}.log").read_text()
+    assert log.startswith("recipe  quickstart, seed") and "\nepoch 2/2  " in log
+    assert train_program.main(small_run(tmp_path / "alone", "--set", "optim.eps=1e-3",
+                                        schedule__epochs="2")) == 0
+    assert losses(whole) == losses(tmp_path / "alone")
 
 
-def test_a_run_that_fails_beside_others_is_reported_at_the_end(small_run, tmp_path, capfd,
-                                                               monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    broken = tmp_path / "out" / "logs" / "quickstart-mimetic-s0.log"
-    broken.mkdir(parents=True)                       # where its log should be
-    assert sweep.main(small_run(tmp_path / "out", "--seeds", "0,1", "--jobs", "2",
-                                schedule__epochs="1")) == 1
-    said = capfd.readouterr()
-    assert f"quickstart-mimetic-s0 failed: {broken}: Is a directory" in said.err
-    assert "quickstart-mimetic-s1  epoch 1/1" in said.out
+@pytest.fixture
+def programs(monkeypatch, tmp_path):
+    """Does runs of which each is a program of its own instead of train.py, several at a time."""
+    monkeypatch.setattr(sweep, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(sweep, "TRAIN", tmp_path / "program.py")
+    sweep.TRAIN.write_text("import os, signal, sys\nexec(sys.argv[1])\n")
+
+    def run(codes: dict[str, str], *environments: dict[str, str]) -> tuple[dict[str, str | None], int]:
+        runs = [sweep.PlannedRun(tmp_path / name, None, [code], 1, None) for name, code in codes.items()]
+        args = argparse.Namespace(jobs=len(environments), nproc=1)
+        ended, stopped_by = sweep.do_runs(runs, args, list(environments), len(runs))
+        return {folder.name: error for folder, error in ended.items()}, stopped_by
+    return run
 
 
-def test_parts_of_a_plan_are_the_plan(tmp_path, capsys, started):
-    arguments = ["--recipe", "quickstart", "--init", "default,impulse", "--seeds", "0-2",
-                 "--out-dir", str(tmp_path), "--dry-run"]
+def test_a_program_has_its_share_its_session_and_its_log(programs, tmp_path, capfd, monkeypatch):
+    """The log is in UTF-8 whatever the terminal's encoding is; train.py's line in it is the error."""
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    code = ("print(os.getsid(0) == os.getpid(), os.environ['SHARE'], "
+            "os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'], '×', flush=True)\n"
+            "sys.exit('train.py: why\\ntorchrun: so')")
+    log = tmp_path / "logs" / "a.log"
+    log.parent.mkdir()
+    log.write_text("before\n")
+    assert programs({"a": code, "b": "sys.exit(3)", "c": ""}, {"SHARE": "1"}, {"SHARE": "2"}) == (
+        {"a": "train.py: why", "b": f"ended with status 3, see {log.with_name('b.log')}", "c": None}, 0)
+    assert log.read_text(encoding="utf-8") == "before\nTrue 1 600 ×\ntrain.py: why\ntorchrun: so\n"
+    assert capfd.readouterr() == ("", "")
+    # One at a time: the output is passed through.
+    assert programs({"a": code}, {"SHARE": "3"}) == ({"a": "ended with status 1"}, 0)
+    printed = capfd.readouterr()
+    assert "True 3 600" in printed.out and printed.err == "train.py: why\ntorchrun: so\n"
 
-    def folders(*more: str) -> list[str]:
-        assert sweep.main([*arguments, *more]) == 0
-        return [line.split(":")[0].strip() for line in capsys.readouterr().out.splitlines()[1:]]
-    whole = folders()
-    parts = [folders("--only", f"{part}/4") for part in (1, 2, 3, 4)]
-    assert len(whole) == 6 and sorted(sum(parts, [])) == sorted(whole)
-    assert sorted(map(len, parts)) == [1, 1, 2, 2]
-    assert folders("--only", "1/1") == whole and folders("--only", "7/9") == []
+
+def test_as_many_run_at_the_same_time_as_there_are_shares_and_each_once(programs, tmp_path):
+    """The first two wait for output of each other, so that one after the other they would never end."""
+    there, back = (str(tmp_path / name) for name in ("there", "back"))
+    os.mkfifo(there), os.mkfifo(back)
+    codes = {"a": f"open({there!r}, 'w').write('a'); open({back!r}).read()",
+             "b": f"open({there!r}).read(); open({back!r}, 'w').write('b')"}
+    codes |= {str(number): f"print(os.environ['SHARE']); sys.exit({number} % 2)" for number in range(5)}
+    ended, _ = programs(codes, {"SHARE": "1"}, {"SHARE": "2"})
+    assert {name for name, error in ended.items() if error is None} == {"a", "b", "0", "2", "4"}
+    for number in range(5):
+        assert (tmp_path / "logs" / f"{number}.log").read_text() in ("1\n", "2\n")
 
 
-@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "1/0", "a/b", "-1/3", "1/3/5"])
-def test_a_part_that_is_none_is_one_line(text, capsys):
-    assert sweep.main(["--recipe", "quickstart", "--seeds", "0", f"--only={text}"]) == 2
-    error = capsys.readouterr().err
-    assert f"{text}: expected K/N with 1 ≤ K ≤ N, such as 1/4" in error and error.count("\n") == 1
+@pytest.mark.parametrize("sent, arrives", [
+    (signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGTERM")])
+def test_a_signal_reaches_all_running_programs_and_no_more_are_started(programs, tmp_path, sent, arrives):
+    """As one that torchrun and train.py know. Afterwards the handlers are those of before."""
+    ready = str(tmp_path / "ready")
+    os.mkfifo(ready)
+    waits = ("signal.pthread_sigmask(signal.SIG_BLOCK, {1, 2, 15})\n%s\n"
+             "sys.exit('train.py: saved after ' + signal.Signals(signal.sigwait({1, 2, 15})).name)")
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
+    ended, stopped_by = programs({
+        "a": waits % f"open({ready!r}, 'w').write('a')",
+        "b": waits % f"open({ready!r}).read(); os.kill(os.getppid(), {int(sent)})", "c": ""}, {}, {})
+    assert stopped_by == sent
+    assert ended == dict.fromkeys("ab", f"train.py: saved after {arrives}")
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
+
+
+def test_a_log_that_cannot_be_written_is_that_runs_error(programs, tmp_path):
+    """As on a full disk. The others go on."""
+    log = tmp_path / "logs" / "a.log"
+    log.mkdir(parents=True)
+    ended, _ = programs({"a": "", "b": ""}, {}, {})
+    assert ended == {"a": f"[Errno 21] Is a directory: '{log}'", "b": None}
+
+
+def test_several_processes_are_started_by_torchrun(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(sweep, "subprocess", SimpleNamespace(
+        Popen=lambda command, **options: commands.append(command)))
+    run, = planned(*GOOD, "--out-dir", tmp_path)
+    for processes in (1, 3):
+        sweep.Job(run, processes, {}, None)
+    assert commands[0] == [sys.executable, str(sweep.TRAIN), *run.arguments]
+    assert commands[1] == [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                           "--nproc_per_node=3", str(sweep.TRAIN), *run.arguments]
+
+
+# ---------------------------------------------------------------------------------------------
+# The machine
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shares(monkeypatch):
+    """How a machine of so many cores and GPUs is divided."""
+    def of(cores: int, gpus: int, visible: str | None, jobs: int, processes: int, threads: int | None
+           ) -> list[dict[str, str]]:
+        monkeypatch.setattr(os, "cpu_count", lambda: cores)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        return sweep.share_machine(argparse.Namespace(jobs=jobs, nproc=processes, threads=threads))
+    return of
+
+
+def test_threads_are_divided_or_as_given(shares):
+    for cores, jobs, processes, threads, expected in (
+            (2, 1, 1, None, None), (2, 1, 1, 3, "3"), (17, 5, 1, None, "3"), (17, 2, 3, None, "2"),
+            (3, 7, 1, None, "1"), (3, 7, 1, 2, "2")):
+        assert shares(cores, 0, None, jobs, processes, threads) == [
+            {} if expected is None else {"OMP_NUM_THREADS": expected}] * jobs
+
+
+def test_gpus_are_divided(shares):
+    for gpus, visible, jobs, processes, expected in (
+            (3, None, 3, 1, ["0", "1", "2"]), (2, None, 3, 1, ["0", "1", "0"]),
+            (5, None, 2, 2, ["0,1", "2,3"]), (2, "GPU-a,GPU-b", 2, 1, ["GPU-a", "GPU-b"])):
+        assert [share["CUDA_VISIBLE_DEVICES"]
+                for share in shares(16, gpus, visible, jobs, processes, 1)] == expected
+    assert shares(16, 3, None, 1, 3, None) == [{}]   # one job sees all
+    with pytest.raises(RecipeError, match="--jobs 2 runs of --nproc 2 processes need 4 GPUs, and 3 are"):
+        shares(16, 3, None, 2, 2, None)

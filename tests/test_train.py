@@ -19,7 +19,8 @@ from PIL import Image
 from vitinit.data import datasets
 from vitinit.recipe.files import load_recipe
 from vitinit.recipe.resolve import fresh_recipe
-from vitinit.runs.groups import read_run
+from vitinit.runs.records import read_run
+from vitinit.runs.resume import require_same_recipe
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 TIMES = ("seconds", "images_per_second", "waiting_seconds", "waiting", "tflops_per_device",
@@ -469,9 +470,9 @@ def test_one_folder_without_val_is_trained_on_and_evaluated(train_program, eval_
 
     # The command that began the run, with its 0, goes on with it.
     assert train_program.main(command) == 0
-    assert read_run(folder).departure(fresh_recipe(
+    require_same_recipe(read_run(folder), fresh_recipe(
         "quickstart", recipes=repository / "recipes", say=print, init="mimetic",
-        data_dir=str(phone), sets=[word for word in command if "=" in word])) is None
+        data_dir=str(phone), sets=[word for word in command if "=" in word]))
     capsys.readouterr()
     assert eval_program.main([str(folder)]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()

@@ -11,7 +11,7 @@ the extra `figures`).
 
 --pack keeps the runs in one compressed file instead: recipe.toml, run.json and metrics.jsonl of
 each finished one. Such a file stands for all its runs wherever a run's folder is expected here; a
-pattern behind its name chooses some of them (zsh needs it in quotes).
+pattern after its name chooses some of them (zsh needs it in quotes).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pathlib import Path
 
 from .command_line import Parser, run_program
 from .figures.curves import draw_curves
-from .runs.archive import opened, write_archive
-from .runs.groups import Group, finished_groups, finished_runs, read_at
+from .runs.archive import read_runs, write_archive
+from .runs.groups import Group, finished_runs, group_runs
 from .runs.markdown import table
 from .train.checkpoint import write_text_atomically
 
@@ -105,9 +105,8 @@ def by_seed(groups: Sequence[Group]) -> str:
     for group in groups:
         for name, metric in METRICS.items():
             values = group.last(metric)
-            if values:
-                rows.append([group.label, name, *(f"{values[seed]:.2f}" if seed in values else "–"
-                                                  for seed in seeds)])
+            cells = [f"{values[seed]:.2f}" if seed in values else "–" for seed in seeds]
+            rows += [[group.label, name, *cells]] if values else []
     return table(["last epoch", "of", *(f"seed {seed}" for seed in seeds)], rows)
 
 
@@ -128,16 +127,13 @@ def differences(groups: Sequence[Group]) -> str:
                 rows.append([other.label, name, str(len(paired)), f"{mean:+.2f} ± {half:.2f}",
                              ", ".join(f"{seed}: {value:+.2f}" for seed, value in paired.items())])
             elif name == "model":
-                unpaired.append(other.label)
+                unpaired.append(f"`{other.label}`")
     parts = []
     if rows:
-        title = [f"minus {first.label}", "of", "seeds",
-                 f"mean, {CONFIDENCE:.0%} t interval".replace("%", " %"), "seed by seed"]
+        title = [f"minus {first.label}", "of", "seeds", "mean, 95 % t interval", "seed by seed"]
         parts.append(table(title, rows))
-    if len(unpaired) == len(others) > 1:
-        parts.append(f"No group shares two seeds or more with `{first.label}`: no intervals.")
-    elif unpaired:
-        names = ", ".join(f"`{label}`" for label in unpaired)
+    if unpaired:
+        names = "any other group" if len(unpaired) == len(others) > 1 else ", ".join(unpaired)
         parts.append(f"Fewer than two seeds are shared with `{first.label}` by {names}: no interval.")
     return "\n\n".join(parts)
 
@@ -148,21 +144,20 @@ def origin(groups: Sequence[Group]) -> str:
     alike, unlike = [], []
     for key, words in RECORDED.items():
         # A run that was resumed on another machine has several values; each counts once.
-        counts = Counter(value for run in runs
-                         for value in dict.fromkeys(str(start[key]) for start in run.starts))
+        counts = Counter(value for run in runs for value in
+                         dict.fromkeys(str(start.get(key, "unknown")) for start in run.starts))
         if len(counts) == 1:
             alike.append(f"{words} {next(iter(counts))}")
         elif counts:
             unlike.append(f"{words} " + ", ".join(f"{value} ({count})"
                                                   for value, count in counts.items()))
     lines = [f"All runs: {'; '.join(alike)}."] if alike else []
-    if unlike:
-        lines.append(f"Runs differ (number of runs): {'; '.join(unlike)}.")
+    lines += [f"Runs differ (number of runs): {'; '.join(unlike)}."] if unlike else []
     return "\n\n".join(lines)
 
 
 def report(groups: Sequence[Group], unfinished: Sequence[str] = ()) -> str:
-    """The whole comparison as Markdown."""
+    """The whole comparison as Markdown. unfinished: lines about runs that are left out."""
     names = dict.fromkeys(run.recipe for group in groups for run in group.runs.values())
     parts = [f"# {', '.join(names)}",
              "Top-1 on the validation set in %, mean ± standard deviation over seeds. The best "
@@ -178,13 +173,21 @@ def sentence(line: str) -> str:
     return f"{line[0].upper()}{line[1:]}."
 
 
-def compare(paths: Sequence[Path], out: Path | None = None) -> None:
+def compare(paths: Sequence[Path], *, out: Path | None = None, archive: Path | None = None) -> None:
     """Print the comparison of the runs at these paths: run folders and archives of runs.
 
-    out: a folder into which the comparison and a figure of the curves are written, too. Raises
-    CheckpointError if there is no run at a path, or if no run is finished.
+    out: a folder into which the comparison and a figure of the curves are written, too. archive: a
+    file into which the finished runs are packed instead. Raises CheckpointError if there is no run
+    at a path, if no run is finished, or if a file cannot be written.
     """
-    groups, unfinished = finished_groups(paths)
+    runs, unfinished = finished_runs(read_runs(paths))
+    if archive is not None:
+        write_archive(runs, archive)
+        for line in map(sentence, unfinished):
+            print(line)
+        print(f"wrote {archive}: {len(runs)} run(s), {archive.stat().st_size:,} bytes")
+        return
+    groups = group_runs(runs)
     text = report(groups, unfinished)
     print(text, end="", flush=True)
     if out is not None:
@@ -192,20 +195,6 @@ def compare(paths: Sequence[Path], out: Path | None = None) -> None:
         write_text_atomically(text, out / "comparison.md")
         draw_curves(out / "curves.png", groups)
         print(f"\nwrote {out / 'comparison.md'} and {out / 'curves.png'}")
-
-
-def pack(paths: Sequence[Path], out: Path) -> None:
-    """Write the finished runs at these paths into the archive `out`, and print what was done.
-
-    Raises CheckpointError as `compare` and `write_archive` do.
-    """
-    with opened(paths) as places:
-        runs = [read_at(place) for place in places]
-        finished, unfinished = finished_runs(runs)
-        write_archive([place for place, run in zip(places, runs) if run.finished], out)
-    for line in map(sentence, unfinished):
-        print(line)
-    print(f"wrote {out}: {len(finished)} run(s), {out.stat().st_size:,} bytes")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -225,10 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the program with these arguments (default: the command line); return the exit status."""
     def program() -> None:
         args = parse_arguments(arguments)
-        if args.pack:
-            pack(args.runs, args.pack)
-        else:
-            compare(args.runs, args.out)
+        compare(args.runs, out=args.out, archive=args.pack)
     return run_program("vitinit.compare", program)
 
 

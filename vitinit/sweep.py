@@ -22,61 +22,55 @@ that are to be compared.
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from tqdm import tqdm
+import torch
 
 from .command_line import Parser, integer, run_program
 from .compare import compare
-from .launcher import Launcher, SideBySide, shares
 from .recipe.files import RECIPES, RecipeError, parse_override
 from .recipe.resolve import fresh_recipe
 from .recipe.sections import Recipe
 from .runs.folder import RunFolder
-from .runs.groups import read_run
-from .runs.resume import left_without_checkpoint
+from .runs.records import read_run
+from .runs.resume import DONE, require_same_recipe, task_in
 from .train.checkpoint import CheckpointError
+from .train.interruption import STOP_SIGNALS
 from .train.state import restored_progress
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-TRAIN = REPOSITORY / "train.py"
+TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 MOST_RUNS = 1_000               # in a sweep; all are planned before the first one starts
+LOOK_EVERY = 0.2                # seconds between two looks at the runs and at signals
+# By default torchrun kills processes 30 s after a signal, perhaps too soon for a checkpoint.
+PATIENCE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
 
 
-@dataclass(frozen=True)
-class PlannedRun:
+class PlannedRun(NamedTuple):
     """One run of the sweep: its recipe, and how much of it is done already."""
 
     folder: Path
     recipe: Recipe
     arguments: list[str]        # of train.py
+    epochs: int                 # that the recipe asks for, cool-down included
     done: int | None            # epochs finished by the last checkpoint; None: no run yet
 
     @property
-    def epochs(self) -> int:
-        """The number of epochs that the recipe asks for, cool-down included."""
-        return recipe_epochs(self.recipe)
-
-    @property
-    def finished(self) -> bool:
-        """Whether all epochs were done before the sweep began."""
-        return self.done == self.epochs
-
-    @property
     def state(self) -> str:
-        """The same in words, for the printed plan."""
-        if self.finished:
-            return "done"
-        return "new" if self.done is None else f"to go on after {self.done} of {self.epochs} epochs"
+        """How much is done, in words, for the printed plan."""
+        return ("new" if self.done is None else "done" if self.done == self.epochs else
+                f"to go on after {self.done} of {self.epochs} epochs")
 
 
 # ---------------------------------------------------------------------------------------------
-# Arguments
+# The plan
 # ---------------------------------------------------------------------------------------------
 
 
@@ -99,13 +93,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=integer(1, 2**15),
                         help="CPU threads per process; by default the machine's threads are divided "
                              "among the jobs")
-    parser.add_argument("--only", type=part_of_plan, metavar="K/N",
-                        help="the K-th of N parts of the plan")
+    parser.add_argument("--only", default="1/1", metavar="K/N", help="the K-th of N parts of the plan")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="override any key of the recipe in every run; may be repeated")
     args = parser.parse_args(arguments)
     args.seeds = parse_seeds(args.seeds)
+    part = re.fullmatch(r"(\d{1,9})/(\d{1,9})", args.only, flags=re.ASCII)
+    if not part or not 1 <= int(part[1]) <= int(part[2]):
+        raise RecipeError(f"--only {args.only}: expected K/N with 1 ≤ K ≤ N, such as 1/4")
+    args.only = slice(int(part[1]) - 1, None, int(part[2]))
     return args
 
 
@@ -117,25 +114,10 @@ def parse_seeds(text: str) -> list[int]:
         span = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
         if not span:
             raise RecipeError(f"--seeds {text}: '{part}' is no seed; expected such as 0-4 or 0,2,5")
-        if len(seeds) + span.stop - span.start > MOST_RUNS:
-            raise RecipeError(f"--seeds {text}: expected at most {MOST_RUNS} runs in a sweep")
-        seeds += span
+        seeds += span[:MOST_RUNS + 1]                # of more the plan says that they are too many
     if len(set(seeds)) < len(seeds):
         raise RecipeError(f"--seeds {text}: names a seed twice")
     return seeds
-
-
-def part_of_plan(text: str) -> tuple[int, int]:
-    """Parse the argument of --only: "2/5", the second of five parts → (2, 5)."""
-    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, flags=re.ASCII)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise argparse.ArgumentTypeError(f"{text}: expected K/N with 1 ≤ K ≤ N, such as 1/4")
-    return int(found[1]), int(found[2])
-
-
-# ---------------------------------------------------------------------------------------------
-# The plan
-# ---------------------------------------------------------------------------------------------
 
 
 def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
@@ -153,63 +135,74 @@ def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
         if change.key == "run.seed":
             raise RecipeError(f"{change.text}: seeds go by --seeds, which names the runs' folders")
     inits = args.init.split(",") if args.init is not None else [None]
-    count = len(args.seeds) * len(inits) * len(variants)
-    if count > MOST_RUNS:
-        raise RecipeError(f"{len(args.seeds)} seeds, {len(inits)} inits and {len(variants)} variants "
-                          f"are {count} runs; expected at most {MOST_RUNS} in a sweep")
-    runs = [plan_run(args, init, seed, name, sets)
-            for seed in args.seeds for init in inits for name, *sets in variants]
-    for number, run in enumerate(runs):
-        for other in runs[:number]:
-            if run.folder == other.folder:
-                raise RecipeError(f"two runs would share the folder {run.folder}; expected another "
-                                  "init, variant name or seed for each")
-            if run.recipe == other.recipe:
-                raise RecipeError(f"{other.folder} and {run.folder} would be the same run; seeds "
-                                  "go by --seeds alone, and each variant sets something else")
-    return runs
+    if len(args.seeds) * len(inits) * len(variants) > MOST_RUNS:
+        raise RecipeError(f"--seeds, --init and --variant: expected at most {MOST_RUNS} runs in a sweep")
+    runs: dict[Path, PlannedRun] = {}
+    for seed in args.seeds:
+        for init in inits:
+            for name, *sets in variants:
+                run = plan_run(args, init, seed, name, sets)
+                if run.folder in runs:
+                    raise RecipeError(f"two runs would share the folder {run.folder}; expected another "
+                                      "init, variant name or seed for each")
+                twin = next((other for other in runs.values() if other.recipe == run.recipe), None)
+                if twin is not None:
+                    raise RecipeError(f"{twin.folder} and {run.folder} would be the same run; seeds "
+                                      "go by --seeds alone, and each variant sets something else")
+                runs[run.folder] = run
+    return list(runs.values())
 
 
 def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str,
-             sets: list[str]) -> PlannedRun:
+             sets: Sequence[str]) -> PlannedRun:
     """Plan one run: resolve its recipe, and compare that with the run its folder may hold already.
 
     init: None for the recipe's own. variant: its name, or "". sets: the variant's overrides.
     """
-    sets = args.set + sets
+    sets = [*args.set, *sets]
     try:
         recipe = fresh_recipe(args.recipe, init=init, seed=seed, data_dir=args.data_dir, sets=sets,
                               recipes=RECIPES, say=lambda line: None)
     except RecipeError as error:
         raise RecipeError(f"--variant {variant}: {error}" if variant else str(error)) from None
-    name = "-".join(filter(None, [recipe.name, recipe.init.name, variant, f"s{seed}"]))
-    folder = args.out_dir / name
+    folder = args.out_dir / "-".join(filter(None, [recipe.name, recipe.init.name, variant, f"s{seed}"]))
     arguments = ["--recipe", args.recipe, "--seed", str(seed), "--out-dir", str(folder),
                  "--resume", "auto"]
     for flag, value in (("--init", init), ("--data-dir", args.data_dir)):
         arguments += [flag, value] if value is not None else []
     arguments += [word for text in sets for word in ("--set", text)]
-    return PlannedRun(folder, recipe, arguments, epochs_done(folder, recipe))
+    epochs = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
+    run = RunFolder(folder)
+    if run.holds_checkpoint():
+        require_same_recipe(read_run(folder), recipe)
+        progress = run.load_last(glance=True)["progress"]
+        done = restored_progress(progress, run.read_from).epochs
+    else:                                            # its checkpoints may have been deleted
+        done = epochs if task_in(run, recipe, lambda line: None) == DONE else None
+    return PlannedRun(folder, recipe, arguments, epochs, done)
 
 
-def recipe_epochs(recipe: Recipe) -> int:
-    """The number of epochs of a run, cool-down included."""
-    return recipe.schedule.epochs + recipe.schedule.cooldown_epochs
+def share_machine(args: argparse.Namespace) -> list[dict[str, str]]:
+    """Divide the machine among the jobs; return the environment variables of each.
 
-
-def epochs_done(path: Path, recipe: Recipe) -> int | None:
-    """The number of finished epochs of the run in this folder; None if there is no run yet.
-
-    The checkpoints of a finished run may have been deleted. Raises RecipeError for a run of another
-    recipe, and CheckpointError for an unfinished run without a checkpoint to resume from.
+    Every process has one GPU. Jobs of a single process share GPUs if there are fewer GPUs than
+    jobs; jobs of several processes that would are a RecipeError. Without --threads the machine's
+    threads are divided among all processes; for a single job, torch's default applies.
     """
-    folder = RunFolder(path)
-    if not folder.holds_checkpoint():
-        return recipe_epochs(recipe) if left_without_checkpoint(folder, recipe) else None
-    other = read_run(path).departure(recipe)
-    if other:
-        raise RecipeError(f"{other}; choose another --out-dir")
-    return restored_progress(folder.load_last(glance=True)["progress"], folder.read_from).epochs
+    jobs, processes, threads = args.jobs, args.nproc, args.threads
+    if threads is None and jobs > 1:
+        threads = max(1, (os.cpu_count() or 1) // (jobs * processes))
+    share = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    if jobs == 1 or not gpus or not torch.cuda.is_available():
+        return [share] * jobs
+    if processes > 1 and jobs * processes > len(gpus):
+        raise RecipeError(f"--jobs {jobs} runs of --nproc {processes} processes need "
+                          f"{jobs * processes} GPUs, and {len(gpus)} are visible")
+    return [share | {"CUDA_VISIBLE_DEVICES": ",".join(
+        gpus[(job * processes + number) % len(gpus)] for number in range(processes))}
+        for job in range(jobs)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -217,95 +210,127 @@ def epochs_done(path: Path, recipe: Recipe) -> int | None:
 # ---------------------------------------------------------------------------------------------
 
 
-def command(run: PlannedRun, nproc: int) -> list[str]:
-    """The command that starts or resumes this run with `nproc` processes."""
-    program = [str(TRAIN), *run.arguments]
-    if nproc > 1:
-        program = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
-                   *program]
-    return [sys.executable, *program]
+class Job:
+    """A run that is going on: its process, its log and how far it is."""
 
+    def __init__(self, run: PlannedRun, nproc: int, environment: dict[str, str], log: Path | None
+                 ) -> None:
+        """Start train.py. log: the file to which it prints; None: to the terminal.
 
-class Status:
-    """The display of several runs side by side: epoch, top-1 and remaining time of each.
-
-    On a terminal each current run has a progress bar; otherwise a line is printed whenever a run
-    has finished an epoch.
-    """
-
-    def __init__(self, work: SideBySide[PlannedRun]) -> None:
-        self.work, self.terminal = work, sys.stderr.isatty()
-        self.bars: dict[Path, tqdm] = {}
-        self.shown: dict[Path, int] = {}             # per run: finished epochs already shown
-        self.began: dict[Path, tuple[float, int]] = {}       # per run: start time, epochs then done
-
-    def __call__(self) -> None:
-        """Update the display of all runs, from their metrics.jsonl."""
-        running = dict(self.work.slots)
-        for slot, run in running.items():
-            self.show(slot, run)
-        for run, _ in list(self.work.ended):
-            self.show(None, run)
-
-    def show(self, slot: int | None, run: PlannedRun) -> None:
-        """Update the display of one run. slot: the one it runs in; None: it has ended."""
-        if run.folder not in self.began:
-            self.began[run.folder] = (time.monotonic(), run.done or 0)
-            if self.terminal and slot is not None:
-                self.bars[run.folder] = tqdm(desc=run.folder.name, total=run.epochs, unit="epoch",
-                                             initial=run.done or 0, position=slot, leave=False,
-                                             dynamic_ncols=True)
+        It has a session of its own: a terminal sends Ctrl-C to all programs of its session, which
+        would otherwise receive it twice. Raises OSError if the log cannot be opened.
+        """
+        self.run, self.environment, self.log = run, environment, log
+        self.began, self.shown = time.monotonic(), run.done or 0
+        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+        encoding = {} if log is None else {"PYTHONIOENCODING": "utf-8"}
+        output = None
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            output = open(log, "ab")
         try:
-            rows = RunFolder(run.folder).metrics.rows()
-        except CheckpointError:                      # the run itself reports it
-            return
-        epochs = rows[-1]["epoch"] if rows else 0
-        if epochs > self.shown.get(run.folder, run.done or 0):
-            self.shown[run.folder] = epochs
-            top1 = rows[-1].get("val_top1")
-            found = "" if top1 is None else f"top-1 {top1:.2f} %"
-            if run.folder in self.bars:
-                bar = self.bars[run.folder]
-                bar.set_postfix_str(found, refresh=False)
-                bar.update(epochs - bar.n)
-            else:
-                start, before = self.began[run.folder]
-                left = (time.monotonic() - start) / (epochs - before) * (run.epochs - epochs)
-                print(f"{run.folder.name}  epoch {epochs}/{run.epochs}  {found}  "
-                      f"{left / 60:.0f} min left", flush=True)
-        if slot is None and run.folder in self.bars:
-            self.bars.pop(run.folder).close()
+            self.process = subprocess.Popen(
+                [sys.executable, *(start if nproc > 1 else []), str(TRAIN), *run.arguments],
+                env={**PATIENCE, **os.environ, **encoding, **environment}, start_new_session=True,
+                stdout=output, stderr=output)
+        finally:
+            if output is not None:
+                output.close()
+
+    def show(self) -> None:
+        """Print a line about the last epoch, unless the run prints to the terminal itself."""
+        rows = []
+        if self.log is not None:
+            try:
+                rows = RunFolder(self.run.folder).metrics.rows()
+            except CheckpointError:                  # the run itself reports it
+                return
+        if rows and rows[-1]["epoch"] > self.shown:
+            self.shown, top1 = rows[-1]["epoch"], rows[-1].get("val_top1")
+            seconds = (time.monotonic() - self.began) / (self.shown - (self.run.done or 0))
+            print(f"{self.run.folder.name}  epoch {self.shown}/{self.run.epochs}  "
+                  f"{'' if top1 is None else f'top-1 {top1:.2f} %  '}"
+                  f"{seconds * (self.run.epochs - self.shown) / 60:.0f} min left", flush=True)
+
+    def error(self) -> str | None:
+        """Why the run failed, once it has ended: train.py's line in the log; None if it did not."""
+        if self.process.returncode == 0:
+            return None
+        lines = [] if self.log is None else self.log.read_text(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if line.startswith("train.py: ")),
+                    f"ended with status {self.process.returncode}"
+                    + (f", see {self.log}" if self.log else ""))
+
+
+def do_runs(runs: Sequence[PlannedRun], args: argparse.Namespace, environments: list[dict[str, str]],
+            planned: int) -> tuple[dict[Path, str | None], int]:
+    """Do the runs, as many at a time as there are `environments`; each signal is passed on to all.
+
+    planned: number of runs in the plan, including those that were finished before. Returns folder →
+    error message, or None for a run that finished; and the signal that stopped the sweep, or 0.
+    """
+    received: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: received.append(number))
+                for number in STOP_SIGNALS}
+    waiting, free, passed_on = list(runs), list(environments), 0
+    running: list[Job] = []
+    ended: dict[Path, str | None] = {}
+    try:
+        while running or waiting and not received:
+            while waiting and free and not received:
+                run = waiting.pop(0)
+                log = run.folder.parent / "logs" / f"{run.folder.name}.log" if args.jobs > 1 else None
+                if log is None:
+                    print(f"\nrun     {planned - len(waiting)} of {planned}, {run.folder}", flush=True)
+                try:
+                    running.append(Job(run, args.nproc, free[0], log))
+                    free.pop(0)
+                except OSError as error:             # for example, of a full disk
+                    ended[run.folder] = str(error)
+            for number in received[passed_on:]:
+                for job in running:
+                    # A closed terminal and a time limit are passed on as SIGTERM, which every
+                    # version of torchrun handles.
+                    job.process.send_signal(number if number == signal.SIGINT else signal.SIGTERM)
+                passed_on += 1
+            time.sleep(LOOK_EVERY)
+            for job in list(running):
+                has_ended = job.process.poll() is not None
+                job.show()
+                if has_ended:
+                    running.remove(job)
+                    free.append(job.environment)
+                    ended[job.run.folder] = job.error()
+    finally:
+        for job in running:                          # after an error of this program's own
+            job.process.terminate()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return ended, received[-1] if received else 0
 
 
 def sweep(args: argparse.Namespace) -> int:
     """Print the plan, do its runs, compare them; return the exit status."""
     if not TRAIN.is_file():
         raise RecipeError(f"{TRAIN}: no such file; a sweep needs the repository, which has it")
-    environments = shares(args.jobs, args.nproc, args.threads)
-    runs = plan_runs(args)
-    planned = len(runs)
-    if args.only is not None:
-        part, parts = args.only
-        runs = runs[part - 1::parts]
-    finished = {run.folder for run in runs if run.finished}
+    environments = share_machine(args)
+    plan = plan_runs(args)
+    runs = plan[args.only]
+    finished = {run.folder for run in runs if run.state == "done"}
+    share = " ".join(f"{name}={value}" for name, value in environments[0].items())
     print(f"plan    {len(runs)} runs, {len(finished)} of them done"
-          + (f"; part {part} of {parts} of a plan of {planned}" if args.only else "")
-          + (f"; {args.jobs} at a time, each with {in_words(environments[0])}" if args.jobs > 1
-             else ""))
+          + (f"; a part of a plan of {len(plan)}" if len(runs) < len(plan) else "")
+          + (f"; {args.jobs} at a time, the first with {share}" if args.jobs > 1 else ""))
     for run in runs:
         print(f"        {run.folder}: {run.state}")
     if args.dry_run:
         return 0
-
-    waiting = [run for run in runs if not run.finished]
-    with Launcher() as launcher:
-        ended = (one_after_another if args.jobs == 1 else side_by_side)(
-            launcher, waiting, args.nproc, environments, len(runs))
-        if launcher.stopped_by:
-            print(f"stopped by signal {launcher.stopped_by}; the same command goes on")
-            return 128 + launcher.stopped_by
+    ended, stopped_by = do_runs([run for run in runs if run.folder not in finished], args,
+                                environments, len(runs))
+    if stopped_by:
+        print(f"stopped by signal {stopped_by}; the same command goes on")
+        return 128 + stopped_by
     finished |= {folder for folder, error in ended.items() if error is None}
-
     print(flush=True)
     if finished:
         compare([run.folder for run in runs if run.folder in finished])
@@ -313,45 +338,6 @@ def sweep(args: argparse.Namespace) -> int:
     for folder, error in failures.items():
         print(f"vitinit.sweep: {folder} failed: {error}", file=sys.stderr)
     return 1 if failures else 0
-
-
-def in_words(environment: Mapping[str, str]) -> str:
-    """The part of the machine that a run uses: "GPU 0, for example" or "2 thread(s)"."""
-    gpus = environment.get("CUDA_VISIBLE_DEVICES")
-    return f"GPU {gpus}, for example" if gpus else f"{environment['OMP_NUM_THREADS']} thread(s)"
-
-
-def one_after_another(launcher: Launcher, runs: Sequence[PlannedRun], nproc: int,
-                      environments: Sequence[Mapping[str, str]], count: int
-                      ) -> dict[Path, str | None]:
-    """Do the runs one at a time; their output is passed through.
-
-    environments: of which the first is used. count: number of runs in the plan, including those
-    that were finished before. Returns folder → error message, or None for a run that finished.
-    """
-    ended: dict[Path, str | None] = {}
-    for run in runs:
-        print(f"\nrun     {count - len(runs) + len(ended) + 1} of {count}, {run.folder}", flush=True)
-        ended[run.folder] = launcher.run(command(run, nproc), environment=environments[0])
-        if launcher.stopped_by:
-            break
-    return ended
-
-
-def side_by_side(launcher: Launcher, runs: Sequence[PlannedRun], nproc: int,
-                 environments: Sequence[Mapping[str, str]], count: int) -> dict[Path, str | None]:
-    """Do as many runs at a time as there are `environments`; each prints to its own log file.
-
-    The logs are in a folder of their own, so that a pattern for the runs' folders matches no log.
-    Returns the same as `one_after_another`.
-    """
-    def work(run: PlannedRun, slot: int) -> str | None:
-        log = run.folder.parent / "logs" / f"{run.folder.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        return launcher.run(command(run, nproc), environment=environments[slot], log=log)
-    jobs = SideBySide(launcher, work)
-    jobs.run(runs, len(environments), Status(jobs))
-    return {run.folder: error for run, error in jobs.ended}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from vitinit.compare import mean_and_std, t_interval
-from vitinit.runs.archive import opened
-from vitinit.runs.groups import Run, group_runs, read_run
+from vitinit.runs.archive import read_archive
+from vitinit.runs.groups import group_runs
+from vitinit.runs.records import Run
 
 SEEDS_OF_THE_TEST = range(3, 8)         # no choice was made on these
 
 
 @pytest.fixture
-def records(repository) -> Iterator[dict[str, Run]]:
+def records(repository) -> dict[str, Run]:
     """The name of a run's folder → the run."""
     archive = repository / "recipes" / "remaining_gap.tar.xz"
     assert archive.stat().st_size <= 1_000_000
-    with opened([archive]) as places:
-        yield {place.path.name: read_run(place.folder) for place in places}
+    return {run.path.name: run for run in read_archive(archive)}
 
 
 @pytest.fixture

@@ -2,47 +2,64 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
+from torch import nn
+
+from vitinit.recipe.resolve import overrides, resolve_recipe
+from vitinit.runs.start import cautions, disk_space
+from vitinit.train.optim import adamw, muon
 
 
-def warnings(train_program, capsys, arguments: list[str]) -> list[str]:
-    assert train_program.main(arguments) == 0
-    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning ")]
+@pytest.fixture
+def printed(train_program, small_run, tmp_path, capsys):
+    """What a dry run of a small run prints, in lines."""
+    def run(**changes: str) -> list[str]:
+        assert train_program.main(small_run(tmp_path / "run", "--dry-run", **changes)) == 0
+        return capsys.readouterr().out.splitlines()
+    return run
 
 
-@pytest.mark.parametrize("epochs, cooldown, updates", [
-    ("3", "0", "12"), ("400", "99", "1,996"), ("400", "100", None), ("501", "0", None)])
-def test_few_updates_from_scratch_are_a_warning(train_program, small_run, tmp_path, capsys, epochs,
-                                                cooldown, updates):
-    """Four steps per epoch; the warning ends at 2000 steps."""
-    found = warnings(train_program, capsys, small_run(
-        tmp_path / "run", "--dry-run", schedule__epochs=epochs, schedule__cooldown_epochs=cooldown))
-    assert found == ([] if updates is None else [
-        f"warning {updates} update(s) in all: from scratch, such a model needs thousands; more "
+@pytest.mark.parametrize("sets, updates", [
+    (["schedule.epochs=400", "schedule.cooldown_epochs=99"], "1,996"),
+    (["schedule.epochs=400", "schedule.cooldown_epochs=100"], None),
+    (["init.checkpoint=runs/a"], None), (["data.name=shapes"], None)])
+def test_few_updates_from_scratch_are_a_warning(repository, sets, updates):
+    """Four steps per epoch; it ends at 2000 steps. Trained weights and the drawn shapes need fewer."""
+    recipe = resolve_recipe(repository / "recipes" / "quickstart.toml", overrides(
+        sets=["data.name=cifar10", "data.root=x", *sets]))
+    data = SimpleNamespace(train_batches=SimpleNamespace(steps_per_epoch=4),
+                           plan=SimpleNamespace(cautions=lambda **_: []))
+    assert cautions(recipe, data) == ([] if updates is None else [
+        f"{updates} update(s) in all: from scratch, such a model needs thousands; more "
         "schedule.epochs or a smaller optim.global_batch make more of them"])
 
 
-def test_trained_weights_and_the_embedded_images_need_few_updates(train_program, small_run, tmp_path,
-                                                                  capsys):
-    first = tmp_path / "first"
-    assert train_program.main(small_run(first, schedule__epochs="1",
-                                        schedule__warmup_epochs="0")) == 0
-    capsys.readouterr()
-    assert not warnings(train_program, capsys, small_run(
-        tmp_path / "second", "--dry-run", init__checkpoint=str(first)))
-    assert not warnings(train_program, capsys, [
-        "--recipe", "quickstart", "--dry-run", "--out-dir", str(tmp_path / "third")])
-
-
-def test_the_summary_says_how_many_weights_each_optimiser_trains(train_program, small_run, tmp_path,
-                                                                 capsys):
+def test_the_summary_says_how_many_weights_each_optimiser_trains(printed):
     """Two blocks of width 12 have 2 · 12 · 12² weights in matrices."""
-    for changes, line in [
-            ({}, "optim   Muon (factor 1, momentum 0.95) for 3,456 weights, AdamW for 1,011; × 0.7 per "
-             "layer from the head down\n"),
-            ({"optim__name": "adamw", "optim__layer_decay": "1.0"}, "optim   AdamW for 4,467 weights\n")]:
-        assert train_program.main(small_run(tmp_path / "run", "--dry-run", **changes)) == 0
-        assert line in capsys.readouterr().out
+    assert ("optim   Muon (factor 1, momentum 0.95) for 3,456 weights, AdamW for 1,011; × 0.7 per layer "
+            "from the head down") in printed()
+    assert "optim   AdamW for 4,467 weights" in printed(optim__name="adamw", optim__layer_decay="1.0")
+
+
+def test_what_a_run_takes_on_disk_is_what_its_files_have(tmp_path):
+    """Up to what the archive format adds to the tensors."""
+    model = nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(301, 293))})
+    optimizer = adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+    model.blocks(torch.ones(1, 301)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    best = 4 * 293 * 302
+    assert (tmp_path / "last.pt").stat().st_size == pytest.approx(3 * best, rel=0.02)
+    assert disk_space(model, optimizer, ema=False, kept=2) == (
+        "last.pt and previous.pt 1.1 MB each, best.pt and 2 kept epoch(s) 0.4 MB each; 4.2 MB at most")
+    assert 3 * 3 * best + 3 * best == pytest.approx(4.2e6, rel=0.02)
+    assert disk_space(model, optimizer, ema=True, kept=0).startswith(
+        "last.pt and previous.pt 1.4 MB each, best.pt and 0 kept epoch(s) 0.7 MB each; ")
+    optimizer = muon(model, factor=1.0, momentum=0.9, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+    assert disk_space(model, optimizer, ema=False, kept=0).startswith("last.pt and previous.pt 0.7 MB")
 
 
 def test_channels_last_is_the_format_of_images_and_convolutions(train_program, small_run, tmp_path,

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from ..command_line import Parser, integer, one_of, real, run_program
 from ..init import INITS
-from ..runs.archive import runs_among
-from ..runs.groups import finished_groups, group_runs, read_run
+from ..runs.archive import read_runs
+from ..runs.groups import finished_groups, group_runs
 from .attention import draw_attention
 from .augmentation import draw_batch, draw_operations
 from .curves import draw_curves, draw_steps
@@ -180,7 +180,7 @@ def draw(args: argparse.Namespace) -> None:
     elif args.figure == "filters":
         draw_filters(args.out, subjects(args), blocks=args.blocks, columns=args.columns)
     elif args.figure == "curves" and args.steps:
-        draw_steps(args.out, group_runs([read_run(path) for path in runs_among(args.runs)]))
+        draw_steps(args.out, group_runs(read_runs(args.runs)))
     elif args.figure in ("curves", "ladder"):
         groups, unfinished = finished_groups(args.runs)
         for line in unfinished:

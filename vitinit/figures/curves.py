@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..runs.groups import Group, read_steps
+from ..runs.folder import RunFolder
+from ..runs.groups import Group
 from .plot import COLOURS, LINES, FigureError, pyplot, save
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def draw_steps(out: Path, groups: Sequence[Group]) -> None:
     figure, axes = pyplot().subplots(1, len(QUANTITIES), figsize=(11.0, 3.6), layout="constrained")
     most = 1
     for group, colour, line in zip(groups, cycle(COLOURS), cycle(LINES)):
-        by_seed = [by_step(read_steps(run)) for run in group.runs.values()]
+        by_seed = [by_step(RunFolder(run.path).steps.rows()) for run in group.runs.values()]
         steps = [step for step in by_seed[0] if all(step in rows for rows in by_seed)]
         if not steps:
             raise FigureError(f"{next(iter(group.runs.values())).path}: no steps on record to draw; "

@@ -6,8 +6,8 @@
       cifar10_10k-default-s0/run.json
       cifar10_10k-default-s1/…
 
-The same runs always give the same bytes: members are sorted, and their times and owners are 0. Of
-an archive nothing is unpacked but such members, since it may come from elsewhere.
+The same runs always give the same bytes: members are sorted, and their times and owners are 0.
+Nothing of an archive is unpacked to the disk, since it may come from elsewhere.
 """
 
 from __future__ import annotations
@@ -17,31 +17,17 @@ import json
 import lzma
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 from ..messages import in_brief
-from ..train.checkpoint import CheckpointError, written_atomically
+from ..train.checkpoint import CheckpointError, shortened, written_atomically
 from ..train.distributed import warn
+from .records import FILES, Run, parse_run, read_run
 
-FILES = ("metrics.jsonl", "recipe.toml", "run.json")
 SUFFIX = ".tar.xz"
-MAGIC = b"\xfd7zXZ\0"          # the first bytes of every .xz file
 LARGEST = 2**28                 # bytes of an archive, unpacked: about 3,000 runs of 300 epochs
-MOST_RUNS = 5_000               # in an archive: each costs a folder, however small its files are
-DECODER_MEMORY = 2**27          # bytes; what `write_archive` wrote needs a tenth of this
-NAMED = 5                       # most runs that an error message lists
-
-
-class Place(NamedTuple):
-    """Where a run's files are, and where they are said to be."""
-
-    folder: Path                # where they can be read: a temporary folder for a run of an archive
-    path: Path                  # the folder as the user knows it; in an archive, runs.tar.xz/<name>
 
 
 # ---------------------------------------------------------------------------------------------
@@ -49,34 +35,31 @@ class Place(NamedTuple):
 # ---------------------------------------------------------------------------------------------
 
 
-def write_archive(runs: Sequence[Place], out: Path) -> None:
+def write_archive(runs: Sequence[Run], out: Path) -> None:
     """Write the three files of each run into one archive, atomically. A missing file is left out.
 
     The absolute paths that run.json has, of the data and in the commands, stay out. A run goes by
-    the name of its folder. Raises CheckpointError if two runs have the same name, if a file cannot be
-    read, if there is more than an archive may hold, if `out` cannot be written, or if its name does
-    not end in .tar.xz: it may be that of a run, given by mistake.
+    the name of its folder. Raises CheckpointError if two runs have the same name, if `out` cannot be
+    written, or if its name does not end in .tar.xz: it may be that of a run, given by mistake.
     """
     if not out.name.endswith(SUFFIX):
         raise CheckpointError(f"{out}: not the name of an archive, expected one such as runs{SUFFIX}")
-    by_name: dict[str, Place] = {}
+    by_name: dict[str, Run] = {}
     for run in runs:
         name = Path(os.path.abspath(run.path)).name  # abspath: of "." and "..", too
-        if name in by_name:
-            raise CheckpointError(f"{run.path}: called {name} like {by_name[name].path}; in an "
-                                  "archive each run needs a name of its own")
-        by_name[name] = run
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        other = by_name.setdefault(name, run)
+        if other is not run:
+            raise CheckpointError(f"{run.path}: called {name} like {other.path}; in an archive each "
+                                  "run needs a name of its own")
+    with (written_atomically(out) as file,
+          tarfile.open(fileobj=file, mode="w:xz", preset=6 | lzma.PRESET_EXTREME) as archive):
         for name, run in sorted(by_name.items()):
-            for file in FILES:
-                _add(archive, f"{name}/{file}", run.folder / file)
-    if packed.tell() > LARGEST or len(by_name) > MOST_RUNS:
-        raise CheckpointError(f"{out}: {len(by_name):,} runs take {packed.tell():,} bytes before "
-                              f"compression, and an archive holds {LARGEST:,} bytes and "
-                              f"{MOST_RUNS:,} runs; expected fewer runs")
-    with written_atomically(out) as file:
-        file.write(lzma.compress(packed.getvalue(), preset=6 | lzma.PRESET_EXTREME))
+            for title in sorted(run.files):
+                content = run.files[title]
+                content = without_paths(content) if title == "run.json" else content
+                member = tarfile.TarInfo(f"{name}/{title}")      # mode 0644; time and owner are 0
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
 
 
 def without_paths(run_json: bytes) -> bytes:
@@ -101,143 +84,76 @@ def portable(word: str) -> str:
     return f"{key}{equals}{Path(path).name}" if os.path.isabs(path) else word
 
 
-def _add(archive: tarfile.TarFile, name: str, path: Path) -> None:
-    """Add the file at `path` under `name`, with fixed times and owners; nothing if there is none."""
-    try:
-        content = path.read_bytes()
-        if path.name == "run.json":
-            content = without_paths(content)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    member = tarfile.TarInfo(name)                   # mode 0644; time and owner are 0 and nameless
-    member.size = len(content)
-    archive.addfile(member, io.BytesIO(content))
-
-
 # ---------------------------------------------------------------------------------------------
 # Reading
 # ---------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def opened(paths: Sequence[Path]) -> Iterator[list[Place]]:
-    """A context in which the runs at these paths can be read; it yields their places, in order.
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs at these paths, finished or not, in order. A path is one of three:
 
-    A path is one of three:
-        a run's folder, which need not exist: whoever reads it says what is wrong with it;
+        a run's folder;
         an archive, which stands for all its runs, sorted by name;
         an archive and a pattern, as in runs.tar.xz/cifar10_10k-*-s0, for the runs of such names.
 
-    Other files and folders are left out, see `runs_among`. Each archive is unpacked once, into a
-    temporary folder that is deleted at the end. Raises CheckpointError for a file that is no such
-    archive, and for a pattern that fits none of its runs.
+    Other files and folders, such as logs, which a pattern of the shell finds beside the runs, are
+    left out with a warning. Raises CheckpointError if nothing else is there, for a pattern that fits
+    no run, and as `read_run` and `read_archive` do.
     """
-    unpacked: dict[Path, Path] = {}                  # archive → temporary folder
-    places: list[Place] = []
-    with ExitStack() as stack:
-        for path in runs_among(paths):
-            archive, pattern = (path, "*") if os.path.isfile(path) else (path.parent, path.name)
-            if not os.path.isfile(archive):
-                places.append(Place(path, path))
-                continue
-            if archive not in unpacked:
-                unpacked[archive] = Path(stack.enter_context(TemporaryDirectory(prefix="vitinit-")))
-                unpack(archive, unpacked[archive])
-            names = sorted(os.listdir(unpacked[archive]))
-            chosen = [pattern] if pattern in names else [name for name in names
-                                                         if fnmatchcase(name, pattern)]
+    runs, others = [], []
+    archives: dict[Path, list[Run]] = {}
+    for path in paths:
+        archive = next((place for place in (path, path.parent)
+                        if place.name.endswith(SUFFIX) and os.path.isfile(place)), None)
+        if archive is not None:
+            if archive not in archives:
+                archives[archive] = read_archive(archive)
+            held = archives[archive]
+            chosen = held if archive == path else (
+                [run for run in held if run.path.name == path.name] or
+                [run for run in held if fnmatchcase(run.path.name, path.name)])
             if not chosen:
-                more = ", …" if len(names) > NAMED else ""
-                raise CheckpointError(f"{path}: none of the {len(names)} run(s) in the archive has "
-                                      f"such a name; it holds {', '.join(names[:NAMED])}{more}")
-            places += [Place(unpacked[archive] / name, archive / name) for name in chosen]
-        yield places
-
-
-def runs_among(paths: Sequence[Path]) -> list[Path]:
-    """`paths` without files and folders that are no runs, such as logs; a warning names these.
-
-    A pattern of the shell, such as runs/*, finds them beside the runs. A path at which nothing
-    exists stays, and all stay if there is no run among them: whoever reads them says what is wrong.
-    """
-    runs = [path for path in paths if not os.path.exists(path) or _may_hold_runs(path)]
-    others = [str(path) for path in paths if path not in runs]
-    if not runs:
-        return list(paths)
+                raise CheckpointError(f"{path}: none of the {len(held)} run(s) in the archive has such "
+                                      f"a name; it holds {shortened([r.path.name for r in held])}")
+            runs += chosen
+        elif os.path.exists(path) and not any(
+                os.path.exists(path / name) for name in (*FILES, "last.pt", "previous.pt")):
+            others.append(str(path))
+        else:
+            runs.append(read_run(path))
+    if others and not runs:
+        raise CheckpointError(f"{others[0]}: neither a run's folder nor an archive of runs")
     if others:
-        more = ", …" if len(others) > NAMED else ""
-        warn(f"left out, no run: {', '.join(others[:NAMED])}{more}")
+        warn(f"left out, no run: {shortened(others)}")
     return runs
 
 
-def _may_hold_runs(path: Path) -> bool:
-    """Whether the folder holds a file of a run, or the file may be an archive."""
-    if os.path.isdir(path):
-        return any(os.path.exists(path / name) for name in (*FILES, "last.pt", "previous.pt"))
-    if path.name.endswith(SUFFIX):
-        return True
-    try:
-        with open(path, "rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:                                  # reading it again says why
-        return True
-
-
-def unpack(path: Path, folder: Path) -> None:
-    """Unpack the archive at `path` into `folder`, one folder per run.
+def read_archive(path: Path) -> list[Run]:
+    """All runs in an archive, sorted by name.
 
     Raises CheckpointError if the file is damaged, is no archive, is too large, or contains anything
-    but the three files of runs.
+    but the three files of runs, and as `parse_run` does.
     """
-    found: set[str] = set()
-    runs: set[str] = set()
+    files: dict[str, dict[str, bytes]] = {}
     try:
-        with tarfile.open(fileobj=io.BytesIO(_decompressed(path)), mode="r:") as archive:
+        with lzma.open(path) as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise CheckpointError(f"{path}: more than {LARGEST:,} bytes when unpacked, so it is no "
+                                  "archive of runs")
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
             for member in archive:
-                run, _, file = member.name.partition("/")
-                if (not member.isreg() or member.issparse() or file not in FILES
+                run, _, title = member.name.partition("/")
+                # A sparse member may be a gigabyte once it is read.
+                if (not member.isreg() or member.issparse() or title not in FILES
                         or run in ("", ".", "..")):
                     raise CheckpointError(f"{path}: contains {in_brief(member.name)}, expected nothing "
                                           f"but <run>/{', <run>/'.join(FILES)}")
-                if member.name in found:
-                    raise CheckpointError(f"{path}: contains {in_brief(member.name)} twice")
-                found.add(member.name)
-                if run not in runs:
-                    runs.add(run)
-                    if len(runs) > MOST_RUNS:
-                        raise CheckpointError(f"{path}: more than {MOST_RUNS:,} runs, expected several "
-                                              "smaller archives")
-                    (folder / run).mkdir()
-                (folder / member.name).write_bytes(archive.extractfile(member).read())
+                files.setdefault(run, {})[title] = archive.extractfile(member).read()
     except CheckpointError:
         raise
-    except tarfile.TarError as error:
+    except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path}: not an archive of runs ({in_brief(error)})") from None
-    except (OSError, ValueError) as error:           # a name too long for a file, or with a zero byte
-        raise CheckpointError(f"{path}: cannot be unpacked: {in_brief(error)}") from None
-    if not found:
+    if not files:
         raise CheckpointError(f"{path}: an archive without a run in it")
-
-
-def _decompressed(path: Path) -> bytes:
-    """The content of an .xz file, of at most LARGEST bytes."""
-    decoder = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=DECODER_MEMORY)
-    try:
-        with open(path, "rb") as file:
-            packed = file.read(LARGEST)
-        if not packed.startswith(MAGIC):
-            raise CheckpointError(f"{path}: neither a run's folder nor an archive of runs")
-        content = decoder.decompress(packed, max_length=LARGEST + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except lzma.LZMAError as error:
-        raise CheckpointError(f"{path}: a damaged archive ({in_brief(error)})") from None
-    if len(content) > LARGEST:
-        raise CheckpointError(f"{path}: more than {LARGEST:,} bytes when unpacked, so it is no archive "
-                              "of runs")
-    if not decoder.eof or decoder.unused_data:
-        raise CheckpointError(f"{path}: a damaged archive, "
-                              f"{'it goes on after its end' if decoder.eof else 'it is cut short'}")
-    return content
+    return [parse_run(path / name, files[name]) for name in sorted(files)]

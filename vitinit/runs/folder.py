@@ -9,32 +9,141 @@
     best.pt           the weights of the best epoch
     epoch_0007.pt     the weights after each epoch in checkpoint.keep_epochs; 0: as initialised
     profile_000010.json.gz  a profiler's trace of some steps, from step 10 on, made by --profile
-    run.lock          the process that writes here, see lock.py
+    run.lock          the process that writes here
+
+Whole files are written by `save_atomically` and `write_text_atomically`, lines by `Lines.append`.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..messages import in_brief
 from ..train.checkpoint import (CheckpointError, Damaged, NoCheckpoint, load, save_atomically,
-                                sync_folder, write_text_atomically)
+                                shortened, sync_folder, write_text_atomically)
 from ..train.distributed import warn
-from .records import JsonLines
+from ..train.metrics import STEPS_PER_ROW
 
 # The weights in a folder that transformers or timm wrote.
 FOREIGN_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+# What training leaves; recipe.toml and run.json do not count.
+RESULTS = ("last.pt", "previous.pt", "best.pt", "epoch_*.pt", "profile_*.json.gz", "metrics.jsonl",
+           "steps.jsonl")
+APART = {"epoch": 1, "step": STEPS_PER_ROW}     # by how much the numbers of a file's lines rise
+
+
+@contextmanager
+def in_one_line(path: Path, verb: str) -> Iterator[None]:
+    """A context that turns an error of the disk into CheckpointError. verb: "read" or "written"."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be {verb}: {error.strerror or error}") from None
+
+
+# ---------------------------------------------------------------------------------------------
+# Lines and starts
+# ---------------------------------------------------------------------------------------------
+
+
+class Lines:
+    """A file with one JSON object per line, whose integers under `key` increase from line to line.
+
+    Lines are appended as the run goes on, so that the file can be read meanwhile. Every method
+    raises CheckpointError if the file cannot be read or written, or is not what a run writes.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.path, self.key = path, key
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Append one line; `sync` puts it on disk."""
+        with in_one_line(self.path, "written"), open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def sync(self) -> None:
+        """Flush the lines to disk, so that they survive a power failure; nothing if there are none."""
+        if os.path.exists(self.path):
+            with in_one_line(self.path, "written"), open(self.path, "rb") as file:
+                os.fsync(file.fileno())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dictionary per line, see `parse_lines`; [] if there is no file."""
+        if not os.path.lexists(self.path):
+            return []
+        with in_one_line(self.path, "read"):
+            return parse_lines(self.path.read_bytes(), self.path, self.key)
+
+    def cut_back(self, last: int) -> str:
+        """Remove the lines with a number under `key` above `last`, where a checkpoint was taken.
+
+        Returns a line that names the numbers up to `last` of which there is no line, or "".
+        """
+        rows = [row for row in self.rows() if row[self.key] <= last]
+        write_text_atomically("".join(json.dumps(row) + "\n" for row in rows), self.path)
+        apart = APART[self.key]
+        lost = sorted(set(range(apart, last + 1, apart)) - {row[self.key] for row in rows})
+        return f"{self.path}: lacks {self.key} {shortened(list(map(str, lost)))}" if lost else ""
+
+
+def parse_lines(text: bytes, source: Path, key: str) -> list[dict[str, Any]]:
+    """The objects in a file of JSON lines; blank lines, and a last one cut short, are left out.
+
+    Raises CheckpointError, naming the line, for one that is not a JSON object, has no integer under
+    `key`, or has one that is not larger than that of the previous line, as happens if two runs
+    write to one file.
+    """
+    rows: list[dict[str, Any]] = []
+    lines = text.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        problem, before = "", rows[-1][key] if rows else 0
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or type(row.get(key)) is not int:
+                problem = f"is no JSON object with a number of its {key}"
+            elif row[key] <= before:
+                problem = f"is {key} {row[key]} after {key} {before}; two runs may have written here"
+        except (ValueError, RecursionError) as error:            # JSON's and Unicode's
+            if number == len(lines):
+                break
+            problem = f"is no JSON object ({in_brief(error)})"
+        if problem:
+            raise CheckpointError(f"{source}: line {number} {problem}; mend the file or move it away")
+        rows.append(row)
+    return rows
+
+
+def parse_starts(text: bytes, source: Path) -> list[dict[str, Any]]:
+    """The contents of run.json: one dictionary per start. Raises CheckpointError for anything else."""
+    try:
+        starts = json.loads(text)
+    except (ValueError, RecursionError):             # JSON's and Unicode's
+        starts = None
+    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+        raise CheckpointError(f"{source}: not what a run writes, expected a list of objects; mend it "
+                              "or move it away")
+    return starts
+
+
+# ---------------------------------------------------------------------------------------------
+# The folder
+# ---------------------------------------------------------------------------------------------
 
 
 class RunFolder:
@@ -49,8 +158,8 @@ class RunFolder:
         self.last, self.previous = path / "last.pt", path / "previous.pt"
         self.best = path / "best.pt"
         self.recipe, self.info = path / "recipe.toml", path / "run.json"
-        self.metrics = JsonLines(path / "metrics.jsonl", "epoch")
-        self.steps = JsonLines(path / "steps.jsonl", "step")
+        self.metrics = Lines(path / "metrics.jsonl", "epoch")
+        self.steps = Lines(path / "steps.jsonl", "step")
         self.read_from = self.last                   # the file that `load_last` has read
         self.step: int | None = None                 # of the checkpoint that was read or written last
 
@@ -65,14 +174,9 @@ class RunFolder:
         return os.path.exists(self.last) or os.path.exists(self.previous)
 
     def results(self) -> list[str]:
-        """The names of the files that training has left; recipe.toml and run.json do not count."""
-        found = [path.name for path in (self.last, self.previous, self.best)
-                 if os.path.exists(path)]
-        found += sorted(path.name for pattern in ("epoch_*.pt", "profile_*.json.gz")
-                        for path in self.path.glob(pattern))
-        found += [lines.path.name for lines in (self.metrics, self.steps)
-                  if os.path.exists(lines.path) and os.path.getsize(lines.path)]
-        return found
+        """The names of the files that training has left; an empty file of lines is none."""
+        return [path.name for pattern in RESULTS for path in sorted(self.path.glob(pattern))
+                if path.suffix != ".jsonl" or path.stat().st_size]
 
     def require_unused(self, *, starts_again: bool = False) -> None:
         """Raise CheckpointError if the folder already has files that a run writes.
@@ -80,34 +184,23 @@ class RunFolder:
         starts_again: allow those that a run writes before its first checkpoint, recipe.toml and
             run.json.
         """
+        found = self.results()
         if self.holds_checkpoint():
             raise CheckpointError(f"{self.path}: already holds a run; continue it with --resume "
                                   f"{self.path}, or choose another --out-dir")
-        found = self.results()
+        if not starts_again:
+            found += [path.name for path in (self.recipe, self.info) if os.path.exists(path)]
         if found:
-            raise CheckpointError(f"{self.path}: already holds {', '.join(found)}; choose another "
-                                  "--out-dir")
-        found = [path.name for path in (self.recipe, self.info) if os.path.exists(path)]
-        if found and not starts_again:
-            raise CheckpointError(f"{self.path}: already holds {', '.join(found)}, of a run without "
-                                  "a checkpoint if it is one; --resume auto starts that, or choose "
-                                  "another --out-dir")
+            raise CheckpointError(f"{self.path}: already holds {', '.join(found)}, of a run without a "
+                                  "checkpoint if it is one; try --resume auto, which overwrites no "
+                                  "results, or choose another --out-dir")
 
     def starts(self) -> list[dict[str, Any]]:
         """The contents of run.json: one dictionary per start of the run; [] if there is no file."""
-        try:
-            starts = json.loads(self.info.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not os.path.lexists(self.info):
             return []
-        except OSError as error:
-            raise CheckpointError(f"{self.info}: cannot be read: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:            # JSON's and Unicode's
-            raise CheckpointError(f"{self.info}: not what a run writes ({in_brief(error)}); mend it "
-                                  "or move it away") from None
-        if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-            raise CheckpointError(f"{self.info}: not what a run writes, expected a list of objects; "
-                                  "mend it or move it away")
-        return starts
+        with in_one_line(self.info, "read"):
+            return parse_starts(self.info.read_bytes(), self.info)
 
     def data_of(self, start: int) -> Mapping[str, Any]:
         """What `record_start` was given as `data` at this start of the run; {} if unknown.
@@ -115,10 +208,9 @@ class RunFolder:
         start: 0 for the first, −1 for the last. Nothing is raised, since reading a model does not
         depend on it.
         """
-        try:
+        data = None
+        with suppress(CheckpointError, LookupError):
             data = self.starts()[start]["data"]
-        except (CheckpointError, LookupError):
-            return {}
         return data if isinstance(data, Mapping) else {}
 
     def data_root(self) -> str | None:
@@ -130,13 +222,11 @@ class RunFolder:
 
     def make(self) -> None:
         """Create the folder, and those above it, if they do not exist."""
-        try:
+        with in_one_line(self.path, "written"):
             new = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             for folder in new:
                 sync_folder(folder.parent)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from None
 
     def record_recipe(self, recipe_toml: str) -> None:
         """Write recipe.toml, unless there is one."""
@@ -150,24 +240,17 @@ class RunFolder:
         data: what the run trains on: the absolute path of its folder as "root", and whatever else
             `require_same_data` is to compare on resume.
         """
-        starts = self.starts()
-        starts.append({
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": sys.argv,
-            "git_commit": git_commit(repository),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "processes": processes,
-            "device": device,
-            "data": dict(data),
-        })
-        write_text_atomically(json.dumps(starts, indent=2) + "\n", self.info)
+        start = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "command": sys.argv,
+                 "git_commit": git_commit(repository), "python": platform.python_version(),
+                 "torch": torch.__version__, "processes": processes, "device": device,
+                 "data": dict(data)}
+        write_text_atomically(json.dumps([*self.starts(), start], indent=2) + "\n", self.info)
 
     def save(self, state: dict[str, Any], path: Path) -> None:
         """Write a checkpoint. A new last.pt makes the old one previous.pt, if that is of another step.
 
         An epoch that is evaluated is saved before and after; previous.pt is then of neither. The
-        lines of metrics.jsonl and steps.jsonl are on disk before a last.pt that has them behind it.
+        lines of metrics.jsonl and steps.jsonl are on disk before a last.pt that counts them as done.
         """
         if path != self.last:
             save_atomically(state, path)
@@ -180,18 +263,16 @@ class RunFolder:
     def tidy(self, *, epochs: int, steps: int, say: Callable[[str], None]) -> None:
         """Remove what is newer than the checkpoint that a run resumes from.
 
-        epochs, steps: how many of them that checkpoint has behind it; later lines of metrics.jsonl
+        epochs, steps: how many of them that checkpoint counts as done; later lines of metrics.jsonl
         and steps.jsonl are removed, and so are partly written files. A last.pt that could not be
         read is renamed damaged.pt, so that it does not become previous.pt. Training needs no lines,
         so the run goes on where earlier ones are lost; `say` is called with a line that names them.
         """
-        try:
+        with in_one_line(self.path, "written"):
             if self.read_from != self.last and self.last.exists():
                 os.replace(self.last, self.path / "damaged.pt")
             for cut_short in self.path.glob("*.partial"):
                 cut_short.unlink()
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from None
         for lines, last, loss in (
                 (self.metrics, epochs, "; without these, comparisons leave the run out"),
                 (self.steps, steps, "; its curves by step have a gap")):
@@ -211,11 +292,10 @@ class RunFolder:
         if not self.path.is_dir():
             raise CheckpointError(f"--resume {self.path}: no such run folder")
         state, self.read_from = read_checkpoint(self.path, say=say, mmap=glance, verify=not glance)
-        wrong = [part for part in ("model", "optimizer", "progress", "recipe")
-                 if not isinstance(state.get(part), Mapping)]
-        if wrong:
-            raise CheckpointError(f"{self.read_from}: not a training checkpoint, it cannot be "
-                                  f"resumed; expected a dictionary '{wrong[0]}' in it")
+        for part in ("model", "optimizer", "progress", "recipe"):
+            if not isinstance(state.get(part), Mapping):
+                raise CheckpointError(f"{self.read_from}: not a training checkpoint, it cannot be "
+                                      f"resumed; expected a dictionary '{part}' in it")
         self.step = state.get("step")
         return state
 
@@ -224,31 +304,6 @@ class RunFolder:
         step = self.load_last(glance=True)["progress"]["step"]
         return (f"; {self.read_from} holds the state after {step:,} steps, which would go the same "
                 "way again: start anew with a lower optim.base_lr, say, or optim.clip_norm")
-
-
-def disk_space(model: nn.Module, optimizer: torch.optim.Optimizer, *, ema: bool, kept: int) -> str:
-    """The disk space that the checkpoints of a run take, in words.
-
-    Of each weight AdamW stores two moments, Muon one. ema: whether the run has a moving average.
-    kept: the number of epochs in checkpoint.keep_epochs.
-    """
-    weights = sum(value.nbytes for value in model.state_dict().values()) * (2 if ema else 1)
-    moments = sum(p.nbytes * (1 if group["muon"] else 2)
-                  for group in optimizer.param_groups for p in group["params"])
-    state = weights + moments
-    parts = [f"last.pt and previous.pt {_size(state)} each", f"best.pt {_size(weights)}"]
-    parts += [f"{kept} kept epochs {_size(weights)} each"] if kept else []
-    # While last.pt is being written there are three such files.
-    return f"{', '.join(parts)}; {_size(3 * state + (kept + 1) * weights)} at most"
-
-
-def _size(count: float) -> str:
-    """A number of bytes with a unit: "23.5 MB"."""
-    for unit in ("bytes", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB" if count < 1000 else f"{count:,.0f} GB"
 
 
 def read_checkpoint(path: Path, *, say: Callable[[str], None] = warn, mmap: bool = False,
@@ -262,13 +317,13 @@ def read_checkpoint(path: Path, *, say: Callable[[str], None] = warn, mmap: bool
     """
     if not os.path.isdir(path):
         return load(path, mmap=mmap, verify=verify), path
-    folder = RunFolder(path)
+    last, previous = path / "last.pt", path / "previous.pt"
     try:
-        return load(folder.last, mmap=mmap, verify=verify), folder.last
+        return load(last, mmap=mmap, verify=verify), last
     except (NoCheckpoint, Damaged) as error:
         problem = error
     try:
-        state = load(folder.previous, mmap=mmap, verify=verify)
+        state = load(previous, mmap=mmap, verify=verify)
     except NoCheckpoint:
         for file in (path / name for name in FOREIGN_WEIGHTS):
             if file.is_file():
@@ -280,17 +335,77 @@ def read_checkpoint(path: Path, *, say: Callable[[str], None] = warn, mmap: bool
         raise problem from None
     except Damaged as error:
         raise CheckpointError(f"{problem}; and {error}") from None
-    say(f"{problem}; going on with {folder.previous}")
-    return state, folder.previous
+    say(f"{problem}; going on with {previous}")
+    return state, previous
 
 
 def git_commit(repository: Path) -> str:
     """The commit of the code, "+changes" if a tracked file differs; "unknown" outside of git."""
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(repository), *arguments], check=True, text=True,
-                              capture_output=True, timeout=10).stdout.strip()
+    command = ["git", "-C", str(repository), "describe", "--always", "--abbrev=40", "--exclude=*",
+               "--dirty=+changes"]
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
+        return subprocess.run(command, check=True, text=True, capture_output=True,
+                              timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
+
+
+# ---------------------------------------------------------------------------------------------
+# One writer
+# ---------------------------------------------------------------------------------------------
+
+
+class RunLock:
+    """Locks a run's folder for this process, from `take` until the `with` block ends.
+
+    It is a record lock (fcntl.lockf) on the file run.lock. The kernel releases it however the
+    process ends, also on a network file system. A process loses a record lock as soon as it closes
+    the file, even through another handle; therefore the file is opened only here, and only once.
+    The file stays and names the process that took the lock last.
+
+    Somebody may delete that file, and with it the lock. Therefore the folder itself is locked, too
+    (fcntl.flock; network file systems do not lock folders). A forked loader worker, which may
+    outlive its parent, would keep that lock, so it closes its handle.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[int] = []                # of run.lock and of the folder
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._handles:
+            os.close(self._handles.pop())
+
+    def take(self, folder: Path, say: Callable[[str], None]) -> None:
+        """Lock the folder; raise CheckpointError, which names the holder, if another process has.
+
+        If the file system has no locks, `say` is called with a warning and the folder stays
+        unlocked.
+        """
+        if self._handles:
+            return
+        with in_one_line(folder, "written"):
+            self._handles.append(os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o666))
+            self._handles.append(os.open(folder, os.O_RDONLY))
+        os.register_at_fork(after_in_child=self.__exit__)
+        file, locked = self._handles[0], 0
+        for handle, lock in zip(self._handles, (fcntl.lockf, fcntl.flock)):
+            try:
+                lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locked += 1
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    continue
+                holder = os.pread(file, 200, 0).decode(errors="replace").strip()
+                self.__exit__()
+                raise CheckpointError(
+                    f"{folder}: another run is writing here ({holder or 'its run.lock was deleted'}); "
+                    "wait until it ends, or end it, or choose another --out-dir") from None
+        if not locked:
+            say(f"lock    {folder}: this file system has no locks, so nothing keeps a second run out")
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        with suppress(OSError):                      # the disk is full; the lock holds nevertheless
+            os.ftruncate(file, 0)
+            os.write(file, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode())

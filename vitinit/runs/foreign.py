@@ -29,7 +29,7 @@ from ..recipe.files import Override
 from ..recipe.sections import Recipe
 from ..train.checkpoint import CheckpointError
 from .folder import FOREIGN_WEIGHTS
-from .groups import keys_of
+from .records import keys_of
 
 # Whole words of a checkpoint's name whose models have our tensors' names and shapes, but compute
 # something else.

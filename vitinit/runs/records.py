@@ -1,103 +1,113 @@
-"""The records of a run: one line per epoch in metrics.jsonl, one per ten steps in steps.jsonl.
+"""A run read back from its small text files.
 
-Both files consist of JSON lines, one object per line. Lines are appended as the run goes on, so
-that the files can be read meanwhile.
+Only recipe.toml, run.json and metrics.jsonl are read; the checkpoints may have been deleted. A
+record's recipe is a plain table that is not checked, so records of any version can be read.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping
-from contextlib import suppress
+import argparse
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..messages import in_brief
-from ..train.checkpoint import CheckpointError, shortened, write_text_atomically
-from ..train.metrics import METRICS, STEPS_PER_ROW
+from ..train.checkpoint import CheckpointError
+from ..train.metrics import METRICS
+from .folder import in_one_line, parse_lines, parse_starts
 
-LATER = METRICS[11:]            # keys that runs of earlier versions lack
-APART = {"epoch": 1, "step": STEPS_PER_ROW}      # by how much the numbers of a file's lines rise
+FILES = ("metrics.jsonl", "recipe.toml", "run.json")
+NEEDED_KEYS = {"run.seed": int, "model.name": str, "init.name": str, "schedule.epochs": int,
+               "schedule.cooldown_epochs": int}
 
 
-class JsonLines:
-    """A file with one JSON object per line, whose integers under `key` increase from line to line."""
+@dataclass(frozen=True)
+class Run:
+    """A run, as the text files in its folder describe it."""
 
-    def __init__(self, path: Path, key: str) -> None:
-        self.path, self.key = path, key
+    path: Path                  # of the folder; in an archive, runs.tar.xz/<name>
+    recipe: str                 # the recipe's name, as --recipe gave it
+    keys: dict[str, Any]        # "section.key" → value, every option written out
+    rows: list[dict[str, Any]]  # metrics.jsonl: one row per finished epoch; missing keys are None
+    starts: list[dict[str, Any]]  # run.json: per start, its command, commit, versions, hardware
+    files: Mapping[str, bytes]  # the contents of those of FILES that there are
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Append one line; CheckpointError if the file cannot be written."""
-        try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from None
+    @property
+    def seed(self) -> int:
+        """Recipe key run.seed."""
+        return self.keys["run.seed"]
 
-    def sync(self) -> None:
-        """Flush the lines to disk, so that they survive a power failure; nothing if there are none."""
-        try:
-            with open(self.path, "rb") as file:
-                os.fsync(file.fileno())
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from None
+    @property
+    def epochs(self) -> int:
+        """The number of epochs that the recipe asks for, cool-down included."""
+        return self.keys["schedule.epochs"] + self.keys["schedule.cooldown_epochs"]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One dictionary per line; [] if there is no file. Blank lines are skipped.
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs are done and on record."""
+        return len(self.rows) == self.epochs
 
-        Raises CheckpointError, naming the line, for one that is not a JSON object, has no integer
-        under `key`, or has one that is not larger than that of the previous line, as happens if two
-        runs write to one file.
-        """
-        rows: list[dict[str, Any]] = []
-        for number, line in self._lines():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:        # JSON's and Unicode's
-                raise self._broken(number, f"is no JSON object ({in_brief(error)})") from None
-            if not isinstance(row, dict):
-                raise self._broken(number, f"is {in_brief(row)}, expected a JSON object")
-            count, before = row.get(self.key), rows[-1][self.key] if rows else 0
-            if type(count) is not int:
-                raise self._broken(number, f"names no {self.key}")
-            if count <= before:
-                raise self._broken(number, f"is {self.key} {count} after {self.key} {before}; two "
-                                           "runs may have written here")
-            rows.append(row)
-        return rows
+    def measured(self, metric: str) -> list[float]:
+        """The values of a metric in the epochs that were evaluated; [] for the EMA of a run without."""
+        return [row[metric] for row in self.rows if row[metric] is not None]
 
-    def cut_back(self, last: int) -> str:
-        """Remove the lines with a number under `key` above `last`, where a checkpoint was taken.
 
-        Returns a line that names the numbers up to `last` of which there is no line, or "".
-        """
-        rows = [row for row in self.rows() if row[self.key] <= last]
-        write_text_atomically("".join(json.dumps(row) + "\n" for row in rows), self.path)
-        apart = APART[self.key]
-        lost = sorted(set(range(apart, last + 1, apart)) - {row[self.key] for row in rows})
-        return f"{self.path}: lacks {self.key} {shortened(list(map(str, lost)))}" if lost else ""
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested tables: {"init": {"options": {"base": "torch"}}} → {"init.options.base": …}."""
+    keys = {}
+    for name, value in table.items():
+        keys |= (flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else
+                 {f"{prefix}{name}": value})
+    return keys
 
-    def _broken(self, number: int, problem: str) -> CheckpointError:
-        """The error that `problem` makes line `number` unreadable."""
-        return CheckpointError(f"{self.path}: line {number} {problem}; mend the file or move it "
-                               "away")
 
-    def _lines(self) -> list[tuple[int, bytes]]:
-        """The lines with their numbers, from 1; a last line that a crash cut short is left out.
+def keys_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Flatten a recipe's table of sections; the recipe's name and version are left out."""
+    return flat({title: body for title, body in recipe.items() if title not in ("name", "version")})
 
-        A last line that lacks nothing but its line break counts.
-        """
-        try:
-            text = self.path.read_bytes()
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from None
-        *lines, rest = text.split(b"\n")
-        with suppress(ValueError, RecursionError):
-            json.loads(rest)
-            lines.append(rest)
-        return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+def read_run(path: Path) -> Run:
+    """Read the run in the folder `path`, finished or not. Raises CheckpointError as `parse_run` does."""
+    files = {}
+    for name in FILES:
+        if (path / name).is_file():
+            with in_one_line(path / name, "read"):
+                files[name] = (path / name).read_bytes()
+    return parse_run(path, files)
+
+
+def parse_run(path: Path, files: Mapping[str, bytes]) -> Run:
+    """The run whose FILES have these contents; `path` is where errors say that it is.
+
+    Raises CheckpointError if there is no recipe.toml, or if a file is not what a run writes.
+    """
+    if "recipe.toml" not in files:
+        raise CheckpointError(f"{path}: not a run's folder, there is no recipe.toml in it")
+    try:
+        keys = keys_of(tomllib.loads(files["recipe.toml"].decode()))
+    except (ValueError, RecursionError) as error:    # TOML's and Unicode's
+        raise CheckpointError(f"{path / 'recipe.toml'}: not what a run writes: {in_brief(error)}"
+                              ) from None
+    for key, kind in NEEDED_KEYS.items():
+        if type(keys.get(key)) is not kind:
+            raise CheckpointError(f"{path / 'recipe.toml'}: {key} is {in_brief(keys.get(key))}, "
+                                  f"expected a value of type {kind.__name__}")
+    starts = parse_starts(files.get("run.json", b"[]"), path / "run.json")
+    rows = [dict.fromkeys(METRICS) | row for row in
+            parse_lines(files.get("metrics.jsonl", b""), path / "metrics.jsonl", "epoch")]
+    for row in rows:
+        for name in METRICS:
+            if not isinstance(row[name], (int, float, type(None))):
+                raise CheckpointError(f"{path / 'metrics.jsonl'}: epoch {row['epoch']} has "
+                                      f"{in_brief(row[name])} for '{name}', expected a number")
+    return Run(path, _recipe_name(starts), keys, rows, starts, files)
+
+
+def _recipe_name(starts: Sequence[Mapping[str, Any]]) -> str:
+    """The recipe's name, from the command of the first start, since recipe.toml does not state it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe", default="recipe")
+    words = list(map(str, starts[0].get("command", [])))[1:] if starts else []
+    return Path(parser.parse_known_args(words)[0].recipe).stem

@@ -1,6 +1,8 @@
-"""The model that a new run starts from: built, and initialised on the run's own training images."""
+"""The start of a run: its training images, the model that it starts from, and what is printed then."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -8,14 +10,26 @@ from torch import Tensor, nn
 from ..command_line import building
 from ..data.datasets import DATA_SETS, Source, open_split, oriented, stratified_part
 from ..data.images import DataError
+from ..data.pipeline import Data
 from ..init import init_weights, reads_images
 from ..keys import Stream, keyed_generator
 from ..models import build_model
 from ..recipe.resolve import with_num_classes
 from ..recipe.sections import DataSection, Recipe
+from ..recipe.values import to_toml
+from ..train.device import describe_device
+from ..train.distributed import Processes
+from ..train.optim import scaled_lr
+from ..train.state import TrainState
 from .trained import as_input, evaluation_view
 
 INIT_IMAGES = 1000              # training images that an init may read
+FEW_UPDATES = 2_000             # steps; fewer than that from scratch give a warning
+
+
+# ---------------------------------------------------------------------------------------------
+# The model
+# ---------------------------------------------------------------------------------------------
 
 
 def open_training_set(data: DataSection, root: str) -> tuple[Source, Source]:
@@ -71,3 +85,95 @@ def initialise(model: nn.Module, recipe: Recipe, source: Source | None) -> None:
                   if source is not None and reads_images(init.options) else None)
         init_weights(model, init.name, **init.options, images=images,
                      generator=torch.Generator().manual_seed(recipe.run.seed))
+
+
+# ---------------------------------------------------------------------------------------------
+# What train.py prints before training
+# ---------------------------------------------------------------------------------------------
+
+
+def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
+            optimizer: torch.optim.Optimizer, lr_at: Callable[[int], float], processes: Processes
+            ) -> str:
+    """Describe the run: recipe, data, model, init, batches, steps, optimiser and learning rates.
+
+    notes: lines about the weights that training starts from. lr_at: step → learning rate.
+    """
+    schedule, augment, mix, optim = recipe.schedule, recipe.augment, recipe.mix, recipe.optim
+    steps_per_epoch = data.train_batches.steps_per_epoch
+    epochs = schedule.epochs + schedule.cooldown_epochs
+    part = f" of {len(data.whole_set):,}" if len(data.train_set) < len(data.whole_set) else ""
+    height, width = recipe.data.image_size
+    weights = {True: 0, False: 0}                    # trained by Muon, by AdamW
+    for group in optimizer.param_groups:
+        weights[group["muon"]] += sum(p.numel() for p in group["params"])
+    trained_by = f"AdamW for {weights[False]:,}{'' if weights[True] else ' weights'}"
+    if weights[True]:
+        trained_by = (f"Muon (factor {optimizer.factor:g}, momentum {optimizer.momentum:g}) for "
+                      f"{weights[True]:,} weights, {trained_by}")
+    if optim.layer_decay != 1.0:
+        trained_by += f"; × {optim.layer_decay:g} per layer from the head down"
+    peak = scaled_lr(optim.base_lr, optim.lr_scaling, optim.global_batch)
+    return "\n".join([
+        f"recipe  {recipe.name}, seed {recipe.run.seed}",
+        f"data    {recipe.data.name}{recipe.data.root and ' ' + recipe.data.root}: "
+        f"{len(data.train_set):,}{part} to train on, {len(data.val_set):,} "
+        f"{'held out of them ' if recipe.data.held_out_per_class else ''}to validate, "
+        f"{recipe.data.num_classes} classes, {height}×{width}"
+        f"{', all on the device' if data.train_batches.resident else ''}",
+        *filter(None, dict.fromkeys([data.whole_set.left_out, data.val_set.left_out])),
+        f"views   {data.val_batches.kept.in_words()}",
+        f"augment {augment.repeats} view(s) per image, RandAugment {recipe.rand_augment.layers} × "
+        f"magnitude {recipe.rand_augment.magnitude:g}, erasing {augment.erase_probability:g}, mixup "
+        f"{mix.mixup_alpha:g}, cutmix {mix.cutmix_alpha:g}, label smoothing {mix.label_smoothing:g}",
+        f"model   {recipe.model.name}: {sum(p.numel() for p in model.parameters()):,} parameters, "
+        f"{to_toml(recipe.model.options)}",
+        f"init    {recipe.init.name}: {to_toml(recipe.init.options)}",
+        *notes,
+        f"batch   {optim.global_batch} = {processes.world_size} process(es) × "
+        f"{data.plan.accumulation} micro-batch(es) × {data.plan.micro_batch_size} images, on "
+        f"{describe_device(processes.device)}",
+        f"steps   {steps_per_epoch:,} per epoch × {epochs} epochs = {steps_per_epoch * epochs:,}",
+        f"optim   {trained_by}",
+        f"lr      peak {peak:g}; first step {lr_at(0):g}, last step "
+        f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}"])
+
+
+def cautions(recipe: Recipe, data: Data) -> list[str]:
+    """One line for each value that is valid but probably a mistake."""
+    updates = (recipe.schedule.epochs + recipe.schedule.cooldown_epochs) * (
+        data.train_batches.steps_per_epoch)
+    lines = data.plan.cautions(repeats=recipe.augment.repeats,
+                               max_batch_per_process=recipe.optim.max_batch_per_process)
+    # Fine-tuning needs few steps, and `shapes`, made to be learned within minutes, needs hundreds.
+    if updates < FEW_UPDATES and not recipe.init.checkpoint and recipe.data.name != "shapes":
+        lines.append(f"{updates:,} update(s) in all: from scratch, such a model needs thousands; "
+                     "more schedule.epochs or a smaller optim.global_batch make more of them")
+    return lines
+
+
+def rehearsal(recipe: Recipe, data: Data, state: TrainState) -> str:
+    """The last lines of a dry run: the disk space of the checkpoints, and one forward pass."""
+    with building(f"recipe {recipe.name}", "model"), torch.no_grad():
+        images, _ = next(iter(data.val_batches))
+        logits = state.model.eval()(images[:data.plan.micro_batch_size])
+    space = disk_space(state.model, state.optimizer, ema=state.ema is not None,
+                       kept=len(recipe.checkpoint.keep_epochs))
+    return (f"disk    {space}\n"
+            f"dry run: images {tuple(images.shape)} → logits {tuple(logits.shape)}; nothing was "
+            "written")
+
+
+def disk_space(model: nn.Module, optimizer: torch.optim.Optimizer, *, ema: bool, kept: int) -> str:
+    """The disk space that the checkpoints of a run take, in words.
+
+    Of each weight AdamW stores two moments, Muon one. ema: whether the run has a moving average.
+    kept: the number of epochs in checkpoint.keep_epochs.
+    """
+    weights = sum(value.nbytes for value in model.state_dict().values()) * (2 if ema else 1)
+    state = weights + sum(p.nbytes * (1 if group["muon"] else 2)
+                          for group in optimizer.param_groups for p in group["params"])
+    # While last.pt is being written there are three such files.
+    most = 3 * state + (kept + 1) * weights
+    return (f"last.pt and previous.pt {state / 1e6:,.1f} MB each, best.pt and {kept} kept epoch(s) "
+            f"{weights / 1e6:,.1f} MB each; {most / 1e6:,.1f} MB at most")
