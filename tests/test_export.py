@@ -74,19 +74,19 @@ def test_safetensors_hold_the_weights_and_what_goes_with_them(checkpoint, tmp_pa
     assert f"checked {len(own)} tensors read back, equal to the bit" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_program_is_the_model_at_any_batch_size(checkpoint, tmp_path, capsys, inside):
-    out = tmp_path / "out.pt2"
+def test_a_program_is_the_model_at_any_batch_size(checkpoint, tmp_path, capsys):
+    """Every second family's normalises inside."""
+    out, trained = tmp_path / "out.pt2", vitinit.load(checkpoint)
+    inside = trained.recipe.model.name.startswith(("vit", "convmixer", "simple"))
     assert exported(checkpoint, "--to", "torch", "--out", out, *["--normalise"] * inside) == 0
     notes = {"vitinit.json": ""}
     program = torch.export.load(out, extra_files=notes).module()
-    trained, generator = vitinit.load(checkpoint), torch.Generator().manual_seed(1)
+    views = torch.randint(0, 256, (11, 3, *trained.image_size), dtype=torch.uint8,
+                          generator=torch.Generator().manual_seed(1))
+    images = normalise(views, trained.recipe.data.mean, trained.recipe.data.std)
     for batch in (1, 2, 5, 11):
-        views = torch.randint(0, 256, (batch, 3, *trained.image_size), dtype=torch.uint8,
-                              generator=generator)
-        images = normalise(views, trained.recipe.data.mean, trained.recipe.data.std)
-        torch.testing.assert_close(program(views if inside else images), trained.model(images),
-                                   rtol=0, atol=1e-5)
+        torch.testing.assert_close(program((views if inside else images)[:batch]),
+                                   trained.model(images[:batch]), rtol=0, atol=1e-5)
     assert json.loads(notes["vitinit.json"])["classes"] == list(trained.classes)
     said = capsys.readouterr().out
     assert "in batches of 1, 3, 7: largest difference " in said
@@ -94,15 +94,15 @@ def test_a_program_is_the_model_at_any_batch_size(checkpoint, tmp_path, capsys, 
     assert ("uint8" if inside else "normalised") in said
 
 
-def test_a_program_is_compared_on_images_of_the_validation_set_or_a_folder(image_tree, tmp_path,
-                                                                       capsys, monkeypatch):
+def test_a_program_is_compared_on_images_of_the_validation_set_or_a_folder(image_tree, monkeypatch):
     monkeypatch.chdir(image_tree.parent)             # the run's data.root is "images"
-    assert exported(RUN, "--to", "torch", "--out", tmp_path / "a.pt2") == 0
-    assert "images of the validation set of image_folder" in capsys.readouterr().out
-    assert exported(RUN, "--to", "torch", "--out", tmp_path / "b.pt2", "--images",
-                    image_tree / "train") == 0
-    assert f"images of {image_tree / 'train'}" in capsys.readouterr().out
-    views, _ = export.views_to_check(vitinit.load(RUN), image_tree / "train" / "red")
+    trained = vitinit.load(RUN)
+    views, name = export.views_to_check(trained, None)
+    assert name == "the validation set of image_folder"
+    paths = sorted((image_tree / "val").glob("*/*.png"))
+    assert all(torch.equal(view, trained.view(path)) for view, path in zip(views, paths[::3], strict=True))
+    views, name = export.views_to_check(trained, image_tree / "train" / "red")
+    assert name == str(image_tree / "train" / "red")
     assert views.shape == (7, 3, 8, 8) and len(views.flatten(1).unique(dim=0)) == 7
 
 
@@ -117,7 +117,7 @@ def contents(path: Path) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("content, status", [("{", 2), ("[3]", 2), ('[{"device": "/a/b"}]', 0)])
+@pytest.mark.parametrize("content, status", [("{", 2), ('[{"device": "/a/b"}]', 0)])
 def test_a_run_with_a_strange_run_json_is_exported_or_one_line(content, status, tmp_path, capsys):
     run = Path(shutil.copytree(RUN, tmp_path / "run"))
     (run / "run.json").write_text(content)
@@ -126,7 +126,8 @@ def test_a_run_with_a_strange_run_json_is_exported_or_one_line(content, status, 
     assert (tmp_path / "out").exists() == (status == 0)
 
 
-@pytest.mark.parametrize("kind", ["torch", "torch normalise", "safetensors", "run"])
+@pytest.mark.parametrize("kind", ["torch normalise", "safetensors", "run"])
+@pytest.mark.parametrize("checkpoint", ["vit"], indirect=True)
 def test_no_export_contains_an_image_or_a_path_of_this_machine(checkpoint, tmp_path, kind):
     """They are often given to others. The images that a program is compared on are the user's."""
     home = tmp_path / "home-of-ada"
@@ -173,12 +174,10 @@ def test_moving_average_and_another_size_are_exported_too(tmp_path):
             assert torch.equal(file.get_tensor(name), value)
 
 
-@pytest.mark.parametrize("weights", ["model", "ema"])
-def test_a_run_is_exported_as_a_run_with_weights_in_half_precision(tmp_path, capsys, weights,
-                                                                   train_program, eval_program,
-                                                                   image_tree):
+def test_a_run_is_exported_as_a_run_with_weights_in_half_precision(tmp_path, capsys, train_program,
+                                                                   eval_program, image_tree):
     out = tmp_path / "small"
-    assert exported(RUN, "--to", "run", "--out", out, "--weights", weights) == 0
+    assert exported(RUN, "--to", "run", "--out", out, "--weights", "ema") == 0
     printed = capsys.readouterr().out
     assert "read back and run on 7 images: largest difference " in printed
     assert f"{sum(path.stat().st_size for path in out.iterdir()) / 1e6:.1f} MB" in printed
@@ -187,7 +186,7 @@ def test_a_run_is_exported_as_a_run_with_weights_in_half_precision(tmp_path, cap
     for name in ("run.json", "metrics.jsonl"):
         assert (out / name).read_bytes() == (RUN / name).read_bytes()
     assert load_recipe(out / "recipe.toml") == load_recipe(RUN / "recipe.toml")
-    ours, theirs = vitinit.load(out), vitinit.load(RUN, weights=weights)
+    ours, theirs = vitinit.load(out), vitinit.load(RUN, weights="ema")
     assert (ours.classes, ours.recipe, ours.image_size) == (theirs.classes, theirs.recipe,
                                                             theirs.image_size)
     kept = torch.load(out / "last.pt")["model"]
@@ -200,14 +199,12 @@ def test_a_run_is_exported_as_a_run_with_weights_in_half_precision(tmp_path, cap
     assert "last.pt: not a training checkpoint, it cannot be resumed" in capsys.readouterr().err
 
 
-def test_a_checkpoint_of_every_family_becomes_a_run(checkpoint, tmp_path):
-    """Integers, such as BatchNorm's count of batches, are not rounded."""
+@pytest.mark.parametrize("checkpoint", ["conv_mixer"], indirect=True)
+def test_integers_such_as_batch_norms_count_are_not_rounded(checkpoint, tmp_path):
     assert exported(checkpoint, "--to", "run", "--out", tmp_path / "small") == 0
-    ours, theirs = vitinit.load(tmp_path / "small"), vitinit.load(checkpoint)
-    assert ours.recipe == theirs.recipe and ours.classes == theirs.classes
-    for name, value in theirs.model.state_dict().items():
-        rounded = value.half().float() if value.is_floating_point() else value
-        assert torch.equal(ours.model.state_dict()[name], rounded), name
+    ours, theirs = (vitinit.load(path).model.state_dict() for path in (tmp_path / "small", checkpoint))
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value.half().float() if value.is_floating_point() else value), name
 
 
 @pytest.mark.parametrize("change, problem", [
@@ -252,8 +249,7 @@ def test_a_program_that_is_not_the_model_leaves_no_file(tmp_path, capsys, monkey
         img_size=[224, 224], patch_size=16, embed_dim=768, num_blocks=12, mlp_ratio=[0.5, 4.0],
         num_classes=1000))),
     ("convmixer_768_32", ["model.options.num_filters=7"], None),
-    ("convmixer_768_32", ["model.options.depth=3"], None),
-    ("cifar10_simple_vit", [], None),
+    ("convmixer_768_32", ["model.options.depth=3"], None), ("cifar10_simple_vit", [], None),
 ])
 def test_the_timm_model_that_takes_the_weights_is_named(recipe, sets, expected):
     """With timm 1.0.31 each of these took the weights and gave the same logits, to 5.5e-7."""
@@ -266,23 +262,22 @@ def test_the_timm_model_that_takes_the_weights_is_named(recipe, sets, expected):
     json.dumps(found)
 
 
-@pytest.mark.parametrize("arguments, problem", [
+WRONG = [
     (["nowhere", "--to", "torch", "--out", "x"], "nowhere: no such checkpoint"),
     ([RUN, "--to", "onnx", "--out", "x"], "argument --to: invalid choice: 'onnx'"),
-    ([RUN, "--to", "torch"], "the following arguments are required: --out"),
     ([RUN, "--to", "torch", "--out", "no/such/x"], "--out no/such/x: expected a file in a folder"),
-    ([RUN, "--to", "torch", "--out", "."], "--out .: expected a file in a folder that exists"),
     ([RUN, "--to", "safetensors", "--out", "x", "--normalise"], "--normalise and --images are for"),
-    ([RUN, "--to", "run", "--out", "x", "--normalise"], "--normalise and --image-size are for"),
     ([RUN, "--to", "run", "--out", "x", "--image-size", 16], "--normalise and --image-size are for"),
     ([RUN, "--to", "run", "--out", "."], "--out .: expected a folder that does not exist yet"),
-    ([RUN, "--to", "run", "--out", "no/x"], "--out no/x: expected a folder that does not exist yet"),
-    ([RUN, "--to", "torch", "--out", "x", "--images", "nowhere"], "nowhere: no images in it"),
+    ([RUN, "--to", "torch", "--out", "x", "--images", "nowhere"], "vitinit.export: nowhere: "),
     ([RUN, "--to", "torch", "--out", "x", "--image-size", 9], "patches of 4×4 pixels do not tile"),
-])
-def test_what_cannot_be_exported_is_one_line(arguments, problem, tmp_path, monkeypatch, capsys):
+]
+
+
+def test_what_cannot_be_exported_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert exported(*arguments) == 2
-    said = capsys.readouterr().err
-    assert problem in said and said.count("\n") == 1
-    assert not list(tmp_path.iterdir())
+    for arguments, problem in WRONG:
+        assert exported(*arguments) == 2
+        said = capsys.readouterr().err
+        assert problem in said and said.count("\n") == 1
+        assert not list(tmp_path.iterdir())
