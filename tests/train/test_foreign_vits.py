@@ -39,7 +39,6 @@ LAYOUTS = {
                                              positions="patches", read="mean"),
     "mean-pooled with both, timm": dict(registers="reg_token", positions="all", read="mean"),
 }
-each_layout = pytest.mark.parametrize("name", LAYOUTS)
 squares = [name for name, layout in LAYOUTS.items() if "scale" in layout or "registers" in layout]
 
 
@@ -153,52 +152,38 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("grid", [(5, 5), (3, 11)])
-@each_layout
-def test_outputs_are_the_originals(name, grid):
-    """Also on a grid that is not square, where only the model tells which tokens have positions."""
-    tensors, layout = theirs(name, grid), LAYOUTS[name]
-    before = {key: value.clone() for key, value in tensors.items()}
-    expected = written_out(tensors, images(grid), **layout)
-    assert expected.std() > 0.1
-    # For evaluation; a bare backbone gets a classifier that returns its input.
-    exact = ours(name, grid)
-    whole = tensors if layout.get("head", True) else tensors | {
-        "head.weight": torch.eye(WIDTH)[:CLASSES], "head.bias": torch.zeros(CLASSES)}
-    load_exactly(exact, native_tensors(whole), PATH)
-    torch.testing.assert_close(exact(images(grid)), expected[:, :CLASSES], rtol=0, atol=1e-10)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_features_and_outputs_are_the_originals(name):
+    """Token maps after each block, the tokens before the patches, what the classifier reads, logits.
 
-    # For fine-tuning; the classifier of a bare backbone is new.
-    model = ours(name, grid)
-    report = start_from(model, native_tensors(tensors), PATH, None)
-    assert report.resized == [] and report.dropped == []
-    assert report.kept == ([] if layout.get("head", True) else ["head.weight", "head.bias"])
-    for key, value in model.state_dict().items():
-        assert key in report.kept or torch.equal(value, exact.state_dict()[key]), key
-    if report.kept:
-        model.head = nn.Identity()
-    torch.testing.assert_close(model(images(grid)), expected, rtol=0, atol=1e-10)
-    assert all(torch.equal(tensors[key], value) for key, value in before.items())
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("grid", [(5, 5), (3, 11)])
-@each_layout
-def test_features_are_the_originals(name, grid):
-    """Token maps after each block, the tokens before the patches, and what a classifier would read."""
-    tensors, layout = theirs(name, grid), LAYOUTS[name] | {"head": False}
-    blocks: list[Tensor] = []
-    pooled = written_out(tensors, images(grid), **layout, after_blocks=blocks)
-    model = ours(name, grid, num_classes=0)
-    start_from(model, native_tensors(tensors), PATH, None)
-    features = model.features(images(grid), blocks=range(DEPTH))
-    patches = grid[0] * grid[1]
-    for found, x in zip(features.blocks, blocks, strict=True):           # x: (2, N, WIDTH)
-        assert found.map.shape == (2, *grid, WIDTH)
-        torch.testing.assert_close(found.map.flatten(1, 2), x[:, -patches:], rtol=0, atol=1e-10)
-        torch.testing.assert_close(found.prefix, x[:, :-patches], rtol=0, atol=1e-10)
-    torch.testing.assert_close(features.pooled, pooled, rtol=0, atol=1e-10)
-    assert torch.equal(model(images(grid)), features.pooled)             # it has no head
+    Also on a grid that is not square, where only the model tells which tokens have positions.
+    """
+    layout, has_head = LAYOUTS[name], LAYOUTS[name].get("head", True)
+    for grid in ((5, 5), (3, 11)):
+        tensors, blocks = theirs(name, grid), []
+        before = {key: value.clone() for key, value in tensors.items()}
+        expected = written_out(tensors, images(grid), **layout)
+        pooled = written_out(tensors, images(grid), **layout | {"head": False}, after_blocks=blocks)
+        assert expected.std() > 0.1
+        # For evaluation; a bare backbone gets a classifier that returns its input.
+        exact = ours(name, grid)
+        load_exactly(exact, native_tensors(tensors if has_head else tensors | {
+            "head.weight": torch.eye(WIDTH)[:CLASSES], "head.bias": torch.zeros(CLASSES)}), PATH)
+        torch.testing.assert_close(exact(images(grid)), expected[:, :CLASSES], rtol=0, atol=1e-10)
+        # For fine-tuning; the classifier of a bare backbone is new.
+        model = ours(name, grid)
+        report = start_from(model, native_tensors(tensors), PATH, None)
+        assert report.resized == [] and report.dropped == []
+        assert report.kept == ([] if has_head else ["head.weight", "head.bias"])
+        assert all(torch.equal(value, exact.state_dict()[key])
+                   for key, value in model.state_dict().items() if key not in report.kept)
+        features = model.features(images(grid), blocks=range(DEPTH))
+        for found, x in zip(features.blocks, blocks, strict=True):       # x: (2, N, WIDTH)
+            patches = grid[0] * grid[1]
+            torch.testing.assert_close(found.map, x[:, -patches:].unflatten(1, grid), rtol=0, atol=1e-10)
+            torch.testing.assert_close(found.prefix, x[:, :-patches], rtol=0, atol=1e-10)
+        torch.testing.assert_close(features.pooled, pooled, rtol=0, atol=1e-10)
+        assert all(torch.equal(tensors[key], value) for key, value in before.items())
 
 
 @torch.no_grad()
@@ -222,9 +207,8 @@ def test_resized_positions_are_those_of_the_patches_alone(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_layer_scale_is_rounded_once(dtype):
-    tensors = {key: value.to(dtype) for key, value in theirs("DeiT-III").items()}
+def test_layer_scale_is_rounded_once():
+    tensors = {key: value.to(torch.bfloat16) for key, value in theirs("DeiT-III").items()}
     gamma, weight = tensors["blocks.1.gamma_2"], tensors["blocks.1.mlp.fc2.weight"]
     folded = native_tensors(tensors)["blocks.1.mlp.fc2.weight"]
     assert folded.dtype == torch.float32
@@ -236,8 +220,7 @@ def test_layer_scale_is_rounded_once(dtype):
     torch.testing.assert_close(model(images().float()).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("model, width", [("vit_small", 384), ("vit_base", 768)])
-@pytest.mark.parametrize("registers", [0, 4])
+@pytest.mark.parametrize("model, width, registers", [("vit_small", 384, 4), ("vit_base", 768, 0)])
 def test_every_tensor_of_dinov2_is_loaded(model, width, registers):
     """The published names and shapes of ViT-S/14 and ViT-B/14, for images of 518 pixels."""
     shapes = {"cls_token": (1, 1, width), "pos_embed": (1, 1 + 37**2, width),
@@ -279,9 +262,8 @@ def test_what_belongs_to_pretraining_is_dropped_and_named():
                for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["DINOv2", "DINOv2 with registers"])
-def test_a_backbone_without_a_classifier_cannot_be_evaluated(name):
-    message = refusal(load_exactly, ours(name), theirs(name))
+def test_a_backbone_without_a_classifier_cannot_be_evaluated():
+    message = refusal(load_exactly, ours("DINOv2"), theirs("DINOv2"))
     assert message == (f"{PATH}: holds no classifier (head.weight, head.bias), so that there is nothing "
                        "to evaluate; init.checkpoint fine-tunes it")
 
@@ -335,27 +317,24 @@ def refusal(load, model: nn.Module, tensors: dict[str, Tensor]) -> str:
     return message
 
 
-@pytest.mark.parametrize("load", [start_from, load_exactly])
-@pytest.mark.parametrize("stranger", [
-    "norm_pre.weight", "blocks.1.attn.q_norm.weight", "blocks.0.attn.k_norm.bias",
-    "blocks.0.mlp.w12.weight", "blocks.0.attn1.proj.weight", "blocks.0.gamma_1_1",
-    "blocks.0.attn.relative_position_bias_table", "blocks.1.ls3.gamma", "pre_logits.fc.weight",
-    "patch_embed.norm.weight", "rope.periods", "attn_pool.latent", "blocks.0.mlp.norm.weight"])
-def test_a_tensor_that_the_model_lacks_is_one_line_that_names_it(stranger, load):
-    tensors = theirs("DeiT-III") | {stranger: torch.ones(WIDTH)}
-    assert f"surplus: {stranger}" in refusal(load, ours("DeiT-III"), tensors)
+both_loads = pytest.mark.parametrize("load", [start_from, load_exactly])
 
 
-@pytest.mark.parametrize("load", [start_from, load_exactly])
-@pytest.mark.parametrize("lost", ["blocks.0.norm1.bias", "norm.weight", "pos_embed",
-                                  "blocks.1.mlp.fc2.weight", "patch_embed.proj.bias"])
-def test_a_tensor_that_the_checkpoint_lacks_is_one_line_that_names_it(lost, load):
-    tensors = drawn_tensors(grid=(5, 5), positions="all", read="class")
-    del tensors[lost]
-    assert f"missing: {lost}" in refusal(load, ours("DINOv2"), tensors)
+@both_loads
+def test_a_tensor_on_one_side_only_is_one_line_that_names_it(load):
+    for stranger in ("norm_pre.weight", "blocks.1.attn.q_norm.weight", "blocks.0.mlp.w12.weight",
+                     "blocks.0.attn1.proj.weight", "blocks.0.gamma_1_1", "blocks.1.ls3.gamma",
+                     "blocks.0.attn.relative_position_bias_table", "pre_logits.fc.weight", "rope.periods",
+                     "attn_pool.latent"):
+        tensors = theirs("DeiT-III") | {stranger: torch.ones(WIDTH)}
+        assert f"surplus: {stranger}" in refusal(load, ours("DeiT-III"), tensors)
+    for lost in ("blocks.0.norm1.bias", "norm.weight", "pos_embed", "patch_embed.proj.bias"):
+        tensors = drawn_tensors(grid=(5, 5), positions="all", read="class")
+        del tensors[lost]
+        assert f"missing: {lost}" in refusal(load, ours("DINOv2"), tensors)
 
 
-@pytest.mark.parametrize("load", [start_from, load_exactly])
+@both_loads
 def test_a_gamma_of_a_layer_that_is_not_there_is_refused_with_the_layer(load):
     """SwiGLU (DINOv2's giant): w12 and w3 in place of fc1 and fc2."""
     tensors = theirs("DINOv2") | {"head.weight": torch.zeros(CLASSES, WIDTH),
@@ -367,24 +346,19 @@ def test_a_gamma_of_a_layer_that_is_not_there_is_refused_with_the_layer(load):
         assert name in message
 
 
-@pytest.mark.parametrize("load", [start_from, load_exactly])
-@pytest.mark.parametrize("name, sizes, advice", [
-    ("MAE, fine-tuned", dict(num_registers=0), "num_registers=1"),
-    ("MAE, fine-tuned", dict(pool="class", fc_norm=False, num_registers=0),
-     "pool=mean model.options.fc_norm=true model.options.num_registers=1"),
-    ("mean-pooled, timm", dict(fc_norm=False), "pool=mean model.options.fc_norm=true"),
-    ("mean-pooled with both, timm", dict(num_registers=0), f"num_registers={REGISTERS + 1}"),
-    ("mean-pooled with registers, timm", dict(num_registers=0), f"num_registers={REGISTERS}"),
-    ("registers with positions, timm", dict(num_registers=0), f"num_registers={REGISTERS}"),
-    ("DeiT-III", dict(qkv_bias=False), "qkv_bias=true")])
-def test_the_line_names_the_option_that_would_fit(name, sizes, advice, load):
-    message = refusal(load, ours(name, **sizes), theirs(name))
-    assert message.endswith("; its shapes, which do not show the function, fit with "
-                            f"model.options.{advice}")
-
-
-@pytest.mark.parametrize("load", [start_from, load_exactly])
-def test_another_number_of_registers_is_refused(load):
+@both_loads
+def test_the_line_names_the_option_that_would_fit(load):
+    for name, sizes, advice in (
+            ("MAE, fine-tuned", dict(pool="class", fc_norm=False, num_registers=0),
+             "pool=mean model.options.fc_norm=true model.options.num_registers=1"),
+            ("mean-pooled, timm", dict(fc_norm=False), "pool=mean model.options.fc_norm=true"),
+            ("mean-pooled with both, timm", dict(num_registers=0), f"num_registers={REGISTERS + 1}"),
+            ("mean-pooled with registers, timm", dict(num_registers=0), f"num_registers={REGISTERS}"),
+            ("registers with positions, timm", dict(num_registers=0), f"num_registers={REGISTERS}"),
+            ("DeiT-III", dict(qkv_bias=False), "qkv_bias=true")):
+        message = refusal(load, ours(name, **sizes), theirs(name))
+        assert message.endswith("; its shapes, which do not show the function, fit with "
+                                f"model.options.{advice}")
     tensors = theirs("registers with positions, timm")
     message = refusal(load, ours("registers with positions, timm", num_registers=2), tensors)
     assert f"reg_token (1, {REGISTERS}, {WIDTH}) where the model has (1, 2, {WIDTH})" in message
