@@ -200,7 +200,7 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
     model.to(processes.device, memory_format=(
         torch.channels_last if recipe.engine.channels_last else torch.contiguous_format))
     if saved is None:
-        processes.share_weights(model)
+        processes.share(model, weights=True)
     with building(f"recipe {recipe.name}", "optim"):
         optimizer = optimizer_of(model, recipe)
     scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.engine.amp == "fp16")
@@ -458,7 +458,7 @@ def validate(models: list[nn.Module], data: Data, recipe: Recipe, processes: Pro
     """Loss and accuracy of each model on the validation images."""
     with (ProgressBar("validate", len(data.val_batches), shown=processes.is_main) as bar,
           memory_for("eval.batch_size", recipe.eval.batch_size, processes.rank)):
-        processes.share_buffers(models)
+        processes.share(*models)
         return evaluate(models, bar.over(data.val_batches), amp=recipe.engine.amp,
                         num_classes=recipe.data.num_classes, processes=processes, stop=stop)
 

@@ -47,7 +47,7 @@ def agreements(processes: Processes) -> list[str]:
     processes.on_main(lambda: lines.append("written"))
     norm = torch.nn.BatchNorm1d(3)
     norm.running_mean.fill_(rank + 5.0)
-    processes.share_buffers([torch.nn.Sequential(norm)])
+    processes.share(torch.nn.Sequential(norm))
     lines.append(str(norm.running_mean.tolist()))
     return lines
 

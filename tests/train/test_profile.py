@@ -15,11 +15,10 @@ from vitinit.train.profile import StepProfiler, first_profiled, largest
 
 
 @pytest.mark.parametrize("count, done, per_epoch, total, first", [
-    (3, 0, 97, 970, 10), (3, 100, 97, 970, 110),
-    (87, 0, 97, 970, 10), (88, 0, 97, 970, 97),      # the tenth would end in the second epoch
-    (3, 85, 97, 970, 97), (3, 84, 97, 970, 94),
-    (97, 0, 97, 970, 97), (97, 0, 97, 97, 0),        # an epoch whole, if need be the first
-    (5, 0, 7, 7, 2), (5, 0, 7, 14, 9), (1, 13, 7, 14, 13), (1, 0, 1, 3, 2), (1, 0, 1, 50, 10)])
+    (3, 100, 97, 970, 110), (87, 0, 97, 970, 10),
+    (88, 0, 97, 970, 97),                            # the tenth would end in the second epoch
+    (97, 0, 97, 97, 0),                              # an epoch whole, if need be the first
+    (5, 0, 7, 7, 2), (1, 13, 7, 14, 13), (1, 0, 1, 50, 10)])
 def test_the_steps_lie_in_one_epoch_after_ten_others_if_they_can(count, done, per_epoch, total,
                                                                  first):
     assert first_profiled(count, done=done, per_epoch=per_epoch, total=total) == first

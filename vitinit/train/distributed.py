@@ -89,26 +89,18 @@ class Processes:
                 raise LaunchError(f"process {other} has {name} = {values[other]} and process 0 has "
                                   f"{values[0]}; all processes of a run need the same")
 
-    def share_weights(self, model: torch.nn.Module) -> None:
-        """Copy the main process's parameters and buffers of `model` to every process.
+    def share(self, *models: torch.nn.Module, weights: bool = False) -> None:
+        """Copy the main process's buffers of the models, with `weights` all tensors, to every process.
 
-        Although all processes run the same code with the same seed, their initial weights may
-        differ if the processes have different numbers of threads or different CPUs.
-        """
-        if self.world_size > 1:
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.detach(), src=0)
-
-    def share_buffers(self, models: Sequence[torch.nn.Module]) -> None:
-        """Copy the main process's buffers (BatchNorm's running statistics) to every process.
-
-        Within a step each process updates them from its own images, but all processes must evaluate
-        the model that the main process saves.
+        The buffers are BatchNorm's running statistics. Within a step each process updates them from
+        its own images, but all processes must evaluate the model that the main process saves.
+        Initial weights may differ, although all processes run the same code with the same seed, if
+        the processes have different numbers of threads or different CPUs.
         """
         if self.world_size > 1:
             for model in models:
-                for buffer in model.buffers():
-                    dist.broadcast(buffer, src=0)
+                for tensor in (*(model.parameters() if weights else ()), *model.buffers()):
+                    dist.broadcast(tensor.detach(), src=0)
 
     def on_all(self, action: Callable[[], Any], *, within: timedelta | None = None) -> Any:
         """Run `action` on every process and return its result there.
@@ -195,19 +187,6 @@ def warn(line: str) -> None:
         print(one_line(f"warning {line}"), file=sys.stderr, flush=True)
 
 
-def require_ranks() -> None:
-    """Raise LaunchError if this is one of several tasks of `srun` and the tasks have no ranks.
-
-    Each task would otherwise be a run of its own, and all of them would write to one folder.
-    """
-    tasks = max(_number("SLURM_NTASKS"), _number("SLURM_PROCID") + 1)
-    if "RANK" not in os.environ and tasks > 1:
-        raise LaunchError(
-            f"SLURM has {tasks} tasks here, and none has a RANK; start one torchrun per machine: "
-            "srun --ntasks-per-node=1 torchrun --nproc_per_node=GPUS …, or set RANK, WORLD_SIZE, "
-            "LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each task (RANK=0 alone: a single process)")
-
-
 def _number(name: str) -> int:
     """The environment variable `name` as an integer; 0 if it is not set or no integer."""
     text = os.environ.get(name, "")
@@ -218,10 +197,15 @@ def start() -> Processes:
     """Join the process group, if there are several processes, and choose the device.
 
     The device is the GPU numbered by the local rank if CUDA is available, and otherwise the CPU.
-    Raises LaunchError if a machine has more processes than GPUs, or if SLURM started several
-    processes without telling them about each other.
+    Raises LaunchError if a machine has more processes than GPUs, and in tasks of `srun` that have no
+    ranks: each would be a run of its own, and all of them would write to one folder.
     """
-    require_ranks()
+    tasks = max(_number("SLURM_NTASKS"), _number("SLURM_PROCID") + 1)
+    if "RANK" not in os.environ and tasks > 1:
+        raise LaunchError(
+            f"SLURM has {tasks} tasks here, and none has a RANK; start one torchrun per machine: "
+            "srun --ntasks-per-node=1 torchrun --nproc_per_node=GPUS …, or set RANK, WORLD_SIZE, "
+            "LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each task (RANK=0 alone: a single process)")
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     cuda = torch.cuda.is_available()

@@ -114,7 +114,7 @@ def train_epochs(
     keep_local = getattr(forward, "no_sync", contextlib.nullcontext)
     for epoch in range(progress.epochs, epochs):
         forward.train()
-        progress.start_epoch()
+        progress.start_clock()
         idle_since = time.perf_counter()
         with ProgressBar(f"epoch {epoch + 1}/{epochs}", bar_total, initial=progress.epoch_steps,
                          shown=bar_total > 0) as bar:
@@ -148,7 +148,7 @@ def train_epochs(
                 bar.advance(progress.note)
                 idle_since = time.perf_counter()
         read_losses(state, processes)
-        progress.stop_clock()                                        # nor is evaluating
+        progress.clock = None                                        # nor is evaluating
         finish_epoch(epoch)
 
 

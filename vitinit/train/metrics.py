@@ -73,20 +73,11 @@ class Progress:
         self.last_loss = math.nan
         self.clock: float | None = None              # when `seconds` was brought up to date; None:
                                                      # nothing is trained
-        self.at_last_row = 0, 0.0, 0.0               # epoch_steps, seconds, waiting_seconds
+        self.at_last_row = self.epoch_steps, self.seconds, self.waiting_seconds
 
     def start_clock(self) -> None:
-        """Count seconds of training from now on."""
+        """Count seconds of training from now on, until `clock` is set to None."""
         self.clock = time.perf_counter()
-
-    def start_epoch(self) -> None:
-        """Start the clock; rates in rows are from here on."""
-        self.at_last_row = self.epoch_steps, self.seconds, self.waiting_seconds
-        self.start_clock()
-
-    def stop_clock(self) -> None:
-        """Count no more seconds until the clock is started."""
-        self.clock = None
 
     @property
     def note(self) -> str:
@@ -150,6 +141,7 @@ class Progress:
         """Count the current epoch as finished and reset its sums."""
         self.epochs += 1
         self.epoch_steps, self.loss_sum, self.seconds, self.waiting_seconds = 0, 0.0, 0.0, 0.0
+        self.at_last_row = 0, 0.0, 0.0
 
 
 @dataclass(frozen=True)
