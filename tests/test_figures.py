@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitinit import compare
 from vitinit.figures import __main__ as figures
 from vitinit.figures import curves
 from vitinit.figures.curves import draw_curves
@@ -76,75 +75,6 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_from_lowest_to_high
     corners = {tuple(corner) for corner in axis.collections[0].get_paths()[0].vertices.tolist()}
     assert corners == {(1.0, 10.0), (1.0, 26.0), (3.0, 50.0), (3.0, 58.0)}
     assert axis.get_title() == "Top-1 by epoch: mean over seeds, band from lowest to highest"
-
-
-# ---------------------------------------------------------------------------------------------
-# The ladder
-# ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def rungs(written_run) -> list[Path]:
-    """Means 60, 57 and 59.5, the second of one seed; the last epoch counts, not the best."""
-    mixer = ("model.name=convmixer_256_8", "model.options={}")
-    return [written_run("a-0", [99.0, 61.0], recipe="mixer", sets=mixer),
-            written_run("a-3", [1.0, 59.0], recipe="mixer", sets=mixer, seed=3),
-            written_run("b-0", [5.0, 57.0], sets=("optim.eps=1e-6",)),
-            written_run("c-1", [6.0, None, 60.0], seed=1), written_run("c-2", [7.0, None, 59.0], seed=2)]
-
-
-def cells_of(axis) -> list[list[str]]:
-    """The text beside the bars, row by row from the top."""
-    rows: dict[float, list[str]] = {}
-    for text in axis.texts:
-        rows.setdefault(text.xy[1], []).append(text.get_text())
-    return [rows[height] for height in sorted(rows)]
-
-
-def test_a_rung_has_the_mean_its_seeds_and_the_step_from_the_rung_above(rungs, panels, tmp_path):
-    run("ladder", *rungs, "--out", tmp_path / "ladder.png")
-    axis, = panels
-    assert [bar.get_width() for bar in axis.patches] == [60.0, 57.0, 59.5]
-    assert [bar.get_y() + bar.get_height() / 2 for bar in axis.patches] == [0.0, 1.0, 2.0]
-    assert axis.get_ylim()[0] > axis.get_ylim()[1] and axis.get_xlim()[0] == 0.0     # from the top
-    assert [list(line.get_xdata()) for line in axis.lines] == [[61.0, 59.0], [57.0], [60.0, 59.0]]
-    for bar, dots in zip(axis.patches, axis.lines):      # each dot in the middle of its part of the bar
-        share = bar.get_height() / len(dots.get_ydata())
-        assert list(dots.get_ydata()) == pytest.approx(
-            [bar.get_y() + (place + 0.5) * share for place in range(len(dots.get_ydata()))])
-    assert cells_of(axis) == [["seeds", "mean", "step"], ["2", "60.00", ""], ["1", "57.00", "−3.00"],
-                              ["2", "59.50", "+2.50"]]
-    assert [label.get_text().split(",")[0] for label in axis.get_yticklabels()] == [
-        "mixer", "quickstart", "quickstart"]
-
-
-def test_rungs_of_an_archive_stand_in_the_order_given_under_the_names_given(rungs, panels, tmp_path):
-    packed, names = tmp_path / "runs.tar.xz", ["ViT: $1", "kernel_size = 3 instead of kernel_size = 9, "
-                                                          "frozen", "ConvMixer"]
-    assert compare.main([*map(str, rungs), "--pack", str(packed)]) == 0
-    labels = [word for name in names for word in ("--label", name)]
-    run("ladder", packed / "c-*", packed / "b-0", packed / "a-*", *labels, "--out", tmp_path / "a.png")
-    axis, = panels
-    assert [bar.get_width() for bar in axis.patches] == [59.5, 57.0, 60.0]
-    assert [label.get_text().replace("\u00a0", " ") for label in axis.get_yticklabels()] == [
-        r"ViT: \$1", "kernel_size = 3 instead of\nkernel_size = 9, frozen", "ConvMixer"]
-
-
-def test_a_ladder_is_written_without_unfinished_runs(rungs, written_run, tmp_path, capsys):
-    out, cut = tmp_path / "ladder.png", written_run("cut", [1.0], epochs=3)
-    run("ladder", *rungs, cut, "--out", out)
-    assert Image.open(out).size[0] > 900
-    assert f"left out, not finished: {cut}, 1 of 3 epochs" in capsys.readouterr().out
-
-
-def test_a_ladder_that_cannot_be_drawn_is_refused_in_one_line(rungs, written_run, tmp_path, capsys):
-    out = tmp_path / "x.png"
-    line = refusal(capsys, "ladder", *rungs, "--label", "a", "--label", "b", "--out", out)
-    assert "2 name(s) by --label for 3 rung(s), expected one for each: mixer, default; quick" in line
-    blank = written_run("blank", [None], init="impulse")
-    assert f"{blank}: no evaluation on record" in refusal(capsys, "ladder", blank, "--out", out)
-    assert "x.tar.xz: not a run's folder" in refusal(capsys, "ladder", tmp_path / "x.tar.xz", "--out", out)
-    assert not out.exists()
 
 
 # ---------------------------------------------------------------------------------------------

@@ -19,10 +19,8 @@ FAMILIES = {        # name in the table, sizes for images of 12×20 pixels
                                window_size=(3, 5))),
     "mixer": ("mixer_s16", dict(patch_size=4, embed_dim=23, depth=3)),
     "conv_mixer": ("convmixer_256_8", dict(patch_size=4, embed_dim=11, depth=3, kernel_size=4)),
-    "dense_conv_mixer": ("convmixer_256_8", dict(patch_size=4, embed_dim=11, depth=3,
-                                                 dense_filters=True)),
 }
-BLOCKS = {"vit": 3, "simple_vit": 3, "swin": 5, "mixer": 3, "conv_mixer": 3, "dense_conv_mixer": 3}
+BLOCKS = {"vit": 3, "simple_vit": 3, "swin": 5, "mixer": 3, "conv_mixer": 3}
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
 
@@ -153,22 +151,9 @@ def test_a_conv_mixers_matrices_are_its_depthwise_layer_on_one_hot_images_withou
         torch.testing.assert_close(matrices, expected.expand(5, -1, -1, -1))
 
 
-@pytest.mark.parametrize("num_filters", [0, 3])
-def test_a_dense_conv_mixers_matrices_are_its_weights_and_its_layer_on_one_hot_images(num_filters):
-    model = built("dense_conv_mixer", num_filters=num_filters)
-    one_hot = torch.eye(15, dtype=torch.float64).view(15, 1, *GRID).expand(-1, 11, -1, -1)
-    for index, matrices in mixing_matrices(model, drawn_images()).items():
-        layer = model.depthwise(model.blocks[index])
-        expected = torch.stack([layer.weight.detach()[channel % (num_filters or 11)]
-                                for channel in range(11)])
-        assert torch.equal(matrices, expected.expand(5, -1, -1, -1))
-        columns = (layer(one_hot) - layer.bias[:, None, None]).detach().flatten(2)
-        torch.testing.assert_close(matrices[0], columns.permute(1, 2, 0))    # (C, out, in)
-
-
 @pytest.mark.parametrize("family, expected", [
     ("vit", [GRID] * 3), ("simple_vit", [GRID] * 3), ("swin", [(12, 20)] * 2 + [(6, 10)] * 3),
-    ("mixer", [GRID] * 3), ("conv_mixer", [GRID] * 3), ("dense_conv_mixer", [GRID] * 3)])
+    ("mixer", [GRID] * 3), ("conv_mixer", [GRID] * 3)])
 def test_each_block_has_a_grid_with_a_cell_for_each_patch_token(family, expected):
     model = built(family)
     assert block_grids(model) == expected

@@ -48,7 +48,7 @@ def line_of(capsys) -> str:
     ("vitinit.figures", "operations p --out a --magnitude 11", "11: expected a number ≥ 0 and ≤ 10"),
     ("vitinit.compare", "", "required: RUN"), ("vitinit.compare", "a --seeds 3", "unrecognized"),
     ("vitinit.compare", "a --pack", "--pack: expected one argument"),
-    ("vitinit.figures", "ladder --out a", "required: RUN"),
+    ("vitinit.figures", "curves --out a", "required: RUN"),
     ("vitinit.sweep", "--recipe quickstart", "required: --seeds")])
 def test_a_wrong_argument_is_one_line(capsys, program, arguments, words):
     assert PROGRAMS[program](arguments.split()) == 2

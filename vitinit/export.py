@@ -25,7 +25,6 @@ and runs are compared on images.
 from __future__ import annotations
 
 import argparse
-import inspect
 import io
 import json
 import sys
@@ -106,9 +105,7 @@ def timm_model(recipe: Recipe, image_size: tuple[int, int]) -> dict[str, Any] | 
         name = "mlp_mixer.MlpMixer"
         found |= {"num_blocks": options["depth"],
                   "mlp_ratio": [options["tokens_ratio"], options["channels_ratio"]]}
-    elif family is ConvMixer and all(option.default in (options.get(key, option.default), option.empty)
-                                     or key in ("activation", "train_filters") for key, option in
-                                     inspect.signature(ConvMixer).parameters.items()):
+    elif family is ConvMixer and not options["num_filters"]:
         name, same = "convmixer.ConvMixer", ["depth", "kernel_size", "patch_size"]
         found = {"dim": options["embed_dim"]}
     else:

@@ -23,6 +23,7 @@ Offset = tuple[int, int]
 # The order in which the released code assigns the cells of a 3×3 kernel to heads: centre, up,
 # right, left, down, then the corners (structured-initialization, vision_transformer.py).
 RELEASED_ORDER_3X3 = (4, 1, 5, 3, 7, 0, 2, 6, 8)
+OFFSETS = ("ordered", "rotating", "random")     # how offsets are assigned to heads: see head_offsets
 
 
 def kernel_offsets(kernel_size: int) -> list[Offset]:
@@ -44,6 +45,20 @@ def ordered_offsets(kernel_size: int) -> list[Offset]:
     if kernel_size == 3:
         return [offsets[cell] for cell in RELEASED_ORDER_3X3]
     return sorted(offsets, key=lambda offset: offset[0] ** 2 + offset[1] ** 2)   # a stable sort
+
+
+def head_offsets(num_heads: int, cells: list[Offset], offsets: str, generator: torch.Generator,
+                 *, first: int = 0) -> list[Offset]:
+    """The offset of each head of one block, or of each filter.
+
+    cells: the offsets to assign. offsets: "ordered": in turn, the same in every block; "rotating":
+        each block continues where the block before it stopped; "random": one draw each.
+    first: number of heads in all blocks before this one, from which "rotating" goes on counting.
+    """
+    if offsets == "random":
+        return [cells[draw] for draw in torch.randint(len(cells), (num_heads,), generator=generator)]
+    start = first if offsets == "rotating" else 0
+    return [cells[(start + head) % len(cells)] for head in range(num_heads)]
 
 
 def offsets_on_grid(kernel_size: int, grid: tuple[int, int]) -> list[Offset]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from .filters import Offset, convolution_matrix, shift_targets
 from .models import ConvMixer, MlpMixer, SimpleViT, SwinTransformer, VisionTransformer
-from .models.conv_mixer import DenseMixing, DepthwiseConv
+from .models.conv_mixer import DepthwiseConv
 from .models.swin import SwinBlock
 
 
@@ -137,14 +137,10 @@ def _token_mlp_reader(mlp: nn.Module) -> Reader:
     return read
 
 
-def _depthwise_reader(mixing: DepthwiseConv | DenseMixing) -> Reader:
+def _depthwise_reader(mixing: DepthwiseConv) -> Reader:
     def read(channels, x: Tensor) -> Tensor:
-        if isinstance(mixing, DenseMixing):
-            matrices = mixing.matrices()[channels].clone()   # training changes the parameter
-        else:
-            matrices = torch.stack([convolution_matrix(kernel, x.shape[-2:])
-                                    for kernel in mixing.kernels()[channels, 0]])
-        return matrices.expand(len(x), -1, -1, -1)   # the same for all images
+        matrices = [convolution_matrix(kernel, x.shape[-2:]) for kernel in mixing.kernels()[channels, 0]]
+        return torch.stack(matrices).expand(len(x), -1, -1, -1)          # the same for all images
     return read
 
 

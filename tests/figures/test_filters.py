@@ -17,7 +17,7 @@ def built(name: str, init: str, **sizes):
     return model
 
 
-@pytest.mark.parametrize("sizes", [{}, dict(num_filters=3), dict(softmax_filters=True)])
+@pytest.mark.parametrize("sizes", [{}, dict(num_filters=3)])
 def test_a_conv_mixers_filters_are_those_that_it_mixes_with(sizes):
     model = built("convmixer_256_8", "default", embed_dim=7, depth=2, kernel_size=3, **sizes)
     columns = [5, 0, 4]
@@ -58,8 +58,6 @@ def test_filters_are_drawn(draw, recipe, columns):
     ("cifar10_convmixer", ["--blocks", 8], "block 8 is asked for, but the model has blocks 0…7"),
     ("cifar10_convmixer", ["--columns", 256], "channel 256 is asked for"),
     ("cifar10_swin_tiny", ["--columns", 3], "head 3 is asked for, but the model has heads 0…2"),
-    ("cifar10_convmixer", ["--set", "model.options.dense_filters=true"],
-     "leaves no filters to show"),
     ("quickstart", [], "figure 'filters' is defined for ConvMixer and SwinTransformer"),
 ])
 def test_what_cannot_be_shown_is_refused_in_one_line(complains, recipe, arguments, text):

@@ -9,7 +9,7 @@ from einops import rearrange
 import vitinit
 from vitinit.figures import spectrum
 from vitinit.figures.subjects import fresh, photographs
-from vitinit.init.factorize import numerical_rank
+from vitinit.init.impulse import numerical_rank
 
 
 def with_singular_values(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -95,10 +95,6 @@ CASES = {
     "convmixer, inside a larger kernel": Case(
         "convmixer_256_8", (20, 28), dict(patch_size=4, embed_dim=23, depth=2, kernel_size=5),
         dict(kernel_size=3), [[OFFSETS[channel % 9] for channel in range(23)]] * 2, 1e-10, True),
-    "convmixer, dense": Case(
-        "convmixer_256_8", (20, 28), dict(patch_size=4, embed_dim=23, depth=2, kernel_size=3,
-                                          dense_filters=True), {},
-        [[OFFSETS[channel % 9] for channel in range(23)]] * 2, 1e-10, True),
     # target_mass .9, give or take the logits Q Kᵀ of the base. Windows 3×5, every second shifted.
     "swin": Case(
         "swin_tiny", (24, 40), dict(patch_size=2, embed_dim=22, depths=(2, 2), num_heads=(2, 11),
@@ -117,15 +113,6 @@ CASES = {
                                    pool="mean"), dict(base="default", target_mass=0.9),
         [[OFFSETS[(11 * block + head) % 9] for head in range(11)] for block in range(5)], 0.1,
         False, "deep_impulse"),
-    "swin, deep": Case(
-        "swin_tiny", (24, 40), dict(patch_size=2, embed_dim=22, depths=(2, 2), num_heads=(2, 11),
-                                    window_size=(3, 5)), {},
-        [[OFFSETS[(before + head) % 9] for head in range(heads)]
-         for before, heads in ((0, 2), (2, 2), (4, 11), (15, 11))], 0.11, False, "deep_impulse"),
-    "convmixer, deep": Case(
-        "convmixer_256_8", (20, 28), dict(patch_size=4, embed_dim=23, depth=5, kernel_size=3), {},
-        [[OFFSETS[(23 * block + channel) % 9] for channel in range(23)] for block in range(5)],
-        1e-10, True, "deep_impulse"),
     # target_mass .9, whatever the patches are, where nothing but positions is looked at.
     **{f"simple vit, {reads}": Case(
         "simple_vit", (20, 28), dict(patch_size=4, embed_dim=132, depth=2, num_heads=11,
@@ -138,7 +125,6 @@ CASES = {
                                      reads="mixed", alpha=0.02, input_pos_embed=False), {},
         [[OFFSETS[head % 9] for head in range(11)]] * 2, 0.2, False),
 }
-SIMPLE_VITS = [name for name in CASES if name.startswith("simple vit")]
 
 
 def initialised(case: Case, **options: Any) -> torch.nn.Module:
@@ -184,28 +170,6 @@ def test_an_impulse_model_mixes_real_input_as_conv2d_with_these_kernels_does(cas
             assert (matrices[:, off_grid].abs() <= 1e-10).all()
 
 
-@pytest.mark.parametrize("name", ["swin", "swin, deep", "vit", "vit, deep", *SIMPLE_VITS])
-def test_attention_sums_to_one_where_zero_padding_gives_nothing(name):
-    """The difference that no init can remove: a softmax must distribute its attention somewhere."""
-    case = CASES[name]
-    for matrices in mixing_matrices(initialised(case), images_for(case)).values():
-        torch.testing.assert_close(matrices.sum(-1), torch.ones_like(matrices[..., 0]))
-
-
-def test_swin_rows_without_a_visible_target_spread_evenly_over_what_they_see():
-    """Evenly except for the base's logits, and over the visible part of the window."""
-    case = CASES["swin"]
-    model = initialised(case)
-    for block, matrices in mixing_matrices(model, images_for(case)).items():
-        seen = visible_pairs(model, block)
-        expected = torch.stack([dense(offset, block_grids(model)[block])
-                                for offset in case.offsets[block]])
-        lost = ~(expected * seen).any(-1)                                # (h, N)
-        assert lost[1:9].any(-1).all()
-        even = (seen / seen.sum(-1, keepdim=True)).expand_as(expected)[lost]
-        assert distances(matrices[:, lost], even).max() < 0.1
-
-
 # ---------------------------------------------------------------------------------------------
 # Whole layers
 # ---------------------------------------------------------------------------------------------
@@ -232,8 +196,7 @@ def as_map(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name, block", [("vit", 0), ("vit", 1), ("vit, deep", 0),
-                                         ("vit, deep", 1), ("vit, deep", 4)])
+@pytest.mark.parametrize("name, block", [("vit", 1), ("vit, deep", 4)])
 def test_a_vits_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(name, block):
     """A row that is `distance` from an impulse errs by at most that times the channel's range."""
     case = CASES[name]
@@ -253,8 +216,7 @@ def test_a_vits_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(nam
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("values", [True, False])
-@pytest.mark.parametrize("name", SIMPLE_VITS)
+@pytest.mark.parametrize("name, values", [("simple vit, position", True), ("simple vit, free", False)])
 def test_a_simple_vits_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(name, values):
     """For any z, as the queries hardly depend on it."""
     case = CASES[name]
@@ -273,10 +235,9 @@ def test_a_simple_vits_attention_with_v_and_proj_the_identity_is_a_depthwise_con
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("block", range(4))
-@pytest.mark.parametrize("name", ["swin", "swin, deep"])
-def test_a_swins_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(name, block):
-    case = CASES[name]
+@pytest.mark.parametrize("block", [0, 3])
+def test_a_swins_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(block):
+    case = CASES["swin"]
     model = initialised(case)
     layer = [layer for stage in model.layers for layer in stage.blocks][block]
     dim, grid = layer.norm1.normalized_shape[0], layer.grid
@@ -296,7 +257,7 @@ def test_a_swins_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(na
 
 @torch.no_grad()
 @pytest.mark.parametrize("name, bias, tolerance", [
-    ("mixer, wide", 4.0, 1e-10), ("mixer, narrow", 4.0, 0.18), ("mixer, narrow", 8.0, 4e-4)])
+    ("mixer, wide", 4.0, 1e-10), ("mixer, narrow", 8.0, 4e-4)])
 def test_a_mixers_token_mlp_is_one_conv2d_for_all_channels(name, bias, tolerance):
     """The worst of |GELU(x + b) − b − x| for |x| ≤ 4.25 is .170 at b = 4 and 3.3e-4 at b = 8."""
     case = CASES[name]
@@ -310,8 +271,7 @@ def test_a_mixers_token_mlp_is_one_conv2d_for_all_channels(name, bias, tolerance
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["convmixer", "convmixer, inside a larger kernel",
-                                  "convmixer, dense", "convmixer, deep"])
+@pytest.mark.parametrize("name", ["convmixer", "convmixer, inside a larger kernel"])
 def test_a_convmixers_depthwise_layer_is_that_conv2d_exactly(name):
     case = CASES[name]
     model = initialised(case)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vitinit.init.factorize import (balanced_factors, position_basis, numerical_rank,
-                                    query_key_factors)
+from vitinit.init.impulse import numerical_rank, position_basis, query_key_factors
+from vitinit.init.mimetic import balanced_factors
 
 TOKENS, DIM = 35, 23
 
@@ -109,28 +109,3 @@ def test_factors_wider_than_the_basis_are_padded_with_zeros():
     for factor in query_key_factors(maps, position_basis(positions, 7), 11, norm=2.0):
         assert factor.shape == (3, 11, DIM)
         assert (factor[:, 7:] == 0).all() and (factor[:, :7] != 0).any(-1).all()
-
-
-def test_a_batch_of_maps_is_factorised_one_by_one():
-    positions, maps = layer_normalised(drawn(TOKENS, DIM)), drawn(3, TOKENS, TOKENS, seed=1)
-    basis = position_basis(positions, 11)
-    query, key = query_key_factors(maps, basis, 5, norm=2.0)
-    for head in range(3):
-        alone, other = query_key_factors(maps[head], basis, 5, norm=2.0)
-        torch.testing.assert_close(query[head].T @ key[head], alone.T @ other, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("rank", [3, 23])
-def test_no_other_factors_of_that_rank_come_nearer(rank):
-    """Eckart and Young: the error is what the dropped singular values amount to."""
-    matrix = drawn(23, 23)
-    left, right = balanced_factors(matrix, rank)
-    error = (left @ right.T - matrix).norm()
-    dropped = torch.linalg.svdvals(matrix)[rank:].norm()
-    torch.testing.assert_close(error, dropped, rtol=0, atol=1e-10)
-
-
-def test_single_precision_is_enough_for_a_well_conditioned_map():
-    matrix = 0.4 * drawn(23, 23) / 23**0.5 - 0.4 * torch.eye(23, dtype=torch.float64)
-    left, right = balanced_factors(matrix.float(), 23)
-    torch.testing.assert_close((left @ right.T).double(), matrix, rtol=0, atol=1e-5)

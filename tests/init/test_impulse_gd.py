@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 import vitinit
-from vitinit.filters import Offset, convolution_matrix, impulse_kernel, ordered_offsets
-from vitinit.init.impulse import head_offsets
+from vitinit.filters import (Offset, convolution_matrix, head_offsets, impulse_kernel,
+                             ordered_offsets)
 from vitinit.init.impulse_gd import draw_pseudo_input, solve
 from vitinit.mixing import mixing_matrices, target_mass
 from vitinit.models.layers import sincos_position_embedding
@@ -36,12 +36,9 @@ def simple_vit(**options) -> torch.nn.Module:
 
 
 FAMILIES = {
-    "learned positions": vit, "learned positions, class mean": lambda: vit(pool="mean"),
     "two tokens": lambda: vit(distilled=True),
     "sincos positions": lambda: vit(pos_embed="sincos", pool="mean"),
-    "content": simple_vit, "mixed": lambda: simple_vit(reads="mixed"),
     "position": lambda: simple_vit(reads="position", logit_scale=0.1),
-    "free": lambda: simple_vit(reads="free", logit_scale=1.0),
     "frozen": lambda: simple_vit(reads="free", train_qk=False, logit_scale=1.0),
 }
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -114,8 +111,7 @@ def solved_by_hand(maps: Tensor, tokens: Tensor, *, rank: int, logit_scale: floa
     return solutions
 
 
-@pytest.mark.parametrize("renorm_every", [0, 1, 7])
-@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("free, renorm_every", [(False, 0), (False, 7), (True, 1)])
 def test_solutions_equal_steps_written_out(float64, free, renorm_every):
     maps = impulse_maps(OFF_CENTRE).double()
     tokens = None if free else torch.randn(35, 11, generator=seeded(1))
@@ -140,10 +136,6 @@ def solved_maps(steps: int, *, step_size: float, renorm_every: int, grid=GRID) -
     return ((tokens @ query.mT) @ (tokens @ key.mT).mT * 17 ** -0.5).softmax(-1)
 
 
-def mean_squared_error(maps: Tensor, grid=GRID) -> float:
-    return (maps - impulse_maps(OFF_CENTRE, grid)).square().mean().item()
-
-
 def test_it_succeeds_on_the_sincos_embeddings_that_the_closed_form_refuses():
     with pytest.raises(ValueError, match="numerical rank is"):
         vitinit.init_weights(vit(pos_embed="sincos"), "impulse", generator=seeded())
@@ -151,24 +143,6 @@ def test_it_succeeds_on_the_sincos_embeddings_that_the_closed_form_refuses():
     assert target_mass(maps, OFF_CENTRE, GRID).min() > 0.9
     untrained = solved_maps(1, step_size=1e-9, renorm_every=0)
     assert target_mass(untrained, OFF_CENTRE, GRID).max() < 0.1
-
-
-def test_without_renormalisation_the_error_falls_from_checkpoint_to_checkpoint():
-    errors = [mean_squared_error(solved_maps(steps, step_size=0.001, renorm_every=0))
-              for steps in (1, 30, 100, 300, 900)]
-    for earlier, later in zip(errors, errors[1:]):
-        assert later < 0.99 * earlier
-    assert errors[-1] < 0.1 * errors[0]
-
-
-def test_with_renormalisation_the_error_reaches_a_plateau_above_the_errors_without():
-    grid = (3, 5)
-    errors = {(steps, every): mean_squared_error(
-        solved_maps(steps, step_size=0.001, renorm_every=every, grid=grid), grid)
-        for steps, every in [(100, 100), (1000, 100), (3000, 100), (300, 0)]}
-    assert errors[3000, 100] == pytest.approx(errors[1000, 100], rel=0.05)
-    assert errors[1000, 100] < 0.75 * errors[100, 100]
-    assert errors[300, 0] < 0.7 * errors[3000, 100]
 
 
 def test_renormalisation_brings_columns_back_to_the_first_mean_norm():
@@ -184,23 +158,12 @@ def test_renormalisation_brings_columns_back_to_the_first_mean_norm():
                                    atol=0)
 
 
-def test_renormalisation_happens_every_renorm_every_steps():
-    spreads = []
-    for steps in (21, 22):                           # 22: the last step follows the one at 21
-        query, _ = solve(impulse_maps(OFF_CENTRE), sincos_tokens(), rank=13, logit_scale=0.3,
-                         steps=steps, step_size=0.003, renorm_every=7, generator=seeded(5))
-        norms = query.norm(dim=2)
-        spreads.append((norms.std() / norms.mean()).item())
-    assert spreads[1] < 0.5 * spreads[0]
-
-
 # A whole model ---------------------------------------------------------------------------------
 
 
 @each_family
-@pytest.mark.parametrize("base", ["default", "torch"])
-@pytest.mark.parametrize("share_blocks", [True, False])
-def test_everything_but_queries_and_keys_stays_as_the_base_drew_it(family, base, share_blocks):
+def test_everything_but_queries_and_keys_stays_as_the_base_drew_it(family, base="torch",
+                                                                   share_blocks=False):
     model = FAMILIES[family]()
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
@@ -285,9 +248,7 @@ def on_positions_alone(model) -> list[Tensor]:
 
 
 LOOKING = {
-    "learned positions": vit, "two tokens": FAMILIES["two tokens"],
-    "sincos positions": lambda: vit(pos_embed="sincos", pool="mean"),
-    "mixed": lambda: simple_vit(reads="mixed", alpha=0.0),
+    "learned positions": vit, "mixed": lambda: simple_vit(reads="mixed", alpha=0.0),
     "position": lambda: simple_vit(reads="position", logit_scale=0.83),
     "free": lambda: simple_vit(reads="free", logit_scale=0.83),
 }
@@ -301,8 +262,7 @@ def test_the_heads_of_every_block_attend_to_their_offsets(family):
         assert mass.min() > 25 / 35                  # 25 times the uniform map's
 
 
-@pytest.mark.parametrize("family, factor", [("learned positions", 10), ("sincos positions", 5),
-                                            ("position", 5), ("free", 1.5)])
+@pytest.mark.parametrize("family, factor", [("learned positions", 10), ("free", 1.5)])
 def test_renormalised_heads_attend_to_their_offsets_too(family, factor):
     """They are blurred, free ones most; a step larger than the papers' makes fewer steps do."""
     model = initialised(LOOKING[family](), offsets="ordered", steps=300, step_size=0.001)
@@ -310,7 +270,7 @@ def test_renormalised_heads_attend_to_their_offsets_too(family, factor):
     assert mass.min() > factor / 35
 
 
-@pytest.mark.parametrize("kernel_size", [3, 5])
+@pytest.mark.parametrize("kernel_size", [5])
 def test_random_offsets_are_drawn_for_every_solution(kernel_size):
     cells, found = ordered_offsets(kernel_size), []
     model = initialised(vit(num_heads=4, depth=3), 1, kernel_size=kernel_size, share_blocks=False,
@@ -357,8 +317,7 @@ def test_pseudo_inputs_are_the_position_embedding_noise_of_unit_variance_or_both
                                    + patches.mean(1, keepdim=True), patches, rtol=0, atol=0.01)
 
 
-@pytest.mark.parametrize("kind", ["pos_embed", "uniform", "normal", "pos_embed+uniform",
-                                  "pos_embed+normal"])
+@pytest.mark.parametrize("kind", ["pos_embed", "uniform", "pos_embed+normal"])
 def test_maps_are_sharp_on_the_pseudo_input_that_was_drawn(monkeypatch, kind):
     drawn, module = [], sys.modules["vitinit.init.impulse_gd"]
 
@@ -388,18 +347,10 @@ def test_maps_are_sharp_on_the_pseudo_input_that_was_drawn(monkeypatch, kind):
     (dict(kernel_size=0), "kernel_size is 0"), (dict(base="zeros"), "base is 'zeros'"),
     (dict(kernel_size=11), "kernel_size is 11, but beyond 9 its outer offsets have no target"),
     (dict(pseudo_input="noise"), "pseudo_input is 'noise', expected one of pos_embed, uniform")])
-@pytest.mark.parametrize("family", ["learned positions", "position"])
-def test_impossible_options_are_errors_of_one_line(family, options, message):
+def test_impossible_options_are_errors_of_one_line(options, message):
     with pytest.raises(ValueError, match=message) as error:
-        initialised(FAMILIES[family](), **options)
+        initialised(vit(), **options)
     assert "\n" not in str(error.value)
-
-
-def test_other_families_are_refused():
-    model = vitinit.build_model("convmixer_256_8", num_classes=3, image_size=6, embed_dim=5,
-                                depth=1)
-    with pytest.raises(ValueError, match="'impulse_gd' is not defined for a ConvMixer"):
-        initialised(model)
 
 
 def test_a_class_token_beside_fixed_positions_is_refused_before_anything_is_drawn():
@@ -408,9 +359,3 @@ def test_a_class_token_beside_fixed_positions_is_refused_before_anything_is_draw
     with pytest.raises(ValueError, match='set pool = "mean"'):
         vitinit.init_weights(model, "impulse_gd", generator=seeded())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-def test_models_in_double_precision_are_solved_in_it():
-    model = vit(pos_embed="sincos", pool="mean").double()
-    vitinit.init_weights(model, "impulse_gd", generator=seeded(), steps=3)
-    assert model.blocks[0].attn.q_weight.dtype == torch.float64

@@ -50,8 +50,7 @@ def test_gelu_of_x_minus_gelu_of_minus_x_is_x():
     torch.testing.assert_close(gelu(x) - gelu(-x), x, rtol=1e-15, atol=1e-15)
 
 
-@pytest.mark.parametrize("gain", [1.0, -0.75])
-@pytest.mark.parametrize("hidden", [2 * TOKENS, 2 * TOKENS + 1, WIDE])
+@pytest.mark.parametrize("hidden, gain", [(2 * TOKENS, 1.0), (WIDE, -0.75)])
 def test_with_twice_as_many_hidden_units_as_tokens_any_linear_map_is_exact(hidden, gain):
     """With surplus units, too, and for any linear_bias."""
     mlp, matrix = Mlp(TOKENS, hidden).double(), drawn(TOKENS, TOKENS)
@@ -61,9 +60,7 @@ def test_with_twice_as_many_hidden_units_as_tokens_any_linear_map_is_exact(hidde
     torch.testing.assert_close(mlp(x).detach(), gain * x @ matrix.T, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("gain", [1.0, -0.75])
-@pytest.mark.parametrize("bias", [4.0, 8.0])
-@pytest.mark.parametrize("hidden", [TOKENS, NARROW, 2 * TOKENS - 1])
+@pytest.mark.parametrize("hidden, bias, gain", [(TOKENS, 4.0, 1.0), (NARROW, 8.0, -0.75)])
 def test_with_fewer_hidden_units_the_map_goes_through_gelus_nearly_linear_part(hidden, bias, gain):
     """gain · (GELU(Hx + b) − b), which is nearly Hx where that is more than −b."""
     mlp, matrix = Mlp(TOKENS, hidden).double(), drawn(TOKENS, TOKENS)
@@ -115,7 +112,7 @@ def test_fewer_hidden_units_than_tokens_are_refused_before_anything_is_drawn():
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gain", [1.0, 0.25])
+@pytest.mark.parametrize("gain", [0.25])
 def test_a_wide_token_mlp_holds_the_shift_and_its_negative(gain):
     for block, offset in zip(initialised(WIDE, gain=gain).blocks, 2 * ordered_offsets(3)):
         mlp, identity = block.mlp_tokens, torch.eye(TOKENS, dtype=torch.float64)
@@ -126,7 +123,7 @@ def test_a_wide_token_mlp_holds_the_shift_and_its_negative(gain):
         assert torch.equal(mlp.fc2.weight, gain * torch.cat([identity, -identity, rest], 1))
 
 
-@pytest.mark.parametrize("gain, bias", [(1.0, 4.0), (0.25, 8.0)])
+@pytest.mark.parametrize("gain, bias", [(0.25, 8.0)])
 def test_a_narrow_token_mlp_holds_the_shift_and_the_bias(gain, bias):
     model = initialised(NARROW, gain=gain, linear_bias=bias)
     for block, offset in zip(model.blocks, 2 * ordered_offsets(3)):
@@ -138,12 +135,7 @@ def test_a_narrow_token_mlp_holds_the_shift_and_the_bias(gain, bias):
         assert (mlp.fc2.bias == -gain * bias).all()
 
 
-def test_the_default_bias_is_four():
-    assert (initialised(NARROW).blocks[0].mlp_tokens.fc2.bias == -4).all()
-
-
-@pytest.mark.parametrize("base", ["default", "torch"])
-@pytest.mark.parametrize("hidden, used", [(WIDE, 2 * TOKENS), (NARROW, TOKENS)])
+@pytest.mark.parametrize("hidden, used, base", [(WIDE, 2 * TOKENS, "default"), (NARROW, TOKENS, "torch")])
 def test_spare_units_keep_the_bases_rows_of_fc1_and_get_zero_columns_in_fc2(hidden, used, base):
     reference, model = initialised(hidden, base), initialised(hidden, base=base)
     for ours, theirs in zip(model.blocks, reference.blocks):
@@ -154,8 +146,7 @@ def test_spare_units_keep_the_bases_rows_of_fc1_and_get_zero_columns_in_fc2(hidd
         assert (ours.fc2.weight[:, used:] == 0).all()
 
 
-@pytest.mark.parametrize("base", ["default", "torch"])
-@pytest.mark.parametrize("hidden", [WIDE, NARROW])
+@pytest.mark.parametrize("hidden, base", [(WIDE, "torch"), (NARROW, "default")])
 def test_the_token_mlps_are_all_that_is_written(hidden, base):
     reference = initialised(hidden, base).state_dict()
     for key, value in initialised(hidden, base=base).state_dict().items():
@@ -175,17 +166,11 @@ def found_offsets(model: nn.Module, kernel_size: int = 3) -> list[tuple[int, int
             for block in model.blocks]
 
 
-@pytest.mark.parametrize("kernel_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("kernel_size", [2, 3])
 def test_ordered_offsets_take_turns_over_the_blocks(kernel_size):
     offsets = ordered_offsets(kernel_size)
     found = found_offsets(initialised(WIDE, kernel_size=kernel_size), kernel_size)
     assert found == [offsets[block % len(offsets)] for block in range(11)]
-
-
-def test_deep_impulse_of_a_mixer_is_its_impulse_whose_offsets_rotate_already():
-    deep, plain = (initialised(WIDE, name, seed=3) for name in ("deep_impulse", "impulse"))
-    assert found_offsets(deep) == (2 * ordered_offsets(3))[:11]
-    assert all(torch.equal(value, plain.state_dict()[key]) for key, value in deep.state_dict().items())
 
 
 def test_random_offsets_are_drawn_for_each_block_from_the_generator():

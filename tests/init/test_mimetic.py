@@ -77,12 +77,6 @@ def swin(name: str = "mimetic", seed: int = 0, **options) -> torch.nn.Module:
     return model
 
 
-def test_a_swins_attentions_come_from_the_first_block_to_the_last():
-    model = swin()
-    blocks = [block for stage in model.layers for block in stage.blocks]
-    assert [id(attention) for attention in attentions(model)] == [id(b.attn) for b in blocks]
-
-
 def test_all_products_of_a_swin_are_those_of_the_matrices_that_were_drawn():
     """Per head the rank-d part of αZ + βI, by a direct SVD; then αZ − βI in full."""
     options = dict(qk_alpha=0.6, qk_beta=0.5, value_alpha=0.3, value_beta=0.2)
@@ -101,16 +95,7 @@ def test_all_products_of_a_swin_are_those_of_the_matrices_that_were_drawn():
                                    rtol=0, atol=1e-8)
 
 
-def test_a_swins_values_are_minus_beta_on_the_diagonal_with_noise_of_the_stated_size():
-    for attention in attentions(swin()):
-        dim = attention.proj.in_features
-        product = (attention.proj.weight @ attention.qkv.weight[2 * dim:]).T.detach()
-        assert product.diagonal().mean().item() == pytest.approx(-0.4, abs=0.04)
-        off_diagonal = product[~torch.eye(dim, dtype=torch.bool)]
-        assert off_diagonal.std().item() == pytest.approx(0.4 / dim**0.5, rel=0.05)
-
-
-@pytest.mark.parametrize("base", ["default", "torch"])
+@pytest.mark.parametrize("base", ["torch"])
 def test_a_swins_attention_weights_are_all_that_is_written(base):
     """Biases, relative position biases and everything else keep the base's draw, to the bit."""
     reference = swin(base).state_dict()
@@ -143,11 +128,7 @@ def queries_and_keys(block: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor
     return attention.q_weight.mT.detach(), attention.k_weight.mT.detach()
 
 
-each_reading = pytest.mark.parametrize("reads", ["content", "mixed", "position", "free"])
-
-
-@each_reading
-@pytest.mark.parametrize("head_dim", [1, 11, 31])    # 31: more than there are channels or tokens
+@pytest.mark.parametrize("reads, head_dim", [("content", 11), ("mixed", 1), ("free", 11), ("free", 31)])
 def test_a_simple_vits_products_are_the_best_low_rank_parts_of_the_matrices_drawn(reads, head_dim):
     model = simple_vit(reads, head_dim, qk_alpha=0.6, qk_beta=0.5)
     generator = torch.Generator().manual_seed(3)
@@ -170,17 +151,7 @@ def test_a_simple_vits_heads_have_zeros_beyond_the_rank_of_the_matrix(reads, siz
             assert (factor[..., :size] != 0).all()
 
 
-def test_a_simple_vits_defaults_are_point_seven():
-    """Of full rank the product is the matrix itself: β on the diagonal, noise α²/C."""
-    query, key = queries_and_keys(simple_vit("position", 28).blocks[0])
-    products = query @ key.mT                                            # (3, C, C)
-    diagonal = torch.eye(28, dtype=torch.bool)
-    assert products[:, diagonal].mean().item() == pytest.approx(0.7, abs=0.06)
-    assert products[:, ~diagonal].std().item() == pytest.approx(0.7 / 28**0.5, rel=0.05)
-
-
-@each_reading
-@pytest.mark.parametrize("base", ["default", "torch"])
+@pytest.mark.parametrize("reads, base", [("position", "torch"), ("free", "default")])
 def test_a_simple_vits_queries_and_keys_are_all_that_is_written(reads, base):
     """V, proj and everything else keep the base's draw, to the bit."""
     reference = simple_vit(reads, 11, base).state_dict()

@@ -1,14 +1,12 @@
-"""LayerNorms that start as fixed scalings: constant channels, and calibration on images."""
+"""LayerNorms that start as fixed scalings: constant channels."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vitinit
-from vitinit.init import reads_images
 from vitinit.init.position_mass import position_mass
 from vitinit.init.steady_norms import constant_slice
 
@@ -57,7 +55,7 @@ def read_and_returned(model: nn.Module, images: Tensor) -> list[tuple[Tensor, Te
 @each_pooling
 def test_the_constants_have_the_share_that_was_asked_for(model_options, images):
     """On the images that the init reads; of all other channels nothing changes but LayerNorm."""
-    model = initialised(model_options, images, constant_share=0.83, calibrated=True)
+    model = initialised(model_options, images, constant_share=0.83)
     before, _ = read_and_returned(model, images)[0]
     others = torch.cat([before[:, CODE], before[:, CONTENT]], dim=1)
     # The variance over 111 channels of ± a and 0, and that of the others among themselves.
@@ -68,12 +66,10 @@ def test_the_constants_have_the_share_that_was_asked_for(model_options, images):
 
 
 @each_pooling
-@pytest.mark.parametrize("calibrated", [False, True])
-def test_every_token_is_divided_by_nearly_the_same_number(model_options, calibrated, images):
+def test_every_token_is_divided_by_nearly_the_same_number(model_options, images):
     """Beside a plain LayerNorm, in front of every layer; behind pooling, all tokens are alike."""
     plain = read_and_returned(initialised(model_options), images)
-    steady = read_and_returned(initialised(model_options, images, constant_share=0.97,
-                                           calibrated=calibrated), images)
+    steady = read_and_returned(initialised(model_options, images, constant_share=0.97), images)
     for (before, _), (after, _) in zip(plain, steady):
         varied, even = (x.std(1).std() / x.std(1).mean() for x in (before, after))
         assert even < 0.02 and (even < 0.2 * varied or len(before) == len(images))
@@ -121,15 +117,7 @@ def test_nothing_else_changes(model_options, images):
     assert not any(block.attn.v_weight[..., CONSTANTS].any() for block in model.blocks)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_model_stays_in_its_mode(training):
-    model = vitinit.build_model("vit_tiny", **SIZES, pool="mean").train(training)
-    vitinit.init_weights(model, "deep_impulse", generator=torch.Generator().manual_seed(3),
-                         constant_share=0.9)
-    assert model.training == model.blocks[0].training == training
-
-
-@pytest.mark.parametrize("options", [dict(), dict(content_scale=0.7), dict(code="random")])
+@pytest.mark.parametrize("options", [dict(), dict(code="random")])
 def test_the_mass_on_positions_is_that_without_constants(options):
     masses = [position_mass(initialised(constant_share=share, **options), "deep_impulse",
                             LARGE_CODE | options | dict(constant_share=share)) for share in (0.0, 0.9)]
@@ -137,63 +125,14 @@ def test_the_mass_on_positions_is_that_without_constants(options):
 
 
 # ---------------------------------------------------------------------------------------------
-# Calibration
-# ---------------------------------------------------------------------------------------------
-
-
-@each_pooling
-@pytest.mark.parametrize("share", [0.0, 0.9])
-def test_calibrated_content_has_mean_0_and_variance_1_in_every_channel(model_options, share, images):
-    model = initialised(model_options, images, constant_share=share, calibrated=True)
-    assert not model.training
-    content = CONTENT if share else slice(37, 111)
-    for _, returned in read_and_returned(model, images):
-        deviation, mean = torch.std_mean(returned[:, content].double(), dim=0)
-        assert mean.abs().max() < 1e-4 and (deviation - 1.0).abs().max() < 1e-4
-        assert not returned[:, CONSTANTS].any() or not share
-
-
-def test_the_code_keeps_its_scale_when_content_is_calibrated(images):
-    """Queries and keys read the code, so its LayerNorm weight is one number, and 1 without constants."""
-    for share, first in ((0.0, 1.0), (0.9, None)):
-        for norm in norms(initialised({}, images, constant_share=share, calibrated=True)):
-            assert norm.weight[CODE].unique().numel() == 1 and not norm.bias[CODE].any()
-            assert first is None or norm.weight[0] == first
-
-
-def test_calibrated_layer_norm_equals_batch_norm_when_constants_dominate(images):
-    """PyTorch's batch_norm of what is left when each token's mean over its channels is subtracted."""
-    model = initialised({}, images, constant_share=0.9999, calibrated=True)
-    read, returned = read_and_returned(model, images)[0]
-    centred = (read - read.mean(1, keepdim=True)).double()
-    expected = F.batch_norm(centred[:, CONTENT], None, None, training=True)
-    torch.testing.assert_close(returned[:, CONTENT].double(), expected, rtol=0, atol=0.02)
-
-
-def test_a_channel_that_is_the_same_on_all_tokens_stays_finite(images):
-    """Images without content: every content channel of the first LayerNorm is nearly constant."""
-    model = initialised({}, torch.zeros_like(images), constant_share=0.9, calibrated=True)
-    assert all(value.isfinite().all() for value in model.state_dict().values())
-
-
-# ---------------------------------------------------------------------------------------------
 # Options
 # ---------------------------------------------------------------------------------------------
 
 
-def test_what_is_measured_is_measured_on_images():
-    assert all(reads_images(options) for options in (
-        dict(calibrated=True), dict(constant_share=0.9), dict(patch_embed="whitened")))
-    assert not reads_images(dict(calibrated=False, constant_share=0.0, patch_embed="base"))
-
-
 @pytest.mark.parametrize("options, message", [
     (dict(constant_share=1.0), "constant_share is 1.0, expected 0 ≤ constant_share < 1"),
-    (dict(constant_share=-0.1), "constant_share is -0.1, expected"),
     (dict(constant_share=float("nan")), "constant_share is nan, expected"),
-    (dict(constant_share=0.9, reserve=False, bias_channels=False), "constant_share needs reserve = true"),
-    (dict(calibrated=True), "calibrated = true reads training images, and none were given"),
-    (dict(calibrated=1), "calibrated is 1, expected true or false")])
+    (dict(constant_share=0.9, reserve=False, bias_channels=False), "constant_share needs reserve = true")])
 def test_what_cannot_be_is_refused_in_one_line(options, message):
     with pytest.raises(ValueError, match=message) as caught:
         initialised(**options)

@@ -25,6 +25,8 @@ READINGS = [dict(reads="content", alpha=0.3, input_pos_embed=True),
 HEADS = [PLAIN, dict(num_heads=3, head_dim=7), dict(num_heads=3, head_dim=7, logit_scale=0.83),
          dict(num_heads=5, values=False, logit_scale=0.83)]
 
+PAIRS = list(zip(READINGS, [*HEADS, HEADS[1]]))       # each reading with one kind of heads
+
 each_reading = pytest.mark.parametrize("reading", READINGS, ids=[
     "content and positions", "content", "mixed", "position", "free"])
 
@@ -89,8 +91,7 @@ def written_out(state: dict[str, Tensor], image: Tensor, *, num_heads: int, read
     return linear(norm(x, "norm").mean(0), "head"), maps
 
 
-@each_reading
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("reading, heads", PAIRS)
 def test_logits_and_gradients_equal_a_transcription(reading, heads):
     options = reading | heads
     model, images = redrawn(**options), drawn_images()
@@ -107,8 +108,7 @@ def test_logits_and_gradients_equal_a_transcription(reading, heads):
         torch.testing.assert_close(gradient, reference, rtol=1e-9, atol=1e-9, msg=name)
 
 
-@each_reading
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("reading, heads", PAIRS)
 def test_attention_equals_its_matrices_times_the_values_in_float32(reading, heads):
     """Fused, or one product for all images, against softmax and values of each image separately."""
     model = redrawn(**reading | heads).float()
@@ -121,8 +121,7 @@ def test_attention_equals_its_matrices_times_the_values_in_float32(reading, head
         assert (attention(x, positions) - expected).norm() / expected.norm() < 1e-6
 
 
-@each_reading
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("reading, heads", PAIRS)
 def test_mixing_matrices_equal_the_transcriptions_softmax(reading, heads):
     options = reading | heads
     model, images = redrawn(**options), drawn_images()
@@ -194,8 +193,8 @@ def test_head_dim_and_logit_scale_of_zero_are_the_usual_ones():
 # Frozen queries and keys -----------------------------------------------------------------------
 
 
-@each_reading
-@pytest.mark.parametrize("train_qk", [True, False])
+@pytest.mark.parametrize("reading, train_qk", [(READINGS[0], True), (READINGS[0], False),
+                                               (READINGS[4], False)])
 def test_frozen_queries_and_keys_leave_the_optimiser_and_nothing_else_does(reading, train_qk):
     model = redrawn(train_qk=train_qk, **reading | PLAIN)
     leaves = ("query", "key") if reading["reads"] == "free" else ("qk.weight",)
@@ -229,24 +228,19 @@ def test_weight_decay_takes_free_queries_and_keys():
 
 @pytest.mark.parametrize("options, message", [
     (dict(reads="mixed"), 'reads = "mixed" brings the position embedding.*input_pos_embed = false'),
-    (dict(reads="position"), 'reads = "position" brings the position embedding'),
-    (dict(reads="free"), 'reads = "free" brings the position embedding'),
-    (dict(reads="image"), "reads is 'image'"), (dict(alpha=-0.1), "alpha is -0.1"),
-    (dict(alpha=1.1), "alpha is 1.1"), (dict(logit_scale=-1.0), "logit_scale -1.0"),
-    (dict(head_dim=-4), "head_dim -4"),
+    (dict(reads="image"), "reads is 'image'"), (dict(alpha=1.1), "alpha is 1.1"),
+    (dict(logit_scale=float("inf")), "logit_scale inf"), (dict(head_dim=-4), "head_dim -4"),
     (dict(head_dim=7, values=False), "= 35 must be embed_dim = 20"),
     (dict(num_heads=3), "embed_dim 20 does not divide into num_heads 3"),
     (dict(patch_size=(2, 4)), "patches of 2×4 pixels do not tile an image of 6×15"),
-    (dict(embed_dim=18, num_heads=3), "that 4 divides, not 18"), (dict(depth=0), "depth is 0"),
-    (dict(mlp_ratio=0.0), "mlp_ratio is 0.0")])
+    (dict(embed_dim=18, num_heads=3), "that 4 divides, not 18"), (dict(depth=0), "depth is 0")])
 def test_contradictions_are_errors_of_one_line(options, message):
     with pytest.raises(ValueError, match=message) as error:
         SimpleViT(**SIZES | PLAIN | options)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("reads, values", [("content", True), ("mixed", False),
-                                           ("position", True), ("free", True), ("free", False)])
+@pytest.mark.parametrize("reads, values", [("content", True), ("mixed", False), ("free", True)])
 def test_names_and_shapes_of_the_models_of_the_table(reads, values):
     with torch.device("meta"):
         model = vitinit.build_model("simple_vit", num_classes=37, image_size=32, reads=reads,
@@ -277,8 +271,7 @@ def baseline(model: SimpleViT, name: str, seed: int = 0) -> SimpleViT:
     return model
 
 
-@each_reading
-@pytest.mark.parametrize("values", [True, False])
+@pytest.mark.parametrize("reading, values", [(READINGS[0], True), (READINGS[4], False)])
 def test_nothing_that_a_constructor_drew_survives_a_baseline(reading, values):
     models = [SimpleViT(values=values, **SIZES | PLAIN | reading) for _ in range(3)]
     positions = models[0].pos_embed.clone()

@@ -316,8 +316,6 @@ def test_a_model_that_knows_no_size_takes_any_as_it_is(name, sizes, old, new):
 
 @pytest.mark.parametrize("name, sizes, bound", [
     ("mixer_s32", dict(embed_dim=4, depth=1, patch_size=4), "blocks.0.mlp_tokens.fc1.weight"),
-    ("convmixer_256_8", dict(embed_dim=4, depth=1, patch_size=4, num_filters=1,
-                             dense_filters=True), "blocks.0.0.fn.0.weight"),
     ("simple_vit", dict(embed_dim=12, depth=1, num_heads=3, patch_size=4, reads="free",
                         input_pos_embed=False), "blocks.0.attn.query, blocks.0.attn.key"),
     ("swin_tiny", dict(embed_dim=6, depths=(1, 1), num_heads=(1, 2), window_size=4),

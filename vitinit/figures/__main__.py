@@ -10,7 +10,6 @@
     python -m vitinit.figures filters --recipe cifar10_convmixer --init impulse --out filters.png
     python -m vitinit.figures curves RUN [RUN …] --out curves.png
     python -m vitinit.figures curves --steps RUN [RUN …] --out steps.png
-    python -m vitinit.figures ladder RUN [RUN …] --label ConvMixer --label ViT --out ladder.png
     python -m vitinit.figures operations photograph.jpg --out operations.png
     python -m vitinit.figures batch --data-dir photographs --out batch.png
 
@@ -35,7 +34,6 @@ from .augmentation import draw_batch, draw_operations
 from .curves import draw_curves, draw_steps
 from .equivariance import draw_equivariance
 from .kernels import draw_filters, draw_kernels
-from .ladder import draw_ladder
 from .maps import KINDS, draw_maps
 from .mass import draw_mass
 from .plot import FigureError, pyplot
@@ -131,10 +129,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     curves.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=RUNS)
     curves.add_argument("--steps", action="store_true",
                         help="loss, learning rate and gradient norm by step; also of unfinished runs")
-    ladder = figure("ladder", "top-1 of groups of runs, and the step from each group to the next")
-    ladder.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=f"{RUNS}, from the top down")
-    ladder.add_argument("--label", action="append", default=[], metavar="NAME",
-                        help="name of a group, once for each; default: in what it differs from others")
     operations = figure("operations", "a photograph under each of RandAugment's operations")
     operations.add_argument("image", type=Path)
     operations.add_argument("--magnitude", type=real(minimum=0.0, maximum=10.0), default=9.0)
@@ -181,14 +175,11 @@ def draw(args: argparse.Namespace) -> None:
         draw_filters(args.out, subjects(args), blocks=args.blocks, columns=args.columns)
     elif args.figure == "curves" and args.steps:
         draw_steps(args.out, group_runs(read_runs(args.runs)))
-    elif args.figure in ("curves", "ladder"):
+    elif args.figure == "curves":
         groups, unfinished = finished_groups(args.runs)
         for line in unfinished:
             print(line)
-        if args.figure == "curves":
-            draw_curves(args.out, groups)
-        else:
-            draw_ladder(args.out, groups, args.label)
+        draw_curves(args.out, groups)
     elif args.figure == "operations":
         draw_operations(args.out, args.image, magnitude=args.magnitude)
     else:

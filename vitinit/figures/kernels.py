@@ -20,8 +20,7 @@ from ..init import init_weights
 from ..keys import Stream, keyed_generator
 from ..mixing import mean_kernel, mixing_matrices
 from ..models import ConvMixer, SwinTransformer, build_model
-from ..models.conv_mixer import DenseMixing
-from .plot import FigureError, Row, draw_grid, pyplot, save
+from .plot import Row, draw_grid, pyplot, save
 from .subjects import Subject, require_family, require_indices
 
 RADIUS = 3                      # largest offset in the figure `kernels`, in patches
@@ -76,13 +75,11 @@ def held_kernels(model: nn.Module, block: int, columns: Sequence[int]) -> Tensor
     block: index, counted through all stages of a Swin.
     columns: for a ConvMixer, channels, whose depthwise filters are returned; for a Swin, heads,
         whose relative position bias is returned by the key's offset from the query.
-    Raises FigureError for dense filters and for an index that is out of range.
+    Raises FigureError for an index that is out of range.
     """
     if isinstance(model, ConvMixer):
         require_indices("block", [block], len(model.blocks))
         mixing = model.depthwise(model.blocks[block])
-        if isinstance(mixing, DenseMixing):
-            raise FigureError("dense_filters = true leaves no filters to show, but N×N matrices")
         require_indices("channel", columns, mixing.out_channels)
         return mixing.kernels().detach()[list(columns), 0]
     blocks = [block for stage in model.layers for block in stage.blocks]

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..filters import Offset, offsets_on_grid
-from ..init.impulse import head_offsets
+from ..filters import Offset, head_offsets, offsets_on_grid
 from ..mixing import logit_peak, mixing_matrices, target_mass
 from ..models import SimpleViT, VisionTransformer
 from .plot import FigureError, Line, colours_of, draw_panels

@@ -25,37 +25,31 @@ from torch import nn
 from ..messages import in_brief
 from ..models import ConvMixer, MlpMixer, SimpleViT, SwinTransformer, VisionTransformer
 from .baseline import default, lecun, torch_default
-from .conditioned import conditioned
-from .dct import dct
 from .deep_impulse import deep_impulse
 from .filters_conv_mixer import filters_conv_mixer
 from .impulse import impulse
-from .impulse_conv_mixer import deep_impulse_conv_mixer, impulse_conv_mixer
+from .impulse_conv_mixer import impulse_conv_mixer
 from .impulse_gd import impulse_gd
 from .impulse_mixer import impulse_mixer
 from .impulse_simple_vit import impulse_simple_vit
-from .impulse_swin import deep_impulse_swin, impulse_swin
+from .impulse_swin import impulse_swin
 from .mimetic import mimetic, mimetic_simple_vit
-from .options import GIVEN, given_numbers, require_kinds
 
 __all__ = ["GIVEN", "INITS", "init_function", "init_weights", "reads_images"]
 
+GIVEN = ("generator", "images")       # parameters of inits that a caller gives; they are no options
+FAMILIES = (VisionTransformer, SwinTransformer, MlpMixer, ConvMixer, SimpleViT)
+
 INITS: dict[str, dict[type[nn.Module], Callable[..., None]]] = {
-    "default": {VisionTransformer: default, SwinTransformer: default, MlpMixer: default,
-                ConvMixer: default, SimpleViT: default},
-    "torch": {VisionTransformer: torch_default, SwinTransformer: torch_default,
-              MlpMixer: torch_default, ConvMixer: torch_default, SimpleViT: torch_default},
-    "lecun": {VisionTransformer: lecun, SwinTransformer: lecun, MlpMixer: lecun, ConvMixer: lecun,
-              SimpleViT: lecun},
+    "default": dict.fromkeys(FAMILIES, default),
+    "torch": dict.fromkeys(FAMILIES, torch_default),
+    "lecun": dict.fromkeys(FAMILIES, lecun),
     "mimetic": {VisionTransformer: mimetic, SwinTransformer: mimetic,
                 SimpleViT: mimetic_simple_vit},
     "impulse": {VisionTransformer: impulse, SwinTransformer: impulse_swin,
                 MlpMixer: impulse_mixer, ConvMixer: impulse_conv_mixer,
                 SimpleViT: impulse_simple_vit},
-    "deep_impulse": {VisionTransformer: deep_impulse, SwinTransformer: deep_impulse_swin,
-                     MlpMixer: impulse_mixer, ConvMixer: deep_impulse_conv_mixer},
-    "conditioned": {VisionTransformer: conditioned, SwinTransformer: conditioned},
-    "dct": {VisionTransformer: dct, SwinTransformer: dct},
+    "deep_impulse": {VisionTransformer: deep_impulse},
     "filters": {ConvMixer: filters_conv_mixer},
     "impulse_gd": {VisionTransformer: impulse_gd, SimpleViT: impulse_gd},
 }
@@ -78,12 +72,8 @@ def init_function(name: str, family: type[nn.Module]) -> Callable[..., None]:
 
 
 def reads_images(options: Mapping[str, Any]) -> bool:
-    """Whether an init with these options reads training images.
-
-    `init_weights` says which options cannot do without them.
-    """
-    return (options.get("patch_embed") == "whitened" or options.get("calibrated") is True
-            or bool(options.get("constant_share")))
+    """Whether an init with these options reads training images; without them it draws noise."""
+    return bool(options.get("constant_share"))
 
 
 def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,
@@ -101,29 +91,26 @@ def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,
     """
     model = getattr(model, "_orig_mod", model)       # the model that torch.compile wrapped
     function = init_function(name, type(model))
-    _require_cpu_and_full_precision(model, generator)
-    require_kinds(function, options)
-    try:
-        given = {"images": images} if reads_images(options) else {}
-        function(model, generator=generator, **given, **options)
-    except (ArithmeticError, RuntimeError) as error:     # overflow, or a failed decomposition
-        raise ValueError(f"init '{name}'{given_numbers(options)} cannot be computed "
-                         f"({in_brief(error, 60)}); use values nearer to the defaults") from error
-    for parameter_name, parameter in model.named_parameters():
-        # A NaN or an infinity shows in the extremes: an eighth of the time of isfinite().all().
-        if parameter.numel() and not torch.stack(parameter.aminmax()).isfinite().all():
-            raise ValueError(f"init '{name}'{given_numbers(options)} makes {parameter_name} infinite "
-                             "or NaN; use values nearer to the defaults")
-
-
-def _require_cpu_and_full_precision(model: nn.Module, generator: torch.Generator) -> None:
-    """Raise ValueError unless both are on the CPU and the model is in float32 or float64."""
     if generator.device.type != "cpu":
         raise ValueError(f"the generator is on {generator.device}; inits draw on the CPU: use "
                          "torch.Generator()")
-    for name, value in (*model.named_parameters(), *model.named_buffers()):
-        if value.is_floating_point() and (value.device.type != "cpu"
-                                          or value.dtype not in (torch.float32, torch.float64)):
-            raise ValueError(f"{name} is {str(value.dtype).removeprefix('torch.')} on {value.device}; "
-                             "inits draw and solve on the CPU in float32 or float64: call "
-                             "init_weights before .half(), .bfloat16() or .to(device)")
+    for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and (tensor.device.type != "cpu"
+                                           or tensor.dtype not in (torch.float32, torch.float64)):
+            raise ValueError(f"{tensor_name} is {str(tensor.dtype).removeprefix('torch.')} on "
+                             f"{tensor.device}; inits draw and solve on the CPU in float32 or float64: "
+                             "call init_weights before .half(), .bfloat16() or .to(device)")
+    given = ", ".join(f"{key}={value}" for key, value in options.items()
+                      if not isinstance(value, (bool, str)))
+    what = f"init '{name}'" + (f" with {given}" if given else "")
+    try:
+        read = {"images": images} if reads_images(options) else {}
+        function(model, generator=generator, **read, **options)
+    except (ArithmeticError, RuntimeError) as error:     # overflow, or a failed decomposition
+        raise ValueError(f"{what} cannot be computed ({in_brief(error, 60)}); use values nearer to the "
+                         "defaults") from error
+    for tensor_name, tensor in model.named_parameters():
+        # A NaN or an infinity shows in the extremes: an eighth of the time of isfinite().all().
+        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+            raise ValueError(f"{what} makes {tensor_name} infinite or NaN; use values nearer to the "
+                             "defaults")

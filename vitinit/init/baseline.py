@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ..models import ConvMixer, MlpMixer, SimpleViT
-from ..models.conv_mixer import DenseMixing
 
 EMBED_STD = 0.02            # std of position embeddings and class tokens in ViT, DeiT and timm
 CUT_NORMAL_STD = 0.87962566103423978    # std of a standard normal truncated at ± 2
@@ -116,8 +115,7 @@ def torch_default(model: nn.Module, *, generator: torch.Generator) -> None:
 
     | tensor                                      | value                                       |
     |---------------------------------------------|---------------------------------------------|
-    | Linear, Conv2d, dense filters of a          | U(±1/√fan_in), weight and bias              |
-    |   ConvMixer                                 |                                             |
+    | Linear, Conv2d                              | U(±1/√fan_in), weight and bias              |
     | pos_embed, reg_token,                       | normal, std .02                             |
     |   relative_position_bias_table              |                                             |
     | cls_token, dist_token                       | 0                                           |
@@ -125,7 +123,7 @@ def torch_default(model: nn.Module, *, generator: torch.Generator) -> None:
     | LayerNorm, BatchNorm                        | weight 1, bias 0, running mean 0, variance 1 |
     """
     for module in _modules_with_parameters(model):
-        if isinstance(module, (nn.Linear, nn.Conv2d, DenseMixing)):
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
             _uniform_by_fan_in(module, generator)
         elif isinstance(module, (nn.LayerNorm, nn.BatchNorm2d)):
             module.reset_parameters()
@@ -146,8 +144,7 @@ def lecun(model: nn.Module, *, generator: torch.Generator) -> None:
 
     | tensor                                      | value                                       |
     |---------------------------------------------|---------------------------------------------|
-    | Linear, Conv2d, dense filters of a          | weight normal, std 1/√fan_in; bias 0        |
-    |   ConvMixer                                 |                                             |
+    | Linear, Conv2d                              | weight normal, std 1/√fan_in; bias 0        |
     | everything else                             | as `torch`                                  |
 
     Source: LeCun, Bottou, Orr and Müller, "Efficient BackProp" (1998), §4.6. With independent inputs
@@ -156,7 +153,7 @@ def lecun(model: nn.Module, *, generator: torch.Generator) -> None:
     """
     torch_default(model, generator=generator)
     for layer in _modules_with_parameters(model):
-        if isinstance(layer, (nn.Linear, nn.Conv2d, DenseMixing)):
+        if isinstance(layer, (nn.Linear, nn.Conv2d)):
             layer.weight.normal_(std=_fan_in(layer) ** -0.5, generator=generator)
             if layer.bias is not None:
                 layer.bias.zero_()
@@ -189,7 +186,7 @@ def _embeddings(module: nn.Module) -> dict[str, Tensor]:
     return own
 
 
-def _uniform_by_fan_in(layer: nn.Linear | nn.Conv2d | DenseMixing,
+def _uniform_by_fan_in(layer: nn.Linear | nn.Conv2d,
                        generator: torch.Generator) -> None:
     """U(±1/√fan_in) for weight and bias, which PyTorch's reset_parameters amounts to."""
     bound = 1.0 / math.sqrt(_fan_in(layer))
@@ -198,6 +195,6 @@ def _uniform_by_fan_in(layer: nn.Linear | nn.Conv2d | DenseMixing,
         layer.bias.uniform_(-bound, bound, generator=generator)
 
 
-def _fan_in(layer: nn.Linear | nn.Conv2d | DenseMixing) -> int:
+def _fan_in(layer: nn.Linear | nn.Conv2d) -> int:
     """The number of inputs of which each output of a layer is a sum."""
-    return layer.weight.shape[2] if isinstance(layer, DenseMixing) else layer.weight[0].numel()
+    return layer.weight[0].numel()

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..filters import Offset, convolution_matrix, impulse_kernel, shift_targets
 from ..models.vit import VisionTransformer
-from .factorize import STEEPEST, position_basis, query_key_factors, smallest_reaching
-from .fourier_code import (BIAS_CHANNELS, extend_to_bias_channels, gaussian_weights,
-                           impulse_weights, rotated_factors, waves)
+from .fourier_code import (BIAS_CHANNELS, STEEPEST, extend_to_bias_channels, gaussian_weights,
+                           impulse_weights, rotated_factors, smallest_reaching, waves)
+from .impulse import position_basis, query_key_factors
 
 HeadFactors = Callable[[float, int, Offset], tuple[Tensor, Tensor]]
 

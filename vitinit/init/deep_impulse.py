@@ -63,18 +63,13 @@ reserve: whether the first D_p channels are kept free of everything but the code
 mlp_reads_code: whether the MLPs read the D_p channels at the start. If False, they see no
     positions, and the tokens of a shifted image are more nearly the shifted tokens of the image
     (`python -m vitinit.figures equivariance` measures it).
-value_init, value_alpha, value_beta, value_scale: as for `impulse`.
-content_scale: the root mean square of the patches' content relative to that of the position embedding
-    before the first block; 0: as the base draws it. Q and K grow with it, see point 3.
-patch_embed: "base", or "whitened": principal directions of patches of training images; see content.py.
+value_init, value_alpha, value_beta: as for `impulse`.
 constant_share: the share of the tokens' variance before the first block that is due to two constant
     channels, so that LayerNorms start as fixed scalings; see steady_norms.py. 0: there are none.
     They stand behind the D_p channels and need `reserve`. LayerNorms' weights make up for them, as
     measured on training images.
-calibrated: whether LayerNorms' weights and biases give every channel behind these mean 0 and variance
-    1 on training images; see steady_norms.py.
-images: (n, 3, H, W), normalised training images for "whitened", `constant_share` and `calibrated`; no
-    option, train.py gives them. `constant_share` alone makes do with white noise, less well.
+images: (n, 3, H, W), normalised training images for `constant_share`; no option, train.py gives them.
+    Without them white noise will do, less well.
 
 Earlier defaults were base "default", target_mass 0.9, and code_channels 1/3 with bias channels, which
 is a near exact convolution in every block. They were replaced because the present ones trained better,
@@ -92,24 +87,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..filters import offsets_on_grid
+from ..filters import OFFSETS, head_offsets, offsets_on_grid
 from ..models.attention import Attention
 from ..models.vit import VisionTransformer
 from .baseline import Base, draw_base
 from .code_plan import CodePlan, plan_code, random_code, table_factors, wave_factors
-from .content import write_content
-from .factorize import balanced_factors
 from .fourier_code import wave_code, with_bias_channels
-from .impulse import OFFSETS, VALUE_INITS, head_offsets
-from .mimetic import noisy_identity
-from .options import require_not_negative
+from .mimetic import balanced_factors, noisy_identity
 from .steady_norms import constant_slice, write_steady_norms
 from .stream_scales import stream_scales
-from .values import write_identity_values
 
 LEAST_OF_PAIR = 1.25        # least mass that an end of a pair stands for, in units of uniform attention
 CHOICES = {"offsets": OFFSETS, "target": ("impulse", "gaussian"), "code": ("fourier", "random"),
-           "waves_of_heads": ("slowest", "disjoint"), "value_init": VALUE_INITS}
+           "waves_of_heads": ("slowest", "disjoint"), "value_init": ("mimetic", "base")}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -278,12 +268,9 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
                  waves_of_heads: Literal["slowest", "disjoint"] = "slowest",
                  reserve: bool = True,
                  mlp_reads_code: bool = True,
-                 value_init: Literal["mimetic", "identity", "base"] = "mimetic",
-                 value_alpha: float = 0.4, value_beta: float = 0.4, value_scale: float = 1.0,
-                 content_scale: float = 0.0,
-                 patch_embed: Literal["base", "whitened"] = "base",
+                 value_init: Literal["mimetic", "base"] = "mimetic",
+                 value_alpha: float = 0.4, value_beta: float = 0.4,
                  constant_share: float = 0.0,
-                 calibrated: bool = False,
                  images: Tensor | None = None) -> None:
     """Let every head of every block of a ViT attend to one neighbour, as a convolution does.
 
@@ -305,11 +292,8 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     | if `reserve`: patch_embed.proj, attn.proj, | 0 in the rows (weight and bias) that write to |
     |   mlp.fc2, cls_, dist_, reg_token; V       |   the D_p channels; V: 0 in those columns     |
     | unless `mlp_reads_code`: mlp.fc1           | 0 in the D_p columns                          |
-    | unless patch_embed is "base": patch_embed  | principal directions of patches of `images`   |
-    | unless content_scale is 0: patch_embed     | multiplied by one factor                      |
     | unless constant_share is 0: two channels   | ± a constant in pos_embed; else as the D_p    |
     | unless constant_share is 0: LayerNorms     | weight above 1; 0 for the two channels        |
-    | if `calibrated`: LayerNorms                | weight and bias by images                     |
     | everything else                            | as `base` drew it                             |
 
     The module's docstring explains the options. Raises ValueError for a model without a learned
@@ -323,7 +307,6 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     check_choices(offsets=offsets, target=target, code=code, waves_of_heads=waves_of_heads,
                   value_init=value_init, bias_channels=bias_channels, constant_share=constant_share,
                   reserve=reserve)
-    require_not_negative(value_alpha=value_alpha)
     cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size
     plan = plan_code(model, code_channels=code_channels, period=period, bias_channels=bias_channels,
                      disjoint=waves_of_heads == "disjoint", reserve=reserve)
@@ -343,18 +326,15 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator,
     clear_channels(model, reserved)
     if not mlp_reads_code:
         shield_from_mlps(model, plan.channels)
-    content = write_content(model, patch_embed=patch_embed, content_scale=content_scale,
-                            images=images, first=reserved)
     for number, block in enumerate(model.blocks):
         if value_init == "mimetic":
             write_values_beside(block.attn, reserved, alpha=value_alpha, beta=value_beta,
                                 generator=generator)
-        elif value_init == "identity":
-            write_identity_values(block.attn, reserved, value_scale)
         heads = block.attn.num_heads
         chosen = head_offsets(heads, cells, offsets, generator, first=number * heads)
         write_queries_keys(block.attn, [factors(masses[number], head % len(plan.groups), offset)
                                         for head, offset in enumerate(chosen)])
-    scale_queries_keys(model, stream_scales(model, reserved, code_rms, content), amplitude)
-    write_steady_norms(model, constants=constants, share=constant_share, calibrated=calibrated,
-                       images=images, generator=generator)
+    scale_queries_keys(model, stream_scales(model, reserved, code_rms), amplitude)
+    if constant_share:
+        write_steady_norms(model, constants=constants, share=constant_share, images=images,
+                           generator=generator)

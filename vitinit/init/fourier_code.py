@@ -35,15 +35,17 @@ logits, so that the logit at the target is 0 whatever the standard deviation; se
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..filters import Offset
-from .factorize import STEEPEST, smallest_reaching
 
 GOLDEN_ANGLE = math.pi * (3.0 - math.sqrt(5.0))
 BIAS_CHANNELS = 3
+STEEPEST = 1e3          # a mass that needs a larger logit than this counts as out of reach
+BISECTIONS = 60         # more than a double has significant bits
 
 
 def waves(grid: tuple[int, int], period: float = 1.0) -> Tensor:
@@ -128,6 +130,22 @@ def impulse_weights(frequencies: Tensor, grid: tuple[int, int], period: float,
                          f"grid a mass of {mass:g}; use more channels, a lower target_mass or a shorter "
                          "period")
     return torch.full((len(frequencies),), logit / len(frequencies), dtype=torch.float64)
+
+
+def smallest_reaching(reached: Callable[[float], bool], largest: float) -> float | None:
+    """The smallest number in [0, largest] for which `reached` is true, or None.
+
+    Returns None if `reached` is false for `largest`. The search is a bisection, so `reached` must
+    be monotone: true for all numbers above the smallest for which it is true. An example is whether
+    the mass of a target, which grows with the scale of the logits, exceeds a wanted value.
+    """
+    if not reached(largest):
+        return None
+    low, high = 0.0, largest
+    for _ in range(BISECTIONS):
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high
 
 
 def rotated_factors(frequencies: Tensor, chosen: Tensor, weights: Tensor,

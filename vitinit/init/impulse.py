@@ -24,41 +24,27 @@ impulse_scale, noise_scale, noise_std: the map to be factorised is impulse_scale
     not zero and noise elsewhere, noise_scale times a normal of standard deviation noise_std cut
     at ±2 (in the paper 40 · H + Z, Z normal). A row whose target is off the grid is therefore
     all noise. The noise is drawn anew for every head and block.
-value_init: "mimetic" as in the released code; "base" as the paper's text says; or "identity" (ours):
-    each head shifts its own channels, see values.py.
+value_init: "mimetic" as in the released code, or "base" as the paper's text says.
 value_alpha, value_beta: of the mimetic V·proj (arXiv 2305.09828).
-value_scale: V·proj is value_scale · I with "identity"; it may be negative.
-content_scale: the root mean square of the patches' content relative to that of the position
-    embedding before the first block; 0 leaves it as the base draws it. Content enlarges the
-    standard deviation by which LayerNorm divides, so Q and K are multiplied by its expected
-    growth, and the logits of positions stay those that were solved for. Ours.
-patch_embed: "whitened" writes principal directions of patches of training images instead of the
-    base's draw; see content.py. Ours.
-images: (n, 3, H, W), normalised training images that "whitened" reads; no option, train.py gives them.
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..filters import Offset, convolution_matrix, impulse_kernel, offsets_on_grid
+from ..filters import (OFFSETS, Offset, convolution_matrix, head_offsets, impulse_kernel,
+                       offsets_on_grid)
 from ..mixing import target_mass
 from ..models.attention import attention_weights
 from ..models.vit import VisionTransformer
 from .baseline import Base, draw_base, truncated_normal_
-from .content import write_content
-from .factorize import numerical_rank, position_basis, query_key_factors
 from .mimetic import write_values
-from .options import require_not_negative
-from .values import write_identity_values
 
-OFFSETS = ("ordered", "rotating", "random")
-VALUE_INITS = ("mimetic", "identity", "base")
 RELEASED_RANK = 64      # head_dim of ViT-T, S and B
 NEAR_UNIFORM = 2.0      # in multiples of uniform attention: the least that one head must reach
 
@@ -72,11 +58,8 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
             qk_norm: float = 7.0, rank: int = 0,
             impulse_scale: float = 1000.0,
             noise_scale: float = 3.0, noise_std: float = 0.6,
-            value_init: Literal["mimetic", "identity", "base"] = "mimetic",
-            value_alpha: float = 0.4, value_beta: float = 0.4, value_scale: float = 1.0,
-            content_scale: float = 0.0,
-            patch_embed: Literal["base", "whitened"] = "base",
-            images: Tensor | None = None) -> None:
+            value_init: Literal["mimetic", "base"] = "mimetic",
+            value_alpha: float = 0.4, value_beta: float = 0.4) -> None:
     """Solve Q and K so that softmax(P Q Kᵀ Pᵀ) is near an impulse convolution in every head.
 
     This is Algorithm 1 of arXiv 2505.19985. P is the position embedding, H the convolution matrix
@@ -86,11 +69,8 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     |-------------------------------------------|--------------------------------------------------|
     | pos_embed, all rows                       | base × pos_embed_scale                           |
     | every block: attn.qkv.weight, Q, K rows   | factors of impulse_scale · H + noise, see below  |
-    | every block: attn.qkv.weight, V rows,     | value_init "mimetic": factors of                 |
-    |   attn.proj.weight                        |   αZ − βI; "identity": value_scale · I           |
-    | unless patch_embed is "base": patch_embed | principal directions of patches of `images`      |
-    | unless content_scale is 0: patch_embed,   | multiplied by one factor; Q and K by             |
-    |   and Q, K                                |   √(1 + content_scale²)                          |
+    | every block: attn.qkv.weight, V rows,     | value_init "mimetic": factors of αZ − βI         |
+    |   attn.proj.weight                        |                                                  |
     | everything else                           | as `base` drew it                                |
 
     The module's docstring explains the options.
@@ -103,9 +83,14 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     if not model.learns_positions:
         _refuse(model.pos_embed[0, model.num_prefix_tokens:],
                 "the model's fixed 2-D sin-cos position embedding")
-    check_options(offsets=offsets, value_init=value_init, rank=rank, qk_norm=qk_norm,
-                  impulse_scale=impulse_scale)
-    require_not_negative(noise_scale=noise_scale, noise_std=noise_std, value_alpha=value_alpha)
+    if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
+        raise ValueError(f"offsets is {offsets!r} and value_init is {value_init!r}; expected one of "
+                         f"{', '.join(OFFSETS)}, and mimetic or base")
+    if not (rank >= 0 and qk_norm > 0 and impulse_scale > 0
+            and noise_scale >= 0 and noise_std >= 0 and value_alpha >= 0):
+        raise ValueError(f"rank is {rank}, qk_norm {qk_norm}, impulse_scale {impulse_scale}, noise_scale "
+                         f"{noise_scale}, noise_std {noise_std} and value_alpha {value_alpha}; expected "
+                         "qk_norm and impulse_scale > 0 and the others ≥ 0")
     cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size, before any draw
     draw_base(model, base, generator)
 
@@ -117,8 +102,6 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     head_dim = model.blocks[0].attn.head_dim
     basis = position_basis(positions,
                            min(rank or default_rank(*positions.shape), head_dim, directions))
-
-    write_content(model, patch_embed=patch_embed, content_scale=content_scale, images=images)
 
     # The same impulse maps recur in every block; only their noise is drawn anew.
     @cache
@@ -139,21 +122,6 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
                             model.grid)
         if value_init == "mimetic":
             write_values(block.attn, alpha=value_alpha, beta=value_beta, generator=generator)
-        elif value_init == "identity":
-            write_identity_values(block.attn, 0, value_scale)
-        block.attn.q_weight.mul_(math.sqrt(1.0 + content_scale**2))
-        block.attn.k_weight.mul_(math.sqrt(1.0 + content_scale**2))
-
-
-def check_options(*, offsets: str, value_init: str, rank: int, qk_norm: float,
-                  impulse_scale: float) -> None:
-    """Raise ValueError for a word that is no choice, and for numbers out of range."""
-    if offsets not in OFFSETS or value_init not in VALUE_INITS:
-        raise ValueError(f"offsets is {offsets!r} and value_init is {value_init!r}; expected one of "
-                         f"{', '.join(OFFSETS)}, and one of {', '.join(VALUE_INITS)}")
-    if rank < 0 or qk_norm <= 0 or impulse_scale <= 0:
-        raise ValueError(f"rank is {rank}, qk_norm {qk_norm} and impulse_scale {impulse_scale}; "
-                         "expected rank ≥ 0 and the others > 0")
 
 
 def default_rank(tokens: int, dim: int) -> int:
@@ -175,6 +143,62 @@ def with_noise(maps: Tensor, scale: float, std: float, generator: torch.Generato
     return torch.where(maps == 0, scale * noise, maps)
 
 
+@dataclass(frozen=True)
+class PositionBasis:
+    """The part of a position embedding that can be inverted.
+
+    Let X = LayerNorm(P), (N, D), and XᵀX = W diag(s) Wᵀ, cut to the `rank` largest eigenvalues s.
+    `directions` is W, (D, rank), with orthonormal columns. `inverse` is diag(1/s) Wᵀ Xᵀ, (rank, N),
+    so that W @ inverse is the pseudo-inverse of X at that rank.
+    """
+
+    directions: Tensor
+    inverse: Tensor
+
+
+def position_basis(positions: Tensor, rank: int) -> PositionBasis:
+    """The basis of the `rank` largest directions of a position embedding.
+
+    positions: (N, D), after LayerNorm. rank: at most the numerical rank.
+
+    The truncation is essential. LayerNorm makes the rows of X sum to zero, so that XᵀX is singular.
+    And the smallest directions, each divided by its s, would take most of the norm of Q and K, which
+    flattens the map even without noise (lesson 2 shows it). The released code of arXiv 2505.19985
+    truncates, too; the paper does not mention it.
+    """
+    # The SVD of X gives √s and W without squaring the condition number, as XᵀX would.
+    _, values, directions = torch.linalg.svd(positions, full_matrices=False)
+    values, directions = values[:rank], directions[:rank].mT             # (r,), (D, r)
+    return PositionBasis(directions, (positions @ directions / values**2).mT)
+
+
+def numerical_rank(positions: Tensor) -> int:
+    """Number of singular values above max(N, D) · eps · the largest, as numpy and torch count."""
+    return int(torch.linalg.matrix_rank(positions))
+
+
+def query_key_factors(maps: Tensor, basis: PositionBasis, width: int,
+                      norm: float) -> tuple[Tensor, Tensor]:
+    """Q and K, each (..., width, D), for which X Qᵀ K Xᵀ is nearest to `maps` at the basis' rank.
+
+    maps: (..., N, N). width: rows of Q and K, the head's width; rows beyond the rank are zero.
+    norm: the Frobenius norm of Q and of K.
+
+    This is Algorithm 1 of arXiv 2505.19985: M̂ = X⁺ M X⁺ᵀ = U S Vᵀ, Qᵀ = U√S and Kᵀ = V√S, each
+    divided by its Frobenius norm and multiplied by `norm`. Since M̂ = W C Wᵀ with orthonormal W, it
+    suffices to compute the SVD of the (rank, rank) matrix C.
+    """
+    core = basis.inverse @ maps @ basis.inverse.mT                       # (..., r, r)
+    left, values, right = torch.linalg.svd(core)
+    roots = values[..., None, :width].sqrt()
+    query = basis.directions @ (left[..., :width] * roots)               # (..., D, ≤ width)
+    key = basis.directions @ (right.mT[..., :width] * roots)
+    padding = (0, width - query.shape[-1])
+    return tuple(torch.nn.functional.pad(
+        norm * factor / torch.linalg.matrix_norm(factor, keepdim=True), padding).mT
+        for factor in (query, key))
+
+
 def normalised_positions(model: VisionTransformer) -> Tensor:
     """The position embedding of the patch tokens after a LayerNorm of gain 1 and bias 0: (N, D).
 
@@ -182,20 +206,6 @@ def normalised_positions(model: VisionTransformer) -> Tensor:
     """
     positions = model.pos_embed[0, model.num_prefix_tokens:]
     return nn.functional.layer_norm(positions, positions.shape[-1:], eps=model.blocks[0].norm1.eps)
-
-
-def head_offsets(num_heads: int, cells: list[Offset], offsets: str, generator: torch.Generator,
-                 *, first: int = 0) -> list[Offset]:
-    """The offset of each head of one block.
-
-    offsets: "ordered", "rotating" or "random". first: number of heads in all blocks before this
-        one, from which "rotating" goes on counting.
-    """
-    if offsets == "random":
-        draws = torch.randint(len(cells), (num_heads,), generator=generator)
-        return [cells[draw] for draw in draws]
-    start = first if offsets == "rotating" else 0
-    return [cells[(start + head) % len(cells)] for head in range(num_heads)]
 
 
 def _refuse_uniform(weights: Tensor, offsets: list[Offset], grid: tuple[int, int]) -> None:

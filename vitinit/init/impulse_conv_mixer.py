@@ -6,11 +6,9 @@ from typing import Literal
 
 import torch
 
-from ..filters import impulse_kernel, ordered_offsets
-from ..models.conv_mixer import ConvMixer, DepthwiseConv
+from ..filters import OFFSETS, head_offsets, impulse_kernel, ordered_offsets
+from ..models.conv_mixer import ConvMixer
 from .baseline import Base, draw_base
-from .filters_conv_mixer import write_kernels
-from .impulse import OFFSETS, head_offsets
 
 
 @torch.no_grad()
@@ -23,8 +21,7 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
 
     | tensor (every block)       | value                                                        |
     |----------------------------|--------------------------------------------------------------|
-    | blocks.i.0.fn.0.weight     | gain at the filter's offset, 0 elsewhere; in dense filters   |
-    |                            |   the matrix of that kernel                                  |
+    | blocks.i.0.fn.0.weight     | gain at the filter's offset, 0 elsewhere                     |
     | blocks.i.0.fn.0.bias       | 0                                                            |
     | everything else            | as `base` drew it                                            |
 
@@ -36,13 +33,8 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
     gain: the value of the impulse. The paper's code uses √⅓, the expected norm of a filter that
         PyTorch draws.
 
-    Raises ValueError for a model whose filters are a softmax of weights, since that is an impulse
-    only for infinite weights, and for options out of range.
+    Raises ValueError for options out of range.
     """
-    first = model.depthwise(model.blocks[0])
-    if isinstance(first, DepthwiseConv) and first.softmax:
-        raise ValueError("init 'impulse' writes filters, and the model's are a softmax of weights; "
-                         "set softmax_filters = false")
     if offsets not in OFFSETS:
         raise ValueError(f'offsets is {offsets!r}, expected one of {", ".join(OFFSETS)}')
     if gain == 0:
@@ -55,22 +47,9 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
     draw_base(model, base, generator)
 
     for number, block in enumerate(model.blocks):
-        mixing = model.depthwise(block)
-        filters = len(mixing.weight)
+        depthwise = model.depthwise(block)
+        filters = len(depthwise.weight)
         chosen = head_offsets(filters, cells, offsets, generator, first=number * filters)
         kernels = torch.stack([gain * impulse_kernel(offset, size) for offset in chosen])
-        write_kernels(mixing, kernels, model.grid)
-        mixing.bias.zero_()
-
-
-def deep_impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
-                            base: Base = "default",
-                            kernel_size: int = 0,
-                            gain: float = 1.0) -> None:
-    """`impulse_conv_mixer` with offsets that rotate over filters and blocks.
-
-    A ConvMixer's convolutions are exact at every depth, so nothing else distinguishes
-    `deep_impulse`.
-    """
-    impulse_conv_mixer(model, generator=generator, base=base, kernel_size=kernel_size,
-                       offsets="rotating", gain=gain)
+        depthwise.weight.copy_(kernels[:, None])                         # (F, 1, k, k)
+        depthwise.bias.zero_()

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..filters import convolution_matrix, impulse_kernel, offsets_on_grid
+from ..filters import convolution_matrix, head_offsets, impulse_kernel, offsets_on_grid
 from ..models import SimpleViT, VisionTransformer
 from .baseline import Base, draw_base
-from .impulse import head_offsets
 
 PseudoInput = Literal["pos_embed", "uniform", "normal", "pos_embed+uniform", "pos_embed+normal"]
 PSEUDO_INPUTS = get_args(PseudoInput)

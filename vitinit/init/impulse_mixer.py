@@ -6,12 +6,10 @@ from typing import Literal
 
 import torch
 
-from ..filters import convolution_matrix, impulse_kernel, offsets_on_grid
+from ..filters import convolution_matrix, head_offsets, impulse_kernel, offsets_on_grid
 from ..models.layers import Mlp
 from ..models.mlp_mixer import MlpMixer
 from .baseline import Base, draw_base
-from .impulse import head_offsets
-from .options import require_positive
 
 
 @torch.no_grad()
@@ -46,9 +44,9 @@ def impulse_mixer(model: MlpMixer, *, generator: torch.Generator,
     """
     if offsets not in ("ordered", "random"):
         raise ValueError(f'offsets is {offsets!r}, expected "ordered" or "random"')
-    if gain == 0:
-        raise ValueError("gain is 0, so that no token is shifted; expected another number")
-    require_positive(linear_bias=linear_bias)        # GELU is nearly linear only well above 0
+    if gain == 0 or not linear_bias > 0:             # GELU is nearly linear only well above 0
+        raise ValueError(f"gain is {gain} and linear_bias {linear_bias}; expected a gain other than 0, at "
+                         "which no token is shifted, and linear_bias > 0")
     tokens = model.grid[0] * model.grid[1]
     hidden = model.blocks[0].mlp_tokens.fc1.out_features
     if hidden < tokens:

@@ -21,12 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..filters import Offset, offsets_on_grid
+from ..filters import Offset, head_offsets, offsets_on_grid
 from ..models.layers import sincos_frequencies
 from ..models.simple_vit import SimpleViT
 from .baseline import Base, draw_base
-from .factorize import STEEPEST, smallest_reaching
-from .impulse import head_offsets
+from .fourier_code import STEEPEST, smallest_reaching
 
 
 @dataclass(frozen=True)

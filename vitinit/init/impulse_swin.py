@@ -7,12 +7,10 @@ from typing import Literal
 
 import torch
 
-from ..filters import ordered_offsets
+from ..filters import OFFSETS, head_offsets, ordered_offsets
 from ..models.swin import SwinTransformer
 from .baseline import Base, draw_base
-from .impulse import OFFSETS, head_offsets
 from .mimetic import write_values
-from .options import require_not_negative
 
 
 @torch.no_grad()
@@ -50,7 +48,6 @@ def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
                          f'{", ".join(OFFSETS)}, and "mimetic" or "base"')
     if not 0.0 < target_mass < 1.0:
         raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
-    require_not_negative(value_alpha=value_alpha)
     blocks = [block for stage in model.layers for block in stage.blocks]
     narrowest = min(min(block.window) for block in blocks)
     if kernel_size // 2 >= narrowest:
@@ -74,15 +71,3 @@ def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
                 table[row, head] = math.log(target_mass * (tokens - 1) / (1.0 - target_mass))
         if value_init == "mimetic":
             write_values(attention, alpha=value_alpha, beta=value_beta, generator=generator)
-
-
-def deep_impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
-                      base: Base = "default",
-                      kernel_size: int = 3,
-                      target_mass: float = 0.9) -> None:
-    """`impulse_swin` with offsets that rotate over heads and blocks.
-
-    The bias of a Swin acts equally at every depth, so nothing else distinguishes `deep_impulse`.
-    """
-    impulse_swin(model, generator=generator, base=base, kernel_size=kernel_size, offsets="rotating",
-                 target_mass=target_mass)

@@ -15,9 +15,6 @@ from torch import Tensor
 from ..models import SimpleViT, SwinTransformer, VisionTransformer
 from ..models.attention import Attention
 from .baseline import Base, draw_base
-from .content import write_content
-from .factorize import balanced_factors
-from .options import require_not_negative
 
 
 @torch.no_grad()
@@ -26,10 +23,7 @@ def mimetic(model: VisionTransformer | SwinTransformer, *, generator: torch.Gene
             qk_init: Literal["mimetic", "base"] = "mimetic",
             qk_alpha: float = 0.7, qk_beta: float = 0.7,
             value_init: Literal["mimetic", "base"] = "mimetic",
-            value_alpha: float = 0.4, value_beta: float = 0.4,
-            content_scale: float = 0.0,
-            patch_embed: Literal["base", "whitened"] = "base",
-            images: Tensor | None = None) -> None:
+            value_alpha: float = 0.4, value_beta: float = 0.4) -> None:
     """Make Q Kᵀ ≈ αZ + βI in every head and V·proj ≈ αZ − βI in every block (arXiv 2305.09828, §3).
 
     | tensor (every block)            | value                                                    |
@@ -38,13 +32,10 @@ def mimetic(model: VisionTransformer | SwinTransformer, *, generator: torch.Gene
     |                                 |   per head                                               |
     | attn.qkv.weight, V rows;        | factors of value_alpha · Z − value_beta · I, so that     |
     | attn.proj.weight                | x ↦ x @ (αZ − βI) where attention is the identity        |
-    | patch_embed, if its options ask | see below                                                |
     | everything else                 | as `base` drew it                                        |
 
     qk_init, value_init: "base" leaves that half of the attention as `base` drew it, so that the
         effect of the other half can be seen alone.
-    content_scale, patch_embed, images: as for `impulse`, but that Q and K stay as they are; for a ViT
-        alone. Not in the paper.
 
     Z is uniform with mean 0 and variance 1/D. The defaults are the paper's constants for ViT. As in
     the released code of arXiv 2505.19985, every head has its own Z and pos_embed is left alone (the
@@ -54,13 +45,7 @@ def mimetic(model: VisionTransformer | SwinTransformer, *, generator: torch.Gene
     if qk_init not in ("mimetic", "base") or value_init not in ("mimetic", "base"):
         raise ValueError(f'qk_init is {qk_init!r} and value_init is {value_init!r}; expected "mimetic" '
                          'or "base"')
-    require_not_negative(qk_alpha=qk_alpha, value_alpha=value_alpha)
     draw_base(model, base, generator)
-    if isinstance(model, VisionTransformer):
-        write_content(model, patch_embed=patch_embed, content_scale=content_scale, images=images)
-    elif content_scale or patch_embed != "base":
-        raise ValueError("content_scale and patch_embed are for a ViT, whose content is added to a "
-                         "position embedding; leave them out")
     for attention in attentions(model):
         if qk_init == "mimetic":
             write_queries_keys(attention, alpha=qk_alpha, beta=qk_beta, generator=generator)
@@ -80,7 +65,6 @@ def mimetic_simple_vit(model: SimpleViT, *, generator: torch.Generator,
     | attn.query, attn.key, if free   | such factors of matrices (N, N), which are the logits    |
     | everything else                 | as `base` drew it, including V and proj                  |
     """
-    require_not_negative(qk_alpha=qk_alpha)
     draw_base(model, base, generator)
     for attention in (block.attn for block in model.blocks):
         free = attention.reads == "free"
@@ -130,11 +114,32 @@ def write_values(attention: Attention, *, alpha: float, beta: float,
 
 def noisy_identity(dim: int, alpha: float, beta: float, like: Tensor,
                    generator: torch.Generator) -> Tensor:
-    """(D, D): alpha · Z + beta · I, where Z is uniform with mean 0 and variance 1/D; alpha ≥ 0.
+    """(D, D): alpha · Z + beta · I, where Z is uniform with mean 0 and variance 1/D.
 
-    Z and −Z have the same distribution, so a negative alpha would mean nothing new.
+    Raises ValueError for a negative alpha, which would mean nothing new, or NaN.
     """
+    if not alpha >= 0:
+        raise ValueError(f"the factor of the noise Z is {alpha}, expected a number ≥ 0")
     bound = alpha * (3.0 / dim) ** 0.5               # U(-b, b) has variance b² / 3
     matrix = torch.empty(dim, dim, dtype=like.dtype).uniform_(-bound, bound, generator=generator)
     matrix.diagonal().add_(beta)
     return matrix
+
+
+def balanced_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The best rank-`rank` approximation U S Vᵀ of a matrix, as the factors U √S and V √S.
+
+    matrix: (..., n, n). Returns (left, right), each (..., n, rank), in decreasing order of singular
+        value; the approximation is left @ rightᵀ.
+
+    The factors are computed from the eigenvectors of MᵀM, which for large matrices costs half as
+    much as an SVD: left = M V / √S, so that left @ rightᵀ = M V Vᵀ is as exact as V is orthogonal.
+    Squaring loses precision only in the balance between the factors: singular values below √eps
+    times the largest are not split evenly but go to `right`.
+    """
+    squares, vectors = torch.linalg.eigh(matrix.mT @ matrix)             # in increasing order
+    vectors = vectors[..., -rank:].flip(-1)                              # (..., n, r), decreasing
+    values = squares[..., -rank:].flip(-1).clamp_min(0.0).sqrt()         # (..., r)
+    floor = values[..., :1] * torch.finfo(matrix.dtype).eps ** 0.5
+    roots = values.clamp_min(floor.clamp_min(torch.finfo(matrix.dtype).tiny)).sqrt()
+    return matrix @ vectors / roots[..., None, :], vectors * roots[..., None, :]

@@ -21,23 +21,21 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..filters import Offset, ordered_offsets
+from ..filters import head_offsets, ordered_offsets
 from ..mixing import shares_of_patches, target_mass
 from ..models import SimpleViT, SwinTransformer, VisionTransformer
-from ..models.attention import attention_weights
+from ..models.attention import Attention, attention_weights
+from ..models.simple_vit import SimpleAttention
 from . import init_function
 from .code_plan import code_size, slowest_waves
-from .content import known_content
 from .deep_impulse import masses_by_block
-from .impulse import head_offsets, normalised_positions
-from .mimetic import attentions
-from .steady_norms import constant_slice
+from .impulse import normalised_positions
 from .stream_scales import stream_scales
 
 AIMED = ("impulse", "impulse_gd", "deep_impulse", "mimetic")
@@ -45,8 +43,6 @@ FAINT = 0.3             # a mass below this causes a warning
 REACHED = 0.9           # share of the wanted target_mass that counts as having reached it
 SHARPER = 2.0           # multiple of qk_norm for which the warning states the mass
 AT_ONCE = 8             # images per forward pass, whose attention matrices are all computed
-
-HeadMaps = Callable[[int], Tensor]   # head → its attention, (1, N, N)
 
 
 class Mass(NamedTuple):
@@ -62,14 +58,15 @@ class Mass(NamedTuple):
         The numbers are means over the blocks, or one for each block where they differ by more than
         0.05, with "–" for a block that has no such head.
         """
-        kinds = {kind: (values, known)
-                 for kind, values in (("centre", self.centre), ("other", self.others))
-                 if (known := [value for value in values if not math.isnan(value)])}
-        shown = [_decimal(_mean(known)) if max(known) - min(known) <= 0.05 else
-                 " ".join("–" if math.isnan(value) else _decimal(value) for value in values)
-                 for values, known in kinds.values()]
-        return (f"{' / '.join(shown)} (uniform {_decimal(_mean(self.uniform))}) on the targets of "
-                f"{' / '.join(kinds)} heads")
+        shown, kinds = [], []
+        for kind, values in (("centre", self.centre), ("other", self.others)):
+            known = [value for value in values if value == value]        # not NaN
+            if known:
+                kinds.append(kind)
+                shown.append(_decimal(sum(known) / len(known)) if max(known) - min(known) <= 0.05 else
+                             " ".join(_decimal(value) if value == value else "–" for value in values))
+        uniform = _decimal(sum(self.uniform) / len(self.uniform))
+        return f"{' / '.join(shown)} (uniform {uniform}) on the targets of {' / '.join(kinds)} heads"
 
 
 @torch.no_grad()
@@ -79,8 +76,7 @@ def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any],
 
     The model runs in evaluation mode, and is left as it was.
     """
-    return _mass(model, name, all_options(model, name, options),
-                 lambda chosen: image_readers(model, images))
+    return _mass(model, name, options, lambda chosen: iter(maps_on_images(model, images)))
 
 
 @torch.no_grad()
@@ -97,31 +93,35 @@ def position_mass(model: nn.Module, name: str, options: Mapping[str, Any], *,
     token itself. If offsets were drawn at random, the target of a head is the offset of the kernel
     to which it attends most.
     """
-    return _mass(model, name, all_options(model, name, options),
-                 lambda chosen: readers(model, name, chosen, sharper))
+    return _mass(model, name, options,
+                 lambda chosen: maps_on_positions(model, name, chosen, sharper))
 
 
-def _mass(model: nn.Module, name: str, chosen: dict[str, Any], read_by: Callable) -> Mass | None:
-    """The masses of the maps that `read_by`, a function of all options, returns as `readers` does."""
+def _mass(model: nn.Module, name: str, options: Mapping[str, Any],
+          maps: Callable[[dict[str, Any]], Iterator[Tensor]]) -> Mass | None:
+    """The masses of the attention, (h, N, N) per block, that `maps`, a function of all options, yields."""
     families = (VisionTransformer, SimpleViT) + (SwinTransformer,) * (name != "mimetic")
-    if (name not in AIMED or not isinstance(model, families)
-            or chosen.get("qk_init") == "base" or chosen.get("target") == "gaussian"):
+    if name not in AIMED or not isinstance(model, families):
+        return None
+    chosen = all_options(model, name, options)
+    if chosen.get("qk_init") == "base" or chosen.get("target") == "gaussian":
         return None
     cells = [(0, 0)] if name == "mimetic" else ordered_offsets(chosen["kernel_size"])
-    assignment = "ordered" if name == "mimetic" else chosen.get("offsets", "rotating")
-    maps, grids = read_by(chosen)
-
-    masses, heads_before = Mass([], [], []), 0
-    for (heads, read), grid in zip(maps, grids):
-        targets = None if assignment == "random" else head_offsets(
-            heads, cells, assignment, torch.Generator(), first=heads_before)
-        heads_before += heads
-        centre, others = [], []
-        for head in range(heads):
-            offset, mass = reached(read(head), cells if targets is None else [targets[head]], grid)
-            (centre if offset == (0, 0) else others).append(mass)
-        masses.centre.append(_mean(centre))
-        masses.others.append(_mean(others))
+    assignment = "ordered" if name == "mimetic" else chosen["offsets"]
+    masses, before = Mass([], [], []), 0
+    for layer, weights in zip(attention_layers(model), maps(chosen)):
+        grid, heads = getattr(layer, "window", model.grid), layer.num_heads
+        if assignment == "random":
+            by_cell = torch.stack([target_mass(weights, [cell] * heads, grid) for cell in cells])
+            found, best = by_cell.max(0)                                 # (h,) each
+            targets = [cells[index] for index in best]
+        else:
+            targets = head_offsets(heads, cells, assignment, torch.Generator(), first=before)
+            found = target_mass(weights, targets, grid)
+        before += heads
+        centred = torch.tensor([target == (0, 0) for target in targets])
+        masses.centre.append(found[centred].mean().item())               # NaN where there is none
+        masses.others.append(found[~centred].mean().item())
         masses.uniform.append(1.0 / math.prod(grid))
     return masses
 
@@ -132,58 +132,47 @@ def all_options(model: nn.Module, name: str, options: Mapping[str, Any]) -> dict
     return {key: parameter.default for key, parameter in parameters.items()} | dict(options)
 
 
-def reached(weights: Tensor, offsets: list[Offset], grid: tuple[int, int]) -> tuple[Offset, float]:
-    """The offset with the largest mass in weights, (1, N, N), and that mass; NaN without a target."""
-    masses = [target_mass(weights, [offset], grid).item() for offset in offsets]
-    best = max(range(len(offsets)), key=lambda index: (not math.isnan(masses[index]), masses[index]))
-    return offsets[best], masses[best]
+def attention_layers(model: nn.Module) -> list[Attention | SimpleAttention]:
+    """The attention layers of all blocks, from the first to the last."""
+    return [layer for layer in model.modules() if isinstance(layer, (Attention, SimpleAttention))]
 
 
-def readers(model: nn.Module, name: str, options: Mapping[str, Any], sharper: float,
-            ) -> tuple[list[tuple[int, HeadMaps]], list[tuple[int, int]]]:
-    """Return two lists with one entry per block: how to read its heads' attention, and its grid.
-
-    An entry of the first is the number of heads and a function head → (1, N, N), the attention of
-    that head on the position embedding alone.
-    """
+def maps_on_positions(model: nn.Module, name: str, options: Mapping[str, Any], sharper: float
+                      ) -> Iterator[Tensor]:
+    """Yield the attention of each block on the position embedding alone, (h, N, N)."""
     if isinstance(model, SwinTransformer):
-        return ([(attention.num_heads, _bias_reader(attention)) for attention in attentions(model)],
-                [attention.window for attention in attentions(model)])
-    grids = [model.grid] * len(model.blocks)
-    if isinstance(model, SimpleViT):
-        return [(block.attn.num_heads, _simple_reader(model, block)) for block in model.blocks], grids
-    if name == "deep_impulse":
-        count = code_size(slowest_waves(model, options["code_channels"], options["period"],
-                                        options["bias_channels"]), options["bias_channels"])
-        positions = torch.zeros_like(model.pos_embed[0, model.num_prefix_tokens:])
-        positions[:, :count] = model.pos_embed[0, model.num_prefix_tokens:, :count]       # (N, D)
-        constants = constant_slice(count, options["constant_share"], model.pos_embed.shape[2])
-        reserved = constants.stop if options["reserve"] else 0
-        content = known_content(model, patch_embed=options["patch_embed"], first=reserved,
-                                content_scale=options["content_scale"], constants=constants)
-        scales = stream_scales(model, reserved, options["code_rms"], content)
-        scaled = [positions / math.sqrt(scale) for scale in scales]
+        yield from (layer.relative_bias().softmax(-1) for layer in attention_layers(model))
+    elif isinstance(model, SimpleViT):
+        for block in model.blocks:
+            x = torch.zeros_like(model.pos_embed)    # (N, C): patches without content
+            if model.input_pos_embed:
+                x = block.norm1((1.0 - model.alpha) * model.pos_embed)
+            yield block.attn.mixing_weights(x[None], model.pos_embed)[0]
     else:
-        # Content makes the LayerNorm divide by more; for that Q and K are larger.
-        growth = math.sqrt(1.0 + options.get("content_scale", 0.0)**2) if name == "impulse" else 1.0
-        scaled = [normalised_positions(model) / growth] * len(model.blocks)
-    return [(block.attn.num_heads, _reader(block.attn, positions, sharper))
-            for block, positions in zip(model.blocks, scaled)], grids
+        scaled = [normalised_positions(model)] * len(model.blocks)
+        if name == "deep_impulse":
+            count = code_size(slowest_waves(model, options["code_channels"], options["period"],
+                                            options["bias_channels"]), options["bias_channels"])
+            positions = model.pos_embed[0, model.num_prefix_tokens:].clone()
+            positions[:, count:] = 0.0                                   # (N, D)
+            reserved = (count + 2 * bool(options["constant_share"])) * options["reserve"]
+            scaled = [positions / math.sqrt(scale)
+                      for scale in stream_scales(model, reserved, options["code_rms"])]
+        for block, positions in zip(model.blocks, scaled):
+            query, key, _ = block.attn.queries_keys_values(positions[None])      # (1, h, N, d) each
+            yield attention_weights(sharper**2 * query, key)[0]
 
 
-def image_readers(model: nn.Module, images: Tensor
-                  ) -> tuple[list[tuple[int, HeadMaps]], list[tuple[int, int]]]:
-    """As `readers`, but of a head's attention among the patches, averaged over `images`."""
-    swin = isinstance(model, SwinTransformer)
-    layers = attentions(model) if swin else [block.attn for block in model.blocks]
-    grids = [layer.window if swin else model.grid for layer in layers]
-    means: list[Tensor] = [images.new_zeros(())] * len(layers)                # (h, N, N) each
+def maps_on_images(model: nn.Module, images: Tensor) -> list[Tensor]:
+    """The attention of each block among the patches, averaged over `images`: (h, N, N) each."""
+    layers = attention_layers(model)
+    means: list[Tensor] = [images.new_zeros(())] * len(layers)
 
     def record(number: int) -> Callable:
         def hook(layer: nn.Module, arguments: tuple) -> None:
             weights = layer.mixing_weights(*arguments)                   # of images, or their windows
             means[number] = means[number] + len(batch) / len(images) * shares_of_patches(
-                weights, grids[number]).mean(0)
+                weights, getattr(layer, "window", model.grid)).mean(0)
         return hook
     hooks = [layer.register_forward_pre_hook(record(number)) for number, layer in enumerate(layers)]
     training = model.training
@@ -193,32 +182,7 @@ def image_readers(model: nn.Module, images: Tensor
     model.train(training)
     for hook in hooks:
         hook.remove()
-    return [(len(mean), lambda head, mean=mean: mean[head:head + 1]) for mean in means], grids
-
-
-def _reader(attention: nn.Module, positions: Tensor, sharper: float) -> HeadMaps:
-    def read(head: int) -> Tensor:
-        return attention_weights(sharper**2 * query[:, head], key[:, head])
-    query, key, _ = attention.queries_keys_values(positions[None])            # (1, h, N, d) each
-    return read
-
-
-def _simple_reader(model: SimpleViT, block: nn.Module) -> HeadMaps:
-    x = torch.zeros_like(model.pos_embed)            # (N, C): patches without content
-    if model.input_pos_embed:
-        x = block.norm1((1.0 - model.alpha) * model.pos_embed)
-    weights = block.attn.mixing_weights(x[None], model.pos_embed)        # (1, h, N, N)
-    return lambda head: weights[:, head]
-
-
-def _bias_reader(attention: nn.Module) -> HeadMaps:
-    weights = attention.relative_bias().softmax(-1)                      # (h, w², w²)
-    return lambda head: weights[head:head + 1]
-
-
-# ---------------------------------------------------------------------------------------------
-# The warning
-# ---------------------------------------------------------------------------------------------
+    return means
 
 
 def shortfall(mass: Mass, model: nn.Module, name: str, options: Mapping[str, Any]) -> str:
@@ -228,40 +192,26 @@ def shortfall(mass: Mass, model: nn.Module, name: str, options: Mapping[str, Any
     target_mass that was asked for, whichever is lower. `mimetic` asks for no mass, so it cannot
     fall short.
     """
-    if name == "mimetic":
-        return ""
-    wanted_mass = all_options(model, name, options).get("target_mass", 1.0)
-    asked = masses_by_block(wanted_mass, len(mass.uniform), mass.uniform[0])
-    for kind, values in (("centre", mass.centre), ("other", mass.others)):
-        short = [value for value, wanted in zip(values, asked)
+    options = all_options(model, name, options)
+    asked = masses_by_block(options.get("target_mass", 1.0), len(mass.uniform), mass.uniform[0])
+    for kind in ("centre", "others") if name != "mimetic" else ():
+        short = [value for value, wanted in zip(getattr(mass, kind), asked)
                  if value < min(FAINT, REACHED * wanted)]                # false for NaN
-        if short:
-            return (f"{kind} heads have only {_decimal(min(short))} of their attention on their target, "
-                    f"on the position embedding alone; {_advice(kind, min(short), model, name, options)}")
+        if not short:
+            continue
+        advice = "a larger head_dim, or fewer patches, would help"
+        if name == "impulse_gd":
+            advice = "renorm_every = 0, more steps or a larger step_size sharpen it"
+        elif name == "impulse" and isinstance(model, VisionTransformer):
+            sharp = position_mass(model, name, options, sharper=SHARPER)
+            would = min(value for value in getattr(sharp, kind) if value == value)
+            advice = "init deep_impulse with target_mass = 0.9 gives .9 in every block"
+            if would > 1.1 * min(short):
+                advice = (f"qk_norm = {SHARPER * options['qk_norm']:g} would give {_decimal(would)}, "
+                          f"{advice}")
+        return (f"{kind.replace('others', 'other')} heads have only {_decimal(min(short))} of their "
+                f"attention on their target, on the position embedding alone; {advice}")
     return ""
-
-
-def _advice(kind: str, mass: float, model: nn.Module, name: str, options: Mapping[str, Any]) -> str:
-    if name == "impulse_gd":
-        if "pos_embed" not in options.get("pseudo_input", "pos_embed"):
-            return 'pseudo_input = "pos_embed" would solve on the position embedding itself'
-        return ("renorm_every = 0, more steps or a larger step_size sharpen it"
-                + (", and init impulse needs no descent" if isinstance(model, SimpleViT)
-                   or model.learns_positions else ""))
-    if name != "impulse" or not isinstance(model, VisionTransformer):
-        return "a larger head_dim, or fewer patches, would help"
-    sharp = position_mass(model, name, options, sharper=SHARPER)
-    would = min(value for value in (sharp.centre if kind == "centre" else sharp.others)
-                if not math.isnan(value))
-    norm = SHARPER * all_options(model, name, options)["qk_norm"]
-    return (f"qk_norm = {norm:g} would give {_decimal(would)}, " if would > 1.1 * mass else "") + (
-        "init deep_impulse with target_mass = 0.9 gives .9 in every block; a wider model, or fewer and "
-        "larger patches, would help, too")
-
-
-def _mean(values: list[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
 
 
 def _decimal(value: float) -> str:

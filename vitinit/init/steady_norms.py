@@ -2,18 +2,13 @@
 
 LayerNorm divides each token by the token's own standard deviation. So a patch of plain sky leaves it
 as large as a patch with a strong edge: contrast is lost, and the noise of flat patches is amplified.
-Two things at the start prevent this, and both leave the model a plain ViT:
-
-1. *Constant channels.* Two channels of the stream hold +a and −a on every token. If a is large, all
-   tokens have nearly the same standard deviation, and LayerNorm divides them by nearly the same
-   number. Its weights make up for the smaller scale.
-2. *Calibration.* The weight and bias of every LayerNorm are set such that each channel of its output
-   has mean 0 and variance 1 over training images, as behind a BatchNorm.
-
-Both are measured by passing images through the model, one LayerNorm after the other (as LSUV does
-with weights, arXiv 1511.06422). Nothing is frozen: as the stream grows, the constant channels matter
-less, and LayerNorm becomes itself again. No paper is known to us that starts a LayerNorm like this.
-recipes/deep_impulse.md has what it was worth.
+*Constant channels* prevent this at the start and leave the model a plain ViT: two channels of the
+stream hold +a and −a on every token. If a is large, all tokens have nearly the same standard
+deviation, and LayerNorm divides them by nearly the same number. Its weights make up for the smaller
+scale; they are measured by passing images through the model, one LayerNorm after the other (as LSUV
+does with weights, arXiv 1511.06422). Nothing is frozen: as the stream grows, the constant channels
+matter less, and LayerNorm becomes itself again. No paper is known to us that starts a LayerNorm like
+this. recipes/deep_impulse.md has what it was worth.
 """
 
 from __future__ import annotations
@@ -21,7 +16,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models.vit import VisionTransformer
@@ -46,44 +40,35 @@ def constant_slice(first: int, share: float, dim: int) -> slice:
 
 
 @torch.no_grad()
-def write_steady_norms(model: VisionTransformer, *, constants: slice, share: float, calibrated: bool,
+def write_steady_norms(model: VisionTransformer, *, constants: slice, share: float,
                        images: Tensor | None, generator: torch.Generator) -> None:
-    """Write ±a into the constant channels of pos_embed, and the weight and bias of every LayerNorm.
+    """Write ±a into the constant channels of pos_embed, and the weight of every LayerNorm.
 
     constants: the constant channels, see `constant_slice`, to which no layer may write. The channels
         before them hold the code.
     share: of the variance of patch tokens over their channels, before the first block, how much is
-        to be due to the constant channels.
-    calibrated: whether channels behind the constants get weights and biases of their own. All other
-        channels get the weight that makes up for the constant channels: the standard deviation of
-        patch tokens with them over that without them.
+        to be due to the constant channels. All other channels get the weight that makes up for them:
+        the standard deviation of patch tokens with the constants over that without.
     images: (n, 3, H, W), normalised training images, of which the first MOST_IMAGES are used.
         Without them, images of white noise are drawn, and what layers read on photographs is then
         too small: a mean square of 0.8 in the first block and 0.5 in the last, where it should be
-        1 (6 blocks, CIFAR-10). `calibrated` refuses noise.
-
-    Does nothing if share is 0 and calibrated is False. Raises ValueError if `calibrated` gets no
-    images.
+        1 (6 blocks, CIFAR-10).
     """
-    if not share and not calibrated:
-        return
     if images is None:
-        if calibrated:
-            raise ValueError("calibrated = true reads training images, and none were given; train.py "
-                             "hands them over")
         height, width = model.patch_embed.image_size
         images = torch.empty(NOISE_IMAGES, 3, height, width).normal_(generator=generator)
     training = model.training
     model.eval()
     x = model.embed(images[:MOST_IMAGES].to(model.pos_embed))            # (n, P + N, D)
-    if share:
-        variance = share / (1.0 - share) * spread(x[:, model.num_prefix_tokens:])**2
-        size = math.sqrt(variance * x.shape[2] / CONSTANTS)
-        model.pos_embed[..., constants] = x[..., constants] = torch.tensor([size, -size]).to(x)
+    variance = share / (1.0 - share) * spread(x[:, model.num_prefix_tokens:])**2
+    size = math.sqrt(variance * x.shape[2] / CONSTANTS)
+    model.pos_embed[..., constants] = x[..., constants] = torch.tensor([size, -size]).to(x)
 
     def steady(norm: nn.LayerNorm, x: Tensor) -> Tensor:
         patches = x[:, model.num_prefix_tokens:] if x.ndim == 3 else x
-        write_norm(norm, patches, constants, calibrated)
+        others = torch.cat([patches[..., :constants.start], patches[..., constants.stop:]], dim=-1)
+        norm.weight.fill_(spread(patches) / spread(others))
+        norm.weight[constants] = 0.0                 # otherwise they would be large inputs of all layers
         return norm(x)
 
     for block in model.blocks:
@@ -91,22 +76,9 @@ def write_steady_norms(model: VisionTransformer, *, constants: slice, share: flo
         x = x + block.mlp(steady(block.norm2, x))
     if isinstance(model.norm, nn.LayerNorm):
         steady(model.norm, x)
-    else:                                            # the LayerNorm behind the pooling
+    else:                                            # the LayerNorm after the pooling
         steady(model.fc_norm, x[:, model.num_prefix_tokens:].mean(1))
     model.train(training)
-
-
-def write_norm(norm: nn.LayerNorm, x: Tensor, constants: slice, calibrated: bool) -> None:
-    """Write the weight and bias of one LayerNorm, given what it reads, (…, D)."""
-    others = torch.cat([x[..., :constants.start], x[..., constants.stop:]], dim=-1)
-    norm.weight.fill_(spread(x) / spread(others))
-    norm.weight[constants] = 0.0                     # otherwise they would be large inputs of all layers
-    if calibrated:
-        content = F.layer_norm(x, x.shape[-1:], eps=norm.eps)[..., constants.stop:].flatten(0, -2)
-        deviation, mean = torch.std_mean(content, dim=0)                 # (D − constants.stop,)
-        deviation = deviation.clamp(min=norm.eps)    # a channel may be the same on all tokens
-        norm.weight[constants.stop:] = 1.0 / deviation
-        norm.bias[constants.stop:] = -mean / deviation
 
 
 def spread(x: Tensor) -> float:

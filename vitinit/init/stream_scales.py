@@ -12,24 +12,21 @@ import torch
 import torch.nn.functional as F
 
 from ..models.vit import VisionTransformer
-from .content import content_mean_square
-
 ROWS_APART = 8          # every 8th row of independent draws is enough for their mean square
 # Assumptions of `stream_scales`, chosen so that every block reaches the default target mass both on
 # photographs at 224 px (ViT-T, S, B) and on CIFAR-10 (ViT-T with patch size 2).
 ALIKE = 0.7             # correlation of neighbouring tokens' content before the first block
 LESS_ALIKE = 0.4        # factor by which each block reduces it, because it mixes channels
+PIXELS = 2.0            # mean square of normalised pixels: 1 on average, but many patches have more
 
 
-def stream_scales(model: VisionTransformer, reserved: int, code_rms: float,
-                  content: float | None = None) -> list[float]:
+def stream_scales(model: VisionTransformer, reserved: int, code_rms: float) -> list[float]:
     """The expected mean square of the patch tokens before each block's first LayerNorm.
 
     reserved: number of channels to which only the position embedding writes. code_rms: of the code,
         see `deep_impulse`.
-    content: mean square of the patch embedding's output over all channels, where it is known.
 
-    Without `content`, the estimate starts with `content_mean_square`. Each branch then adds the
+    The estimate starts with `content_mean_square`. Each branch then adds the
     mean square of its output. Attention adds a further term: V·proj is partly a multiple of the
     identity, and neighbouring tokens are alike, so its output correlates with the stream.
     """
@@ -37,7 +34,7 @@ def stream_scales(model: VisionTransformer, reserved: int, code_rms: float,
     share = (dim - reserved) / dim                   # share of the channels that hold content
     position = model.pos_embed[0, model.num_prefix_tokens:]
     # Per channel that holds content.
-    content = content_mean_square(model, reserved) if content is None else content / share
+    content = content_mean_square(model, reserved)
     if reserved:
         content += position[:, reserved:].square().mean().item()
     scales = []
@@ -53,6 +50,17 @@ def stream_scales(model: VisionTransformer, reserved: int, code_rms: float,
         content += content * (energy / scale + common) / (dim - reserved)
         content += mlp_mean_square(block.mlp) * dim / (dim - reserved)
     return scales
+
+
+def content_mean_square(model: VisionTransformer, first: int = 0) -> float:
+    """The expected mean square of the patch embedding's output over its channels from `first` on.
+
+    A weight matrix drawn at random gives PIXELS · ‖w‖² + b² per channel on average over draws,
+    whatever the correlation between pixels.
+    """
+    weight, bias = (parameter[first:] for parameter in (model.patch_embed.proj.weight,
+                                                        model.patch_embed.proj.bias))
+    return (PIXELS * weight.flatten(1).square().sum(1) + bias.square()).mean().item()
 
 
 def mlp_mean_square(mlp: torch.nn.Module) -> float:

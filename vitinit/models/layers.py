@@ -1,4 +1,5 @@
-"""Parts shared by the models: patch embedding, MLP, stochastic depth, sin-cos position embeddings.
+"""Parts shared by the models: what a classifier is, patch embedding, MLP, stochastic depth, sin-cos
+position embeddings.
 
 The shape legend is in attention.py.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +16,84 @@ from einops import rearrange
 from torch import Tensor, nn
 
 LARGEST = 2**63         # sizes of tensors are below this
+
+
+class Tokens(NamedTuple):
+    """The tokens after a layer: patch tokens on their grid, and the prefix tokens before them."""
+
+    map: Tensor             # (B, H, W, C): patch tokens by row and column
+    prefix: Tensor          # (B, P, C): class, distillation, register tokens in this order; P ≥ 0
+
+
+class Features(NamedTuple):
+    """The features of images (B, 3, H, W)."""
+
+    blocks: tuple[Tokens, ...]  # after each chosen block, without the last norm
+    last: Tokens                # after the last block and the last norm, if there is one
+    pooled: Tensor              # (B, C), what the head reads; (B, 2·C) for a distilled ViT
+
+
+class Classifier(nn.Module):
+    """The base of every model family: logits = classify(features(images)).
+
+    A family defines `features(images, drop_path, blocks=…)`, which returns the tokens after the
+    chosen blocks and the pooled features that the head reads:
+
+    images: (B, 3, H, W), normalised.
+    drop_path: (branches, B) from `draw_drop_path`, or None; only in families whose
+        `drop_path_rates` are not empty.
+    blocks: block numbers, counted from 0; negative numbers count from the last block.
+
+    The constructors leave the weights as PyTorch's layers draw them; call `vitinit.init_weights`
+    before training.
+    """
+
+    num_prefix_tokens = 0           # class, distillation and register tokens
+    learns_positions = False        # whether there is a position embedding that is a parameter
+    drop_path_rates: tuple[float, ...] = ()
+
+    def __init__(self, num_classes: int, **sizes: float | Sequence[int]) -> None:
+        """num_classes: 0 stands for a model without a head, whose output is the pooled features.
+
+        sizes: by name; raises ValueError unless all are above 0.
+        """
+        super().__init__()
+        if not 0 <= num_classes < LARGEST:
+            raise ValueError(f"num_classes is {num_classes}, expected at least 0 (a model without a "
+                             "head)")
+        require_positive(**sizes)
+        self.num_classes = num_classes
+
+    def classify(self, features: Features) -> Tensor:
+        """The logits, (B, num_classes), from the pooled features."""
+        return self.head(features.pooled)
+
+    def forward(self, images: Tensor, drop_path: Tensor | None = None) -> Tensor:
+        """The logits, (B, num_classes), of images (B, 3, H, W); drop_path: see `Classifier`."""
+        given = () if drop_path is None else (drop_path,)
+        return self.classify(self.features(images, *given))
+
+
+def map_tokens(map: Tensor) -> Tokens:
+    """A feature map (B, H, W, C) as `Tokens`, of which none are prefix tokens."""
+    return Tokens(map, map.flatten(1, 2)[:, :0])
+
+
+def block_numbers(blocks: Sequence[int], depth: int) -> list[int]:
+    """Translate block numbers to 0 … depth − 1, in the order given.
+
+    Negative numbers count from the last block. Raises ValueError for a block that the model does
+    not have.
+    """
+    for block in blocks:
+        if not -depth <= block < depth:
+            raise ValueError(f"block {block} is asked for, but the model has blocks 0…{depth - 1}")
+    return [block % depth for block in blocks]
+
+
+def make_head(dim: int, num_classes: int) -> nn.Module:
+    """The last layer, (B, dim) → (B, num_classes); the identity for num_classes = 0."""
+    return nn.Linear(dim, num_classes) if num_classes else nn.Identity()
 
 
 def to_pair(value: int | Sequence[int]) -> tuple[int, int]:
@@ -106,9 +186,14 @@ class Mlp(nn.Module):
 # resume.
 
 
-def drop_path_rates(rate: float, depth: int, branches: int = 2) -> tuple[float, ...]:
-    """The drop rates of all branches: linear from 0 in the first block to `rate` in the last."""
-    return tuple(float(r) for r in np.linspace(0.0, rate, depth) for _ in range(branches))
+def drop_path_rates(rate: float, depth: int, first: float = 0.0) -> tuple[float, ...]:
+    """The drop rates of both branches of each block: linear from `first` in the first to `rate`.
+
+    Raises ValueError unless 0 ≤ rate < 1.
+    """
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"drop_path is {rate}, expected 0 ≤ drop_path < 1")
+    return tuple(float(r) for r in np.linspace(first, rate, depth) for _ in range(2))
 
 
 def draw_drop_path(rates: Sequence[float], batch: int, rng: np.random.Generator) -> Tensor:

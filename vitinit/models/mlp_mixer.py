@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from .features import Features, Tokens, block_numbers, make_head, require_classes
-from .layers import Mlp, PatchEmbed, add_branch, hidden_width, require_positive, to_pair
+from .layers import (Classifier, Features, Mlp, PatchEmbed, add_branch, block_numbers,
+                     drop_path_rates, hidden_width, make_head, map_tokens, to_pair)
 
 NORM_EPS = 1e-6
 
@@ -44,29 +44,21 @@ class MixerBlock(nn.Module):
         return add_branch(x, self.mlp_channels(self.norm2(x)), channels_scale)
 
 
-class MlpMixer(nn.Module):
+class MlpMixer(Classifier):
     """MLP-Mixer for images (B, 3, H, W) → logits (B, num_classes).
 
-    num_classes: 0 builds a model without a head, whose output is the pooled features.
     tokens_ratio, channels_ratio: hidden widths of the two MLPs, divided by embed_dim.
     drop_path: stochastic-depth rate, the same in every block, as in timm.
     """
-
-    num_prefix_tokens = 0
-    learns_positions = False        # not needed: the token MLP has weights for each position
 
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
                  patch_size: int | tuple[int, int], embed_dim: int, depth: int,
                  tokens_ratio: float = 0.5, channels_ratio: float = 4.0,
                  drop_path: float = 0.0) -> None:
-        super().__init__()
-        require_classes(num_classes)
-        require_positive(image_size=image_size, patch_size=patch_size, embed_dim=embed_dim,
-                         depth=depth, tokens_ratio=tokens_ratio, channels_ratio=channels_ratio)
-        if not 0.0 <= drop_path < 1.0:
-            raise ValueError(f"drop_path is {drop_path}, expected 0 ≤ drop_path < 1")
-        self.num_classes = num_classes
-        self.drop_path_rates = (drop_path,) * (2 * depth)
+        super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
+                         embed_dim=embed_dim, depth=depth, tokens_ratio=tokens_ratio,
+                         channels_ratio=channels_ratio)
+        self.drop_path_rates = drop_path_rates(drop_path, depth, first=drop_path)
         self.stem = Stem(image_size=to_pair(image_size), patch_size=to_pair(patch_size),
                          embed_dim=embed_dim)
         self.grid = self.stem.grid
@@ -80,33 +72,14 @@ class MlpMixer(nn.Module):
 
     def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
-        """Return the tokens after the chosen blocks, and the pooled features that the head reads.
-
-        images: (B, 3, H, W), normalised.
-        blocks: block numbers, counted from 0; negative numbers count from the last block.
-        drop_path: see `forward`.
-        """
+        """See `Classifier`; drop_path: (2·depth, B) or None."""
         wanted, seen = block_numbers(blocks, len(self.blocks)), {}
-        x = self.stem(images)                                            # (B, N, C)
         scales = [None] * len(self.blocks) if drop_path is None else drop_path.unflatten(0, (-1, 2))
+        x = self.stem(images)                                            # (B, N, C)
         for number, (block, scale) in enumerate(zip(self.blocks, scales)):
             x = block(x, scale)
             if number in wanted:
-                seen[number] = self.tokens(x)
+                seen[number] = map_tokens(x.unflatten(1, self.grid))
         x = self.norm(x)
-        return Features(tuple(seen[number] for number in wanted), self.tokens(x), x.mean(dim=1))
-
-    def tokens(self, x: Tensor) -> Tokens:
-        """(B, N, C) as `Tokens` on the grid; there are no prefix tokens."""
-        return Tokens(x.unflatten(1, self.grid), x[:, :0])
-
-    def classify(self, features: Features) -> Tensor:
-        """The logits, (B, num_classes), from the pooled features."""
-        return self.head(features.pooled)
-
-    def forward(self, images: Tensor, drop_path: Tensor | None = None) -> Tensor:
-        """Compute the logits, (B, num_classes), of normalised images, (B, 3, H, W).
-
-        drop_path: (2·depth, B) from `draw_drop_path`, or None.
-        """
-        return self.classify(self.features(images, drop_path))
+        return Features(tuple(seen[number] for number in wanted),
+                        map_tokens(x.unflatten(1, self.grid)), x.mean(dim=1))

@@ -19,9 +19,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import attention_weights
-from .features import Features, Tokens, block_numbers, make_head, require_classes
-from .layers import (Mlp, hidden_width, patch_grid, require_image_size, require_positive,
-                     sincos_position_embedding, to_pair)
+from .layers import (Classifier, Features, Mlp, block_numbers, hidden_width, make_head, map_tokens,
+                     patch_grid, require_image_size, sincos_position_embedding, to_pair)
 
 Reading = Literal["content", "mixed", "position", "free"]
 
@@ -132,10 +131,9 @@ class SimpleBlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class SimpleViT(nn.Module):
+class SimpleViT(Classifier):
     """SimpleViT for images (B, 3, H, W) → logits (B, num_classes).
 
-    num_classes: 0 builds a model without a head, whose output is the pooled features.
     reads, alpha: what queries and keys are computed from in every block, see SimpleAttention.
         "content" is the plain SimpleViT.
     input_pos_embed: whether the input of the first block is alpha · X + (1 − alpha) · P, as in the
@@ -148,23 +146,16 @@ class SimpleViT(nn.Module):
     head_dim: 0 stands for embed_dim / num_heads.
 
     P is the fixed 2-D sin-cos embedding with MoCo v3's frequencies, which the paper's code spaces
-    slightly wider. The constructor leaves the weights as PyTorch's layers draw them; call
-    `vitinit.init_weights` before training.
+    slightly wider. There is no stochastic depth.
     """
-
-    num_prefix_tokens = 0
-    learns_positions = False
-    drop_path_rates: tuple[float, ...] = ()
 
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
                  patch_size: int | tuple[int, int], embed_dim: int, depth: int, num_heads: int,
                  head_dim: int = 0, mlp_ratio: float = 1.0, reads: Reading = "content",
                  alpha: float = 0.5, input_pos_embed: bool = True, values: bool = True,
                  train_qk: bool = True, logit_scale: float = 0.0) -> None:
-        super().__init__()
-        require_classes(num_classes)
-        require_positive(image_size=image_size, patch_size=patch_size, embed_dim=embed_dim,
-                         depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio)
+        super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
+                         embed_dim=embed_dim, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio)
         if reads not in ("content", "mixed", "position", "free"):
             raise ValueError(f'reads is {reads!r}, expected "content", "mixed", "position" or "free"')
         if not (0.0 <= alpha <= 1.0 and 0.0 <= logit_scale < math.inf and head_dim >= 0):
@@ -175,7 +166,7 @@ class SimpleViT(nn.Module):
                              "input_pos_embed = false")
         if not head_dim and embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} does not divide into num_heads {num_heads}")
-        self.num_classes, self.alpha, self.input_pos_embed = num_classes, alpha, input_pos_embed
+        self.alpha, self.input_pos_embed = alpha, input_pos_embed
         patch, self.image_size = to_pair(patch_size), to_pair(image_size)
         self.grid = patch_grid(self.image_size, patch)
         self.patch_embed = SimplePatchEmbed(patch_size=patch, embed_dim=embed_dim)
@@ -191,11 +182,7 @@ class SimpleViT(nn.Module):
                 parameter.requires_grad_(False)
 
     def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
-        """Return the tokens after the chosen blocks, and the pooled features that the head reads.
-
-        images: (B, 3, H, W), normalised.
-        blocks: block numbers, counted from 0; negative numbers count from the last block.
-        """
+        """See `Classifier`."""
         require_image_size(images, self.image_size)
         wanted, seen = block_numbers(blocks, len(self.blocks)), {}
         x = self.patch_embed(images)                                     # (B, N, C)
@@ -204,18 +191,7 @@ class SimpleViT(nn.Module):
         for number, block in enumerate(self.blocks):
             x = block(x, self.pos_embed)
             if number in wanted:
-                seen[number] = self.tokens(x)
+                seen[number] = map_tokens(x.unflatten(1, self.grid))
         x = self.norm(x)
-        return Features(tuple(seen[number] for number in wanted), self.tokens(x), x.mean(dim=1))
-
-    def tokens(self, x: Tensor) -> Tokens:
-        """(B, N, C) as `Tokens` on the grid; there are no prefix tokens."""
-        return Tokens(x.unflatten(1, self.grid), x[:, :0])
-
-    def classify(self, features: Features) -> Tensor:
-        """The logits, (B, num_classes), from the pooled features."""
-        return self.head(features.pooled)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """images: (B, 3, H, W), normalised."""
-        return self.classify(self.features(images))
+        return Features(tuple(seen[number] for number in wanted),
+                        map_tokens(x.unflatten(1, self.grid)), x.mean(dim=1))

@@ -21,9 +21,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import Attention, attention_weights
-from .features import Features, Tokens, block_numbers, make_head, require_classes
-from .layers import (Mlp, PatchEmbed, add_branch, drop_path_rates, hidden_width, require_positive,
-                     to_pair)
+from .layers import (Classifier, Features, Mlp, PatchEmbed, add_branch, block_numbers,
+                     drop_path_rates, hidden_width, make_head, map_tokens, to_pair)
 
 MASKED = -100.0                 # added to the logits of tokens that only the shift made neighbours
 
@@ -186,10 +185,9 @@ class SwinPatchEmbed(PatchEmbed):
                                    h=self.grid[0]))
 
 
-class SwinTransformer(nn.Module):
+class SwinTransformer(Classifier):
     """Swin for images (B, 3, H, W) → logits (B, num_classes).
 
-    num_classes: 0 builds a model without a head, whose output is the pooled features.
     image_size, patch_size, window_size: one integer or (height, width). In each stage the window is
         cut to the stage's grid, and must tile it. The grids of all stages but the last must be
         even.
@@ -200,24 +198,16 @@ class SwinTransformer(nn.Module):
     Raises ValueError, naming the stage, if a grid is odd or its window does not tile it.
     """
 
-    num_prefix_tokens = 0
-    learns_positions = False        # positions enter by the relative position bias alone
-
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
                  patch_size: int | tuple[int, int], embed_dim: int, depths: tuple[int, ...],
                  num_heads: tuple[int, ...], window_size: int | tuple[int, int] = 7,
                  mlp_ratio: float = 4.0, qkv_bias: bool = True, drop_path: float = 0.0) -> None:
-        super().__init__()
-        require_classes(num_classes)
-        require_positive(image_size=image_size, patch_size=patch_size, embed_dim=embed_dim,
-                         depths=depths, num_heads=num_heads, window_size=window_size,
-                         mlp_ratio=mlp_ratio)
-        if not 0.0 <= drop_path < 1.0:
-            raise ValueError(f"drop_path is {drop_path}, expected 0 ≤ drop_path < 1")
+        super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
+                         embed_dim=embed_dim, depths=depths, num_heads=num_heads,
+                         window_size=window_size, mlp_ratio=mlp_ratio)
         if len(depths) != len(num_heads):
             raise ValueError(f"depths has {len(depths)} stages and num_heads {len(num_heads)}; "
                              "expected as many")
-        self.num_classes = num_classes
         self.drop_path_rates = drop_path_rates(drop_path, sum(depths))
         self.depths = tuple(depths)
         self.patch_embed = SwinPatchEmbed(image_size=to_pair(image_size),
@@ -235,12 +225,9 @@ class SwinTransformer(nn.Module):
 
     def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
-        """Return the tokens after the chosen blocks, and the pooled features that the head reads.
+        """See `Classifier`; drop_path: (2·blocks, B) or None.
 
-        images: (B, 3, H, W), normalised.
-        blocks: block numbers, counted from 0 through all stages; negative numbers count from the
-            last block. Feature maps of later stages are smaller and wider.
-        drop_path: see `forward`.
+        Blocks are counted through all stages. Feature maps of later stages are smaller and wider.
         """
         wanted, seen, number = block_numbers(blocks, sum(self.depths)), {}, 0
         scales = [None] * sum(self.depths) if drop_path is None else drop_path.unflatten(0, (-1, 2))
@@ -250,27 +237,11 @@ class SwinTransformer(nn.Module):
             for block in stage.blocks:
                 x = block(x, scales[number])
                 if number in wanted:
-                    seen[number] = self.tokens(x)
+                    seen[number] = map_tokens(x)
                 number += 1
         x = self.norm(x)
-        return Features(tuple(seen[number] for number in wanted), self.tokens(x),
+        return Features(tuple(seen[number] for number in wanted), map_tokens(x),
                         x.mean(dim=(1, 2)))
-
-    @staticmethod
-    def tokens(x: Tensor) -> Tokens:
-        """(B, H, W, C) as `Tokens`; there are no prefix tokens."""
-        return Tokens(x, x.flatten(1, 2)[:, :0])
-
-    def classify(self, features: Features) -> Tensor:
-        """The logits, (B, num_classes), from the pooled features."""
-        return self.head(features.pooled)
-
-    def forward(self, images: Tensor, drop_path: Tensor | None = None) -> Tensor:
-        """Compute the logits, (B, num_classes), of normalised images, (B, 3, H, W).
-
-        drop_path: (2·blocks, B) from `draw_drop_path`, or None.
-        """
-        return self.classify(self.features(images, drop_path))
 
 
 def stage_grids(grid: tuple[int, int], stages: int) -> list[tuple[int, int]]:

@@ -9,16 +9,16 @@ The shape legend is in attention.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from .attention import Attention
-from .features import Features, Tokens, block_numbers, make_head, require_classes
-from .layers import (LARGEST, Mlp, PatchEmbed, add_branch, drop_path_rates, hidden_width,
-                     require_positive, sincos_position_embedding, to_pair)
+from .layers import (LARGEST, Classifier, Features, Mlp, PatchEmbed, Tokens, add_branch,
+                     block_numbers, drop_path_rates, hidden_width, make_head,
+                     sincos_position_embedding, to_pair)
 
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
 
@@ -41,10 +41,9 @@ class Block(nn.Module):
         return add_branch(x, self.mlp(self.norm2(x)), mlp_scale)
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(Classifier):
     """ViT for images (B, 3, H, W) → logits (B, num_classes).
 
-    num_classes: 0 builds a model without a head, whose output is the pooled features.
     image_size, patch_size: one integer or (height, width); the patches must tile the image.
     pool: "class": the head reads the class token. "mean": there is no class token, and the head
         reads the mean of the patch tokens.
@@ -64,9 +63,6 @@ class VisionTransformer(nn.Module):
         1e-12 in Hugging Face's.
     drop_path: stochastic-depth rate of the last block; the rates rise linearly from 0 in the first
         block. `forward` drops branches only if it is given a table from `layers.draw_drop_path`.
-
-    The constructor leaves the weights as PyTorch's layers draw them; call `vitinit.init_weights`
-    before training.
     """
 
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
@@ -76,12 +72,9 @@ class VisionTransformer(nn.Module):
                  pos_embed: Literal["learned", "sincos"] = "learned",
                  distilled: bool = False, num_registers: int = 0, fc_norm: bool = False,
                  norm_eps: float = 1e-6) -> None:
-        super().__init__()
-        require_classes(num_classes)
-        require_positive(image_size=image_size, patch_size=patch_size, embed_dim=embed_dim,
-                         depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio, norm_eps=norm_eps)
-        if not 0.0 <= drop_path < 1.0:
-            raise ValueError(f"drop_path is {drop_path}, expected 0 ≤ drop_path < 1")
+        super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
+                         embed_dim=embed_dim, depth=depth, num_heads=num_heads,
+                         mlp_ratio=mlp_ratio, norm_eps=norm_eps)
         if pool not in ("class", "mean") or pos_embed not in ("learned", "sincos"):
             raise ValueError(f'pool is {pool!r} and pos_embed is {pos_embed!r}; expected "class" or '
                              '"mean", and "learned" or "sincos"')
@@ -92,7 +85,7 @@ class VisionTransformer(nn.Module):
             raise ValueError(f'fc_norm stands after mean pooling; pool is "{pool}", expected "mean"')
         if not 0 <= num_registers < LARGEST:
             raise ValueError(f"num_registers is {num_registers}, expected at least 0")
-        self.num_classes, self.pool, self.distilled = num_classes, pool, distilled
+        self.pool, self.distilled = pool, distilled
         self.drop_path_rates = drop_path_rates(drop_path, depth)
         self.num_prefix_tokens = (pool == "class") + distilled + num_registers
 
@@ -136,16 +129,12 @@ class VisionTransformer(nn.Module):
 
     def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
-        """Return the tokens after the chosen blocks, and the pooled features that the head reads.
-
-        images: (B, 3, H, W), normalised.
-        blocks: block numbers, counted from 0; negative numbers count from the last block.
-        drop_path: see `forward`.
-        """
+        """See `Classifier`; drop_path: (2·depth, B) or None."""
         wanted, seen = block_numbers(blocks, len(self.blocks)), {}
+        scales = [None] * len(self.blocks) if drop_path is None else drop_path.unflatten(0, (-1, 2))
         x = self.embed(images)
-        for number, (block, scales) in enumerate(zip(self.blocks, self._drop_path_of_blocks(drop_path))):
-            x = block(x, scales)                                         # (B, N, C)
+        for number, (block, scale) in enumerate(zip(self.blocks, scales)):
+            x = block(x, scale)                                          # (B, N, C)
             if number in wanted:
                 seen[number] = self.tokens(x)
         x = self.norm(x)
@@ -171,13 +160,3 @@ class VisionTransformer(nn.Module):
             of_class, of_distillation = features.pooled.chunk(2, dim=1)
             return (self.head(of_class) + self.head_dist(of_distillation)) / 2
         return self.head(features.pooled)
-
-    def forward(self, images: Tensor, drop_path: Tensor | None = None) -> Tensor:
-        """Compute the logits, (B, num_classes), of normalised images, (B, 3, H, W).
-
-        drop_path: (2·depth, B) from `draw_drop_path`, or None.
-        """
-        return self.classify(self.features(images, drop_path))
-
-    def _drop_path_of_blocks(self, drop_path: Tensor | None) -> Iterator[Tensor | None]:
-        return iter([None] * len(self.blocks) if drop_path is None else drop_path.unflatten(0, (-1, 2)))

@@ -136,6 +136,25 @@ STEPS: dict[int, Callable[[Table, int], None]] = {2: to_2, 3: to_3, 4: to_4, 5: 
                                                   11: to_11, 12: to_12}
 
 
+# Options that were removed, at the values at which they did nothing; 09cb91f is the last commit with
+# them. Other values stay in a recipe, and are refused where it is trained with.
+GONE = {"init": {"content_scale": 0.0, "patch_embed": "base", "value_scale": 1.0, "calibrated": False,
+                 "length_scale": 1.0, "envelope_width": 2.0},
+        "model": {"softmax_filters": False, "dense_filters": False, "norm": "batch",
+                  "norm_place": "after", "channel_residual": "mlp", "plain_stem": False}}
+
+
+def drop_gone(table: Table) -> None:
+    """Remove options that are no more from a recipe in which they did nothing."""
+    for title, gone in GONE.items():
+        options = table.get(title, {}).get("options", {})
+        if title == "model" and str(table[title].get("name")).startswith("convmixer"):
+            gone = gone | {"mlp_ratio": 0.0}
+        for key, value in gone.items():
+            if key in options and options[key] == value:
+                del options[key]
+
+
 def version_of(table: Mapping[str, Any]) -> Any:
     """The version of a run's recipe. Versions 1 to 4 state none and are recognised by their keys."""
     if "version" in table:
@@ -166,6 +185,7 @@ def upgraded(table: Mapping[str, Any], *, processes: int = 1) -> Table:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"is no recipe of version {version}: {error} is missing or something "
                              "else") from None
+    drop_gone(table)
     return {key: value for key, value in table.items() if key != "version"}
 
 
