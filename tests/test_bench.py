@@ -21,11 +21,6 @@ from vitinit.bench.memory import saved_bytes
 from vitinit.bench.report import cell, row_table, run_within
 from vitinit.bench.timing import interleave, times_as_fast
 from vitinit.bench.training import recipe_of
-from vitinit.filters import ordered_offsets
-from vitinit.init.impulse import normalised_positions
-from vitinit.messages import OneLineError
-from vitinit.mixing import target_mass
-from vitinit.models.attention import attention_weights
 
 TINY = [word for change in (
     "data.image_size=32", "engine.amp=off", "engine.compile=false", "data.num_classes=3",
@@ -185,16 +180,6 @@ def test_inits_are_measured_against_the_transcription(capsys):
         "impulse", "impulse without V and proj"}
 
 
-def test_what_the_init_bench_measures_works():
-    """The timed call really initialises the model: its heads attend to their offsets."""
-    model = vitinit.build_model("vit_tiny", num_classes=7, image_size=32, patch_size=4, depth=1)
-    vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(0),
-                         value_init="base")
-    positions, attention = normalised_positions(model), model.blocks[0].attn
-    weights = attention_weights(positions @ attention.q_weight.mT, positions @ attention.k_weight.mT)
-    assert target_mass(weights, ordered_offsets(3)[:3], model.grid).min() > 0.9
-
-
 # ---------------------------------------------------------------------------------------------
 # The report
 # ---------------------------------------------------------------------------------------------
@@ -241,12 +226,6 @@ def test_nothing_outlives_a_command_whose_time_ran_out(tmp_path):
     assert run_within(["-c", program], 2.0, dict(os.environ))[0] == -signal.SIGKILL
     state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-def test_without_the_repository_bench_says_what_it_needs(monkeypatch, tmp_path):
-    monkeypatch.setattr(report, "CHECKS", tmp_path / "tests")
-    with pytest.raises(OneLineError, match="needs the repository"):
-        report.bench_all(tmp_path / "a.md", device=torch.device("cpu"), photographs=None, minutes=1)
 
 
 def test_rows_become_a_table():
