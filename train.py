@@ -11,7 +11,7 @@ from __future__ import annotations
 import signal
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C during the imports prints no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C before the first step just ends it
 
 import argparse
 import sys
