@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
 from vitinit.init.position_mass import mass_on_images
+from vitinit.train.distributed import Processes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def worker(results: str) -> None:
-    """One process of torchrun, whose program is this file. On rank 1 the init draws other weights."""
+def started(processes: Processes) -> dict:
+    """What one of two processes starts with. On rank 1 the init draws other weights."""
     sys.path.insert(0, str(REPOSITORY))
     import train
     from vitinit.recipe.files import load_recipe, parse_override
     from vitinit.runs import start
-    from vitinit.train import distributed
 
-    processes = distributed.start()
     drawn = {}
 
     def init_weights(model, name, *, generator, **options):
@@ -32,20 +30,20 @@ def worker(results: str) -> None:
     own_init, start.init_weights = start.init_weights, init_weights
     recipe = load_recipe(REPOSITORY / "recipes" / "quickstart.toml", [
         parse_override(text) for text in ("model.options.depth=1", "model.options.embed_dim=24",
-                                          "ema.decay=0.9", "init.name=impulse")])
-    data = train.open_data(recipe, recipe.data.root, processes, dry_run=True)
-    state, notes = train.initial_state(recipe, processes, None, Path("none"), data.train_set)
-    torch.save({"drawn": drawn, "model": state.model.state_dict(), "notes": notes,
-                "ema": state.ema.model.state_dict()}, f"{results}{processes.rank}")
-    distributed.stop()
+                                          "ema.decay=0.9", "init.name=impulse",
+                                          "data.name=image_folder", "data.num_classes=3",
+                                          f"data.root={os.environ['IMAGES']}")])
+    _, images = start.open_training_set(recipe.data, recipe.data.root)
+    state, notes = train.initial_state(recipe, processes, None, Path("none"), images)
+    return {"drawn": drawn, "model": dict(state.model.state_dict()), "notes": notes,
+            "ema": dict(state.ema.model.state_dict())}
 
 
-def test_all_processes_and_their_moving_averages_start_with_the_main_ones_weights(tmp_path):
+def test_all_processes_and_their_moving_averages_start_with_the_main_ones_weights(
+        in_two_processes, image_tree, monkeypatch):
     """Even if their inits drew other weights, as may happen on another kind of CPU."""
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                    "--nproc_per_node=2", __file__, str(tmp_path / "rank")], check=True, timeout=240,
-                   env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
-    main, other = (torch.load(tmp_path / f"rank{rank}") for rank in (0, 1))
+    monkeypatch.setenv("IMAGES", str(image_tree))
+    main, other = in_two_processes(started)
     assert not torch.equal(main["drawn"]["head.weight"], other["drawn"]["head.weight"])
     for key, value in main["drawn"].items():
         for found in (main["model"], main["ema"], other["model"], other["ema"]):
@@ -93,7 +91,3 @@ def test_baselines_and_runs_that_start_from_a_checkpoint_have_no_such_line(train
         init="mimetic")) == 0
     printed = capsys.readouterr().out
     assert "\nstart   " in printed and "mass  " not in printed
-
-
-if __name__ == "__main__":
-    worker(sys.argv[1])
