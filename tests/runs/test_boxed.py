@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 import vitinit
 from vitinit import predict
 from vitinit.figures.__main__ import main as figures
+from vitinit.recipe.files import RECIPES
+from vitinit.recipe.resolve import fresh_recipe
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.records import read_run
+from vitinit.runs.start import built
 from vitinit.runs.trained import BOXED
 
 BOX = BOXED / "cifar10_small"
 TWIN = BOXED / "cifar10_small-default"              # the same run from the init default, without weights
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 IMAGES = Path(__file__).resolve().parents[1] / "data" / "cifar10"    # five of each class of the test set
-
-
-@pytest.fixture(scope="module")
-def boxed() -> vitinit.Trained:
-    return vitinit.load("cifar10_small")
 
 
 def test_the_box_is_a_run_folder_of_less_than_two_megabytes():
@@ -52,40 +50,32 @@ def test_its_twin_differs_in_the_init_alone_and_is_worse():
     assert tops[0] >= 75.0 and tops[0] > tops[1] + 1.0
 
 
-def test_it_loads_by_its_name_wherever_one_is(tmp_path, monkeypatch):
+def test_a_recipe_starts_from_it_by_its_name(train_program, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = fresh_recipe("cifar10_small", recipes=RECIPES, say=print, data_dir="data",
+                          sets=["init.checkpoint=cifar10_small"])
+    line, = train_program.fine_tune(built(recipe), recipe)
+    assert line.startswith("start   cifar10_small, exact: ")
+
+
+def test_it_is_called_by_its_name(eval_program, tmp_path, monkeypatch, capsys):
+    """Wherever one is, and not by the absolute path of the folder that it is in."""
     monkeypatch.chdir(tmp_path)
     trained = vitinit.load("cifar10_small")
     assert trained.path == BOX / "last.pt" and trained.image_size == (32, 32)
-    assert trained.classes == ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse",
-                               "ship", "truck")
+    assert trained.classes == CLASSES
     assert next(trained.model.parameters()).dtype == torch.float32
-
-
-def test_a_recipe_starts_from_it_by_its_name(train_program, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert train_program.main(["--recipe", "cifar10_small", "--dry-run", "--data-dir", "", "--set",
-                               "data.name=shapes", "--set", "init.checkpoint=cifar10_small"]) == 0
-    assert "start   cifar10_small, exact: " in capsys.readouterr().out
-
-
-def test_it_is_called_by_its_name(eval_program, capsys):
-    """And not by the absolute path of the folder that it is in."""
     assert eval_program.main(["cifar10_small", "--data", "shapes"]) == 2
     assert capsys.readouterr().err.endswith("; the model is cifar10_small/last.pt\n")
 
 
-def test_it_recognises_images_that_it_was_not_trained_on(boxed):
-    paths = sorted(IMAGES.glob("*/*.jpg"))
-    guesses = boxed.predict_batch(paths, top=1)
-    right = sum(path.parent.name == guess[0][0] for path, guess in zip(paths, guesses, strict=True))
-    assert len(paths) == 50 and right >= 35
-
-
-def test_a_laptop_predicts_and_draws_at_once(tmp_path, monkeypatch, capsys):
+def test_a_laptop_predicts_images_that_it_was_not_trained_on_and_draws(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    assert predict.main(["cifar10_small", str(IMAGES), "--workers", "0"]) == 0
+    right = int(capsys.readouterr().out.splitlines()[-1].partition(" of 50 images are classified")[0])
+    assert right >= 35
     assert predict.main(["cifar10_small", str(IMAGES / "ship"), "--workers", "0", "--sheet", "sheet.png",
                          "--attention"]) == 0
-    assert "5 images are classified as their folder says" in capsys.readouterr().out
     figures(["attention", str(IMAGES / "cat" / "0000.jpg"), "--run", "cifar10_small", "--out", "a.png"])
     figures(["curves", str(BOX), str(TWIN), "--out", "curves.png"])
     for name in ("sheet.png", "a.png", "curves.png"):

@@ -59,6 +59,14 @@ def test_every_kind_of_image_is_the_same_image(tmp_path):
     assert not torch.equal(other, batch[:1])
 
 
+def test_an_image_of_16_bits_keeps_its_higher_8():
+    grey = drawn_image()[..., 0]
+    deep = Image.fromarray(grey.astype(np.uint16) * 256 + 77)
+    assert deep.mode.startswith("I;16")
+    trained = vitinit.load(RUN)
+    assert torch.equal(trained.preprocess(deep), trained.preprocess(Image.fromarray(grey)))
+
+
 def test_predictions_are_sorted_probabilities_under_the_classes_names():
     trained, image = vitinit.load(RUN), as_tensor(drawn_image())
     found = trained.predict(image, top=7)            # there are three
