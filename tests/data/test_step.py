@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +15,9 @@ from vitinit.data.augment import erase, normal_quantiles, normalise, rand_augmen
 from vitinit.data.datasets import ImagesInMemory
 from vitinit.data.draw import (CropAndFlip, Erasing, RandAugment, SampleDraws, SampleKey,
                                epoch_order, stack_draws)
-from vitinit.data.images import crop_and_flip
+from vitinit.data.images import DataError, crop_and_flip
 from vitinit.data.mix import MixDraw, MixSettings, smooth_one_hot
-from vitinit.data.pipeline import training_batches
+from vitinit.data.pipeline import TrainingBatches, training_batches
 from vitinit.data.sampler import TrainSampler, plan_batches
 from vitinit.data.to_device import TrainToDevice
 from vitinit.keys import Stream, keyed_generator
@@ -130,3 +132,19 @@ def test_steps_and_groups_are_mixed_by_both_kinds_so_that_equal_steps_mean_somet
     assert len(set(mixes)) >= 10
     assert sum(mix.box is not None for mix in mixes) > 2
     assert sum(mix.box is None and mix.share < 1 for mix in mixes) > 2
+
+
+def test_a_step_comes_once_all_its_images_are_loaded():
+    """So an image that cannot be read never leaves half a step."""
+    plan = plan_batches(GLOBAL_BATCH, 4, 1, group=GROUP)
+    sampler = TrainSampler(COUNT, plan, rank=0, seed=SEED, repeats=REPEATS)
+
+    def loaded() -> Iterator[int]:
+        yield from range(plan.accumulation - 1)
+        raise DataError("image 7")
+    prepared = []
+    steps = TrainingBatches(loaded(), sampler, SimpleNamespace(device=CPU)).steps(0)
+    with pytest.raises(DataError, match="image 7"):
+        for _, step in steps:
+            prepared.extend(step)
+    assert plan.accumulation == 6 and prepared == []        # not even five of them
