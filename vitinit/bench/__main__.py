@@ -45,16 +45,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     memory = commands.add_parser("memory", help="how many images of a recipe fit on a GPU")
     memory.add_argument("--card-gib", type=real(above=0.0), default=24.0)
     for command in (step, memory):
-        command.add_argument("--recipe", nargs="+", required=True, help="names in recipes/, or paths")
+        command.add_argument("--recipe", nargs="+", required=True,
+                             help="names in recipes/, or paths")
     loader.add_argument("--recipe", default="deit_small", help="name in recipes/, or path")
     for command in (step, loader):
-        command.add_argument("--batch", type=size, help="images per step, fewer if they do not fit; "
-                                                        "default: the recipe's per process")
+        command.add_argument("--batch", type=size, help="images per step, fewer if they do not "
+                                                        "fit; default: the recipe's per process")
     for command in (step, loader, memory):
         command.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                              help="override any key of the recipe; may be repeated")
     for command in (everything, loader):
-        command.add_argument("--data-dir", type=Path, help="folder of photographs; default: drawn ones")
+        command.add_argument("--data-dir", type=Path,
+                             help="folder of photographs; default: drawn ones")
     found = "cuda" if torch.cuda.is_available() else "cpu"
     for command in (everything, step, loader):
         command.add_argument("--device", type=one_of(["cuda", "cpu"]), default=found)
@@ -63,7 +65,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """Run one command and print its tables."""
-    device = torch.device("cuda", 0) if getattr(args, "device", "") == "cuda" else torch.device("cpu")
+    on_gpu = getattr(args, "device", "cpu") == "cuda"
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if args.bench == "all":
         return bench_all(args.out, device=device, photographs=args.data_dir, minutes=args.minutes)
     print(", ".join(f"{name} {value}" for name, value in machine(device).items()))
@@ -81,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
         batch = args.batch or recipe_of(args.recipe, args.set).optim.max_batch_per_process
         with tempfile.TemporaryDirectory() as folder:
             sets = [*args.set, *image_folder(Path(folder), args.data_dir, max(50, 40 * batch))]
-            print("\n" + row_table(loader_rows(args.recipe, sets, Path(folder), device)), flush=True)
+            print("\n" + row_table(loader_rows(args.recipe, sets, Path(folder), device)),
+                  flush=True)
             print("\n" + row_table(fed_rows(args.recipe, sets, device, batch, args.workers)))
     return 0
 

@@ -1,4 +1,4 @@
-"""How many images/s come out of files, beside torchvision's pipeline, and whether they feed a step."""
+"""Images/s out of files, beside torchvision's pipeline, and whether they feed a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .training import alone, given_step, recipe_of, set_up, train_on, train_prog
 PHOTOGRAPHS = 200               # files that are read; an epoch has each of them many times
 BATCH = 50                      # images that are augmented together
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
-# Overrides of a recipe that leave what a worker does, decoding, cropping, flipping, and normalising.
+# Overrides that leave what a worker does (decoding, cropping, flipping) and normalising.
 PLAIN = ("rand_augment.layers=0", "augment.erase_probability=0", "mix.mixup_alpha=0",
          "mix.cutmix_alpha=0")
 
@@ -49,7 +49,7 @@ def image_folder(root: Path, source: Path | None, count: int) -> list[str]:
 
 
 def draw_photographs(folder: Path, count: int) -> list[Path]:
-    """Draw smooth colours with noise, whose JPEG files of 500×375 are about as large as ImageNet's."""
+    """Draw smooth colours with noise, 500×375, whose JPEG files are as large as ImageNet's."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     for index in range(count):
@@ -115,7 +115,7 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
 
 def fed_rows(name: str, sets: list[str], device: torch.device, batch: int,
              counts: list[int]) -> list[Row]:
-    """A step that is fed from files, beside the same step on a synthetic batch, by loader processes.
+    """A step fed from files, beside the same step on a synthetic batch, by loader processes.
 
     Both on the wall clock, since the work is that of several processes; steps that loader processes
     had ready before the clock started are not counted. counts: numbers of loader processes.

@@ -53,8 +53,9 @@ def machine(device: torch.device) -> Row:
     row: Row = {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
                 "commit": git_commit(REPOSITORY), "device": describe_device(device)}
     if device.type == "cuda":
-        row |= {"memory": f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB",
-                "driver": driver(), "GPUs": torch.cuda.device_count(), "CUDA": torch.version.cuda}
+        memory = torch.cuda.get_device_properties(device).total_memory
+        row |= {"memory": f"{memory / 2**30:.1f} GiB", "driver": driver(),
+                "GPUs": torch.cuda.device_count(), "CUDA": torch.version.cuda}
     return row | {"processor": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
                   "torch": torch.__version__, "torchvision": torchvision.__version__,
                   "python": platform.python_version()}
@@ -92,8 +93,8 @@ def speeds(device: str, data: Sequence[str]) -> Iterator[list[str]]:
     if device == "cpu":
         small = ["--device", "cpu", "--set", "engine.amp=off", "--set", "engine.compile=false"]
         yield [*bench, "step", "--recipe", "deit_tiny", "--batch", "2", *small]
-        yield [*bench, "loader", "--recipe", "deit_tiny", "--batch", "2", "--workers", "0", "1", *small,
-               *data]
+        yield [*bench, "loader", "--recipe", "deit_tiny", "--batch", "2", "--workers", "0", "1",
+               *small, *data]
         yield [*bench, "init", "--model", "vit_tiny"]
         yield [*bench, "memory", "--recipe", "deit_tiny"]
         return
@@ -129,7 +130,8 @@ def bench_all(out: Path, *, device: torch.device, photographs: Path | None, minu
         tell("\n".join(f"- {name}: {value}" for name, value in machine(device).items()))
         data = ["--data-dir", str(photographs.resolve())] if photographs else []
         xml = Path(scratch) / "checks.xml"
-        checks = ["-m", "pytest", "-q", "-o", "junit_family=xunit1", f"--junitxml={xml}", str(CHECKS)]
+        checks = ["-m", "pytest", "-q", "-o", "junit_family=xunit1", f"--junitxml={xml}",
+                  str(CHECKS)]
         for number, words in enumerate([checks, *speeds(device.type, data)]):
             if words[0] == "train.py":
                 words = [*words, "--out-dir", str(Path(scratch) / "run")]
@@ -150,7 +152,8 @@ def outcome(status: int) -> str:
         f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}")
 
 
-def run_within(words: Sequence[str], seconds: float, environment: dict[str, str]) -> tuple[int, str]:
+def run_within(words: Sequence[str], seconds: float, environment: dict[str, str]
+               ) -> tuple[int, str]:
     """Run Python with these arguments for at most `seconds`; return its status and all it printed.
 
     When its time has run out, it is killed with all processes that it has started.

@@ -75,8 +75,9 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     second = median(seconds["engine"]) / count
     flops = batch * training_flops(state.model, batch, recipe.data.image_size) / second
     best, card = product_flops / median(seconds["product"]), matrix_rate(device)
-    return {"recipe": recipe.name, "way": f"amp {amp}, {'compiled' * recipe.engine.compile or 'eager'}",
-            "batch": batch, "images/s": batch / second, "ms": 1e3 * second, "peak GiB": peak,
+    way = "compiled" if recipe.engine.compile else "eager"
+    return {"recipe": recipe.name, "way": f"amp {amp}, {way}", "batch": batch,
+            "images/s": batch / second, "ms": 1e3 * second, "peak GiB": peak,
             "beside a bare loop over": f"torchvision's {name}" if name else "the same model",
             "× as fast": times_as_fast(seconds["engine"], seconds["bare"]), "TFLOP/s": flops / 1e12,
             "% of large products": 100 * flops / best,
@@ -111,7 +112,7 @@ def bare_loop(model: nn.Module, forward: Callable[[Tensor], Tensor], part: Part,
 
 
 def product(device: torch.device, amp: str) -> tuple[Callable[[], None], float]:
-    """A function that multiplies large matrices in a precision, and its floating-point operations."""
+    """A function that multiplies large matrices in a precision, and how many operations it does."""
     side, repeats = SIDES[device.type], 10
     matrix = torch.randn(side, side, device=device, dtype=AMP_DTYPES[amp])
 
