@@ -267,8 +267,7 @@ def open_tiny_imagenet(root: Path, split: str) -> ImageFiles:
         return source
     names, wnids = zip(*(line.split("\t")[:2] for line in lines))
     classes, labels = np.unique(wnids, return_inverse=True)
-    return all_there(ImageFiles([str(root / "val" / "images" / name) for name in names], labels,
-                                classes.tolist()))
+    return all_there([root / "val" / "images" / name for name in names], labels, classes.tolist())
 
 
 def is_wnid(name: str) -> bool:
@@ -281,36 +280,13 @@ def is_wnid(name: str) -> bool:
 # ---------------------------------------------------------------------------------------------
 
 
+TRAIN_AND_TEST = {"train": "train", "val": "test"}   # our splits, and what most sets call them
+
+
 class LabelledSTL10(STL10):
     """STL-10 without its unlabelled images (2.8 GB), whose files may be missing."""
 
-    train_list = [entry for entry in STL10.train_list if not entry[0].startswith("unlabeled")]
-
-
-class Digits(SVHN):
-    """SVHN with the names of its classes."""
-
-    classes = [str(digit) for digit in range(10)]
-
-
-class Pets(OxfordIIITPet):
-    """Oxford-IIIT Pet, whose classes are called as in its files, such as american_bulldog."""
-
-    def __init__(self, root: Path, split: str, **options: bool) -> None:
-        super().__init__(root, split, **options)
-        breeds = {label: image.stem.rpartition("_")[0]
-                  for label, image in zip(self._labels, self._images)}
-        self.classes = [breeds[label] for label in sorted(breeds)]
-
-
-class SortedFood101(Food101):
-    """Food-101 class by class, in alphabetical order; its lists have another order of classes."""
-
-    def __init__(self, root: Path, split: str, **options: bool) -> None:
-        super().__init__(root, split, **options)
-        order = np.argsort(self._labels, kind="stable")
-        self._labels = [self._labels[i] for i in order]
-        self._image_files = [self._image_files[i] for i in order]
+    train_list = STL10.train_list[:2]                # images and labels
 
 
 def read_arrays(kind: type[VisionDataset], labels: str, splits: dict[str, str | bool], root: Path,
@@ -323,36 +299,48 @@ def read_arrays(kind: type[VisionDataset], labels: str, splits: dict[str, str | 
     images = torch.from_numpy(found.data)            # (N, 3, H, W), or (N, H, W, 3) of CIFAR
     images = images.permute(0, 3, 1, 2) if images.shape[-1] == 3 else images
     return ImagesInMemory(images.contiguous(memory_format=torch.channels_last),
-                          np.array(getattr(found, labels), np.int64), list(found.classes))
+                          np.array(getattr(found, labels), np.int64),
+                          list(getattr(found, "classes", "0123456789")))     # SVHN's digits
 
 
-def list_files(kind: type[VisionDataset], paths: str, splits: dict[str, tuple[str, ...]], root: Path,
-               split: str) -> ImageFiles:
-    """List the image files of a split of a set of torchvision.
+def list_food101(root: Path, split: str) -> ImageFiles:
+    """Food-101 class by class in alphabetical order; its lists have another order of classes.
 
-    paths: the attribute that holds their paths. splits: of which parts of torchvision's the splits
-    "train" and "val" consist.
+    Some labels of the training images are wrong.
     """
-    parts = [kind(root, part) for part in splits[split]]
-    return all_there(ImageFiles([str(path) for part in parts for path in getattr(part, paths)],
-                                np.concatenate([part._labels for part in parts]),
-                                list(parts[0].classes)))
+    found = Food101(root, TRAIN_AND_TEST[split])
+    order = np.argsort(found._labels, kind="stable")
+    return all_there([found._image_files[index] for index in order], np.sort(found._labels),
+                     found.classes)
 
 
-def all_there(source: ImageFiles) -> ImageFiles:
-    """The same source. Raises DataError if one of its files is missing.
+def list_flowers102(root: Path, split: str) -> ImageFiles:
+    """Oxford Flowers: train has its 1,020 training and 1,020 validation images, val its test images."""
+    parts = [Flowers102(root, part) for part in (("train", "val") if split == "train" else ("test",))]
+    return all_there(sum([part._image_files for part in parts], []),
+                     sum([part._labels for part in parts], []), Flowers102.classes)
+
+
+def list_pets(root: Path, split: str) -> ImageFiles:
+    """Oxford-IIIT Pet; its classes are called as in its files, such as american_bulldog."""
+    found = OxfordIIITPet(root, "trainval" if split == "train" else "test")
+    breeds = {label: path.stem.rpartition("_")[0] for label, path in zip(found._labels, found._images)}
+    return all_there(found._images, found._labels, [breeds[label] for label in sorted(breeds)])
+
+
+def all_there(files: Sequence[Path], labels: Sequence[int], classes: list[str]) -> ImageFiles:
+    """The source of these image files. Raises DataError if one of them is missing.
 
     Each folder of images is listed once, which is faster than asking for each file.
     """
-    paths = list(source.paths)
-    folders = {os.path.dirname(path) for path in paths}
-    present = {entry.path for folder in folders if os.path.isdir(folder)
-               for entry in os.scandir(folder)}
+    paths, present = [str(file) for file in files], set()
+    for folder in filter(os.path.isdir, {os.path.dirname(path) for path in paths}):
+        present.update(entry.path for entry in os.scandir(folder))
     missing = [path for path in paths if path not in present]
     if missing:
         raise DataError(f"{missing[0]}: no such image; {len(missing):,} of the {len(paths):,} that "
                         "are listed are missing")
-    return source
+    return ImageFiles(paths, labels, list(classes))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -378,7 +366,6 @@ class DataSet:
 
 
 IN_MEMORY = ("shapes", "cifar10", "cifar100", "stl10", "svhn")     # sets that are no image files
-TRAIN_AND_TEST = {"train": "train", "val": "test"}
 
 DATA_SETS: dict[str, DataSet] = {
     "shapes": DataSet(lambda _, split: ImagesInMemory(*shapes.make_split(split), shapes.CLASSES),
@@ -399,19 +386,17 @@ DATA_SETS: dict[str, DataSet] = {
         "stl10_binary/ (stl10_binary.tar.gz unpacked)", 10,
         [partial(LabelledSTL10, download=True)]),
     "svhn": DataSet(                                 # without its extra images
-        partial(read_arrays, Digits, "labels", TRAIN_AND_TEST),
+        partial(read_arrays, SVHN, "labels", TRAIN_AND_TEST),
         "train_32x32.mat and test_32x32.mat", 10,
         [partial(SVHN, split=split, download=True) for split in ("train", "test")]),
-    "food101": DataSet(                              # some labels of the training images are wrong
-        partial(list_files, SortedFood101, "_image_files", {"train": ["train"], "val": ["test"]}),
-        "food-101/ (food-101.tar.gz unpacked)", 101, [partial(Food101, download=True)]),
+    "food101": DataSet(list_food101, "food-101/ (food-101.tar.gz unpacked)", 101,
+                       [partial(Food101, download=True)]),
     "flowers102": DataSet(
-        partial(list_files, Flowers102, "_image_files", {"train": ["train", "val"], "val": ["test"]}),
+        list_flowers102,
         "flowers-102/ with imagelabels.mat, setid.mat and jpg/ (102flowers.tgz unpacked)", 102,
         [partial(Flowers102, download=True)]),
     "pets": DataSet(
-        partial(list_files, Pets, "_images", {"train": ["trainval"], "val": ["test"]}),
-        "oxford-iiit-pet/ with images/ and annotations/ (two archives unpacked)", 37,
+        list_pets, "oxford-iiit-pet/ with images/ and annotations/ (two archives unpacked)", 37,
         [partial(OxfordIIITPet, download=True)]),
     "tiny_imagenet": DataSet(
         open_tiny_imagenet, "train/ and val/ (cs231n.stanford.edu/tiny-imagenet-200.zip unpacked)",

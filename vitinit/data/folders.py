@@ -66,17 +66,14 @@ def images_by_class(folder: Path, left_out: Counter[str]) -> dict[str, list[str]
     left_out: to which the files that are no images, or in no class, are added by suffix. Raises
     DataError for a class that is a link back into the data set.
     """
-    classes = {name: os.path.join(folder, name) for name in class_folders(folder)}
-    files = next(walk(folder))[2]
-    left_out.update(f"{suffix} of no class" if suffix in EXTENSIONS else suffix
-                    for suffix in map(suffix_of, files))
-    listed = [real_folder(folder)]
-    links = {path: real_folder(path) for path in classes.values() if os.path.islink(path)}
-    for path, real in links.items():
-        if overlaps(real, listed):
+    names, listed = class_folders(folder), [real_folder(folder)]
+    for path in filter(os.path.islink, [os.path.join(folder, name) for name in names]):
+        if overlaps(real_folder(path), listed[:1]):
             raise DataError(f"{path}: a link that leads back into {folder}")
-    listed += links.values()
-    return {name: images_below(path, left_out, listed) for name, path in classes.items()}
+        listed.append(real_folder(path))
+    for suffix in map(suffix_of, next(walk(folder))[2]):
+        left_out[f"{suffix} of no class" if suffix in EXTENSIONS else suffix] += 1
+    return {name: images_below(os.path.join(folder, name), left_out, listed) for name in names}
 
 
 def images_below(folder: str, left_out: Counter[str], listed: Sequence[str] = ()) -> list[str]:
@@ -95,7 +92,7 @@ def images_below(folder: str, left_out: Counter[str], listed: Sequence[str] = ()
             else:
                 listed.append(real)
         found[parent] = sorted(name for name in files if name.lower().endswith(EXTENSIONS))
-        left_out.update(suffix_of(name) for name in files if not name.lower().endswith(EXTENSIONS))
+        left_out.update(map(suffix_of, set(files).difference(found[parent])))
     return [os.path.join(parent, name) for parent in sorted(found) for name in found[parent]]
 
 

@@ -195,14 +195,12 @@ def resize(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
 def crop(image: Tensor, box: Box) -> Tensor:
     """The pixels in `box`, (3, box.height, box.width); black where it reaches beyond the image."""
     top, left, height, width = box
-    # The part of the box that lies in the image; empty if the box lies outside.
-    y0, y1 = (min(max(y, 0), image.shape[1]) for y in (top, top + height))
-    x0, x1 = (min(max(x, 0), image.shape[2]) for x in (left, left + width))
-    inside = image[:, y0:y1, x0:x1]
+    inside = image[:, max(top, 0):max(top + height, 0), max(left, 0):max(left + width, 0)]
     if inside.shape[1:] == (height, width):
         return inside
     above, before = min(max(-top, 0), height), min(max(-left, 0), width)
-    return F.pad(inside, (before, width - before - (x1 - x0), above, height - above - (y1 - y0)))
+    return F.pad(inside, (before, width - before - inside.shape[2],
+                          above, height - above - inside.shape[1]))
 
 
 def crop_and_flip(image: Tensor, box: Box, flip: bool, size: tuple[int, int],
