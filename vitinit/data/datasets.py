@@ -22,8 +22,8 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision.datasets import (CIFAR10, CIFAR100, STL10, SVHN, Flowers102, Food101, OxfordIIITPet,
-                                  VisionDataset)
+from torchvision.datasets import (CIFAR10, CIFAR100, STL10, SVHN, Flowers102, Food101,
+                                  OxfordIIITPet, VisionDataset)
 
 from ..keys import Stream, keyed_generator
 from ..messages import in_brief
@@ -104,10 +104,10 @@ class ImageFolder(ImageFiles):
         self.left_out = in_words(left_out, folder)
         for name, paths in found.items():
             if not paths:
-                raise DataError(f"{folder / name}: no image in this class; expected files ending in "
-                                f"{', '.join(EXTENSIONS)}{self.left_out and '; '}{self.left_out}")
-        super().__init__([path for paths in found.values() for path in paths],
-                         np.repeat(np.arange(len(found)), list(map(len, found.values()))), list(found))
+                raise DataError(f"{folder / name}: no image in this class; expected files ending "
+                                f"in {', '.join(EXTENSIONS)}{self.left_out and '; '}{self.left_out}")
+        labels = np.repeat(np.arange(len(found)), list(map(len, found.values())))
+        super().__init__([path for paths in found.values() for path in paths], labels, list(found))
 
 
 class LooseImages(ImageFiles):
@@ -196,8 +196,8 @@ def shuffled_classes(source: Source, seed: int, least: int, held_out: int) -> It
     for label, name in enumerate(source.classes):
         members = np.flatnonzero(source.labels == label)
         if len(members) < least + held_out:
-            raise DataError(f"class '{name}' has {len(members)} images, too few to train on {least} "
-                            f"and hold out {held_out} of them; expected less of "
+            raise DataError(f"class '{name}' has {len(members)} images, too few to train on "
+                            f"{least} and hold out {held_out} of them; expected less of "
                             "data.images_per_class or data.held_out_per_class")
         yield members[keyed_generator(seed, Stream.SUBSET, label).permutation(len(members))]
 
@@ -220,9 +220,9 @@ def open_folder(root: Path, split: str) -> ImageFolder:
         splits = present or os.path.isdir(train) or not os.path.isdir(root)
         return ImageFolder(train if splits else root)
     if not present and os.path.isdir(root):
-        raise DataError(f"{root}: no {'/ or '.join(VALIDATION_FOLDERS)}/ in it; training needs none "
-                        "with --set data.held_out_per_class=N, which validates on N images of each "
-                        "class")
+        raise DataError(f"{root}: no {'/ or '.join(VALIDATION_FOLDERS)}/ in it; training needs "
+                        "none with --set data.held_out_per_class=N, which validates on N images of "
+                        "each class")
     source = ImageFolder(root / (present or VALIDATION_FOLDERS)[0])
     if os.path.isdir(train):
         unshared = set(source.classes) ^ set(class_folders(train))
@@ -315,8 +315,9 @@ def list_food101(root: Path, split: str) -> ImageFiles:
 
 
 def list_flowers102(root: Path, split: str) -> ImageFiles:
-    """Oxford Flowers: train has its 1,020 training and 1,020 validation images, val its test images."""
-    parts = [Flowers102(root, part) for part in (("train", "val") if split == "train" else ("test",))]
+    """Oxford Flowers: train has its training and validation images, val has its test images."""
+    names = ("train", "val") if split == "train" else ("test",)
+    parts = [Flowers102(root, name) for name in names]
     return all_there(sum([part._image_files for part in parts], []),
                      sum([part._labels for part in parts], []), Flowers102.classes)
 
@@ -324,7 +325,8 @@ def list_flowers102(root: Path, split: str) -> ImageFiles:
 def list_pets(root: Path, split: str) -> ImageFiles:
     """Oxford-IIIT Pet; its classes are called as in its files, such as american_bulldog."""
     found = OxfordIIITPet(root, "trainval" if split == "train" else "test")
-    breeds = {label: path.stem.rpartition("_")[0] for label, path in zip(found._labels, found._images)}
+    breeds = {label: path.stem.rpartition("_")[0]
+              for label, path in zip(found._labels, found._images)}
     return all_there(found._images, found._labels, [breeds[label] for label in sorted(breeds)])
 
 
@@ -371,7 +373,8 @@ DATA_SETS: dict[str, DataSet] = {
     "shapes": DataSet(lambda _, split: ImagesInMemory(*shapes.make_split(split), shapes.CLASSES),
                       "nothing", 10),
     "image_folder": DataSet(
-        open_folder, "train/<class>/… and val/<class>/… or test/<class>/…; or <class>/… alone", None),
+        open_folder, "train/<class>/… and val/<class>/… or test/<class>/…; or <class>/… alone",
+        None),
     "imagenet": DataSet(open_imagenet, "train/<wnid>/… and val/<wnid>/…", 1000),
     "cifar10": DataSet(
         partial(read_arrays, CIFAR10, "targets", {"train": True, "val": False}),
@@ -418,7 +421,7 @@ def download(name: str, root: str, say: Callable[[str], object] = print) -> None
         with one_at_a_time(folder / f".{name}.downloading", say):
             for download_part in data_set.downloads:
                 download_part(folder)
-    except ImportError:                              # of scipy, after the download; `open_split` says it
+    except ImportError:                              # of scipy, of which `open_split` tells
         pass
     except (OSError, RuntimeError, ValueError) as error:     # urllib's errors are OSErrors
         reason = in_brief(getattr(error, "reason", error), QUOTED)
@@ -449,10 +452,10 @@ def one_at_a_time(lock_file: Path, say: Callable[[str], object]) -> Iterator[Non
                 say(f"{folder}: waiting for another process that downloads into it")
                 fcntl.lockf(file, fcntl.LOCK_EX)
         except OSError as error:
-            say(f"{folder}: files cannot be locked there ({error.strerror}); make sure that no second "
-                "process downloads into it")
+            say(f"{folder}: files cannot be locked there ({error.strerror}); make sure that no "
+                "second process downloads into it")
         yield
-        lock_file.unlink(missing_ok=True)            # only now that everything is there may two enter
+        lock_file.unlink(missing_ok=True)            # two may enter now that everything is there
 
 
 def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
@@ -467,7 +470,8 @@ def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
     except DataError:
         raise
     except ImportError:
-        raise DataError(f"{name}: reading it needs scipy: pip install 'vitinit[datasets]'") from None
+        raise DataError(f"{name}: reading it needs scipy: pip install 'vitinit[datasets]'"
+                        ) from None
     except (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         reason = "no such folder"                    # torchvision raises all of them
         if os.path.isdir(folder):
@@ -484,5 +488,5 @@ def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
 
 
 def folder_of(root: str) -> Path:
-    """The path of a data set's folder as written in a recipe or on a command line; ~ is the home."""
+    """The path of a data set's folder as a recipe or a command line states it; ~ is the home."""
     return Path(root).expanduser()

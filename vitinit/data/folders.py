@@ -31,7 +31,7 @@ class Paths(Sequence[str]):
     """A sequence of N paths, stored as bytes (`os.fsencode`) with a zero byte after each path.
 
     A million of them are two tensors, whose memory worker processes share however they are started;
-    Python strings would be copied into each worker, since reading one writes to its reference count.
+    Python strings would be copied into each, since reading one writes to its reference count.
 
     content: (bytes,) uint8. ends: (N,) int64, the indices of the zero bytes.
     """
@@ -53,7 +53,7 @@ class Paths(Sequence[str]):
 
 
 def class_folders(folder: Path) -> list[str]:
-    """The names of the folders in `folder`, sorted, without hidden ones. DataError if there is none."""
+    """The names of the folders in `folder`, sorted, not hidden ones. DataError if there is none."""
     _, names, _ = next(walk(folder))
     if not names:
         raise DataError(f"{folder}: no class folders in it; expected {folder}/<class>/<image>")
@@ -97,7 +97,7 @@ def images_below(folder: str, left_out: Counter[str], listed: Sequence[str] = ()
 
 
 def walk(folder: str | Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """os.walk without hidden names, also through links. DataError for a folder that cannot be listed."""
+    """os.walk through links, without hidden names. DataError for a folder that cannot be listed."""
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: {error.strerror}") from None
     for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
@@ -111,7 +111,7 @@ def real_folder(path: str | Path) -> str:
 
 
 def overlaps(folder: str, others: Sequence[str]) -> bool:
-    """Whether a folder is one of the others, lies in one, or contains one; all are `real_folder`s."""
+    """Whether a folder is one of the others, lies in one, or contains one (all `real_folder`)."""
     return folder.startswith(tuple(others)) or any(other.startswith(folder) for other in others)
 
 

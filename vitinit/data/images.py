@@ -108,7 +108,7 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
 
 
 def jpeg_header(content: bytes) -> tuple[int, int, bool]:
-    """Height, width and whether there are EXIF or XMP data in a JPEG; 0, 0 and False in other files.
+    """Height, width and whether there are EXIF or XMP data in a JPEG; 0, 0, False in other files.
 
     Goes from marker to marker (ITU-T T.81, annex B) up to the pixels, and like libjpeg skips bytes
     between segments that do not begin with a marker.
@@ -122,12 +122,12 @@ def jpeg_header(content: bytes) -> tuple[int, int, bool]:
             while content[offset] == 0xFF:           # a marker may begin with any number of them
                 offset += 1
             marker, offset = content[offset], offset + 1
-            if marker in (0xD9, 0xDA):               # the end of the file, or the start of its pixels
+            if marker in (0xD9, 0xDA):               # the end of the file, or the start of pixels
                 break
             if marker in FRAME_HEADERS and size == (0, 0):
-                size = struct.unpack_from(">HH", content, offset + 3)    # after length and precision
-            if marker == APP1 and content.startswith((b"Exif\0\0", b"http://ns.adobe.com"), offset + 2):
-                has_exif = True
+                size = struct.unpack_from(">HH", content, offset + 3)   # after length, precision
+            if marker == APP1:
+                has_exif |= content.startswith((b"Exif\0\0", b"http://ns.adobe.com"), offset + 2)
             if marker not in MARKERS_ALONE:
                 offset += struct.unpack_from(">H", content, offset)[0]
     except (ValueError, IndexError, struct.error):   # the content ends before the pixels
