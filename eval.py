@@ -70,7 +70,7 @@ def named_set(text: str) -> NamedSet:
     if name not in (known := [*DATA_SETS, *EVAL_SETS]):
         raise argparse.ArgumentTypeError(f"there is no data set '{name}'{nearest(name, known)}")
     if bool(root) == (name == "shapes"):
-        raise argparse.ArgumentTypeError(f"{text}: expected NAME=DIR, or shapes, which has no folder")
+        raise argparse.ArgumentTypeError(f"{text}: expected NAME=DIR, or shapes without a folder")
     return NamedSet(name, root)
 
 
@@ -106,7 +106,8 @@ def sets_of(saved: Saved, args: argparse.Namespace) -> list[EvaluatedSet]:
     """
     data = saved.recipe.data
     chosen = [TrainingPart("train", data)] * args.train_images + (args.data or [])
-    own = TrainingPart("held_out", data) if data.held_out_per_class else NamedSet(data.name, data.root)
+    own = (TrainingPart("held_out", data) if data.held_out_per_class else
+           NamedSet(data.name, data.root))
     return list(dict.fromkeys(chosen or [own]))
 
 
@@ -160,8 +161,10 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
         changeable=EVALUATION_KEYS, image_size=args.image_size))
     checkpoints = [saved._replace(recipe=moved(saved.recipe, args.data_dir)) for saved in opened]
     start_fork_server(max(saved.recipe.data.workers for saved in checkpoints))
-    pairs = [(number, one) for number, saved in enumerate(checkpoints) for one in sets_of(saved, args)]
-    sources = open_sets({one: checkpoints[number] for number, one in pairs}, not args.data, processes)
+    pairs = [(number, one) for number, saved in enumerate(checkpoints)
+             for one in sets_of(saved, args)]
+    sources = open_sets({one: checkpoints[number] for number, one in pairs}, not args.data,
+                        processes)
     columns = processes.on_all(lambda: {
         (number, one): columns_of(checkpoints[number], one, sources[one]) for number, one in pairs})
     models, speeds = [], []                          # on the CPU until they are needed
@@ -181,8 +184,8 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
                 results = evaluate_on(eval_set.name, source, saved, models[number],
                                       columns[number, eval_set], kept, processes, stop)
                 findings[number, eval_set] = Finding(
-                    saved.name, saved.recipe.name, eval_set, saved.size, saved.recipe.data.num_classes,
-                    list(source.classes), speeds[number], results)
+                    saved.name, saved.recipe.name, eval_set, saved.size,
+                    saved.recipe.data.num_classes, list(source.classes), speeds[number], results)
     if processes.is_main:
         report([findings[pair] for pair in pairs], per_class=args.per_class, json_file=args.json)
 
@@ -222,8 +225,9 @@ def speed(saved: Saved, model: nn.Module, processes: Processes) -> Throughput:
     engine, device = saved.recipe.engine, processes.device
     set_precision(engine.tf32)
     with ProgressBar("throughput", WARMUP_PASSES + TIMED_PASSES, shown=processes.is_main) as bar:
-        found = throughput(model.to(device), batch_size=saved.recipe.eval.batch_size, size=saved.size,
-                           device=device, amp=engine.amp, channels_last=engine.channels_last, bar=bar)
+        found = throughput(model.to(device), batch_size=saved.recipe.eval.batch_size,
+                           size=saved.size, device=device, amp=engine.amp,
+                           channels_last=engine.channels_last, bar=bar)
     model.cpu()                                      # the next one's memory is to be its own
     if processes.is_main:
         print(f"{saved.name}  {found.images_per_second:.1f} images/s, {found.milliseconds:.2f} "

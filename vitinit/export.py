@@ -156,7 +156,8 @@ def export_transformers(trained: Trained, out: Path) -> str:
                             preprocessor_config(trained.recipe, trained.image_size))):
             write_text_atomically(json.dumps(table, indent=2) + "\n", folder / name)
         with written_atomically(folder / "model.safetensors") as file:
-            file.write(as_safetensors(transformers_names(weights, names, prefix), {"format": "pt"}, out))
+            theirs = transformers_names(weights, names, prefix)
+            file.write(as_safetensors(theirs, {"format": "pt"}, out))
         with redirect_stderr(io.StringIO()):         # what is assumed was just written
             require_equal(load(folder).model.state_dict(), weights, out)
     return f"{len(weights)} tensors read back under our names, equal to the bit"
@@ -260,7 +261,7 @@ def export_run(trained: Trained, out: Path, views: Tensor) -> str:
 
 @contextmanager
 def folder_at(out: Path) -> Iterator[Path]:
-    """A context that yields the path of a folder to make, which in the end becomes `out`, or goes."""
+    """A context that yields the path of a folder to make, which in the end becomes `out`."""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parent:
         folder = Path(parent) / out.name
         yield folder
@@ -282,8 +283,8 @@ def compare(found: Tensor, logits: Tensor, near: float, whose: str) -> str:
     """
     far, largest = (found - logits).abs().max().item(), logits.abs().max().item()
     if not far <= near * max(largest, 1.0):
-        raise CheckpointError(f"{whose} logits are up to {far:.1e} from the model's, which are up to "
-                              f"{largest:.1f}; nothing was written")
+        raise CheckpointError(f"{whose} logits are up to {far:.1e} from the model's, which are up "
+                              f"to {largest:.1f}; nothing was written")
     return f"largest difference {far:.1e}, of logits up to {largest:.1f}"
 
 
@@ -318,11 +319,12 @@ def require_fitting(args: argparse.Namespace, parser: Parser) -> None:
         parser.error("--normalise and --images are for --to torch; a file of weights has no "
                      "program to normalise in, or to run")
     if args.to == "run" and (args.normalise or args.image_size):
-        parser.error("--normalise and --image-size are for the other exports; a run folder's images "
-                     "are those of its recipe, which normalises them")
+        parser.error("--normalise and --image-size are for the other exports; a run folder's "
+                     "images are those of its recipe, which normalises them")
     folder, there = args.to in ("run", "transformers"), args.out.parent.is_dir()
     if folder and (not there or args.out.exists()):
-        parser.error(f"--out {args.out}: expected a folder that does not exist yet, in one that does")
+        parser.error(f"--out {args.out}: expected a folder that does not exist yet, in one that "
+                     "does")
     if not there or args.out.is_dir():
         parser.error(f"--out {args.out}: expected a file in a folder that exists")
 
@@ -331,10 +333,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the program with these arguments (default: the command line); return the exit status."""
     parser = Parser(prog="python -m vitinit.export", description=__doc__)
     add_run(parser)
-    parser.add_argument("--to", required=True, choices=("safetensors", "torch", "transformers", "run"))
+    parser.add_argument("--to", required=True,
+                        choices=("safetensors", "torch", "transformers", "run"))
     parser.add_argument("--out", type=Path, required=True, metavar="FILE",
-                        help="the file to write; with --to run or transformers, a folder that does not "
-                             "exist yet")
+                        help="the file to write; with --to run or transformers, a folder that does "
+                             "not exist yet")
     parser.add_argument("--normalise", action="store_true",
                         help="the program takes uint8 images and normalises them (--to torch)")
     parser.add_argument("--images", type=Path, metavar="FOLDER",
@@ -355,7 +358,8 @@ def main(arguments: list[str] | None = None) -> int:
                      export_program(trained, args.out, views, inside=args.normalise))
             found += f"; images of {name}"
         height, width = trained.image_size
-        written = sum(path.stat().st_size for path in [args.out, *args.out.glob("*")] if path.is_file())
+        written = sum(path.stat().st_size for path in [args.out, *args.out.glob("*")]
+                      if path.is_file())
         print(f"wrote   {args.out}, {written / 1e6:.1f} MB: {trained.recipe.model.name}"
               f", images (B, 3, {height}, {width}) {'uint8' if args.normalise else 'normalised'} → "
               f"logits (B, {len(trained.classes)})\nchecked {found}")

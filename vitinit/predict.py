@@ -92,7 +92,7 @@ def images_of(arguments: Sequence[str]) -> list[str]:
 
 
 class Views(Dataset):
-    """The evaluation views of image files, (3, *size) uint8; for a broken file, the error message."""
+    """The evaluation views of image files, (3, *size) uint8; for a broken file, its error."""
 
     def __init__(self, paths: Sequence[str], recipe: Recipe, size: tuple[int, int]) -> None:
         self.paths, self.recipe, self.size = paths, recipe, size
@@ -108,7 +108,7 @@ class Views(Dataset):
 
 
 def stacked(found: list[Tensor | str]) -> tuple[Tensor, list[str]]:
-    """A batch of `Views`: the views that there are, (B, 3, H, W), and for each file its problem or "".
+    """A batch of `Views`: those that there are, (B, 3, H, W), and for each file its error or "".
 
     As one tensor they take one handle of shared memory on their way from a worker.
     """
@@ -160,8 +160,8 @@ def summary(found: Sequence[Guess]) -> str:
     broken = sum(bool(guess.problem) for guess in found)
     parts = []
     if judged:
-        parts.append(f"{sum(judged):,} of {len(judged):,} images are classified as their folder says "
-                     f"({100 * sum(judged) / len(judged):.2f} %)")
+        parts.append(f"{sum(judged):,} of {len(judged):,} images are classified as their folder "
+                     f"says ({100 * sum(judged) / len(judged):.2f} %)")
     if broken:
         parts.append(f"{broken:,} of {len(found):,} could not be read")
     return "; ".join(parts)
@@ -191,7 +191,8 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
     if last_line:
         print(last_line, flush=True)
     if args.json is not None:
-        write_text_atomically("".join(json.dumps(guess.as_dict()) + "\n" for guess in found), args.json)
+        lines = (json.dumps(guess.as_dict()) + "\n" for guess in found)
+        write_text_atomically("".join(lines), args.json)
     if args.csv is not None:
         write_text_atomically(as_csv(found, top), args.csv)
     if args.sheet is not None:

@@ -229,7 +229,8 @@ def transformers_names(tensors: Mapping[str, Tensor], names: Names, prefix: str
     rules = [(_pattern(ours), _parts(theirs)) for ours, theirs in names.items()]
     found = {}
     for ours, value in tensors.items():
-        match, parts = next((match, parts) for pattern, parts in rules if (match := pattern.match(ours)))
+        match, parts = next((match, parts) for pattern, parts in rules
+                            if (match := pattern.match(ours)))
         for part, rows in zip(parts, value.chunk(len(parts))):
             name = part.format(*match.groups()) + ours[match.end():]
             found[name if "classifier" in name else prefix + name] = rows.contiguous()

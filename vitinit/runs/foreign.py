@@ -48,7 +48,8 @@ ARCHITECTURES = {
 # Our options → keys of a config.json; of ViT and DeiT, and of Swin.
 VIT_OPTIONS = {"embed_dim": "hidden_size", "depth": "num_hidden_layers",
                "num_heads": "num_attention_heads", "norm_eps": "layer_norm_eps"}
-SWIN_OPTIONS = {key: key for key in ("embed_dim", "depths", "num_heads", "window_size", "mlp_ratio")}
+SWIN_OPTIONS = {key: key for key in ("embed_dim", "depths", "num_heads", "window_size",
+                                     "mlp_ratio")}
 # Keys of a config.json: the value that models here have, which is transformers' default too, and
 # what another value stands for.
 REQUIRED = {
@@ -104,7 +105,7 @@ def described(path: Path, architecture: str = "") -> Description | None:
             return _of_transformers(config, file)
         if "pretrained_cfg" in config:
             require_no_trap(str(config.get("architecture", "")), file)
-            stated = config["pretrained_cfg"]        # how images are prepared, but not the model's sizes
+            stated = config["pretrained_cfg"]        # how images are prepared, not the model's sizes
             return Description(file, "", {key: stated[name] for name, key in TIMM_KEYS.items()
                                           if name in stated}, None, ())
     except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
@@ -144,7 +145,8 @@ def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
     swin = kind == "swin"
     for key, (ours, what) in (REQUIRED | (REQUIRED_OF_SWIN if swin else {})).items():
         if config.get(key) not in (None, ours):
-            raise CheckpointError(f"{file}: {what.format(config[key])}, which none of the models here has")
+            raise CheckpointError(f"{file}: {what.format(config[key])}, which none of the models "
+                                  "here has")
 
     def stated(key: str) -> Any:
         if config.get(key) is None:
@@ -156,8 +158,9 @@ def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
     if not swin:
         distilled = name.endswith("WithTeacher")
         # A distillation token that no classifier reads takes part in attention, as a register does.
+        unread = kind == "deit" and not distilled
         options |= {"distilled": distilled,
-                    "num_registers": config.get("num_register_tokens", 0) + (kind == "deit" and not distilled),
+                    "num_registers": config.get("num_register_tokens", 0) + unread,
                     "mlp_ratio": config.get("mlp_ratio") or mlp_ratio(stated("intermediate_size"),
                                                                       options["embed_dim"])}
     changes = {"model.name": "swin_tiny" if swin else "vit_base", "model.options": options,
@@ -170,7 +173,8 @@ def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
     elif "Classification" in name:                   # transformers omits its default of 2
         changes["data.num_classes"] = config.get("num_labels", 2)
     prepared, notes = _preparation(file.with_name("preprocessor_config.json"), changes)
-    return Description(file, "swin_tiny" if swin else "deit_base", changes | prepared, classes, notes)
+    return Description(file, "swin_tiny" if swin else "deit_base", changes | prepared, classes,
+                       notes)
 
 
 def mlp_ratio(hidden: int, width: int) -> float:
@@ -229,7 +233,8 @@ def assumptions(model: nn.Module, recipe: Recipe, description: Description | Non
                           if kind in kinds),
              ("class token" if options.get("pool") == "class" else "mean") + " pooled",
              "window_size" in options and f"windows of {options['window_size']}",
-             "pos_embed" in options and f"{'learned' if model.learns_positions else 'fixed'} positions",
+             "pos_embed" in options and ("learned" if model.learns_positions else "fixed")
+             + " positions",
              f"norm eps {' and '.join(map(str, epsilons))}",
              *(f"{name} {' '.join(f'{value:g}' for value in values)}" for name, values in
                (("mean", recipe.data.mean), ("std", recipe.data.std))),
@@ -275,7 +280,8 @@ def transformers_config(recipe: Recipe, classes: Sequence[str], size: tuple[int,
     squares = [size, options["patch_size"], options.get("window_size", 1)]
     if family is VisionTransformer and options["pool"] == "class" and not options["num_registers"]:
         kind, names, table = "vit", TRANSFORMERS_VIT, VIT_OPTIONS
-        own = {"intermediate_size": hidden_width(options["embed_dim"], options["mlp_ratio"], "mlp_ratio"),
+        own = {"intermediate_size": hidden_width(options["embed_dim"], options["mlp_ratio"],
+                                                 "mlp_ratio"),
                "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         if options["distilled"]:
             kind, names = "deit", names | WITH_TEACHER

@@ -73,12 +73,12 @@ class Saved(NamedTuple):
 
     @property
     def classes(self) -> Sequence[str] | None:
-        """The recorded class of each logit, in order; None if neither checkpoint nor files name them."""
+        """The class of each logit, in order; None if neither checkpoint nor files name them."""
         return self.state.get("classes") or (self.description and self.description.classes)
 
     @property
     def weights(self) -> list[str]:
-        """Which weights the checkpoint contains: "model", and "ema" if there is a moving average."""
+        """Which weights the checkpoint contains: "model", and "ema" for a moving average."""
         return ["model", *["ema"] * bool(self.state.get("ema"))]
 
     def model(self, weights: str, *, or_backbone: bool = False) -> nn.Module:
@@ -117,8 +117,8 @@ class Saved(NamedTuple):
 
 def named_run(path: Path) -> Path:
     """`path` itself; or, if nothing exists there, the model of that name in recipes/trained."""
-    boxed = BOXED / path
-    return boxed if not os.path.exists(path) and path.parent == Path(".") and boxed.is_dir() else path
+    boxed, is_name = BOXED / path, path.parent == Path(".") and not os.path.exists(path)
+    return boxed if is_name and boxed.is_dir() else path
 
 
 def open_all(paths: Sequence[Path], *, recipe: str | None, changes: Sequence[Override],
@@ -131,8 +131,8 @@ def open_all(paths: Sequence[Path], *, recipe: str | None, changes: Sequence[Ove
     found = [open_saved(path, recipe=file, changes=changes, changeable=changeable,
                         image_size=image_size) for path in paths]
     if recipe is not None and all(saved.brings_recipe for saved in found):
-        raise RecipeError(f"{found[0].path}: brings its own recipe; the recipe {recipe} that was given "
-                          "is for checkpoints that hold none")
+        raise RecipeError(f"{found[0].path}: brings its own recipe; the recipe {recipe} that was "
+                          "given is for checkpoints that hold none")
     return found
 
 
@@ -158,8 +158,8 @@ def open_saved(path: Path, *, recipe: Path | None = None, changes: Sequence[Over
     if "recipe" in state:
         kept = [change for change in changes if change.key not in changeable]
         if kept and recipe is None:
-            raise RecipeError(f"{kept[0].text}: the checkpoint brings its own recipe, of which only how "
-                              f"to evaluate can change{nearest(kept[0].key, changeable)}")
+            raise RecipeError(f"{kept[0].text}: the checkpoint brings its own recipe, of which only "
+                              f"how to evaluate can change{nearest(kept[0].key, changeable)}")
         found = from_dict(state["recipe"], str(path),
                           [change for change in changes if change.key in changeable])
         found = moved(found, RunFolder(path.parent).data_root())
@@ -168,12 +168,12 @@ def open_saved(path: Path, *, recipe: Path | None = None, changes: Sequence[Over
         if recipe is None and description is not None and description.recipe:
             recipe = find_recipe(description.recipe, RECIPES)
         if recipe is None:
-            raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint of "
-                              "(recipe=… in Python)")
+            raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint "
+                              "of (recipe=… in Python)")
         found = resolve_recipe(recipe, [*(description.changes if description else ()), *changes])
     if not found.data.num_classes:
-        raise RecipeError(f"{path}: recipe {found.name} has data.num_classes = 0, which only training "
-                          "takes from the data; expected the checkpoint's number")
+        raise RecipeError(f"{path}: recipe {found.name} has data.num_classes = 0, which only "
+                          "training takes from the data; expected the checkpoint's number")
     return Saved(path, state, found, image_size or found.data.image_size, description)
 
 
@@ -210,9 +210,9 @@ def add_run(parser: Parser) -> None:
 
 def load_run(args: argparse.Namespace, device: str = "cpu") -> Trained:
     """`load` what the arguments of `add_run` say; CheckpointError if it has no classifier."""
+    changes = {change.key: change.value for change in parse_overrides(sets=args.set)}
     trained = load(args.run, weights=args.weights, image_size=args.image_size, device=device,
-                   recipe=args.recipe,
-                   overrides={change.key: change.value for change in parse_overrides(sets=args.set)})
+                   recipe=args.recipe, overrides=changes)
     trained.require_classifier()
     return trained
 
@@ -347,10 +347,10 @@ class Trained:
         return found
 
     def require_classifier(self) -> None:
-        """Raise CheckpointError, a ValueError, if the checkpoint is a backbone without a classifier."""
+        """Raise CheckpointError, a ValueError, if the checkpoint is a bare backbone."""
         if not self.classes:
-            raise CheckpointError(f"{self.path}: holds no classifier, so there are no classes; its model "
-                                  "returns features, and init.checkpoint fine-tunes it")
+            raise CheckpointError(f"{self.path}: holds no classifier, so there are no classes; its "
+                                  "model returns features, and init.checkpoint fine-tunes it")
 
     def ranked(self, probabilities: Tensor, top: int) -> list[list[tuple[str, float]]]:
         """The `top` likeliest classes of each image, as (name, probability), likeliest first.
@@ -419,5 +419,6 @@ def checked_size(image_size: Any) -> tuple[int, int] | None:
     except (TypeError, ValueError):
         size = (0, 0)
     if size is not None and min(size) < 1:
-        raise ValueError(f"image_size is {image_size!r}, expected an integer or (height, width), at least 1")
+        raise ValueError(f"image_size is {image_size!r}, expected an integer or (height, width), "
+                         "at least 1")
     return size
