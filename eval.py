@@ -36,11 +36,11 @@ import torch
 from torch import Tensor, nn
 
 from vitinit.command_line import Parser, run_program
+from vitinit.data.cache import KeptViews
 from vitinit.data.datasets import DATA_SETS, Source, download, is_wnid, open_split, oriented
 from vitinit.data.eval_sets import (EVAL_SETS, EvaluatedSet, NamedSet, TrainingPart, class_indices,
                                     imagenet_wnids, open_to_evaluate)
 from vitinit.data.images import DataError
-from vitinit.data.kept import KeptViews, kept_views
 from vitinit.data.loader import EvalViews
 from vitinit.data.pipeline import EvaluationBatches
 from vitinit.data.to_device import ToDevice
@@ -204,8 +204,8 @@ def evaluate_on(title: str, source: Source, saved: Saved, models: dict[str, nn.M
     if key not in kept:
         views = EvalViews(oriented(source, data.apply_exif_orientation), **view,
                           rank=processes.rank, world_size=processes.world_size)
-        kept[key] = kept_views(views, processes.device, on_device_gib=data.on_device_gib,
-                               cache_gib=how.cache_gib)
+        kept[key] = KeptViews(views, processes.device, on_device_gib=data.on_device_gib,
+                              cache_gib=how.cache_gib)
     prepare = ToDevice(processes.device, mean=data.mean, std=data.std,
                        channels_last=engine.channels_last)
     batches = EvaluationBatches(kept[key], batch_size=how.batch_size, workers=data.workers,

@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitinit.command_line import Parser, building, integer, run_program
+from vitinit.data.cache import KeptViews
 from vitinit.data.datasets import (Source, download, fingerprint, folder_of, held_out_part, open_split,
                                    oriented)
-from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleDraws, SampleKey
+from vitinit.data.draw import SampleDraws
 from vitinit.data.images import DataError
-from vitinit.data.kept import kept_views
 from vitinit.data.loader import EvalViews
-from vitinit.data.mix import MixSettings
 from vitinit.data.pipeline import Data, EvaluationBatches, training_batches
 from vitinit.data.sampler import TrainSampler, plan_batches, require_full_batch
 from vitinit.data.to_device import ToDevice, TrainToDevice
@@ -119,34 +118,20 @@ def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool)
                                                     data.apply_exif_orientation))
 
     # Which images each step uses, and which of them this process loads.
-    mixing = MixSettings(**vars(recipe.mix))
     with building(f"recipe {recipe.name}", "optim"):
         require_full_batch(len(train_set), augment.repeats, optim.global_batch)
         plan = plan_batches(optim.global_batch, optim.max_batch_per_process, processes.world_size,
-                            group=mixing.group if mixing.mixes else 1)
+                            group=recipe.mix.group if recipe.mix.mixes else 1)
         sampler = TrainSampler(len(train_set), plan, rank=processes.rank, seed=recipe.run.seed,
                                repeats=augment.repeats)
 
     # How an image is augmented on its way to the model.
-    crop = CropAndFlip(scale=augment.crop_scale, ratio=augment.crop_ratio, flip=augment.flip,
-                       padding=augment.crop_padding, interpolation=augment.interpolation)
-    erasing = Erasing(probability=augment.erase_probability, area=augment.erase_area,
-                      ratio=augment.erase_ratio, fill=augment.erase_fill)
-    draws = SampleDraws(seed=recipe.run.seed, size=data.image_size, crop=crop,
-                        rand_augment=RandAugment(**vars(recipe.rand_augment)), erasing=erasing)
-    # One draw here finds invalid options before the workers start.
-    with building(f"recipe {recipe.name}", "augment"):
-        key = SampleKey(0, 0)
-        draws.view(key, *data.image_size)
-        mixing.draw(keyed_generator(recipe.run.seed, Stream.MIX, 0, 0), *data.image_size)
-    with building(f"recipe {recipe.name}", "rand_augment"):
-        draws.for_device(key)
+    draws = SampleDraws(recipe.run.seed, data.image_size, augment, recipe.rand_augment)
     as_input = dict(mean=data.mean, std=data.std, channels_last=recipe.engine.channels_last)
     prepare_to_measure = ToDevice(processes.device, **as_input)
     prepare_to_train = TrainToDevice(
-        processes.device, **as_input, fill=recipe.rand_augment.fill, erase_fill=erasing.fill,
-        erase_after_mix=augment.erase_after_mix, mixing=mixing, num_classes=classes,
-        seed=recipe.run.seed)
+        processes.device, **as_input, augment=augment, rand_augment=recipe.rand_augment,
+        mix=recipe.mix, num_classes=classes, seed=recipe.run.seed)
 
     with ProgressBar("decode", len(train_set), shown=processes.is_main) as bar:
         train_batches = processes.on_all(lambda: training_batches(
@@ -156,8 +141,8 @@ def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool)
     views = EvalViews(val_set, rank=processes.rank, world_size=processes.world_size,
                       size=data.image_size, crop_pct=recipe.eval.crop_pct,
                       interpolation=recipe.eval.interpolation)
-    cached = kept_views(views, processes.device, on_device_gib=data.on_device_gib,
-                        cache_gib=recipe.eval.cache_gib)
+    cached = KeptViews(views, processes.device, on_device_gib=data.on_device_gib,
+                       cache_gib=recipe.eval.cache_gib)
     val_batches = processes.on_all(lambda: EvaluationBatches(
         cached, batch_size=recipe.eval.batch_size, workers=data.workers, prepare=prepare_to_measure))
     return Data(whole_set, train_set, val_set, plan, train_batches, val_batches)

@@ -39,11 +39,11 @@ class TrainBatch(NamedTuple):
     images: Tensor          # (B, 3, H, W) uint8, cropped and flipped; or (B, 4) int64, descriptions of
                             # views that the device cuts out, see `TrainViews`
     labels: Tensor          # (B,) int64
-    draws: Draws            # those of the B samples, on the host
+    draws: Draws            # those of the B samples
 
 
 class TrainViews(Dataset):
-    """Training views, indexed by sample key: an image, its label, and its draws for the device.
+    """Training batches, indexed by sample keys: views, labels, and draws for the device.
 
     decode: False if all images are stored on the device, at the size that the model takes. Then a
         view is not made but described, by (image index, top, left, 1 if it is flipped).
@@ -53,32 +53,22 @@ class TrainViews(Dataset):
         self.draws, self.decode, self.labels = draws, decode, source.labels
         self.source = source if decode else None     # not sent to workers that need not decode it
 
-    def __getitem__(self, key: SampleKey) -> tuple[Tensor, int, Draws]:
-        """One sample: its view, (3, H, W) uint8 or (4,) int64, its label and its draws."""
-        images, labels, draws = self.__getitems__([key])
-        return images[0], int(labels[0]), Draws(*(part[0, ...] for part in draws))
-
     def __getitems__(self, keys: Sequence[SampleKey]) -> TrainBatch:
         """A whole batch. DataLoader calls this if it exists; draws are faster for a batch at once."""
         indices = np.array([key.index for key in keys])                  # (B,)
-        images = self._views(keys) if self.decode else self._windows(keys, indices)
-        return TrainBatch(images, torch.from_numpy(self.labels[indices]),
-                          self.draws.batch_for_device(keys))
+        if self.decode:
+            images = _stack_images([self._view(key) for key in keys])
+        else:
+            views = self.draws.views(keys, itertools.repeat(self.draws.size))
+            corners = [(box.top, box.left, flip) for box, flip, _ in views]
+            images = torch.from_numpy(np.column_stack([indices, corners]))
+        return TrainBatch(images, torch.from_numpy(self.labels[indices]), self.draws.for_device(keys))
 
-    def _views(self, keys: Sequence[SampleKey]) -> Tensor:
-        """The views themselves, (B, 3, H, W) uint8; no two decoded images are in memory at once."""
-        views = []
-        for key in keys:
-            image = self.source.image(key.index)                         # (3, h, w)
-            box, flip, interpolation = self.draws.view(key, *image.shape[1:])
-            views.append(crop_and_flip(image, box, flip, self.draws.size, interpolation))
-        return _stack_images(views)
-
-    def _windows(self, keys: Sequence[SampleKey], indices: np.ndarray) -> Tensor:
-        """Descriptions of the views, (B, 4) int64: image index, top, left, 1 if it is flipped."""
-        views = self.draws.views(keys, itertools.repeat(self.draws.size))
-        corners = [(box.top, box.left, flip) for box, flip, _ in views]
-        return torch.from_numpy(np.column_stack([indices, corners]))
+    def _view(self, key: SampleKey) -> Tensor:
+        """The view itself, (3, H, W) uint8; no two decoded images are in memory at once."""
+        image = self.source.image(key.index)                             # (3, h, w)
+        view, = self.draws.views([key], [image.shape[1:]])
+        return crop_and_flip(image, view.box, view.flip, self.draws.size, view.interpolation)
 
 
 class EvalViews(Dataset):

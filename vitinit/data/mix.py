@@ -2,7 +2,7 @@
 
 The partner of image i is image B − 1 − i (the batch flipped), as in timm and DeiT. One random draw
 serves a whole group of images of the global batch (sampler.py), and a micro-batch may hold pairs of
-several groups. So the functions here take one `MixDraw` per image; two partners have the same one.
+several groups. So there is one draw per image here; two partners have the same one.
 """
 
 from __future__ import annotations
@@ -16,37 +16,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..bounds import COUNT, number
+from ..keys import Stream, keyed_generator
 from .images import Box
-from .passes import Passes, passes_on, put
 
 
 class MixDraw(NamedTuple):
     """How an image and its partner are mixed."""
 
     share: float                # λ: the weight of the image's own label in its target
-    box: Box | None             # cutmix: the box that comes from the partner; None: mixup
+    box: Box                    # cutmix: the box that comes from the partner; else UNMIXED.box
 
 
-UNMIXED = MixDraw(1.0, None)
-EMPTY = Box(0, 0, 0, 0)
+UNMIXED = MixDraw(1.0, Box(0, 0, 0, 0))
 
 
 @dataclass(frozen=True)
-class MixSettings:
-    """Mixup (Zhang et al., arXiv 1710.09412) and cutmix (Yun et al., arXiv 1905.04899).
+class Mix:
+    """Mixup (Zhang et al., arXiv 1710.09412), cutmix (Yun et al., arXiv 1905.04899), label smoothing.
 
     A group of images is mixed with `probability`. Where both kinds are on, it is mixed by cutmix
-    with `switch_probability`, else by mixup. λ ~ Beta(α, α); α = 0 switches that kind off.
-    label_smoothing: applied to all targets, mixed or not. group: how many images share a draw, an
-    even number. The defaults are those of DeiT-B.
+    with `switch_probability`, else by mixup. All targets are smoothed, mixed or not.
     """
 
-    mixup_alpha: float = 0.8
-    cutmix_alpha: float = 1.0
-    probability: float = 1.0
-    switch_probability: float = 0.5
-    label_smoothing: float = 0.1
-    group: int = 64
+    mixup_alpha: float = number(minimum=0.0)        # λ ~ Beta(α, α); 0: no mixup
+    cutmix_alpha: float = number(minimum=0.0)       # likewise
+    probability: float = number(minimum=0.0, maximum=1.0)         # that a group is mixed
+    switch_probability: float = number(minimum=0.0, maximum=1.0)  # of cutmix, where both are on
+    label_smoothing: float = number(minimum=0.0, below=1.0)
+    group: int = number(minimum=2, below=COUNT)     # images per draw: even, divides global_batch
 
     @property
     def mixes(self) -> bool:
@@ -62,7 +60,7 @@ class MixSettings:
             box = draw_box(rng, rng.beta(self.cutmix_alpha, self.cutmix_alpha), height, width)
             # λ follows the area of the box after it was clipped at the border.
             return MixDraw(1.0 - box.height * box.width / (height * width), box)
-        return MixDraw(rng.beta(self.mixup_alpha, self.mixup_alpha), None)
+        return MixDraw(rng.beta(self.mixup_alpha, self.mixup_alpha), UNMIXED.box)
 
 
 def draw_box(rng: np.random.Generator, share: float, height: int, width: int) -> Box:
@@ -72,6 +70,38 @@ def draw_box(rng: np.random.Generator, share: float, height: int, width: int) ->
     y, x = int(rng.integers(height)), int(rng.integers(width))
     top, left = max(y - half_height, 0), max(x - half_width, 0)
     return Box(top, left, min(y + half_height, height) - top, min(x + half_width, width) - left)
+
+
+def draw_mixes(mix: Mix, seed: int, step: int, groups: np.ndarray, height: int, width: int
+               ) -> list[MixDraw]:
+    """Draw how each of B images of height × width pixels is mixed: one draw for each group.
+
+    groups: (B,), the group of each image in step number `step`.
+    """
+    drawn = {group: mix.draw(keyed_generator(seed, Stream.MIX, step, group), height, width)
+             for group in set(groups.tolist())}
+    return [drawn[group] for group in groups.tolist()]
+
+
+class Mixing(NamedTuple):
+    """How the B images of a batch are mixed: arrays, which `upload` makes tensors on the device."""
+
+    weights: np.ndarray         # (B, 2) float32: λ and 1 − λ, for targets
+    image_weights: np.ndarray   # (B, 2) float32: the same for images, but 1 and 0 where a box is cut
+    boxes: np.ndarray           # (B, 4) int64: top, left, height, width; 0 where no box is cut
+    blended: bool               # whether any image is mixed by its weights
+    boxed: bool                 # whether any image has a box
+
+
+def mixing_of(draws: Sequence[MixDraw]) -> Mixing:
+    """How images are mixed whose draws are `draws`, one per image."""
+    shares, boxes = np.array([draw.share for draw in draws]), np.array([draw.box for draw in draws])
+    boxed = boxes[:, 2:].all(1)
+    # With weights 1 and 0, an image that has a box stays as it is, bit for bit.
+    own = np.where(boxed, 1.0, shares)
+    weights, image_weights = (np.stack([share, 1.0 - share], 1).astype(np.float32)
+                              for share in (shares, own))
+    return Mixing(weights, image_weights, boxes, bool((own != 1.0).any()), bool(boxed.any()))
 
 
 def smooth_one_hot(labels: Tensor, num_classes: int, smoothing: float) -> Tensor:
@@ -85,72 +115,28 @@ def smooth_one_hot(labels: Tensor, num_classes: int, smoothing: float) -> Tensor
     return targets.scatter_(1, labels[:, None], float(on))
 
 
-class MixPlan(NamedTuple):
-    """How the images of a batch are mixed, as arrays, which `put` makes tensors on the device.
+def mix_images(images: Tensor, mixing: Mixing, *, at_once: bool) -> Tensor:
+    """Mix images (B, 3, H, W) with their partners; uint8 images are rounded to the nearest level.
 
-    Each field is None where no image of the batch is mixed that way.
+    mixing: its arrays are tensors on the images' device. at_once: cut all boxes at once, which takes
+    fewest launches; else one after the other, for which they must be on the host.
     """
-
-    image_weights: np.ndarray | None    # (B, 2) float32: mixup's λ and 1 − λ for each image
-    boxes: np.ndarray | tuple[tuple[int, Box], ...] | None  # cutmix: (B, 4) int64, or (row, box) pairs
-
-
-def plan_mixing(mixes: Sequence[MixDraw], passes: Passes) -> MixPlan:
-    """Plan how images are mixed whose draws are `mixes`, one per image.
-
-    The boxes are one array with `passes.at_once`, else a list of those images that have a box.
-    """
-    boxed = tuple((row, mix.box) for row, mix in enumerate(mixes) if mix.box is not None)
-    shared = any(mix.box is None and mix.share != 1.0 for mix in mixes)
-    boxes = np.array([mix.box or EMPTY for mix in mixes]) if passes.at_once else boxed
-    return MixPlan(
-        # With weights 1 and 0, an image that has a box stays as it is, bit for bit.
-        weights([mix.share if mix.box is None else 1.0 for mix in mixes]) if shared else None,
-        boxes if boxed else None)
-
-
-def weights(shares: Sequence[float]) -> np.ndarray:
-    """(B, 2) float32: each λ and 1 − λ, both computed in float64 and rounded once."""
-    return np.array([[share, 1.0 - share] for share in shares], dtype=np.float32)
-
-
-def mix_images(images: Tensor, mixes: Sequence[MixDraw], passes: Passes | None = None) -> Tensor:
-    """Mix images (B, 3, H, W) with their partners; `mixes` holds one draw per image.
-
-    uint8 images stay uint8; mixup rounds them to the nearest level.
-    """
-    plan = plan_mixing(mixes, passes or passes_on(images.device))
-    return mixed_images(images, put(plan, images.device))
-
-
-def mixed_images(images: Tensor, plan: MixPlan) -> Tensor:
-    """Carry out a plan of `plan_mixing` whose arrays are on the images' device."""
-    mixed = images
-    if plan.image_weights is not None:
-        mixed = blended(images, plan.image_weights)
-        if not images.is_floating_point():
-            mixed = mixed.round_().to(images.dtype)
-    if isinstance(plan.boxes, tuple):
+    mixed = blend(images, mixing.image_weights) if mixing.blended else images
+    if mixed.dtype != images.dtype:
+        mixed = mixed.round_().to(images.dtype)
+    if mixing.boxed and at_once:
+        return torch.where(_inside(mixing.boxes, images), images.flip(0), mixed)
+    if mixing.boxed:
         mixed = images.clone() if mixed is images else mixed
-        for row, (top, left, height, width) in plan.boxes:
-            part = (slice(None), slice(top, top + height), slice(left, left + width))
-            mixed[row][part] = images[-1 - row][part]
-    elif plan.boxes is not None:
-        mixed = torch.where(_inside(plan.boxes, images), images.flip(0), mixed)
+        for row, (top, left, height, width) in enumerate(mixing.boxes.tolist()):
+            inside = (slice(None), slice(top, top + height), slice(left, left + width))
+            mixed[row][inside] = images[-1 - row][inside]
     return mixed
 
 
-def mix_targets(targets: Tensor, mixes: Sequence[MixDraw]) -> Tensor:
-    """Mix targets (B, K) with those of the partners; `mixes` holds one draw per image."""
-    return blended(targets, put(weights([mix.share for mix in mixes]), targets.device))
-
-
-def blended(batch: Tensor, lambdas: Tensor) -> Tensor:
-    """λ · batch + (1 − λ) · flipped batch, (B, …) float32.
-
-    lambdas: (B, 2), λ and 1 − λ for each item.
-    """
-    own, partners = (part.view(-1, *[1] * (batch.ndim - 1)) for part in lambdas.unbind(1))
+def blend(batch: Tensor, weights: Tensor) -> Tensor:
+    """λ · batch + (1 − λ) · flipped batch, (B, …) float32; weights: (B, 2), λ and 1 − λ."""
+    own, partners = (part.view(-1, *[1] * (batch.ndim - 1)) for part in weights.unbind(1))
     return (batch * own).add_(batch.flip(0) * partners)
 
 

@@ -9,6 +9,9 @@ kernel launch on a GPU has a fixed cost, the fifteen are implemented by only thr
     color_or_sharpness   2 operations that blend the image with a plainer version of it
     affine               5 geometric operations: one affine map per image
 
+`rand_augment` takes a batch through its operations. What the host can compute for that, such as
+which images go through which function, is in `OperationTables`, which travel to the device at once.
+
 A level is one of the 256 values of a channel. The result for an image is the same, bit for bit,
 whatever batch it is in, whatever the device, and however much is read at once. To that end all
 arithmetic is either on integers or consists of single floating-point operations, whose rounding
@@ -18,7 +21,8 @@ IEEE 754 defines.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,18 +35,93 @@ LEVELS = 256
 MOST = 256.0                    # no larger factor of a blend changes the result, as levels are integers
 
 
-# Operations by the function that implements them, each list in the order in which the function
-# takes images. In LEVEL_OPERATIONS those come first whose tables depend on the image.
-LEVEL_OPERATIONS = (Operation.AutoContrast, Operation.Equalize, Operation.Contrast,
-                    Operation.Brightness, Operation.Invert, Operation.Posterize,
-                    Operation.Solarize, Operation.SolarizeAdd)
-BLENDS = (Operation.Color, Operation.Sharpness)
-Axes = Literal["x", "y", "xy"]
-GEOMETRIC: dict[Axes, tuple[Operation, ...]] = {     # by the axes along which pixels move
-    "x": (Operation.ShearX, Operation.TranslateX),
-    "y": (Operation.ShearY, Operation.TranslateY),
-    "xy": (Operation.Rotate,),
-}
+Axes = Literal["x", "y", "xy"]              # the axes along which a geometric operation moves pixels
+# What images go through, in the order of a layer, and the groups for which it is. Images of one
+# group are treated alike.
+FUNCTIONS: list[tuple[Literal["map_levels", "blend"] | Axes, range]] = [
+    ("map_levels", range(5)), ("blend", range(5, 7)), ("x", range(7, 9)), ("y", range(9, 11)),
+    ("xy", range(11, 13))]
+GROUPS = 14                                 # the last group, 13, has no operation
+# The group of each operation; geometric operations with bicubic interpolation are in the next one.
+GROUP_OF = np.full(len(Operation), 13)
+for _group, _operations in {
+        0: [Operation.AutoContrast], 1: [Operation.Equalize], 2: [Operation.Contrast],
+        3: [Operation.Brightness],          # tables of these four depend on the image; of these not:
+        4: [Operation.Invert, Operation.Posterize, Operation.Solarize, Operation.SolarizeAdd],
+        5: [Operation.Color], 6: [Operation.Sharpness],
+        7: [Operation.ShearX, Operation.TranslateX], 9: [Operation.ShearY, Operation.TranslateY],
+        11: [Operation.Rotate]}.items():
+    GROUP_OF[_operations] = _group
+# The most pixels that go through a function at once. For CPUs: what fits into the cache, 2.6 images of
+# 224×224. For GPUs: a geometric operation that reads all neighbours at once takes 280 bytes of
+# memory per pixel, so these, 334 images, take 4.4 GiB.
+CHUNK, MOST_PIXELS = 2**17, 2**24
+
+
+class OperationTables(NamedTuple):
+    """What the host computes for RandAugment of n images in L layers; `upload` moves the arrays.
+
+    In each layer the images are sorted by group, and so are the entries of all tables.
+    """
+
+    ends: list[list[int]]       # (L, 15): where each group begins in this order, and the end
+    at_once: bool               # how `affine` reads neighbours
+    rows: np.ndarray            # (L, n) int64: which image of the batch
+    levels: np.ndarray          # (L, n, 1, 256) uint8: the table of a map of levels
+    factors: np.ndarray         # (L, n, 1, 1, 1) float32: the factor of a blend
+    matrices: np.ndarray        # (L, n, 2, 3) float64: the matrix of a geometric operation
+    bounds: np.ndarray          # (3, 2, 1, 1) float64: `image_bounds`
+    fill: np.ndarray            # (3, 1, 1) uint8: the colour of pixels from outside
+
+
+def operation_tables(operations: np.ndarray, size: tuple[int, int], fill: Sequence[int], *,
+                     at_once: bool) -> OperationTables:
+    """Compute the tables for n images of `size` = (height, width).
+
+    operations: (n, L, 3), as in `draw.Draws`. fill: the colour (three values, 0 to 255).
+    at_once: all geometric operations go through `affine` together, which takes fewest launches;
+        else grouped by the axes along which they move pixels, which takes least arithmetic.
+    """
+    operations = operations.swapaxes(0, 1)                               # (L, n, 3)
+    codes, bicubic = operations[..., 0].astype(np.int64), operations[..., 2] > 0
+    groups = GROUP_OF[codes]
+    geometric = (groups >= 7) & (groups < 13)
+    groups = np.where(geometric, (11 if at_once else groups) + bicubic, groups)
+    rows = groups.argsort(1, kind="stable")
+    ends = [[0, *np.bincount(layer, minlength=GROUPS).cumsum().tolist()] for layer in groups]
+    codes, arguments = (np.take_along_axis(part, rows, 1) for part in (codes, operations[..., 1]))
+    factors = arguments.clip(-MOST, MOST).astype(np.float32)[..., None, None, None]
+    return OperationTables(ends, at_once, rows, FIXED_TABLES[fixed_table(codes, arguments)], factors,
+                           affine_matrices(codes, arguments, *size), image_bounds(*size),
+                           np.array(fill, np.uint8)[:, None, None])
+
+
+def rand_augment(images: Tensor, tables: OperationTables) -> Tensor:
+    """Apply to each image of (n, 3, H, W) uint8 the operations drawn for it, layer by layer.
+
+    Each image goes through at most one operation per layer. tables: those of `operation_tables`,
+    with their arrays as tensors on the images' device. Returns new images (n, 3, H, W) uint8.
+    """
+    images = images.clone(memory_format=torch.contiguous_format)
+    most = max(1, (MOST_PIXELS if tables.at_once else CHUNK) // (images.shape[2] * images.shape[3]))
+    for ends, *layer in zip(tables.ends, tables.rows, tables.levels, tables.factors, tables.matrices):
+        for function, groups in FUNCTIONS:
+            for first in range(ends[groups.start], ends[groups.stop], most):
+                last = min(first + most, ends[groups.stop])
+                rows, levels, factors, matrices = (table[first:last] for table in layer)
+                # How many of these images each of the function's groups has.
+                counts = [max(0, min(ends[group + 1], last) - max(ends[group], first))
+                          for group in groups]
+                part = images.index_select(0, rows)
+                if function == "map_levels":
+                    part = map_levels(part, counts, factors, levels)
+                elif function == "blend":
+                    part = color_or_sharpness(part, counts[0], factors)
+                else:
+                    part = affine(part, counts[0], matrices, tables.bounds, tables.fill, function,
+                                  tables.at_once)
+                images.index_copy_(0, rows, part)
+    return images
 
 
 def to_levels(values: Tensor) -> Tensor:
@@ -54,11 +133,6 @@ def to_levels(values: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------
 # Blends with a plainer version of the image: towards it (factors 0 to 1) or away from it (above 1)
 # ---------------------------------------------------------------------------------------------
-
-
-def blend_factors(arguments: np.ndarray) -> np.ndarray:
-    """The factors of blends as float32, limited to those that differ in effect."""
-    return arguments.clip(max=MOST).astype(np.float32)
 
 
 def blend(plain: Tensor, images: Tensor, factor: Tensor) -> Tensor:
@@ -115,47 +189,34 @@ def nearest_of_13th(sums: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------
 
 
-def level_arguments(codes: np.ndarray, arguments: np.ndarray
-                    ) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
-    """The arguments of `map_levels`: its counts, factors and tables.
-
-    codes, arguments: (n,), the operation of each image, in the order of LEVEL_OPERATIONS, and its
-    argument.
-    """
-    counts = tuple(int((codes == operation).sum()) for operation in LEVEL_OPERATIONS[:4])
-    blended = slice(sum(counts[:2]), sum(counts))
-    tables = [fixed_table(Operation(code), int(argument))
-              for code, argument in zip(codes[blended.stop:], arguments[blended.stop:])]
-    return (counts, blend_factors(arguments[blended])[:, None, None],
-            np.array(tables, np.uint8).reshape(-1, 1, LEVELS))
+_LEVELS = np.arange(LEVELS)
+# Tables (395, 256) uint8 that do not depend on the image: Solarize from each level on (from level 0
+# on is Invert), SolarizeAdd of each addend, Posterize to each number of bits (0 bits make black).
+FIXED_TABLES = np.concatenate([
+    np.where(_LEVELS < np.arange(257)[:, None], _LEVELS, 255 - _LEVELS),
+    np.where(_LEVELS < 128, (_LEVELS + np.arange(129)[:, None]).clip(max=255), _LEVELS),
+    _LEVELS & (LEVELS - 2 ** (8 - np.arange(9)[:, None]))]).astype(np.uint8)[:, None]
+FIRST_TABLE = {Operation.Solarize: 0, Operation.SolarizeAdd: 257, Operation.Posterize: 257 + 129}
 
 
-def fixed_table(operation: Operation, argument: int) -> np.ndarray:
-    """The table (256,) of an operation whose table does not depend on the image."""
-    levels = np.arange(LEVELS)
-    match operation:
-        case Operation.Invert:
-            return 255 - levels
-        case Operation.Posterize:                    # argument: bits that are kept; 0 bits make black
-            return levels & (LEVELS - 2 ** (8 - argument))
-        case Operation.Solarize:                     # argument: the level from which on to invert
-            return np.where(levels < argument, levels, 255 - levels)
-        case Operation.SolarizeAdd:                  # argument: what is added to levels below 128
-            return np.where(levels < 128, (levels + argument).clip(max=255), levels)
-    raise ValueError(f"{operation!r} has no fixed table")
+def fixed_table(codes: np.ndarray, arguments: np.ndarray) -> np.ndarray:
+    """Which of FIXED_TABLES each operation has, as int64; 0 for operations that have none."""
+    which = np.zeros(codes.shape, np.int64)
+    for operation, first in FIRST_TABLE.items():
+        which = np.where(codes == operation, first + arguments, which)
+    return which.astype(np.int64)
 
 
-def map_levels(images: Tensor, counts: tuple[int, int, int, int], factors: Tensor, tables: Tensor
-               ) -> Tensor:
+def map_levels(images: Tensor, counts: Sequence[int], factors: Tensor, tables: Tensor) -> Tensor:
     """Replace each value of each channel by its entry in the table of that channel.
 
-    The images come in the order of LEVEL_OPERATIONS. Those of AutoContrast, Equalize, Contrast and
-    Brightness get tables that are made here from the images.
-    counts: how many images each of these four operations has.
-    factors: (c, 1, 1) float32, those of the c images for Contrast and Brightness.
-    tables: (m, 1, 256) uint8, those of the m remaining images.
+    First come the images of AutoContrast, Equalize, Contrast and Brightness, whose tables are made
+    here from the images. The remaining images have fixed tables.
+    counts: how many images each of these five groups has.
+    factors: (n, 1, 1, 1) float32, of which those of Contrast and Brightness are used.
+    tables: (n, 1, 256) uint8, of which those of the remaining images are used.
     """
-    stretched, equalised, contrasted, brightened = counts
+    stretched, equalised, contrasted, brightened, fixed = counts
     parts = []
     if stretched:
         parts.append(auto_contrast_tables(images[:stretched]))
@@ -166,9 +227,10 @@ def map_levels(images: Tensor, counts: tuple[int, int, int, int], factors: Tenso
         if contrasted:                               # Contrast: the mean grey; Brightness: black, 0
             plain[:contrasted] = mean_grey(images[stretched + equalised:][:contrasted])
         levels = torch.arange(LEVELS, device=images.device)
+        factors = factors[stretched + equalised:len(images) - fixed, 0]
         parts.append(blend(plain, levels, factors).expand(-1, 3, -1))
-    if len(tables):
-        parts.append(tables.expand(-1, 3, -1))
+    if fixed:
+        parts.append(tables[-fixed:].expand(-1, 3, -1))
     table = torch.cat(parts) if len(parts) > 1 else parts[0]             # (n, 3, 256)
     return table.flatten().index_select(0, entries(images).flatten()).view(images.shape)
 
@@ -221,28 +283,27 @@ def mean_grey(images: Tensor) -> Tensor:
 FRAME = 2                       # pixels of border that interpolation may read on each side
 
 
-def affine_matrix(operation: Operation, argument: float, height: int, width: int) -> np.ndarray:
-    """The matrix (2, 3) that maps (x, y, 1) in the new image to (x, y) in the old one.
+def affine_matrices(codes: np.ndarray, arguments: np.ndarray, height: int, width: int) -> np.ndarray:
+    """The matrices that map (x, y, 1) in the new image to (x, y) in the old one, (…, 2, 3) float64.
 
-    Coordinates are in pixels from the top left corner.
+    codes, arguments: (…). Coordinates are in pixels from the top left corner. Operations that are
+    not geometric have the identity.
     """
-    argument = float(argument)                       # numpy would warn of products that overflow
-    match operation:
-        case Operation.ShearX:
-            return np.array([[1.0, argument, 0.0], [0.0, 1.0, 0.0]])
-        case Operation.ShearY:
-            return np.array([[1.0, 0.0, 0.0], [argument, 1.0, 0.0]])
-        case Operation.TranslateX:
-            return np.array([[1.0, 0.0, argument * width], [0.0, 1.0, 0.0]])
-        case Operation.TranslateY:
-            return np.array([[1.0, 0.0, 0.0], [0.0, 1.0, argument * height]])
-        case Operation.Rotate:                       # about the centre of the image
-            angle = -math.radians(argument)
-            turn = np.array([[math.cos(angle), math.sin(angle)],
-                             [-math.sin(angle), math.cos(angle)]]).round(15)    # as Pillow does
-            centre = np.array([width / 2.0, height / 2.0])
-            return np.column_stack([turn, centre - (turn * centre).sum(1)])
-    raise ValueError(f"{operation!r} is not a geometric operation")
+    matrices = np.zeros((*codes.shape, 2, 3))
+    matrices[..., (0, 1), (0, 1)] = 1.0
+    with np.errstate(over="ignore"):
+        for operation, (row, column), scale in [
+                (Operation.ShearX, (0, 1), 1), (Operation.ShearY, (1, 0), 1),
+                (Operation.TranslateX, (0, 2), width), (Operation.TranslateY, (1, 2), height)]:
+            chosen = codes == operation
+            matrices[chosen, row, column] = arguments[chosen] * scale
+    centre = np.array([width / 2.0, height / 2.0])
+    for place in zip(*np.nonzero(codes == Operation.Rotate)):            # about the centre of the image
+        angle = -math.radians(arguments[place])
+        turn = np.array([[math.cos(angle), math.sin(angle)],
+                         [-math.sin(angle), math.cos(angle)]]).round(15)     # as Pillow does
+        matrices[place] = np.column_stack([turn, centre - (turn * centre).sum(1)])
+    return matrices
 
 
 def linear(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
@@ -266,9 +327,9 @@ def cubic(a: Tensor, b: Tensor, c: Tensor, d: Tensor, t: Tensor) -> Tensor:
 FILTERS = {False: (linear, range(1, 3)), True: (cubic, range(4))}
 
 
-def affine(images: Tensor, bilinear: int, matrices: Tensor, bounds: Tensor, fill: Tensor, *,
-           axes: Axes = "xy", at_once: bool) -> Tensor:
-    """Transform each image of (n, 3, H, W) uint8 by its matrix, (n, 2, 3) float64 (`affine_matrix`).
+def affine(images: Tensor, bilinear: int, matrices: Tensor, bounds: Tensor, fill: Tensor, axes: Axes,
+           at_once: bool) -> Tensor:
+    """Transform each image of (n, 3, H, W) uint8 by its matrix, (n, 2, 3) (`affine_matrices`).
 
     A pixel of the new image whose centre is mapped outside of the old image gets `fill`. For all
     others, neighbours beyond the edge repeat the edge, as in Pillow.

@@ -20,11 +20,10 @@ import numpy as np
 from torch import Tensor
 
 from .ahead import Ahead
+from .cache import KeptViews, cut, decode_to_device, only_moves_pixels
 from .datasets import Source
 from .draw import SampleDraws
-from .kept import KeptViews
 from .loader import Loader, TrainBatch, TrainViews, eval_loader, train_loader
-from .resident import Resident, only_moves_pixels, resident_source
 from .sampler import BatchPlan, TrainSampler
 from .to_device import ToDevice, TrainToDevice
 
@@ -44,7 +43,7 @@ class TrainingBatches:
     """
 
     def __init__(self, batches: Loader, sampler: TrainSampler, prepare: TrainToDevice,
-                 resident: Resident | None = None) -> None:
+                 resident: Tensor | None = None) -> None:
         self.batches, self.sampler, self.prepare = batches, sampler, prepare
         self.images_on_device = resident
 
@@ -76,8 +75,7 @@ class TrainingBatches:
     def _prepared(self, batch: TrainBatch, step: int, groups: np.ndarray) -> tuple[Tensor, Tensor]:
         if self.images_on_device is not None:
             windows = batch.images.to(self.prepare.device, non_blocking=True)        # (B, 4)
-            views = self.images_on_device.cut(windows[:, 0], windows[:, 1:])
-            batch = batch._replace(images=views)
+            batch = batch._replace(images=cut(self.images_on_device, windows))
         return self.prepare(batch, step, groups)
 
 
@@ -121,7 +119,7 @@ def training_batches(source: Source, *, sampler: TrainSampler, draws: SampleDraw
     """Build the batches that a run trains on.
 
     If the whole set fits on the device and its crops only move pixels (they resize nothing, see
-    resident.py), the images are stored there and cropped there. Otherwise worker processes decode
+    cache.py), the images are stored there and cropped there. Otherwise worker processes decode
     and crop them.
 
     source: the training set.
@@ -130,8 +128,8 @@ def training_batches(source: Source, *, sampler: TrainSampler, draws: SampleDraw
     advance: called after each image that is decoded for storage on the device (to show progress).
     """
     device, resident = prepare.device, None
-    if only_moves_pixels(draws.crop, draws.size):
-        resident = resident_source(source, device, draws.size, budget_gib, advance)
+    if only_moves_pixels(draws.augment, draws.size):
+        resident = decode_to_device(source, device, draws.size, budget_gib, advance)
     loader = train_loader(TrainViews(source, draws, decode=resident is None), sampler,
                           workers=workers, pin_memory=device.type == "cuda",
                           accumulation=sampler.plan.accumulation)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..keys import Stream, keyed_generator
-from .augment import (Fill, Normalise, augmented, normal_quantiles, plan_erasing,
-                      plan_rand_augment)
-from .draw import Draws
+from .augment import ErasedBoxes, Normalise, erase, erased_boxes, normal_quantiles
+from .draw import Augment, RandAugment
 from .loader import Batch, TrainBatch
-from .mix import (MixDraw, MixPlan, MixSettings, blended, mixed_images, plan_mixing, smooth_one_hot,
-                  weights)
-from .passes import Call, Pass, Passes, passes_on, put
+from .mix import Mix, Mixing, blend, draw_mixes, mix_images, mixing_of, smooth_one_hot
+from .operations import CHUNK, operation_tables, rand_augment
 
 
 class ToDevice:
@@ -28,57 +25,33 @@ class ToDevice:
     def __init__(self, device: torch.device, *, mean: Sequence[float], std: Sequence[float],
                  channels_last: bool) -> None:
         self.device = device
-        self.normalised = Normalise(mean, std, device)
+        self.normalise = Normalise(mean, std, device)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        images = self.normalised(batch.images.to(self.device, non_blocking=True))
-        return self.laid_out(images), batch.labels.to(self.device, non_blocking=True)
-
-    def laid_out(self, images: Tensor) -> Tensor:
-        """The images in the memory format that the model takes."""
-        return images.contiguous(memory_format=self.format)
-
-
-class Piece(NamedTuple):
-    """What happens, after RandAugment, to some pairs of a micro-batch that are finished together."""
-
-    slices: tuple[tuple[int, int], ...]     # (from, to) in the micro-batch; joined in this order,
-                                            # partners are opposite each other again
-    erasing: Call
-    mixing: MixPlan | None                  # None: nothing is mixed
-
-
-class Plan(NamedTuple):
-    """All that happens to a micro-batch, as arrays, which `put` makes tensors on the device."""
-
-    rand_augment: tuple[Pass, ...]
-    pieces: tuple[Piece, ...]
-    target_weights: np.ndarray | None   # (B, 2) float32: λ and 1 − λ; None: no target is mixed
+        images = self.normalise(batch.images.to(self.device, non_blocking=True))
+        return (images.contiguous(memory_format=self.format),
+                batch.labels.to(self.device, non_blocking=True))
 
 
 class TrainToDevice(ToDevice):
     """Prepare training batches: augmented images (B, 3, H, W) float32, and targets (B, K) float32.
 
-        RandAugment → normalise → erase → mix      the order of DeiT
-        RandAugment → mix → normalise → erase      with erase_after_mix: the order of timm with its
-                                                   prefetcher, which mixes uint8 images in workers
-
     The draws for RandAugment and erasing come with the batch (draw.py). Mixing is drawn here, keyed
-    by (seed, step, group). Three copies go to the device: the images, the labels, and one tensor
-    with the arguments of all operations.
+    by (seed, step, group). Three copies go to a GPU: the images, the labels, and one tensor with
+    all that the host has computed for the operations.
 
-    fill: the colour of RandAugment's geometric operations. erase_fill: see `draw.Erasing`.
-    passes: how many images go through an operation at once; by default what suits the device.
+    at_once: augment a micro-batch as a whole, which takes fewest launches, as a GPU needs; else in
+        chunks that fit into a CPU's cache. By default what suits the device; the bits are the same.
     """
 
     def __init__(self, device: torch.device, *, mean: Sequence[float], std: Sequence[float],
-                 channels_last: bool, fill: Sequence[int], erase_fill: Fill, erase_after_mix: bool,
-                 mixing: MixSettings, num_classes: int, seed: int, passes: Passes | None = None) -> None:
+                 channels_last: bool, augment: Augment, rand_augment: RandAugment, mix: Mix,
+                 num_classes: int, seed: int, at_once: bool | None = None) -> None:
         super().__init__(device, mean=mean, std=std, channels_last=channels_last)
-        self.fill, self.erase_fill, self.erase_after_mix = fill, erase_fill, erase_after_mix
-        self.mixing, self.num_classes, self.seed = mixing, num_classes, seed
-        self.passes = passes or passes_on(device)
+        self.settings, self.fill, self.mix = augment, rand_augment.fill, mix
+        self.num_classes, self.seed = num_classes, seed
+        self.at_once = device.type != "cpu" if at_once is None else at_once
         self.quantiles = normal_quantiles().to(device)
 
     def __call__(self, batch: TrainBatch, step: int, groups: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -86,67 +59,78 @@ class TrainToDevice(ToDevice):
 
         groups: (B,), the mixing group of each image (sampler.py); two partners have the same one.
         """
-        size = tuple(batch.images.shape[2:])
-        mixes = self.mixes(step, groups.tolist(), *size) if self.mixing.mixes else None
-        plan = put(self.plan(batch.draws, mixes, size), self.device)
-        images, labels = (part.to(self.device, non_blocking=True)
-                          for part in (batch.images, batch.labels))
-        targets = smooth_one_hot(labels, self.num_classes, self.mixing.label_smoothing)
-        if plan.target_weights is not None:
-            targets = blended(targets, plan.target_weights)
-        return self.finished(augmented(images, plan.rand_augment), plan.pieces), targets
+        images = batch.images.to(self.device, non_blocking=True)
+        labels = batch.labels.to(self.device, non_blocking=True)
+        count, _, *size = images.shape
+        operations, erased = (part.numpy() for part in batch.draws)
+        mixes = draw_mixes(self.mix, self.seed, step, groups, *size)
+        chunks = pairs_in_chunks(count, count if self.at_once else CHUNK // (size[0] * size[1]))
+        tables = [operation_tables(operations, size, self.fill, at_once=self.at_once)]
+        for rows in map(np.concatenate, chunks):
+            tables += erased_boxes(erased[rows], size), mixing_of([mixes[row] for row in rows])
+        operations, *tables = upload(self.device, tables)
 
-    def mixes(self, step: int, groups: Sequence[int], height: int, width: int) -> list[MixDraw]:
-        """How each of B images of height × width pixels is mixed: one draw for each group."""
-        drawn = {group: self.mixing.draw(keyed_generator(self.seed, Stream.MIX, step, group),
-                                         height, width) for group in set(groups)}
-        return [drawn[group] for group in groups]
-
-    def plan(self, draws: Draws, mixes: list[MixDraw] | None, size: tuple[int, int]) -> Plan:
-        """Plan everything that happens to a micro-batch; `put` moves the plan to the device."""
-        return Plan(tuple(plan_rand_augment(draws, size, self.fill, self.passes)),
-                    tuple(self.pieces(draws, mixes, size)),
-                    mixes and weights([mix.share for mix in mixes]))
-
-    def pieces(self, draws: Draws, mixes: list[MixDraw] | None, size: tuple[int, int]
-               ) -> Iterator[Piece]:
-        """Yield the pairs of a micro-batch in pieces that are finished together.
-
-        Since partners are opposite each other, a piece has a slice from the front of the batch and
-        the matching slice from its end; the last piece is the middle.
-        """
-        count = len(draws.noise_keys)
-        pairs = max(1, self.passes.finished_pixels // (2 * size[0] * size[1]))
-        for first in range(0, (count + 1) // 2, pairs):
-            last = first + pairs
-            slices = ((first, last), (count - last, count - first))
-            if 2 * last >= count:                    # the two slices meet in the middle
-                slices = ((first, count - first),)
-            rows = np.concatenate([np.arange(*each) for each in slices])
-            yield Piece(slices, plan_erasing(draws.erase_boxes[rows], draws.noise_keys[rows], size,
-                                             self.passes),
-                        mixes and plan_mixing([mixes[row] for row in rows], self.passes))
-
-    def finished(self, images: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """Normalise, erase and mix uint8 images, piece by piece; the result is what the model takes."""
-        if len(pieces) == 1:
-            return self.laid_out(self.finished_piece(images, pieces[0]))
-        done = torch.empty(images.shape, device=self.device, memory_format=self.format)
-        for piece in pieces:
-            part = torch.cat([images[first:last] for first, last in piece.slices])
-            sizes = [last - first for first, last in piece.slices]
-            for (first, last), some in zip(piece.slices,
-                                           self.finished_piece(part, piece).split(sizes)):
-                done[first:last] = some
+        images = rand_augment(images, operations)
+        targets = smooth_one_hot(labels, self.num_classes, self.mix.label_smoothing)
+        if len(chunks) == 1:
+            return self.finish(images, targets, *tables)
+        done = (torch.empty(images.shape, memory_format=self.format), torch.empty_like(targets))
+        for halves, boxes, mixing in zip(chunks, tables[::2], tables[1::2]):
+            halves = [slice(half[0], half[-1] + 1) for half in halves if len(half)]
+            parts = (torch.cat([whole[half] for half in halves]) for whole in (images, targets))
+            for whole, part in zip(done, self.finish(*parts, boxes, mixing)):
+                for half, some in zip(halves, part.split([half.stop - half.start for half in halves])):
+                    whole[half] = some
         return done
 
-    def finished_piece(self, images: Tensor, piece: Piece) -> Tensor:
-        """Normalise, erase and mix the images of one piece, in the order that was chosen."""
-        def mixed(images: Tensor) -> Tensor:
-            return images if piece.mixing is None else mixed_images(images, piece.mixing)
+    def finish(self, images: Tensor, targets: Tensor, boxes: ErasedBoxes, mixing: Mixing
+               ) -> tuple[Tensor, Tensor]:
+        """Turn uint8 images (n, 3, H, W) into what the model takes, and mix their targets (n, K).
 
-        def erased(images: Tensor) -> Tensor:
-            return piece.erasing(images, self.erase_fill, self.quantiles)
-        if self.erase_after_mix:
-            return erased(self.normalised(mixed(images)))
-        return mixed(erased(self.normalised(images)))
+            normalise → erase → mix     the order of DeiT
+            mix → normalise → erase     with erase_after_mix: the order of timm with its prefetcher,
+                                        which mixes uint8 images in workers
+        """
+        if self.settings.erase_after_mix:
+            images = mix_images(images, mixing, at_once=self.at_once)
+        images = self.normalise(images)
+        images = erase(images, boxes, self.settings.erase_fill, self.quantiles, at_once=self.at_once)
+        if not self.settings.erase_after_mix:
+            images = mix_images(images, mixing, at_once=self.at_once)
+        return (images.contiguous(memory_format=self.format),
+                blend(targets, mixing.weights) if self.mix.mixes else targets)
+
+
+def pairs_in_chunks(count: int, most: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Split the images of a batch into chunks that hold each image with its mixing partner.
+
+    Partners stand opposite each other, so a chunk is rows from the front of the batch and rows from
+    its end; an odd batch has one image in the middle. most: how many images a chunk may have, which
+    has at least one pair.
+    """
+    rows, middle, pairs = np.arange(count), (count + 1) // 2, max(1, most // 2)
+    return [(rows[first:min(first + pairs, middle)],
+             rows[max(middle, count - first - pairs):count - first])
+            for first in range(0, middle, pairs)]
+
+
+def upload(device: torch.device, tables: Sequence[Any]) -> list[Any]:
+    """Return the named tuples `tables` with all their arrays as tensors on the device, in one copy.
+
+    The host does not wait for work that is queued on the device.
+    """
+    arrays = [field for table in tables for field in table if isinstance(field, np.ndarray)]
+    ends = np.cumsum([-(-array.nbytes // 8) * 8 for array in arrays]).tolist()  # aligned to 8 bytes
+    packed = np.zeros(ends[-1], np.uint8)
+    for array, start in zip(arrays, [0, *ends]):
+        packed[start:start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    host = torch.from_numpy(packed)
+    if device.type == "cuda" and torch.cuda.is_available():
+        # From pinned memory, so that the host need not wait for the copy. (Tensor.pin_memory would
+        # do the same, but it is not implemented for fake tensors.)
+        host = torch.empty(len(packed), dtype=torch.uint8, pin_memory=True).copy_(host)
+    there = host.to(device, non_blocking=True)
+    tensors = (there[start:start + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
+               .view(array.shape) for array, start in zip(arrays, [0, *ends]))
+    return [table._make(next(tensors) if isinstance(field, np.ndarray) else field for field in table)
+            for table in tables]

@@ -1,6 +1,6 @@
 """All keys of a recipe: one frozen dataclass per section, one field with a type and bounds per key.
 
-A recipe states every key, so fields have no defaults. This module uses the standard library only.
+A recipe states every key, so fields have no defaults.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..bounds import COUNT, LARGEST, PAIR, TINIEST, number
+from ..data.draw import Augment, RandAugment
+from ..data.mix import Mix
 from .upgrade import VERSION
 from .values import plain
 
 
 LINEAR_SCALING_BATCH = 512      # lr_scaling = "linear" divides the global batch by this
-
-RandAugmentOperation = Literal["AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize",
-                               "SolarizeAdd", "Color", "Contrast", "Brightness", "Sharpness",
-                               "ShearX", "ShearY", "TranslateX", "TranslateY"]
 
 
 @dataclass(frozen=True)
@@ -49,58 +47,6 @@ class DataSection:
     apply_exif_orientation: bool                    # turn photographs upright; false: as stored
     workers: int = number(minimum=0, below=COUNT)   # loader processes per training process
     on_device_gib: float = number(minimum=0.0)      # sets up to this size are stored on the device
-
-
-@dataclass(frozen=True)
-class AugmentSection:
-    """A random crop that is resized to the image size, a flip, and erasing after normalisation.
-
-    Padding and shifting is the special case crop_scale = crop_ratio = [1, 1] with crop_padding > 0.
-    """
-
-    repeats: int = number(minimum=1, below=COUNT)   # repeated augmentation: views per image
-    crop_scale: tuple[float, float] = number(above=0.0, maximum=1.0)  # share of the image's area
-    crop_ratio: tuple[float, float] = number(above=0.0)               # width over height
-    crop_padding: int = number(minimum=0, below=2**31)  # black pixels on each side before the crop
-    flip: float = number(minimum=0.0, maximum=1.0)  # probability of a horizontal flip
-    interpolation: Literal["bilinear", "bicubic", "random"]           # random: drawn per sample
-    erase_probability: float = number(minimum=0.0, maximum=1.0)
-    erase_area: tuple[float, float] = number(above=0.0, maximum=1.0)  # share of the image's area
-    erase_ratio: tuple[float, float] = number(above=0.0)              # height over width
-    erase_fill: Literal["pixel", "rand", "const"]   # noise per value, noise per channel, zeros
-    erase_after_mix: bool                           # false: before mixing, as in DeiT
-
-
-@dataclass(frozen=True)
-class RandAugmentSection:
-    """RandAugment, with all settings of timm's `rand-m9-mstd0.5-inc1` as keys; layers = 0: none."""
-
-    layers: int = number(minimum=0, below=2**16)    # operations drawn per image
-    probability: float = number(minimum=0.0, maximum=1.0)  # that a drawn operation is applied
-    magnitude: float = number(minimum=0.0, maximum=10.0)   # mean of the magnitude, out of 10
-    magnitude_std: float = number(minimum=0.0)             # its standard deviation
-    fill: tuple[int, int, int] = number(minimum=0, maximum=255)  # colour of pixels from outside
-    interpolation: Literal["bilinear", "bicubic", "random"]     # random: drawn per application
-    operations: tuple[RandAugmentOperation, ...]    # drawn from with replacement
-    rotate_degrees: float = number(minimum=0.0)     # from here on: how strong operations are at
-    shear_factor: float = number(minimum=0.0)       # magnitude 10
-    translate_share: float = number(minimum=0.0)    # of the image's side
-    enhance_factor: float = number(minimum=0.0)     # colour, contrast, brightness, sharpness
-    posterize_bits: int = number(minimum=0, maximum=8)
-    solarize_levels: int = number(minimum=0, maximum=256)
-    solarize_add_levels: int = number(minimum=0, maximum=255)
-
-
-@dataclass(frozen=True)
-class MixSection:
-    """Mixup and cutmix of groups of images and of their targets, and label smoothing."""
-
-    mixup_alpha: float = number(minimum=0.0)        # λ ~ Beta(α, α); 0: no mixup
-    cutmix_alpha: float = number(minimum=0.0)       # likewise
-    probability: float = number(minimum=0.0, maximum=1.0)         # that a group is mixed
-    switch_probability: float = number(minimum=0.0, maximum=1.0)  # of cutmix, where both are on
-    label_smoothing: float = number(minimum=0.0, below=1.0)
-    group: int = number(minimum=2, below=COUNT)  # images per draw: even, divides global_batch
 
 
 @dataclass(frozen=True)
@@ -202,9 +148,9 @@ class Recipe:
     name: str                                       # the file's stem, not a key
     run: RunSection
     data: DataSection
-    augment: AugmentSection
-    rand_augment: RandAugmentSection
-    mix: MixSection
+    augment: Augment
+    rand_augment: RandAugment
+    mix: Mix
     eval: EvalSection
     model: ModelSection
     init: InitSection
