@@ -12,12 +12,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitinit.data.cache import GIB, KeptViews
 from vitinit.data.datasets import ImageFolder, ImagesInMemory
 from vitinit.data.images import DataError, resize_and_centre_crop
-from vitinit.data.kept import KeptViews, kept_views
 from vitinit.data.loader import EvalViews, eval_loader
 from vitinit.data.pipeline import EvaluationBatches
-from vitinit.data.resident import GIB
 from vitinit.data.to_device import ToDevice
 
 CPU, SIZE, COUNT = torch.device("cpu"), (11, 13), 23
@@ -55,6 +54,11 @@ def batches_of(kept: KeptViews, *, batch_size: int = 5, workers: int = 0) -> Eva
     return EvaluationBatches(kept, batch_size=batch_size, workers=workers, prepare=PREPARE)
 
 
+def kept_on(views: EvalViews, place: torch.device | None) -> KeptViews:
+    """The views, stored on `place`; None: decoded in every pass."""
+    return KeptViews(views, CPU, on_device_gib=float(place is not None), cache_gib=0.0)
+
+
 def equal(ours, theirs) -> bool:
     pairs = list(zip(ours, theirs, strict=True))
     return bool(pairs) and all(torch.equal(a, b) for pair in pairs for a, b in zip(*pair, strict=True))
@@ -74,9 +78,9 @@ def test_every_pass_gives_the_views_as_they_are_decoded(folder, rank, world_size
     for indices in torch.arange(rank, COUNT, world_size).split(5):
         images = torch.stack([resize_and_centre_crop(source.image(index), SIZE, 0.875, "bicubic")
                               for index in indices.tolist()])
-        expected.append((PREPARE.normalised(images), torch.from_numpy(source.labels)[indices]))
+        expected.append((PREPARE.normalise(images), torch.from_numpy(source.labels)[indices]))
     for place in (CPU, None):
-        batches = batches_of(KeptViews(views, place), workers=workers)
+        batches = batches_of(kept_on(views, place), workers=workers)
         assert len(batches) == len(expected)
         for _ in range(3):
             assert equal(batches, expected)
@@ -85,7 +89,7 @@ def test_every_pass_gives_the_views_as_they_are_decoded(folder, rank, world_size
 def test_what_is_kept_is_not_decoded_again(folder):
     source = Counted(folder)
     for place, passes in ((CPU, 1), (None, 3)):
-        source.decoded, batches = 0, batches_of(KeptViews(views_of(source), place))
+        source.decoded, batches = 0, batches_of(kept_on(views_of(source), place))
         for _ in range(3):
             for _ in batches:
                 pass
@@ -94,7 +98,7 @@ def test_what_is_kept_is_not_decoded_again(folder):
 
 def test_views_stored_with_one_batch_size_are_given_out_with_another(folder):
     source = Counted(folder)
-    kept = KeptViews(views_of(source), CPU)
+    kept = kept_on(views_of(source), CPU)
     single, = batches_of(kept, batch_size=COUNT)
     parts = list(batches_of(kept, batch_size=7))
     assert source.decoded == COUNT and [len(labels) for _, labels in parts] == [7, 7, 7, 2]
@@ -109,13 +113,13 @@ def test_views_stored_with_one_batch_size_are_given_out_with_another(folder):
 @pytest.mark.parametrize("taken", [1, 4, 5])         # of five batches; with all five, not yet ended
 def test_a_pass_that_is_not_completed_stores_nothing(folder, taken):
     source = Counted(folder)
-    batches = batches_of(KeptViews(views_of(source), CPU))
+    batches = batches_of(kept_on(views_of(source), CPU))
     unfinished = iter(batches)
     for _ in range(taken):
         next(unfinished)
     del unfinished
     source.decoded = 0
-    assert equal(batches, batches_of(KeptViews(views_of(source), None)))
+    assert equal(batches, batches_of(kept_on(views_of(source), None)))
     assert source.decoded == 2 * COUNT
 
 
@@ -125,13 +129,13 @@ def test_a_broken_image_is_named_in_every_pass_until_it_is_mended(folder, worker
     whole = broken.read_bytes()
     broken.write_bytes(b"no image")
     source = ImageFolder(folder)
-    batches = batches_of(KeptViews(views_of(source), CPU), workers=workers)
+    batches = batches_of(kept_on(views_of(source), CPU), workers=workers)
     for _ in range(2):
         with pytest.raises(DataError, match="20.png: not a readable image"):
             list(batches)
     broken.write_bytes(whole)
     for _ in range(2):
-        assert equal(batches, batches_of(KeptViews(views_of(source), None)))
+        assert equal(batches, batches_of(kept_on(views_of(source), None)))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -144,7 +148,7 @@ def test_workers_end_where_views_are_kept_and_wait_where_they_are_not(folder):
 
     def workers() -> set[int]:
         return {child.pid for child in set(multiprocessing.active_children()) - others}
-    kept, decoded = (batches_of(KeptViews(views_of(ImageFolder(folder)), place), workers=2)
+    kept, decoded = (batches_of(kept_on(views_of(ImageFolder(folder)), place), workers=2)
                      for place in (CPU, None))
     for _ in kept:
         assert len(workers()) == 2
@@ -155,10 +159,10 @@ def test_workers_end_where_views_are_kept_and_wait_where_they_are_not(folder):
 
 
 def test_an_unfinished_pass_of_waiting_workers_is_no_part_of_the_next(folder):
-    batches = batches_of(KeptViews(views_of(ImageFolder(folder)), None), workers=2)
+    batches = batches_of(kept_on(views_of(ImageFolder(folder)), None), workers=2)
     unfinished = iter(batches)
     next(unfinished)
-    expected = list(batches_of(KeptViews(views_of(ImageFolder(folder)), None)))
+    expected = list(batches_of(kept_on(views_of(ImageFolder(folder)), None)))
     assert equal(batches, expected) and equal(batches, expected)
 
 
@@ -184,8 +188,8 @@ def test_the_budgets_are_the_bytes_of_this_process_share(folder, on_device, cach
     views = views_of(ImageFolder(folder), rank=1, world_size=2)
     assert views.nbytes == 11 * 3 * 11 * 13
     whole = views.nbytes / GIB
-    kept = kept_views(views, torch.device("meta"), on_device_gib=on_device * whole,
-                      cache_gib=cache * whole)
+    kept = KeptViews(views, torch.device("meta"), on_device_gib=on_device * whole,
+                     cache_gib=cache * whole)
     assert kept.device == (None if place is None else torch.device(place))
     if place is not None:
         assert kept.images.shape == (11, 3, *SIZE) and kept.images.device == kept.device
@@ -196,7 +200,7 @@ def test_the_budgets_are_the_bytes_of_this_process_share(folder, on_device, cach
 
 def test_a_process_without_images_has_nothing_to_keep(folder):
     views = views_of(ImageFolder(folder), rank=27, world_size=29)
-    for kept in (KeptViews(views, CPU), KeptViews(views, None)):
+    for kept in (kept_on(views, CPU), kept_on(views, None)):
         assert list(batches_of(kept)) == list(batches_of(kept)) == []
 
 

@@ -17,23 +17,20 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from deit import AUGMENT, MIX, RAND_AUGMENT
 from vitinit.data.datasets import ImageFolder, ImagesInMemory
-from vitinit.data.draw import (CropAndFlip, Draws, Erasing, RandAugment, SampleDraws, SampleKey,
-                               stack_draws)
+from vitinit.data.draw import Draws, SampleDraws, SampleKey
 from vitinit.data.images import DataError, crop_and_flip, resize_and_centre_crop
 from vitinit.data.loader import (Batch, EvalViews, TrainBatch, TrainViews, eval_loader,
                                  train_loader)
-from vitinit.data.mix import MixSettings
 from vitinit.data.pipeline import TrainingBatches, training_batches
 from vitinit.data.sampler import TrainSampler, plan_batches
 from vitinit.data.to_device import TrainToDevice
 
 SIZE, SEED = (11, 13), 5
-CROP = CropAndFlip(scale=(0.2, 1.0), padding=2, interpolation="random")
-RAND_AUGMENT = RandAugment(probability=0.7, interpolation="random")
-ERASING = Erasing(probability=0.5)
-NO_GROUPS = np.array([])                                     # nothing is mixed here
-DRAWS = SampleDraws(SEED, SIZE, CROP, RAND_AUGMENT, ERASING)
+DRAWS = SampleDraws(SEED, SIZE, replace(AUGMENT, crop_scale=(0.2, 1.0), crop_padding=2,
+                                        interpolation="random", erase_probability=0.5),
+                    replace(RAND_AUGMENT, probability=0.7, interpolation="random"))
 
 
 @pytest.fixture(scope="module")
@@ -102,31 +99,30 @@ def equal(ours: list, theirs: list) -> bool:
 
 def joined(batches: list[TrainBatch]) -> TrainBatch:
     images, labels, draws = zip(*batches)
-    return TrainBatch(torch.cat(images), torch.cat(labels),
-                      Draws(*map(np.concatenate, zip(*draws))))
+    return TrainBatch(torch.cat(images), torch.cat(labels), Draws(*map(torch.cat, zip(*draws))))
 
 
 def augmented(batches) -> tuple[Tensor, Tensor]:
     """Images and targets that the model would get from these batches, without mixing."""
     prepare = TrainToDevice(torch.device("cpu"), mean=(0.5, 0.4, 0.3), std=(0.3, 0.2, 0.1),
-                            channels_last=False, fill=RAND_AUGMENT.fill, erase_fill=ERASING.fill,
-                            erase_after_mix=False, mixing=MixSettings(probability=0.0), num_classes=3,
-                            seed=SEED)
-    images, targets = zip(*(prepare(batch, 0, NO_GROUPS) for batch in batches))
+                            channels_last=False, augment=DRAWS.augment,
+                            rand_augment=DRAWS.rand_augment, mix=replace(MIX, probability=0.0),
+                            num_classes=3, seed=SEED)
+    images, targets = zip(*(prepare(batch, 0, np.zeros(len(batch.labels))) for batch in batches))
     return torch.cat(images), torch.cat(targets)
 
 
 def test_a_batch_holds_the_views_that_its_keys_name(folder):
     expected = []
     for keys in sampler_of(folder):
-        images, labels, draws = [], [], []
+        images, labels = [], []
         for key in keys:
             image = folder.image(key.index)
-            view = DRAWS.view(key, *image.shape[1:])
+            view, = DRAWS.views([key], [image.shape[1:]])
             images.append(crop_and_flip(image, view.box, view.flip, SIZE, view.interpolation))
             labels.append(folder.labels[key.index])
-            draws.append(DRAWS.for_device(key))
-        expected.append(TrainBatch(torch.stack(images), torch.tensor(labels), stack_draws(draws)))
+        expected.append(TrainBatch(torch.stack(images), torch.tensor(labels),
+                                   DRAWS.for_device(keys)))
     batches = copies(loader_of(folder))
     assert equal(batches, expected)
     assert batches[0].images.shape == (2, 3, *SIZE) and batches[0].images.dtype == torch.uint8
@@ -251,14 +247,14 @@ def epoch(folder) -> tuple[Tensor, Tensor]:
     """Three steps by one process without workers, in micro-batches of two."""
     batches = copies(loader_of(folder))
     draws = joined(batches).draws
-    assert (draws.operations > 0).sum() > 13 and (draws.erase_boxes[:, 2] > 0).sum() > 3
+    assert (draws.operations[..., 0] > 0).sum() > 13 and (draws.erased[:, 2] > 0).sum() > 3
     return augmented(batches)
 
 
 def test_an_epoch_is_augmented_and_no_two_of_its_views_are_the_same(folder, epoch):
     """So that equal epochs below mean something."""
     images, targets = epoch
-    plain, _ = augmented(batch._replace(draws=Draws(*map(np.zeros_like, batch.draws)))
+    plain, _ = augmented(batch._replace(draws=Draws(*map(torch.zeros_like, batch.draws)))
                          for batch in loader_of(folder))
     assert images.shape == (18, 3, *SIZE) and targets.shape == (18, 3)
     assert sum(not torch.equal(one, other) for one, other in zip(images, plain)) > 13
@@ -290,9 +286,7 @@ def test_an_epoch_that_is_resumed_is_the_same_from_there(folder, epoch, step, wo
 def test_every_view_of_an_epoch_can_be_made_again_alone(folder, epoch):
     keys = [key for keys in sampler_of(folder) for key in keys]
     for key, image, target in zip(keys, *epoch, strict=True):
-        view, label, draws = views_of(folder)[key]
-        images, targets = augmented([TrainBatch(view[None], torch.tensor([label]),
-                                                stack_draws([draws]))])
+        images, targets = augmented([views_of(folder).__getitems__([key])])
         assert torch.equal(images[0], image) and torch.equal(targets[0], target)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,19 +12,19 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from deit import AUGMENT, RAND_AUGMENT, SHIFT as ONLY_SHIFT
+from vitinit.data.cache import GIB, cut, decode_to_device, only_moves_pixels
 from vitinit.data.datasets import ImageFolder, ImagesInMemory
-from vitinit.data.draw import CropAndFlip, Erasing, RandAugment, SampleDraws, SampleKey
+from vitinit.data.draw import SampleDraws, SampleKey
 from vitinit.data.images import Box, DataError, crop_and_flip
 from vitinit.data.loader import TrainViews, train_loader
-from vitinit.data.pipeline import TrainingBatches
-from vitinit.data.resident import GIB, Resident, only_moves_pixels, resident_source
 from vitinit.data.sampler import TrainSampler, plan_batches
 
 CPU = torch.device("cpu")
 SIDE, COUNT, SEED = 7, 23, 5
-SHIFT = CropAndFlip(scale=(1.0, 1.0), ratio=(1.0, 1.0), padding=3)
-DRAWS = SampleDraws(SEED, (SIDE, SIDE), SHIFT, RandAugment(probability=0.7, interpolation="random"),
-                    Erasing(probability=0.5))
+SHIFT = replace(AUGMENT, **ONLY_SHIFT, crop_padding=3, erase_probability=0.5)
+DRAWS = SampleDraws(SEED, (SIDE, SIDE), SHIFT,
+                    replace(RAND_AUGMENT, probability=0.7, interpolation="random"))
 
 
 def noise(count: int, height: int, width: int) -> np.ndarray:
@@ -64,10 +65,10 @@ def parts(batch) -> list[np.ndarray]:
 @pytest.mark.parametrize("flip", [False, True])
 def test_a_cut_is_the_crop_of_the_image_wherever_the_window_lies(height, width, flip):
     images = torch.from_numpy(noise(3, height, width)).permute(0, 3, 1, 2).contiguous()
-    resident = Resident(images, torch.arange(3))
     corners = [(top, left) for top in range(-height - 1, height + 2) for left in (-13, -2, 0, 3, 12)]
     indices = torch.arange(len(corners)) % 3
-    views = resident.cut(indices, torch.tensor([(*corner, int(flip)) for corner in corners]))
+    views = cut(images, torch.tensor([(index, *corner, int(flip))
+                                      for index, corner in zip(indices, corners)]))
     assert views.dtype == torch.uint8 and views.is_contiguous()
     for view, index, (top, left) in zip(views, indices, corners):
         expected = crop_and_flip(images[index], Box(top, left, height, width), flip,
@@ -77,14 +78,14 @@ def test_a_cut_is_the_crop_of_the_image_wherever_the_window_lies(height, width, 
 
 @pytest.mark.parametrize("crop, size, expected", [
     (SHIFT, (7, 7), True), (SHIFT, (7, 11), False),
-    (CropAndFlip(scale=(0.5, 1.0), ratio=(1.0, 1.0)), (7, 7), False),
-    (CropAndFlip(scale=(1.0, 1.0), ratio=(1.0, 1.9), padding=3), (7, 7), False),
-    (CropAndFlip(scale=(1.0, 1.0), ratio=(1.0, 1.0), padding=0, flip=0.0), (7, 7), True),
-])
+    (replace(SHIFT, crop_scale=(0.5, 1.0)), (7, 7), False),
+    (replace(SHIFT, crop_ratio=(1.0, 1.9)), (7, 7), False),
+    (replace(SHIFT, crop_padding=0, flip=0.0), (7, 7), True)])
 def test_pixels_only_move_where_every_drawn_box_has_the_images_size(crop, size, expected):
     assert only_moves_pixels(crop, size) is expected
-    draws = SampleDraws(0, size, crop)
-    boxes = [draws.view(SampleKey(0, index), *size).box for index in range(60)]
+    draws = SampleDraws(0, size, crop, RAND_AUGMENT)
+    boxes = [view.box for view in draws.views([SampleKey(0, index) for index in range(60)],
+                                              [size] * 60)]
     assert all((box.height, box.width) == size for box in boxes) is expected
 
 
@@ -95,33 +96,32 @@ def test_pixels_only_move_where_every_drawn_box_has_the_images_size(crop, size, 
 
 def test_files_are_decoded_in_order_with_a_call_for_each(folder):
     source, calls = ImageFolder(folder), []
-    resident = resident_source(source, CPU, (SIDE, SIDE), 1.0, lambda: calls.append(1))
+    resident = decode_to_device(source, CPU, (SIDE, SIDE), 1.0, lambda: calls.append(1))
     assert len(calls) == COUNT
     for index in range(COUNT):
-        assert torch.equal(resident.images[index], source.image(index))
-    assert resident.labels.tolist() == source.labels.tolist()
+        assert torch.equal(resident[index], source.image(index))
 
 
 def test_the_budget_is_the_bytes_of_the_images():
     exactly = COUNT * 3 * SIDE * SIDE / GIB
     for source in (in_memory(),):
-        assert resident_source(source, CPU, (SIDE, SIDE), exactly) is not None
-        assert resident_source(source, CPU, (SIDE, SIDE), exactly * 0.999) is None
-        assert resident_source(source, CPU, (SIDE, SIDE), 0.0) is None
+        assert decode_to_device(source, CPU, (SIDE, SIDE), exactly) is not None
+        assert decode_to_device(source, CPU, (SIDE, SIDE), exactly * 0.999) is None
+        assert decode_to_device(source, CPU, (SIDE, SIDE), 0.0) is None
 
 
 def test_images_of_another_size_stay_with_the_workers(folder):
-    assert resident_source(in_memory(height=8), CPU, (SIDE, SIDE), 1.0) is None
-    assert resident_source(ImageFolder(folder), CPU, (SIDE, SIDE + 1), 1.0) is None
+    assert decode_to_device(in_memory(height=8), CPU, (SIDE, SIDE), 1.0) is None
+    assert decode_to_device(ImageFolder(folder), CPU, (SIDE, SIDE + 1), 1.0) is None
     odd = folder / "class_2" / "odd.png"             # the last one
     Image.fromarray(noise(1, SIDE, SIDE + 1)[0]).save(odd)
-    assert resident_source(ImageFolder(folder), CPU, (SIDE, SIDE), 1.0) is None
+    assert decode_to_device(ImageFolder(folder), CPU, (SIDE, SIDE), 1.0) is None
 
 
 def test_a_broken_image_is_named_at_once(folder):
     (folder / "class_1" / "zz.png").write_bytes(b"no image")
     with pytest.raises(DataError, match="zz.png: not a readable image"):
-        resident_source(ImageFolder(folder), CPU, (SIDE, SIDE), 1.0)
+        decode_to_device(ImageFolder(folder), CPU, (SIDE, SIDE), 1.0)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -129,25 +129,14 @@ def test_a_broken_image_is_named_at_once(folder):
 # ---------------------------------------------------------------------------------------------
 
 
-class AsLoaded:
-    """A stand-in for TrainToDevice that returns the batch unchanged."""
-
-    device = CPU
-
-    def __call__(self, batch, step, groups):
-        return batch
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("where", [dict(), dict(step=2), dict(rank=1, world_size=2)])
 def test_training_batches_are_those_of_the_workers_to_the_bit(folder, workers, where):
     source = ImageFolder(folder)
-    resident = resident_source(source, CPU, (SIDE, SIDE), 1.0)
-    one = sampler(**where)
-    windows = train_loader(TrainViews(source, DRAWS, decode=False), one, workers=workers,
-                           pin_memory=False)
-    steps = TrainingBatches(windows, one, AsLoaded(), resident).steps(3, one.first_step)
-    ours = [micro_batch.prepare() for _, step in steps for micro_batch in step]
+    resident = decode_to_device(source, CPU, (SIDE, SIDE), 1.0)
+    windows = train_loader(TrainViews(source, DRAWS, decode=False), sampler(**where),
+                           workers=workers, pin_memory=False)
+    ours = [batch._replace(images=cut(resident, batch.images)) for batch in windows]
     theirs = train_loader(TrainViews(source, DRAWS), sampler(**where), workers=0,
                           pin_memory=False)
     assert len(theirs) > 0

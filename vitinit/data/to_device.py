@@ -121,7 +121,7 @@ def upload(device: torch.device, tables: Sequence[Any]) -> list[Any]:
     """
     arrays = [field for table in tables for field in table if isinstance(field, np.ndarray)]
     ends = np.cumsum([-(-array.nbytes // 8) * 8 for array in arrays]).tolist()  # aligned to 8 bytes
-    packed = np.zeros(ends[-1], np.uint8)
+    packed = np.zeros(max(8, ends[-1]), np.uint8)
     for array, start in zip(arrays, [0, *ends]):
         packed[start:start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     host = torch.from_numpy(packed)
