@@ -16,9 +16,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from vitinit.command_line import Parser, complain
-from vitinit.data.draw import CropAndFlip, Erasing, RandAugment
 from vitinit.data.images import DataError
-from vitinit.data.mix import MixSettings
 from vitinit.init import INITS, init_function
 from vitinit.models import MODELS, VisionTransformer
 from vitinit.recipe.files import RecipeError, dump_recipe, load_recipe, parse_override
@@ -400,8 +398,10 @@ def test_every_key_of_the_augmentation_reaches_what_draws_or_applies_it(
     """The values are all different within each type, and none of them is a default."""
     given = {}
     for name in ("SampleDraws", "TrainSampler", "TrainToDevice"):
-        def recorded(*arguments, real=getattr(train_program, name), **options):
+        def recorded(*arguments, name=name, real=getattr(train_program, name), **options):
             given.update(options)
+            if name == "SampleDraws":
+                given["draws"] = [vars(section) for section in arguments[2:]]
             return real(*arguments, **options)
         monkeypatch.setattr(train_program, name, recorded)
     written = {
@@ -421,14 +421,8 @@ def test_every_key_of_the_augmentation_reaches_what_draws_or_applies_it(
     assert train_program.main(small_run(tmp_path / "run", "--dry-run", **sets)) == 0
 
     assert given["repeats"] == 3
-    assert given["crop"] == CropAndFlip(scale=(0.37, 0.97), ratio=(0.71, 1.31), padding=2,
-                                        flip=0.11, interpolation="bilinear")
-    assert given["erasing"] == Erasing(probability=0.13, area=(0.17, 0.19), ratio=(0.23, 0.29),
-                                       fill="const")
-    assert given["rand_augment"] == RandAugment(**written["rand_augment"])
-    assert given["mixing"] == MixSettings(**written["mix"])
-    assert (given["fill"], given["erase_fill"], given["erase_after_mix"]) == (
-        (101, 103, 107), "const", True)
+    assert given["draws"] == [vars(given["augment"]), vars(given["rand_augment"])]
+    assert {title: vars(given[title]) for title in written} == written
 
 
 @pytest.mark.parametrize("changes, line", [

@@ -17,19 +17,20 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (DataDependentOutputException, FakeTensorMode,
+                                           unset_fake_temporarily)
 
 from vitinit import models
 from vitinit.bench.launches import Launches
 from vitinit.bench.training import given_step
 from vitinit.data.augment import IMAGENET_MEAN, IMAGENET_STD
-from vitinit.data.draw import RandAugment, SampleDraws, SampleKey, stack_draws
+from vitinit.data.draw import Draws, SampleDraws, SampleKey
 from vitinit.data.loader import Batch, TrainBatch
-from vitinit.data.mix import MixSettings
 from vitinit.data.pipeline import TrainingBatches
 from vitinit.data.sampler import BatchPlan, TrainSampler
 from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.models.layers import draw_drop_path
+from vitinit.recipe.files import RECIPES, load_recipe
 from vitinit.train import engine
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
@@ -39,6 +40,7 @@ from vitinit.train.metrics import Progress
 from vitinit.train.optim import adamw, hidden_matrices, muon
 from vitinit.train.state import TrainState
 
+DEIT = load_recipe(RECIPES / "deit_base.toml")
 CUDA, SIZE, CLASSES = torch.device("cuda", 0), 16, 7
 BATCH, ACCUMULATION, STEPS = 6, 2, 3
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=CUDA)
@@ -105,16 +107,28 @@ def fresh_state(name: str, amp: str, device: torch.device = CUDA, *, optimiser: 
 
 def loaded() -> Iterator[TrainBatch]:
     """Batches as a loader yields them: images and labels on the host, and all random draws."""
-    draws = SampleDraws(0, (SIZE, SIZE), rand_augment=RandAugment(probability=1.0))
+    draws = SampleDraws(0, (SIZE, SIZE), DEIT.augment, DEIT.rand_augment)
     for index in itertools.count():
-        drawn = stack_draws([draws.for_device(SampleKey(index, image)) for image in range(BATCH)])
+        with unset_fake_temporarily():               # the host reads the draws
+            drawn = draws.for_device([SampleKey(index, image) for image in range(BATCH)])
+            drawn = Draws(*map(OnHost, drawn))
         yield TrainBatch(torch.zeros(BATCH, 3, SIZE, SIZE, dtype=torch.uint8),
                          torch.zeros(BATCH, dtype=torch.int64), drawn)
 
 
+class OnHost:
+    """A tensor as the host reads it, which stays real among fake ones."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.array = tensor.numpy()
+
+    def numpy(self) -> np.ndarray:
+        return self.array
+
+
 def training_steps() -> Iterator:
-    prepare = TrainToDevice(CUDA, **AS_INPUT, fill=(1, 2, 3), erase_fill="pixel",
-                            erase_after_mix=False, mixing=MixSettings(), num_classes=CLASSES, seed=0)
+    prepare = TrainToDevice(CUDA, **AS_INPUT, augment=DEIT.augment, rand_augment=DEIT.rand_augment,
+                            mix=DEIT.mix, num_classes=CLASSES, seed=0)
     plan = BatchPlan(BATCH * ACCUMULATION, 1, BATCH, group=BATCH)
     sampler = TrainSampler(STEPS * plan.global_batch, plan, rank=0, seed=0, repeats=1)
     return TrainingBatches(loaded(), sampler, prepare).steps(0)

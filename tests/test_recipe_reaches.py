@@ -38,7 +38,7 @@ def seen(train_program, small_run, tmp_path, monkeypatch) -> dict:
     """The arguments of each call of these functions in a run with the recipe above, by function."""
     calls: dict[str, list[tuple[tuple, dict]]] = {}
     for name in ("muon", "scaled_lr", "plan_batches", "learning_rate", "Ema", "set_precision",
-                 "ToDevice", "TrainToDevice", "EvalViews", "kept_views", "EvaluationBatches",
+                 "ToDevice", "TrainToDevice", "EvalViews", "KeptViews", "EvaluationBatches",
                  "train_epochs", "evaluate"):
         def recorded(*arguments, name=name, real=getattr(train_program, name), **options):
             calls.setdefault(name, []).append((arguments, options))
@@ -70,7 +70,7 @@ def test_every_key_reaches_what_it_names(seen, tmp_path):
     assert options("Ema") == dict(decay=0.71, warmup=True)
     assert seen["set_precision"][0][0] == (True,)
     assert options("ToDevice")["channels_last"] is options("TrainToDevice")["channels_last"] is True
-    for name, keys in {"EvalViews": ["crop_pct", "interpolation"], "kept_views": ["cache_gib"],
+    for name, keys in {"EvalViews": ["crop_pct", "interpolation"], "KeptViews": ["cache_gib"],
                        "EvaluationBatches": ["batch_size"]}.items():
         assert {key: options(name)[key] for key in keys} == {key: evaluation[key] for key in keys}
     assert options("train_epochs")["epochs"] == schedule["epochs"] + schedule["cooldown_epochs"] == 5

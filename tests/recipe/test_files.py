@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torchvision
 
 from vitinit.data import datasets, draw
-from vitinit.data.mix import MixSettings
 from vitinit.init import init_function
 from vitinit.models import MODELS, VisionTransformer
 from vitinit.recipe import sections
@@ -401,16 +401,21 @@ def test_orientation_is_left_as_stored_where_a_paper_s_loader_left_it():
         ("deit_", "imagenet_", "structured_", "swin_", "mixer_", "convmixer_", "tiny_imagenet_"))}
 
 
+def argument_of(settings: draw.RandAugment, name: str, magnitude: float) -> float:
+    code = np.array(draw.Operation[name])
+    return float(settings.arguments(code, np.array(magnitude), np.array(1.0)))
+
+
 def test_the_plain_vit_baseline_augments_and_decays_as_big_vision_does():
     """randaug(2, 10) and wd of its configs/vit_s16_i1k.py, from the formulas of its level_to_arg."""
     recipe, = (load_recipe(path) for path in SHIPPED if path.stem == "imagenet_vit_small_90")
-    ours = draw.RandAugment(**vars(recipe.rand_augment))
+    ours = recipe.rand_augment
     assert (ours.layers, ours.probability, ours.magnitude, ours.magnitude_std) == (2, 1.0, 10.0, 0.0)
     theirs = {"Rotate": 30.0, "ShearX": 0.3, "ShearY": 0.3, "TranslateX": 100 / 224,
               "TranslateY": 100 / 224, "Color": 1.9, "Contrast": 1.9, "Brightness": 1.9,
               "Sharpness": 1.9, "Solarize": 256, "SolarizeAdd": 110, "AutoContrast": 0.0,
               "Equalize": 0.0, "Invert": 0.0}
-    assert {name: pytest.approx(ours.argument(draw.Operation[name], 10.0, 1.0), rel=1e-15)
+    assert {name: pytest.approx(argument_of(ours, name, 10.0), rel=1e-15)
             for name in ours.operations} == theirs
     # Its step is schedule · (lr · Adam's direction + wd · weight); AdamW's is lr · schedule · (… + wd).
     assert recipe.optim.weight_decay == pytest.approx(1e-4 / recipe.optim.base_lr)
@@ -423,7 +428,7 @@ SIMPLE_VIT = [path for path in SHIPPED if path.stem.endswith("_simple_vit")]
 @pytest.mark.parametrize("path", SIMPLE_VIT, ids=lambda path: path.stem)
 def test_the_simple_vit_recipes_augment_as_torchvisions_randaugment(path):
     recipe = load_recipe(path)
-    ours, size = draw.RandAugment(**vars(recipe.rand_augment)), recipe.data.image_size
+    ours, size = recipe.rand_augment, recipe.data.image_size
     theirs = torchvision.transforms.RandAugment(num_ops=2, magnitude=14)
     space = theirs._augmentation_space(theirs.num_magnitude_bins, size)
     assert ours.layers == theirs.num_ops and ours.magnitude_std == 0
@@ -431,7 +436,7 @@ def test_the_simple_vit_recipes_augment_as_torchvisions_randaugment(path):
     assert ours.probability == pytest.approx(1 - 1 / len(space), abs=1e-15)
     for name in ours.operations:
         magnitudes, signed = space[name]
-        found = ours.argument(draw.Operation[name], ours.magnitude, 1.0)
+        found = argument_of(ours, name, ours.magnitude)
         if not magnitudes.ndim:                      # an operation without an extent
             assert found == 0.0
             continue
@@ -457,18 +462,6 @@ def test_the_data_sets_of_a_recipe_are_those_that_can_be_opened():
 def test_the_sections_hold_exactly_these_keys():
     assert [f"{title}.{item.name}" for title, section in SECTIONS.items()
             for item in dataclasses.fields(section)] == list(KEYS)
-
-
-def test_randaugment_takes_the_operations_that_can_be_drawn():
-    assert typing.get_args(sections.RandAugmentOperation) == draw.ALL_OPERATIONS
-
-
-@pytest.mark.parametrize("section, drawn", [(sections.RandAugmentSection, draw.RandAugment),
-                                            (sections.MixSection, MixSettings)])
-def test_a_section_that_becomes_a_draw_has_its_fields(section, drawn):
-    """In the same order, because train.py passes `**vars(section)`."""
-    ours, theirs = ([item.name for item in dataclasses.fields(kind)] for kind in (section, drawn))
-    assert ours == theirs
 
 
 def test_a_recipe_reads_every_value_as_it_stands_in_the_file(tmp_path):
