@@ -73,7 +73,8 @@ def test_operations_of_any_extent_leave_an_image_that_its_batch_does_not_change(
     together = augmented(images, drawn)
     assert torch.equal(augmented(images, drawn, at_once=True), together)
     for index in range(15):
-        assert torch.equal(together[index], augmented(images[index:index + 1], drawn[index:index + 1])[0])
+        alone = augmented(images[index:index + 1], drawn[index:index + 1])[0]
+        assert torch.equal(together[index], alone)
 
 
 def test_a_factor_beyond_256_goes_no_further():
