@@ -36,7 +36,7 @@ from vitinit.data.sampler import TrainSampler, plan_batches, require_full_batch
 from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.data.workers import start_fork_server
 from vitinit.init import INITS
-from vitinit.init.position_mass import mass_on_images, position_mass, shortfall
+from vitinit.init.mass import mass_on_images
 from vitinit.init.weight_selection import select_weights
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models.convert import native_tensors
@@ -207,23 +207,17 @@ def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 def measure_init(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
-    """Lines about how much attention lies on the init's targets; a warning if it is little.
+    """A line about how much attention lies on the init's targets, measured on MASS_IMAGES training images.
 
-    It is measured on MASS_IMAGES training images; the warning is about the position embedding
-    alone, which is what options of the init can mend. An empty list for inits without targets.
+    An empty list for inits without targets.
     """
-    name, options = recipe.init.name, recipe.init.options
     with building(f"recipe {recipe.name}", "init"):
-        alone = position_mass(model, name, options)
-        if alone is None:
-            return []
-        short = shortfall(alone, model, name, options)
         try:
             images = training_views(recipe, train_set, MASS_IMAGES)
-            found = f"{mass_on_images(model, name, options, images)}, on {len(images)} training images"
         except DataError:                            # which training tells when it comes to the image
-            found = f"{alone}, by the position embedding alone"
-    return [f"mass    {found}", *([f"warning {short}"] if short else [])]
+            return []
+        found = mass_on_images(model, recipe.init.name, recipe.init.options, images)
+        return [f"mass    {found}, on {len(images)} training images"] if found else []
 
 
 def fine_tune(model: nn.Module, recipe: Recipe) -> list[str]:

@@ -167,7 +167,7 @@ def test_running_out_of_memory_is_named():
 
 @pytest.mark.parametrize("target, section", [
     ("build_model", "model"), ("init_weights", "init"), ("open_split", "data"),
-    ("position_mass", "init"), ("SampleDraws", "data"), ("muon", "optim")])
+    ("mass_on_images", "init"), ("SampleDraws", "data"), ("muon", "optim")])
 def test_train_says_in_which_section_it_failed(train_program, monkeypatch, capsys, small_run,
                                                tmp_path, target, section):
     """Whatever fails within the section, in a dry run and in a real one."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from vitinit.init.position_mass import mass_on_images
+from vitinit.init.mass import mass_on_images
 from vitinit.train.distributed import Processes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -70,16 +70,6 @@ def test_the_mass_on_the_targets_in_training_images_stands_below_the_init(
     assert lines[init + 1] == f"mass    {mass}, on {len(images)} training images"
     assert lines[init + 2].startswith("batch ")
     assert images.shape == (51, 3, 8, 8)             # all there are
-
-
-def test_heads_that_fall_short_are_a_warning_with_what_would_help(train_program, small_run, tmp_path,
-                                                                  capsys):
-    assert train_program.main(small_run(
-        tmp_path / "run", "--dry-run", "--set", "init.options.qk_norm=3.0", init="impulse",
-        data__image_size="32", model__options__patch_size="2", model__options__embed_dim="48")) == 0
-    lines = capsys.readouterr().out.splitlines()
-    mass = next(number for number, line in enumerate(lines) if line.startswith("mass "))
-    assert lines[mass + 1].startswith("warning ") and "qk_norm = 6 would give ." in lines[mass + 1]
 
 
 def test_baselines_and_runs_that_start_from_a_checkpoint_have_no_such_line(train_program, small_run,

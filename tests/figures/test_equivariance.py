@@ -67,7 +67,7 @@ def test_deep_impulse_is_closer_to_equivariance_than_impulse():
     images = torch.randn(5, 3, 32, 32, dtype=torch.float64,
                          generator=torch.Generator().manual_seed(1))
     deep, plain = (equivariance.shift_errors(built(name, options, **sizes), images, (1, 1))[-1]
-                   for name, options in (("deep_impulse", dict(base="default", target_mass=0.9)),
+                   for name, options in (("deep_impulse", dict(target_mass=(0.9, 0.9))),
                                          ("impulse", {})))
     assert deep < 0.5 * plain
 

@@ -106,11 +106,11 @@ CASES = {
         "vit_tiny", (20, 28), dict(patch_size=4, embed_dim=341, depth=2, num_heads=11,
                                    pool="mean"), {},
         [[OFFSETS[head % 9] for head in range(11)]] * 2, 0.02, False),
-    # Offsets that go on from block to block. A ViT's heads read 5 waves, not 31 directions, of the
+    # Offsets that go on from block to block. A ViT's heads read 4 waves, not 31 directions, of the
     # position embedding, and have their mass in the last block as in the first.
     "vit, deep": Case(
         "vit_tiny", (20, 28), dict(patch_size=4, embed_dim=121, depth=5, num_heads=11,
-                                   pool="mean"), dict(base="default", target_mass=0.9),
+                                   pool="mean"), dict(target_mass=(0.97, 0.97)),
         [[OFFSETS[(11 * block + head) % 9] for head in range(11)] for block in range(5)], 0.1,
         False, "deep_impulse"),
     # target_mass .9, whatever the patches are, where nothing but positions is looked at.
@@ -211,8 +211,8 @@ def test_a_vits_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(nam
     on_grid = convolved(torch.ones_like(expected), kernels) == 1
     error = (as_map(attention(z), model.grid) - expected).abs()
     span = (z.amax(1) - z.amin(1))[:, :, None, None]                     # (B, C, 1, 1)
-    assert (error / span)[on_grid].max() <= case.distance
-    assert z.std() > 0.9                             # and the input is not small
+    assert (error <= case.distance * span)[on_grid].all()                # channels may be constant
+    assert z.std() > 0.25                            # and the input is not small
 
 
 @torch.no_grad()

@@ -32,8 +32,6 @@ MODELS_TRIED = {        # names and sizes for images of 12×20 pixels
 BESIDE = {              # options beside the one that is tried, which it has an effect with
     ("impulse", "value_alpha"): [{}, dict(value_init="mimetic")],
     ("impulse", "value_beta"): [{}, dict(value_init="mimetic")],
-    ("deep_impulse", "sigma"): [{}, dict(target="gaussian")],
-    ("deep_impulse", "target_mass"): [{}, dict(code="random", code_channels=0.9)],
     ("filters", "sigma"): [dict(kind="gaussian")], ("filters", "cells"): [dict(kind="box")],
 }
 NUMBERS = [0.0, -1.0, -0.4, 1e-300, 1e-30, 1e30, 1e308, -1e308, math.nan, math.inf, -math.inf]
@@ -52,7 +50,8 @@ def tries() -> Iterator[tuple[str, str, str, Any, dict]]:
         for init, functions in INITS.items():
             function = functions.get(MODELS[name][0])
             for option, parameter in inspect.signature(function).parameters.items() if function else ():
-                values = {float: NUMBERS, int: INTEGERS, tuple: NUMBERS}.get(type(parameter.default), [])
+                values = {float: NUMBERS, int: INTEGERS,
+                          tuple: [(number, 0.02) for number in NUMBERS]}.get(type(parameter.default), [])
                 for value in values if option != "steps" else (0, -1):
                     for others in BESIDE.get((init, option), [{}]):
                         if others.keys() <= inspect.signature(function).parameters.keys():

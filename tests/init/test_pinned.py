@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 import vitinit
 from vitinit.init import INITS
-from vitinit.init.deep_impulse import deep_impulse
 from vitinit.models import MODELS, VisionTransformer
 from vitinit.models.attention import Attention
 from vitinit.models.simple_vit import SimpleAttention
@@ -55,20 +54,11 @@ VARIANTS = {        # options of inits beside their defaults, where the family's
         dict(offsets="rotating", kernel_size=5, base="torch", value_beta=0.5), dict(offsets="random"),
         dict(value_init="base", rank=11, qk_norm=5.0, pos_embed_scale=9.0), dict(gain=0.5),
         dict(value_init="mimetic", value_alpha=0.3, value_beta=0.2)],
-    "deep_impulse": [
-        dict(base="torch", kernel_size=5, offsets="random"), dict(target_mass=(0.6, 0.2), code_rms=0.5),
-        dict(target="gaussian", sigma=0.7, period=2.0), dict(mlp_reads_code=False, bias_channels=False),
-        dict(code="random", target_mass=0.5), dict(reserve=False, bias_channels=False, code_rms=0.7),
-        dict(waves_of_heads="disjoint", code_channels=0.8, target_mass=0.5),
-        dict(value_init="base", offsets="ordered"),
-        dict(code="random", bias_channels=False, target_mass=0.5), dict(constant_share=0.9)],
+    "deep_impulse": [dict(base="torch", kernel_size=5, target_mass=(0.6, 0.2)), dict(value_init="base")],
     "mimetic": [dict(base="torch", qk_alpha=0.2), dict(qk_init="base"), dict(value_init="base")],
     "impulse_gd": [dict(share_blocks=False, renorm_every=2), dict(pseudo_input="pos_embed+normal")],
     "filters": [dict(kind=kind, base="default") for kind in ("box", "gaussian")],
 }
-# The earlier defaults of deep_impulse on a ViT. For the first, most of its weights are pinned.
-SECOND = dict(code_channels=1 / 3, bias_channels=True)
-FIRST = SECOND | dict(base="default", target_mass=0.9)
 QUICK = {"impulse_gd": dict(steps=5)}                # a thousand steps by default
 
 
@@ -78,10 +68,7 @@ def small_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
         for init, functions in INITS.items():
             function = functions.get(MODELS[name][0])
             known = inspect.signature(function).parameters if function else ()
-            variants = [{}, *VARIANTS.get(init, [])]
-            if function is deep_impulse:             # its present defaults, and all else on the first
-                variants = [{}, SECOND, *(FIRST | options for options in variants)]
-            for options in variants if function else []:
+            for options in [{}, *VARIANTS.get(init, [])] if function else []:
                 if options.keys() <= set(known):
                     yield (f"{family}: {init} {options or ''}".strip(), name,
                            sizes | dict(image_size=(20, 28)), init, QUICK.get(init, {}) | options)
@@ -108,12 +95,10 @@ def recipe_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
             options = {key: value for key, value in own.items() if key in known}
             if init not in ("impulse", recipe["init"]["name"]) and own:
                 continue
-            earlier = [SECOND, FIRST] if init == "deep_impulse" and not own else []
-            for chosen in [options, *earlier]:
-                label = f"{name} {sizes}: {init} {chosen or ''}".strip()
-                if label not in seen:
-                    yield label, name, sizes, init, chosen
-                seen.add(label)
+            label = f"{name} {sizes}: {init} {options or ''}".strip()
+            if label not in seen:
+                yield label, name, sizes, init, options
+            seen.add(label)
 
 
 CASES = {case[0]: case[1:] for case in (*small_cases(), *recipe_cases())}

@@ -275,7 +275,7 @@ def test_inits_work_with_registers(init):
     def built(**options):
         model = vitinit.build_model("vit_tiny", num_classes=13, image_size=32, patch_size=4,
                                     embed_dim=96, depth=2, num_heads=3, pool="mean", **options)
-        given = dict(base="default", target_mass=0.9) if init == "deep_impulse" else {}
+        given = dict(target_mass=(0.9, 0.9)) if init == "deep_impulse" else {}
         vitinit.init_weights(model, init, generator=torch.Generator().manual_seed(0), **given)
         return model
     model, plain = built(num_registers=3), built()

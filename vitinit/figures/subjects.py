@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..data.datasets import LooseImages, folder_of
 from ..init import reads_images
-from ..models import SimpleViT, VisionTransformer
+from ..models import MODELS, SimpleViT, VisionTransformer
 from ..recipe.files import RECIPES, RecipeError
 from ..recipe.resolve import fresh_recipe, with_num_classes
 from ..recipe.sections import Recipe
@@ -52,7 +52,8 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
                 raise RecipeError(f"recipe {recipe.name} starts from init.checkpoint = "
                                   f"{recipe.init.checkpoint}; show a run of it, by --run and "
                                   "--epochs 0")
-            source, reads = None, reads_images(recipe.init.options)
+            source = None
+            reads = reads_images(recipe.init.name, MODELS[recipe.model.name][0])
             if reads or not recipe.data.num_classes:
                 if folder_of(recipe.data.root).is_dir():
                     _, source = open_training_set(recipe.data, recipe.data.root)

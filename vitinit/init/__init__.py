@@ -16,7 +16,8 @@ seed; in train.py the first process sends its weights to all others.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,9 +72,9 @@ def init_function(name: str, family: type[nn.Module]) -> Callable[..., None]:
                      f"{', '.join(others) or 'none'}")
 
 
-def reads_images(options: Mapping[str, Any]) -> bool:
-    """Whether an init with these options reads training images; without them it draws noise."""
-    return bool(options.get("constant_share"))
+def reads_images(name: str, family: type[nn.Module]) -> bool:
+    """Whether the init `name` of this model family reads training images; raises as `init_function`."""
+    return "images" in inspect.signature(init_function(name, family)).parameters
 
 
 def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,
@@ -104,7 +105,7 @@ def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,
                       if not isinstance(value, (bool, str)))
     what = f"init '{name}'" + (f" with {given}" if given else "")
     try:
-        read = {"images": images} if reads_images(options) else {}
+        read = {"images": images} if reads_images(name, type(model)) else {}
         function(model, generator=generator, **read, **options)
     except (ArithmeticError, RuntimeError) as error:     # overflow, or a failed decomposition
         raise ValueError(f"{what} cannot be computed ({in_brief(error, 60)}); use values nearer to the "

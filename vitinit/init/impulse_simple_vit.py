@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..filters import Offset, head_offsets, offsets_on_grid
+from ..mixing import logit_for
 from ..models.layers import sincos_frequencies
 from ..models.simple_vit import SimpleViT
 from .baseline import Base, draw_base
-from .fourier_code import STEEPEST, smallest_reaching
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,7 @@ def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
     axes = []
     for count in range(1, len(frequencies) + 1):
         shape = (away[:, None] * frequencies[:count]).cos().mean(dim=1)  # 1 at the target
-
-        def reached(logit: float) -> bool:
-            return (logit * shape).softmax(0)[size - 1].item() >= mass
-        logit = smallest_reaching(reached, STEEPEST)
+        logit = logit_for(mass, shape, size - 1)
         if logit is not None:
             axes.append(Axis(frequencies[:count], logit))
     if not axes:

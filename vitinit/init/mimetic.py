@@ -97,19 +97,25 @@ def write_queries_keys(attention: Attention, *, alpha: float, beta: float,
         attention.k_weight[head] = right.mT
 
 
-def write_values(attention: Attention, *, alpha: float, beta: float,
-                 generator: torch.Generator) -> None:
+def write_values(attention: Attention, *, alpha: float, beta: float, generator: torch.Generator,
+                 first: int = 0) -> None:
     """Write V and proj of one attention layer: balanced factors of αZ − βI.
 
     If attention is the identity and there are no biases, the layer is x ↦ x @ V.weightᵀ @
     proj.weightᵀ. The inner channels are in decreasing order of singular value, as in the released
     code, so the first head carries the most.
+
+    first: only the channels of the stream from this one on; V and proj leave out those before it.
+        The last `first` inner channels are then unused: V is 0, and proj as it was, so that
+        gradients reach V.
     """
-    dim = attention.proj.in_features
-    product = noisy_identity(dim, alpha, -beta, attention.proj.weight, generator)
-    value, projection = balanced_factors(product, dim)                   # value @ projection.T
-    attention.v_weight.copy_(value.mT.unflatten(0, (attention.num_heads, attention.head_dim)))
-    attention.proj.weight.copy_(projection)
+    size = attention.proj.in_features - first
+    product = noisy_identity(size, alpha, -beta, attention.proj.weight, generator)
+    value, projection = balanced_factors(product, size)                  # value @ projection.T
+    packed = attention.v_weight.flatten(0, 1)                            # (D, D), a view
+    packed.zero_()
+    packed[:size, first:] = value.mT
+    attention.proj.weight[first:, :size] = projection
 
 
 def noisy_identity(dim: int, alpha: float, beta: float, like: Tensor,

@@ -23,7 +23,7 @@ from ..train.optim import scaled_lr
 from ..train.state import TrainState
 from .trained import as_input, evaluation_view
 
-INIT_IMAGES = 1000              # training images that an init may read
+INIT_IMAGES = 512               # training images that an init may read
 FEW_UPDATES = 2_000             # steps; fewer than that from scratch give a warning
 
 
@@ -82,7 +82,7 @@ def initialise(model: nn.Module, recipe: Recipe, source: Source | None) -> None:
     init = recipe.init
     with building(f"recipe {recipe.name}", "init"):
         images = (training_views(recipe, source, INIT_IMAGES)
-                  if source is not None and reads_images(init.options) else None)
+                  if source is not None and reads_images(init.name, type(model)) else None)
         init_weights(model, init.name, **init.options, images=images,
                      generator=torch.Generator().manual_seed(recipe.run.seed))
 

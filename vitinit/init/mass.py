@@ -1,0 +1,129 @@
+"""The mass that an init reached: the share of each head's attention on its target, measured on images.
+
+Inits that write attention aim each head at one neighbour, its target. Whether the head reaches it
+depends on the grid, the number of heads, the width and the images, and no loss shows it. train.py
+prints it. In Mixer and ConvMixer the shifts are exact by construction: there is nothing to measure.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..filters import Offset, head_offsets, ordered_offsets
+from ..mixing import shares_of_patches, target_mass
+from ..models import SimpleViT, SwinTransformer, VisionTransformer
+from . import init_function
+from .mimetic import attentions
+
+AIMED = ("impulse", "impulse_gd", "deep_impulse", "mimetic")
+AT_ONCE = 8             # images per forward pass, whose attention matrices are all computed
+
+
+class Mass(NamedTuple):
+    """The mass on the heads' targets, one entry per block; NaN where a block has no such head."""
+
+    centre: list[float]         # mean over the heads whose target is their own token
+    others: list[float]         # mean over all other heads
+    uniform: list[float]        # the share of one token under uniform attention
+
+    def __str__(self) -> str:
+        """For example ".99 / .05 (uniform .001) on the targets of centre / other heads".
+
+        The numbers are means over the blocks, or one for each block where they differ by more than
+        0.05, with "–" for a block that has no such head.
+        """
+        kinds = {kind: (values, known)
+                 for kind, values in (("centre", self.centre), ("other", self.others))
+                 if (known := [value for value in values if not math.isnan(value)])}
+        shown = [_decimal(_mean(known)) if max(known) - min(known) <= 0.05 else
+                 " ".join("–" if math.isnan(value) else _decimal(value) for value in values)
+                 for values, known in kinds.values()]
+        return (f"{' / '.join(shown)} (uniform {_decimal(_mean(self.uniform))}) on the targets of "
+                f"{' / '.join(kinds)} heads")
+
+
+@torch.no_grad()
+def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any],
+                   images: Tensor) -> Mass | None:
+    """The masses that the init `name` reached in a forward pass of `images`, (n, 3, H, W), normalised.
+
+    options: those given to the init, which has just been applied to the model. The model runs in
+    evaluation mode, and is left as it was.
+
+    Returns None where there is nothing to measure: for baselines and controls, for Mixer and
+    ConvMixer, for `mimetic` on a Swin, whose tokens have no position embedding, and for queries and
+    keys left as the base drew them. The target of `mimetic` is the token itself. If offsets were
+    drawn at random, the target of a head is the offset of the kernel to which it attends most.
+    """
+    swin = isinstance(model, SwinTransformer)
+    if name not in AIMED or not (isinstance(model, (VisionTransformer, SimpleViT))
+                                 or swin and name != "mimetic"):
+        return None
+    parameters = inspect.signature(init_function(name, type(model))).parameters
+    chosen = {key: parameter.default for key, parameter in parameters.items()} | dict(options)
+    if chosen.get("qk_init") == "base":
+        return None
+    cells = [(0, 0)] if name == "mimetic" else ordered_offsets(chosen["kernel_size"])
+    assignment = "ordered" if name == "mimetic" else chosen.get("offsets", "rotating")
+
+    masses, heads_before = Mass([], [], []), 0
+    layers = attentions(model) if swin else [block.attn for block in model.blocks]
+    for layer, weights in zip(layers, mean_attention(model, layers, images)):
+        grid, heads = layer.window if swin else model.grid, len(weights)
+        targets = [None] * heads if assignment == "random" else head_offsets(
+            heads, cells, assignment, torch.Generator(), first=heads_before)
+        heads_before += heads
+        centre, others = [], []
+        for head, target in enumerate(targets):
+            offset, mass = reached(weights[head:head + 1], [target] if target else cells, grid)
+            (centre if offset == (0, 0) else others).append(mass)
+        masses.centre.append(_mean(centre))
+        masses.others.append(_mean(others))
+        masses.uniform.append(1.0 / math.prod(grid))
+    return masses
+
+
+def mean_attention(model: nn.Module, layers: list[nn.Module], images: Tensor) -> list[Tensor]:
+    """Each layer's attention among the patches, (h, N, N), averaged over images (and Swin's windows)."""
+    means: list[Tensor] = [images.new_zeros(())] * len(layers)
+
+    def record(number: int) -> Callable:
+        def hook(layer: nn.Module, arguments: tuple) -> None:
+            weights = layer.mixing_weights(*arguments)                   # of images, or their windows
+            grid = layer.window if isinstance(model, SwinTransformer) else model.grid
+            means[number] = means[number] + len(batch) / len(images) * shares_of_patches(
+                weights, grid).mean(0)
+        return hook
+    hooks = [layer.register_forward_pre_hook(record(number)) for number, layer in enumerate(layers)]
+    training = model.training
+    model.eval()
+    for batch in images.split(AT_ONCE):
+        model(batch)
+    model.train(training)
+    for hook in hooks:
+        hook.remove()
+    return means
+
+
+def reached(weights: Tensor, offsets: list[Offset], grid: tuple[int, int]) -> tuple[Offset, float]:
+    """The offset with the largest mass in weights, (1, N, N), and that mass; NaN without a target."""
+    masses = [target_mass(weights, [offset], grid).item() for offset in offsets]
+    best = max(range(len(offsets)), key=lambda index: (not math.isnan(masses[index]), masses[index]))
+    return offsets[best], masses[best]
+
+
+def _mean(values: list[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _decimal(value: float) -> str:
+    """For example .99, .05, .0013: two decimals, or, below 0.1, two digits."""
+    text = f"{value:.2f}" if value >= 0.0995 else f"{float(f'{value:.2g}'):.6f}".rstrip("0")
+    return text.removeprefix("0")
