@@ -45,8 +45,7 @@ from vitinit.data.loader import EvalViews
 from vitinit.data.pipeline import EvaluationBatches
 from vitinit.data.to_device import ToDevice
 from vitinit.data.workers import start_fork_server
-from vitinit.recipe.files import RecipeError
-from vitinit.recipe.resolve import moved, overrides
+from vitinit.recipe.files import RecipeError, overrides, with_data
 from vitinit.recipe.values import nearest
 from vitinit.runs.report import Finding, report
 from vitinit.runs.trained import Saved, add_options, open_all
@@ -159,7 +158,8 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
     opened = processes.on_all(lambda: open_all(
         args.checkpoint, recipe=args.recipe, changes=overrides(sets=args.set),
         changeable=EVALUATION_KEYS, image_size=args.image_size))
-    checkpoints = [saved._replace(recipe=moved(saved.recipe, args.data_dir)) for saved in opened]
+    checkpoints = opened if args.data_dir is None else [
+        saved._replace(recipe=with_data(saved.recipe, root=args.data_dir)) for saved in opened]
     start_fork_server(max(saved.recipe.data.workers for saved in checkpoints))
     pairs = [(number, one) for number, saved in enumerate(checkpoints)
              for one in sets_of(saved, args)]

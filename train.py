@@ -41,8 +41,7 @@ from vitinit.init.weight_selection import select_weights
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models.convert import native_tensors
 from vitinit.models.layers import draw_drop_path
-from vitinit.recipe.files import RECIPES, dump_recipe
-from vitinit.recipe.resolve import with_num_classes
+from vitinit.recipe.files import RECIPES, dump_recipe, with_data
 from vitinit.recipe.sections import Recipe
 from vitinit.runs import foreign
 from vitinit.runs.folder import RunFolder, RunLock, read_checkpoint
@@ -61,7 +60,7 @@ from vitinit.train.engine import (evaluate, read_losses, set_precision, train_ep
 from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import (Diverged, Evaluation, Progress, ProgressBar, epoch_line,
                                    metrics_row)
-from vitinit.train.optim import adamw, learning_rate, muon, scaled_lr, set_learning_rate
+from vitinit.train.optim import learning_rate, optimizer_for, set_learning_rate
 from vitinit.train.profile import LARGEST, MOST_PROFILED, StepProfiler, first_profiled
 from vitinit.train.state import TrainState
 from vitinit.train.throughput import training_flops
@@ -187,23 +186,13 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
     if saved is None:
         processes.share(model, weights=True)
     with building(f"recipe {recipe.name}", "optim"):
-        optimizer = optimizer_of(model, recipe)
+        optimizer = optimizer_for(model, recipe.optim)
     scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.engine.amp == "fp16")
     ema = Ema(model, decay=recipe.ema.decay, warmup=recipe.ema.warmup) if recipe.ema.decay else None
     state = TrainState(model, optimizer, scaler, ema, Progress())
     if saved is not None:
         state.load_state_dict(saved, path)
     return state, notes
-
-
-def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """The recipe's optimiser of all the model's parameters."""
-    optim = recipe.optim
-    of_adamw = dict(weight_decay=optim.weight_decay, betas=optim.betas, eps=optim.eps,
-                    layer_decay=optim.layer_decay)
-    if optim.name == "adamw":
-        return adamw(model, **of_adamw)
-    return muon(model, factor=optim.muon_factor, momentum=optim.muon_momentum, **of_adamw)
 
 
 def measure_init(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
@@ -263,17 +252,9 @@ def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
 
 
 def learning_rate_of(recipe: Recipe, steps_per_epoch: int) -> Callable[[int], float]:
-    """The function step → learning rate. Only here base_lr is scaled by the global batch."""
-    optim, schedule = recipe.optim, recipe.schedule
-    return partial(learning_rate, shape=schedule.shape, steps_per_epoch=steps_per_epoch,
-                   peak=scaled_lr(optim.base_lr, optim.lr_scaling, optim.global_batch),
-                   epochs=schedule.epochs, warmup_epochs=schedule.warmup_epochs,
-                   warmup_lr=schedule.warmup_lr, min_lr=schedule.min_lr, step_on=schedule.step_on)
-
-
-def epochs_of(recipe: Recipe) -> int:
-    """How many epochs the run has."""
-    return recipe.schedule.epochs + recipe.schedule.cooldown_epochs
+    """The function step → learning rate."""
+    return partial(learning_rate, schedule=recipe.schedule, steps_per_epoch=steps_per_epoch,
+                   peak=recipe.optim.peak_lr)
 
 
 def drop_path_of(model: nn.Module, recipe: Recipe) -> Callable[[int], Tensor | None]:
@@ -303,7 +284,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     processes.require_equal(settings(recipe))
     with building(f"recipe {recipe.name}", "data"):
         data = open_data(recipe, root, processes, dry_run=args.dry_run)
-    recipe = with_num_classes(recipe, len(data.whole_set.classes))
+    recipe = with_data(recipe, num_classes=len(data.whole_set.classes))
     processes.require_equal(seen := describe_data(data, root))
     seen["root"] = root and str(folder_of(root).absolute())
     if saved is not None:
@@ -319,7 +300,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     if resumed and progress.step:                    # for a checkpoint before the next step
         set_learning_rate(state.optimizer, lr_at(progress.step - 1))
     first = first_profiled(args.profile, done=progress.step, per_epoch=per_epoch,
-                           total=epochs_of(recipe) * per_epoch)
+                           total=recipe.schedule.total_epochs * per_epoch)
     set_precision(recipe.engine.tf32)
     tune_convolutions(state.model)
     say(summary(recipe, data, state.model, notes, state.optimizer, lr_at, processes))
@@ -366,7 +347,7 @@ def run_epochs(recipe: Recipe, data: Data, state: TrainState, folder: RunFolder,
 
     write: writes a checkpoint to a path, with `to_resume` one from which training can resume.
     """
-    progress, epochs = state.progress, epochs_of(recipe)
+    progress, epochs = state.progress, recipe.schedule.total_epochs
     lr_at = learning_rate_of(recipe, data.train_batches.steps_per_epoch)
     flops = training_flops(state.model, data.plan.micro_batch_size, recipe.data.image_size)
     forward, measured = wrap_models(state, recipe, processes)

@@ -25,8 +25,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitinit.recipe.files import dump_recipe
-from vitinit.recipe.resolve import overrides, resolve_recipe
+from vitinit.recipe.files import dump_recipe, load_recipe, overrides
 from vitinit.runs.records import METRICS
 from vitinit.train.distributed import Processes
 from vitinit.train.interruption import STOP_SIGNALS, StopRequest
@@ -205,7 +204,7 @@ def written_run(tmp_path: Path) -> Callable[..., Path]:
               sets: tuple[str, ...] = ()) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        resolved = resolve_recipe(REPOSITORY / "recipes" / "quickstart.toml", overrides(
+        resolved = load_recipe(REPOSITORY / "recipes" / "quickstart.toml", overrides(
             init=init, seed=seed, sets=[f"schedule.epochs={epochs or len(tops)}", *sets]))
         (folder / "recipe.toml").write_text(dump_recipe(resolved), encoding="utf-8")
         (folder / "run.json").write_text(json.dumps([{

@@ -25,7 +25,7 @@ from vitinit.command_line import Parser
 from vitinit.init import INITS
 from vitinit.messages import OneLineError
 from vitinit.models import MODELS
-from vitinit.recipe.resolve import fresh_recipe
+from vitinit.recipe.files import fresh_recipe
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPES, PACKAGE = REPOSITORY / "recipes", REPOSITORY / "vitinit"

@@ -15,11 +15,10 @@ from safetensors import safe_open
 import vitinit
 from vitinit import export
 from vitinit.data.augment import normalise
-from vitinit.recipe.files import dump_recipe, from_dict, load_recipe
-from vitinit.recipe.resolve import overrides, resolve_recipe
+from vitinit.recipe.files import dump_recipe, from_dict, load_recipe, overrides
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-RUN = Path(__file__).parent / "runs" / "data" / "644a0fb"
+RUN = Path(__file__).parent / "runs" / "data" / "version_12"
 FAMILIES = {        # recipe, changes
     "vit": ("quickstart", ["data.name=image_folder", "model.options.embed_dim=24",
                            "model.options.depth=1"]),
@@ -33,7 +32,7 @@ FAMILIES = {        # recipe, changes
 
 
 def recipe_of(name: str, *sets: str):
-    return resolve_recipe(REPOSITORY / "recipes" / f"{name}.toml",
+    return load_recipe(REPOSITORY / "recipes" / f"{name}.toml",
                           overrides(data_dir="nowhere", sets=sets))
 
 
@@ -95,7 +94,8 @@ def test_a_program_is_the_model_at_any_batch_size(checkpoint, tmp_path, capsys):
 
 
 def test_a_program_is_compared_on_images_of_the_validation_set_or_a_folder(image_tree, monkeypatch):
-    monkeypatch.chdir(image_tree.parent)             # the run's data.root is "images"
+    (image_tree.parent / "pictures").symlink_to(image_tree)      # the run's data.root
+    monkeypatch.chdir(image_tree.parent)
     trained = vitinit.load(RUN)
     views, name = export.views_to_check(trained, None)
     assert name == "the validation set of image_folder"

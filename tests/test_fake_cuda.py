@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (DataDependentOutputException, FakeTensorMode,
                                            unset_fake_temporarily)
+from optimisers import adamw, muon
 
 from vitinit import models
 from vitinit.bench.launches import Launches
@@ -37,7 +38,7 @@ from vitinit.train.ema import Ema
 from vitinit.train.engine import evaluate, train_epochs
 from vitinit.train.interruption import StopRequest
 from vitinit.train.metrics import Progress
-from vitinit.train.optim import adamw, hidden_matrices, muon
+from vitinit.train.optim import hidden_matrices
 from vitinit.train.state import TrainState
 
 DEIT = load_recipe(RECIPES / "deit_base.toml")

@@ -20,7 +20,7 @@ from vitinit.figures.sheet import attended
 from vitinit.mixing import mixing_matrices
 from vitinit.runs.trained import Trained
 
-RUN = Path(__file__).parent / "runs" / "data" / "55cb85f"     # red, green and blue 8-pixel images
+RUN = Path(__file__).parent / "runs" / "data" / "version_12"     # red, green and blue 8-pixel images
 
 
 def predicted(*arguments: object) -> int:

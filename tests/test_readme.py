@@ -78,7 +78,7 @@ def test_what_was_trained_is_used_and_exported_as_shown(tmp_path, monkeypatch):
     load, program, timms = section.blocks("python")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "quickstart-impulse-s0").symlink_to(
-        REPOSITORY / "tests" / "runs" / "data" / "55cb85f")
+        REPOSITORY / "tests" / "runs" / "data" / "version_12")
     (tmp_path / "photographs").mkdir()
     monkeypatch.chdir(tmp_path)
     image = Image.fromarray(np.arange(300, dtype=np.uint8).reshape(10, 10, 3))

@@ -17,8 +17,7 @@ import torch
 from PIL import Image
 
 from vitinit.data import datasets
-from vitinit.recipe.files import load_recipe
-from vitinit.recipe.resolve import fresh_recipe
+from vitinit.recipe.files import fresh_recipe, load_recipe
 from vitinit.runs.records import read_run
 from vitinit.runs.resume import require_same_recipe
 

@@ -10,21 +10,17 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 from .messages import OneLineError, in_brief, one_line
 from .recipe.files import RecipeError
-from .recipe.values import convert, describe, nearest, within
+from .recipe.values import convert, describe, nearest
 from .train.device import ran_out_of_memory
 from .train.distributed import LostProcess, environment_rank
 from .train.interruption import Interrupted
 
-ROOT = Path(__file__).resolve().parent.parent
-OURS = ("vitinit", "tests", "train.py", "eval.py")      # in ROOT, which may also contain a .venv
 # What stands for a character that the encoding of the terminal lacks.
 SPELT_OUT = {"×": "x", "…": "...", "→": "->", "≥": ">=", "≤": "<=", "−": "-", "–": "-", "·": "*",
              "±": "+-"}
@@ -75,12 +71,9 @@ def _number_within(read: Callable[[str], Any], kind: type, bounds: dict[str, flo
     """A `type` for add_argument: read(text) as `kind`, within the bounds."""
     def parse(text: str) -> Any:
         try:
-            value = convert(read(text), kind)
-            if within(value, bounds):
-                return value
+            return convert(read(text), kind, bounds)
         except (ValueError, TypeError):              # not a number, or NaN or infinity
-            pass
-        raise argparse.ArgumentTypeError(f"{text}: expected {describe(kind, bounds)}")
+            raise argparse.ArgumentTypeError(f"{text}: expected {describe(kind, bounds)}") from None
     return parse
 
 
@@ -159,10 +152,9 @@ def run_program(name: str, program: Callable[[], int | None], *, stopped: str = 
 def building(source: str, section: str) -> Iterator[None]:
     """A context (also a decorator) that turns errors of a recipe's values into RecipeError.
 
-    It surrounds code that builds data, a model or weights from the values of one section. Errors
-    that this code foresees are OneLineError or ValueError and keep their message. Any other
-    exception becomes a RecipeError that names the section, the exception and the innermost line of
-    this repository that it passed through.
+    It surrounds code that builds data, a model or weights from the values of one section. Such code
+    raises ValueError for values that do not fit, or runs out of memory. Any other exception is a
+    defect of the program and is passed on.
 
     source: where the values are from, such as "recipe quickstart". section: such as "model".
     """
@@ -170,35 +162,10 @@ def building(source: str, section: str) -> Iterator[None]:
         yield
     except OneLineError:
         raise
-    except ValueError as error:
-        if _is_foreseen(error):
-            raise RecipeError(f"{source}: {error}") from error
-        raise _unforeseen(source, section, error) from error
-    except Exception as error:
-        raise _unforeseen(source, section, error) from error
-
-
-def _is_foreseen(error: Exception) -> bool:
-    """Whether a `raise` statement of this repository raised it, not something that a line called."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return _ours(last) is not None and (last.line or "").startswith("raise ")
-
-
-def _unforeseen(source: str, section: str, error: Exception) -> RecipeError:
-    """The RecipeError for an unforeseen exception."""
-    if ran_out_of_memory(error):
-        return RecipeError(f"{source}: [{section}] takes more memory than there is "
-                           f"({in_brief(error)}); expected smaller values")
-    lines = list(filter(None, map(_ours, traceback.extract_tb(error.__traceback__))))
-    message = in_brief(error, 90)
-    kind = type(error).__name__
-    return RecipeError(f"{source}: [{section}] cannot be built with these values: "
-                       f"{message if message == kind else f'{kind}: {message}'} (at {lines[-1]})")
-
-
-def _ours(frame: traceback.FrameSummary) -> str | None:
-    """The frame as file:line, or None if it is not in this repository."""
-    path = Path(frame.filename)
-    if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in OURS:
-        return None
-    return f"{path.relative_to(ROOT)}:{frame.lineno}"
+    except (ValueError, RuntimeError, MemoryError) as error:     # torch.OutOfMemoryError: Runtime
+        if ran_out_of_memory(error):
+            raise RecipeError(f"{source}: [{section}] takes more memory than there is "
+                              f"({in_brief(error)}); expected smaller values") from error
+        if not isinstance(error, ValueError):
+            raise
+        raise RecipeError(f"{source}: {error}") from error

@@ -36,8 +36,7 @@ import torch
 
 from .command_line import Parser, integer, run_program
 from .compare import compare
-from .recipe.files import RECIPES, RecipeError, parse_override
-from .recipe.resolve import fresh_recipe
+from .recipe.files import RECIPES, RecipeError, fresh_recipe, parse_override
 from .recipe.sections import Recipe
 from .runs.folder import RunFolder
 from .runs.records import read_run
@@ -171,7 +170,7 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
     for flag, value in (("--init", init), ("--data-dir", args.data_dir)):
         arguments += [flag, value] if value is not None else []
     arguments += [word for text in sets for word in ("--set", text)]
-    epochs = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
+    epochs = recipe.schedule.total_epochs
     run = RunFolder(folder)
     if run.holds_checkpoint():
         require_same_recipe(read_run(folder), recipe)

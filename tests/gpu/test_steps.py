@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
+from optimisers import adamw, muon
 
 from vitinit import build_model
 from vitinit.bench.memory import saved_bytes
@@ -24,7 +25,6 @@ from vitinit.models.swin import WindowAttention, shift_mask
 from vitinit.train.ema import Ema
 from vitinit.train.engine import autocast, evaluate, set_precision
 from vitinit.train.interruption import StopRequest
-from vitinit.train.optim import adamw, muon
 
 OF_ADAMW = dict(weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8)
 OPTIMISERS = {"adamw": partial(adamw, **OF_ADAMW),

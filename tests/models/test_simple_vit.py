@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from optimisers import adamw
 
 import vitinit
 from vitinit.mixing import mixing_matrices
 from vitinit.models import SimpleViT
 from vitinit.models.layers import sincos_position_embedding
-from vitinit.train.optim import adamw, parameter_groups
+from vitinit.train.optim import parameter_groups
 
 SIZES = dict(num_classes=7, image_size=(6, 15), patch_size=(2, 3), embed_dim=20, depth=2,
              mlp_ratio=1.15)                         # a grid of 3×5, 23 hidden channels

@@ -13,7 +13,7 @@ from pages import known_keys
 from vitinit import sweep
 from vitinit.models import build_model
 from vitinit.recipe.files import load_recipe
-from vitinit.recipe.resolve import fresh_recipe
+from vitinit.recipe.files import fresh_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SHIPPED = sorted(RECIPES.glob("*.toml"))

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vitinit.recipe.files import RECIPES
-from vitinit.recipe.resolve import overrides, resolve_recipe
+from vitinit.recipe.files import RECIPES, load_recipe, overrides
 from vitinit.runs.groups import finished_groups, group_runs
 from vitinit.runs.records import METRICS, read_run
 from vitinit.runs.resume import require_same_recipe
@@ -169,7 +168,7 @@ def test_a_number_of_classes_from_the_data_is_that_of_the_run(written_run):
     run = read_run(written_run("r", [50.0], sets=(*sets, "data.num_classes=7")))
 
     def recipe(*more: str):
-        return resolve_recipe(RECIPES / "quickstart.toml", overrides(
+        return load_recipe(RECIPES / "quickstart.toml", overrides(
             init="default", seed=0, sets=[*sets, "schedule.epochs=1", *more]))
     for more in ("data.num_classes=0", "data.num_classes=7", "data.workers=3"):
         require_same_recipe(run, recipe("data.num_classes=0", more))

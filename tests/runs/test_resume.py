@@ -88,7 +88,7 @@ def test_what_belongs_to_the_experiment_may_not_change(stopped, refused, tmp_pat
             (["init.options={}"], "init.options={} differs from the run's init.options.value_init = \"base\""),
             (["optim.global_batch=6"], "optim.global_batch=6 differs from the run's optim.global_batch = 12"),
             (["optim.eps=1e-4", "optim.eps=1e-5"], "optim.eps=1e-5 differs from the run's optim.eps = 0.0001"),
-            (["init.options.value_int=base"], "there is no 'value_int'; did you mean 'value_init'?"),
+            (["init.options.value_int=base"], "has no key 'value_int'; did you mean 'value_init'?"),
             (["init.name=impulse"], "init.name=impulse differs from the run's init.name = \"mimetic\"")]:
         more = [word for text in sets for word in ("--set", text)]
         refused(folder, ["--resume", str(folder), *more], words)
@@ -311,3 +311,17 @@ def test_a_disk_that_refuses_ends_the_run_in_one_line_with_its_checkpoint(
     assert not list(folder.glob("*.partial"))
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     assert train_program.main(arguments) == 0 and read_run(folder).finished
+
+
+@pytest.mark.parametrize("program", ["train", "eval"])
+def test_a_run_of_an_earlier_version_is_read_but_by_the_commit_that_is_named(
+        train_program, eval_program, capsys, program):
+    """Its record can still be compared, since that does not check the recipe's values."""
+    folder = Path(__file__).parent / "data" / "version_11"
+    main, arguments = {"train": (train_program.main, ["--resume", str(folder)]),
+                       "eval": (eval_program.main, [str(folder), "--data", "shapes"])}[program]
+    assert main(arguments) == 2
+    line, = capsys.readouterr().err.splitlines()
+    assert line.endswith("last.pt: a recipe of version 11, and this code reads 12; commit bb39c50 "
+                         "reads those of versions 1 to 11")
+    assert read_run(folder).keys["mix.group"] == 4

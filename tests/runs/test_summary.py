@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from vitinit.recipe.resolve import overrides, resolve_recipe
+from optimisers import adamw, muon
+from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.start import cautions, disk_space
-from vitinit.train.optim import adamw, muon
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def printed(train_program, small_run, tmp_path, capsys):
     (["init.checkpoint=runs/a"], None), (["data.name=shapes"], None)])
 def test_few_updates_from_scratch_are_a_warning(repository, sets, updates):
     """Four steps per epoch; it ends at 2000 steps. Trained weights and the drawn shapes need fewer."""
-    recipe = resolve_recipe(repository / "recipes" / "quickstart.toml", overrides(
+    recipe = load_recipe(repository / "recipes" / "quickstart.toml", overrides(
         sets=["data.name=cifar10", "data.root=x", *sets]))
     data = SimpleNamespace(train_batches=SimpleNamespace(steps_per_epoch=4),
                            plan=SimpleNamespace(cautions=lambda **_: []))

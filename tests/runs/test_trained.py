@@ -18,7 +18,7 @@ from vitinit.data.eval_sets import imagenet_wnids
 from vitinit.runs import trained as trained_module
 from vitinit.train.checkpoint import load as load_checkpoint
 
-RUN = Path(__file__).parent / "data" / "55cb85f"     # three classes of 8-pixel images
+RUN = Path(__file__).parent / "data" / "version_12"     # three classes of 8-pixel images
 SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from optimisers import adamw
 
 import vitinit
 from vitinit.data.mix import smooth_one_hot
@@ -26,7 +27,6 @@ from vitinit.train.ema import Ema
 from vitinit.train.engine import evaluate, read_losses, train_epochs
 from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import Diverged, Progress
-from vitinit.train.optim import adamw
 from vitinit.train.state import TrainState
 
 CPU = torch.device("cpu")

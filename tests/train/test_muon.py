@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
+from optimisers import muon
 
 from vitinit import models
 from vitinit.bench.launches import launches_of
 from vitinit.train import muon as muon_module
 from vitinit.train.muon import COEFFICIENTS, MuonWithAdamW, orthogonalised
-from vitinit.train.optim import hidden_matrices, layer_numbers, muon, set_learning_rate
+from vitinit.train.optim import hidden_matrices, layer_numbers, set_learning_rate
 
 OPTIONS = dict(factor=2.3, momentum=0.83, weight_decay=0.3, betas=(0.9, 0.97), eps=1e-6)
 SMALL = {

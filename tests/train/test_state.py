@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from optimisers import muon
 
 import vitinit
 from vitinit.train.checkpoint import CheckpointError
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
 from vitinit.train.metrics import Progress
-from vitinit.train.optim import muon
 from vitinit.train.state import TrainState
 
 ALONE = Processes(0, 0, 1, torch.device("cpu"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,13 +18,14 @@ import vitinit
 from vitinit.data.mix import smooth_one_hot
 from vitinit.data.sampler import BatchPlan
 from vitinit.messages import OneLineError
+from vitinit.recipe.files import RECIPES, load_recipe
 from vitinit.train import distributed
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
 from vitinit.train.engine import read_losses, train_epochs
 from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import Progress
-from vitinit.train.optim import muon
+from vitinit.train.optim import optimizer_for
 from vitinit.train.state import TrainState
 
 GLOBAL_BATCH, STEPS, CLASSES, ACCUMULATION = 12, 3, 7, 3
@@ -36,8 +38,9 @@ def fresh(name: str) -> TrainState:
     model = vitinit.build_model(name, num_classes=CLASSES, image_size=8, embed_dim=12, depth=2,
                                 **MODELS[name])
     vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
-    optimizer = muon(model, factor=1.3, momentum=0.9, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-4)
-    return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False),
+    optim = replace(load_recipe(RECIPES / "quickstart.toml").optim, name="muon", weight_decay=0.1,
+                    eps=1e-4)
+    return TrainState(model, optimizer_for(model, optim), torch.amp.GradScaler("cpu", enabled=False),
                       Ema(model, decay=0.8, warmup=True), Progress())
 
 

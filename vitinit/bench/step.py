@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -15,7 +16,7 @@ from ..recipe.sections import Recipe
 from ..runs.start import without_data
 from ..train.device import matrix_rate, peak_gib
 from ..train.engine import AMP_DTYPES, autocast
-from ..train.optim import adamw, hidden_matrices, muon
+from ..train.optim import hidden_matrices, optimizer_for
 from ..train.throughput import training_flops
 from .launches import launches_of
 from .report import Row
@@ -131,10 +132,9 @@ def update_rows(recipe: Recipe, device: torch.device) -> list[Row]:
     model = set_up(without_data(recipe), device)[0].model
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    of_adamw = dict(weight_decay=0.05, betas=(0.9, 0.999), eps=1e-8)
     optimizers = {
-        "AdamW": adamw(model, **of_adamw),
-        "Muon with AdamW": muon(model, factor=1.0, momentum=0.95, **of_adamw),
+        "AdamW": optimizer_for(model, recipe.optim),
+        "Muon with AdamW": optimizer_for(model, replace(recipe.optim, name="muon")),
         "torch.optim.Muon": torch.optim.Muon([model.get_parameter(name)
                                               for name in hidden_matrices(model)])}
     for optimizer in optimizers.values():

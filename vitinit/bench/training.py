@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..messages import OneLineError
-from ..recipe.files import RECIPES
-from ..recipe.resolve import fresh_recipe
+from ..recipe.files import RECIPES, fresh_recipe
 from ..recipe.sections import Recipe
 from ..train.distributed import Processes
 from ..train.ema import Ema

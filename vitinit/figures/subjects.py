@@ -17,7 +17,7 @@ from ..data.datasets import LooseImages, folder_of
 from ..init import reads_images
 from ..models import MODELS, SimpleViT, VisionTransformer
 from ..recipe.files import RECIPES, RecipeError
-from ..recipe.resolve import fresh_recipe, with_num_classes
+from ..recipe.files import fresh_recipe, with_data
 from ..recipe.sections import Recipe
 from ..runs.folder import RunFolder
 from ..runs.start import built, initialise, open_training_set, without_data
@@ -57,7 +57,7 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
             if reads or not recipe.data.num_classes:
                 if folder_of(recipe.data.root).is_dir():
                     _, source = open_training_set(recipe.data, recipe.data.root)
-                    recipe = with_num_classes(recipe, len(source.classes))
+                    recipe = with_data(recipe, num_classes=len(source.classes))
                 elif reads:
                     print(f"note    recipe {recipe.name}: its init reads training images, and there is "
                           f"no folder {recipe.data.root}: noise stands in for them, if the init allows "

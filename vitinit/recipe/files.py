@@ -1,31 +1,43 @@
-"""Recipe files: reading, overriding, checking and writing them.
+"""Recipes: read a file or a checkpoint's table, apply the command line, check, and write out.
+
+    file  →  --init, --seed, --data-dir, --set  →  sections and options  →  contradictions  →  Recipe
 
 A recipe must state every key, and may not have unknown keys or a key twice. So `diff` between two
-recipes shows every difference between two experiments. Every error is a `RecipeError` of one line
-that names the file or option, the key, what was expected, and the nearest valid key. This module
-uses the standard library only.
+recipes shows every difference between two experiments. Only the tables `[model.options]` and
+`[init.options]` may leave out what has its documented default: the keyword arguments of the
+function that builds the model or does the init, which are added. Every error is a `RecipeError` of
+one line that names the file or option, the key, what was expected, and the nearest valid key.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..init import GIVEN, INITS, init_function
 from ..messages import OneLineError
-from .sections import (FREE_TABLES, SECTIONS, InitSection, ModelSection, Recipe, contradictions)
-from .upgrade import VERSION, processes_of, upgraded
-from .values import convert, describe, nearest, nearest_choice, plain, shown, to_toml, within
-
+from ..models import MODELS
+from .sections import SECTIONS, VERSION, Recipe, contradictions
+from .values import convert, describe, nearest, plain, shown, to_toml
 
 # In the repository the recipes lie beside the package; an installed package contains them.
 PACKAGE = Path(__file__).resolve().parents[1]
 RECIPES = (PACKAGE if (PACKAGE / "recipes").is_dir() else PACKAGE.parent) / "recipes"
+
+# Options that runs of this version may state although they are gone, at the values at which they did
+# nothing: these are left out. Commit bb39c50 knows other values.
+GONE = {"init": {"content_scale": 0.0, "patch_embed": "base", "value_scale": 1.0, "calibrated": False,
+                 "length_scale": 1.0, "envelope_width": 2.0},
+        "model": {"softmax_filters": False, "dense_filters": False, "norm": "batch",
+                  "norm_place": "after", "channel_residual": "mlp", "plain_stem": False}}
+SIZES = ("num_classes", "image_size")       # keyword arguments of a model that are no options
 
 
 class RecipeError(OneLineError):
@@ -38,11 +50,6 @@ class Override(NamedTuple):
     key: str                    # section.key
     value: Any
     text: str                   # what the user wrote, quoted by error messages
-
-
-# Keys that may contradict others in the recipe of a checkpoint, because its run may be older than
-# the rule that forbids this. Such a run can still be resumed and evaluated.
-LATER_RULES = ("schedule.min_lr", "schedule.warmup_lr")
 
 
 def parse_override(text: str) -> Override:
@@ -61,8 +68,16 @@ def parse_override(text: str) -> Override:
         return Override(key, written, f"--set {text}")
     if len(table) > 1:
         raise RecipeError(f"--set {text}: expected one value, and one --set for each key")
-    value = table["value"]
-    return Override(key, value, f"--set {text}")
+    return Override(key, table["value"], f"--set {text}")
+
+
+def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str | None = None,
+              sets: Sequence[str]) -> list[Override]:
+    """All changes that the command line makes to a recipe, in the order in which they apply."""
+    flags = {"data.root": ("--data-dir", data_dir), "init.name": ("--init", init),
+             "run.seed": ("--seed", seed)}
+    return [Override(key, value, f"{flag} {value}") for key, (flag, value) in flags.items()
+            if value is not None] + [parse_override(text) for text in sets]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -84,156 +99,190 @@ def find_recipe(name: str, folder: Path) -> Path:
     return path
 
 
-def load_recipe(path: Path, overrides: Sequence[Override] = ()) -> Recipe:
-    """Read the recipe at `path`, apply `overrides` in order, and check everything.
+def fresh_recipe(name: str | None, *, recipes: Path, say: Callable[[str], None],
+                 init: str | None = None, seed: int | None = None, data_dir: str | None = None,
+                 sets: Sequence[str] = ()) -> Recipe:
+    """The recipe of a new run: the file with the changes of the command line.
 
-    A recipe that a run has written (it has a version, or there is a run.json beside it) may be of
-    an earlier version and is upgraded. A recipe that a person has written must have all keys.
-    Raises RecipeError.
+    name: that of a recipe in the folder `recipes`, or the path of a .toml file.
+    init, seed, data_dir, sets: the values of --init, --seed, --data-dir and of each --set. If
+    `init` is given, only those of the recipe's init options are used that it has, such as `base`;
+    `say` is called with one line about the others. Raises RecipeError.
+    """
+    if name is None:
+        raise RecipeError("--recipe is missing; for example --recipe quickstart")
+    changes = overrides(init=init, seed=seed, data_dir=data_dir, sets=sets)
+    return load_recipe(find_recipe(name, recipes), changes,
+                       set_aside=None if init is None else say)
+
+
+def load_recipe(path: Path, changes: Sequence[Override] = (), *,
+                set_aside: Callable[[str], None] | None = None) -> Recipe:
+    """Read the recipe at `path`, apply `changes` in order, and check everything.
+
+    set_aside: called with a line about the file's init options that its init lacks, which are then
+    not used; None: they are an error. Raises RecipeError.
     """
     path = Path(path)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-        is_of_run = path.name == "recipe.toml" and os.path.exists(path.with_name("run.json"))
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:    # no TOML or UTF-8, too long a number, too deep
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
-    if "version" in table or is_of_run:
-        table = _upgraded(table, str(path), processes_of(path.parent))
-    return _build(table, path.stem, str(path), overrides)
+    version = table.pop("version", VERSION)          # a person need not write it
+    return _recipe(table, path.stem, version, str(path), changes, set_aside)
 
 
-def from_dict(table: Mapping[str, Any], source: str,
-              overrides: Sequence[Override] = (), *, processes: int = 1) -> Recipe:
+def from_dict(table: Mapping[str, Any], source: str, changes: Sequence[Override] = ()) -> Recipe:
     """The recipe of which `Recipe.as_dict` made `table`, for instance in a checkpoint.
 
-    It may be of any earlier version. source: how error messages call it. overrides: applied in
-    order. processes: how many its run had, see `upgraded`. Raises RecipeError.
+    source: how error messages call it. changes: applied in order. Raises RecipeError.
     """
     if not isinstance(table, Mapping):
         raise RecipeError(f"{source}: its recipe is {shown(table)}, expected a table of sections")
-    sections = {name: value for name, value in table.items() if name != "name"}
-    return _build(_upgraded(sections, source, processes), str(table.get("name", "unnamed")), source,
-                  overrides, tolerated=LATER_RULES)
+    sections = {key: body for key, body in table.items() if key not in ("name", "version")}
+    return _recipe(sections, str(table.get("name")), table.get("version"), source, changes)
 
 
-def _upgraded(table: Mapping[str, Any], source: str, processes: int) -> dict[str, Any]:
-    """`upgraded`, with errors as RecipeError that names `source`."""
+def _recipe(table: Mapping[str, Any], name: str, version: Any, source: str,
+            changes: Sequence[Override], set_aside: Callable[[str], None] | None = None) -> Recipe:
+    """The recipe of a table of sections; see `load_recipe`. source: how errors call the table."""
+    def where(key: str) -> str:
+        """Where the value of `key`, or of a table that contains it, was written last."""
+        return next((change.text for change in reversed(changes)
+                     if f"{key}.".startswith(f"{change.key}.")), source)
+
+    if version != VERSION:
+        raise RecipeError(f"{source}: a recipe of version {shown(version)}, and this code reads "
+                          f"{VERSION}; commit bb39c50 reads those of versions 1 to 11")
     try:
-        table = upgraded(table, processes=processes)
-    except ValueError as error:
-        raise RecipeError(f"{source}: {error}") from None
-    gone = [f"optim.{key}.{part}" for key in ("lr_scales", "hold_epochs")
-            for part in table["optim"].get(key, {})]
-    if gone:
-        raise RecipeError(f"{source}: trains with {', '.join(gone)}, which commit 09cb91f is the last "
-                          "to know")
-    return table
-
-
-def with_options(recipe: Recipe, *, model: Mapping[str, Any], init: Mapping[str, Any]) -> Recipe:
-    """The recipe with all options of model and init written out, as a run's folder records it.
-
-    Tuples become lists, as in TOML, so that the recipe equals what is read back from its file.
-    """
-    def with_table(section: ModelSection | InitSection, options: Mapping[str, Any]
-                   ) -> ModelSection | InitSection:
-        return dataclasses.replace(section, options=types.MappingProxyType(plain(options)))
-    return dataclasses.replace(recipe, model=with_table(recipe.model, model),
-                               init=with_table(recipe.init, init))
-
-
-def _build(table: Mapping[str, Any], name: str, source: str, overrides: Sequence[Override], *,
-           tolerated: Collection[str] = ()) -> Recipe:
-    """Apply the overrides to a table of sections, check it, and make a Recipe of it.
-
-    tolerated: keys that may contradict others, unless an override names a key of the contradiction.
-    """
-    table = plain(table)
-    for title, body in table.items():
+        tables = plain(table)
+    except RecursionError:
+        raise RecipeError(f"{source}: its tables are nested too deeply") from None
+    for title, body in tables.items():
         if title not in SECTIONS:
             what = "section" if isinstance(body, dict) else "key outside of a section:"
             raise RecipeError(f"{source}: unknown {what} '{title}'{nearest(title, SECTIONS)}")
         if not isinstance(body, dict):
             raise RecipeError(f"{source}: '{title}' is {shown(body)}, expected a section [{title}]")
     for title in SECTIONS:
-        if title not in table:
+        if title not in tables:
             raise RecipeError(f"{source}: section [{title}] is missing")
-    for inner in FREE_TABLES:                        # an empty table may be left out
-        title, _, key = inner.partition(".")
-        table[title].setdefault(key, {})
+    for title in ("model", "init"):                  # an empty table may be left out
+        options = tables[title].setdefault("options", {})
+        idle = GONE[title] | ({"mlp_ratio": 0.0} if "kernel_size" in options else {})    # ConvMixer's
+        if isinstance(options, dict):
+            tables[title]["options"] = {key: value for key, value in options.items()
+                                        if key not in idle or value != idle[key]}
+    for change in changes:
+        _apply(change, tables)
 
-    written = _apply(table, overrides)
-    recipe = Recipe(name=name, **{title: _section(section, title, table[title], source, written)
-                                  for title, section in SECTIONS.items()})
+    sections = {title: _section(section, title, tables[title], where)
+                for title, section in SECTIONS.items()}
+    for title, known in (("model", MODELS), ("init", INITS)):
+        chosen = sections[title].name
+        if chosen not in known:
+            raise RecipeError(f"{where(f'{title}.name')}: {title}.name is '{chosen}'"
+                              f"{nearest(chosen, known)}")
+    model, init = sections["model"], sections["init"]
+    family, sizes = MODELS[model.name]
+    try:
+        function = init_function(init.name, family)
+    except ValueError as error:
+        raise RecipeError(f"{where('init.name')}: {error}") from None
+    known, options = inspect.signature(function).parameters, dict(init.options)
+    lacking = {key: options.pop(key) for key in init.options if set_aside is not None
+               and key not in known and where(f"init.options.{key}") == source}
+    if lacking:
+        set_aside(f"--init {init.name} has none of these options of the recipe, which are set "
+                  f"aside: {to_toml(lacking)}")
+    sections["model"] = dataclasses.replace(model, options=_options(
+        family, sizes | dict(model.options), f"model.options of {model.name}", where,
+        given=SIZES))
+    sections["init"] = dataclasses.replace(init, options=_options(
+        function, options, f"init.options of {init.name}", where, given=GIVEN))
+    recipe = Recipe(name=name, **sections)
     for keys, problem in contradictions(recipe):
-        if keys[0] in tolerated and not written.keys() & set(keys):
-            continue
-        where = next((written[key] for key in keys if key in written), source)
-        raise RecipeError(f"{where}: {keys[0]} {problem}")
+        place = next((where(key) for key in keys if where(key) != source), source)
+        raise RecipeError(f"{place}: {keys[0]} {problem}")
     return recipe
 
 
-def _apply(table: dict[str, Any], overrides: Sequence[Override]) -> dict[str, str]:
-    """Write the overrides into `table`; returns dotted key → what the user wrote."""
-    written: dict[str, str] = {}
-    for key, value, text in overrides:
-        *parents, last = key.split(".")
-        if parents[0] not in SECTIONS:
-            raise RecipeError(f"{text}: there is no section '{parents[0]}'"
-                              f"{nearest(parents[0], SECTIONS)}")
-        tables = [name.partition(".")[2] for name in FREE_TABLES
-                  if name.startswith(f"{parents[0]}.")]
-        if len(parents) == 2 and tables and parents[1] not in table[parents[0]]:
-            raise RecipeError(f"{text}: [{parents[0]}] has no table '{parents[1]}'"
-                              f"{nearest(parents[1], tables)}")
-        if ".".join(parents) not in (*SECTIONS, *FREE_TABLES):
-            raise RecipeError(f"{text}: '{key}' is nested too deeply; expected section.key=value")
-        body = table
-        for parent in parents:
-            body = body[parent]
-            if not isinstance(body, dict):
-                raise RecipeError(f"{text}: {'.'.join(parents)} is {shown(body)}, expected a "
-                                  "table")
-        body[last] = value
-        written[key] = text
-    return written
+def _apply(change: Override, tables: dict[str, dict[str, Any]]) -> None:
+    """Write one change of the command line into the tables of a recipe."""
+    title, *parents, last = change.key.split(".")
+    if title not in SECTIONS:
+        raise RecipeError(f"{change.text}: there is no section '{title}'{nearest(title, SECTIONS)}")
+    body = tables[title]
+    if parents and (title not in ("model", "init") or parents != ["options"]):
+        if title in ("model", "init") and len(parents) == 1 and parents[0] not in body:
+            raise RecipeError(f"{change.text}: [{title}] has no table '{parents[0]}'"
+                              f"{nearest(parents[0], ['options'])}")
+        raise RecipeError(f"{change.text}: '{change.key}' is nested too deeply; expected "
+                          "section.key=value")
+    if parents:
+        body = body["options"]
+        if not isinstance(body, dict):
+            raise RecipeError(f"{change.text}: {title}.options is {shown(body)}, expected a table")
+    body[last] = change.value
 
 
-def _section(section: type, title: str, body: dict[str, Any], source: str,
-             written: Mapping[str, str]) -> Any:
-    """Check the values of one section against the dataclass `section` and make an instance of it.
-
-    written: key → what the user wrote on the command line, which errors then name instead of
-    source.
-    """
+def _section(section: type, title: str, body: Mapping[str, Any], where: Callable[[str], str]) -> Any:
+    """Check the values of one section against the dataclass `section` and make an instance of it."""
     kinds = typing.get_type_hints(section)
-    fields = {item.name: item for item in dataclasses.fields(section)}
-    for key in body:
-        if key not in fields:
-            raise RecipeError(f"{written.get(f'{title}.{key}', source)}: [{title}] has no key "
-                              f"'{key}'{nearest(key, fields)}")
-    values = {}
-    for key, item in fields.items():
-        expected = describe(kinds[key], item.metadata)
-        if key not in body:
-            raise RecipeError(f"{source}: [{title}] lacks the key '{key}' ({expected})")
-        try:
-            values[key] = convert(body[key], kinds[key])
-            fits = not item.metadata or within(values[key], item.metadata)
-        except TypeError:
-            fits = False
-        if not fits:
-            raise RecipeError(f"{written.get(f'{title}.{key}', source)}: {title}.{key} is "
-                              f"{shown(body[key])}, expected {expected}"
-                              f"{nearest_choice(body[key], kinds[key])}")
+    bounds = {field.name: field.metadata for field in dataclasses.fields(section)}
+    values = _values(body, kinds, title, where, bounds=bounds)
+    for name in kinds:
+        if name not in values:
+            raise RecipeError(f"{where(f'{title}.{name}')}: [{title}] lacks the key '{name}' "
+                              f"({describe(kinds[name], bounds[name])})")
     return section(**values)
 
 
+def _options(function: Callable, options: Mapping[str, Any], table: str,
+             where: Callable[[str], str], *, given: Sequence[str]) -> Mapping[str, Any]:
+    """All options of a model or an init: those that are stated, checked, and the defaults.
+
+    function: its keyword-only parameters are the options, except those that it is `given`. table:
+    see `_values`. Tuples become lists, as in TOML, so that the recipe equals what is read back.
+    """
+    hints = typing.get_type_hints(function.__init__ if isinstance(function, type) else function)
+    defaults = {name: parameter.default
+                for name, parameter in inspect.signature(function).parameters.items()
+                if parameter.kind is parameter.KEYWORD_ONLY and name not in given}
+    values = _values(options, {name: hints[name] for name in defaults}, table, where)
+    return types.MappingProxyType(plain(defaults | values))
+
+
+def _values(body: Mapping[str, Any], kinds: Mapping[str, Any], table: str,
+            where: Callable[[str], str], *, bounds: Mapping[str, Mapping] | None = None
+            ) -> dict[str, Any]:
+    """The values of a table, converted to their kinds.
+
+    table: "schedule" or "init.options of impulse", for error messages.
+    """
+    values, (title, *of_which) = {}, table.split(" ", 1)
+    for key in body:
+        if key not in kinds:
+            raise RecipeError(f"{where(f'{title}.{key}')}: {' '.join([f'[{title}]', *of_which])} "
+                              f"has no key '{key}'{nearest(key, kinds)}")
+    for key, value in body.items():
+        try:
+            values[key] = convert(value, kinds[key], bounds[key] if bounds else {})
+        except TypeError as error:
+            raise RecipeError(f"{where(f'{title}.{key}')}: {title}.{key} is {error}") from None
+    return values
+
+
 # ---------------------------------------------------------------------------------------------
-# Writing
+# A recipe with other values, and writing
 # ---------------------------------------------------------------------------------------------
+
+
+def with_data(recipe: Recipe, **values: Any) -> Recipe:
+    """The recipe with other values of [data], such as the number of classes of the data set."""
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, **values))
 
 
 def dump_recipe(recipe: Recipe) -> str:

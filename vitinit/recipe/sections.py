@@ -1,6 +1,7 @@
 """All keys of a recipe: one frozen dataclass per section, one field with a type and bounds per key.
 
-A recipe states every key, so fields have no defaults.
+A recipe states every key, so fields have no defaults. Sections that a module takes as they are
+stand in that module, such as `Optim` in train/optim.py.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from typing import Any, Literal
 from ..bounds import COUNT, LARGEST, PAIR, TINIEST, number
 from ..data.draw import Augment, RandAugment
 from ..data.mix import Mix
-from .upgrade import VERSION
+from ..train.optim import LINEAR_SCALING_BATCH, Optim, Schedule
 from .values import plain
 
-
-LINEAR_SCALING_BATCH = 512      # lr_scaling = "linear" divides the global batch by this
+VERSION = 12                    # of the keys; a change of keys, or of an option's default, adds one
 
 
 @dataclass(frozen=True)
@@ -81,39 +81,6 @@ class InitSection:
 
 
 @dataclass(frozen=True)
-class OptimSection:
-    """The batch, the optimiser, and gradient clipping."""
-
-    name: Literal["adamw", "muon"]                  # muon: for the matrices of the blocks, and AdamW
-                                                    # for all other weights
-    global_batch: int = number(minimum=1, below=COUNT)  # images per step, over all processes
-    max_batch_per_process: int = number(minimum=1, below=COUNT)  # most images per micro-batch
-    base_lr: float = number(above=0.0, below=LARGEST)
-    lr_scaling: Literal["linear", "none"]           # linear: base_lr · global_batch / 512
-    weight_decay: float = number(minimum=0.0, below=LARGEST)
-    betas: tuple[float, float] = number(minimum=0.0, below=1.0)
-    eps: float = number(minimum=TINIEST, below=LARGEST)
-    layer_decay: float = number(above=0.0, maximum=1.0)  # factor on the learning rate per layer, from
-                                                    # the head down
-    muon_factor: float = number(above=0.0, below=LARGEST)  # on Muon's updates; 1: as large as AdamW's
-    muon_momentum: float = number(minimum=0.0, below=1.0)
-    clip_norm: float = number(minimum=0.0)          # global gradient norm; 0: no clipping
-
-
-@dataclass(frozen=True)
-class ScheduleSection:
-    """The learning rate over time, and for how long the run trains."""
-
-    shape: Literal["cosine", "one_cycle"]           # one_cycle has a warm-up of its own, ⅖ of epochs
-    epochs: int = number(minimum=1, below=COUNT)                 # warm-up and decay together
-    cooldown_epochs: int = number(minimum=0, below=COUNT)        # further epochs at min_lr
-    warmup_epochs: int = number(minimum=0, below=COUNT)
-    warmup_lr: float = number(minimum=0.0)          # where the warm-up starts; at most the peak
-    min_lr: float = number(minimum=0.0)             # where the decay ends; at most the peak
-    step_on: Literal["epoch", "update"]             # when the learning rate changes
-
-
-@dataclass(frozen=True)
 class EmaSection:
     """The exponential moving average of the weights."""
 
@@ -154,8 +121,8 @@ class Recipe:
     eval: EvalSection
     model: ModelSection
     init: InitSection
-    optim: OptimSection
-    schedule: ScheduleSection
+    optim: Optim
+    schedule: Schedule
     ema: EmaSection
     engine: EngineSection
     checkpoint: CheckpointSection
@@ -173,8 +140,6 @@ MACHINE_KEYS = ("data.workers", "data.on_device_gib", "eval.batch_size", "eval.c
                 "optim.max_batch_per_process", "engine.compile", "checkpoint.every_steps")
 
 SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items() if name != "name"}
-# Tables within sections, whose keys are the options of a model or init.
-FREE_TABLES = ("model.options", "init.options")
 
 
 def contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
@@ -182,7 +147,6 @@ def contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
 
     Yields for each contradiction the keys, and in words what is wrong with the first of them.
     """
-    total = recipe.schedule.epochs + recipe.schedule.cooldown_epochs
     for key in ("crop_scale", "crop_ratio", "erase_area", "erase_ratio"):
         low, high = getattr(recipe.augment, key)
         if low > high:
@@ -209,30 +173,24 @@ def contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
         yield (("schedule.warmup_epochs", "schedule.shape"),
                f'is {recipe.schedule.warmup_epochs}, but schedule.shape = "one_cycle" has a warm-up of '
                "its own; expected 0")
-    yield from _rate_contradictions(recipe)
+    peak, words = recipe.optim.peak_lr, f"optim.base_lr = {recipe.optim.base_lr:g}"
+    if recipe.optim.lr_scaling == "linear":
+        words += f" · {recipe.optim.global_batch} / {LINEAR_SCALING_BATCH} = {peak:g}"
+    causes = ("optim.base_lr", "optim.lr_scaling", "optim.global_batch")
+    if peak >= LARGEST:
+        yield causes, f"makes the learning rate's peak, {words}, more than float32 holds"
+    for key in ("warmup_lr", "min_lr"):
+        rate = getattr(recipe.schedule, key)
+        if rate > peak:
+            yield ((f"schedule.{key}", *causes),
+                   f"is {rate:g}, above the learning rate's peak, {words}")
     if recipe.ema.decay == 0.0 and recipe.ema.warmup:
         yield ("ema.warmup", "ema.decay"), "is true, but ema.decay = 0 keeps no moving average"
     if recipe.ema.decay == 0.0 and recipe.checkpoint.best_by == "ema_top1":
         yield (("checkpoint.best_by", "ema.decay"),
                'is "ema_top1", but ema.decay = 0 keeps no moving average')
     for epoch in recipe.checkpoint.keep_epochs:
-        if epoch > total:
+        if epoch > recipe.schedule.total_epochs:
             yield (("checkpoint.keep_epochs", "schedule.epochs", "schedule.cooldown_epochs"),
-                   f"holds {epoch}, but the run ends after {total} epochs")
-
-
-def _rate_contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
-    """The contradictions of the learning rate: no other rate may exceed its peak."""
-    optim, schedule = recipe.optim, recipe.schedule
-    peak, words = optim.base_lr, f"optim.base_lr = {optim.base_lr:g}"
-    if optim.lr_scaling == "linear":
-        peak = optim.base_lr * optim.global_batch / LINEAR_SCALING_BATCH
-        words += f" · {optim.global_batch} / {LINEAR_SCALING_BATCH} = {peak:g}"
-    causes = ("optim.base_lr", "optim.lr_scaling", "optim.global_batch")
-    if peak >= LARGEST:
-        yield causes, f"makes the learning rate's peak, {words}, more than float32 holds"
-    for key in ("warmup_lr", "min_lr"):
-        rate = getattr(schedule, key)
-        if rate > peak:
-            yield ((f"schedule.{key}", *causes),
-                   f"is {rate:g}, above the learning rate's peak, {words}")
+                   f"holds {epoch}, but the run ends after {recipe.schedule.total_epochs} "
+                   "epochs")

@@ -1,7 +1,6 @@
-"""Values of recipe keys: types and bounds, their description in words, and conversion from and to TOML.
+"""Values of recipe keys: what a key accepts, in words, and conversion from and to TOML.
 
-A `kind` is a type annotation, such as int, tuple[float, float], Literal["a", "b"] or PAIR. This
-module needs no torch.
+A `kind` is a type annotation, such as int, tuple[float, float], Literal["a", "b"] or PAIR.
 """
 
 from __future__ import annotations
@@ -17,6 +16,9 @@ from typing import Any, Literal
 
 from ..bounds import PAIR
 
+Bounds = Mapping[str, float | None]         # what `number` was given: minimum, above, maximum, below
+UNBOUNDED: Bounds = types.MappingProxyType({})
+
 
 def nearest(word: str, valid: Iterable[str]) -> str:
     """A hint for a mistyped word: '; did you mean X?', or all valid words if none is similar."""
@@ -27,33 +29,16 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     return f"; valid: {', '.join(sorted(valid))}" if valid else "; it takes none"
 
 
-def nearest_choice(value: Any, kind: Any) -> str:
-    """The hint '; did you mean X?' if `kind` is a choice of words, or a list of such, else "".
-
-    In a list, the hint is about the first word that is not among the choices, and names it.
-    """
-    named = ""
-    if typing.get_origin(kind) is tuple and isinstance(value, list):
-        kind = typing.get_args(kind)[0]
-        value = next((item for item in value if item not in typing.get_args(kind)), None)
-        named = f"; {shown(value)} is none of them"
-    choices = [choice for choice in typing.get_args(kind) if isinstance(choice, str)]
-    if typing.get_origin(kind) is not Literal or not isinstance(value, str):
-        return ""
-    close = difflib.get_close_matches(value, choices, n=1)
-    return named + (f"; did you mean '{close[0]}'?" if close else "")
-
-
 def shown(value: Any) -> str:
     """A value in an error message, cut short if it is long."""
     try:
         text = {True: "true", False: "false"}[value] if type(value) is bool else repr(value)
-    except ValueError:                               # an integer of more than 4,300 digits
-        return "a number of thousands of digits"
+    except (ValueError, RecursionError):             # more than 4,300 digits; hundreds of brackets
+        return "a value too long to be shown"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def describe(kind: Any, bounds: Mapping[str, float | None] = types.MappingProxyType({})) -> str:
+def describe(kind: Any, bounds: Bounds = UNBOUNDED) -> str:
     """What a key of this kind accepts, in words, such as 'an integer ≥ 1'."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
@@ -77,17 +62,17 @@ def describe(kind: Any, bounds: Mapping[str, float | None] = types.MappingProxyT
 
 
 def _number(value: float) -> str:
-    is_power = value >= 2**20 and value & (value - 1) == 0 if type(value) is int else False
+    is_power = type(value) is int and value >= 2**20 and value & (value - 1) == 0
     return f"2^{value.bit_length() - 1}" if is_power else f"{value:g}"
 
 
-def convert(value: Any, kind: Any) -> Any:
+def convert(value: Any, kind: Any, bounds: Bounds = UNBOUNDED) -> Any:
     """Convert a TOML value to `kind`; lists become tuples and tables read-only mappings.
 
-    Raises TypeError, with `describe(kind)` as its message, if the value is of another kind.
+    Raises TypeError, in the words "…, expected …; did you mean …?", if the value is of another kind
+    or beyond its bounds.
     """
-    arguments = typing.get_args(kind)
-    origin = typing.get_origin(kind)
+    arguments, origin = typing.get_args(kind), typing.get_origin(kind)
     if origin is Literal:
         if value in arguments and not isinstance(value, bool):
             return value
@@ -101,32 +86,44 @@ def convert(value: Any, kind: Any) -> Any:
         if kind == PAIR and type(value) is int:
             value = (value, value)                  # image_size = 224 means 224 × 224
         if isinstance(value, (list, tuple)):
-            if arguments[-1] is Ellipsis:
-                return tuple(convert(item, arguments[0]) for item in value)
-            if len(value) == len(arguments):
-                return tuple(map(convert, value, arguments))
+            kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
+            if len(value) == len(kinds):
+                try:
+                    return tuple(convert(item, each, bounds) for item, each in zip(value, kinds))
+                except TypeError:
+                    pass
     elif kind is float:
         try:
-            if type(value) in (int, float) and math.isfinite(value):
+            if type(value) in (int, float) and math.isfinite(value) and _within(value, bounds):
                 return float(value) + 0.0            # makes a negative zero positive
         except OverflowError:                        # an integer beyond what a float can hold
             pass
-    elif origin is Mapping or kind is dict:
+    elif origin is Mapping:
         if isinstance(value, Mapping):
             return types.MappingProxyType(dict(value))
-    elif type(value) is kind:
+    elif type(value) is kind and _within(value, bounds):
         return value
-    raise TypeError(describe(kind))
+    raise TypeError(f"{shown(value)}, expected {describe(kind, bounds)}{_hint(value, kind)}")
 
 
-def within(value: Any, bounds: Mapping[str, float | None]) -> bool:
-    """Whether a number, or every number of a tuple, is within the bounds of `number`."""
-    if isinstance(value, tuple):
-        return all(within(item, bounds) for item in value)
-    return ((bounds.get("minimum") is None or value >= bounds["minimum"])
-            and (bounds.get("above") is None or value > bounds["above"])
-            and (bounds.get("maximum") is None or value <= bounds["maximum"])
-            and (bounds.get("below") is None or value < bounds["below"]))
+def _within(value: float, bounds: Bounds) -> bool:
+    limits = {name: limit for name, limit in bounds.items() if limit is not None}
+    return (value >= limits.get("minimum", value) and value <= limits.get("maximum", value)
+            and ("above" not in limits or value > limits["above"])
+            and ("below" not in limits or value < limits["below"]))
+
+
+def _hint(value: Any, kind: Any) -> str:
+    """'; did you mean X?' for a choice of words, or for the first wrong word of a list of such."""
+    named, arguments = "", typing.get_args(kind)
+    if typing.get_origin(kind) is tuple and isinstance(value, list):
+        kind, arguments = arguments[0], typing.get_args(arguments[0])
+        value = next((item for item in value if item not in arguments), None)
+        named = f"; {shown(value)} is none of them"
+    if typing.get_origin(kind) is not Literal or not isinstance(value, str):
+        return ""
+    close = difflib.get_close_matches(value, arguments, n=1)
+    return named + (f"; did you mean '{close[0]}'?" if close else "")
 
 
 def plain(value: Any) -> Any:

@@ -20,10 +20,9 @@ import torch
 from torch import nn
 
 from .. import __version__
-from ..recipe.files import Override, RecipeError, from_dict
-from ..recipe.resolve import fresh_recipe, overrides, with_defaults, with_num_classes
+from ..recipe.files import (Override, RecipeError, fresh_recipe, from_dict, overrides, with_data)
 from ..recipe.sections import MACHINE_KEYS, Recipe
-from ..recipe.values import nearest, to_toml
+from ..recipe.values import to_toml
 from ..train.checkpoint import CheckpointError
 from ..train.distributed import Processes
 from ..train.engine import normalises_over_images
@@ -188,20 +187,19 @@ def continued(stored: Recipe, changes: Sequence[Override], source: str
     began. Repeating the original command line therefore changes nothing, even where it sets a key
     twice or sets a whole table. Raises RecipeError for a key that the recipe does not have.
     """
+    names = {"model.name": stored.model.name, "init.name": stored.init.name}
+    last = {change.key: change for change in changes}
+    wrong = [f"{last[key].text} differs from the run's {key} = {to_toml(name)}"
+             for key, name in names.items() if key in last and last[key].value != name]
+    if wrong:                                        # another one has other options
+        return stored, wrong
     wanted = from_dict(stored.as_dict(), source, changes)
     if not wanted.data.num_classes:                  # the run knows how many the data set had
-        wanted = with_num_classes(wanted, stored.data.num_classes)
-    # A table that the command line sets leaves options out, which are then at their defaults.
-    before, after = (keys_of(with_defaults(recipe.as_dict())) for recipe in (stored, wanted))
-    wrong = []
+        wanted = with_data(wanted, num_classes=stored.data.num_classes)
+    before, after = keys_of(stored.as_dict()), keys_of(wanted.as_dict())
     for key in differing(before, after):
         text = next(change.text for change in reversed(changes)
                     if f"{key}.".startswith(f"{change.key}."))
-        section, _, option = key.partition(".options.")
-        if key not in before:
-            known = [name.removeprefix(f"{section}.options.") for name in before
-                     if name.startswith(f"{section}.options.")]
-            raise RecipeError(f"{text}: there is no '{option}'{nearest(option, known)}")
         wrong.append(f"{text} differs from the run's {key} = {to_toml(before[key])}")
     return wanted, wrong
 

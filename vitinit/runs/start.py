@@ -14,12 +14,11 @@ from ..data.pipeline import Data
 from ..init import init_weights, reads_images
 from ..keys import Stream, keyed_generator
 from ..models import build_model
-from ..recipe.resolve import with_num_classes
+from ..recipe.files import with_data
 from ..recipe.sections import DataSection, Recipe
 from ..recipe.values import to_toml
 from ..train.device import describe_device
 from ..train.distributed import Processes
-from ..train.optim import scaled_lr
 from ..train.state import TrainState
 from .trained import as_input, evaluation_view
 
@@ -62,8 +61,8 @@ def without_data(recipe: Recipe) -> Recipe:
 
     Where it is to be taken from the data (0), it is that of the published set, or 2.
     """
-    return with_num_classes(recipe, recipe.data.num_classes
-                            or DATA_SETS[recipe.data.name].num_classes or 2)
+    return with_data(recipe, num_classes=recipe.data.num_classes
+                     or DATA_SETS[recipe.data.name].num_classes or 2)
 
 
 def built(recipe: Recipe) -> nn.Module:
@@ -101,7 +100,7 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
     """
     schedule, augment, mix, optim = recipe.schedule, recipe.augment, recipe.mix, recipe.optim
     steps_per_epoch = data.train_batches.steps_per_epoch
-    epochs = schedule.epochs + schedule.cooldown_epochs
+    epochs = schedule.total_epochs
     part = f" of {len(data.whole_set):,}" if len(data.train_set) < len(data.whole_set) else ""
     height, width = recipe.data.image_size
     weights = {True: 0, False: 0}                    # trained by Muon, by AdamW
@@ -113,7 +112,6 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
                       f"{weights[True]:,} weights, {trained_by}")
     if optim.layer_decay != 1.0:
         trained_by += f"; × {optim.layer_decay:g} per layer from the head down"
-    peak = scaled_lr(optim.base_lr, optim.lr_scaling, optim.global_batch)
     return "\n".join([
         f"recipe  {recipe.name}, seed {recipe.run.seed}",
         f"data    {recipe.data.name}{recipe.data.root and ' ' + recipe.data.root}: "
@@ -135,14 +133,13 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
         f"{describe_device(processes.device)}",
         f"steps   {steps_per_epoch:,} per epoch × {epochs} epochs = {steps_per_epoch * epochs:,}",
         f"optim   {trained_by}",
-        f"lr      peak {peak:g}; first step {lr_at(0):g}, last step "
+        f"lr      peak {optim.peak_lr:g}; first step {lr_at(0):g}, last step "
         f"{lr_at(steps_per_epoch * epochs - 1):g}, changing every {schedule.step_on}"])
 
 
 def cautions(recipe: Recipe, data: Data) -> list[str]:
     """One line for each value that is valid but probably a mistake."""
-    updates = (recipe.schedule.epochs + recipe.schedule.cooldown_epochs) * (
-        data.train_batches.steps_per_epoch)
+    updates = recipe.schedule.total_epochs * data.train_batches.steps_per_epoch
     lines = data.plan.cautions(repeats=recipe.augment.repeats,
                                max_batch_per_process=recipe.optim.max_batch_per_process)
     # Fine-tuning needs few steps, and `shapes`, made to be learned within minutes, needs hundreds.

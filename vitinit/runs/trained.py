@@ -30,8 +30,8 @@ from ..data.images import DataError, decode_bytes, decode_image, from_pillow, re
 from ..models import build_model
 from ..models.convert import native_tensors
 from ..models.layers import to_pair
-from ..recipe.files import RECIPES, Override, RecipeError, find_recipe, from_dict
-from ..recipe.resolve import moved, overrides as parse_overrides, resolve_recipe
+from ..recipe.files import RECIPES, Override, RecipeError, find_recipe, from_dict, load_recipe
+from ..recipe.files import overrides as parse_overrides, with_data
 from ..recipe.sections import Recipe
 from ..recipe.values import nearest, plain
 from ..train.checkpoint import CheckpointError, model_state, require_finite
@@ -162,7 +162,8 @@ def open_saved(path: Path, *, recipe: Path | None = None, changes: Sequence[Over
                               f"how to evaluate can change{nearest(kept[0].key, changeable)}")
         found = from_dict(state["recipe"], str(path),
                           [change for change in changes if change.key in changeable])
-        found = moved(found, RunFolder(path.parent).data_root())
+        root = RunFolder(path.parent).data_root()
+        found = found if root is None else with_data(found, root=root)
     else:
         description = foreign.described(path, str(state.get("arch", "")))
         if recipe is None and description is not None and description.recipe:
@@ -170,7 +171,7 @@ def open_saved(path: Path, *, recipe: Path | None = None, changes: Sequence[Over
         if recipe is None:
             raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint "
                               "of (recipe=… in Python)")
-        found = resolve_recipe(recipe, [*(description.changes if description else ()), *changes])
+        found = load_recipe(recipe, [*(description.changes if description else ()), *changes])
     if not found.data.num_classes:
         raise RecipeError(f"{path}: recipe {found.name} has data.num_classes = 0, which only "
                           "training takes from the data; expected the checkpoint's number")

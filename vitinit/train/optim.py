@@ -1,16 +1,18 @@
-"""Parameter groups, the optimisers, and the learning rate as a pure function of the step."""
+"""[optim] and [schedule] of a recipe: parameter groups, the optimiser, and the learning rate of a step."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from ..bounds import COUNT, LARGEST, TINIEST, number
 from .muon import MuonWithAdamW
 
 LINEAR_SCALING_BATCH = 512      # base_lr is for this global batch (DeiT, arXiv 2012.12877, §6)
@@ -21,6 +23,55 @@ LINEAR_SCALING_BATCH = 512      # base_lr is for this global batch (DeiT, arXiv 
 UNDECAYED_NAMES = {"pos_embed", "cls_token", "dist_token", "reg_token",
                    "relative_position_bias_table"}
 BLOCK = re.compile(r"((.*\.)?blocks\.\d+)\.")
+
+
+@dataclass(frozen=True)
+class Optim:
+    """The batch, the optimiser, and gradient clipping."""
+
+    name: Literal["adamw", "muon"]                  # muon: for the matrices of the blocks, and AdamW
+                                                    # for all other weights
+    global_batch: int = number(minimum=1, below=COUNT)  # images per step, over all processes
+    max_batch_per_process: int = number(minimum=1, below=COUNT)  # most images per micro-batch
+    base_lr: float = number(above=0.0, below=LARGEST)
+    lr_scaling: Literal["linear", "none"]           # linear: base_lr · global_batch / 512
+    weight_decay: float = number(minimum=0.0, below=LARGEST)
+    betas: tuple[float, float] = number(minimum=0.0, below=1.0)
+    eps: float = number(minimum=TINIEST, below=LARGEST)
+    layer_decay: float = number(above=0.0, maximum=1.0)  # factor on the learning rate per layer, from
+                                                    # the head down
+    muon_factor: float = number(above=0.0, below=LARGEST)  # on Muon's updates; 1: as large as AdamW's
+    muon_momentum: float = number(minimum=0.0, below=1.0)
+    clip_norm: float = number(minimum=0.0)          # global gradient norm; 0: no clipping
+
+    @property
+    def peak_lr(self) -> float:
+        """The peak learning rate; only here base_lr is scaled by the global batch.
+
+        "linear": base_lr · global_batch / 512, as in DeiT (the rule is that of Goyal et al., arXiv
+        1706.02677). "none": base_lr.
+        """
+        if self.lr_scaling == "none":
+            return self.base_lr
+        return self.base_lr * self.global_batch / LINEAR_SCALING_BATCH
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over time, and for how long the run trains."""
+
+    shape: Literal["cosine", "one_cycle"]           # one_cycle has a warm-up of its own, ⅖ of epochs
+    epochs: int = number(minimum=1, below=COUNT)                 # warm-up and decay together
+    cooldown_epochs: int = number(minimum=0, below=COUNT)        # further epochs at min_lr
+    warmup_epochs: int = number(minimum=0, below=COUNT)
+    warmup_lr: float = number(minimum=0.0)          # where the warm-up starts; at most the peak
+    min_lr: float = number(minimum=0.0)             # where the decay ends; at most the peak
+    step_on: Literal["epoch", "update"]             # when the learning rate changes
+
+    @property
+    def total_epochs(self) -> int:
+        """How many epochs the run trains for, the cool-down included."""
+        return self.epochs + self.cooldown_epochs
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
@@ -94,24 +145,18 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, layer_decay: floa
     return groups
 
 
-def adamw(model: nn.Module, *, weight_decay: float, betas: tuple[float, float], eps: float,
-          layer_decay: float = 1.0) -> torch.optim.AdamW:
+def optimizer_for(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     """Fused AdamW (Loshchilov and Hutter, arXiv 1711.05101) for all parameters of the model.
 
-    Its learning rate is 0 until the engine sets it, which happens at every step.
+    With name "muon" the weights of `hidden_matrices` are trained by Muon instead. The learning rate
+    is 0 until the engine sets it, which happens at every step.
     """
-    return torch.optim.AdamW(parameter_groups(model, weight_decay, layer_decay=layer_decay), lr=0.0,
-                             betas=betas, eps=eps, fused=True)
-
-
-def muon(model: nn.Module, *, factor: float, momentum: float, weight_decay: float,
-         betas: tuple[float, float], eps: float, layer_decay: float = 1.0) -> MuonWithAdamW:
-    """Muon for the weights of `hidden_matrices`, and AdamW as `adamw` makes it for all others.
-
-    factor: of Muon's updates, which at 1 are about as large as AdamW's. momentum: Muon's.
-    """
-    groups = parameter_groups(model, weight_decay, layer_decay=layer_decay, muon=True)
-    return MuonWithAdamW(groups, factor=factor, momentum=momentum, lr=0.0, betas=betas, eps=eps)
+    groups = parameter_groups(model, optim.weight_decay, layer_decay=optim.layer_decay,
+                              muon=optim.name == "muon")
+    if optim.name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
+    return MuonWithAdamW(groups, factor=optim.muon_factor, momentum=optim.muon_momentum, lr=0.0,
+                         betas=optim.betas, eps=optim.eps)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -120,22 +165,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("layer_factor", 1.0)
 
 
-def scaled_lr(base_lr: float, lr_scaling: Literal["linear", "none"], global_batch: int) -> float:
-    """The peak learning rate.
-
-    "linear": base_lr · global_batch / 512, as in DeiT (the rule is that of Goyal et al., arXiv
-    1706.02677). "none": base_lr.
-    """
-    return base_lr * global_batch / LINEAR_SCALING_BATCH if lr_scaling == "linear" else base_lr
-
-
-def learning_rate(step: int, *, shape: Literal["cosine", "one_cycle"], steps_per_epoch: int,
-                  peak: float, epochs: int, warmup_epochs: int, warmup_lr: float, min_lr: float,
-                  step_on: Literal["epoch", "update"]) -> float:
+def learning_rate(step: int, schedule: Schedule, *, steps_per_epoch: int, peak: float) -> float:
     """The learning rate of step number `step`, counted from 0.
 
     Let t = step / steps_per_epoch be the time in epochs, rounded down to whole epochs if step_on is
-    "epoch", and T = epochs. With shape "cosine" the learning rate is
+    "epoch", and T = schedule.epochs. With shape "cosine" the learning rate is
 
         t < warmup_epochs:      linear in t, from warmup_lr at t = 0 to peak at t = warmup_epochs
         warmup_epochs ≤ t < T:  min_lr + ½ (peak − min_lr) (1 + cos(π t / T))
@@ -149,20 +183,15 @@ def learning_rate(step: int, *, shape: Literal["cosine", "one_cycle"], steps_per
     is piecewise linear through warmup_lr at t = 0, peak at 0.4 T, peak / 20 at 0.8 T, and min_lr at
     T; warmup_epochs plays no part.
     """
-    time = step // steps_per_epoch if step_on == "epoch" else step / steps_per_epoch
+    epochs, warmup_lr, min_lr = schedule.epochs, schedule.warmup_lr, schedule.min_lr
+    time = step / steps_per_epoch if schedule.step_on == "update" else step // steps_per_epoch
     if time >= epochs:
         return min_lr
-    if shape == "one_cycle":
-        return _on_lines(time / epochs,
-                         [(0.0, warmup_lr), (0.4, peak), (0.8, peak / 20), (1.0, min_lr)])
-    if time < warmup_epochs:
-        return warmup_lr + (peak - warmup_lr) * time / warmup_epochs
+    if schedule.shape == "one_cycle":
+        corners = [(0.0, warmup_lr), (0.4, peak), (0.8, peak / 20), (1.0, min_lr)]
+        for (start, low), (end, high) in pairwise(corners):
+            if time / epochs < end:
+                return low + (high - low) * (time / epochs - start) / (end - start)
+    if time < schedule.warmup_epochs:
+        return warmup_lr + (peak - warmup_lr) * time / schedule.warmup_epochs
     return min_lr + 0.5 * (peak - min_lr) * (1.0 + math.cos(math.pi * time / epochs))
-
-
-def _on_lines(x: float, corners: list[tuple[float, float]]) -> float:
-    """Interpolate linearly between the corners (x, value); ValueError for x beyond the last one."""
-    for (start, low), (end, high) in pairwise(corners):
-        if x < end:
-            return low + (high - low) * (x - start) / (end - start)
-    raise ValueError(f"x is {x}, expected less than {corners[-1][0]}")

@@ -1,0 +1,26 @@
+"""The optimisers of a recipe, with few settings of a test's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitinit.recipe.files import RECIPES, load_recipe
+from vitinit.train.optim import optimizer_for
+
+OPTIM = load_recipe(RECIPES / "quickstart.toml").optim
+
+
+def adamw(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
+    """AdamW for all parameters. settings: fields of `Optim`."""
+    return optimizer_for(model, replace(OPTIM, name="adamw", **settings))
+
+
+def muon(model: nn.Module, *, factor: float, momentum: float, **settings: Any
+         ) -> torch.optim.Optimizer:
+    """Muon for the matrices of the blocks, and AdamW for all other parameters."""
+    return optimizer_for(model, replace(OPTIM, name="muon", muon_factor=factor,
+                                        muon_momentum=momentum, **settings))
