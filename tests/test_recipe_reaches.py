@@ -37,8 +37,8 @@ WRITTEN = {
 def seen(train_program, small_run, tmp_path, monkeypatch) -> dict:
     """The arguments of each call of these functions in a run with the recipe above, by function."""
     calls: dict[str, list[tuple[tuple, dict]]] = {}
-    for name in ("muon", "scaled_lr", "plan_batches", "learning_rate", "Ema", "set_precision",
-                 "ToDevice", "TrainToDevice", "EvalViews", "KeptViews", "EvaluationBatches",
+    for name in ("optimizer_for", "plan_batches", "learning_rate", "Ema", "set_precision",
+                 "ToDevice", "TrainToDevice", "EvalViews", "kept_views", "EvaluationBatches",
                  "train_epochs", "evaluate"):
         def recorded(*arguments, name=name, real=getattr(train_program, name), **options):
             calls.setdefault(name, []).append((arguments, options))
@@ -60,13 +60,14 @@ def test_every_key_reaches_what_it_names(seen, tmp_path):
     def options(name: str) -> dict:
         return seen[name][0][1]
     schedule, evaluation = WRITTEN["schedule"], WRITTEN["eval"]
-    assert options("muon") == dict(weight_decay=0.07, betas=(0.83, 0.97), eps=5e-5, layer_decay=0.89,
-                                   factor=1.7, momentum=0.79)
-    assert seen["scaled_lr"][0][0] == (3e-3, "linear", 12)
+    optimizer = seen["optimizer_for"][0][0][1]
+    assert optimizer.peak_lr == 3e-3 * 12 / 512
+    assert {key: list(value) if isinstance(value, tuple) else value
+            for key, value in vars(optimizer).items()} == WRITTEN["optim"]
     assert seen["plan_batches"][0][0][:2] == (12, 2)
-    assert options("learning_rate") == dict(
-        {key: schedule[key] for key in ("shape", "epochs", "warmup_epochs", "warmup_lr", "min_lr",
-                                        "step_on")}, steps_per_epoch=4, peak=3e-3 * 12 / 512)
+    assert options("learning_rate")["peak"] == optimizer.peak_lr
+    assert options("learning_rate")["steps_per_epoch"] == 4
+    assert vars(options("learning_rate")["schedule"]) == schedule
     assert options("Ema") == dict(decay=0.71, warmup=True)
     assert seen["set_precision"][0][0] == (True,)
     assert options("ToDevice")["channels_last"] is options("TrainToDevice")["channels_last"] is True

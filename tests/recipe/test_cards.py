@@ -12,8 +12,7 @@ from pages import known_keys
 
 from vitinit import sweep
 from vitinit.models import build_model
-from vitinit.recipe.files import load_recipe
-from vitinit.recipe.files import fresh_recipe
+from vitinit.recipe.files import fresh_recipe, load_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SHIPPED = sorted(RECIPES.glob("*.toml"))

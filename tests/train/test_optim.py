@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from optimisers import OPTIM, adamw
 import vitinit
 from vitinit.recipe.files import load_recipe
-from vitinit.train.optim import adamw, learning_rate, parameter_groups, scaled_lr
+from vitinit.train.optim import Schedule, learning_rate, parameter_groups
 
-DEIT = dict(shape="cosine", peak=1e-3, epochs=300, warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5)
-SMALL_DATA = dict(shape="cosine", peak=2e-3, epochs=300, warmup_epochs=50, warmup_lr=1e-6,
-                  min_lr=1e-6)
+DEIT = Schedule("cosine", epochs=300, cooldown_epochs=10, warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5,
+                step_on="epoch")
 
 
 @pytest.mark.parametrize("name, decayed, exempt", [
@@ -80,13 +81,14 @@ def test_one_step_is_adamws_formula_and_exempt_parameters_do_not_decay():
     (299, 1.002714e-5), (300, 1e-5), (309, 1e-5)])
 def test_epoch_stepping_gives_deits_check_values(epoch, expected):
     for step in (epoch * 1251, epoch * 1251 + 1250):  # first and last step of the epoch
-        value = learning_rate(step, steps_per_epoch=1251, step_on="epoch", **DEIT)
+        value = learning_rate(step, DEIT, steps_per_epoch=1251, peak=1e-3)
         assert value == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("epoch, expected", [(49, 1.96002e-3), (50, 1.866092e-3)])
 def test_small_data_check_values(epoch, expected):
-    value = learning_rate(epoch * 97, steps_per_epoch=97, step_on="epoch", **SMALL_DATA)
+    value = learning_rate(epoch * 97, replace(DEIT, warmup_epochs=50, min_lr=1e-6),
+                          steps_per_epoch=97, peak=2e-3)
     assert value == pytest.approx(expected, rel=1e-6)
 
 
@@ -94,59 +96,43 @@ def test_the_trace_of_deit_base_is_the_published_schedule(repository):
     """By the recipe's own values, for each of the 300 epochs, compared with DeiT's formulas."""
     recipe = load_recipe(repository / "recipes" / "deit_base.toml")
     schedule, steps = recipe.schedule, 1_281_167 // recipe.optim.global_batch
-    peak = scaled_lr(recipe.optim.base_lr, recipe.optim.lr_scaling, recipe.optim.global_batch)
     assert (schedule.epochs, schedule.cooldown_epochs, steps) == (300, 0, 1251)
     for epoch in range(300):
         expected = (1e-6 + epoch * (1e-3 - 1e-6) / 5 if epoch < 5 else
                     1e-5 + 0.5 * (1e-3 - 1e-5) * (1 + math.cos(math.pi * epoch / 300)))
         for step in (epoch * steps, (epoch + 1) * steps - 1):
-            assert learning_rate(step, shape=schedule.shape, steps_per_epoch=steps, peak=peak,
-                                 epochs=schedule.epochs, min_lr=schedule.min_lr,
-                                 warmup_epochs=schedule.warmup_epochs,
-                                 warmup_lr=schedule.warmup_lr, step_on=schedule.step_on
+            assert learning_rate(step, schedule, steps_per_epoch=steps, peak=recipe.optim.peak_lr
                                  ) == pytest.approx(expected, rel=1e-12)
 
 
 def test_update_stepping_agrees_at_epoch_boundaries_and_moves_between():
-    how = dict(steps_per_epoch=10, **DEIT)
+    updates, how = replace(DEIT, step_on="update"), dict(steps_per_epoch=10, peak=1e-3)
     for epoch in (0, 3, 5, 77, 300, 305):
-        assert learning_rate(epoch * 10, step_on="update", **how) == pytest.approx(
-            learning_rate(epoch * 10, step_on="epoch", **how))
-    rates = [learning_rate(step, step_on="update", **how) for step in range(3000)]
+        assert learning_rate(epoch * 10, updates, **how) == pytest.approx(
+            learning_rate(epoch * 10, DEIT, **how))
+    rates = [learning_rate(step, updates, **how) for step in range(3000)]
     assert all(a < b for a, b in zip(rates[:49], rates[1:50]))           # warm-up
     assert all(a > b for a, b in zip(rates[50:-1], rates[51:]))          # cosine
-    assert learning_rate(25, step_on="update", **how) == pytest.approx(1e-6 + 2.5 / 5 * 9.99e-4)
-
-
-def test_no_warm_up_starts_at_the_peak():
-    how = DEIT | dict(warmup_epochs=0)
-    assert learning_rate(0, steps_per_epoch=7, step_on="update", **how) == pytest.approx(1e-3)
+    assert rates[25] == pytest.approx(1e-6 + 2.5 / 5 * 9.99e-4)
+    assert learning_rate(0, replace(updates, warmup_epochs=0), **how) == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("step_on", ["epoch", "update"])
 def test_one_cycle_is_conv_mixers_interpolation(step_on):
     """arXiv 2201.09792's code: numpy.interp over 0, ⅖, ⅘ and all of the epochs."""
     epochs, steps, peak = 35, 11, 0.013
-    for step in range(epochs * steps):
+    schedule = Schedule("one_cycle", epochs=epochs, cooldown_epochs=1, warmup_epochs=0,
+                        warmup_lr=1e-3, min_lr=1e-4, step_on=step_on)
+    for step in range((epochs + 1) * steps):
         time = step // steps if step_on == "epoch" else step / steps
         expected = np.interp(time, [0, epochs * 2 / 5, epochs * 4 / 5, epochs],
-                             [0, peak, peak / 20, 0])
-        assert learning_rate(step, shape="one_cycle", steps_per_epoch=steps, peak=peak, epochs=epochs,
-                             warmup_epochs=0, warmup_lr=0.0, min_lr=0.0, step_on=step_on
+                             [1e-3, peak, peak / 20, 1e-4])
+        assert learning_rate(step, schedule, steps_per_epoch=steps, peak=peak
                              ) == pytest.approx(expected, rel=1e-12, abs=1e-18)
 
 
-def test_one_cycle_starts_and_ends_where_it_is_told_to():
-    how = dict(shape="one_cycle", steps_per_epoch=3, peak=1.0, epochs=5, warmup_epochs=0,
-               warmup_lr=0.1, min_lr=0.01, step_on="update")
-    assert learning_rate(0, **how) == pytest.approx(0.1)
-    assert learning_rate(6, **how) == pytest.approx(1.0)                 # ⅖ of 15 steps
-    assert learning_rate(12, **how) == pytest.approx(0.05)               # ⅘
-    assert learning_rate(14, **how) == pytest.approx(0.01 + 0.04 / 3)
-    assert learning_rate(15, **how) == learning_rate(99, **how) == 0.01  # the cool-down
-
-
 def test_linear_scaling_is_by_512():
-    assert scaled_lr(5e-4, "linear", 1024) == pytest.approx(1e-3)
-    assert scaled_lr(5e-4, "linear", 128) == pytest.approx(1.25e-4)
-    assert scaled_lr(5e-4, "none", 1024) == 5e-4
+    optim = replace(OPTIM, base_lr=5e-4, lr_scaling="linear", global_batch=1024)
+    assert optim.peak_lr == pytest.approx(1e-3)
+    assert replace(optim, global_batch=128).peak_lr == pytest.approx(1.25e-4)
+    assert replace(optim, lr_scaling="none").peak_lr == 5e-4

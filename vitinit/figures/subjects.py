@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from ..data.datasets import LooseImages, folder_of
 from ..init import reads_images
 from ..models import MODELS, SimpleViT, VisionTransformer
-from ..recipe.files import RECIPES, RecipeError
-from ..recipe.files import fresh_recipe, with_data
+from ..recipe.files import RECIPES, RecipeError, fresh_recipe, with_data
 from ..recipe.sections import Recipe
 from ..runs.folder import RunFolder
 from ..runs.start import built, initialise, open_training_set, without_data
