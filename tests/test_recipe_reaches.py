@@ -38,7 +38,7 @@ def seen(train_program, small_run, tmp_path, monkeypatch) -> dict:
     """The arguments of each call of these functions in a run with the recipe above, by function."""
     calls: dict[str, list[tuple[tuple, dict]]] = {}
     for name in ("optimizer_for", "plan_batches", "learning_rate", "Ema", "set_precision",
-                 "ToDevice", "TrainToDevice", "EvalViews", "kept_views", "EvaluationBatches",
+                 "ToDevice", "TrainToDevice", "EvalViews", "KeptViews", "EvaluationBatches",
                  "train_epochs", "evaluate"):
         def recorded(*arguments, name=name, real=getattr(train_program, name), **options):
             calls.setdefault(name, []).append((arguments, options))
