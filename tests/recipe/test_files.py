@@ -595,6 +595,15 @@ def test_a_checkpoints_recipe_is_checked_under_the_name_of_its_file(tmp_path, ch
     assert "its recipe is [1], expected a table" in refusal(from_dict, [1], "last.pt")
 
 
+def test_options_that_did_nothing_are_left_out_and_others_that_are_gone_are_refused(tmp_path):
+    recipe = load_recipe(saved(tmp_path))
+    plain = recipe.as_dict()
+    plain["init"]["options"] |= {"content_scale": 0.0, "patch_embed": "base"}
+    assert from_dict(plain, "last.pt") == recipe
+    plain["init"]["options"]["content_scale"] = 1.0
+    assert "has no key 'content_scale'" in refusal(from_dict, plain, "last.pt")
+
+
 # ---------------------------------------------------------------------------------------------
 # Comparing the command line with a run's own recipe
 # ---------------------------------------------------------------------------------------------

@@ -171,7 +171,9 @@ def _recipe(table: Mapping[str, Any], name: str, version: Any, source: str,
             raise RecipeError(f"{source}: section [{title}] is missing")
     for title in ("model", "init"):                  # an empty table may be left out
         options = tables[title].setdefault("options", {})
-        idle = GONE[title] | ({"mlp_ratio": 0.0} if "kernel_size" in options else {})    # ConvMixer's
+        idle = GONE[title]
+        if str(tables[title].get("name")).startswith("convmixer_"):
+            idle = idle | {"mlp_ratio": 0.0}
         if isinstance(options, dict):
             tables[title]["options"] = {key: value for key, value in options.items()
                                         if key not in idle or value != idle[key]}
