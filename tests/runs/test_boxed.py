@@ -9,8 +9,7 @@ import torch
 import vitinit
 from vitinit import predict
 from vitinit.figures.__main__ import main as figures
-from vitinit.recipe.files import RECIPES
-from vitinit.recipe.files import fresh_recipe
+from vitinit.recipe.files import RECIPES, fresh_recipe
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.records import read_run
 from vitinit.runs.start import built
