@@ -24,19 +24,13 @@ from typing import Any, NamedTuple
 from ..init import GIVEN, INITS, init_function
 from ..messages import OneLineError
 from ..models import MODELS
-from .sections import SECTIONS, VERSION, Recipe, contradictions
+from .sections import SECTIONS, VERSION, InitSection, Recipe, contradictions
 from .values import convert, describe, nearest, plain, shown, to_toml
 
 # In the repository the recipes lie beside the package; an installed package contains them.
 PACKAGE = Path(__file__).resolve().parents[1]
 RECIPES = (PACKAGE if (PACKAGE / "recipes").is_dir() else PACKAGE.parent) / "recipes"
 
-# Options that runs of this version may state although they are gone, at the values at which they did
-# nothing: these are left out. Commit bb39c50 knows other values.
-GONE = {"init": {"content_scale": 0.0, "patch_embed": "base", "value_scale": 1.0, "calibrated": False,
-                 "length_scale": 1.0, "envelope_width": 2.0},
-        "model": {"softmax_filters": False, "dense_filters": False, "norm": "batch",
-                  "norm_place": "after", "channel_residual": "mlp", "plain_stem": False}}
 SIZES = ("num_classes", "image_size")       # keyword arguments of a model that are no options
 
 
@@ -142,12 +136,17 @@ def from_dict(table: Mapping[str, Any], source: str, changes: Sequence[Override]
     if not isinstance(table, Mapping):
         raise RecipeError(f"{source}: its recipe is {shown(table)}, expected a table of sections")
     sections = {key: body for key, body in table.items() if key not in ("name", "version")}
-    return _recipe(sections, str(table.get("name")), table.get("version"), source, changes)
+    return _recipe(sections, str(table.get("name")), table.get("version"), source, changes, fresh=False)
 
 
 def _recipe(table: Mapping[str, Any], name: str, version: Any, source: str,
-            changes: Sequence[Override], set_aside: Callable[[str], None] | None = None) -> Recipe:
-    """The recipe of a table of sections; see `load_recipe`. source: how errors call the table."""
+            changes: Sequence[Override], set_aside: Callable[[str], None] | None = None, *,
+            fresh: bool = True) -> Recipe:
+    """The recipe of a table of sections; see `load_recipe`. source: how errors call the table.
+
+    fresh: False for a run that exists. Its init has been applied, so its name and options, unless a
+    change is of them, are a record, which may be of an init that is no longer here.
+    """
     def where(key: str) -> str:
         """Where the value of `key`, or of a table that contains it, was written last."""
         return next((change.text for change in reversed(changes)
@@ -170,25 +169,35 @@ def _recipe(table: Mapping[str, Any], name: str, version: Any, source: str,
         if title not in tables:
             raise RecipeError(f"{source}: section [{title}] is missing")
     for title in ("model", "init"):                  # an empty table may be left out
-        options = tables[title].setdefault("options", {})
-        idle = GONE[title]
-        if str(tables[title].get("name")).startswith("convmixer_"):
-            idle = idle | {"mlp_ratio": 0.0}
-        if isinstance(options, dict):
-            tables[title]["options"] = {key: value for key, value in options.items()
-                                        if key not in idle or value != idle[key]}
+        tables[title].setdefault("options", {})
     for change in changes:
         _apply(change, tables)
 
     sections = {title: _section(section, title, tables[title], where)
                 for title, section in SECTIONS.items()}
-    for title, known in (("model", MODELS), ("init", INITS)):
+    model, init = sections["model"], sections["init"]
+    applies_init = fresh or any(change.key.startswith("init.") for change in changes)
+    for title, known in (("model", MODELS), *([("init", INITS)] if applies_init else [])):
         chosen = sections[title].name
         if chosen not in known:
             raise RecipeError(f"{where(f'{title}.name')}: {title}.name is '{chosen}'"
                               f"{nearest(chosen, known)}")
-    model, init = sections["model"], sections["init"]
     family, sizes = MODELS[model.name]
+    sections["model"] = dataclasses.replace(model, options=_options(
+        family, sizes | dict(model.options), f"model.options of {model.name}", where, given=SIZES))
+    if applies_init:
+        sections["init"] = dataclasses.replace(init, options=_init_options(
+            init, family, source, where, set_aside))
+    recipe = Recipe(name=name, **sections)
+    for keys, problem in contradictions(recipe):
+        place = next((where(key) for key in keys if where(key) != source), source)
+        raise RecipeError(f"{place}: {keys[0]} {problem}")
+    return recipe
+
+
+def _init_options(init: InitSection, family: type, source: str, where: Callable[[str], str],
+                  set_aside: Callable[[str], None] | None) -> Mapping[str, Any]:
+    """All options of the init for models of this family, checked; see `_recipe`."""
     try:
         function = init_function(init.name, family)
     except ValueError as error:
@@ -199,16 +208,7 @@ def _recipe(table: Mapping[str, Any], name: str, version: Any, source: str,
     if lacking:
         set_aside(f"--init {init.name} has none of these options of the recipe, which are set "
                   f"aside: {to_toml(lacking)}")
-    sections["model"] = dataclasses.replace(model, options=_options(
-        family, sizes | dict(model.options), f"model.options of {model.name}", where,
-        given=SIZES))
-    sections["init"] = dataclasses.replace(init, options=_options(
-        function, options, f"init.options of {init.name}", where, given=GIVEN))
-    recipe = Recipe(name=name, **sections)
-    for keys, problem in contradictions(recipe):
-        place = next((where(key) for key in keys if where(key) != source), source)
-        raise RecipeError(f"{place}: {keys[0]} {problem}")
-    return recipe
+    return _options(function, options, f"init.options of {init.name}", where, given=GIVEN)
 
 
 def _apply(change: Override, tables: dict[str, dict[str, Any]]) -> None:
