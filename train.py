@@ -36,7 +36,7 @@ from vitinit.data.sampler import TrainSampler, plan_batches, require_full_batch
 from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.data.workers import start_fork_server
 from vitinit.init import INITS
-from vitinit.init.mass import mass_on_images
+from vitinit.init.mass import has_targets, mass_on_images
 from vitinit.init.weight_selection import select_weights
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models.convert import native_tensors
@@ -200,13 +200,14 @@ def measure_init(model: nn.Module, recipe: Recipe, train_set: Source) -> list[st
 
     An empty list for inits without targets.
     """
-    with building(f"recipe {recipe.name}", "init"):
-        try:
-            images = training_views(recipe, train_set, MASS_IMAGES)
-        except DataError:                            # which training tells when it comes to the image
-            return []
-        found = mass_on_images(model, recipe.init.name, recipe.init.options, images)
-        return [f"mass    {found}, on {len(images)} training images"] if found else []
+    name, options = recipe.init.name, recipe.init.options
+    if not has_targets(model, name, options):
+        return []
+    try:
+        images = training_views(recipe, train_set, MASS_IMAGES)
+    except DataError:                                # which training tells when it comes to the image
+        return []
+    return [f"mass    {mass_on_images(model, name, options, images)}, on {len(images)} training images"]
 
 
 def fine_tune(model: nn.Module, recipe: Recipe) -> list[str]:

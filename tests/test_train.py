@@ -650,7 +650,7 @@ def test_a_run_under_the_profiler_is_the_run_without(train_program, stop_before,
                for line in largest)
     assert lines[title + 11].startswith("epoch 3/3 ")
     shares = [float(line.split("%")[0]) for line in largest]
-    assert shares == sorted(shares, reverse=True) and 50 < sum(shares) <= 100
+    assert shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 100
 
     with monkeypatch.context() as patch:
         # Two epochs, the three micro-batches of step 8, the end of that part, and those of step 9.

@@ -45,7 +45,7 @@ from .data.datasets import LooseImages, Source, open_split
 from .data.images import DataError
 from .models import MODELS, ConvMixer, MlpMixer, SwinTransformer, VisionTransformer
 from .models.convert import transformers_names
-from .recipe.files import dump_recipe, load_recipe
+from .recipe.files import dump_recipe, from_dict
 from .recipe.sections import Recipe
 from .runs.archive import portable, without_paths
 from .runs.folder import RunFolder
@@ -231,7 +231,7 @@ def export_run(trained: Trained, out: Path, views: Tensor) -> str:
     """
     stored, source = load_checkpoint(trained.path, mmap=True), RunFolder(trained.path.parent)
     of_run = "recipe" in stored
-    recipe = load_recipe(source.recipe) if of_run and source.recipe.exists() else trained.recipe
+    recipe = from_dict(stored["recipe"], str(trained.path)) if of_run else trained.recipe
     source.starts()                                  # a damaged run.json is an error of one line
     rounded = {name: value.half() if value.is_floating_point() else value
                for name, value in trained.model.state_dict().items()}

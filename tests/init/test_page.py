@@ -14,7 +14,8 @@ PAGE = Path(vitinit.__file__).parent / "init" / "README.md"
 
 def test_the_example_of_an_init_of_ones_own_starts_every_block_as_the_identity(monkeypatch):
     monkeypatch.setattr("vitinit.init.INITS", dict(INITS))
-    code = PAGE.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    code = PAGE.read_text(encoding="utf-8").partition("## How to add an init")[2]
+    code = code.partition("```python\n")[2].partition("```")[0]
     names: dict = {}
     exec(code, names)
     model, x = names["model"], torch.randn(2, 7, 192, generator=torch.Generator().manual_seed(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -315,9 +316,9 @@ def test_a_disk_that_refuses_ends_the_run_in_one_line_with_its_checkpoint(
 
 @pytest.mark.parametrize("program", ["train", "eval"])
 def test_a_run_of_an_earlier_version_is_read_but_by_the_commit_that_is_named(
-        train_program, eval_program, capsys, program):
+        train_program, eval_program, capsys, program, tmp_path):
     """Its record can still be compared, since that does not check the recipe's values."""
-    folder = Path(__file__).parent / "data" / "version_11"
+    folder = shutil.copytree(Path(__file__).parent / "data" / "version_11", tmp_path / "run")
     main, arguments = {"train": (train_program.main, ["--resume", str(folder)]),
                        "eval": (eval_program.main, [str(folder), "--data", "shapes"])}[program]
     assert main(arguments) == 2

@@ -90,7 +90,7 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
 
     name, sets: of a recipe with the data set that `image_folder` has made of photographs in `root`.
     """
-    clock, rounds = clock_of(device), itertools.count()
+    clock = clock_of(device)
     batches = [*in_batches(BATCH), "data.workers=0", "data.on_device_gib=0"]
     paths = sorted((root / "train").rglob("*.*"))[:BATCH]
     recipe = recipe_of(name, [*sets, *batches])

@@ -48,27 +48,28 @@ class Mass(NamedTuple):
                 f"{' / '.join(kinds)} heads")
 
 
+def has_targets(model: nn.Module, name: str, options: Mapping[str, Any]) -> bool:
+    """Whether the init `name` with these options aims heads of this model at targets.
+
+    Not so for baselines and controls, for Mixer and ConvMixer, for `mimetic` on a Swin, whose tokens
+    have no position embedding, and for queries and keys left as the base drew them.
+    """
+    families = (VisionTransformer, SimpleViT) + (SwinTransformer,) * (name != "mimetic")
+    return name in AIMED and isinstance(model, families) and options.get("qk_init") != "base"
+
+
 @torch.no_grad()
-def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any],
-                   images: Tensor) -> Mass | None:
+def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], images: Tensor) -> Mass:
     """The masses that the init `name` reached in a forward pass of `images`, (n, 3, H, W), normalised.
 
-    options: those given to the init, which has just been applied to the model. The model runs in
-    evaluation mode, and is left as it was.
-
-    Returns None where there is nothing to measure: for baselines and controls, for Mixer and
-    ConvMixer, for `mimetic` on a Swin, whose tokens have no position embedding, and for queries and
-    keys left as the base drew them. The target of `mimetic` is the token itself. If offsets were
-    drawn at random, the target of a head is the offset of the kernel to which it attends most.
+    options: those given to the init, which has just been applied to the model and `has_targets`.
+    The model runs in evaluation mode, and is left as it was. The target of `mimetic` is the token
+    itself. If offsets were drawn at random, the target of a head is the offset of the kernel to
+    which it attends most.
     """
     swin = isinstance(model, SwinTransformer)
-    if name not in AIMED or not (isinstance(model, (VisionTransformer, SimpleViT))
-                                 or swin and name != "mimetic"):
-        return None
     parameters = inspect.signature(init_function(name, type(model))).parameters
     chosen = {key: parameter.default for key, parameter in parameters.items()} | dict(options)
-    if chosen.get("qk_init") == "base":
-        return None
     cells = [(0, 0)] if name == "mimetic" else ordered_offsets(chosen["kernel_size"])
     assignment = "ordered" if name == "mimetic" else chosen.get("offsets", "rotating")
 

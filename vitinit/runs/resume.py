@@ -56,7 +56,7 @@ def choose_run(args: argparse.Namespace, processes: Processes, recipes: Path, lo
     recipes: the folder in which recipes are found by name. Raises the same OneLineError on all
     processes.
     """
-    if args.dry_run and args.resume is not None:
+    if args.dry_run and args.resume not in (None, "auto"):
         raise RecipeError("--dry-run and --resume exclude each other; --dry-run shows a new run")
     recipe = None
     if args.resume in (None, "auto"):
