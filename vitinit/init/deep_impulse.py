@@ -7,8 +7,8 @@ proj and the MLPs write over the position embedding, and LayerNorm divides it by
 
 - The *code*, eight channels: cosine and sine of four waves over the token grid. Moving by an offset
   turns each pair by an angle that is the same for every token. So if K selects the pairs, and Q
-  selects them and turns them by the head's offset, the logit at displacement Δ from a query's target
-  is ℓ times the mean of the waves' cosines at Δ: largest, ℓ, at the target.
+  selects them and turns them by the head's offset, the logit at displacement Δ from a query's
+  target is ℓ times the mean of the waves' cosines at Δ: largest, ℓ, at the target.
 - Two *constants*, ±a on every token, which hold most of the variance that LayerNorm divides by. So
   it divides all tokens by nearly the same number, and its weight makes up for that.
 
@@ -30,25 +30,25 @@ from ..models.vit import PREFIX_TOKENS, VisionTransformer
 from .baseline import Base, draw_base
 from .mimetic import write_values
 
-WAVES = ((1, 0), (0, 1), (1, 1), (1, -1))       # turns over the height, and over the width, of the grid
-PHASE = math.pi * (3.0 - math.sqrt(5.0))        # from wave to wave: the golden angle, so that no token
-                                                # is at the peak of all of them
+WAVES = ((1, 0), (0, 1), (1, 1), (1, -1))   # turns over the height, and over the width, of the grid
+PHASE = math.pi * (3.0 - math.sqrt(5.0))    # from wave to wave: the golden angle, so that no token
+                                            # is at the peak of all of them
 CODE_RMS = 0.36         # of what the code adds to pos_embed, over all channels; as in `impulse`
 CONSTANT_SHARE = 0.95   # of the tokens' variance before the first block
 MOST_IMAGES, NOISE_IMAGES = 512, 64             # used of those given; drawn where none are
-LEAST_MASS = 1.25       # in units of uniform attention, at which Q and K and their gradients would be 0
+LEAST_MASS = 1.25       # in units of uniform attention, where Q, K and their gradients are 0
 
 
 def waves_of(model: VisionTransformer) -> tuple[Tensor, Tensor]:
-    """The frequencies of the K waves, (K, 2) in radians per row and per column, and all cells, (N, 2).
+    """The frequencies of the K waves, (K, 2) in radians per row and column, and all cells, (N, 2).
 
-    A head reads two channels per wave, so K is 4, or less for a head_dim below 8. Raises ValueError.
+    A head reads two channels per wave: K is 4, or less for a head_dim below 8. Raises ValueError.
     """
     head_dim, dim = model.blocks[0].attn.head_dim, model.pos_embed.shape[2]
     count = min(len(WAVES), head_dim // 2)
     if not model.learns_positions or count < 2 or dim <= 2 * count + 2:
-        raise ValueError("init 'deep_impulse' writes pos_embed = \"learned\", and needs head_dim ≥ 4 "
-                         f"and embed_dim > 10; the model has head_dim {head_dim}, embed_dim {dim}"
+        raise ValueError("init 'deep_impulse' writes pos_embed = \"learned\", and needs head_dim ≥ "
+                         f"4 and embed_dim > 10; the model has head_dim {head_dim}, embed_dim {dim}"
                          + ("" if model.learns_positions else " and a fixed position embedding"))
     cells = torch.cartesian_prod(*map(torch.arange, model.grid)).float()
     return 2.0 * math.pi * torch.tensor(WAVES[:count]) / torch.tensor(model.grid), cells
@@ -91,26 +91,26 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator, base: 
 
     kernel_size: heads go through its offsets in turn, on from block to block (9 for 3×3).
     target_mass: the share of a head's attention among the patch tokens that lies on the head's
-        target, in the first block and in the last; in between, the logit changes linearly. The same
-        logit is another mass on another grid: 10 gives .998 on 4×4 tokens, .66 on 8×8, .23 on 14×14. A mass
-        below 1.25 times that of uniform attention is raised to it. Queries whose target is off the
-        grid attend to the opposite border.
+        target, in the first block and in the last; in between, the logit changes linearly. (The
+        same logit is another mass on another grid: 10 gives .998 on 4×4 tokens, .66 on 8×8, .23 on
+        14×14.) A mass below 1.25 times that of uniform attention is raised to it. Queries whose
+        target is off the grid attend to the opposite border.
     value_init, value_alpha, value_beta: as for `mimetic`; "base" leaves V and proj as drawn.
     images: (n, 3, H, W), normalised training images; white noise, if there are none. train.py gives
         them: they are no option.
     """
     if not all(0.0 < mass < 1.0 for mass in target_mass) or value_init not in ("mimetic", "base"):
-        raise ValueError(f"target_mass is {target_mass} and value_init {value_init!r}; expected 0 < mass < 1 "
-                         'in the first block and in the last, and "mimetic" or "base"')
+        raise ValueError(f"target_mass is {target_mass} and value_init {value_init!r}; expected "
+                         '0 < mass < 1 in the first block and in the last, and "mimetic" or "base"')
     (waves, cells), offsets = waves_of(model), offsets_on_grid(kernel_size, model.grid)
-    shape = (cells @ waves.T).cos().mean(1).double()                     # (N,), of a target at cell 0
+    shape = (cells @ waves.T).cos().mean(1).double()                     # (N,), target at cell 0
     floor = min(LEAST_MASS / len(cells), 0.999)
     ends = [logit_for(max(mass, floor), shape, target=0) for mass in target_mass]
     if None in ends:
-        raise ValueError(f"target_mass is {target_mass}, which no logit below 1,000 gives to one of "
-                         f"{len(cells)} tokens; lower it")
+        raise ValueError(f"target_mass is {target_mass}, which no logit below 1,000 gives to one "
+                         f"of {len(cells)} tokens; lower it")
     logits = torch.linspace(*ends, len(model.blocks)).tolist()
-    code, first = 2 * len(waves), 2 * len(waves) + 2     # channels of the code; the first of the others
+    code, first = 2 * len(waves), 2 * len(waves) + 2     # channels of the code; where others begin
     draw_base(model, base, generator)
 
     write_positions(model, waves, cells, first)
@@ -128,7 +128,7 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator, base: 
         return tokens.var(-1, correction=0).mean().item()
 
     size = CONSTANT_SHARE / (1.0 - CONSTANT_SHARE) * variance(x[:, prefix:]) * x.shape[2] / 2
-    x[..., code:first] = model.pos_embed[..., code:first] = torch.tensor([size, -size]).sgn() * size**0.5
+    x[..., code:first] = model.pos_embed[..., code:first] = size**0.5 * torch.tensor([1.0, -1.0])
 
     def normalised(norm: nn.LayerNorm, x: Tensor, skip: int = prefix) -> Tensor:
         others = torch.cat([x[..., :code], x[..., first:]], dim=-1)
@@ -140,8 +140,9 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator, base: 
         attention, y = block.attn, normalised(block.norm1, x)
         attention.v_weight[..., :first] = 0.0
         if value_init == "mimetic":
-            write_values(attention, alpha=value_alpha, beta=value_beta, generator=generator, first=first)
-        power = y[:, prefix:, :code].square().sum(-1).mean().item()      # that Q and K read of the code
+            write_values(attention, alpha=value_alpha, beta=value_beta, generator=generator,
+                         first=first)
+        power = y[:, prefix:, :code].square().sum(-1).mean().item()      # what Q and K read of it
         gain = math.sqrt(logit * math.sqrt(attention.head_dim) / power)
         heads = head_offsets(attention.num_heads, offsets, "rotating", generator,
                              first=number * attention.num_heads)
