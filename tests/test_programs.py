@@ -67,15 +67,15 @@ def test_arguments_are_read_within_bounds_and_refused_beyond_them():
 
 @pytest.mark.parametrize("error, status, line", [
     (OneLineError("a\nb: gone"), 2, r"p: a\nb: gone"), (Diverged("loss is nan"), 1, "p: loss is nan"),
-    (KeyboardInterrupt(), 130, "p: stopped by SIGINT, early"),
-    (Interrupted(signal.SIGTERM), 143, "p: stopped by SIGTERM, early"),
+    (KeyboardInterrupt(), 130, "p: stopped by SIGINT"),
+    (Interrupted(signal.SIGTERM), 143, "p: stopped by SIGTERM"),
     (FileNotFoundError(2, "No such file or directory", "x\x1b/y"), 2,
      r"p: x\x1b/y: No such file or directory"), (OSError(24, "Too many open files"), 2,
                                                 "p: Too many open files")])
 def test_what_ends_a_program_is_one_line_and_a_status(capsys, error, status, line):
     def program() -> None:
         raise error
-    assert run_program("p", program, stopped=", early") == status
+    assert run_program("p", program) == status
     assert line_of(capsys) == line
 
 

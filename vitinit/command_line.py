@@ -117,7 +117,7 @@ def complain(program: str, error: object) -> None:
             json.dump({"message": failure}, file)
 
 
-def run_program(name: str, program: Callable[[], int | None], *, stopped: str = "") -> int:
+def run_program(name: str, program: Callable[[], int | None]) -> int:
     """Run a program and return its exit status.
 
     Errors that the user can correct (OneLineError, OSError) and signals end the program with one
@@ -125,7 +125,7 @@ def run_program(name: str, program: Callable[[], int | None], *, stopped: str = 
 
     Characters that the terminal's encoding lacks are printed as `spelt_out` writes them.
 
-    name: the program's name, which starts the line. stopped: what follows "stopped by SIGINT".
+    name: the program's name, which starts the line.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):     # not so in a notebook
@@ -134,7 +134,7 @@ def run_program(name: str, program: Callable[[], int | None], *, stopped: str = 
         return program() or 0
     except (KeyboardInterrupt, Interrupted) as request:
         number = getattr(request, "number", signal.SIGINT)
-        complain(name, f"stopped by {signal.Signals(number).name}{stopped}")
+        complain(name, f"stopped by {signal.Signals(number).name}")
         return 128 + number
     except OneLineError as error:
         complain(name, error)

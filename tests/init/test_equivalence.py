@@ -212,7 +212,8 @@ def test_a_vits_attention_with_v_and_proj_the_identity_is_a_depthwise_conv2d(nam
     error = (as_map(attention(z), model.grid) - expected).abs()
     span = (z.amax(1) - z.amin(1))[:, :, None, None]                     # (B, C, 1, 1)
     assert (error <= case.distance * span)[on_grid].all()                # channels may be constant
-    assert z.std() > 0.25                            # and the input is not small
+    # And the input is not small: a LayerNorm makes it 1, but that of deep_impulse keeps faint images so.
+    assert z.std() > (0.9 if case.init == "impulse" else 0.25)
 
 
 @torch.no_grad()
