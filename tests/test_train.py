@@ -405,7 +405,7 @@ def test_an_init_that_cannot_use_the_model_is_one_line(train_program, small_run,
     assert train_program.main(small_run(tmp_path / "run", init="impulse",
                                         model__options__pos_embed="sincos")) == 2
     error = capsys.readouterr().err
-    assert "cannot use the model's fixed 2-D sin-cos" in error and error.count("\n") == 1
+    assert "cannot use the model's fixed position embedding" in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 

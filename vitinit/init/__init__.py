@@ -35,6 +35,7 @@ from .impulse_mixer import impulse_mixer
 from .impulse_simple_vit import impulse_simple_vit
 from .impulse_swin import impulse_swin
 from .mimetic import mimetic, mimetic_simple_vit
+from .norm_matched import norm_matched
 
 __all__ = ["GIVEN", "INITS", "init_function", "init_weights", "reads_images"]
 
@@ -51,6 +52,7 @@ INITS: dict[str, dict[type[nn.Module], Callable[..., None]]] = {
                 MlpMixer: impulse_mixer, ConvMixer: impulse_conv_mixer,
                 SimpleViT: impulse_simple_vit},
     "deep_impulse": {VisionTransformer: deep_impulse},
+    "norm_matched": {VisionTransformer: norm_matched},
     "filters": {ConvMixer: filters_conv_mixer},
     "impulse_gd": {VisionTransformer: impulse_gd, SimpleViT: impulse_gd},
 }

@@ -82,7 +82,7 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     """
     if not model.learns_positions:
         _refuse(model.pos_embed[0, model.num_prefix_tokens:],
-                "the model's fixed 2-D sin-cos position embedding")
+                "the model's fixed position embedding")
     if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
         raise ValueError(f"offsets is {offsets!r} and value_init is {value_init!r}; expected one of "
                          f"{', '.join(OFFSETS)}, and mimetic or base")

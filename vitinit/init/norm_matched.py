@@ -1,0 +1,57 @@
+"""A control for structured inits: random weights with their norms, without their structure.
+
+The authors of arXiv 2505.19985 asked whether the larger position embedding, queries and keys of
+impulse initialisation explain its gain; their released code multiplies those of the default init
+by constants (`default{p}_{q}_{v}`). Here the factors are not guessed: each tensor gets the norm
+that the structured init would have given it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..models import VisionTransformer
+from .baseline import Base, draw_base
+from .impulse import impulse
+from .mimetic import mimetic
+
+
+@torch.no_grad()
+def norm_matched(model: VisionTransformer, *, generator: torch.Generator, base: Base = "default",
+                 like: Literal["impulse", "mimetic"] = "impulse") -> None:
+    """Draw the base, and scale what the init `like` would write to the norms that it would have.
+
+    | tensor                                        | value                                   |
+    |-----------------------------------------------|-----------------------------------------|
+    | pos_embed                                     | base × one factor                       |
+    | every block: attn.qkv.weight, Q, K, V rows    | base × one factor per head, for each    |
+    |                                               |   of Q, K and V                         |
+    | every block: attn.proj.weight                 | base × one factor                       |
+    | everything else                               | as `base` drew it                       |
+
+    base: also the base of the init `like`, which has its own default options otherwise.
+
+    Norms are Frobenius norms. Raises ValueError as `like` does.
+    """
+    if like not in ("impulse", "mimetic"):
+        raise ValueError(f'like is {like!r}, expected "impulse" or "mimetic"')
+    structured = copy.deepcopy(model)
+    init = impulse if like == "impulse" else mimetic
+    init(structured, generator=generator, base=base)
+    draw_base(model, base, generator)
+    _match_norm(model.pos_embed, structured.pos_embed)
+    for block, example in zip(model.blocks, structured.blocks):
+        for name in ("q_weight", "k_weight", "v_weight"):                # (h, d, C), a norm per head
+            _match_norm(getattr(block.attn, name), getattr(example.attn, name), dim=(1, 2))
+        _match_norm(block.attn.proj.weight, example.attn.proj.weight)
+
+
+def _match_norm(tensor: Tensor, example: Tensor, dim: tuple[int, ...] | None = None) -> None:
+    """Scale `tensor` in place so that its norm over `dim` is that of `example`."""
+    norms = [torch.linalg.vector_norm(each, dim=dim, keepdim=True) for each in (example, tensor)]
+    # A fixed embedding is zero in both, or the same in both.
+    tensor.mul_(torch.where(norms[1] > 0, norms[0] / norms[1], 1.0))
