@@ -49,14 +49,16 @@ from vitinit.runs.resume import (choose_run, require_same_data, require_same_mic
                                  settings)
 from vitinit.runs.start import (built, cautions, initialise, open_training_set, rehearsal,
                                 summary, training_views)
+from vitinit.runs.teacher import open_teacher
 from vitinit.runs.trained import named_run
 from vitinit.train import distributed
 from vitinit.train.checkpoint import CheckpointError, model_state
 from vitinit.train.device import describe_device, memory_for, peak_memory
+from vitinit.train.distill import LearnFromTeacher, Teacher
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
-from vitinit.train.engine import (evaluate, read_losses, set_precision, train_epochs,
-                                  tune_convolutions)
+from vitinit.train.engine import (cross_entropy, evaluate, read_losses, set_precision,
+                                  train_epochs, tune_convolutions)
 from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import (Diverged, Evaluation, Progress, ProgressBar, epoch_line,
                                    metrics_row)
@@ -252,6 +254,17 @@ def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
     return forward, measured
 
 
+def objective_of(recipe: Recipe, model: nn.Module, teacher: Teacher | None, device: torch.device
+                 ) -> Callable[..., Tensor]:
+    """The loss of a micro-batch: from the labels and, if there is a teacher, from it."""
+    if teacher is None:
+        return cross_entropy
+    return LearnFromTeacher(teacher, recipe.distill, mean=recipe.data.mean, std=recipe.data.std,
+                            size=recipe.data.image_size, device=device,
+                            two_heads=getattr(model, "distilled", False),
+                            compile=recipe.engine.compile)
+
+
 def learning_rate_of(recipe: Recipe, steps_per_epoch: int) -> Callable[[int], float]:
     """The function step → learning rate."""
     return partial(learning_rate, schedule=recipe.schedule, steps_per_epoch=steps_per_epoch,
@@ -286,7 +299,9 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     with building(f"recipe {recipe.name}", "data"):
         data = open_data(recipe, root, processes, dry_run=args.dry_run)
     recipe = with_data(recipe, num_classes=len(data.whole_set.classes))
-    processes.require_equal(seen := describe_data(data, root))
+    teacher = processes.on_all(lambda: open_teacher(recipe, data.whole_set.classes, processes.device))
+    seen = describe_data(data, root) | {"teacher": teacher.digest if teacher else "none"}
+    processes.require_equal(seen)
     seen["root"] = root and str(folder_of(root).absolute())
     if saved is not None:
         processes.on_all(lambda: require_same_data(folder, saved, data.whole_set.classes, seen))
@@ -294,6 +309,8 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     # Model and optimiser. -----------------------------------------------------------------------
     state, notes = initial_state(recipe, processes, saved, folder.read_from, data.train_set)
     require_same_micro_batch_size(state.model, data.plan.micro_batch_size, saved)
+    objective = objective_of(recipe, state.model, teacher, processes.device)
+    notes += [f"teacher {objective}"] if teacher else []
     resumed = saved is not None
     chosen = saved = None                            # frees the second copy of its tensors
     progress, per_epoch = state.progress, data.train_batches.steps_per_epoch
@@ -308,7 +325,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     for caution in cautions(recipe, data):
         say(f"warning {caution}")
     if args.dry_run:
-        say(rehearsal(recipe, data, state))
+        say(rehearsal(recipe, data, state, objective))
         return 0
 
     # From here on there is something to save. ---------------------------------------------------
@@ -338,11 +355,11 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
                        device=processes.device, say=say) as profiler):
         processes.on_main(set_up_folder)
         say(f"run     {folder.path}" + (f", resumed at step {progress.step:,}" if resumed else ""))
-        return run_epochs(recipe, data, state, folder, write, processes, stop, profiler, say)
+        return run_epochs(recipe, data, state, objective, folder, write, processes, stop, profiler, say)
 
 
-def run_epochs(recipe: Recipe, data: Data, state: TrainState, folder: RunFolder,
-               write: Callable[..., None], processes: Processes, stop: StopRequest,
+def run_epochs(recipe: Recipe, data: Data, state: TrainState, objective: Callable[..., Tensor],
+               folder: RunFolder, write: Callable[..., None], processes: Processes, stop: StopRequest,
                profiler: StepProfiler, say: Callable[[str], object]) -> int:
     """Train, evaluate and save until the run ends or is stopped; return the exit status.
 
@@ -388,7 +405,8 @@ def run_epochs(recipe: Recipe, data: Data, state: TrainState, folder: RunFolder,
                 train_epochs(
                     state, forward, data.train_batches.steps, epochs=epochs,
                     global_batch=recipe.optim.global_batch, lr_at=lr_at,
-                    drop_path_at=drop_path_of(state.model, recipe), amp=recipe.engine.amp,
+                    drop_path_at=drop_path_of(state.model, recipe), objective=objective,
+                    amp=recipe.engine.amp,
                     clip_norm=recipe.optim.clip_norm, processes=processes, stop=stop,
                     record=lambda row: processes.on_main(lambda: folder.steps.append(row._asdict())),
                     save_every=recipe.checkpoint.every_steps, save=save_last,
@@ -406,7 +424,10 @@ def run_epochs(recipe: Recipe, data: Data, state: TrainState, folder: RunFolder,
             f"--resume {folder.path}")
         raise
     except Diverged as diverged:
-        left = folder.what_is_left() if processes.is_main else ""
+        fault = ""
+        if isinstance(objective, LearnFromTeacher):
+            fault = objective.fault(processes, data.plan.accumulation)
+        left = fault or (folder.what_is_left() if processes.is_main else "")
         raise Diverged(f"{diverged}{left}") from None
     best = "none" if progress.best is None else f"{progress.best:.2f}"
     say(f"done    {epochs} epochs, best {recipe.checkpoint.best_by} {best}, peak memory "

@@ -57,8 +57,8 @@ class VisionTransformer(Classifier):
     pos_embed: "learned"; "sincos", which is fixed (a buffer), with zeros for the prefix tokens; or
         "none", fixed zeros: a control that knows a patch's content, but not its place.
     distilled: add DeiT's distillation token and a second head, which reads it; the logits are the
-        mean of both heads' logits (arXiv 2012.12877, §4). Training with a teacher is not
-        implemented.
+        mean of both heads' logits (arXiv 2012.12877, §4). `forward(…, apart=True)` returns them apart,
+        for training with a teacher (train/distill.py).
     norm_eps: added to the variance in every LayerNorm; 1e-6 in ViT's and DeiT's code and in timm,
         1e-12 in Hugging Face's.
     drop_path: stochastic-depth rate of the last block; the rates rise linearly from 0 in the first
@@ -159,6 +159,17 @@ class VisionTransformer(Classifier):
     def classify(self, features: Features) -> Tensor:
         """The logits, (B, num_classes), from the pooled features."""
         if self.distilled and self.num_classes:
-            of_class, of_distillation = features.pooled.chunk(2, dim=1)
-            return (self.head(of_class) + self.head_dist(of_distillation)) / 2
+            of_class, of_distillation = self.classify_apart(features).unbind(1)
+            return (of_class + of_distillation) / 2
         return self.head(features.pooled)
+
+    def classify_apart(self, features: Features) -> Tensor:
+        """The logits of both heads of a distilled model, (B, 2, num_classes)."""
+        of_class, of_distillation = features.pooled.chunk(2, dim=1)      # each (B, C)
+        return torch.stack([self.head(of_class), self.head_dist(of_distillation)], dim=1)
+
+    def forward(self, images: Tensor, drop_path: Tensor | None = None, *,
+                apart: bool = False) -> Tensor:
+        """See `Classifier`; with `apart` the logits of both heads, (B, 2, num_classes)."""
+        features = self.features(images, drop_path)
+        return self.classify_apart(features) if apart else self.classify(features)

@@ -5,7 +5,8 @@
 A recipe must state every key, and may not have unknown keys or a key twice. So `diff` between two
 recipes shows every difference between two experiments. Only the tables `[model.options]` and
 `[init.options]` may leave out what has its documented default: the keyword arguments of the
-function that builds the model or does the init, which are added. Every error is a `RecipeError` of
+function that builds the model or does the init, which are added. And a recipe without `[distill]`
+trains without a teacher. Every error is a `RecipeError` of
 one line that names the file or option, the key, what was expected, and the nearest valid key.
 """
 
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 from ..init import GIVEN, INITS, init_function
 from ..messages import OneLineError
 from ..models import MODELS
+from ..train.distill import NO_TEACHER
 from .sections import SECTIONS, VERSION, InitSection, Recipe, contradictions
 from .values import convert, describe, nearest, plain, shown, to_toml
 
@@ -159,6 +161,7 @@ def _recipe(table: Mapping[str, Any], name: str, version: Any, source: str,
         tables = plain(table)
     except RecursionError:
         raise RecipeError(f"{source}: its tables are nested too deeply") from None
+    tables.setdefault("distill", dict(NO_TEACHER))
     for title, body in tables.items():
         if title not in SECTIONS:
             what = "section" if isinstance(body, dict) else "key outside of a section:"

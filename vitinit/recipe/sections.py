@@ -15,6 +15,7 @@ from typing import Any, Literal
 from ..bounds import COUNT, LARGEST, PAIR, TINIEST, number
 from ..data.draw import Augment, RandAugment
 from ..data.mix import Mix
+from ..train.distill import Distill
 from ..train.optim import LINEAR_SCALING_BATCH, Optim, Schedule
 from .values import plain
 
@@ -118,6 +119,7 @@ class Recipe:
     augment: Augment
     rand_augment: RandAugment
     mix: Mix
+    distill: Distill                                # may be left out: no teacher
     eval: EvalSection
     model: ModelSection
     init: InitSection
@@ -184,6 +186,8 @@ def contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
         if rate > peak:
             yield ((f"schedule.{key}", *causes),
                    f"is {rate:g}, above the learning rate's peak, {words}")
+    if recipe.distill.weights and not recipe.distill.teacher:
+        yield ("distill.weights", "distill.teacher"), "is given, but distill.teacher is empty"
     if recipe.ema.decay == 0.0 and recipe.ema.warmup:
         yield ("ema.warmup", "ema.decay"), "is true, but ema.decay = 0 keeps no moving average"
     if recipe.ema.decay == 0.0 and recipe.checkpoint.best_by == "ema_top1":

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..messages import in_brief
 from ..train.checkpoint import CheckpointError
+from ..train.distill import NO_TEACHER
 from ..train.metrics import METRICS
 from .folder import in_one_line, parse_lines, parse_starts
 
@@ -65,7 +66,8 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def keys_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten a recipe's table of sections; the recipe's name and version are left out."""
-    return flat({title: body for title, body in recipe.items() if title not in ("name", "version")})
+    sections = {"distill": NO_TEACHER} | dict(recipe)    # records from before there were teachers
+    return flat({title: body for title, body in sections.items() if title not in ("name", "version")})
 
 
 def read_run(path: Path) -> Run:

@@ -32,7 +32,8 @@ from .records import Run, keys_of, read_run
 NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes do the largest
 # Keys that may differ between the processes of a run, and those that may change on resume.
 OF_A_PROCESS = ("data.root", "data.workers", "data.on_device_gib", "eval.cache_gib")
-MAY_CHANGE = ("data.root", *MACHINE_KEYS)
+# Where the teacher is may change; that it is the same one, its digest among the data's facts says.
+MAY_CHANGE = ("data.root", "distill.teacher", "distill.weights", *MACHINE_KEYS)
 
 
 class Chosen(NamedTuple):
@@ -224,15 +225,16 @@ def require_same_data(folder: RunFolder, saved: Mapping[str, Any], classes: Sequ
     saved: the checkpoint to resume from. classes: the names of the classes now. now: what
     `record_start` is about to be given as `data`.
     """
-    began, advice = folder.data_of(0), "a run goes on with the images that it began with"
+    began, advice = folder.data_of(0), "a run goes on with the images and the teacher that it began with"
     for number, (before, name) in enumerate(zip(saved.get("classes", classes), classes)):
         if before != name:
             raise RecipeError(f"{now['root']}: class {number} is '{name}', and was '{before}' when "
                               f"{folder.path} began; {advice}")
     for key, value in now.items():
-        if key != "root" and began.get(key, value) != value:
-            raise RecipeError(f"{now['root']}: has {key} {value}, and it was {began[key]} when "
-                              f"{folder.path} began; {advice}")
+        before = began.get(key, "none" if key == "teacher" else value)   # once there were no teachers
+        if key != "root" and before != value:
+            what = "distill.teacher" if key == "teacher" else f"{now['root']}: has {key}"
+            raise RecipeError(f"{what} {value}, and it was {before} when {folder.path} began; {advice}")
 
 
 def resumed_run(args: argparse.Namespace, folder: RunFolder, say: Callable[[str], None]) -> Chosen:

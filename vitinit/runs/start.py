@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..command_line import building
 from ..data.datasets import DATA_SETS, Source, open_split, oriented, stratified_part
@@ -18,6 +20,7 @@ from ..recipe.files import with_data
 from ..recipe.sections import DataSection, Recipe
 from ..recipe.values import to_toml
 from ..train.device import describe_device
+from ..train.distill import LearnFromTeacher
 from ..train.distributed import Processes
 from ..train.state import TrainState
 from .trained import as_input, evaluation_view
@@ -149,16 +152,34 @@ def cautions(recipe: Recipe, data: Data) -> list[str]:
     return lines
 
 
-def rehearsal(recipe: Recipe, data: Data, state: TrainState) -> str:
-    """The last lines of a dry run: the disk space of the checkpoints, and one forward pass."""
+def rehearsal(recipe: Recipe, data: Data, state: TrainState, objective: Callable[..., Tensor]
+              ) -> str:
+    """The last lines of a dry run: the disk space of the checkpoints, and one forward pass.
+
+    Of a teacher, too, with what its passes add to training.
+    """
     with building(f"recipe {recipe.name}", "model"), torch.no_grad():
-        images, _ = next(iter(data.val_batches))
-        logits = state.model.eval()(images[:data.plan.micro_batch_size])
+        images = next(iter(data.val_batches))[0][:data.plan.micro_batch_size]
+        logits = state.model.eval()(images)
+        cost = teacher_cost(objective, images) if isinstance(objective, LearnFromTeacher) else ""
     space = disk_space(state.model, state.optimizer, ema=state.ema is not None,
                        kept=len(recipe.checkpoint.keep_epochs))
-    return (f"disk    {space}\n"
+    return (f"{cost}disk    {space}\n"
             f"dry run: images {tuple(images.shape)} → logits {tuple(logits.shape)}; nothing was "
             "written")
+
+
+def teacher_cost(objective: LearnFromTeacher, images: Tensor) -> str:
+    """A line on what the teacher's pass over these images (B, 3, H, W) costs, with a line break."""
+    with FlopCounterMode(display=False) as counter:
+        objective.teacher.model(objective.inputs(images))
+    objective.logits(images)                         # compiles and warms up
+    began = time.perf_counter()
+    objective.logits(images).sum().item()            # waits for the device
+    seconds = time.perf_counter() - began
+    weights = sum(value.nbytes for value in objective.teacher.model.state_dict().values())
+    return (f"cost    the teacher adds {counter.get_total_flops() / len(images) / 1e9:,.3f} GFLOP and "
+            f"{1e3 * seconds / len(images):,.2f} ms per image, and {weights / 1e6:,.1f} MB of weights\n")
 
 
 def disk_space(model: nn.Module, optimizer: torch.optim.Optimizer, *, ema: bool, kept: int) -> str:

@@ -74,19 +74,29 @@ def normalises_over_images(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
+def cross_entropy(forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
+                  targets: Tensor) -> Tensor:
+    """The mean of −Σ target · log softmax(logits) over a micro-batch, a scalar: learning from labels.
+
+    forward: the model, called as forward(images, *scales). images: (B, 3, H, W). scales: the drop-path
+    scales (branches, B), or nothing. targets: (B, K), class probabilities.
+    """
+    return F.cross_entropy(forward(images, *scales).float(), targets)
+
+
 def train_epochs(
         state: TrainState, forward: Callable[..., Tensor],
         steps_of: Callable[[int, int], Iterable[tuple[int, Sequence[MicroBatch]]]], *, epochs: int,
         global_batch: int, lr_at: Callable[[int], float],
         drop_path_at: Callable[[int], Tensor | None], amp: str, clip_norm: float,
-        processes: Processes, stop: StopRequest,
+        processes: Processes, stop: StopRequest, objective: Callable[..., Tensor] = cross_entropy,
         record: Callable[[StepRow], object] = lambda row: None,
         save_every: int = 0, save: Callable[[], object] = lambda: None,
         finish_epoch: Callable[[int], object] = lambda epoch: None,
         profiler: StepProfiler = StepProfiler(), bar_total: int = 0) -> None:
     """Train from where `state` is to the end of epoch number `epochs`.
 
-    The loss is the mean over the global batch of −Σ target · log softmax(logits).
+    The loss is the mean of `objective` over the micro-batches of the global batch.
 
     Args:
         state: what is trained; it is changed in place, and consistent between two steps.
@@ -99,6 +109,7 @@ def train_epochs(
         drop_path_at: step number → drop-path scales (branches, global batch), or None.
         amp: "off", "bf16" or "fp16".
         clip_norm: the largest allowed norm of the gradients; 0 for no clipping.
+        objective: the loss of a micro-batch; called as `cross_entropy`, within autocast.
         record: called on every process with a row after every tenth step of the run.
         save: called after each step whose number, from 1, is a multiple of `save_every` (0: never).
         finish_epoch: called with the number of each epoch, from 0, after its last step.
@@ -131,8 +142,8 @@ def train_epochs(
                     last = number == len(micro_batches)
                     with contextlib.nullcontext() if last else keep_local():
                         with autocast(device, amp):
-                            logits = forward(images, *scales)        # (B, K)
-                        loss = F.cross_entropy(logits.float(), targets) / len(micro_batches)
+                            loss = objective(forward, images, scales, targets)
+                        loss = loss / len(micro_batches)
                         state.scaler.scale(loss).backward()
                     step_loss += loss.detach()
                 row_due = (step + 1) % STEPS_PER_ROW == 0

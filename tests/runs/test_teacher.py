@@ -1,0 +1,129 @@
+"""The teacher of a run: three doors lead to the same logits, and what cannot teach is one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+import vitinit
+from vitinit import export
+from vitinit.messages import OneLineError
+from vitinit.recipe.files import Override, load_recipe
+from vitinit.runs.teacher import open_teacher
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RUN, CLASSES = Path(__file__).parent / "data" / "version_12", ["blue", "green", "red"]
+CPU = torch.device("cpu")
+
+
+def opened(teacher: str, classes: list[str] = CLASSES, **values):
+    sets = {"distill.teacher": teacher} | {f"distill.{key}": value for key, value in values.items()}
+    recipe = load_recipe(REPOSITORY / "recipes" / "quickstart.toml",
+                         [Override(key, value, key) for key, value in sets.items()])
+    return open_teacher(recipe, classes, CPU)
+
+
+@pytest.fixture(scope="module")
+def images() -> torch.Tensor:
+    return torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_run_teaches_classes_in_the_students_order(images):
+    expected = vitinit.load(RUN).model(images)
+    teacher = opened(str(RUN))
+    assert torch.equal(teacher.model(images), expected) and teacher.size == (8, 8)
+    assert not any(p.requires_grad for p in teacher.model.parameters()) and not teacher.model.training
+    turned = opened(str(RUN), ["red", "blue", "green"])
+    assert torch.equal(turned.model(images), expected[:, [2, 0, 1]])
+    assert torch.equal(opened(str(RUN), ["red"]).model(images), expected[:, [2]])
+    assert torch.equal(opened(str(RUN), weights="ema").model(images),
+                       vitinit.load(RUN, weights="ema").model(images))
+    assert teacher.digest == turned.digest != opened(str(RUN), weights="ema").digest
+
+
+def test_an_exported_program_is_the_same_teacher(images, tmp_path, capsys):
+    assert export.main([str(RUN), "--to", "torch", "--out", str(tmp_path / "run.pt2")]) == 0
+    teacher, ours = opened(str(tmp_path / "run.pt2")), opened(str(RUN))
+    torch.testing.assert_close(teacher.model(images), ours.model(images))
+    assert (teacher.mean, teacher.std, teacher.size) == (ours.mean, ours.std, ours.size)
+    assert "matched by name" in teacher.name
+
+
+def test_torchvisions_models_read_views_of_any_size(tmp_path):
+    torch.manual_seed(0)
+    model, file = torchvision.models.shufflenet_v2_x0_5(num_classes=3).eval(), tmp_path / "weights.pth"
+    torch.save(model.state_dict(), file)
+    teacher = opened("torchvision:shufflenet_v2_x0_5", weights=str(file))
+    views = torch.randn(2, 3, 40, 56, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(teacher.model(views), model(views)) and teacher.size is None
+    assert teacher.mean == (0.485, 0.456, 0.406) and "assumed to be in the student's order" in teacher.name
+
+
+def write_program(path: Path, shape: tuple[int, ...], *, batch_is_free: bool) -> str:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 3))
+    free = {"input": {0: torch.export.Dim("batch")}} if batch_is_free else None
+    torch.export.save(torch.export.export(model, (torch.zeros(shape),), dynamic_shapes=free), path)
+    return str(path)
+
+
+def test_what_cannot_teach_is_one_line_that_says_why(tmp_path):
+    (tmp_path / "text.pt2").write_text("no program")
+    (tmp_path / "weights.pth").write_bytes(b"")
+    cases = {
+        "none: no such checkpoint": dict(teacher=str(tmp_path / "none")),
+        "class 'disc' is none of the model's 3 classes": dict(teacher=str(RUN), classes=["disc", "red"]),
+        "has no classifier 'regnet_y_16g'; did you mean 'regnet_y_16gf'": dict(
+            teacher="torchvision:regnet_y_16g"),
+        "distill.weights is empty; expected the file": dict(teacher="torchvision:resnet18"),
+        "weights.pth": dict(teacher="torchvision:resnet18", weights=str(tmp_path / "weights.pth")),
+        "cannot be read as a program of torch.export": dict(teacher=str(tmp_path / "text.pt2")),
+        "takes batches of 2 alone": dict(teacher=write_program(
+            tmp_path / "fixed.pt2", (2, 3, 8, 8), batch_is_free=False)),
+        "expected a program from images (B, 3, H, W)": dict(teacher=write_program(
+            tmp_path / "flat.pt2", (2, 192), batch_is_free=True)),
+        "has 3 classes without names, and the student 2": dict(classes=["a", "b"], teacher=write_program(
+            tmp_path / "free.pt2", (2, 3, 8, 8), batch_is_free=True)),
+    }
+    for expected, arguments in cases.items():
+        with pytest.raises(OneLineError) as raised:
+            opened(**arguments)
+        assert expected in str(raised.value) and "\n" not in str(raised.value), expected
+
+
+def test_a_run_goes_on_to_the_bit_with_its_teacher_and_with_no_other(
+        train_program, small_run, stop_before, tmp_path, capsys, monkeypatch):
+    sets = dict(distill__teacher=str(RUN), distill__kind="soft", model__name="vit_tiny_distilled",
+                model__options__pool="class", schedule__epochs="2")
+    assert train_program.main(small_run(tmp_path / "whole", **sets)) == 0
+    assert "the second head learns its probabilities" in capsys.readouterr().out
+    monkeypatch.setattr(train_program, "StopRequest", stop_before(5))
+    assert train_program.main(small_run(tmp_path / "cut", **sets)) == 143
+    monkeypatch.undo()
+    other = tmp_path / "other"
+    shutil.copytree(RUN, other)
+    capsys.readouterr()
+    for change in (f"distill.teacher={export_of(other, tmp_path)}", "distill.teacher="):
+        assert train_program.main(["--resume", str(tmp_path / "cut"), "--set", change]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("train.py: distill.teacher ") and error.count("\n") == 1
+    # The same weights in another place are the same teacher.
+    assert train_program.main(["--resume", str(tmp_path / "cut"), "--set",
+                               f"distill.teacher={other}"]) == 0
+    whole, cut = (torch.load(tmp_path / name / "last.pt", weights_only=True)["model"]
+                  for name in ("whole", "cut"))
+    assert all(torch.equal(value, cut[name]) for name, value in whole.items())
+    rows = [[json.loads(line)["train_loss"] for line in
+             (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("whole", "cut")]
+    assert rows[0] == rows[1]
+
+
+def export_of(run: Path, folder: Path) -> Path:
+    """Other weights: the run's in half precision."""
+    assert export.main([str(run), "--to", "run", "--out", str(folder / "half")]) == 0
+    return folder / "half"

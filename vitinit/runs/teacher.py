@@ -1,0 +1,163 @@
+"""Open the teacher that a recipe names: a model of ours, one of torchvision's, or an exported program."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.export.passes import move_to_device_pass
+
+from ..data.datasets import DataError
+from ..data.eval_sets import class_indices, imagenet_wnids
+from ..messages import OneLineError, in_brief
+from ..recipe.sections import Recipe
+from ..recipe.values import nearest
+from ..train.checkpoint import load_model, model_state, require_finite
+from ..train.distill import Teacher
+from .folder import read_checkpoint
+from .trained import load
+
+TORCHVISION = "torchvision:"
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class TeacherError(OneLineError):
+    """The teacher cannot be opened, or cannot teach this student."""
+
+
+class Opened(NamedTuple):
+    """A model that was opened, before it is compared with the student."""
+
+    model: nn.Module
+    mean: Sequence[float]
+    std: Sequence[float]
+    size: tuple[int, int] | None        # (height, width) of its images; None: any
+    classes: Sequence[str] | None       # of its logits; None: unknown
+    outputs: int                        # number of its logits
+
+
+class Chosen(nn.Module):
+    """A model with some of its logits, in another order: images → (B, K)."""
+
+    def __init__(self, model: nn.Module, columns: Sequence[int]) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("columns", torch.tensor(columns))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images)[:, self.columns]
+
+
+def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device) -> Teacher | None:
+    """The teacher of a recipe, frozen, on the device; None if the recipe has none.
+
+    classes: the names of the student's classes, in order. Raises a OneLineError if the teacher
+    cannot be opened, or does not know these classes.
+    """
+    if not recipe.distill.teacher:
+        return None
+    name, weights = recipe.distill.teacher, recipe.distill.weights
+    if name.startswith(TORCHVISION):
+        opened = of_torchvision(name.removeprefix(TORCHVISION), weights)
+    elif name.endswith(".pt2"):
+        opened = program(Path(name), recipe, device)
+    else:
+        trained = load(name, weights=weights or "model")
+        trained.require_classifier()
+        data = trained.recipe.data
+        opened = Opened(trained.model, data.mean, data.std, trained.image_size, trained.classes,
+                        len(trained.classes))
+    digest = weights_digest(opened.model.state_dict())
+    columns, order = columns_for(name, opened, classes)
+    model = opened.model if columns == list(range(opened.outputs)) else Chosen(opened.model, columns)
+    model = model.requires_grad_(False).to(device)
+    if recipe.engine.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    return Teacher(model, tuple(opened.mean), tuple(opened.std), opened.size, digest,
+                   f"{name}, {opened.outputs} classes {order}")
+
+
+def of_torchvision(name: str, weights: str) -> Opened:
+    """torchvision's model `name` with the weights in a file, which is read without unpickling code.
+
+    torchvision's own weights are of ImageNet, with its mean, std and order of classes.
+    """
+    models = torchvision.models.list_models(torchvision.models)
+    if name not in models:
+        raise TeacherError(f"distill.teacher: torchvision has no classifier '{name}'"
+                           f"{nearest(name, models)}")
+    if not weights:
+        raise TeacherError(f"distill.weights is empty; expected the file of torchvision's weights for "
+                           f"{name}, which is not downloaded")
+    state, path = read_checkpoint(Path(weights))
+    tensors = model_state(state, path)
+    require_finite(tensors, "model", path)
+    # The last tensor with as many rows as there are classes is the classifier's.
+    outputs = len(list(tensors.values())[-1])
+    extra = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    model = torchvision.models.get_model(name, weights=None, num_classes=outputs, **extra).eval()
+    load_model(model, tensors, path)
+    size = (model.image_size,) * 2 if hasattr(model, "image_size") else None     # vit_b_16 and such
+    return Opened(model, IMAGENET_MEAN, IMAGENET_STD, size,
+                  imagenet_wnids() if outputs == 1000 else None, outputs)
+
+
+def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
+    """A program of torch.export: images (B, 3, H, W) → logits (B, K), for any batch size.
+
+    One that `vitinit.export` wrote contains its classes, mean and std. Any other is taken to read
+    the student's views as they are.
+    """
+    notes = {"vitinit.json": ""}
+    try:
+        exported = torch.export.load(path, extra_files=notes)
+    except Exception as error:                       # of many classes, for a file that is none
+        raise TeacherError(f"{path}: cannot be read as a program of torch.export "
+                           f"({in_brief(error)})") from None
+    inputs = [node.meta["val"] for node in exported.graph.nodes
+              if node.op == "placeholder" and node.name in exported.graph_signature.user_inputs]
+    outputs, = (node.args[0] for node in exported.graph.nodes if node.op == "output")
+    logits = [value.meta["val"] for value in outputs[-1:]]
+    if [value.ndim for value in (*inputs, *logits)] != [4, 2] or inputs[0].dtype != torch.float32:
+        raise TeacherError(f"{path}: expected a program from images (B, 3, H, W) float32 to logits "
+                           "(B, K); vitinit.export writes one without --normalise")
+    if isinstance(inputs[0].shape[0], int):
+        raise TeacherError(f"{path}: takes batches of {inputs[0].shape[0]} alone; export it with a "
+                           "dynamic batch size, as vitinit.export does")
+    described = json.loads(notes["vitinit.json"] or "{}")
+    data = recipe.data
+    exported = move_to_device_pass(exported, device)
+    size = tuple(side if isinstance(side, int) else own
+                 for side, own in zip(inputs[0].shape[2:], data.image_size))
+    return Opened(exported.module(), described.get("mean", data.mean), described.get("std", data.std),
+                  size, described.get("classes"), int(logits[0].shape[1]))
+
+
+def columns_for(name: str, opened: Opened, classes: Sequence[str]) -> tuple[list[int], str]:
+    """For each class of the student the teacher's logit, and in words how they were matched."""
+    if all(names is not None and list(names) != [*map(str, range(len(names)))]
+           for names in (opened.classes, classes)):
+        try:
+            return class_indices(opened.classes, classes), "matched by name"
+        except DataError as error:
+            raise TeacherError(f"distill.teacher {name}: {error}") from None
+    if len(classes) != opened.outputs:
+        raise TeacherError(f"distill.teacher {name}: has {opened.outputs} classes without names, and the "
+                           f"student {len(classes)}; expected the same classes in the same order")
+    return list(range(opened.outputs)), "without names, assumed to be in the student's order"
+
+
+def weights_digest(tensors: Mapping[str, Tensor]) -> str:
+    """A digest of names, types, shapes and values of tensors on the CPU."""
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy()
+                      if value.ndim else str(value.item()).encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,145 @@
+"""Training with a teacher: distillation as in DeiT (arXiv 2012.12877, §4, and its code's losses.py).
+
+A student learns from the labels and from the logits that a trained, frozen teacher gives for the
+very same views, augmented and mixed. A ViT with a distillation token has a second head for the
+teacher; any other student learns both with its one head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..bounds import LARGEST, number
+from .distributed import Processes
+
+LONGEST = 2**31                 # more than the images of a micro-batch
+
+
+@dataclass(frozen=True)
+class Distill:
+    """The teacher, and how much is learned from it."""
+
+    teacher: str                # a run, a checkpoint, a model in recipes/trained, a program (.pt2) of
+                                # torch.export, or torchvision:NAME; "": none
+    weights: str                # the file of weights of a teacher of torchvision; "": none
+    kind: Literal["hard", "soft"]                   # learn the teacher's decision, or its probabilities
+    alpha: float = number(minimum=0.0, maximum=1.0)  # the teacher's share of the loss
+    tau: float = number(above=0.0, below=LARGEST)    # soft: the temperature of both
+
+
+# The section of a recipe that states none, with the constants of DeiT's code for a --set of a teacher.
+NO_TEACHER = dict(teacher="", weights="", kind="hard", alpha=0.5, tau=1.0)
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A frozen model, and what it expects of its input."""
+
+    model: nn.Module            # images (B, 3, *size), normalised by mean and std → (B, K)
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    size: tuple[int, int] | None    # (height, width) of its images; None: any
+    digest: str                 # of its weights
+    name: str                   # in words, with how its classes were matched
+
+
+def distillation_loss(student: Tensor, teacher: Tensor, distill: Distill) -> Tensor:
+    """How far the student's logits (B, K) are from the teacher's (B, K): a scalar.
+
+    hard: cross-entropy with the teacher's decision. soft: the divergence KL(teacher ‖ student) of
+    the probabilities at temperature τ, times τ² and divided by B · K, as in DeiT's code, which keeps
+    this on purpose; by B alone is the more usual convention.
+    """
+    if distill.kind == "hard":
+        return F.cross_entropy(student, teacher.argmax(dim=1))
+    ours, theirs = ((logits / distill.tau).log_softmax(dim=1) for logits in (student, teacher))
+    total = F.kl_div(ours, theirs, reduction="sum", log_target=True)
+    return total * distill.tau**2 / student.numel()
+
+
+class LearnFromTeacher:
+    """The objective (1 − α) · cross-entropy with the targets + α · `distillation_loss`.
+
+    The teacher reads the student's views. Where it was trained with another mean and std they are
+    normalised anew, and where it takes another size they are resized, bicubic with antialiasing.
+
+    Called like `engine.cross_entropy`. Nothing waits for the device: if the teacher's logits are
+    infinite or NaN the loss becomes NaN, with which training ends, and `fault` says which images.
+    """
+
+    def __init__(self, teacher: Teacher, distill: Distill, *, mean: Sequence[float],
+                 std: Sequence[float], size: tuple[int, int], two_heads: bool,
+                 device: torch.device, compile: bool = False) -> None:
+        """mean, std, size: of the student's images. two_heads: the student has a head for the
+        teacher, and is called with apart=True. compile: whether to compile the teacher.
+        """
+        self.forward = torch.compile(teacher.model) if compile else teacher.model
+        self.teacher, self.distill, self.two_heads = teacher, distill, two_heads
+        self.size = None if teacher.size in (None, size) else teacher.size
+        # (x · std + mean − teacher's mean) / teacher's std, as x · scale + shift
+        own, theirs = (torch.tensor(part, device=device)[:, :, None, None]   # (2, 3, 1, 1)
+                       for part in ((mean, std), (teacher.mean, teacher.std)))
+        self.scale, self.shift = own[1] / theirs[1], (own[0] - theirs[0]) / theirs[1]
+        self.normalised_alike = torch.equal(own, theirs)
+        self.faulty = torch.full((2,), -1, device=device)    # call and row of the first bad logits
+        self.calls = 0
+
+    def inputs(self, images: Tensor) -> Tensor:
+        """The student's images (B, 3, H, W) as the teacher was trained to read them."""
+        if not self.normalised_alike:
+            images = images * self.scale + self.shift
+        if self.size is not None:
+            images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
+        return images
+
+    @torch.no_grad()
+    def logits(self, images: Tensor) -> Tensor:
+        """The teacher's logits (B, K) float32 for the student's images (B, 3, H, W)."""
+        return self.forward(self.inputs(images)).float()
+
+    def __call__(self, forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
+                 targets: Tensor) -> Tensor:
+        """The loss of one micro-batch, a scalar; see `engine.cross_entropy`."""
+        theirs = self.logits(images)                                     # (B, K)
+        if self.two_heads:
+            of_labels, of_teacher = forward(images, *scales, apart=True).float().unbind(1)
+        else:
+            of_labels = of_teacher = forward(images, *scales).float()    # (B, K)
+        bad = ~theirs.isfinite().all(dim=1)                              # (B,)
+        first = torch.stack([torch.full_like(self.faulty[0], self.calls), bad.int().argmax()])
+        self.faulty = torch.where(bad.any() & (self.faulty[0] < 0), first, self.faulty)
+        self.calls += 1
+        alpha = self.distill.alpha
+        loss = ((1.0 - alpha) * F.cross_entropy(of_labels, targets)
+                + alpha * distillation_loss(of_teacher, theirs, self.distill))
+        return torch.where(bad.any(), torch.nan, loss)               # argmax would hide it
+
+    def __str__(self) -> str:
+        """What is learned from whom, for the summary of a run."""
+        weights = sum(value.numel() for value in self.teacher.model.state_dict().values())
+        changes = "" if self.normalised_alike else "; views normalised by its own mean and std"
+        if self.size is not None:
+            changes += f"; views resized to {self.size[0]}×{self.size[1]}"
+        kind = ("decisions" if self.distill.kind == "hard" else
+                f"probabilities at temperature {self.distill.tau:g}")
+        return (f"{self.teacher.name}, {weights:,} weights ({self.teacher.digest}){changes}; "
+                f"{'the second' if self.two_heads else 'the one'} head learns its {kind}, alpha "
+                f"{self.distill.alpha:g}")
+
+    def fault(self, processes: Processes, accumulation: int) -> str:
+        """The teacher's first logits that were infinite or NaN, in words; "" if there were none.
+
+        accumulation: micro-batches per step. All processes call this, and get the same words.
+        """
+        call, row = self.faulty.tolist()
+        place = processes.maximum(0 if call < 0 else 1 + row + LONGEST * (call % accumulation))
+        if not place:
+            return ""
+        return (f": the teacher's logits are infinite or NaN, of image {(place - 1) % LONGEST} of "
+                f"micro-batch {(place - 1) // LONGEST} of a process, both counted from 0")
