@@ -23,6 +23,8 @@ Offset = tuple[int, int]
 # The order in which the released code assigns the cells of a 3×3 kernel to heads: centre, up,
 # right, left, down, then the corners (structured-initialization, vision_transformer.py).
 RELEASED_ORDER_3X3 = (4, 1, 5, 3, 7, 0, 2, 6, 8)
+STEEPEST = 1e3          # a mass that needs a larger logit than this counts as out of reach
+BISECTIONS = 60         # more than a double has significant bits
 OFFSETS = ("ordered", "rotating", "random")     # how offsets are assigned to heads: see head_offsets
 
 
@@ -144,3 +146,25 @@ def convolution_matrix(kernel: Tensor, grid: tuple[int, int], *, circular: bool 
         # += because several cells of a kernel larger than a circular grid fall on the same entry.
         matrix[rows, targets[rows]] += weight
     return matrix
+
+
+# ---------------------------------------------------------------------------------------------
+# From a mass to a logit
+# ---------------------------------------------------------------------------------------------
+
+
+def logit_for(mass: float, shape: Tensor, target: int) -> float | None:
+    """The smallest logit ℓ for which softmax(ℓ · shape) has the share `mass` at `target`.
+
+    shape: (N,), the logits of one query in units of that at its target, their maximum. The mass
+    grows with ℓ, which is found by bisection. None if 1,000 is not enough.
+    """
+    def reached(logit: float) -> bool:
+        return (logit * shape).softmax(0)[target].item() >= mass
+    low, high = 0.0, STEEPEST
+    if not reached(high):
+        return None
+    for _ in range(BISECTIONS):
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high

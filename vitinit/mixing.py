@@ -31,8 +31,6 @@ from .models.swin import SwinBlock
 
 
 TINY = torch.finfo(torch.float32).tiny      # stands for values that have rounded to zero
-STEEPEST = 1e3          # a mass that needs a larger logit than this counts as out of reach
-BISECTIONS = 60         # more than a double has significant bits
 
 
 @torch.no_grad()
@@ -192,23 +190,6 @@ def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int
             raise ValueError(f"offset {tuple(offset)} has no target on a {grid[0]}×{grid[1]} grid")
         masses.append(patches[..., head, rows, targets[rows]].mean())
     return torch.stack(masses)
-
-
-def logit_for(mass: float, shape: Tensor, target: int) -> float | None:
-    """The smallest logit ℓ for which softmax(ℓ · shape) has the share `mass` at `target`.
-
-    shape: (N,), the logits of one query in units of that at its target, their maximum. The mass
-    grows with ℓ, which is found by bisection. None if 1,000 is not enough.
-    """
-    def reached(logit: float) -> bool:
-        return (logit * shape).softmax(0)[target].item() >= mass
-    low, high = 0.0, STEEPEST
-    if not reached(high):
-        return None
-    for _ in range(BISECTIONS):
-        middle = 0.5 * (low + high)
-        low, high = (low, middle) if reached(middle) else (middle, high)
-    return high
 
 
 def logit_peak(weights: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import vitinit
-from vitinit.filters import ordered_offsets
+from vitinit.filters import logit_for, ordered_offsets
 from vitinit.init.mass import mass_on_images
-from vitinit.mixing import logit_for
+from vitinit.init.layout import layout_of
 
 deep_impulse = importlib.import_module("vitinit.init.deep_impulse")
 CODE, CONSTANTS, CONTENT = slice(0, 8), slice(8, 10), slice(10, None)
@@ -58,7 +58,7 @@ def wanted_maps(grid: tuple[int, int], logit: float, offsets: list[tuple[int, in
 def test_on_the_code_alone_every_block_is_its_closed_form(name):
     """On the code at the size that was measured, the heads' maps are exact."""
     model = initialised(name, noise(name), target_mass=(0.7, 0.1)).double()
-    waves, places = deep_impulse.waves_of(model)
+    waves, places = deep_impulse.waves_of(layout_of(model))
     shape = (places @ waves.T).cos().mean(1).double()
     logits = torch.linspace(*(logit_for(mass, shape, 0) for mass in (0.7, 0.1)), 5).tolist()
     cells, code = ordered_offsets(3), torch.zeros_like(model.pos_embed[:, model.num_prefix_tokens:])

@@ -11,7 +11,8 @@ from torch.nn.functional import layer_norm
 import vitinit
 from vitinit.filters import (convolution_matrix, head_offsets, impulse_kernel, ordered_offsets,
                              shift_targets)
-from vitinit.init.impulse import default_rank, normalised_positions
+from vitinit.init.impulse import default_rank
+from vitinit.init.layout import layout_of
 from vitinit.mixing import mixing_matrices, target_mass
 from vitinit.models.attention import attention_weights
 
@@ -28,7 +29,7 @@ def initialised(model, seed: int = 0, **options):
 
 def position_attention(model, block: int = 0) -> torch.Tensor:
     """The attention matrices on the position embedding alone, (h, N, N), with 1/√d as in the model."""
-    positions, attention = normalised_positions(model), model.blocks[block].attn
+    positions, attention = layout_of(model).normalised_positions(), model.blocks[block].attn
     return attention_weights(positions @ attention.q_weight.mT,
                              positions @ attention.k_weight.mT).detach()
 
@@ -167,7 +168,7 @@ def test_the_class_tokens_position_is_left_out_of_the_solve_but_scaled():
     base = built(image_size=32, patch_size=4, embed_dim=96, depth=1)
     vitinit.init_weights(base, "default", generator=torch.Generator().manual_seed(0))
     assert torch.equal(model.pos_embed, base.pos_embed * 18)
-    torch.testing.assert_close(normalised_positions(model),
+    torch.testing.assert_close(layout_of(model).normalised_positions(),
                                layer_norm(model.pos_embed[0, 1:], (96,), eps=1e-6))
 
 

@@ -13,6 +13,7 @@ import vitinit
 from vitinit.filters import (Offset, convolution_matrix, head_offsets, impulse_kernel,
                              ordered_offsets)
 from vitinit.init.impulse_gd import draw_pseudo_input, solve
+from vitinit.init.layout import layout_of
 from vitinit.mixing import mixing_matrices, target_mass
 from vitinit.models.layers import sincos_position_embedding
 
@@ -297,9 +298,9 @@ def test_random_offsets_are_drawn_for_every_solution(kernel_size):
 def test_pseudo_inputs_are_the_position_embedding_noise_of_unit_variance_or_both(family, kind, spread):
     model = FAMILIES[family]()
     vitinit.init_weights(model, "default", generator=seeded())
-    positions = draw_pseudo_input(model, "pos_embed", seeded(1)).detach()
-    noise = draw_pseudo_input(model, kind, seeded(1)).detach()
-    both = draw_pseudo_input(model, f"pos_embed+{kind}", seeded(1)).detach()
+    own = (model.pos_embed if family == "position" else layout_of(model).normalised_positions())
+    positions, noise, both = (draw_pseudo_input(own, drawn, seeded(1))
+                              for drawn in ("pos_embed", kind, f"pos_embed+{kind}"))
     assert positions.shape == noise.shape == both.shape == (35, 44)
     torch.testing.assert_close(both, positions + noise, rtol=0, atol=1e-6)
     assert noise.mean().abs() < 0.1                  # of 1540 entries

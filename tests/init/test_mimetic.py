@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import vitinit
-from vitinit.init.mimetic import attentions, noisy_identity
+from vitinit.init.mimetic import noisy_identity
 from vitinit.models import SimpleViT
+from vitinit.models.attention import Attention
 
 DIM, HEADS = 51, 3
 
@@ -63,6 +64,20 @@ def test_the_first_heads_values_carry_the_most(block):
     assert energy[0] > energy[1] > energy[2]
 
 
+def test_untransposed_values_are_the_factors_as_the_released_code_stores_them():
+    """qkv.weight's V rows are U√S and proj.weight √S Wᵀ: as numpy and not as nn.Linear reads them."""
+    model, paper = (vitinit.build_model("vit_tiny", num_classes=7, image_size=32, patch_size=4,
+                                        embed_dim=DIM, depth=2, num_heads=HEADS) for _ in range(2))
+    for each, how in ((model, "untransposed"), (paper, "mimetic")):
+        vitinit.init_weights(each, "mimetic", generator=torch.Generator().manual_seed(3),
+                             value_init=how)
+    for block, other in zip(model.blocks, paper.blocks):
+        stored = block.attn.v_weight.flatten(0, 1) @ block.attn.proj.weight
+        theirs = other.attn.v_weight.flatten(0, 1).T @ other.attn.proj.weight.T
+        torch.testing.assert_close(stored, theirs, rtol=0, atol=1e-5)    # αZ − βI
+        assert torch.equal(block.attn.qkv.weight[:2 * DIM], other.attn.qkv.weight[:2 * DIM])
+
+
 # ---------------------------------------------------------------------------------------------
 # Swin: the same in every block of every stage, each with its own width
 # ---------------------------------------------------------------------------------------------
@@ -82,7 +97,7 @@ def test_all_products_of_a_swin_are_those_of_the_matrices_that_were_drawn():
     options = dict(qk_alpha=0.6, qk_beta=0.5, value_alpha=0.3, value_beta=0.2)
     model, generator = swin(seed=3, **options), torch.Generator().manual_seed(3)
     vitinit.init_weights(swin(), "default", generator=generator)         # the base's draws
-    for attention in attentions(model):
+    for attention in (layer for layer in model.modules() if isinstance(layer, Attention)):
         dim, width = attention.proj.in_features, attention.head_dim
         query, key, value = attention.qkv.weight.detach().chunk(3)       # each (C, C)
         for head in range(attention.num_heads):

@@ -55,7 +55,8 @@ VARIANTS = {        # options of inits beside their defaults, where the family's
         dict(value_init="base", rank=11, qk_norm=5.0, pos_embed_scale=9.0), dict(gain=0.5),
         dict(value_init="mimetic", value_alpha=0.3, value_beta=0.2)],
     "deep_impulse": [dict(base="torch", kernel_size=5, target_mass=(0.6, 0.2)), dict(value_init="base")],
-    "mimetic": [dict(base="torch", qk_alpha=0.2), dict(qk_init="base"), dict(value_init="base")],
+    "mimetic": [dict(base="torch", qk_alpha=0.2), dict(qk_init="base"), dict(value_init="base"),
+                dict(value_init="untransposed")],
     "impulse_gd": [dict(share_blocks=False, renorm_every=2), dict(pseudo_input="pos_embed+normal")],
     "filters": [dict(kind=kind, base="default") for kind in ("box", "gaussian")],
 }

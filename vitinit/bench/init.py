@@ -9,7 +9,7 @@ import torch
 
 from ..filters import convolution_matrix, impulse_kernel, ordered_offsets
 from ..init import init_weights
-from ..init.impulse import normalised_positions
+from ..init.layout import layout_of
 from ..models import build_model
 from .report import Row
 from .timing import clock_of, interleave, times_as_fast
@@ -21,7 +21,7 @@ def transcribed_impulse(model: torch.nn.Module) -> None:
     This is what the fast implementation is compared with. It takes one pseudo-inverse per block and
     one full SVD of a D×D matrix per head. The result is discarded.
     """
-    positions = normalised_positions(model).detach()
+    positions = layout_of(model).normalised_positions()
     for block in model.blocks:
         attention = block.attn
         left, values, right = torch.linalg.svd(positions.T @ positions)

@@ -57,7 +57,6 @@ INITS: dict[str, dict[type[nn.Module], Callable[..., None]]] = {
     "impulse_gd": {VisionTransformer: impulse_gd, SimpleViT: impulse_gd},
 }
 
-
 def init_function(name: str, family: type[nn.Module]) -> Callable[..., None]:
     """The function that performs the init `name` on models of class `family` or of its subclasses.
 

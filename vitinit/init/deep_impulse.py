@@ -19,15 +19,15 @@ frozen. No paper describes this initialisation.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..filters import head_offsets, offsets_on_grid
-from ..mixing import logit_for
-from ..models.vit import PREFIX_TOKENS, VisionTransformer
+from ..filters import head_offsets, logit_for, offsets_on_grid
 from .baseline import Base, draw_base
+from .layout import Layout, layout_of, run
 from .mimetic import write_values
 
 WAVES = ((1, 0), (0, 1), (1, 1), (1, -1))   # turns over the height, and over the width, of the grid
@@ -39,39 +39,37 @@ MOST_IMAGES, NOISE_IMAGES = 512, 64             # used of those given; drawn whe
 LEAST_MASS = 1.25       # in units of uniform attention, where Q, K and their gradients are 0
 
 
-def waves_of(model: VisionTransformer) -> tuple[Tensor, Tensor]:
+def waves_of(vit: Layout) -> tuple[Tensor, Tensor]:
     """The frequencies of the K waves, (K, 2) in radians per row and column, and all cells, (N, 2).
 
     A head reads two channels per wave: K is 4, or less for a head_dim below 8. Raises ValueError.
     """
-    head_dim, dim = model.blocks[0].attn.head_dim, model.pos_embed.shape[2]
+    _, head_dim, dim = vit.blocks[0].q.shape
     count = min(len(WAVES), head_dim // 2)
-    if not model.learns_positions or count < 2 or dim <= 2 * count + 2:
+    if not vit.learned or count < 2 or dim <= 2 * count + 2:
         raise ValueError("init 'deep_impulse' writes pos_embed = \"learned\", and needs head_dim ≥ "
                          f"4 and embed_dim > 10; the model has head_dim {head_dim}, embed_dim {dim}"
-                         + ("" if model.learns_positions else " and a fixed position embedding"))
-    cells = torch.cartesian_prod(*map(torch.arange, model.grid)).float()
-    return 2.0 * math.pi * torch.tensor(WAVES[:count]) / torch.tensor(model.grid), cells
+                         + ("" if vit.learned else " and a fixed position embedding"))
+    cells = torch.cartesian_prod(*map(torch.arange, vit.grid)).float()
+    return 2.0 * math.pi * torch.tensor(WAVES[:count]) / torch.tensor(vit.grid), cells
 
 
-def write_positions(model: VisionTransformer, waves: Tensor, cells: Tensor, first: int) -> None:
+def write_positions(vit: Layout, waves: Tensor, cells: Tensor, first: int) -> None:
     """Write the code into pos_embed, and zero what else writes to the channels before `first`."""
     angles = cells @ waves.T + PHASE * torch.arange(len(waves))          # (N, K)
-    amplitude = CODE_RMS * math.sqrt(model.pos_embed.shape[2] / len(waves))
-    model.pos_embed[..., :first] = 0.0
-    model.pos_embed[0, model.num_prefix_tokens:, :2 * len(waves)] = amplitude * torch.cat(
-        [angles.cos(), angles.sin()], 1)
-    for layer in [model.patch_embed.proj] + [layer for block in model.blocks
-                                             for layer in (block.attn.proj, block.mlp.fc2)]:
-        layer.weight[:first] = 0.0
-        layer.bias[:first] = 0.0
-    for name in PREFIX_TOKENS:
-        if hasattr(model, name):
-            getattr(model, name)[..., :first] = 0.0
+    amplitude = CODE_RMS * math.sqrt(vit.pos_embed.shape[1] / len(waves))
+    vit.pos_embed[:, :first] = 0.0
+    vit.positions[:, :2 * len(waves)] = amplitude * torch.cat([angles.cos(), angles.sin()], 1)
+    for tensor in (*vit.writers, *(tensor for block in vit.blocks
+                                   for tensor in (block.proj, block.proj_bias))):
+        if tensor is not None:
+            tensor[:first] = 0.0
+    for token in vit.tokens:
+        token[..., :first] = 0.0
 
 
 @torch.no_grad()
-def deep_impulse(model: VisionTransformer, *, generator: torch.Generator, base: Base = "lecun",
+def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base: Base = "lecun",
                  kernel_size: int = 3, target_mass: tuple[float, float] = (0.66, 0.025),
                  value_init: Literal["mimetic", "base"] = "mimetic",
                  value_alpha: float = 0.4, value_beta: float = 0.4,
@@ -102,63 +100,83 @@ def deep_impulse(model: VisionTransformer, *, generator: torch.Generator, base: 
     if not all(0.0 < mass < 1.0 for mass in target_mass) or value_init not in ("mimetic", "base"):
         raise ValueError(f"target_mass is {target_mass} and value_init {value_init!r}; expected "
                          '0 < mass < 1 in the first block and in the last, and "mimetic" or "base"')
-    (waves, cells), offsets = waves_of(model), offsets_on_grid(kernel_size, model.grid)
+    vit = layout_of(model)
+    (waves, cells), offsets = waves_of(vit), offsets_on_grid(kernel_size, vit.grid)
     shape = (cells @ waves.T).cos().mean(1).double()                     # (N,), target at cell 0
     floor = min(LEAST_MASS / len(cells), 0.999)
     ends = [logit_for(max(mass, floor), shape, target=0) for mass in target_mass]
     if None in ends:
         raise ValueError(f"target_mass is {target_mass}, which no logit below 1,000 gives to one "
                          f"of {len(cells)} tokens; lower it")
-    logits = torch.linspace(*ends, len(model.blocks)).tolist()
+    logits = torch.linspace(*ends, len(vit.blocks)).tolist()
     code, first = 2 * len(waves), 2 * len(waves) + 2     # channels of the code; where others begin
-    draw_base(model, base, generator)
+    draw_base(vit.model, base, generator)
 
-    write_positions(model, waves, cells, first)
+    write_positions(vit, waves, cells, first)
 
-    # Measure and write, block by block.
-    prefix = model.num_prefix_tokens
+    # Measure and write, block by block, while the images pass through the model.
     if images is None:
-        images = torch.randn(NOISE_IMAGES, 3, *model.patch_embed.image_size, generator=generator)
-    training = model.training
-    model.eval()
-    x = model.embed(images[:MOST_IMAGES].to(model.pos_embed))            # (n, P + N, D)
+        images = torch.randn(NOISE_IMAGES, *vit.image_shape, generator=generator)
+    state = {"block": 0, "ended": False}
 
     def variance(tokens: Tensor) -> float:
         """What LayerNorm divides by, squared: over channels, on average over tokens."""
         return tokens.var(-1, correction=0).mean().item()
 
-    size = CONSTANT_SHARE / (1.0 - CONSTANT_SHARE) * variance(x[:, prefix:]) * x.shape[2] / 2
-    x[..., code:first] = model.pos_embed[..., code:first] = size**0.5 * torch.tensor([1.0, -1.0])
+    def patches(x: Tensor) -> Tensor:
+        """(n, P + N, D) without the prefix tokens; pooled features, (n, D), as they are."""
+        return x[:, -len(cells):] if x.ndim == 3 else x
 
-    def normalised(norm: nn.LayerNorm, x: Tensor, skip: int = prefix) -> Tensor:
+    def scale(norm: nn.LayerNorm, x: Tensor) -> None:
         others = torch.cat([x[..., :code], x[..., first:]], dim=-1)
-        norm.weight.fill_(math.sqrt(variance(x[:, skip:]) / variance(others[:, skip:])))
+        norm.weight.fill_(math.sqrt(variance(patches(x)) / variance(patches(others))))
         norm.weight[code:first] = 0.0                # else they would be large inputs of all layers
-        return norm(x)
 
-    for number, (block, logit) in enumerate(zip(model.blocks, logits)):
-        attention, y = block.attn, normalised(block.norm1, x)
-        attention.v_weight[..., :first] = 0.0
+    def before_attention(number: int, x: Tensor) -> None:
+        if number == 0:
+            share = CONSTANT_SHARE / (1.0 - CONSTANT_SHARE)
+            size = (share * variance(patches(x)) * x.shape[2] / 2)**0.5
+            x[..., code:first] = vit.pos_embed[:, code:first] = size * torch.tensor([1.0, -1.0])
+            missing = x.shape[1] - len(vit.pos_embed)    # prefix tokens without positions: the last
+            for token in reversed(vit.tokens):
+                if missing > 0:
+                    token[..., code:first] = size * torch.tensor([1.0, -1.0])
+                    missing -= token.shape[-2]
+        if not torch.allclose(patches(x)[..., :first], vit.positions[:, :first].expand_as(
+                patches(x)[..., :first]), rtol=1e-4, atol=1e-4):
+            raise ValueError("init 'deep_impulse' needs channels that nothing writes to after the "
+                             f"position embedding, and before block {number} something did")
+        scale(vit.blocks[number].norm, x)
+
+    def write_attention(number: int, y: Tensor) -> None:
+        block = vit.blocks[number]
+        block.v[..., :first] = 0.0
         if value_init == "mimetic":
-            write_values(attention, alpha=value_alpha, beta=value_beta, generator=generator,
-                         first=first)
-        power = y[:, prefix:, :code].square().sum(-1).mean().item()      # what Q and K read of it
-        gain = math.sqrt(logit * math.sqrt(attention.head_dim) / power)
-        heads = head_offsets(attention.num_heads, offsets, "rotating", generator,
-                             first=number * attention.num_heads)
-        for packed in (attention.q_weight, attention.k_weight, attention.q_bias, attention.k_bias):
-            if packed is not None:
-                packed.zero_()
+            write_values(block, alpha=value_alpha, beta=value_beta, generator=generator, first=first)
+        power = patches(y)[..., :code].square().sum(-1).mean().item()    # what Q and K read of it
+        gain = math.sqrt(logits[number] * math.sqrt(block.q.shape[1]) / power)
+        heads = head_offsets(len(block.q), offsets, "rotating", generator,
+                             first=number * len(block.q))
+        for tensor in (block.q, block.k, block.q_bias, block.k_bias):
+            if tensor is not None:
+                tensor.zero_()
         turn = torch.tensor(heads).float() @ waves.T                     # (h, K)
         cos, sin = turn.cos().diag_embed(), turn.sin().diag_embed()      # (h, K, K)
         # cos(a + t) = cos t · cos a − sin t · sin a;  sin(a + t) = sin t · cos a + cos t · sin a
-        attention.q_weight[:, :code, :code] = gain * torch.cat(
+        block.q[:, :code, :code] = gain * torch.cat(
             [torch.cat([cos, -sin], 2), torch.cat([sin, cos], 2)], 1)
-        attention.k_weight[:, :code, :code] = gain * torch.eye(code)
-        x = x + attention(y)
-        x = x + block.mlp(normalised(block.norm2, x))
-    if isinstance(model.norm, nn.LayerNorm):
-        normalised(model.norm, x)
-    else:                                            # after the pooling
-        normalised(model.fc_norm, x[:, prefix:].mean(1, keepdim=True), skip=0)
-    model.train(training)
+        block.k[:, :code, :code] = gain * torch.eye(code)
+        state["block"] = number + 1
+
+    def after_blocks(norm: nn.LayerNorm, x: Tensor) -> None:
+        if state["block"] == len(vit.blocks) and not state["ended"]:
+            state["ended"] = True
+            scale(norm, x)
+
+    run(vit.model, images[:MOST_IMAGES].to(vit.pos_embed),
+        before={**{block.norm: partial(before_attention, number)
+                   for number, block in enumerate(vit.blocks)},
+                **{norm: partial(scale, norm) for norm in vit.norms},
+                **{norm: partial(after_blocks, norm) for norm in vit.ends}},
+        after={block.norm: lambda x, y, number=number: write_attention(number, y)
+               for number, block in enumerate(vit.blocks)})

@@ -35,14 +35,13 @@ from functools import cache
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..filters import (OFFSETS, Offset, convolution_matrix, head_offsets, impulse_kernel,
                        offsets_on_grid)
-from ..mixing import target_mass
-from ..models.attention import attention_weights
-from ..models.vit import VisionTransformer
 from .baseline import Base, draw_base, truncated_normal_
+from .layout import Layout, layout_of
 from .mimetic import write_values
 
 RELEASED_RANK = 64      # head_dim of ViT-T, S and B
@@ -50,7 +49,7 @@ NEAR_UNIFORM = 2.0      # in multiples of uniform attention: the least that one 
 
 
 @torch.no_grad()
-def impulse(model: VisionTransformer, *, generator: torch.Generator,
+def impulse(model: nn.Module | Layout, *, generator: torch.Generator,
             base: Base = "default",
             kernel_size: int = 3,
             offsets: Literal["ordered", "rotating", "random"] = "ordered",
@@ -80,9 +79,9 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     few independent directions, for options out of range, and if the maps of all heads come out
     nearly uniform.
     """
-    if not model.learns_positions:
-        _refuse(model.pos_embed[0, model.num_prefix_tokens:],
-                "the model's fixed position embedding")
+    vit = layout_of(model)
+    if not vit.learned:
+        _refuse(vit.positions, "the model's fixed position embedding")
     if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
         raise ValueError(f"offsets is {offsets!r} and value_init is {value_init!r}; expected one of "
                          f"{', '.join(OFFSETS)}, and mimetic or base")
@@ -91,15 +90,15 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
         raise ValueError(f"rank is {rank}, qk_norm {qk_norm}, impulse_scale {impulse_scale}, noise_scale "
                          f"{noise_scale}, noise_std {noise_std} and value_alpha {value_alpha}; expected "
                          "qk_norm and impulse_scale > 0 and the others ≥ 0")
-    cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size, before any draw
-    draw_base(model, base, generator)
+    cells = offsets_on_grid(kernel_size, vit.grid)       # checks kernel_size, before any draw
+    draw_base(vit.model, base, generator)
 
-    model.pos_embed.mul_(pos_embed_scale)
-    positions = normalised_positions(model)                              # (N, D)
+    vit.pos_embed.mul_(pos_embed_scale)
+    positions = vit.normalised_positions()                               # (N, D)
     directions = numerical_rank(positions)
     if directions < min(len(positions), positions.shape[1] - 1):
         _refuse(positions, f"the model's position embedding, pos_embed_scale = {pos_embed_scale:g}")
-    head_dim = model.blocks[0].attn.head_dim
+    head_dim = vit.blocks[0].q.shape[1]
     basis = position_basis(positions,
                            min(rank or default_rank(*positions.shape), head_dim, directions))
 
@@ -107,21 +106,21 @@ def impulse(model: VisionTransformer, *, generator: torch.Generator,
     @cache
     def impulse_map(cell: Offset) -> Tensor:
         kernel = impulse_kernel(cell, kernel_size).to(positions.dtype)
-        return impulse_scale * convolution_matrix(kernel, model.grid)    # (N, N)
+        return impulse_scale * convolution_matrix(kernel, vit.grid)      # (N, N)
 
-    for number, block in enumerate(model.blocks):
-        heads = head_offsets(block.attn.num_heads, cells, offsets, generator,
-                             first=number * block.attn.num_heads)
-        maps = with_noise(torch.stack([impulse_map(cell) for cell in heads]), noise_scale,
-                          noise_std, generator)                          # (h, N, N)
-        query, key = query_key_factors(maps, basis, head_dim, qk_norm)   # each (h, d, D)
-        block.attn.q_weight.copy_(query)
-        block.attn.k_weight.copy_(key)
+    for number, block in enumerate(vit.blocks):
+        cells_of_heads = head_offsets(len(block.q), cells, offsets, generator,
+                                      first=number * len(block.q))
+        impulses = torch.stack([impulse_map(cell) for cell in cells_of_heads])       # (h, N, N)
+        query, key = query_key_factors(with_noise(impulses, noise_scale, noise_std, generator),
+                                       basis, head_dim, qk_norm)         # each (h, d, D)
+        block.q.copy_(query)
+        block.k.copy_(key)
         if number == 0:
-            _refuse_uniform(attention_weights(positions @ query.mT, positions @ key.mT), heads,
-                            model.grid)
+            logits = positions @ query.mT @ (positions @ key.mT).mT
+            _refuse_uniform((logits * head_dim ** -0.5).softmax(-1), impulses)
         if value_init == "mimetic":
-            write_values(block.attn, alpha=value_alpha, beta=value_beta, generator=generator)
+            write_values(block, alpha=value_alpha, beta=value_beta, generator=generator)
 
 
 def default_rank(tokens: int, dim: int) -> int:
@@ -194,27 +193,19 @@ def query_key_factors(maps: Tensor, basis: PositionBasis, width: int,
     query = basis.directions @ (left[..., :width] * roots)               # (..., D, ≤ width)
     key = basis.directions @ (right.mT[..., :width] * roots)
     padding = (0, width - query.shape[-1])
-    return tuple(torch.nn.functional.pad(
+    return tuple(F.pad(
         norm * factor / torch.linalg.matrix_norm(factor, keepdim=True), padding).mT
         for factor in (query, key))
 
 
-def normalised_positions(model: VisionTransformer) -> Tensor:
-    """The position embedding of the patch tokens after a LayerNorm of gain 1 and bias 0: (N, D).
-
-    This is what attention would read if the patches had no content.
-    """
-    positions = model.pos_embed[0, model.num_prefix_tokens:]
-    return nn.functional.layer_norm(positions, positions.shape[-1:], eps=model.blocks[0].norm1.eps)
-
-
-def _refuse_uniform(weights: Tensor, offsets: list[Offset], grid: tuple[int, int]) -> None:
+def _refuse_uniform(weights: Tensor, impulses: Tensor) -> None:
     """Raise ValueError unless at least one head is well above uniform attention.
 
-    weights: (h, N, N), the maps on the position embedding alone.
+    weights: (h, N, N), the maps on the position embedding alone. impulses: (h, N, N), above 0 at
+    the target of each token that has one.
     """
-    uniform = 1.0 / (grid[0] * grid[1])
-    best = target_mass(weights, offsets, grid).max().item()
+    targets, uniform = impulses > 0, 1.0 / weights.shape[-1]
+    best = ((weights * targets).sum((1, 2)) / targets.sum((1, 2))).max().item()
     if not best >= min(NEAR_UNIFORM * uniform, 0.5 + 0.5 * uniform):     # also refuses NaN
         raise ValueError(f"init 'impulse' gives nearly uniform attention in all heads: at best {best:.2g} "
                          f"of a head's attention is on its target, where {uniform:.2g} is uniform; use "
@@ -224,7 +215,7 @@ def _refuse_uniform(weights: Tensor, offsets: list[Offset], grid: tuple[int, int
 def _refuse(positions: Tensor, what: str) -> None:
     """Raise ValueError: `what`, described by its numerical rank, cannot be inverted."""
     tokens = len(positions)
-    centred = nn.functional.layer_norm(positions, positions.shape[-1:])
+    centred = F.layer_norm(positions, positions.shape[-1:])
     raise ValueError(f"init 'impulse' cannot use {what}: after LayerNorm its numerical rank is "
                      f"{numerical_rank(centred)} for {tokens} tokens, too low to tell them apart, "
                      'so every map would come out uniform; use pos_embed = "learned"')

@@ -9,18 +9,19 @@ from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..filters import convolution_matrix, head_offsets, impulse_kernel, offsets_on_grid
-from ..models import SimpleViT, VisionTransformer
+from ..models.simple_vit import SimpleBlock, SimpleViT
 from .baseline import Base, draw_base
+from .layout import Block, Layout, layout_of
 
 PseudoInput = Literal["pos_embed", "uniform", "normal", "pos_embed+uniform", "pos_embed+normal"]
 PSEUDO_INPUTS = get_args(PseudoInput)
 
 
 @torch.no_grad()
-def impulse_gd(model: VisionTransformer | SimpleViT, *, generator: torch.Generator,
+def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator,
                base: Base = "default",
                kernel_size: int = 3,
                offsets: Literal["ordered", "random"] = "random",
@@ -63,7 +64,9 @@ def impulse_gd(model: VisionTransformer | SimpleViT, *, generator: torch.Generat
     if pseudo_input not in PSEUDO_INPUTS:
         raise ValueError(f"pseudo_input is {pseudo_input!r}, expected one of "
                          f"{', '.join(PSEUDO_INPUTS)}")
-    if model.num_prefix_tokens and not model.learns_positions:
+    simple = isinstance(model, SimpleViT)
+    vit = model if simple else layout_of(model)
+    if not simple and vit.tokens and not vit.learned:
         raise ValueError("init 'impulse_gd' solves on the patches' fixed position embedding, and the class "
                          'token, which has none, would draw the attention; set pool = "mean"')
     if offsets not in ("ordered", "random"):
@@ -71,38 +74,39 @@ def impulse_gd(model: VisionTransformer | SimpleViT, *, generator: torch.Generat
     if steps < 1 or not step_size > 0 or renorm_every < 0:
         raise ValueError(f"steps is {steps}, step_size {step_size} and renorm_every {renorm_every}; "
                          "expected steps ≥ 1, step_size > 0 and renorm_every ≥ 0")
-    cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size, before any draw
-    draw_base(model, base, generator)
+    cells = offsets_on_grid(kernel_size, vit.grid)       # checks kernel_size, before any draw
+    draw_base(model if simple else vit.model, base, generator)
 
+    positions = vit.pos_embed if simple else vit.normalised_positions()  # (N, C)
     solution = None
-    for block in model.blocks:
-        attention = block.attn
+    for block in vit.blocks:
+        query, key, scale, free = queries_keys(block)
         if solution is None or not share_blocks:
-            heads = head_offsets(attention.num_heads, cells, offsets, generator)
-            maps = torch.stack([convolution_matrix(impulse_kernel(cell, kernel_size), model.grid)
-                                for cell in heads]).to(model.pos_embed.dtype)  # (h, N, N)
-            free = isinstance(model, SimpleViT) and attention.reads == "free"
-            tokens = None if free else draw_pseudo_input(model, pseudo_input, generator)
-            scale = getattr(attention, "logit_scale", attention.head_dim ** -0.5)
-            solution = solve(maps, tokens, rank=attention.head_dim, logit_scale=scale, steps=steps,
+            heads = head_offsets(len(query), cells, offsets, generator)
+            maps = torch.stack([convolution_matrix(impulse_kernel(cell, kernel_size), vit.grid)
+                                for cell in heads]).to(positions.dtype)  # (h, N, N)
+            tokens = None if free else draw_pseudo_input(positions, pseudo_input, generator)
+            solution = solve(maps, tokens, rank=query.shape[1], logit_scale=scale, steps=steps,
                              step_size=step_size, renorm_every=renorm_every, generator=generator)
-        query, key = solution                                            # (h, d, C or N) each
-        if free:
-            attention.query.copy_(query.mT)                              # (h, N, d)
-            attention.key.copy_(key.mT)
-        else:
-            attention.q_weight.copy_(query)
-            attention.k_weight.copy_(key)
+        query.copy_(solution[0])
+        key.copy_(solution[1])
 
 
-def draw_pseudo_input(model: VisionTransformer | SimpleViT, kind: PseudoInput,
-                      generator: torch.Generator) -> Tensor:
+def queries_keys(block: Block | SimpleBlock) -> tuple[Tensor, Tensor, float, bool]:
+    """Q and K of a block, views of (h, d, C), its factor on the logits, and whether Q and K are free.
+
+    Free ones, of a SimpleViT, are (h, d, N).
+    """
+    if isinstance(block, Block):
+        return block.q, block.k, block.q.shape[1] ** -0.5, False
+    attention = block.attn
+    if attention.reads == "free":
+        return attention.query.mT, attention.key.mT, attention.logit_scale, True
+    return attention.q_weight, attention.k_weight, attention.logit_scale, False
+
+
+def draw_pseudo_input(positions: Tensor, kind: PseudoInput, generator: torch.Generator) -> Tensor:
     """X̃, (N, C): the tokens on which Q and K are solved."""
-    if isinstance(model, SimpleViT):
-        positions = model.pos_embed
-    else:
-        positions = model.pos_embed[0, model.num_prefix_tokens:]
-        positions = F.layer_norm(positions, positions.shape[-1:], eps=model.blocks[0].norm1.eps)
     noise = torch.zeros_like(positions)
     if "uniform" in kind:
         noise.uniform_(-3.0 ** 0.5, 3.0 ** 0.5, generator=generator)

@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..filters import Offset, head_offsets, offsets_on_grid
-from ..mixing import logit_for
+from ..filters import Offset, head_offsets, logit_for, offsets_on_grid
 from ..models.layers import sincos_frequencies
 from ..models.simple_vit import SimpleViT
 from .baseline import Base, draw_base

@@ -10,6 +10,7 @@ import torch
 from ..filters import OFFSETS, head_offsets, ordered_offsets
 from ..models.swin import SwinTransformer
 from .baseline import Base, draw_base
+from .layout import block_of
 from .mimetic import write_values
 
 
@@ -70,4 +71,4 @@ def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
             if tokens > 1:                           # a token alone in its window attends to itself
                 table[row, head] = math.log(target_mass * (tokens - 1) / (1.0 - target_mass))
         if value_init == "mimetic":
-            write_values(attention, alpha=value_alpha, beta=value_beta, generator=generator)
+            write_values(block_of(attention, block.norm1), alpha=value_alpha, beta=value_beta, generator=generator)

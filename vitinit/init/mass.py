@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..filters import Offset, head_offsets, ordered_offsets
-from ..mixing import shares_of_patches, target_mass
+from ..mixing import mixers, shares_of_patches, target_mass
 from ..models import SimpleViT, SwinTransformer, VisionTransformer
 from . import init_function
-from .mimetic import attentions
 
 AIMED = ("impulse", "impulse_gd", "deep_impulse", "mimetic")
 AT_ONCE = 8             # images per forward pass, whose attention matrices are all computed
@@ -74,7 +73,7 @@ def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], imag
     assignment = "ordered" if name == "mimetic" else chosen.get("offsets", "rotating")
 
     masses, heads_before = Mass([], [], []), 0
-    layers = attentions(model) if swin else [block.attn for block in model.blocks]
+    layers = [mixer for mixer, _ in mixers(model)]
     for layer, weights in zip(layers, mean_attention(model, layers, images)):
         grid, heads = layer.window if swin else model.grid, len(weights)
         targets = [None] * heads if assignment == "random" else head_offsets(

@@ -10,19 +10,19 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..models import SimpleViT, SwinTransformer, VisionTransformer
-from ..models.attention import Attention
+from ..models import SimpleViT
 from .baseline import Base, draw_base
+from .layout import Block, Layout, layout_of
 
 
 @torch.no_grad()
-def mimetic(model: VisionTransformer | SwinTransformer, *, generator: torch.Generator,
+def mimetic(model: nn.Module | Layout, *, generator: torch.Generator,
             base: Base = "default",
             qk_init: Literal["mimetic", "base"] = "mimetic",
             qk_alpha: float = 0.7, qk_beta: float = 0.7,
-            value_init: Literal["mimetic", "base"] = "mimetic",
+            value_init: Literal["mimetic", "untransposed", "base"] = "mimetic",
             value_alpha: float = 0.4, value_beta: float = 0.4) -> None:
     """Make Q Kᵀ ≈ αZ + βI in every head and V·proj ≈ αZ − βI in every block (arXiv 2305.09828, §3).
 
@@ -34,23 +34,30 @@ def mimetic(model: VisionTransformer | SwinTransformer, *, generator: torch.Gene
     | attn.proj.weight                | x ↦ x @ (αZ − βI) where attention is the identity        |
     | everything else                 | as `base` drew it                                        |
 
+    model: a ViT or a Swin, whose blocks differ in width.
     qk_init, value_init: "base" leaves that half of the attention as `base` drew it, so that the
         effect of the other half can be seen alone.
+    value_init: "untransposed" as in the released code of arXiv 2505.19985 for its mimetic baseline.
+        With αZ − βI = U S Wᵀ it assigns U√S to V's rows of qkv.weight and √S Wᵀ to proj.weight as
+        they are, where x @ weight.T is computed. So where attention is the identity, x is
+        multiplied by √S Uᵀ W √S, whose diagonal is negative on average, too. "mimetic" is the
+        paper's product.
 
     Z is uniform with mean 0 and variance 1/D. The defaults are the paper's constants for ViT. As in
-    the released code of arXiv 2505.19985, every head has its own Z and pos_embed is left alone (the
-    mimetic paper adds sin-cos embeddings). In its mimetic baseline that code stores V and proj
-    untransposed, so its tokens are multiplied by √S Vᵀ U √S; here the product is the paper's.
+    that code, every head has its own Z and pos_embed is left alone (the mimetic paper adds sin-cos
+    embeddings).
     """
-    if qk_init not in ("mimetic", "base") or value_init not in ("mimetic", "base"):
+    if qk_init not in ("mimetic", "base") or value_init not in ("mimetic", "untransposed", "base"):
         raise ValueError(f'qk_init is {qk_init!r} and value_init is {value_init!r}; expected "mimetic" '
-                         'or "base"')
-    draw_base(model, base, generator)
-    for attention in attentions(model):
+                         'or "base", and for value_init also "untransposed"')
+    vit = layout_of(model)
+    draw_base(vit.model, base, generator)
+    for block in vit.blocks:
         if qk_init == "mimetic":
-            write_queries_keys(attention, alpha=qk_alpha, beta=qk_beta, generator=generator)
-        if value_init == "mimetic":
-            write_values(attention, alpha=value_alpha, beta=value_beta, generator=generator)
+            write_queries_keys(block, alpha=qk_alpha, beta=qk_beta, generator=generator)
+        if value_init != "base":
+            write_values(block, alpha=value_alpha, beta=value_beta, generator=generator,
+                         transposed=value_init == "mimetic")
 
 
 @torch.no_grad()
@@ -81,24 +88,19 @@ def mimetic_simple_vit(model: SimpleViT, *, generator: torch.Generator,
                 attention.q_weight[head], attention.k_weight[head] = left.mT, right.mT
 
 
-def attentions(model: VisionTransformer | SwinTransformer) -> list[Attention]:
-    """The attention layers of all blocks, from the first to the last."""
-    return [module for module in model.modules() if isinstance(module, Attention)]
-
-
-def write_queries_keys(attention: Attention, *, alpha: float, beta: float,
+def write_queries_keys(block: Block, *, alpha: float, beta: float,
                        generator: torch.Generator) -> None:
     """Write Q and K of every head: rank-d factors of αZ + βI, with one Z per head."""
-    dim = attention.proj.in_features
-    for head in range(attention.num_heads):
-        product = noisy_identity(dim, alpha, beta, attention.q_weight, generator)
-        left, right = balanced_factors(product, attention.head_dim)      # each (D, d)
-        attention.q_weight[head] = left.mT
-        attention.k_weight[head] = right.mT
+    heads, width, dim = block.q.shape
+    for head in range(heads):
+        product = noisy_identity(dim, alpha, beta, block.q, generator)
+        left, right = balanced_factors(product, min(width, dim))         # each (D, d)
+        unused = (0, 0, 0, max(width - dim, 0))
+        block.q[head], block.k[head] = F.pad(left.mT, unused), F.pad(right.mT, unused)
 
 
-def write_values(attention: Attention, *, alpha: float, beta: float, generator: torch.Generator,
-                 first: int = 0) -> None:
+def write_values(block: Block, *, alpha: float, beta: float, generator: torch.Generator,
+                 first: int = 0, transposed: bool = True) -> None:
     """Write V and proj of one attention layer: balanced factors of αZ − βI.
 
     If attention is the identity and there are no biases, the layer is x ↦ x @ V.weightᵀ @
@@ -109,15 +111,26 @@ def write_values(attention: Attention, *, alpha: float, beta: float, generator: 
         Then the inner channels go to the heads at random, so that no head carries more than another
         (which trained better: recipes/cifar10_10k_deep_impulse.toml). `first` of them are left
         over: V is 0 there, and proj as it was, so that gradients reach V.
+    transposed: False stores the factors as they are; see `mimetic`.
     """
-    size = attention.proj.in_features - first
-    product = noisy_identity(size, alpha, -beta, attention.proj.weight, generator)
-    value, projection = balanced_factors(product, size)                  # value @ projection.T
-    inner = torch.randperm(size + first, generator=generator)[:size] if first else torch.arange(size)
-    packed = attention.v_weight.flatten(0, 1)                            # (D, D), a view
-    packed.zero_()
-    packed[inner, first:] = value.mT
-    attention.proj.weight[first:, inner] = projection
+    dim, inner = block.proj.shape[0], block.proj[0].numel()              # all heads' channels
+    size = dim - first
+    product = noisy_identity(size, alpha, -beta, block.proj, generator)
+    value, projection = balanced_factors(product, min(size, inner))      # value @ projection.T
+    if not transposed:
+        if inner != dim:
+            raise ValueError(f'value_init "untransposed" needs as many channels in the heads as in the '
+                             f"stream, and the model has {inner} and {dim}")
+        value, projection = value.mT, projection.mT
+    order = torch.randperm(inner, generator=generator) if first else torch.arange(inner)
+    order = order[:value.shape[1]]
+    # New tensors, since Q, K and V may lie in one tensor that no flat view of V exists of.
+    values, projections = (torch.zeros_like(block.v).flatten(0, 1),
+                           block.proj.flatten(1).clone())
+    values[order, first:] = value.mT
+    projections[first:, order] = projection
+    block.v.copy_(values.view_as(block.v))
+    block.proj.copy_(projections.view_as(block.proj))
 
 
 def noisy_identity(dim: int, alpha: float, beta: float, like: Tensor,

@@ -12,16 +12,16 @@ import copy
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..models import VisionTransformer
 from .baseline import Base, draw_base
 from .impulse import impulse
+from .layout import Layout, layout_of
 from .mimetic import mimetic
 
 
 @torch.no_grad()
-def norm_matched(model: VisionTransformer, *, generator: torch.Generator, base: Base = "default",
+def norm_matched(model: nn.Module | Layout, *, generator: torch.Generator, base: Base = "default",
                  like: Literal["impulse", "mimetic"] = "impulse") -> None:
     """Draw the base, and scale what the init `like` would write to the norms that it would have.
 
@@ -39,15 +39,16 @@ def norm_matched(model: VisionTransformer, *, generator: torch.Generator, base: 
     """
     if like not in ("impulse", "mimetic"):
         raise ValueError(f'like is {like!r}, expected "impulse" or "mimetic"')
-    structured = copy.deepcopy(model)
+    vit = layout_of(model)
+    structured = layout_of(copy.deepcopy(vit.model))
     init = impulse if like == "impulse" else mimetic
     init(structured, generator=generator, base=base)
-    draw_base(model, base, generator)
-    _match_norm(model.pos_embed, structured.pos_embed)
-    for block, example in zip(model.blocks, structured.blocks):
-        for name in ("q_weight", "k_weight", "v_weight"):                # (h, d, C), a norm per head
-            _match_norm(getattr(block.attn, name), getattr(example.attn, name), dim=(1, 2))
-        _match_norm(block.attn.proj.weight, example.attn.proj.weight)
+    draw_base(vit.model, base, generator)
+    _match_norm(vit.pos_embed, structured.pos_embed)
+    for block, example in zip(vit.blocks, structured.blocks):
+        for ours, theirs in zip((block.q, block.k, block.v), (example.q, example.k, example.v)):
+            _match_norm(ours, theirs, dim=(1, 2))                        # (h, d, C), a norm per head
+        _match_norm(block.proj, example.proj)
 
 
 def _match_norm(tensor: Tensor, example: Tensor, dim: tuple[int, ...] | None = None) -> None:
