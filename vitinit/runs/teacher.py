@@ -1,4 +1,4 @@
-"""Open the teacher that a recipe names: a model of ours, one of torchvision's, or an exported program."""
+"""Open the teacher of a recipe: a model of ours, one of torchvision's, or an exported program."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device) -
                         len(trained.classes))
     digest = weights_digest(opened.model.state_dict())
     columns, order = columns_for(name, opened, classes)
-    model = opened.model if columns == list(range(opened.outputs)) else Chosen(opened.model, columns)
+    model = opened.model
+    if columns != list(range(opened.outputs)):
+        model = Chosen(model, columns)
     model = model.requires_grad_(False).to(device)
     if recipe.engine.channels_last:
         model = model.to(memory_format=torch.channels_last)
@@ -93,8 +95,8 @@ def of_torchvision(name: str, weights: str) -> Opened:
         raise TeacherError(f"distill.teacher: torchvision has no classifier '{name}'"
                            f"{nearest(name, models)}")
     if not weights:
-        raise TeacherError(f"distill.weights is empty; expected the file of torchvision's weights for "
-                           f"{name}, which is not downloaded")
+        raise TeacherError("distill.weights is empty; expected the file of torchvision's weights for "
+                           f"{name}, which are not downloaded")
     state, path = read_checkpoint(Path(weights))
     tensors = model_state(state, path)
     require_finite(tensors, "model", path)
@@ -135,8 +137,8 @@ def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
     exported = move_to_device_pass(exported, device)
     size = tuple(side if isinstance(side, int) else own
                  for side, own in zip(inputs[0].shape[2:], data.image_size))
-    return Opened(exported.module(), described.get("mean", data.mean), described.get("std", data.std),
-                  size, described.get("classes"), int(logits[0].shape[1]))
+    return Opened(exported.module(), described.get("mean", data.mean),
+                  described.get("std", data.std), size, described.get("classes"), int(logits[0].shape[1]))
 
 
 def columns_for(name: str, opened: Opened, classes: Sequence[str]) -> tuple[list[int], str]:
@@ -148,8 +150,8 @@ def columns_for(name: str, opened: Opened, classes: Sequence[str]) -> tuple[list
         except DataError as error:
             raise TeacherError(f"distill.teacher {name}: {error}") from None
     if len(classes) != opened.outputs:
-        raise TeacherError(f"distill.teacher {name}: has {opened.outputs} classes without names, and the "
-                           f"student {len(classes)}; expected the same classes in the same order")
+        raise TeacherError(f"distill.teacher {name}: has {opened.outputs} classes without names, and "
+                           f"the student {len(classes)}; expected the same ones in the same order")
     return list(range(opened.outputs)), "without names, assumed to be in the student's order"
 
 

@@ -1,4 +1,4 @@
-"""Training with a teacher: distillation as in DeiT (arXiv 2012.12877, §4, and its code's losses.py).
+"""Training with a teacher: DeiT's distillation (arXiv 2012.12877, §4, and its code's losses.py).
 
 A student learns from the labels and from the logits that a trained, frozen teacher gives for the
 very same views, augmented and mixed. A ViT with a distillation token has a second head for the
@@ -25,15 +25,15 @@ LONGEST = 2**31                 # more than the images of a micro-batch
 class Distill:
     """The teacher, and how much is learned from it."""
 
-    teacher: str                # a run, a checkpoint, a model in recipes/trained, a program (.pt2) of
-                                # torch.export, or torchvision:NAME; "": none
-    weights: str                # the file of weights of a teacher of torchvision; "": none
-    kind: Literal["hard", "soft"]                   # learn the teacher's decision, or its probabilities
+    teacher: str                # a run, a checkpoint, a model in recipes/trained, a program (.pt2)
+                                # of torch.export, or torchvision:NAME; "": none
+    weights: str                # torchvision: the file of weights; a run: "model" or "ema"; or ""
+    kind: Literal["hard", "soft"]                    # learn its decision, or its probabilities
     alpha: float = number(minimum=0.0, maximum=1.0)  # the teacher's share of the loss
     tau: float = number(above=0.0, below=LARGEST)    # soft: the temperature of both
 
 
-# The section of a recipe that states none, with the constants of DeiT's code for a --set of a teacher.
+# The section of a recipe that states none: the constants of DeiT's code, for a --set of a teacher.
 NO_TEACHER = dict(teacher="", weights="", kind="hard", alpha=0.5, tau=1.0)
 
 
@@ -53,8 +53,8 @@ def distillation_loss(student: Tensor, teacher: Tensor, distill: Distill) -> Ten
     """How far the student's logits (B, K) are from the teacher's (B, K): a scalar.
 
     hard: cross-entropy with the teacher's decision. soft: the divergence KL(teacher ‖ student) of
-    the probabilities at temperature τ, times τ² and divided by B · K, as in DeiT's code, which keeps
-    this on purpose; by B alone is the more usual convention.
+    the probabilities at temperature τ, times τ² and divided by B · K, as in DeiT's code, which
+    keeps this on purpose; by B alone is the more usual convention.
     """
     if distill.kind == "hard":
         return F.cross_entropy(student, teacher.argmax(dim=1))
