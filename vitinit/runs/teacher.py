@@ -66,6 +66,8 @@ def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device) -
     if name.startswith(TORCHVISION):
         opened = of_torchvision(name.removeprefix(TORCHVISION), weights)
     elif name.endswith(".pt2"):
+        if weights:
+            raise TeacherError(f"distill.weights is {weights}, but {name} contains its weights")
         opened = program(Path(name), recipe, device)
     else:
         trained = load(name, weights=weights or "model")
