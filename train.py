@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitinit.command_line import Parser, building, integer, run_program
 from vitinit.data.cache import KeptViews
-from vitinit.data.datasets import (Source, download, fingerprint, folder_of, held_out_part, open_split,
-                                   oriented)
+from vitinit.data.datasets import (Source, download, fingerprint, folder_of, held_out_part,
+                                   open_split, oriented)
 from vitinit.data.draw import SampleDraws
 from vitinit.data.images import DataError
 from vitinit.data.loader import EvalViews
@@ -53,7 +53,7 @@ from vitinit.runs.teacher import open_teacher
 from vitinit.runs.trained import named_run
 from vitinit.train import distributed
 from vitinit.train.checkpoint import CheckpointError, model_state
-from vitinit.train.device import describe_device, memory_for, peak_memory
+from vitinit.train.device import describe_device, memory_for, peak_gib
 from vitinit.train.distill import LearnFromTeacher, Teacher
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
@@ -69,7 +69,7 @@ from vitinit.train.throughput import training_flops
 from vitinit.train.transfer import start_from
 
 REPOSITORY = Path(__file__).resolve().parent
-MASS_IMAGES = 64                # training images on which the mass on the init's targets is measured
+MASS_IMAGES = 64                # on which the mass on the init's targets is measured
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -129,30 +129,24 @@ def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool)
     # How an image is augmented on its way to the model.
     draws = SampleDraws(recipe.run.seed, data.image_size, augment, recipe.rand_augment)
     as_input = dict(mean=data.mean, std=data.std, channels_last=recipe.engine.channels_last)
-    prepare_to_measure = ToDevice(processes.device, **as_input)
-    prepare_to_train = TrainToDevice(
-        processes.device, **as_input, augment=augment, rand_augment=recipe.rand_augment,
-        mix=recipe.mix, num_classes=classes, seed=recipe.run.seed)
-
+    prepare = TrainToDevice(processes.device, **as_input, augment=augment, mix=recipe.mix,
+                            rand_augment=recipe.rand_augment, num_classes=classes,
+                            seed=recipe.run.seed)
     with ProgressBar("decode", len(train_set), shown=processes.is_main) as bar:
         train_batches = processes.on_all(lambda: training_batches(
-            train_set, sampler=sampler, draws=draws, prepare=prepare_to_train,
-            budget_gib=0.0 if dry_run else data.on_device_gib, workers=data.workers,
-            advance=bar.advance))
+            train_set, sampler=sampler, draws=draws, prepare=prepare, workers=data.workers,
+            budget_gib=0.0 if dry_run else data.on_device_gib, advance=bar.advance))
+
+    # How an image is evaluated.
     views = EvalViews(val_set, rank=processes.rank, world_size=processes.world_size,
                       size=data.image_size, crop_pct=recipe.eval.crop_pct,
                       interpolation=recipe.eval.interpolation)
-    cached = KeptViews(views, processes.device, on_device_gib=data.on_device_gib,
-                       cache_gib=recipe.eval.cache_gib)
+    kept = KeptViews(views, processes.device, on_device_gib=data.on_device_gib,
+                     cache_gib=recipe.eval.cache_gib)
     val_batches = processes.on_all(lambda: EvaluationBatches(
-        cached, batch_size=recipe.eval.batch_size, workers=data.workers, prepare=prepare_to_measure))
+        kept, batch_size=recipe.eval.batch_size, workers=data.workers,
+        prepare=ToDevice(processes.device, **as_input)))
     return Data(whole_set, train_set, val_set, plan, train_batches, val_batches)
-
-
-def describe_data(data: Data, root: str) -> dict[str, Any]:
-    """What all processes of a run, and all its starts, must have in common of the data at `root`."""
-    return {"training images": len(data.train_set), "validation images": len(data.val_set),
-            "files and labels": fingerprint(data.train_set, root) + fingerprint(data.val_set, root)}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -173,16 +167,13 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
     V·proj agree to 1e-4, but single factors may differ in sign; therefore all processes copy the
     main process's weights before the moving average is created.
     """
-    init = recipe.init
-    model = built(recipe)
+    model, notes = built(recipe), []
     if saved is None:
         processes.on_all(lambda: initialise(model, recipe, train_set))
-    notes = []
-    if saved is None and init.checkpoint:
-        notes = processes.on_all(lambda: fine_tune(model, recipe))
-    elif saved is None:
-        notes = processes.on_all(lambda: measure_init(model, recipe, train_set)
-                                 if processes.is_main else [])
+        if recipe.init.checkpoint:
+            notes = processes.on_all(lambda: fine_tune(model, recipe))
+        elif processes.is_main:
+            notes = measure_init(model, recipe, train_set)
     model.to(processes.device, memory_format=(
         torch.channels_last if recipe.engine.channels_last else torch.contiguous_format))
     if saved is None:
@@ -198,7 +189,7 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
 
 
 def measure_init(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
-    """A line about how much attention lies on the init's targets, measured on MASS_IMAGES training images.
+    """A line about how much attention lies on the init's targets, in MASS_IMAGES training images.
 
     An empty list for inits without targets.
     """
@@ -207,9 +198,10 @@ def measure_init(model: nn.Module, recipe: Recipe, train_set: Source) -> list[st
         return []
     try:
         images = training_views(recipe, train_set, MASS_IMAGES)
-    except DataError:                                # which training tells when it comes to the image
+    except DataError:                                # training will say so when it needs the image
         return []
-    return [f"mass    {mass_on_images(model, name, options, images)}, on {len(images)} training images"]
+    mass = mass_on_images(model, name, options, images)
+    return [f"mass    {mass}, on {len(images)} training images"]
 
 
 def fine_tune(model: nn.Module, recipe: Recipe) -> list[str]:
@@ -265,12 +257,6 @@ def objective_of(recipe: Recipe, model: nn.Module, teacher: Teacher | None, devi
                             compile=recipe.engine.compile)
 
 
-def learning_rate_of(recipe: Recipe, steps_per_epoch: int) -> Callable[[int], float]:
-    """The function step → learning rate."""
-    return partial(learning_rate, schedule=recipe.schedule, steps_per_epoch=steps_per_epoch,
-                   peak=recipe.optim.peak_lr)
-
-
 def drop_path_of(model: nn.Module, recipe: Recipe) -> Callable[[int], Tensor | None]:
     """The function step → drop-path scales (branches, global batch); None for a model without."""
     def drop_path_at(step: int) -> Tensor | None:
@@ -290,37 +276,43 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     """Do one run, from the parsed command line to the last line printed; return the exit status."""
     say = partial(print, flush=True) if processes.is_main else lambda *_: None
 
-    # Choose a new run, or one to resume. --------------------------------------------------------
+    # Recipe: of a new run, or of one to resume. --------------------------------------------------
     chosen = choose_run(args, processes, RECIPES, lock, say)
     if chosen is None:
         return 0
     folder, saved, recipe, root = chosen
     processes.require_equal(settings(recipe))
+
+    # Data. --------------------------------------------------------------------------------------
     with building(f"recipe {recipe.name}", "data"):
         data = open_data(recipe, root, processes, dry_run=args.dry_run)
-    recipe = with_data(recipe, num_classes=len(data.whole_set.classes))
-    teacher = processes.on_all(lambda: open_teacher(recipe, data.whole_set.classes, processes.device))
-    seen = describe_data(data, root) | {"teacher": teacher.digest if teacher else "none"}
+    classes, per_epoch = list(map(str, data.whole_set.classes)), data.train_batches.steps_per_epoch
+    recipe = with_data(recipe, num_classes=len(classes))
+    teacher = processes.on_all(lambda: open_teacher(recipe, classes, processes.device))
+    seen = {"training images": len(data.train_set), "validation images": len(data.val_set),
+            "files and labels": fingerprint(data.train_set, root) + fingerprint(data.val_set, root),
+            "teacher": teacher.digest if teacher else "none"}
     processes.require_equal(seen)
     seen["root"] = root and str(folder_of(root).absolute())
     if saved is not None:
-        processes.on_all(lambda: require_same_data(folder, saved, data.whole_set.classes, seen))
+        processes.on_all(lambda: require_same_data(folder, saved, classes, seen))
 
-    # Model and optimiser. -----------------------------------------------------------------------
+    # Model, init and optimiser. -----------------------------------------------------------------
     state, notes = initial_state(recipe, processes, saved, folder.read_from, data.train_set)
     require_same_micro_batch_size(state.model, data.plan.micro_batch_size, saved)
     objective = objective_of(recipe, state.model, teacher, processes.device)
     notes += [f"teacher {objective}"] if teacher else []
     resumed = saved is not None
     chosen = saved = None                            # frees the second copy of its tensors
-    progress, per_epoch = state.progress, data.train_batches.steps_per_epoch
-    lr_at = learning_rate_of(recipe, per_epoch)
+    progress = state.progress
+    lr_at = partial(learning_rate, schedule=recipe.schedule, steps_per_epoch=per_epoch,
+                    peak=recipe.optim.peak_lr)
     if resumed and progress.step:                    # for a checkpoint before the next step
         set_learning_rate(state.optimizer, lr_at(progress.step - 1))
-    first = first_profiled(args.profile, done=progress.step, per_epoch=per_epoch,
-                           total=recipe.schedule.total_epochs * per_epoch)
     set_precision(recipe.engine.tf32)
     tune_convolutions(state.model)
+    first = first_profiled(args.profile, done=progress.step, per_epoch=per_epoch,
+                           total=recipe.schedule.total_epochs * per_epoch)
     say(summary(recipe, data, state.model, notes, state.optimizer, lr_at, processes))
     for caution in cautions(recipe, data):
         say(f"warning {caution}")
@@ -328,12 +320,9 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
         say(rehearsal(recipe, data, state, objective))
         return 0
 
-    # From here on there is something to save. ---------------------------------------------------
-    def write(path: Path, *, to_resume: bool = False) -> None:
-        """Write a checkpoint. Only the main process calls this."""
-        folder.save((state.state_dict() if to_resume else state.weights()) | {
-            "recipe": recipe.as_dict(), "micro_batch": data.plan.micro_batch_size,
-            "classes": list(map(str, data.whole_set.classes))}, path)
+    # Run folder and engine: from here on there is something to save. ----------------------------
+    about = {"recipe": recipe.as_dict(), "micro_batch": data.plan.micro_batch_size,
+             "classes": classes}                     # in every checkpoint, beside the state
 
     def set_up_folder() -> None:
         folder.make()
@@ -343,10 +332,10 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
         else:
             folder.require_unused(starts_again=args.resume is not None)
         folder.record_recipe(dump_recipe(recipe))
-        if not resumed:
-            write(folder.last, to_resume=True)       # so that a restart finds a run to resume
+        if not resumed:                              # so that a restart finds a run to resume
+            folder.save(state.state_dict() | about, folder.last)
         if progress.step == 0 and 0 in recipe.checkpoint.keep_epochs:
-            write(folder.kept(0))
+            folder.save(state.weights() | about, folder.kept(0))
         folder.record_start(REPOSITORY, processes=processes.world_size,
                             device=describe_device(processes.device), data=seen)
 
@@ -355,25 +344,26 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
                        device=processes.device, say=say) as profiler):
         processes.on_main(set_up_folder)
         say(f"run     {folder.path}" + (f", resumed at step {progress.step:,}" if resumed else ""))
-        return run_epochs(recipe, data, state, objective, folder, write, processes, stop, profiler, say)
+        return run_epochs(recipe, data, state, objective, lr_at, folder, about, processes, stop,
+                          profiler, say)
 
 
 def run_epochs(recipe: Recipe, data: Data, state: TrainState, objective: Callable[..., Tensor],
-               folder: RunFolder, write: Callable[..., None], processes: Processes, stop: StopRequest,
+               lr_at: Callable[[int], float], folder: RunFolder, about: dict[str, Any],
+               processes: Processes, stop: StopRequest,
                profiler: StepProfiler, say: Callable[[str], object]) -> int:
     """Train, evaluate and save until the run ends or is stopped; return the exit status.
 
-    write: writes a checkpoint to a path, with `to_resume` one from which training can resume.
+    about: what every checkpoint holds beside the state.
     """
     progress, epochs = state.progress, recipe.schedule.total_epochs
-    lr_at = learning_rate_of(recipe, data.train_batches.steps_per_epoch)
     flops = training_flops(state.model, data.plan.micro_batch_size, recipe.data.image_size)
     forward, measured = wrap_models(state, recipe, processes)
 
     def save_last() -> None:
         """Write last.pt; all processes wait until the main one has written it."""
         read_losses(state, processes)
-        processes.on_main(lambda: write(folder.last, to_resume=True))
+        processes.on_main(lambda: folder.save(state.state_dict() | about, folder.last))
 
     def finish_epoch(epoch: int) -> None:
         evaluated = (epoch + 1) % recipe.eval.every_epochs == 0 or epoch + 1 == epochs
@@ -391,9 +381,9 @@ def run_epochs(recipe: Recipe, data: Data, state: TrainState, objective: Callabl
             # Metrics first: if the run dies before last.pt is written, resuming removes the line.
             folder.metrics.append(row)
             if is_best:
-                write(folder.best)
+                folder.save(state.weights() | about, folder.best)
             if epoch + 1 in recipe.checkpoint.keep_epochs:
-                write(folder.kept(epoch + 1))
+                folder.save(state.weights() | about, folder.kept(epoch + 1))
         processes.on_main(record)
         if save_due:
             save_last()
@@ -403,12 +393,12 @@ def run_epochs(recipe: Recipe, data: Data, state: TrainState, objective: Callabl
             with memory_for("optim.max_batch_per_process", data.plan.micro_batch_size,
                             processes.rank):
                 train_epochs(
-                    state, forward, data.train_batches.steps, epochs=epochs,
-                    global_batch=recipe.optim.global_batch, lr_at=lr_at,
+                    state, forward, data.train_batches.steps, epochs=epochs, lr_at=lr_at,
+                    global_batch=recipe.optim.global_batch, amp=recipe.engine.amp,
                     drop_path_at=drop_path_of(state.model, recipe), objective=objective,
-                    amp=recipe.engine.amp,
                     clip_norm=recipe.optim.clip_norm, processes=processes, stop=stop,
-                    record=lambda row: processes.on_main(lambda: folder.steps.append(row._asdict())),
+                    record=lambda row: processes.on_main(
+                        lambda: folder.steps.append(row._asdict())),
                     save_every=recipe.checkpoint.every_steps, save=save_last,
                     finish_epoch=finish_epoch, profiler=profiler,
                     bar_total=data.train_batches.steps_per_epoch * processes.is_main)
@@ -431,7 +421,7 @@ def run_epochs(recipe: Recipe, data: Data, state: TrainState, objective: Callabl
         raise Diverged(f"{diverged}{left}") from None
     best = "none" if progress.best is None else f"{progress.best:.2f}"
     say(f"done    {epochs} epochs, best {recipe.checkpoint.best_by} {best}, peak memory "
-        f"{peak_memory(processes.device)}; everything is in {folder.path}")
+        f"{peak_gib(processes.device):.2f} GiB; everything is in {folder.path}")
     return 0
 
 

@@ -16,7 +16,7 @@ TINIEST, LARGEST = 2.0**-149, 2.0**128      # the range of float32, in which tra
 
 def number(*, minimum: float | None = None, above: float | None = None,
            maximum: float | None = None, below: float | None = None) -> Any:
-    """A numeric field with bounds: `minimum` and `maximum` inclusive, `above` and `below` exclusive.
+    """A numeric field: `minimum` and `maximum` are inclusive bounds, `above` and `below` exclusive.
 
     In a list, every element must be within the bounds.
     """

@@ -1,4 +1,4 @@
-"""Messages of one line: names, paths and other libraries' errors, quoted so that they cannot break it.
+"""Messages of one line, which the names, paths and errors that they quote cannot break.
 
 This module imports nothing from the package, so that every other module may use it.
 """

@@ -284,7 +284,7 @@ def test_a_new_classifier_may_follow_another_norm(head):
     same_classes = tensors | {"head.weight": torch.zeros(CLASSES, WIDTH),
                               "head.bias": torch.zeros(CLASSES)}
     message = refusal(start_from, ours("MAE, fine-tuned"), same_classes)
-    assert "surplus: norm.weight, norm.bias; missing: fc_norm.weight, fc_norm.bias" in message
+    assert "missing: fc_norm.weight, fc_norm.bias; surplus: norm.weight, norm.bias" in message
     assert message.endswith("; its shapes, which do not show the function, fit with model.options.fc_norm=false")
 
 

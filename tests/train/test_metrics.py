@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -47,8 +49,17 @@ def test_without_a_terminal_there_are_plain_lines_now_and_then(capsys, monkeypat
     assert printed[0] == "epoch 1/2: 3/7, loss 2.000, 80 s left"
 
 
+def test_on_a_terminal_one_line_is_rewritten_and_erased(capsys, monkeypatch):
+    monkeypatch.setattr(metrics, "LINE_SECONDS", {True: 0.0})
+    monkeypatch.setattr(metrics.time, "monotonic", itertools.count().__next__)
+    monkeypatch.setattr(metrics.sys.stderr, "isatty", lambda: True)
+    with ProgressBar("decode", 3) as bar:
+        list(bar.over("abc"))
+    assert capsys.readouterr() == ("", "decode: 1/3, 2 s left\x1b[K\rdecode: 2/3, 1 s left\x1b[K\r\x1b[K")
+
+
 def test_other_processes_print_nothing(capsys, monkeypatch):
-    monkeypatch.setattr(metrics, "PLAIN_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(metrics, "LINE_SECONDS", {True: 0.0, False: 0.0})
     with ProgressBar("epoch 1/2", 7, shown=False) as bar:
         bar.advance("loss 2.000")
     assert capsys.readouterr() == ("", "")

@@ -18,8 +18,9 @@ from ..data.eval_sets import class_indices, imagenet_wnids
 from ..messages import OneLineError, in_brief
 from ..recipe.sections import Recipe
 from ..recipe.values import nearest
-from ..train.checkpoint import load_model, model_state, require_finite
+from ..train.checkpoint import model_state, require_finite
 from ..train.distill import Teacher
+from ..train.transfer import load_exactly
 from .folder import read_checkpoint
 from .trained import load
 
@@ -106,7 +107,7 @@ def of_torchvision(name: str, weights: str) -> Opened:
     outputs = len(list(tensors.values())[-1])
     extra = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
     model = torchvision.models.get_model(name, weights=None, num_classes=outputs, **extra).eval()
-    load_model(model, tensors, path)
+    load_exactly(model, tensors, path)
     size = (model.image_size,) * 2 if hasattr(model, "image_size") else None     # vit_b_16 and such
     return Opened(model, IMAGENET_MEAN, IMAGENET_STD, size,
                   imagenet_wnids() if outputs == 1000 else None, outputs)

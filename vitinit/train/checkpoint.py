@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ..messages import OneLineError, in_brief
 
-PREFIXES = ("module.", "_orig_mod.")    # added to names by DistributedDataParallel and torch.compile
-HEADS = ("head.weight", "head.fc.weight")               # ends of the classifier's name
-DEEPEST = 100                           # most containers inside one another in a checkpoint
-MOST_PARTS = 10**7                      # most values, if what is shared is counted wherever it is used
+PREFIXES = re.compile(r"^((module|_orig_mod)\.)+")    # DistributedDataParallel's, torch.compile's
+HEADS = ("head.weight", "head.fc.weight")   # ends of the classifier's name
+DEEPEST = 100                       # most containers inside one another in a checkpoint
+MOST_PARTS = 10**7                  # most values, counting what is shared wherever it is used
 
 
 class CheckpointError(OneLineError):
@@ -69,20 +69,19 @@ def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[Bina
     cannot be written.
     """
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(target.name + ".partial")
+    temporary = _beside(target)
     try:
-        with _open_in_place(path) as file:
-            if file is not None:
-                yield file
-                return
-        with open(temporary, "wb") as file:
+        stream = _open_in_place(path)
+        with stream or open(temporary, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        if keep is not None:
-            _keep(target, keep)
-        os.replace(temporary, target)
-        sync_folder(target.parent)
+            if stream is None:
+                os.fsync(file.fileno())
+        if stream is None:
+            if keep is not None and target.exists():
+                _keep(target, keep)
+            os.replace(temporary, target)
+            sync_folder(target.parent)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
@@ -94,39 +93,30 @@ def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[Bina
         raise
 
 
-@contextmanager
-def _open_in_place(path: Path) -> Iterator[BinaryIO | None]:
-    """A context that yields what is at `path`, open for writing, if it is not to be replaced."""
+def _beside(path: Path) -> Path:
+    """Where a file is written before it takes its place at `path`; a resumed run removes it."""
+    return path.with_name(f"{path.name}.partial")
+
+
+def _open_in_place(path: Path) -> BinaryIO | None:
+    """What is at `path`, open for writing, if it is not to be replaced."""
     for stream in (sys.stdout, sys.stderr):
-        try:
-            there = os.path.samestat(os.fstat(stream.fileno()), os.stat(path))
-        except (OSError, ValueError):                # no such file, or a stream without a file
-            continue
-        if there:
-            stream.flush()
-            yield stream.buffer
-            stream.flush()
-            return
-    if path.exists() and not path.is_file() and not path.is_dir():
-        with open(path, "wb") as file:
-            yield file
-    else:
-        yield None
+        with suppress(OSError, ValueError):          # no such file, or a stream without a file
+            if os.path.samestat(os.fstat(stream.fileno()), os.stat(path)):
+                stream.flush()
+                return os.fdopen(os.dup(stream.fileno()), "wb")
+    return open(path, "wb") if path.exists() and not path.is_file() else None
 
 
 def _keep(path: Path, keep: Path) -> None:
-    """Make the file at `path`, if there is one, that at `keep` as well; `path` is never absent."""
-    if not path.exists():
-        return
-    link = keep.with_name(keep.name + ".partial")
+    """Make the file at `path` that at `keep` as well; `path` is never absent."""
+    link = _beside(keep)
     with suppress(OSError):
         link.unlink()                                # of a process that was killed here
     try:
         os.link(path, link)
     except OSError:                                  # a file system without hard links
-        with open(path, "rb") as old, written_atomically(keep) as copy:
-            shutil.copyfileobj(old, copy)
-        return
+        shutil.copyfile(path, link)
     os.replace(link, keep)
     with suppress(OSError):                          # if both were one file, replacing did nothing
         link.unlink()
@@ -162,8 +152,8 @@ def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, An
     torch's own list is allowed: argparse.Namespace, which official DeiT checkpoints contain. A
     .safetensors file is read as a bare state dict.
 
-    mmap: leave the tensors on disk until they are used. verify: check the file's checksums first
-    (`require_checksums`), which reads the whole file.
+    mmap: leave the tensors on disk until they are used. verify: check the file's checksums first,
+    which reads the whole file: torch.save stores them, and torch.load does not check them.
 
     Raises CheckpointError, which names the file: NoCheckpoint if it does not exist, Damaged if it
     is not a readable checkpoint.
@@ -178,7 +168,10 @@ def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, An
             return load_file(path)
         archive = zipfile.is_zipfile(path)           # not so for torch < 1.6: it cannot be mapped
         if archive and verify:
-            require_checksums(path)
+            with zipfile.ZipFile(path) as zipped:
+                if broken := zipped.testzip():
+                    raise Damaged(f"{path}: damaged after it was written, the checksum of {broken} "
+                                  "in it is wrong")
         with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
             warnings.simplefilter("ignore")          # of a file that is refused, an error says more
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and archive)
@@ -197,25 +190,13 @@ def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, An
     return state
 
 
-def require_checksums(path: Path) -> None:
-    """Raise Damaged if a byte of torch's zip archive changed after it was written.
-
-    torch.save stores a CRC-32 checksum of every tensor, but torch.load does not check them.
-    """
-    with zipfile.ZipFile(path) as archive:
-        broken = archive.testzip()
-    if broken is not None:
-        raise Damaged(f"{path}: damaged after it was written, the checksum of {broken} in it is "
-                      "wrong")
-
-
 def _require_plain_parts(state: Any, path: Path) -> None:
     """Raise Damaged for a tensor that is not dense, and for containers that have no end.
 
     In a file of a few hundred bytes, lists can share their parts so often that to copy or print
     them takes for ever. So each part is walked once, and counted wherever it is used.
     """
-    known: dict[int, tuple[int, int]] = {}       # id of a part → number of its values, and its depth
+    known: dict[int, tuple[int, int]] = {}   # id of a part → number of its values, and its depth
 
     def extent(part: Any, outer: int) -> tuple[int, int]:
         if id(part) not in known:
@@ -228,8 +209,8 @@ def _require_plain_parts(state: Any, path: Path) -> None:
             count = 1 + sum(count for count, _ in extents)
             depth = 1 + max((depth for _, depth in extents), default=0)
             if max(outer, depth) >= DEEPEST or count > MOST_PARTS:
-                raise Damaged(f"{path}: its containers hold one another, {DEEPEST} deep or more, or "
-                              f"{MOST_PARTS:,} values in all")
+                raise Damaged(f"{path}: its containers hold one another, {DEEPEST} deep or more, "
+                              f"or {MOST_PARTS:,} values in all")
             known[id(part)] = count, depth
         return known[id(part)]
     extent(state, 0)
@@ -241,8 +222,8 @@ def _require_dense(value: Tensor, path: Path) -> None:
         raise Damaged(f"{path}: holds a tensor that is {str(value.layout).split('.')[-1]} on "
                       f"{value.device}, expected dense ones")
     if value.nbytes > value.untyped_storage().nbytes():
-        raise Damaged(f"{path}: holds a tensor of shape {tuple(value.shape)}, {value.nbytes:,} bytes, "
-                      f"of which only {value.untyped_storage().nbytes():,} are in the file")
+        raise Damaged(f"{path}: holds a tensor of shape {tuple(value.shape)}, {value.nbytes:,} "
+                      f"bytes, of which only {value.untyped_storage().nbytes():,} are in the file")
 
 
 def _require_fitting_names(state: Mapping[str, Any], path: Path) -> None:
@@ -285,8 +266,8 @@ def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> di
     checkpoint holds no such model; `path` is the file that it names.
     """
     if name == "ema":
-        tensors = next((state[key] for key in ("ema", "model_ema", "state_dict_ema") if key in state),
-                       None) or {}                   # None: a run without EMA
+        keys = ("ema", "model_ema", "state_dict_ema")
+        tensors = next((state[key] for key in keys if state.get(key)), {})
         tensors = tensors.get("model", tensors) if isinstance(tensors, Mapping) else {}
     else:
         tensors = state.get("model", state.get("state_dict", state))
@@ -294,36 +275,7 @@ def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> di
             isinstance(key, str) and isinstance(value, Tensor) for key, value in tensors.items()):
         raise CheckpointError(f"{path}: no model in it; expected a state dict under the key "
                               f"'{name}'" + (", or a bare one" if name == "model" else ""))
-    return {_without_prefixes(key): value for key, value in tensors.items()}
-
-
-def _without_prefixes(name: str) -> str:
-    """A parameter's name in the bare model: "module._orig_mod.head.bias" → "head.bias"."""
-    while name.startswith(PREFIXES):
-        name = name.partition(".")[2]
-    return name
-
-
-def load_model(model: torch.nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Copy `tensors` into `model`: all of them, or none. Raises as `require_fit` does."""
-    require_fit(model, tensors, path)
-    model.load_state_dict(dict(tensors))
-
-
-def require_fit(model: torch.nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise CheckpointError, which names the file `path`, if names or shapes differ from the model's.
-
-    The message lists missing names, surplus names and differing shapes.
-    """
-    own = model.state_dict()
-    missing = sorted(own.keys() - tensors.keys())
-    surplus = sorted(tensors.keys() - own.keys())
-    shapes = [f"{name} {tuple(tensors[name].shape)} where the model has {tuple(own[name].shape)}"
-              for name in own if name in tensors and tensors[name].shape != own[name].shape]
-    problems = [f"{title}: {shortened(names)}" for title, names in
-                (("missing", missing), ("surplus", surplus), ("other shape", shapes)) if names]
-    if problems:
-        raise CheckpointError(f"{path}: does not fit the model; {'; '.join(problems)}")
+    return {PREFIXES.sub("", key): value for key, value in tensors.items()}
 
 
 def require_finite(tensors: Mapping[str, Tensor], what: str, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The device: its description and peak rate, copying tensors to it, and running out of its memory."""
+"""The device: its name, peak rate and memory, copies to it, and running out of its memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def matrix_rate(device: torch.device) -> float | None:
-    """The card's peak TFLOP/s in `MATRIX_RATES`; None for a CPU, an unlisted card or a slice of one."""
+    """The card's peak TFLOP/s in `MATRIX_RATES`; None for a CPU, and a card that is not listed."""
     return MATRIX_RATES.get(describe_device(device))
 
 
@@ -45,11 +45,6 @@ def peak_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20        # from KiB
-
-
-def peak_memory(device: torch.device) -> str:
-    """`peak_gib` in words."""
-    return f"{peak_gib(device):.2f} GiB{' on the GPU' * (device.type == 'cuda')}"
 
 
 def copy_to(values: Tensor, device: torch.device) -> Tensor:

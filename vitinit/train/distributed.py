@@ -27,7 +27,7 @@ from .interruption import Interrupted, StopRequest
 # largest announcement of all processes decides.
 BROKEN_DATA = 1_000             # this process's data cannot be read; overrides any signal
 ALL_DONE = -1                   # no more items here; anything else overrides it
-PATIENCE = "VITINIT_TIMEOUT_MINUTES"    # environment variable: how long a process waits for the others
+PATIENCE = "VITINIT_TIMEOUT_MINUTES"    # environment variable: how long a process waits for others
 T = TypeVar("T")
 
 
@@ -90,12 +90,14 @@ class Processes:
                                   f"{values[0]}; all processes of a run need the same")
 
     def share(self, *models: torch.nn.Module, weights: bool = False) -> None:
-        """Copy the main process's buffers of the models, with `weights` all tensors, to every process.
+        """Copy the main process's buffers of the models, or all tensors, to every process.
 
         The buffers are BatchNorm's running statistics. Within a step each process updates them from
         its own images, but all processes must evaluate the model that the main process saves.
-        Initial weights may differ, although all processes run the same code with the same seed, if
-        the processes have different numbers of threads or different CPUs.
+
+        weights: copy the parameters, too. Initial weights may differ, although all processes run
+            the same code with the same seed, if the processes have different numbers of threads or
+            different CPUs.
         """
         if self.world_size > 1:
             for model in models:
@@ -119,16 +121,24 @@ class Processes:
             result = action()
         except OneLineError as error:
             failure = error
+        self.raise_together(failure, group)
+        return result
+
+    def raise_together(self, failure: OneLineError | None,
+                       group: dist.ProcessGroup | None = None) -> None:
+        """Raise on all processes the first of their errors; return if none of them has one.
+
+        group: of all processes, through which they agree, and which is then dissolved.
+        """
         if self.world_size > 1:
-            failures: list[Exception | None] = [None] * self.world_size
+            failures: list[OneLineError | None] = [None] * self.world_size
             with connection():
                 dist.all_gather_object(failures, failure, group=group)
                 if group is not None:
                     dist.destroy_process_group(group)
-            failure = next((f for f in failures if f is not None), None)
+            failure = next(filter(None, failures), None)
         if failure is not None:
             raise failure from None
-        return result
 
     def on_main(self, action: Callable[[], Any]) -> None:
         """Run `action` on the main process alone, such as writing a file; the others wait.
@@ -138,7 +148,7 @@ class Processes:
         self.on_all(action if self.is_main else lambda: None)
 
     def on_each_machine(self, action: Callable[[], Any]) -> None:
-        """Run `action` on one process of each machine, such as a download; the others wait, for a day.
+        """Run `action`, such as a download, on one process of each machine; the others wait a day.
 
         A OneLineError that it raises is raised on all processes.
         """
@@ -164,16 +174,10 @@ def agreed(items: Iterable[T], processes: Processes, stop: StopRequest) -> Itera
         if verdict == ALL_DONE:
             return
         if verdict == BROKEN_DATA:
-            processes.on_all(lambda: _raise(problem))
+            processes.raise_together(problem)
         if verdict:
             raise Interrupted(verdict)
         yield item
-
-
-def _raise(problem: Exception | None) -> None:
-    """Raise `problem`, unless it is None."""
-    if problem is not None:
-        raise problem
 
 
 def environment_rank() -> int:
@@ -197,8 +201,8 @@ def start() -> Processes:
     """Join the process group, if there are several processes, and choose the device.
 
     The device is the GPU numbered by the local rank if CUDA is available, and otherwise the CPU.
-    Raises LaunchError if a machine has more processes than GPUs, and in tasks of `srun` that have no
-    ranks: each would be a run of its own, and all of them would write to one folder.
+    Raises LaunchError if a machine has more processes than GPUs, and in tasks of `srun` that have
+    no ranks: each would be a run of its own, and all of them would write to one folder.
     """
     tasks = max(_number("SLURM_NTASKS"), _number("SLURM_PROCID") + 1)
     if "RANK" not in os.environ and tasks > 1:
@@ -229,21 +233,22 @@ def patience() -> timedelta:
     """
     minutes = os.environ.get(PATIENCE, "30")
     if not re.fullmatch(r"[1-9]\d{0,5}", minutes, flags=re.ASCII):
-        raise LaunchError(f"{PATIENCE} is '{minutes}', expected a whole number of minutes from 1 on")
+        raise LaunchError(f"{PATIENCE} is '{minutes}', expected a whole number of minutes from 1 "
+                          "on")
     return timedelta(minutes=int(minutes))
 
 
 @contextmanager
 def connection() -> Iterator[None]:
-    """A context that raises LaunchError if the connection to another process breaks or is silent."""
+    """A context that raises LaunchError if the connection to another process breaks or is mute."""
     try:
         yield
     except RuntimeError as error:
         text = re.sub(r"^\[\S+\] ", "", str(error))      # gloo starts with a place in its own code
         if re.search(r"tim(ed|ing) out|timeout", text, flags=re.IGNORECASE):
             raise SilentProcess(
-                f"process {environment_rank()} waited in vain for another one, which hangs, or whose "
-                f"machine or network is down ({in_brief(text)}; {PATIENCE} is "
+                f"process {environment_rank()} waited in vain for another one, which hangs, or "
+                f"whose machine or network is down ({in_brief(text)}; {PATIENCE} is "
                 f"{patience() // timedelta(minutes=1)})") from None
         if not isinstance(error, dist.DistError) and "by peer" not in text:
             raise
@@ -265,7 +270,7 @@ def stop() -> None:
     """Leave the process group, if one was joined."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        # The model that trained holds the group, whose threads go on as long. After a stopped step it is in a
-        # reference cycle with the exception; if Python ends beside the threads, it may abort ("terminate
-        # called without an active exception").
+        # The model that trained holds the group, whose threads go on as long. After a stopped step
+        # it is in a reference cycle with the exception; if Python ends beside the threads, it may
+        # abort ("terminate called without an active exception").
         gc.collect()

@@ -65,13 +65,13 @@ def tune_convolutions(model: nn.Module) -> None:
 
 
 def autocast(device: torch.device, amp: str) -> torch.autocast:
-    """The autocast context of recipe key engine.amp: "bf16", "fp16", or "off" (a disabled context)."""
+    """The autocast context of recipe key engine.amp: "bf16", "fp16", or "off" (disabled)."""
     return torch.autocast(device.type, dtype=AMP_DTYPES[amp], enabled=amp != "off")
 
 
 def normalises_over_images(model: nn.Module) -> bool:
-    """Whether the model has BatchNorm, so that a step depends on which images share a micro-batch."""
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    """Whether the model has BatchNorm: a step then depends on which images share a micro-batch."""
+    return any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
 
 
 def cross_entropy(forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
@@ -125,15 +125,17 @@ def train_epochs(
     keep_local = getattr(forward, "no_sync", contextlib.nullcontext)
     for epoch in range(progress.epochs, epochs):
         forward.train()
-        progress.start_clock()
-        idle_since = time.perf_counter()
+        idle_since = progress.clock = time.perf_counter()
+        note = ""                                                    # beside the progress bar
         with ProgressBar(f"epoch {epoch + 1}/{epochs}", bar_total, initial=progress.epoch_steps,
                          shown=bar_total > 0) as bar:
-            for step, micro_batches in agreed(steps_of(epoch, progress.epoch_steps), processes, stop):
+            steps = steps_of(epoch, progress.epoch_steps)
+            for step, micro_batches in agreed(steps, processes, stop):
                 progress.waiting_seconds += time.perf_counter() - idle_since
                 profiler.begin(step)
-                lr, drop_path = lr_at(step), drop_path_at(step)      # () and (branches, global batch)
+                lr = lr_at(step)
                 set_learning_rate(state.optimizer, lr)
+                drop_path = drop_path_at(step)                       # (branches, global batch)
                 step_loss = torch.zeros((), device=device)
                 for number, micro_batch in enumerate(micro_batches, 1):
                     images, targets = micro_batch.prepare()          # (B, 3, H, W), (B, K)
@@ -151,12 +153,14 @@ def train_epochs(
                 progress.add(step_loss, skipped)
                 if row_due:
                     progress.read_losses(processes)
-                    record(progress.step_row(lr, grad_norm, scale, global_batch))
+                    row = progress.step_row(lr, grad_norm, scale, global_batch)
+                    record(row)
+                    note = f"loss {row.loss:.3f}"
                 if save_every and (step + 1) % save_every == 0:
                     save()
-                    progress.start_clock()                           # saving is not training
+                    progress.clock = time.perf_counter()             # saving is not training
                 profiler.end(step)
-                bar.advance(progress.note)
+                bar.advance(note)
                 idle_since = time.perf_counter()
         read_losses(state, processes)
         progress.clock = None                                        # nor is evaluating
@@ -169,8 +173,8 @@ def update(state: TrainState, clip_norm: float, *, measure: bool
 
     measure: whether to compute the norm of the gradients. Clipping computes it in any case.
 
-    Returns scalars on the device: the norm of the gradients before clipping, or None; the loss scale
-    of this step, and whether it was skipped, each None without fp16.
+    Returns scalars on the device: the norm of the gradients before clipping, or None; the loss
+    scale of this step, and whether it was skipped, each None without fp16.
 
     The host never asks whether the step was skipped, since that would wait for the device. The
     fused optimiser and the moving average read the answer on the device, and skipped steps are
@@ -193,17 +197,17 @@ def update(state: TrainState, clip_norm: float, *, measure: bool
     scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
     if scale is not None:
-        skipped = scaler.scale(one) < scale          # the scale falls exactly when a step is skipped
+        skipped = scaler.scale(one) < scale          # it falls exactly when a step is skipped
     if state.ema is not None:
-        state.ema.update(state.model, skipped)
+        state.ema.update(skipped)
     return norm, scale, skipped
 
 
 def read_losses(state: TrainState, processes: Processes) -> None:
-    """Bring the progress up to date before a checkpoint or an evaluation; this waits for the device.
+    """Bring the progress up to date before a checkpoint or an evaluation.
 
-    Raises Diverged, on all processes together, if a loss or a weight is infinite or NaN, so that no
-    good checkpoint is overwritten.
+    This waits for the device. Raises Diverged, on all processes together, if a loss or a weight is
+    infinite or NaN, so that no good checkpoint is overwritten.
     """
     state.progress.read_losses(processes)
     norms = torch._foreach_norm([p.detach() for p in state.model.parameters()])

@@ -30,8 +30,8 @@ class StopRequest:
 
     The program looks at `number` between two steps and two batches, never within one. A second
     Ctrl-C ends the program immediately, even while a library does not return. Signals that were
-    ignored when the program started, as under nohup, stay ignored. At the end of the context the old
-    handlers return.
+    ignored when the program started, as under nohup, stay ignored. At the end of the context the
+    old handlers return.
 
     second_seconds: how long after the first signal a Ctrl-C counts as the second.
     """
@@ -56,7 +56,7 @@ class StopRequest:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self.old_writer)
-        os.close(self.writer)                        # the thread reads the end of the pipe, and ends
+        os.close(self.writer)                        # so the thread reads its end, and ends
 
     def _remember(self, number: int, frame: Any) -> None:
         self.number = self.number or number

@@ -1,17 +1,16 @@
-"""What is recorded of a run: its progress, a row per ten steps, a row per epoch; the progress bar."""
+"""What is recorded of a run: progress, a row per ten steps and per epoch; the progress bar."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from ..messages import OneLineError
 from .device import matrix_rate, peak_gib
@@ -22,7 +21,7 @@ METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_to
            "ema_top1", "ema_top5", "skipped_steps", "seconds", "waiting", "tflops_per_device",
            "share_of_rate", "peak_memory_gib")
 STEPS_PER_ROW = 10              # steps between two rows of steps.jsonl; a row waits for the device
-PLAIN_LINE_SECONDS = 30.0       # between two progress lines if standard error is not a terminal
+LINE_SECONDS = {True: 0.1, False: 30.0}     # between two progress lines: on a terminal, elsewhere
 T = TypeVar("T")
 
 
@@ -54,8 +53,8 @@ class Progress:
 
     Every checkpoint contains the fields, so that the sums of an epoch that was interrupted are
     complete. The loss of a step, and in fp16 whether the step was skipped, stay on the device until
-    `read_losses` is called, so that the host can launch the next step before the device has finished
-    this one.
+    `read_losses` is called, so that the host can launch the next step before the device has
+    finished this one.
     """
 
     step: int = 0               # global batches since the start of the run, skipped steps included
@@ -71,18 +70,9 @@ class Progress:
         self.losses: list[Tensor] = []               # of steps not yet read, () on the device
         self.skipped: list[Tensor] = []
         self.last_loss = math.nan
-        self.clock: float | None = None              # when `seconds` was brought up to date; None:
-                                                     # nothing is trained
+        self.clock: float | None = None      # when `seconds` was brought up to date; None while
+                                             # nothing is trained
         self.at_last_row = self.epoch_steps, self.seconds, self.waiting_seconds
-
-    def start_clock(self) -> None:
-        """Count seconds of training from now on, until `clock` is set to None."""
-        self.clock = time.perf_counter()
-
-    @property
-    def note(self) -> str:
-        """The latest loss as text for the progress bar."""
-        return f"loss {self.last_loss:.3f}" if math.isfinite(self.last_loss) else ""
 
     def add(self, loss: Tensor, skipped: Tensor | None) -> None:
         """Add a step that was launched: its loss, () on the device, and whether fp16 skipped it."""
@@ -200,41 +190,42 @@ def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
 
 
 class ProgressBar:
-    """A tqdm bar on a terminal; otherwise a printed line every 30 seconds; nothing if not `shown`.
+    """A line about how far a loop is: rewritten in place on a terminal, elsewhere printed anew.
 
-    what: the words before the bar. total: the number of items. initial: how many of them are done.
+    what: the words before the numbers. total: the number of items. initial: how many of them are
+    done. shown: whether anything is printed.
     """
 
     def __init__(self, what: str, total: int, *, initial: int = 0, shown: bool = True) -> None:
-        self.what, self.total, self.done, self.shown = what, total, initial, shown
-        self.terminal = shown and sys.stderr.isatty()
-        self.bar = tqdm(desc=what, total=total, initial=initial, disable=not self.terminal,
-                        leave=False, dynamic_ncols=True)
+        self.what, self.total, self.done, self.initial = what, total, initial, initial
+        self.shown, self.terminal = shown, sys.stderr.isatty()
         self.started = self.last_line = time.monotonic()
-        self.initial = initial
 
     def advance(self, note: str = "") -> None:
-        """Count one item as done and show `note` beside the bar."""
+        """Count one item as done; `note` is printed beside the numbers."""
         self.done += 1
-        if self.terminal:
-            self.bar.set_postfix_str(note, refresh=False)
-            self.bar.update()
-            return
         now = time.monotonic()
-        if self.shown and now - self.last_line >= PLAIN_LINE_SECONDS and self.done < self.total:
-            left = (now - self.started) / (self.done - self.initial) * (self.total - self.done)
-            print(", ".join(filter(None, [f"{self.what}: {self.done}/{self.total}", note,
-                                          f"{left:.0f} s left"])), flush=True)
-            self.last_line = now
+        if not self.shown or now - self.last_line < LINE_SECONDS[self.terminal] or (
+                self.done >= self.total):
+            return
+        self.last_line = now
+        left = (now - self.started) / (self.done - self.initial) * (self.total - self.done)
+        line = ", ".join(filter(None, [f"{self.what}: {self.done}/{self.total}", note,
+                                       f"{left:.0f} s left"]))
+        if self.terminal:                            # erase the line's rest, and go to its start
+            print(f"{line}\x1b[K", end="\r", file=sys.stderr, flush=True)
+        else:
+            print(line, flush=True)
 
-    def over(self, items: Iterable[T], note: Callable[[], str] = lambda: "") -> Iterator[T]:
+    def over(self, items: Iterable[T]) -> Iterator[T]:
         """Yield the items; each is counted when the next one is requested."""
         for item in items:
             yield item
-            self.advance(note())
+            self.advance()
 
     def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.bar.close()
+        if self.shown and self.terminal:
+            print("\x1b[K", end="", file=sys.stderr, flush=True)

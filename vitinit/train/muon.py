@@ -23,7 +23,7 @@ from torch.optim.adamw import adamw
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 TINIEST_NORM = 1e-7             # a matrix with a smaller norm, such as zeros, is divided by this
-ADAMW_RMS = 0.2                 # of an update of AdamW, which Muon's matches (arXiv 2502.16982, §2.2)
+ADAMW_RMS = 0.2                 # of AdamW's updates, which Muon's match (arXiv 2502.16982, §2.2)
 
 
 def iteration_dtype(device: torch.device) -> torch.dtype:
@@ -120,7 +120,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
         momenta, directions, batches = [], [], []
         for together in shapes.values():
-            gradients = torch.stack([p.grad.flatten(1) for p, _ in together])    # (B, rows, columns)
+            gradients = torch.stack([p.grad.flatten(1) for p, _ in together])   # (B, rows, columns)
             own = [self._momentum(p).flatten(1) for p, _ in together]            # views
             if scale is not None:
                 gradients /= scale

@@ -1,4 +1,4 @@
-"""[optim] and [schedule] of a recipe: parameter groups, the optimiser, and the learning rate of a step."""
+"""[optim] and [schedule] of a recipe: parameter groups, optimiser, and a step's learning rate."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ BLOCK = re.compile(r"((.*\.)?blocks\.\d+)\.")
 class Optim:
     """The batch, the optimiser, and gradient clipping."""
 
-    name: Literal["adamw", "muon"]                  # muon: for the matrices of the blocks, and AdamW
-                                                    # for all other weights
+    name: Literal["adamw", "muon"]                  # muon: for the matrices of the blocks, and
+                                                    # AdamW for all other weights
     global_batch: int = number(minimum=1, below=COUNT)  # images per step, over all processes
     max_batch_per_process: int = number(minimum=1, below=COUNT)  # most images per micro-batch
     base_lr: float = number(above=0.0, below=LARGEST)
@@ -38,9 +38,10 @@ class Optim:
     weight_decay: float = number(minimum=0.0, below=LARGEST)
     betas: tuple[float, float] = number(minimum=0.0, below=1.0)
     eps: float = number(minimum=TINIEST, below=LARGEST)
-    layer_decay: float = number(above=0.0, maximum=1.0)  # factor on the learning rate per layer, from
-                                                    # the head down
-    muon_factor: float = number(above=0.0, below=LARGEST)  # on Muon's updates; 1: as large as AdamW's
+    layer_decay: float = number(above=0.0, maximum=1.0)  # factor on the learning rate per layer,
+                                                    # from the head down
+    muon_factor: float = number(above=0.0, below=LARGEST)  # on Muon's updates; 1: as large as
+                                                    # AdamW's
     muon_momentum: float = number(minimum=0.0, below=1.0)
     clip_norm: float = number(minimum=0.0)          # global gradient norm; 0: no clipping
 
@@ -60,7 +61,7 @@ class Optim:
 class Schedule:
     """The learning rate over time, and for how long the run trains."""
 
-    shape: Literal["cosine", "one_cycle"]           # one_cycle has a warm-up of its own, ⅖ of epochs
+    shape: Literal["cosine", "one_cycle"]           # one_cycle has its own warm-up, ⅖ of epochs
     epochs: int = number(minimum=1, below=COUNT)                 # warm-up and decay together
     cooldown_epochs: int = number(minimum=0, below=COUNT)        # further epochs at min_lr
     warmup_epochs: int = number(minimum=0, below=COUNT)
@@ -121,9 +122,9 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, layer_decay: floa
 
     model: the bare model, since a wrapper such as DistributedDataParallel changes the names that
         `decays` compares. Parameters that do not require gradients are in no group.
-    layer_decay: splits the groups by layer. A parameter of layer i of `layer_numbers` has the factor
-        layer_decay ** (L + 1 − i) on its learning rate, for L blocks (ELECTRA, arXiv 2003.10555;
-        for ViT: BEiT, arXiv 2106.08254). Each group states it as "layer_factor".
+    layer_decay: splits the groups by layer. A parameter of layer i of `layer_numbers` has the
+        factor layer_decay ** (L + 1 − i) on its learning rate, for L blocks (ELECTRA, arXiv
+        2003.10555; for ViT: BEiT, arXiv 2106.08254). Each group states it as "layer_factor".
     muon: whether the weights of `hidden_matrices` are in groups of their own, which come first;
         each group states whether it is one of them as "muon".
     """

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import gzip
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +14,6 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from ..messages import OneLineError, in_brief
-from .checkpoint import CheckpointError, written_atomically
 
 WARMUP_STEPS = 10               # before the first profiled step, if the run is long enough
 MOST_PROFILED = 100             # steps; each adds up to a few MB to the trace
@@ -36,8 +32,8 @@ def first_profiled(count: int, *, done: int, per_epoch: int, total: int) -> int:
     """
     available = min(per_epoch, total - done)
     if count > available:
-        raise OneLineError(f"--profile {count}: expected at most {available}, the steps "
-                           f"{'of an epoch' if available == per_epoch else 'that the run has left'}")
+        of = "of an epoch" if available == per_epoch else "that the run has left"
+        raise OneLineError(f"--profile {count}: expected at most {available}, the steps {of}")
     first = done + WARMUP_STEPS
     if first % per_epoch + count > per_epoch:        # it would reach into the next epoch
         first += per_epoch - first % per_epoch
@@ -53,7 +49,8 @@ class StepProfiler:
     def __init__(self, count: int = 0, first: int = 0, *, folder: Path = Path(),
                  device: torch.device = torch.device("cpu"),
                  say: Callable[[str], object] = print) -> None:
-        self.count, self.first, self.folder, self.device, self.say = count, first, folder, device, say
+        self.count, self.first, self.folder = count, first, folder
+        self.device, self.say = device, say
         self.running: torch.profiler.profile | None = None
 
     def begin(self, step: int) -> None:
@@ -88,22 +85,13 @@ class StepProfiler:
         """
         path = self.folder / f"profile_{self.first:06d}.json.gz"
         try:
-            write_trace(profiler, path)
-        except CheckpointError as error:
-            self.say(f"warning {error}")
+            profiler.export_chrome_trace(str(path))
+        except OSError as error:
+            self.say(f"warning {path}: cannot be written: {error.strerror or error}")
         on = "GPU" if self.device.type == "cuda" else "CPU"
         self.say("\n".join([f"profile {self.count} step(s) from step {self.first:,} on, {path}; "
                             f"operations by their own time on the {on}:",
                             *largest(profiler, self.count, self.device)]))
-
-
-def write_trace(profiler: torch.profiler.profile, path: Path) -> None:
-    """Write the trace in Chrome's format, compressed; CheckpointError if it cannot be written."""
-    with tempfile.TemporaryDirectory() as folder, written_atomically(path) as file:
-        plain = os.path.join(folder, "trace.json")
-        profiler.export_chrome_trace(plain)
-        with open(plain, "rb") as trace, gzip.open(file, "wb") as packed:
-            shutil.copyfileobj(trace, packed)
 
 
 def largest(profiler: torch.profiler.profile, steps: int, device: torch.device) -> list[str]:

@@ -32,9 +32,9 @@ class TrainState:
 
         The tensors are the state's own, not copies.
         """
-        return {"model": self.model.state_dict(), "ema": self.ema.state_dict() if self.ema else None,
-                "grid": self.model.grid, "step": self.progress.step,
-                "progress": asdict(self.progress)}
+        return {"model": self.model.state_dict(),
+                "ema": self.ema.state_dict() if self.ema else None, "grid": self.model.grid,
+                "step": self.progress.step, "progress": asdict(self.progress)}
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, from which training can resume. The tensors are not copies."""
@@ -50,61 +50,59 @@ class TrainState:
         restored: the recipe states them all.
         """
         progress = restored_progress(state.get("progress"), path)
-        expected = self.state_dict() | {"optimizer": self._moments()}
-        found = {key: state.get(key) for key in ("model", "ema", "optimizer", "scaler")
-                 if self.ema is not None or key != "ema"}
+        groups, moments = self._moments()
+        own = self.optimizer.state_dict()
         try:
-            found["optimizer"] = {
-                "groups": [group["params"] for group in state["optimizer"]["param_groups"]],
-                "state": state["optimizer"]["state"]}
+            numbers = [group["params"] for group in state["optimizer"]["param_groups"]]
+            saved = state["optimizer"]["state"]
         except (TypeError, KeyError):
             raise CheckpointError(f"{path}: optimizer is no state of AdamW or Muon") from None
-        if not progress.step:                        # a step that fp16 skips makes moments, too
-            expected["optimizer"]["state"] = {}
-        for key, value in found.items():
-            require_like(value, expected[key], path, key)
+        require_like(numbers, groups, path, "optimizer.groups")
+        # At step 0 there are no moments. A step that fp16 skips makes them, too.
+        require_like(saved, moments if progress.step else {}, path, "optimizer.state")
+        for key, value in self.state_dict().items():
+            if key in ("model", "scaler") or key == "ema" and self.ema is not None:
+                require_like(state.get(key), value, path, key)
 
-        self.model.load_state_dict(found["model"])
+        self.model.load_state_dict(state["model"])
         if self.ema is not None:
-            self.ema.load_state_dict(found["ema"])
-        self.optimizer.load_state_dict(
-            self.optimizer.state_dict() | {"state": found["optimizer"]["state"]})
+            self.ema.load_state_dict(state["ema"])
+        self.optimizer.load_state_dict(own | {"state": saved})
         for parameter, values in self.optimizer.state.items():
             for name, value in values.items():       # a fused kernel needs all in one memory format
                 if value.shape == parameter.shape and value.stride() != parameter.stride():
                     values[name] = torch.empty_like(parameter).copy_(value)
-        self.scaler.load_state_dict(found["scaler"])
+        self.scaler.load_state_dict(state["scaler"])
         self.progress = progress
 
-    def _moments(self) -> dict[str, Any]:
-        """What the optimiser stores after a step, by the numbers of parameters, in tensors of meta."""
-        numbers = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]
+    def _moments(self) -> tuple[list[list[int]], dict[int, dict[str, Tensor]]]:
+        """The numbers of each group's parameters; and by number what the optimiser stores of one.
+
+        That is what it stores after a step, as tensors without values.
+        """
+        groups = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]
         moments = {}
-        for group, in_group in zip(self.optimizer.param_groups, numbers):
-            for parameter, number in zip(group["params"], in_group):
+        for group, numbers in zip(self.optimizer.param_groups, groups):
+            for parameter, number in zip(group["params"], numbers):
                 moment = torch.empty_like(parameter, device="meta")
-                if group.get("muon"):
-                    moments[number] = {"momentum_buffer": moment}
-                else:
-                    moments[number] = {"step": torch.empty((), device="meta"),
-                                       "exp_avg": moment, "exp_avg_sq": moment}
-        return {"groups": numbers, "state": moments}
+                moments[number] = {"momentum_buffer": moment} if group.get("muon") else {
+                    "step": torch.empty((), device="meta"), "exp_avg": moment,
+                    "exp_avg_sq": moment}
+        return groups, moments
 
 
 def restored_progress(found: Any, path: Path) -> Progress:
-    """The Progress of a checkpoint; keys that one of an earlier version lacks keep their defaults."""
-    own = asdict(Progress())
-    found = own | found if isinstance(found, Mapping) else found
-    require_like(found, own, path, "progress")
+    """The Progress of a checkpoint; CheckpointError, naming the file, for anything else."""
+    require_like(found, asdict(Progress()), path, "progress")
     return Progress(**found)
 
 
 def require_like(found: Any, expected: Any, path: Path, key: str) -> None:
-    """Raise CheckpointError unless `found` is what `expected` is, but for the values of its numbers.
+    """Raise CheckpointError unless `found` is what `expected` is, but for the values of numbers.
 
-    Dictionaries have the same keys, lists the same items, tensors the same shape and type of number;
-    tensors and numbers are finite, and numbers not negative. Where None is expected, which stands for
-    "not yet known", there may be a number.
+    Dictionaries have the same keys, lists are equal, tensors have the same shape and type; tensors
+    and numbers are finite, and numbers not negative. Where None is expected, which stands for "not
+    yet known", there may be a number.
 
     path, key: the file and the part of it that `found` is, for the message.
     """
@@ -125,7 +123,8 @@ def require_like(found: Any, expected: Any, path: Path, key: str) -> None:
         if not isinstance(found, Tensor):
             refuse(in_brief(found), "a tensor")
         if (found.shape, found.dtype) != (expected.shape, expected.dtype):
-            refuse(f"{tuple(found.shape)} {found.dtype}", f"{tuple(expected.shape)} {expected.dtype}")
+            refuse(f"{tuple(found.shape)} {found.dtype}",
+                   f"{tuple(expected.shape)} {expected.dtype}")
         if found.is_floating_point() and not found.isfinite().all():
             refuse("not finite", "finite numbers; the run diverged before it was written")
     elif isinstance(expected, (list, tuple)):

@@ -12,10 +12,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from .device import peak_memory
+from .device import peak_gib
 from .engine import autocast
 from .metrics import ProgressBar
-
 
 BACKWARD_COST = 2               # in forward passes: gradients of the inputs and of the weights
 WARMUP_PASSES, TIMED_PASSES = 10, 40    # as in timm's benchmark.py
@@ -84,4 +83,5 @@ def throughput(model: nn.Module, *, batch_size: int, size: tuple[int, int], devi
         seconds.append(time.perf_counter() - began)
         bar.advance()
     median = statistics.median(seconds[WARMUP_PASSES:])
-    return Throughput(batch_size / median, 1e3 * median, batch_size, peak_memory(device))
+    return Throughput(batch_size / median, 1e3 * median, batch_size,
+                      f"{peak_gib(device):.2f} GiB")

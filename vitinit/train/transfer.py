@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .checkpoint import CheckpointError, load_model, shortened
+from .checkpoint import CheckpointError, shortened
 
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
 
@@ -52,7 +52,8 @@ class Transfer:
     kept: list[str]             # in the model, and left as its init drew them
 
     def __str__(self) -> str:
-        parts = [f"{len(self.loaded)} tensors loaded", *(f"{name} resized" for name in self.resized)]
+        parts = [f"{len(self.loaded)} tensors loaded",
+                 *(f"{name} resized" for name in self.resized)]
         for title, names in (("dropped", self.dropped), ("as the init drew them", self.kept)):
             if names:
                 parts.append(f"{title}: {shortened(names)}")
@@ -94,7 +95,7 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path,
     tensors = unread_tokens_as_registers(own, tensors)
     new_head = all(name in own and value.shape != own[name].shape
                    for name, value in tensors.items() if name.startswith("head."))
-    loaded, resized, dropped, misshapen, surplus = {}, [], [], [], []
+    loaded, resized, dropped, surplus = {}, [], [], []
     for name, value in tensors.items():
         if name == "pos_embed" and name in own:
             if not model.learns_positions:
@@ -104,25 +105,16 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path,
             resized += [f"pos_embed {change}"] * bool(change)
         if name not in own:
             (dropped if _may_lack(name, own, tensors, new_head) else surplus).append(name)
-        elif value.shape == own[name].shape:
-            loaded[name] = value
-        elif name.startswith("head"):
+        elif value.shape != own[name].shape and name.startswith("head"):
             dropped.append(f"{name} {tuple(value.shape)}")
         else:
-            misshapen.append(f"{name} {tuple(value.shape)} where the model has "
-                             f"{tuple(own[name].shape)}")
-    if misshapen:
-        raise CheckpointError(
-            f"{path}: does not fit the model; other shape: {shortened(misshapen)}")
+            loaded[name] = value
     if all(name.startswith("head") for name in loaded):
         raise CheckpointError(f"{path}: none of its tensors fits the model; it holds "
                               f"{shortened(list(tensors))}")
     kept = [name for name in own if name not in loaded]
     missing = [name for name in kept if not _may_draw(name, model, tensors, new_head)]
-    if surplus or missing:
-        raise CheckpointError(f"{path}: is another function than the model's" +
-                              _listed(surplus=surplus, missing=missing) +
-                              _advice(own, tensors, surplus + missing))
+    _require_fit(own, tensors, path, missing=missing, surplus=surplus, loaded=loaded)
     model.load_state_dict(own | loaded)
     return Transfer([name for name in loaded if not (resized and name == "pos_embed")], resized,
                     dropped, kept)
@@ -144,19 +136,12 @@ def load_exactly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) ->
     if heads and not any(name.startswith("head") for name in tensors):
         raise CheckpointError(f"{path}: holds no classifier ({shortened(heads)}), so that there is "
                               "nothing to evaluate; init.checkpoint fine-tunes it")
-    pos_embed = tensors.get("pos_embed")
-    if "pos_embed" in own and pos_embed is not None and pos_embed.shape != own["pos_embed"].shape \
-            and pos_embed.ndim == own["pos_embed"].ndim == 3:
-        missing = own["pos_embed"].shape[1] - pos_embed.shape[1]
-        counts = _prefix_counts(tensors)
-        total = sum(counts.values())
-        if missing in (total, counts.get("reg_token")):
-            tensors["pos_embed"] = _with_zeros(pos_embed, total - missing, total)
-    try:
-        load_model(model, tensors, path)
-    except CheckpointError as error:
-        differ = sorted(own.keys() ^ tensors.keys())
-        raise CheckpointError(f"{error}{_advice(own, tensors, differ)}") from None
+    if "pos_embed" in own.keys() & tensors.keys() and (
+            tensors["pos_embed"].shape != own["pos_embed"].shape and model.learns_positions):
+        tensors["pos_embed"], _ = _fitted_pos_embed(own, tensors, model.grid, model.grid, path)
+    _require_fit(own, tensors, path, missing=sorted(own.keys() - tensors.keys()),
+                 surplus=sorted(tensors.keys() - own.keys()), loaded=tensors)
+    model.load_state_dict(tensors)
 
 
 @torch.no_grad()
@@ -167,9 +152,10 @@ def change_size(model: nn.Module, resized: nn.Module, path: Path) -> None:
     size. Raises CheckpointError, listing the names, if any other tensor depends on the image size.
     """
     own, tensors = resized.state_dict(), model.state_dict()
-    if "pos_embed" in own:
-        tensors["pos_embed"] = own["pos_embed"] if not model.learns_positions else _fitted_pos_embed(
-            own, tensors, resized.grid, model.grid, path)[0]
+    if "pos_embed" in own and not model.learns_positions:
+        tensors["pos_embed"] = own["pos_embed"]
+    elif "pos_embed" in own:
+        tensors["pos_embed"], _ = _fitted_pos_embed(own, tensors, resized.grid, model.grid, path)
     bound = [name for name in own if own[name].shape != tensors[name].shape]
     if bound:
         raise CheckpointError(f"{path}: this {type(model).__name__} is bound to its image size of "
@@ -184,7 +170,7 @@ def change_size(model: nn.Module, resized: nn.Module, path: Path) -> None:
 
 def unread_tokens_as_registers(own: Mapping[str, Tensor],
                                tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Make tokens of the checkpoint that the model does not read into registers, if it expects that.
+    """Make tokens of the checkpoint that the model does not read into registers, if it has those.
 
     In a model that averages over the patches alone (fine-tuned MAE, timm's `avg` pooling), the
     class token takes part in attention but is not read afterwards. It is therefore a register
@@ -209,14 +195,9 @@ def _prefix_counts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensors[name].shape[1] for name in PREFIX_TOKENS if name in tensors}
 
 
-def _with_zeros(pos_embed: Tensor, entries: int, total: int) -> Tensor:
-    """(1, entries + patches, D) → (1, total + patches, D): insert zeros after the first `entries`."""
-    zeros = pos_embed.new_zeros(1, total - entries, pos_embed.shape[2])
-    return torch.cat([pos_embed[:, :entries], zeros, pos_embed[:, entries:]], dim=1)
-
-
-def _fitted_pos_embed(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], wanted: tuple[int, int],
-                      grid: tuple[int, int] | None, path: Path) -> tuple[Tensor, str]:
+def _fitted_pos_embed(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
+                      wanted: tuple[int, int], grid: tuple[int, int] | None, path: Path
+                      ) -> tuple[Tensor, str]:
     """The checkpoint's position embeddings for the model's tokens, (1, N, D), and a description.
 
     own, wanted: the model's state dict and grid. If the checkpoint lacks a token that the model has
@@ -230,7 +211,8 @@ def _fitted_pos_embed(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], 
     total = sum(saved.values())
     grid, entries = _grid_and_entries(pos_embed.shape[1], total, saved.get("reg_token", 0), wanted,
                                       grid, path)
-    pos_embed = _with_zeros(pos_embed, entries, total)
+    zeros = pos_embed.new_zeros(1, total - entries, pos_embed.shape[2])
+    pos_embed = torch.cat([pos_embed[:, :entries], zeros, pos_embed[:, entries:]], dim=1)
 
     # The embeddings of each kind of token before the patches, by its name: (1, count, D).
     trained = dict(zip(saved, pos_embed.split([*saved.values(), grid[0] * grid[1]], dim=1)))
@@ -256,20 +238,16 @@ def _grid_and_entries(count: int, total: int, registers: int, wanted: tuple[int,
     `count` is returned: `grid`, which the checkpoint states; a square, if each token has an
     embedding; `wanted`, the model's own. Raises CheckpointError if none agrees.
     """
-    possible = (total, total - registers, 0)
-    for shape in [grid] * (grid is not None):
-        for entries in possible:
-            if shape[0] * shape[1] == count - entries:
-                return (shape[0], shape[1]), entries
     side = isqrt(max(count - total, 0))
-    if grid is None and 0 < side**2 == count - total:
-        return (side, side), total
-    for entries in possible:
-        if wanted[0] * wanted[1] == count - entries:
-            return wanted, entries
-    shape = grid or (round(max(count - total, 0) ** 0.5),) * 2
+    possible = (total, total - registers, 0)
+    candidates = ([((side, side), total)] if grid is None else
+                  [(grid, entries) for entries in possible])
+    for (rows, columns), entries in candidates + [(wanted, entries) for entries in possible]:
+        if rows and rows * columns == count - entries:
+            return (rows, columns), entries
+    shape = "square" if grid is None else f"{grid[0]}×{grid[1]}"
     raise CheckpointError(f"{path}: pos_embed has embeddings for {count - total} patches, which is "
-                          f"no {shape[0]}×{shape[1]} grid; it cannot be resized")
+                          f"no {shape} grid; it cannot be resized")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -297,7 +275,7 @@ def _may_draw(name: str, model: nn.Module, tensors: Mapping[str, Tensor], new_he
 
 
 def _other_norm(name: str) -> str | None:
-    """norm.weight → fc_norm.weight and vice versa, since a model has only one of them; else None."""
+    """norm.weight → fc_norm.weight and vice versa: a model has only one of them; else None."""
     layer, _, part = name.partition(".")
     other = {"norm": "fc_norm", "fc_norm": "norm"}.get(layer)
     return other and f"{other}.{part}"
@@ -305,19 +283,26 @@ def _other_norm(name: str) -> str | None:
 
 def _is_of_deeper_block(name: str, others: Mapping[str, Tensor]) -> bool:
     """Whether `name` lies in a block, or stage, beyond the last one that `others` have."""
-    parts = name.split(".")
-    for index, part in enumerate(parts[:-1], 1):     # parts[index] is the block's number
-        if part in ("blocks", "layers") and parts[index].isdecimal():
-            list_of_blocks = ".".join(parts[:index]) + "."
-            present = [other for other in others if other.startswith(list_of_blocks)]
-            if not any(other.startswith(f"{list_of_blocks}{parts[index]}.") for other in present):
-                return bool(present)
+    for found in re.finditer(r"(?<![^.])(?:blocks|layers)\.(\d+)\.", name):
+        siblings = [other for other in others if other.startswith(name[:found.start(1)])]
+        if not any(other.startswith(name[:found.end()]) for other in siblings):
+            return bool(siblings)
     return False
 
 
-def _listed(**names: list[str]) -> str:
-    """The groups that are not empty, each as "; title: name, name"."""
-    return "".join(f"; {title}: {shortened(group)}" for title, group in names.items() if group)
+def _require_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path, *,
+                 missing: list[str], surplus: list[str], loaded: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError, listing names, for tensors on one side only and for other shapes.
+
+    own, tensors: of the model and of the checkpoint. loaded: those to be copied into the model.
+    """
+    shapes = [f"{name} {tuple(value.shape)} where the model has {tuple(own[name].shape)}"
+              for name, value in loaded.items() if name in own and value.shape != own[name].shape]
+    if missing or surplus or shapes:
+        problems = [f"; {title}: {shortened(names)}" for title, names in (
+            ("missing", missing), ("surplus", surplus), ("other shape", shapes)) if names]
+        raise CheckpointError(f"{path}: does not fit the model{''.join(problems)}"
+                              f"{_advice(own, tensors, sorted(missing + surplus))}")
 
 
 def _advice(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], names: list[str]) -> str:
