@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 
 from vitinit.figures import __main__ as figures
-from vitinit.figures import curves
+from vitinit.figures import augmentation, curves, plot
 from vitinit.figures.curves import draw_curves
+from vitinit.figures.plot import LOOKS
 from vitinit.runs.groups import finished_groups
 
 
@@ -37,11 +38,10 @@ def panels(monkeypatch) -> list:
 
 def test_kernels_show_impulses_and_only_them(tmp_path):
     out = tmp_path / "kernels.png"
-    run("kernels", "--init", "default", "impulse", "--num-heads", 3, "--embed-dim", 96, "--out",
-        out)
+    run("kernels", "--init", "default", "impulse", "--count", 3, "--out", out)
     pixels = np.asarray(Image.open(out).convert("RGB")).astype(int)
-    assert pixels.shape[1] > pixels.shape[0] > 300
-    # cividis' bright end is yellow; nothing but an impulse's cell (and the colour bar) reaches it.
+    assert pixels.shape[1] > 2 * pixels.shape[0] > 300
+    # cividis' bright end is yellow; only an impulse's cell (and the colour bar) reaches it.
     yellow = pixels[..., 0] - pixels[..., 2] > 50
     upper, lower = np.split(yellow[:, :int(pixels.shape[1] * 0.75)], [pixels.shape[0] // 2])
     assert upper.sum() == 0 and lower.sum() > 100
@@ -66,15 +66,21 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_from_lowest_to_high
         written_run("b-0", [15.0, 30.0, 31.0])])
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig",
-                        lambda figure, *_, **__: drawn.append(figure.axes[0]))
+                        lambda figure, *_, **__: drawn.append(figure))
     draw_curves(tmp_path / "curves.png", groups)
-    axis, = drawn
+    figure, = drawn
+    axis, = figure.axes
     assert [line.get_label() for line in axis.lines] == ["impulse (2 seeds)", "default (1 seed)"]
     assert axis.lines[0].get_xydata().tolist() == [[1.0, 18.0], [3.0, 54.0]]
     assert axis.lines[1].get_xydata().tolist() == [[1.0, 15.0], [2.0, 30.0], [3.0, 31.0]]
     corners = {tuple(corner) for corner in axis.collections[0].get_paths()[0].vertices.tolist()}
     assert corners == {(1.0, 10.0), (1.0, 26.0), (3.0, 50.0), (3.0, 58.0)}
-    assert axis.get_title() == "Top-1 by epoch: mean over seeds, band from lowest to highest"
+    assert len(axis.collections) == 1                # a single seed has no band
+    assert figure.get_suptitle() == "Top-1 by epoch: mean over seeds, band from lowest to highest"
+    assert [(line.get_color(), line.get_linestyle()) for line in axis.lines] == [
+        LOOKS["impulse"], LOOKS["default"]]
+    draw_curves(tmp_path / "curves.png", groups[1:])
+    assert drawn[1].get_suptitle() == "Top-1 by epoch"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -135,8 +141,9 @@ def test_a_folder_that_is_no_run_is_refused_in_one_line(tmp_path, capsys):
 
 
 def test_sizes_that_do_not_fit_are_refused_in_one_line(tmp_path, capsys):
-    line = refusal(capsys, "kernels", "--patch-size", 5, "--out", tmp_path / "x.png")
-    assert line.startswith("vitinit.figures: kernels: patches of 5×5 pixels do not tile")
+    line = refusal(capsys, "kernels", "--set", "model.options.patch_size=5", "--out",
+                   tmp_path / "x.png")
+    assert "patches of 5×5 pixels do not tile" in line
 
 
 def test_without_matplotlib_the_extra_is_named(without_matplotlib, tmp_path):
@@ -144,8 +151,13 @@ def test_without_matplotlib_the_extra_is_named(without_matplotlib, tmp_path):
         run("kernels", "--out", tmp_path / "x.png")
 
 
-def test_operations_show_the_photograph_and_what_each_makes_of_it(tmp_path):
-    """The image has one colour, so a tile's colour is given by the operation's formula."""
+def test_operations_show_the_photograph_and_what_each_makes_of_it(tmp_path, monkeypatch):
+    """The image has one colour, so a tile's colour is given by the operation's formula.
+
+    The colours are those before the file is reduced to few.
+    """
+    monkeypatch.setattr(augmentation, "save",
+                        lambda figure, out, dpi, **_: plot.save(figure, out, dpi))
     image, out = tmp_path / "plain.png", tmp_path / "operations.png"
     Image.new("RGB", (37, 31), (200, 100, 40)).save(image)
     run("operations", image, "--out", out)

@@ -39,7 +39,7 @@ def test_a_wrong_argument_is_one_line(capsys):
             ("vitinit.bench", "memory --recipe quickstart --card-gib nan", "nan: expected a number > 0"),
             ("vitinit.bench", "init --model vit_bse", "there is no 'vit_bse'; did you mean 'vit_base'?"),
             ("vitinit.bench", "", "required: bench"), ("vitinit.figures", "maps", "required: --out"),
-            ("vitinit.figures", "kernels --out a --block -1", "--block: -1: expected an integer ≥ 0"),
+            ("vitinit.figures", "kernels --out a --count 0", "--count: 0: expected an integer ≥ 1"),
             ("vitinit.figures", "maps --recipe a --out a --init defualt", "did you mean 'default'?"),
             ("vitinit.figures", "maps --run a --out a --epochs 1,x", "1,x: expected numbers such as 0,10"),
             ("vitinit.figures", "attention p --recipe a --out a --queries 3", "3: expected two numbers"),

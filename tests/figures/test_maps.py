@@ -1,4 +1,4 @@
-"""The maps Q Kᵀ, P Q Kᵀ Pᵀ and softmax equal the formulas written out in NumPy."""
+"""The maps Q Kᵀ, P Q Kᵀ Pᵀ and softmax equal the formulas written out."""
 
 from __future__ import annotations
 
@@ -52,7 +52,33 @@ def test_the_softmax_is_the_models_own_attention_where_patches_are_black():
     torch.testing.assert_close(maps.position_maps(model, 0, "softmax"), expected)
 
 
-def test_rows_are_models_blocks_and_kinds_and_columns_heads(draw, sizes, monkeypatch):
+@pytest.mark.parametrize("reads, entering", [("content", True), ("mixed", False),
+                                             ("position", False), ("free", False)])
+def test_a_simple_vits_maps_are_those_where_the_content_is_zero(reads, entering):
+    """The formulas of simple_vit.py, written out; a free Q and K has no map between channels."""
+    model = vitinit.build_model("simple_vit", num_classes=3, image_size=(10, 14),
+                                patch_size=2, embed_dim=36, depth=2, num_heads=3, reads=reads,
+                                alpha=0.25, input_pos_embed=entering, logit_scale=0.1).double()
+    vitinit.init_weights(model, "default", generator=torch.Generator().manual_seed(0))
+    block, code = model.blocks[1], model.pos_embed
+    x = block.norm1(0.75 * code if entering else 0.0 * code)
+    z = {"content": x, "mixed": 0.25 * x + 0.75 * code, "position": code, "free": None}[reads]
+    for head in range(3):
+        if z is None:
+            query, key = block.attn.query[head], block.attn.key[head]
+        else:
+            part = slice(12 * head, 12 * head + 12)
+            query, key = (z @ packed[part].T for packed in block.attn.qk.weight.chunk(2))
+        logits = (query @ key.T).detach()
+        torch.testing.assert_close(maps.position_maps(model, 1, "logits")[head], logits)
+        torch.testing.assert_close(maps.position_maps(model, 1, "softmax")[head],
+                                   (0.1 * logits).softmax(-1))
+    if reads == "free":
+        with pytest.raises(plot.FigureError, match="expected --kinds logits softmax"):
+            maps.position_maps(model, 1, "qk")
+
+
+def test_rows_are_kinds_models_and_blocks_and_columns_heads(draw, sizes, monkeypatch):
     drawn = []
     monkeypatch.setattr(maps, "draw_grid",
                         lambda *arguments: (drawn.append(arguments), plot.draw_grid(*arguments)))
@@ -61,14 +87,13 @@ def test_rows_are_models_blocks_and_kinds_and_columns_heads(draw, sizes, monkeyp
     _, rows, titles, _ = drawn[0]
     assert titles == ["head 2", "head 0"]
     assert [row.label for row in rows] == [
-        f"{init}\nblock {block}" for init in ("default", "impulse") for block in (1, 0)
-        for _ in range(2)]
-    assert [row.diverging for row in rows] == [True, False] * 4
+        f"{init}\nblock {block}" for init in ("default", "impulse") for block in (1, 0)] * 2
+    assert [row.diverging for row in rows] == [True] * 4 + [False] * 4
     model = vitinit.build_model("vit_tiny", num_classes=10, image_size=(10, 14), patch_size=2,
                                 embed_dim=39, depth=2, num_heads=3, pool="mean")
     vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(5))
-    assert torch.equal(rows[5].maps, maps.position_maps(model, 1, "softmax")[[2, 0]])
-    assert torch.equal(rows[6].maps, maps.position_maps(model, 0, "qk")[[2, 0]])
+    assert torch.equal(rows[6].maps, maps.position_maps(model, 1, "softmax")[[2, 0]])
+    assert torch.equal(rows[3].maps, maps.position_maps(model, 0, "qk")[[2, 0]])
 
 
 @pytest.mark.parametrize("arguments, text", [

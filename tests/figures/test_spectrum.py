@@ -14,13 +14,13 @@ from vitinit.init.impulse import numerical_rank
 
 def with_singular_values(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.linalg.qr(torch.randn(size, len(values), generator=generator,
-                                               dtype=torch.float64))[0] for size in (rows, columns))
+    left, right = (torch.linalg.qr(torch.randn(size, len(values), generator=generator).double())[0]
+                   for size in (rows, columns))
     return left * values @ right.mT
 
 
 def test_ranks_are_those_of_known_singular_values():
-    """13 × 11 with values 3, 2, 1, .031, .029, 1e-4, five zeros: ‖X‖_F² / ‖X‖₂² = 14.0018 / 9."""
+    """13 × 11 with values 3, 2, 1, .031, .029, 1e-4 and zeros: ‖X‖_F² / ‖X‖₂² = 14.0018 / 9."""
     known = torch.tensor([3, 2, 1, 0.031, 0.029, 1e-4, 0, 0, 0, 0, 0], dtype=torch.float64)
     matrix = with_singular_values(known, 13, 11)
     found = spectrum.ranks(torch.linalg.svdvals(matrix)[None], (13, 11))
@@ -58,7 +58,7 @@ def test_ranks_are_printed_as_means_over_photographs(draw, sizes, image_tree, ca
     draw("spectrum", "--recipe", "quickstart", *sizes, "--data-dir", image_tree / "val",
          "--count", 5)
     line = capsys.readouterr().out.splitlines()[0]
-    assert line.startswith("quickstart, default: X is 35×39; mean over 5 photographs: stable rank ")
+    assert line.startswith("quickstart, default: X is 35×39; mean over 5 images: stable rank ")
     subject, = fresh(["quickstart"], [None], seed=None, sets=sizes[1::2])
     images = photographs(image_tree / "val", 5, subject.recipe)
     tokens = subject.model.patch_embed(images).detach()

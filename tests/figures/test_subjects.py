@@ -5,35 +5,41 @@ from __future__ import annotations
 import pytest
 import torch
 
+from vitinit.data import shapes
 from vitinit.data.images import decode_image, resize_and_centre_crop
 from vitinit.figures.subjects import fresh, of_runs, photographs
+from vitinit.keys import Stream, keyed_generator
 
 
 @pytest.fixture
 def run(train_program, small_run, tmp_path):
     """A run folder that kept epochs 0 and 2 of 3, and the overrides it was trained with."""
-    arguments = small_run(tmp_path / "trial", checkpoint__keep_epochs="[0, 2]")
+    arguments = small_run(tmp_path / "trial", init="deep_impulse", checkpoint__keep_epochs="[0, 2]")
     assert train_program.main(arguments) == 0
     return tmp_path / "trial", [value for option, value in zip(arguments, arguments[1:])
                                 if option == "--set"]
 
 
-def test_models_of_runs_are_those_kept_and_fresh_models_equal_epoch_0(run):
+def test_models_of_runs_are_those_kept_and_fresh_models_equal_epoch_0(run, image_tree, capsys):
+    """`deep_impulse` reads training images; where they lie is in the recipe's data.root."""
     folder, sets = run
     kept = list(of_runs([folder], [2, 0], "model"))
-    assert [subject.state for subject in kept] == ["mimetic, epoch 2", "mimetic, epoch 0"]
+    assert [subject.state for subject in kept] == ["deep_impulse, epoch 2", "deep_impulse, epoch 0"]
     for subject, epoch in zip(kept, (2, 0)):
         stored = torch.load(folder / f"epoch_{epoch:04}.pt", weights_only=True)["model"]
         assert all(torch.equal(value, stored[name])
                    for name, value in subject.model.state_dict().items())
         assert not subject.model.training
-    start, = fresh(["quickstart"], ["mimetic"], seed=None, sets=sets + ["data.root=unused"])
-    assert start.state == "mimetic" and not start.model.training
+    start, = fresh(["quickstart"], ["deep_impulse"], seed=None,
+                   sets=[*sets, f"data.root={image_tree}"])
+    assert start.state == "deep_impulse" and not start.model.training
     expected = kept[1].model.state_dict()
     assert all(torch.equal(value, expected[name])
                for name, value in start.model.state_dict().items())
-    other, = fresh(["quickstart"], ["mimetic"], seed=1, sets=sets + ["data.root=unused"])
-    assert not torch.equal(other.model.pos_embed, start.model.pos_embed)
+    assert "noise" not in capsys.readouterr().out
+    other, = fresh(["quickstart"], ["deep_impulse"], seed=None, sets=sets + ["data.root=unused"])
+    assert "no folder unused: noise stands in for them" in capsys.readouterr().out
+    assert not torch.equal(other.model.norm.weight, start.model.norm.weight)
 
 
 def test_without_epochs_the_last_checkpoint_is_read_from_a_folder_or_a_file(run):
@@ -42,7 +48,7 @@ def test_without_epochs_the_last_checkpoint_is_read_from_a_folder_or_a_file(run)
     for target, weights, stored in ((folder, "model", state["model"]),
                                     (folder / "last.pt", "ema", state["ema"])):
         subject, = of_runs([target], [], weights)
-        assert subject.state == "mimetic, last.pt"
+        assert subject.state == "deep_impulse, last.pt"
         stored = stored.get("model", stored)
         assert all(torch.equal(value, stored[name])
                    for name, value in subject.model.state_dict().items())
@@ -87,16 +93,22 @@ def test_photographs_are_normalised_evaluation_views(image_tree):
         torch.testing.assert_close(image, expected)
 
 
-def test_too_few_photographs_are_an_error(image_tree):
+def test_images_of_shapes_are_drawn_and_others_need_a_folder(image_tree):
     subject, = fresh(["quickstart"], [None], seed=0, sets=["model.options.depth=1"])
+    drawn, _ = shapes.draw_image(keyed_generator(shapes.SEED, Stream.SHAPES, 1, 2))
+    torch.testing.assert_close(photographs(None, 3, subject.recipe)[2],
+                               torch.from_numpy(drawn) / 127.5 * 2 - 2)     # (p / 255 - .5) / .25
     with pytest.raises(ValueError, match="holds 21 images, and 22 are asked for"):
         photographs(image_tree / "val", 22, subject.recipe)
+    other, = fresh(["deit_tiny"], [None], seed=0, sets=["model.options.depth=1"])
+    with pytest.raises(ValueError, match="deit_tiny has no images of its own: --data-dir names"):
+        photographs(None, 3, other.recipe)
 
 
-def test_without_data_a_number_of_classes_is_chosen_where_the_recipe_leaves_it_open(run, image_tree):
+def test_without_data_a_number_of_classes_is_chosen_where_it_is_left_open(run, image_tree):
     _, sets = run
     for root, name, classes in (("unused", "image_folder", 2), ("unused", "imagenet", 1000),
                                 (str(image_tree), "image_folder", 3)):
-        subject, = fresh(["quickstart"], ["mimetic"], seed=None, sets=[
+        subject, = fresh(["quickstart"], ["deep_impulse"], seed=None, sets=[
             *sets, "data.num_classes=0", f"data.name={name}", f"data.root={root}"])
         assert subject.model.head.out_features == subject.recipe.data.num_classes == classes

@@ -13,9 +13,9 @@
     python -m vitinit.figures operations photograph.jpg --out operations.png
     python -m vitinit.figures batch --data-dir photographs --out batch.png
 
-This needs the extra `figures` (matplotlib). Lines have the colours of Okabe and Ito; maps use
-cividis, viridis, or a scale from blue through white at 0 to red. Colour-blind readers can tell
-these colours apart.
+This needs the extra `figures` (matplotlib). An init has the same colour and line in every picture.
+Maps use cividis, viridis, or a scale from blue through white at 0 to red. Colour-blind readers can
+tell these colours apart.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from .plot import FigureError, pyplot
 from .spectrum import draw_spectrum
 from .subjects import Subject, fresh, of_runs
 
+# The figure `kernels` shows this variant of quickstart: a head for each offset of a 3×3 kernel.
+KERNELS = ["model.options.embed_dim=288", "model.options.num_heads=9"]
 RUNS = "folders of runs, archives of runs, or archive/pattern"
 
 
@@ -71,10 +73,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         added.add_argument("--out", type=Path, required=True, help="PNG file to write")
         return added
 
-    def of_models(name: str, text: str) -> Parser:
-        """Add a figure of models, either freshly initialised from recipes or read from runs."""
+    def of_models(name: str, text: str, default: bool = False) -> Parser:
+        """Add a figure of models, either freshly initialised from recipes or read from runs.
+
+        default: without either, it shows KERNELS.
+        """
         added = figure(name, text)
-        source = added.add_mutually_exclusive_group(required=True)
+        source = added.add_mutually_exclusive_group(required=not default)
         source.add_argument("--recipe", nargs="+", metavar="NAME",
                             help="models freshly initialised from these recipes")
         source.add_argument("--run", nargs="+", type=Path, metavar="RUN",
@@ -86,21 +91,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         added.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                            help="for --recipe: override any key")
         added.add_argument("--epochs", type=numbers, default=[], metavar="0,10,300",
-                           help="for --run: epochs whose checkpoints the run kept; default: last.pt")
+                           help="for --run: epochs whose checkpoints the run kept; default: "
+                                "last.pt")
         added.add_argument("--weights", choices=["model", "ema"], help="for --run, default model")
         return added
 
     def of_photographs(added: Parser) -> None:
-        added.add_argument("--data-dir", type=Path, required=True, help="a folder with photographs")
+        added.add_argument("--data-dir", type=Path, help="a folder with photographs; default: the "
+                                                         "images that a recipe of `shapes` draws")
         added.add_argument("--count", type=size, default=24, help="use the first COUNT of them")
 
-    kernels = figure("kernels", "mean attention by offset: the kernels that heads start as")
-    kernels.add_argument("--init", nargs="+", default=["default", "mimetic", "impulse"],
-                         type=init, help=", ".join(INITS))
-    kernels.add_argument("--embed-dim", type=size, default=288)
-    kernels.add_argument("--num-heads", type=size, default=9)
-    kernels.add_argument("--patch-size", type=size, default=4)
-    kernels.add_argument("--block", type=integer(0), default=0)
+    kernels = of_models("kernels", "mean attention by offset: the kernels that heads start as",
+                        default=True)
+    of_photographs(kernels)
+    kernels.add_argument("--blocks", nargs="+", type=index, default=[0])
+    kernels.add_argument("--heads", nargs="+", type=index, help="default: all")
     maps = of_models("maps", "Q Kᵀ, P Q Kᵀ Pᵀ and its softmax for every head of ViTs")
     maps.add_argument("--kinds", nargs="+", type=one_of(KINDS), default=list(KINDS),
                       help=", ".join(KINDS))
@@ -112,10 +117,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     attention.add_argument("--heads", nargs="+", type=index, default=[0, 1, 2])
     attention.add_argument("--queries", nargs="+", type=pair, default=[], metavar="ROW,COLUMN",
                            help="query patches, counted from 0; default: the one in the middle")
-    mass = of_models("mass", "share of attention on the impulse's targets, by depth")
-    of_photographs(mass)
-    mass.add_argument("--kernel-size", type=size, default=3,
-                      help="width of the kernels whose cells are the heads' targets")
+    of_photographs(of_models("mass", "share of attention on the heads' targets, by depth"))
     equivariance = of_models("equivariance", "whether tokens move with the image, by depth")
     of_photographs(equivariance)
     equivariance.add_argument("--step", type=pair, default=(1, 1), metavar="DOWN,RIGHT",
@@ -128,7 +130,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     curves = figure("curves", "validation top-1 of finished runs by epoch, or quantities by step")
     curves.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=RUNS)
     curves.add_argument("--steps", action="store_true",
-                        help="loss, learning rate and gradient norm by step; also of unfinished runs")
+                        help="loss, learning rate and gradient norm by step; also of unfinished "
+                             "runs")
     operations = figure("operations", "a photograph under each of RandAugment's operations")
     operations.add_argument("image", type=Path)
     operations.add_argument("--magnitude", type=real(minimum=0.0, maximum=10.0), default=9.0)
@@ -150,22 +153,24 @@ def subjects(args: argparse.Namespace) -> Iterator[Subject]:
             raise FigureError(f"{option} goes with {'--recipe' if args.run else '--run'}")
     if args.run:
         return of_runs(args.run, args.epochs, args.weights or "model")
+    if not args.recipe:
+        args.recipe, args.init = ["quickstart"], args.init or ["default", "mimetic", "impulse"]
+        args.set = [*KERNELS, *args.set]
     return fresh(args.recipe, args.init or [None], seed=args.seed, sets=args.set)
 
 
 def draw(args: argparse.Namespace) -> None:
     """Draw the figure that the arguments name."""
     if args.figure == "kernels":
-        draw_kernels(args.out, inits=args.init, embed_dim=args.embed_dim, block=args.block,
-                     num_heads=args.num_heads, patch_size=args.patch_size)
+        draw_kernels(args.out, subjects(args), folder=args.data_dir, count=args.count,
+                     blocks=args.blocks, heads=args.heads)
     elif args.figure == "maps":
         draw_maps(args.out, subjects(args), kinds=args.kinds, blocks=args.blocks, heads=args.heads)
     elif args.figure == "attention":
         draw_attention(args.out, subjects(args), args.image, blocks=args.blocks, heads=args.heads,
                        queries=args.queries)
     elif args.figure == "mass":
-        draw_mass(args.out, subjects(args), folder=args.data_dir, count=args.count,
-                  kernel_size=args.kernel_size)
+        draw_mass(args.out, subjects(args), folder=args.data_dir, count=args.count)
     elif args.figure == "equivariance":
         draw_equivariance(args.out, subjects(args), folder=args.data_dir, count=args.count,
                           step=args.step)

@@ -29,15 +29,19 @@ def heat_maps(weights: Tensor, grid: tuple[int, int], query: tuple[int, int]) ->
     """
     cells, (row, column) = grid[0] * grid[1], query
     if not (0 <= row < grid[0] and 0 <= column < grid[1]):
-        raise FigureError(f"query {row},{column} is not on the {grid[0]}×{grid[1]} grid of patches")
+        raise FigureError(f"query {row},{column} is not on the {grid[0]}×{grid[1]} grid of "
+                          "patches")
     return weights[:, -cells:, -cells:][:, row * grid[1] + column].unflatten(-1, grid)
 
 
-def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *, blocks: Sequence[int],
-                   heads: Sequence[int], queries: Sequence[tuple[int, int]]) -> None:
+def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *,
+                   blocks: Sequence[int], heads: Sequence[int],
+                   queries: Sequence[tuple[int, int]]) -> None:
     """Draw one row per model, block and query: the photograph, then one heat map per head.
 
-    The query patch is framed in each. queries: (row, column); if empty, the patch in the middle.
+    The query patch is framed in each. All maps have one scale, which rises with the square root of
+    attention, since that may spread over all patches or lie on one. queries: (row, column); if
+    empty, the patch in the middle.
     """
     rows = []
     for subject in subjects:
@@ -55,28 +59,30 @@ def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *, 
                              heat_maps(weights[list(heads)], grid, query)))
 
     plt = pyplot()
+    largest = max(maps.max().item() for *_, maps in rows)
+    scale = plt.matplotlib.colors.PowerNorm(0.5, vmin=0.0, vmax=largest)
     figure, axes = plt.subplots(len(rows), len(heads) + 1, squeeze=False, layout="constrained",
                                 figsize=(1.9 * (len(heads) + 1) + 1.2, 1.95 * len(rows) + .7))
     for line, (label, image, grid, query, maps) in zip(axes, rows):
         height, width = image.shape[1:]
         down, across = height / grid[0], width / grid[1]                 # a patch in pixels
         grey = sum(share * plane.float() for share, plane in zip(LUMA, image))
-        extent = (0, width, height, 0)                                   # one frame for both layers
+        extent = (0, width, height, 0)                                   # the same for both layers
         line[0].imshow(image.permute(1, 2, 0).numpy(), extent=extent)
         line[0].set_ylabel(label, fontsize=9)
         for axis, heat in zip(line[1:], maps):
             axis.imshow(grey.numpy(), cmap="gray", vmin=0, vmax=255, extent=extent)
-            layer = axis.imshow(heat.numpy(), cmap=OVERLAY, vmin=0, vmax=maps.max().item(),
-                                alpha=HEAT, extent=extent, interpolation="nearest")
+            layer = axis.imshow(heat.numpy(), cmap=OVERLAY, norm=scale, alpha=HEAT,
+                                extent=extent, interpolation="nearest")
         for axis in line:
             axis.set(xticks=[], yticks=[])
             corner = (query[1] * across, query[0] * down)
             for colour, thickness in (("black", 2.0), ("white", 0.9)):   # visible on any background
                 axis.add_patch(plt.Rectangle(corner, across, down, fill=False, edgecolor=colour,
                                              linewidth=thickness))
-        bar = figure.colorbar(layer, ax=list(line), label="attention", shrink=0.9, pad=0.01)
-        bar.ax.tick_params(labelsize=7)
+    bar = figure.colorbar(layer, ax=list(axes.flat), label="attention", shrink=0.9, pad=0.01)
+    bar.ax.tick_params(labelsize=7)
     for axis, title in zip(axes[0], ("photograph, query framed", *(f"head {h}" for h in heads))):
         axis.set_title(title, fontsize=9)
     figure.suptitle(f"{subject.recipe.name}: what the framed patch attends to", fontsize=11)
-    save(figure, out, dpi=PHOTO_DPI)
+    save(figure, out, dpi=PHOTO_DPI, few_colours="dithered")

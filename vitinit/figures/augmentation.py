@@ -45,7 +45,7 @@ def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
                        operation.name if operation else "original", fontsize=9)
         axis.set_axis_off()
     figure.suptitle(f"RandAugment's operations at magnitude {magnitude:g}", fontsize=11)
-    save(figure, out, dpi=72)
+    save(figure, out, dpi=72, few_colours="dithered")
 
 
 def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
@@ -76,10 +76,10 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
         mixed = (mixed + torch.tensor(IMAGENET_MEAN).view(3, 1, 1)).clamp(0, 1)
         for column, (axis, tile) in enumerate(zip(row, mixed)):
             axis.imshow(tile.permute(1, 2, 0).numpy())
-            axis.set_title(f"{mix.share:.2f} × {column + 1} + {1 - mix.share:.2f} × {count - column}",
-                           fontsize=9)
+            axis.set_title(f"{mix.share:.2f} × {column + 1} + "
+                           f"{1 - mix.share:.2f} × {count - column}", fontsize=9)
             axis.set(xticks=[], yticks=[])
         row[0].set_ylabel(kind, fontsize=10)
     figure.suptitle("Two augmented batches: each image with its partner, targets in these shares",
                     fontsize=11)
-    save(figure, out, dpi=72)
+    save(figure, out, dpi=72, few_colours="dithered")

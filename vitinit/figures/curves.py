@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ..runs.folder import RunFolder
 from ..runs.groups import Group
-from .plot import COLOURS, LINES, FigureError, pyplot, save
+from .plot import FigureError, add_legend, looks_of, pyplot, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 POINTS = 400                    # points per line, at most; longer lines average neighbours
 QUANTITIES = {"loss": "training loss", "lr": "learning rate", "grad_norm": "gradient norm"}
@@ -28,19 +29,15 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
     without an evaluation are left out.
     """
     figure, axis = pyplot().subplots(figsize=(6.4, 3.8), layout="constrained")
-    for group, colour, line in zip(groups, cycle(COLOURS), cycle(LINES)):
+    for group, (colour, line) in zip(groups, looks(groups)):
         measured = [[row for row in run.rows if row["val_top1"] is not None]
                     for run in group.runs.values()]
         epochs = [row["epoch"] for row in measured[0]]       # the same for all seeds of a recipe
         tops = torch.tensor([[row["val_top1"] for row in rows] for rows in measured])
         draw_band(axis, epochs, tops, colour, line, named(group))
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.set(xlabel="epoch", ylabel="validation top-1 (%)",
-             title="Top-1 by epoch: mean over seeds, band from lowest to highest")
-    axis.title.set_fontsize(11)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=9)
-    save(figure, out, dpi=130)
+    axis.set(xlabel="epoch", ylabel="validation top-1 (%)")
+    finish(figure, out, groups, "Top-1 by epoch")
 
 
 def draw_steps(out: Path, groups: Sequence[Group]) -> None:
@@ -53,12 +50,12 @@ def draw_steps(out: Path, groups: Sequence[Group]) -> None:
     """
     figure, axes = pyplot().subplots(1, len(QUANTITIES), figsize=(11.0, 3.6), layout="constrained")
     most = 1
-    for group, colour, line in zip(groups, cycle(COLOURS), cycle(LINES)):
+    for group, (colour, line) in zip(groups, looks(groups)):
         by_seed = [by_step(RunFolder(run.path).steps.rows()) for run in group.runs.values()]
         steps = [step for step in by_seed[0] if all(step in rows for rows in by_seed)]
         if not steps:
-            raise FigureError(f"{next(iter(group.runs.values())).path}: no steps on record to draw; "
-                              "steps.jsonl has a line from the tenth on, in runs of this version")
+            raise FigureError(f"{next(iter(group.runs.values())).path}: no steps on record to "
+                              "draw; steps.jsonl has a line from the tenth on")
         merged = -(-len(steps) // POINTS)
         most = max(most, merged)
         for axis, key in zip(axes, QUANTITIES):
@@ -68,13 +65,25 @@ def draw_steps(out: Path, groups: Sequence[Group]) -> None:
                       averaged(values, merged), colour, line, named(group))
     for axis, words in zip(axes, QUANTITIES.values()):
         axis.set(xlabel="step", title=words)
-        axis.grid(alpha=0.3)
     axes[-1].set_yscale("log")                       # gradient norms are far higher at the start
-    axes[0].legend(fontsize=9)
-    apart = f"every tenth step, {most} of them to a point" if most > 1 else "every tenth step"
-    figure.suptitle(f"{apart[0].upper()}{apart[1:]}: mean over seeds, band from lowest to highest",
-                    fontsize=11)
-    save(figure, out, dpi=130)
+    finish(figure, out, groups,
+           f"Every tenth step, {most} of them to a point" if most > 1 else "Every tenth step")
+
+
+def looks(groups: Sequence[Group]) -> list[tuple]:
+    """The colour and the line of each group, which are those of its init."""
+    return looks_of([next(iter(group.runs.values())).keys["init.name"] for group in groups])
+
+
+def finish(figure: Figure, out: Path, groups: Sequence[Group], heading: str) -> None:
+    """Add grids, the legend and a heading, which names the bands where there are any; save."""
+    if any(len(group.runs) > 1 for group in groups):
+        heading += ": mean over seeds, band from lowest to highest"
+    for axis in figure.axes:
+        axis.grid(alpha=0.3)
+    add_legend(figure, {line.get_label(): line for line in figure.axes[0].lines})
+    figure.suptitle(heading, fontsize=11)
+    save(figure, out, dpi=120)
 
 
 def named(group: Group) -> str:
@@ -82,25 +91,27 @@ def named(group: Group) -> str:
     return f"{group.label} ({len(group.runs)} seed{'s' * (len(group.runs) > 1)})"
 
 
-def draw_band(axis: Axes, across: Sequence[int] | Tensor, values: Tensor, colour: str, line: str,
-              label: str) -> None:
-    """Draw the mean over seeds as a line and the range as a band.
+def draw_band(axis: Axes, across: Sequence[int] | Tensor, values: Tensor, colour: str,
+              line: str | tuple, label: str) -> None:
+    """Draw the mean over seeds as a line and, of two or more, the range as a band.
 
     across: (points,), horizontal positions. values: (seeds, points); NaN is not drawn.
     """
     axis.plot(across, values.mean(0), color=colour, linestyle=line, label=label,
               marker="." if len(across) < 20 else None)      # few points are marked one by one
-    axis.fill_between(across, values.amin(0), values.amax(0), color=colour, alpha=0.2, linewidth=0)
+    if len(values) > 1:
+        axis.fill_between(across, values.amin(0), values.amax(0), color=colour, alpha=0.2,
+                          linewidth=0)
 
 
 def by_step(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
     """Map each step to its QUANTITIES; NaN where one was not measured, as where fp16 overflowed."""
-    return {row["step"]: {key: float("nan") if row[key] is None else row[key] for key in QUANTITIES}
+    return {row["step"]: {key: math.nan if row[key] is None else row[key] for key in QUANTITIES}
             for row in rows}
 
 
 def averaged(values: Tensor, merged: int) -> Tensor:
-    """Average each `merged` neighbouring columns: (rows, columns) → (rows, ⌈columns / merged⌉).
+    """Average each `merged` neighbours of a row: (rows, columns) → (rows, ⌈columns / merged⌉).
 
     NaN is left out of the means.
     """

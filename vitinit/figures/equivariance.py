@@ -1,7 +1,7 @@
 """The figure `equivariance`: whether a ViT's patch tokens move when the image moves, by depth.
 
 A model is equivariant to translation if moving its input by some patches moves its tokens likewise.
-The figure shows how far the tokens of each block are from that.
+The figure shows how far the tokens after each block are from that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..models import VisionTransformer
-from .plot import FigureError, Line, colours_of, draw_panels
+from .plot import FigureError, Line, draw_panels, looks_of
 from .subjects import Subject, photographs, require_family
 
 BATCH = 8                       # images per forward pass
@@ -53,26 +53,29 @@ def shift_errors(model: VisionTransformer, images: Tensor, step: tuple[int, int]
             expected.square().mean((1, 2, 3, 4))).sqrt()
 
 
-def draw_equivariance(out: Path, subjects: Iterable[Subject], *, folder: Path, count: int,
+def draw_equivariance(out: Path, subjects: Iterable[Subject], *, folder: Path | None, count: int,
                       step: tuple[int, int]) -> None:
     """Draw one panel per recipe with one line per init, or per run and epoch; print the numbers.
 
-    folder, count: the first `count` photographs in `folder` are used.
-    Raises FigureError if `count` is less than 2.
+    folder, count: see `photographs`. Raises FigureError if `count` is less than 2.
     """
     if count < 2:
         raise FigureError(f"--count {count}: what differs between images takes two at least")
-    found: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    found: dict[str, list[tuple[Subject, Tensor]]] = defaultdict(list)
     for subject in subjects:
         require_family(subject, "equivariance", VisionTransformer)
-        name = subject.recipe.name
         errors = shift_errors(subject.model, photographs(folder, count, subject.recipe), step)
-        found[name][subject.state] = errors
-        print(f"{name}, {subject.state}:", *(f"{error:.3f}" for error in errors))
+        found[subject.recipe.name].append((subject, errors))
+        print(f"{subject.recipe.name}, {subject.state}:", *(f"{error:.3f}" for error in errors))
 
-    colours = colours_of(state for states in found.values() for state in states)
-    panels = {name: [Line(errors, state, colours[state]) for state, errors in states.items()]
-              for name, states in found.items()}
-    draw_panels(out, panels, across="blocks behind", down="error of tokens, share of their rms",
+    panels = {}
+    for name, states in found.items():
+        looks = looks_of([subject.recipe.init.name for subject, _ in states])
+        panels[name] = [Line(errors, subject.state, *look)
+                        for (subject, errors), look in zip(states, looks)]
+    depth = max(len(errors) for states in found.values() for _, errors in states) - 1
+    draw_panels(out, panels, columns=len(panels), across="after block",
+                ticks=["input", *map(str, range(depth))],
+                down="error of tokens, share of their rms",
                 heading=f"Tokens of images moved by {step[0]} and {step[1]} patches, against moved "
-                        f"tokens, {count} photographs")
+                        f"tokens, {count} images")

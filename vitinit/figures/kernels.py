@@ -1,8 +1,8 @@
-"""The figures `kernels` and `filters`.
+"""The figures `kernels` and `filters`: what a model mixes tokens with, by offset.
 
-`kernels` shows the mean attention of each head of a fresh ViT by the offset from query to key: the
-convolution kernel that the head starts as. `filters` shows kernels that a model has as parameters:
-a ConvMixer's depthwise filters and a Swin's relative position bias.
+`kernels` shows the mean attention of each head of a ViT or SimpleViT by the offset from query to
+key: the convolution kernel that the head starts as. `filters` shows kernels that a model has as
+parameters: a ConvMixer's depthwise filters and a Swin's relative position bias.
 """
 
 from __future__ import annotations
@@ -10,62 +10,36 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
-from ..command_line import building
-from ..data import shapes
-from ..data.augment import normalise
-from ..init import init_weights
-from ..keys import Stream, keyed_generator
 from ..mixing import mean_kernel, mixing_matrices
-from ..models import ConvMixer, SwinTransformer, build_model
-from .plot import Row, draw_grid, pyplot, save
-from .subjects import Subject, require_family, require_indices
+from ..models import ConvMixer, SwinTransformer
+from .plot import Row, draw_grid
+from .subjects import Subject, chosen_heads, photographs, require_family, require_indices
 
 RADIUS = 3                      # largest offset in the figure `kernels`, in patches
 
 
-def example_images(count: int) -> Tensor:
-    """The first validation images of the data set `shapes`, (count, 3, 32, 32), normalised."""
-    images = [shapes.draw_image(keyed_generator(shapes.SEED, Stream.SHAPES, 1, index))[0]
-              for index in range(count)]
-    return normalise(torch.stack([torch.from_numpy(p) for p in images]), [0.5] * 3, [0.25] * 3)
+def draw_kernels(out: Path, subjects: Iterable[Subject], *, folder: Path | None, count: int,
+                 blocks: Sequence[int], heads: Sequence[int] | None) -> None:
+    """Draw mean attention by offset, with one row per model and block and one column per head.
 
-
-def draw_kernels(out: Path, *, inits: list[str], embed_dim: int, num_heads: int, patch_size: int,
-                 block: int) -> None:
-    """Draw mean attention by offset, with one row per init and one column per head.
-
-    The model is a ViT for 32-pixel images with mean pooling, initialised with seed 0; the mean is
-    over 64 images of `shapes` and all query tokens.
-    block: the index of the block to show; the model has as many blocks as that takes.
+    folder, count: the mean is over `count` images (`photographs`) and all query tokens.
+    heads: indices; None: all heads.
     """
-    plt = pyplot()
-    images = example_images(64)
-    figure, axes = plt.subplots(len(inits), num_heads, squeeze=False, layout="constrained",
-                                figsize=(1.35 * num_heads + 1.6, 1.45 * len(inits) + 0.5))
-    for number, (row, name) in enumerate(zip(axes, inits)):
-        with building("kernels", "model"):
-            model = build_model("vit_tiny", num_classes=10, image_size=32, patch_size=patch_size,
-                                embed_dim=embed_dim, num_heads=num_heads, depth=block + 1,
-                                pool="mean")
-            init_weights(model, name, generator=torch.Generator().manual_seed(0))
-        weights = mixing_matrices(model, images, blocks=[block])[block]    # (B, h, N, N)
-        kernels = mean_kernel(weights, model.grid, RADIUS).mean(0)        # (h, 2r + 1, 2r + 1)
-        for head, axis in enumerate(row):
-            image = axis.imshow(kernels[head].numpy(), vmin=0, vmax=1, cmap="cividis",
-                                extent=(-RADIUS - .5, RADIUS + .5, RADIUS + .5, -RADIUS - .5))
-            axis.set(xticks=[-RADIUS, 0, RADIUS], yticks=[-RADIUS, 0, RADIUS])
-            axis.tick_params(labelsize=7)
-            if number == 0:
-                axis.set_title(f"head {head}", fontsize=9)
-        row[0].set_ylabel(f"{name}\npatches down", fontsize=9)
-    for axis in axes[-1]:
-        axis.set_xlabel("patches right", fontsize=8)
-    figure.colorbar(image, ax=axes, label="mean attention", shrink=0.8)
-    figure.suptitle(f"What each head attends to before training, block {block}", fontsize=11)
-    save(figure, out, dpi=130)
+    rows, most = [], 0
+    for subject in subjects:
+        require_family(subject, "kernels")
+        require_indices("block", blocks, len(subject.model.blocks))
+        images = photographs(folder, count, subject.recipe)
+        for block, weights in mixing_matrices(subject.model, images, blocks=blocks).items():
+            chosen = chosen_heads(heads, weights.shape[1])               # weights: (B, h, N, N)
+            kernel = mean_kernel(weights[:, chosen], subject.model.grid, RADIUS).mean(0)
+            rows.append(Row(f"{subject.state}\nblock {block}", kernel, "mean attention",
+                            "patches down", "patches right", diverging=False, centred=True))
+            most = max(most, len(chosen))
+    draw_grid(out, rows, [f"head {head}" for head in heads or range(most)],
+              f"{subject.recipe.name}: what each head attends to, mean over {count} images")
 
 
 def held_kernels(model: nn.Module, block: int, columns: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The figure `maps`: Q Kᵀ, P Q Kᵀ Pᵀ and its softmax for each head of a ViT.
+"""The figure `maps`: Q Kᵀ, P Q Kᵀ Pᵀ and its softmax for each head of a ViT or SimpleViT.
 
 arXiv 2305.09828 (mimetic initialisation) and 2505.19985 (structured initialisation) show these
 maps. Q and K are a head's query and key weights, P is the position embedding.
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..models import VisionTransformer
+from ..models import SimpleViT, VisionTransformer
 from ..models.attention import attention_weights
-from .plot import Row, draw_grid
-from .subjects import Subject, require_family, require_indices
+from .plot import FigureError, Row, draw_grid
+from .subjects import Subject, chosen_heads, require_family, require_indices
 
 # kind: label of the colour bar, vertical axis, horizontal axis, whether colours are centred at 0
 KINDS = {
@@ -28,39 +28,46 @@ SHOWN = 0.995                   # share of Q Kᵀ's entries within the colour sc
 
 
 @torch.no_grad()
-def position_maps(model: VisionTransformer, block: int, kind: str) -> Tensor:
+def position_maps(model: VisionTransformer | SimpleViT, block: int, kind: str) -> Tensor:
     """One kind of map for every head of a block.
 
     kind: one of KINDS.
-    Returns (h, D, D) for "qk", else (h, N, N) with N patch tokens. P, (N, D), is the patch tokens'
-    position embedding after the block's own first norm. Biases of queries and keys are left out, as
-    in the papers; "softmax" includes the model's factor 1/√d.
+    Returns (h, D, D) for "qk", else (h, N, N) with N patch tokens. P, (N, D), is the position
+    embedding as it reaches the queries and keys where the content is 0: after the block's own first
+    norm, in a SimpleViT also weighted and read as the model does. Biases of queries and keys are
+    left out, as in the papers; "softmax" includes the model's factor on the logits. Raises
+    FigureError for a "qk" of a SimpleViT whose queries and keys are free parameters.
     """
-    attention = model.blocks[block].attn
-    query, key = attention.q_weight.mT, attention.k_weight.mT            # (h, D, d)
+    norm, attention = model.blocks[block].norm1, model.blocks[block].attn
     if kind == "qk":
-        return query @ key.mT                                            # (h, D, D)
-    positions = model.blocks[block].norm1(model.pos_embed[0, model.num_prefix_tokens:])  # (N, D)
-    query, key = positions @ query, positions @ key                      # (h, N, d)
-    if kind == "logits":
-        return query @ key.mT                                            # (h, N, N)
-    return attention_weights(query, key)
+        if getattr(attention, "reads", "") == "free":
+            raise FigureError('Q and K of this model (reads = "free") are no weights of channels; '
+                              "expected --kinds logits softmax")
+        return attention.q_weight.mT @ attention.k_weight                # (h, D, d) @ (h, d, D)
+    if isinstance(model, SimpleViT):
+        share = 1.0 - model.alpha if model.input_pos_embed else 0.0      # of P in the input
+        x = norm(share * model.pos_embed)[None]                          # (1, N, D)
+        if kind == "softmax":
+            return attention.mixing_weights(x, model.pos_embed)[0]
+        query, key = attention.queries_keys(x, model.pos_embed)          # (1, h, N, d) each
+        return (query @ key.mT)[0]
+    positions = norm(model.pos_embed[0, model.num_prefix_tokens:])       # (N, D)
+    query, key = positions @ attention.q_weight.mT, positions @ attention.k_weight.mT  # (h, N, d)
+    return query @ key.mT if kind == "logits" else attention_weights(query, key)
 
 
 def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
               blocks: Sequence[int], heads: Sequence[int] | None) -> None:
-    """Draw one row per model, block and kind, with one column per head.
+    """Draw one row per kind, model and block, with one column per head.
 
-    Each row has one colour scale. heads: indices; None: all heads.
+    Each kind has one colour scale. heads: indices; None: all heads.
     """
-    rows, most = [], 0
+    rows, most = {kind: [] for kind in kinds}, 0
     for subject in subjects:
-        require_family(subject, "maps", VisionTransformer)
+        require_family(subject, "maps")
         require_indices("block", blocks, len(subject.model.blocks))
         for block in blocks:
-            count = subject.model.blocks[block].attn.num_heads
-            chosen = list(range(count)) if heads is None else list(heads)
-            require_indices("head", chosen, count)
+            chosen = chosen_heads(heads, subject.model.blocks[block].attn.num_heads)
             most = max(most, len(chosen))
             for kind in kinds:
                 unit, down, across, diverging = KINDS[kind]
@@ -68,7 +75,8 @@ def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
                 # If colours reached the few largest entries of Q Kᵀ, such as a diagonal's, all
                 # other entries would be pale.
                 peak = np.quantile(maps.abs().numpy(), SHOWN) if kind == "qk" else 0.0
-                rows.append(Row(f"{subject.state}\nblock {block}", maps, unit, down, across,
-                                diverging, peak=peak))
-    draw_grid(out, rows, [f"head {head}" for head in heads or range(most)],
+                rows[kind].append(Row(f"{subject.state}\nblock {block}", maps, unit, down, across,
+                                      diverging, peak=peak))
+    draw_grid(out, [row for kind in kinds for row in rows[kind]],
+              [f"head {head}" for head in heads or range(most)],
               f"{subject.recipe.name}: each head on the position embedding P")

@@ -1,4 +1,4 @@
-"""Plotting that all figures share: matplotlib's setup, colours, panels of lines, grids of maps.
+"""Plotting that all figures share: the look of each init, panels of lines, grids of maps.
 
 The colours can be told apart by colour-blind readers.
 """
@@ -6,11 +6,12 @@ The colours can be told apart by colour-blind readers.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
-from itertools import cycle
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from PIL import Image
 from torch import Tensor
@@ -21,13 +22,22 @@ from ..train.checkpoint import written_atomically
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")   # Okabe and Ito's
+# Each init has one colour and one line in every picture, here and in the lessons. The colours are
+# those of Okabe and Ito.
+BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+ORANGE, SKY, BLACK = "#E69F00", "#56B4E9", "#000000"
+LOOKS = {"default": (BLUE, "-"), "torch": (SKY, "--"), "lecun": (BLACK, "--"),
+         "mimetic": (GREEN, "--"), "impulse": (VERMILION, "-."),
+         "deep_impulse": (PURPLE, (0, (6, 1))), "norm_matched": (ORANGE, ":"),
+         "impulse_gd": (VERMILION, ":"), "filters": (SKY, "-.")}
+OTHER = (BLACK, "-")            # an init that is not in the table
 LINES = ("-", "--", "-.", ":")
 SEQUENTIAL = "cividis"          # colour map for values from 0 up
 OVERLAY = "viridis"             # the same over a grey photograph, since cividis contains greys
 DIVERGING = "RdBu_r"            # blue below 0, white at 0, red above; ColorBrewer lists it as safe
 LEVELS = 63                     # colours in a map: odd, so that 0 is white; more make larger files
 DPI = 100
+FEW = 256                       # colours of a picture with photographs or maps of noise
 LETTER = 0.07                   # width of a letter in inches, in a legend of 8 points
 
 
@@ -43,16 +53,19 @@ def pyplot() -> ModuleType:
     try:
         import matplotlib
     except ImportError:
-        raise SystemExit("vitinit.figures needs matplotlib: pip install 'vitinit[figures]'") from None
+        raise SystemExit("vitinit.figures needs matplotlib: pip install 'vitinit[figures]'"
+                         ) from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     return plt
 
 
-def save(figure: Figure, out: Path, dpi: int = DPI, *, colours: int | None = None) -> None:
+def save(figure: Figure, out: Path, dpi: int = DPI, *,
+         few_colours: Literal["", "flat", "dithered"] = "") -> None:
     """Write a figure as a PNG file and close it, since pyplot would keep it in memory otherwise.
 
-    colours: reduce it to so many. Raises FigureError if it is too large for matplotlib, and
+    few_colours: reduce it to FEW colours, which is a fourth of the bytes: "flat" for the areas of
+    maps, "dithered" for photographs. Raises FigureError if it is too large for matplotlib, and
     CheckpointError if the file cannot be written; one that was there then stays.
     """
     drawn = io.BytesIO()
@@ -62,11 +75,37 @@ def save(figure: Figure, out: Path, dpi: int = DPI, *, colours: int | None = Non
         raise FigureError(f"{out}: cannot be drawn: {in_brief(error)}") from None
     finally:
         pyplot().close(figure)
-    if colours is not None:
-        few = Image.open(drawn).convert("RGB").quantize(colours, dither=Image.Dither.NONE)
+    if few_colours:
+        picture = Image.open(drawn).convert("RGB")
+        if few_colours == "flat":
+            few = picture.quantize(FEW, dither=Image.Dither.NONE)
+        else:                                        # this method's palette keeps rare colours
+            palette = picture.quantize(FEW, method=Image.Quantize.FASTOCTREE)
+            few = picture.quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG)
         few.save(drawn := io.BytesIO(), format="png", optimize=True)
     with written_atomically(out) as file:
         file.write(drawn.getvalue())
+
+
+def looks_of(inits: Sequence[str]) -> list[tuple]:
+    """The colour and the line of each of these inits, in order.
+
+    An init that comes again, as after other epochs, keeps its colour and takes another line.
+    """
+    looks, seen = [], Counter()
+    for init in inits:
+        colour, line = LOOKS.get(init, OTHER)
+        lines = [line, *(other for other in LINES if other != line)]
+        looks.append((colour, lines[seen[init] % len(lines)]))
+        seen[init] += 1
+    return looks
+
+
+def add_legend(figure: Figure, handles: dict) -> None:
+    """Add a legend below the panels, where it hides nothing. handles: label → line."""
+    columns = int(figure.get_figwidth() / (LETTER * max(map(len, handles)) + 0.6))
+    figure.legend(handles.values(), handles, loc="outside lower center", fontsize=8,
+                  ncols=min(max(columns, 1), 4))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -80,38 +119,41 @@ class Line(NamedTuple):
     values: Tensor              # (points,); NaN is not drawn
     label: str                  # give lines of the same label the same look in all panels
     colour: str
-    style: str = "-"
-    marker: str = "o"
+    line: str | tuple = "-"
+    width: float = 1.5
 
 
-def colours_of(names: Iterable[str]) -> dict[str, str]:
-    """Assign a colour to each distinct name, in order; from the seventh on, colours repeat."""
-    return dict(zip(dict.fromkeys(names), cycle(COLOURS)))
-
-
-def draw_panels(out: Path, panels: dict[str, list[Line]], *, across: str, down: str, heading: str,
-                top: float | None = None) -> None:
-    """Draw panels of lines side by side with a shared vertical scale and a shared legend.
+def draw_panels(out: Path, panels: dict[str, list[Line]], *, columns: int, across: str, down: str,
+                heading: str, ticks: Sequence[str], shares: bool = False) -> None:
+    """Draw panels of lines in rows of `columns` with one vertical scale and one legend.
 
     panels: title → lines. across, down: labels of the horizontal and the vertical axis.
-    top: upper end of the vertical scale, which starts at 0; None: the largest value.
+    ticks: what stands at x = 0, 1, 2, … of every panel.
+    shares: the scale is logarithmic and ends at 1; if not, it is linear and starts at 0.
     """
-    width = max(7.6, 3.1 * len(panels) + 1.2)        # inches
-    figure, axes = pyplot().subplots(1, len(panels), squeeze=False, sharey=True, layout="constrained",
-                                     figsize=(width, 4.2))
+    rows = -(-len(panels) // columns)
+    width = max(7.6, 2.4 * columns + 0.8)            # inches
+    figure, axes = pyplot().subplots(rows, columns, squeeze=False, sharey=True,
+                                     layout="constrained", figsize=(width, 2.2 * rows + 1.6))
     legend = {}
-    for axis, (title, lines) in zip(axes[0], panels.items()):
+    for axis, (title, lines) in zip(axes.flat, panels.items()):
         for line in lines:
-            legend[line.label], = axis.plot(line.values, color=line.colour, linestyle=line.style,
-                                            marker=line.marker, markersize=3, label=line.label)
-        axis.set(title=title, xlabel=across, xticks=range(max(len(line.values) for line in lines)))
+            legend[line.label], = axis.plot(line.values, color=line.colour, linestyle=line.line,
+                                            marker="o", markersize=2 * line.width,
+                                            linewidth=line.width, label=line.label)
+        axis.set_title(title, fontsize=10)
+        axis.set_xticks(range(len(ticks)), ticks)
+        axis.tick_params(labelsize=7)
         axis.grid(alpha=0.3)
-    axes[0, 0].set_ylabel(down)
-    # All panels share this scale. With a `top`, a margin of 2 % keeps markers at both ends whole.
-    axes[0, 0].set_ylim((0.0, None) if top is None else (-0.02 * top, 1.02 * top))
-    columns = int(width / (LETTER * max(map(len, legend)) + 0.6))    # 0.6 inch: the line's sample
-    figure.legend(legend.values(), legend, loc="outside lower center", fontsize=8,
-                  ncols=min(max(columns, 1), 4))
+    for axis in axes[-1]:
+        axis.set_xlabel(across)
+    figure.supylabel(down, fontsize=10)
+    if shares:
+        axes[0, 0].set_yscale("log")
+        axes[0, 0].set_ylim(None, 1.2)               # room for markers at 1
+    else:
+        axes[0, 0].set_ylim(0.0, None)
+    add_legend(figure, legend)
     figure.suptitle(heading, fontsize=11)
     save(figure, out)
 
@@ -122,57 +164,55 @@ def draw_panels(out: Path, panels: dict[str, list[Line]], *, across: str, down: 
 
 
 class Row(NamedTuple):
-    """A row of a grid: maps side by side with one colour scale."""
+    """A row of a grid: maps side by side."""
 
     label: str
     maps: Tensor                # (columns, height, width)
-    unit: str                   # label of the colour bar
+    unit: str                   # label of the colour bar; neighbouring rows of one unit share it
     down: str                   # label of the vertical axis
     across: str                 # label of the horizontal axis
     diverging: bool             # colours are centred at 0, else they start at 0
     centred: bool = False       # axes count from the centre of a map, as a kernel's offsets do
-    peak: float = 0.0           # absolute value at which colours end; 0: the largest in the row
+    peak: float = 0.0           # absolute value at which colours may end; 0: the row's largest
 
 
-def draw_grid(out: Path, rows: list[Row], titles: list[str], heading: str,
-              side: float = 1.3) -> None:
-    """Draw a grid of maps with one colour bar per row.
+def draw_grid(out: Path, rows: list[Row], titles: list[str], heading: str) -> None:
+    """Draw a grid of maps. Neighbouring rows of one unit have one scale, and one colour bar.
 
-    titles: of the columns. side: width and height of a map in inches.
+    titles: of the columns.
     """
-    plt = pyplot()
+    plt, side = pyplot(), min(1.3, max(0.72, 6.5 / len(titles)))         # inches of a map
     figure, axes = plt.subplots(len(rows), len(titles), squeeze=False, layout="constrained",
-                                figsize=(side * len(titles) + 2.0, (side + .35) * len(rows) + .6))
-    for number, (line, row) in enumerate(zip(axes, rows)):
-        largest = row.maps.abs().max().item() or 1.0     # 1 if all values are 0: no empty scale
-        peak = row.peak or largest
-        cut = "neither" if peak >= largest else "both" if row.diverging else "max"
-        look = dict(cmap=plt.get_cmap(DIVERGING if row.diverging else SEQUENTIAL, LEVELS),
-                    vmin=-peak if row.diverging else 0.0, vmax=peak)
-        for axis in line[len(row.maps):]:            # this row has fewer maps than another
-            axis.set_axis_off()
-        for column, (axis, values) in enumerate(zip(line, row.maps)):
-            height, width = values.shape
-            up, left = ((height - 1) // 2, (width - 1) // 2) if row.centred else (0, 0)
-            # A map with more entries than pixels is averaged; "nearest" would skip entries.
-            fine = height > side * DPI
-            image = axis.imshow(values.numpy(), **look, interpolation_stage="data",
-                                interpolation="antialiased" if fine else "nearest", extent=(
-                                    -left - .5, width - left - .5, height - up - .5, -up - .5))
-            axis.tick_params(labelsize=6)
-            axis.locator_params(nbins=4, integer=True)
-            if column:
-                axis.set_yticklabels([])
-            if number == 0:
-                axis.set_title(titles[column], fontsize=9)
-            # If the next row has the same horizontal axis, its label serves for both.
-            if number + 1 == len(rows) or rows[number + 1].across != row.across:
-                axis.set_xlabel(row.across, fontsize=8)
-        line[0].set_ylabel(f"{row.label}\n{row.down}", fontsize=8)
-        bar = figure.colorbar(image, ax=list(line), label=row.unit, shrink=0.9, pad=0.01,
-                              extend=cut)
+                                figsize=(side * len(titles) + 2.0, (side + .2) * len(rows) + .8))
+    lines = zip(axes, rows)
+    for (unit, diverging), group in groupby(rows, key=lambda row: (row.unit, row.diverging)):
+        shown = [next(lines) for _ in group]
+        largest = max(row.maps.abs().max().item() for _, row in shown) or 1.0   # no empty scale
+        peak = max(row.peak or row.maps.abs().max().item() for _, row in shown) or 1.0
+        cut = "neither" if peak >= largest else "both" if diverging else "max"
+        look = dict(cmap=plt.get_cmap(DIVERGING if diverging else SEQUENTIAL, LEVELS),
+                    vmin=-peak if diverging else 0.0, vmax=peak)
+        for line, row in shown:
+            for axis in line[len(row.maps):]:        # this row has fewer maps than another
+                axis.set_axis_off()
+            for column, (axis, values) in enumerate(zip(line, row.maps)):
+                height, width = values.shape
+                up, left = ((height - 1) // 2, (width - 1) // 2) if row.centred else (0, 0)
+                # A map with more entries than pixels is averaged; "nearest" would skip entries.
+                fine = height > side * DPI
+                image = axis.imshow(values.numpy(), **look, interpolation_stage="data",
+                                    interpolation="antialiased" if fine else "nearest", extent=(
+                                        -left - .5, width - left - .5, height - up - .5, -up - .5))
+                axis.tick_params(labelsize=6)
+                axis.locator_params(nbins=4, integer=True)
+                axis.tick_params(labelleft=not column, labelbottom=row is shown[-1][1])
+            line[0].set_ylabel(f"{row.label}\n{row.down}", fontsize=8)
+        for axis in shown[-1][0]:
+            axis.set_xlabel(row.across, fontsize=8)
+        bar = figure.colorbar(image, ax=[axis for line, _ in shown for axis in line], label=unit,
+                              shrink=0.9, pad=0.01, aspect=20 * len(shown), extend=cut)
         bar.ax.tick_params(labelsize=7)
+    for axis, title in zip(axes[0], titles):
+        axis.set_title(title, fontsize=9)
     figure.suptitle(heading, fontsize=11)
-    # Maps of noise hardly compress. 256 colours, enough for two colour maps and text, make the file
-    # about four times smaller.
-    save(figure, out, colours=256)
+    save(figure, out, few_colours="flat")

@@ -17,9 +17,9 @@ from ..mixing import block_grids, mixing_matrices
 from ..models import SimpleViT, SwinTransformer, VisionTransformer
 from ..runs.trained import Trained, as_input
 from .attention import HEAT, LUMA
-from .plot import COLOURS, OVERLAY, FigureError, pyplot, save
+from .plot import BLUE, OVERLAY, VERMILION, FigureError, pyplot, save
 
-RIGHT, WRONG, UNKNOWN = COLOURS[0], COLOURS[1], "0.35"      # blue, vermilion, grey
+RIGHT, WRONG, UNKNOWN = BLUE, VERMILION, "0.35"
 COLUMNS = 10                    # tiles per row, at most
 SIDE = 1.25                     # width and height of an image in inches
 LONGEST = 22                    # characters shown of a class or file name, at most
@@ -40,8 +40,8 @@ class Tile(NamedTuple):
 def require_attention(trained: Trained) -> None:
     """Raise FigureError if the model's family has no attention."""
     if not isinstance(trained.model, (VisionTransformer, SimpleViT, SwinTransformer)):
-        raise FigureError(f"--attention: a {type(trained.model).__name__} has no attention; expected "
-                          "a ViT, a SimpleViT or a Swin")
+        raise FigureError(f"--attention: a {type(trained.model).__name__} has no attention; "
+                          "expected a ViT, a SimpleViT or a Swin")
 
 
 @torch.no_grad()
@@ -88,7 +88,7 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
     for number, tile in enumerate(tiles):
         row, column = divmod(number, columns)
         height, width = tile.view.shape[1:]
-        extent = (0, width, height, 0)               # one frame for both layers
+        extent = (0, width, height, 0)               # the same for both layers
         upper, lower = (axes[line, column] for line in (
             images_per_tile * row, images_per_tile * (row + 1) - 1))
         upper.imshow(tile.view.permute(1, 2, 0).numpy(), extent=extent)

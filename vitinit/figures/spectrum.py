@@ -1,4 +1,4 @@
-"""The figure `spectrum`: singular values and ranks of photographs' patch embeddings.
+"""The figure `spectrum`: singular values and ranks of images' patch embeddings.
 
 If X, the N×D patch embeddings of an image, has rank k, then fixed filters can replace learned f×f
 filters as soon as D ≥ k f² (arXiv 2401.12511, §3).
@@ -7,14 +7,13 @@ filters as soon as D ≥ k f² (arXiv 2401.12511, §3).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .plot import COLOURS, LINES, FigureError, pyplot, save
+from .plot import FigureError, add_legend, looks_of, pyplot, save
 from .subjects import Subject, photographs
 
 SMALL = 0.01                    # singular values below this share of the largest hardly matter
@@ -52,35 +51,38 @@ def ranks(values: Tensor, shape: tuple[int, int]) -> Ranks:
                  (values > limit * largest).sum(1).double())
 
 
-def draw_spectrum(out: Path, subjects: Iterable[Subject], *, folder: Path, count: int) -> None:
+def draw_spectrum(out: Path, subjects: Iterable[Subject], *, folder: Path | None, count: int
+                  ) -> None:
     """Draw each model's singular values divided by the largest one; print the ranks.
 
-    A line is the mean over photographs, a band reaches from the lowest to the highest of them.
-    folder, count: the first `count` photographs in `folder` are used.
+    A line is the mean over images, a band reaches from the lowest to the highest of them.
+    folder, count: see `photographs`.
     """
-    figure, axis = pyplot().subplots(figsize=(6.6, 4.2), layout="constrained")
-    for subject, colour, line in zip(subjects, cycle(COLOURS), cycle(LINES)):
+    found = []
+    for subject in subjects:
         images = photographs(folder, count, subject.recipe)
         tokens = patch_embeddings(subject.model, images)                 # (B, N, D)
         # In float64, so that small singular values are not rounding errors of the SVD.
         values = torch.linalg.svdvals(tokens.double())
-        found = ranks(values, tokens.shape[1:])
-        label = f"{subject.recipe.name}, {subject.state}"
-        print(f"{label}: X is {tokens.shape[1]}×{tokens.shape[2]}; mean over {count} photographs: "
-              f"stable rank {found.stable.mean():.2f}, {found.above_share.mean():.1f} singular "
-              f"values above {SMALL:.0%} of the largest, {found.numerical.mean():.1f} above "
+        rank, label = ranks(values, tokens.shape[1:]), f"{subject.recipe.name}, {subject.state}"
+        print(f"{label}: X is {tokens.shape[1]}×{tokens.shape[2]}; mean over {count} images: "
+              f"stable rank {rank.stable.mean():.2f}, {rank.above_share.mean():.1f} singular "
+              f"values above {SMALL:.0%} of the largest, {rank.numerical.mean():.1f} above "
               "float32's limit")
-        shares = values / values[:, :1]
+        found.append((f"{label}: N×D = {tokens.shape[1]}×{tokens.shape[2]}",
+                      subject.recipe.init.name, values / values[:, :1]))
+
+    figure, axis = pyplot().subplots(figsize=(6.6, 4.6), layout="constrained")
+    for (label, _, shares), (colour, line) in zip(found, looks_of([init for _, init, _ in found])):
         numbers = range(1, shares.shape[1] + 1)
-        axis.plot(numbers, shares.mean(0), color=colour, linestyle=line,
-                  label=f"{label}: N×D = {tokens.shape[1]}×{tokens.shape[2]}")
+        axis.plot(numbers, shares.mean(0), color=colour, linestyle=line, label=label)
         axis.fill_between(numbers, shares.amin(0), shares.amax(0), color=colour, alpha=0.2,
                           linewidth=0)
     axis.axhline(SMALL, color="0.4", linestyle=":", label=f"{SMALL:.0%} of the largest")
     axis.set(yscale="log", ylim=(1e-5, 1.5), xlabel="number of the singular value",
              ylabel="singular value / the largest")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    figure.suptitle(f"Patch embeddings X of {count} photographs: singular values, mean and range",
+    add_legend(figure, {line.get_label(): line for line in axis.lines})
+    figure.suptitle(f"Patch embeddings X of {count} images: singular values, mean and range",
                     fontsize=11)
     save(figure, out)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..data.datasets import LooseImages, folder_of
+from ..data.datasets import LooseImages, folder_of, open_split
 from ..init import reads_images
 from ..models import MODELS, SimpleViT, VisionTransformer
 from ..recipe.files import RECIPES, RecipeError, fresh_recipe, with_data
@@ -58,9 +58,9 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
                     _, source = open_training_set(recipe.data, recipe.data.root)
                     recipe = with_data(recipe, num_classes=len(source.classes))
                 elif reads:
-                    print(f"note    recipe {recipe.name}: its init reads training images, and there is "
-                          f"no folder {recipe.data.root}: noise stands in for them, if the init allows "
-                          "that; --set data.root=FOLDER says where they are")
+                    print(f"note    recipe {recipe.name}: its init reads training images, and "
+                          f"there is no folder {recipe.data.root}: noise stands in for them; --set "
+                          "data.root=FOLDER says where they are")
             recipe = without_data(recipe)
             model = built(recipe)
             initialise(model, recipe, source)
@@ -78,7 +78,8 @@ def of_runs(runs: Sequence[Path], epochs: Sequence[int], weights: str) -> Iterat
         for path in [kept_epoch(run, epoch) for epoch in epochs] or [run]:
             saved = open_saved(path)
             name = saved.recipe.init.name if len(runs) == 1 else saved.path.parent.name
-            yield Subject(saved.recipe, f"{name}, {described(saved.path)}", saved.model(weights).eval())
+            yield Subject(saved.recipe, f"{name}, {described(saved.path)}",
+                          saved.model(weights).eval())
 
 
 def kept_epoch(run: Path, epoch: int) -> Path:
@@ -123,19 +124,32 @@ def require_indices(what: str, indices: Sequence[int], count: int) -> None:
                               f"0…{count - 1}")
 
 
+def chosen_heads(heads: Sequence[int] | None, count: int) -> list[int]:
+    """The heads that are asked for, or all `count`; FigureError for one that is not there."""
+    chosen = list(range(count)) if heads is None else list(heads)
+    require_indices("head", chosen, count)
+    return chosen
+
+
 # ---------------------------------------------------------------------------------------------
 # Photographs
 # ---------------------------------------------------------------------------------------------
 
 
-def photographs(folder: Path, count: int, recipe: Recipe) -> Tensor:
+def photographs(folder: Path | None, count: int, recipe: Recipe) -> Tensor:
     """The first `count` photographs under `folder` as the model's inputs, (count, 3, H, W).
 
-    They are resized, cropped and normalised as the recipe does for evaluation. Raises FigureError
-    if there are fewer than `count`.
+    They are resized, cropped and normalised as the recipe does for evaluation. folder: None for a
+    recipe of the data set `shapes`, whose validation images are drawn. Raises FigureError if there
+    are fewer than `count`.
     """
-    source = LooseImages(folder, count)
+    if folder is None and recipe.data.name != "shapes":
+        raise FigureError(f"recipe {recipe.name} has no images of its own: --data-dir names a "
+                          "folder with photographs")
+    source = (open_split("shapes", "", "val", recipe.data.num_classes) if folder is None else
+              LooseImages(folder, count))
     if len(source) < count:
-        raise FigureError(f"{folder}: holds {len(source)} images, and {count} are asked for")
+        raise FigureError(f"{folder or 'shapes'}: holds {len(source)} images, and {count} are "
+                          "asked for")
     return as_input(torch.stack([evaluation_view(source.image(index), recipe)
                                  for index in range(count)]), recipe)
