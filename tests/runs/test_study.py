@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
-from vitinit.compare import mean_and_std, t_interval
+import pytest
+from pages import PAGES
+
+from vitinit.compare import main, mean_and_std, t_interval
 from vitinit.runs.archive import read_archive
 from vitinit.runs.groups import group_runs
 from vitinit.runs.records import Run
 
 SEEDS_OF_THE_TEST = range(3, 8)         # no choice was made on these
+PAGE = next(page for page in PAGES if page.name == "recipes/deep_impulse.md")
+TABLES = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()[2:]]
+          for block in re.findall(r"(?:^\|.*\n)+", PAGE.text, flags=re.MULTILINE)]
 
 
 @pytest.fixture
@@ -21,19 +27,19 @@ def records(repository) -> dict[str, Run]:
 
 
 @pytest.fixture
-def page(repository) -> str:
-    text = (repository / "recipes" / "deep_impulse.md").read_text(encoding="utf-8")
-    return text[:text.index("## The first study")]
+def top1(records, repository) -> dict[str, dict[int, float]]:
+    """An experiment as the page names it → seed → top-1 of the last epoch."""
+    found: dict[str, dict[int, float]] = {}
+    for run in (*records.values(), *read_archive(repository / "recipes" / "muon.tar.xz")):
+        name = run.path.name.rpartition("-s")[0].removeprefix("cifar10_10k")
+        found.setdefault(name, {})[run.seed] = run.rows[-1]["val_top1"]
+    return found
 
 
 def test_the_records_can_be_compared(records):
     groups = group_runs(list(records.values()))
-    assert sum(len(group.runs) for group in groups) == len(records)
+    assert sum(len(group.runs) for group in groups) == len(records) == 93
     assert len({group.label for group in groups}) == len(groups)
-
-
-def held_out(run: Run) -> bool:
-    return run.keys["data.held_out_per_class"] > 0
 
 
 def test_every_choice_was_made_on_held_out_images(records):
@@ -41,8 +47,8 @@ def test_every_choice_was_made_on_held_out_images(records):
     for name, run in records.items():
         assert run.finished, name
         images = run.keys["data.images_per_class"]
-        if held_out(run):
-            assert (run.keys["data.held_out_per_class"], images, run.epochs) == (1000, 1000, 10), name
+        if run.keys["data.held_out_per_class"]:
+            assert (run.keys["data.held_out_per_class"], images, run.epochs) == (1000, 1000, 10)
             assert run.seed not in SEEDS_OF_THE_TEST, name
         else:
             assert run.seed in SEEDS_OF_THE_TEST and len(run.measured("val_top1")) == 1, name
@@ -56,43 +62,31 @@ def test_no_record_names_a_folder_of_the_machine_it_was_made_on(records):
             assert not [word for word in start["command"] if word.startswith("/")], name
 
 
-def test_the_page_has_the_numbers_of_the_records(records, page):
-    assert f"\n{len(records)} runs of the recipes" in page
-    for name, run in records.items():
-        row = run.rows[-1]
-        assert f"| {row['val_top1']:.2f} |" in page, name
-        assert f"| {row['train_loss']:.3f} |" in page or not held_out(run), name
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table[0][0])
+def test_every_row_of_the_page_is_what_the_records_say(table, top1, records):
+    """Runs, seeds, mean ± standard deviation, and the difference to an earlier row of the table."""
+    runs = [top1[row[1].strip("`")] for row in table]
+    for number, ((what, name, measured_on, count, shown, difference), values) in enumerate(
+            zip(table, runs)):
+        assert (count, shown) == (str(len(values)), mean_and_std(list(values.values()))), what
+        stored = records.get(f"cifar10_10k{name.strip('`')}-s{min(values)}")
+        held_out = stored is None or stored.keys["data.held_out_per_class"] > 0
+        assert measured_on == ("held out" if held_out else "test"), what
+        if difference:
+            to, _, words = difference.removeprefix("to ").partition(": ")
+            base = next(values for (before, *_), values in reversed(list(zip(table[:number], runs)))
+                        if before.startswith(to))
+            paired = [values[seed] - base[seed] for seed in values if seed in base]
+            expected = f"{paired[0]:+.2f}" if len(paired) == 1 else \
+                "{:+.2f} ± {:.2f}".format(*t_interval(paired))
+            assert words == expected.replace("-", "−"), what
 
 
-def top1(records: dict[str, Run], experiment: str) -> dict[int, float]:
-    """Seed → top-1 of the last epoch, of the runs in the folders cifar10_10k<experiment>-s<seed>."""
-    return {run.seed: run.rows[-1]["val_top1"] for name, run in sorted(records.items())
-            if name.rpartition("-s")[0] == f"cifar10_10k{experiment}"}
-
-
-@pytest.mark.parametrize("part, seeds", [("test", 5), ("half", 3)])
-def test_the_first_table_has_means_and_paired_intervals(records, page, part, seeds):
-    table = page[:page.index("![")]
-    best, impulse, default = (top1(records, experiment) for experiment in (
-        f"-deep_impulse-{part}-images95-nobias-code12-lr2", f"-impulse-{part}-lecun-lr2",
-        f"-default-{part}"))
-    assert len(best) == len(impulse) == len(default) == seeds
-    for values in (best, impulse, default):
-        assert f"| {seeds} | {mean_and_std(list(values.values()))} |" in table
-    for more, less in ((best, impulse), (best, default), (impulse, default)):
-        mean, half = t_interval([more[seed] - less[seed] for seed in more])
-        assert f"{mean:+.2f} ± {half:.2f}".replace("-", "−") in table
-
-
-@pytest.mark.parametrize("experiment, less", [
-    ("-deep_impulse-code12-nobias", "-deep_impulse-falling-lecun"),
-    ("-deep_impulse-images95-nobias-code12-lr2", "-deep_impulse-falling-lecun"),
-    ("_convmixer-impulse-frozen-k3-f3-res", "_convmixer-impulse-frozen-k3-f3")])
-def test_the_first_table_has_the_means_on_held_out_images(records, page, experiment, less):
-    table = page[:page.index("![")]
-    more, less = top1(records, experiment), top1(records, less)
-    assert list(more) == list(less) == [0, 1, 2]
-    for values in (more, less):
-        assert f"| held out | 3 | {mean_and_std(list(values.values()))} |" in table
-    mean, half = t_interval([more[seed] - less[seed] for seed in more])
-    assert f"{mean:+.2f} ± {half:.2f}".replace("-", "−") in table
+def test_the_commands_of_the_page_compare_the_records(monkeypatch, capsys, repository):
+    monkeypatch.chdir(repository)
+    commands = [words for words in PAGE.commands() if "vitinit.compare" in words]
+    for words, row in zip(commands, ("| 5 | 60.56 ± 0.60 |", "| cifar10_10k, default | 3 | 66.45 ")):
+        assert main(words[3:]) == 0
+        assert row in capsys.readouterr().out
+    assert main(["recipes/remaining_gap.tar.xz"]) == 0       # also all 93 runs at once
+    assert "| 3 | 51.35 ± 0.40 |" in capsys.readouterr().out
