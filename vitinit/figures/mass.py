@@ -48,7 +48,8 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, co
     panels = {}
     for part, words in (("centre", "centre heads"), ("others", "other heads")):
         for name, masses in found.items():
-            uniform = Line(torch.tensor(masses[0][1].uniform), "uniform attention", "0.8", width=5)
+            uniform = Line(torch.tensor(masses[0][1].uniform), "uniform attention", "0.8",
+                           width=6, marker="")
             looks = looks_of([subject.recipe.init.name for subject, _ in masses])
             panels[f"{name}, {words}"] = [uniform, *(
                 Line(torch.tensor(getattr(mass, part)), subject.state, *look)

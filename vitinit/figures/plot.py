@@ -116,11 +116,12 @@ def add_legend(figure: Figure, handles: dict) -> None:
 class Line(NamedTuple):
     """A line of a panel: values at x = 0, 1, 2, …"""
 
-    values: Tensor              # (points,); NaN is not drawn
+    values: Tensor              # (points,); NaN is left out, and the points beside it are joined
     label: str                  # give lines of the same label the same look in all panels
     colour: str
     line: str | tuple = "-"
     width: float = 1.5
+    marker: str = "o"
 
 
 def draw_panels(out: Path, panels: dict[str, list[Line]], *, columns: int, across: str, down: str,
@@ -138,9 +139,10 @@ def draw_panels(out: Path, panels: dict[str, list[Line]], *, columns: int, acros
     legend = {}
     for axis, (title, lines) in zip(axes.flat, panels.items()):
         for line in lines:
-            legend[line.label], = axis.plot(line.values, color=line.colour, linestyle=line.line,
-                                            marker="o", markersize=2 * line.width,
-                                            linewidth=line.width, label=line.label)
+            known = (~line.values.isnan()).nonzero()[:, 0]
+            legend[line.label], = axis.plot(known, line.values[known], color=line.colour,
+                                            linestyle=line.line, linewidth=line.width,
+                                            marker=line.marker, markersize=3, label=line.label)
         axis.set_title(title, fontsize=10)
         axis.set_xticks(range(len(ticks)), ticks)
         axis.tick_params(labelsize=7)
@@ -151,6 +153,7 @@ def draw_panels(out: Path, panels: dict[str, list[Line]], *, columns: int, acros
     if shares:
         axes[0, 0].set_yscale("log")
         axes[0, 0].set_ylim(None, 1.2)               # room for markers at 1
+        axes[0, 0].yaxis.set_major_formatter("{x:g}")
     else:
         axes[0, 0].set_ylim(0.0, None)
     add_legend(figure, legend)
