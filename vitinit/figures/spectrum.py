@@ -55,8 +55,7 @@ def draw_spectrum(out: Path, subjects: Iterable[Subject], *, folder: Path | None
                   ) -> None:
     """Draw each model's singular values divided by the largest one; print the ranks.
 
-    A line is the mean over images, a band reaches from the lowest to the highest of them.
-    folder, count: see `photographs`.
+    A line is the mean over images. folder, count: see `photographs`.
     """
     found = []
     for subject in subjects:
@@ -74,15 +73,13 @@ def draw_spectrum(out: Path, subjects: Iterable[Subject], *, folder: Path | None
 
     figure, axis = pyplot().subplots(figsize=(6.6, 4.6), layout="constrained")
     for (label, _, shares), (colour, line) in zip(found, looks_of([init for _, init, _ in found])):
-        numbers = range(1, shares.shape[1] + 1)
-        axis.plot(numbers, shares.mean(0), color=colour, linestyle=line, label=label)
-        axis.fill_between(numbers, shares.amin(0), shares.amax(0), color=colour, alpha=0.2,
-                          linewidth=0)
+        axis.plot(range(1, shares.shape[1] + 1), shares.mean(0), color=colour, linestyle=line,
+                  label=label)
     axis.axhline(SMALL, color="0.4", linestyle=":", label=f"{SMALL:.0%} of the largest")
     axis.set(yscale="log", ylim=(1e-5, 1.5), xlabel="number of the singular value",
              ylabel="singular value / the largest")
     axis.grid(alpha=0.3)
     add_legend(figure, {line.get_label(): line for line in axis.lines})
-    figure.suptitle(f"Patch embeddings X of {count} images: singular values, mean and range",
+    figure.suptitle(f"Patch embeddings X of {count} images: singular values, mean",
                     fontsize=11)
     save(figure, out)
