@@ -58,7 +58,7 @@ def real(**bounds: float) -> Callable[[str], float]:
 
 
 def one_of(words: Collection[str]) -> Callable[[str], str]:
-    """A `type` for add_argument: one of some words. The error for another word suggests a near one."""
+    """A `type` for add_argument: one of some words. The error for another suggests a near one."""
     def parse(text: str) -> str:
         if text not in words:
             raise argparse.ArgumentTypeError(f"there is no '{text}'{nearest(text, words)}")

@@ -3,7 +3,7 @@
     python -m vitinit.compare runs/quickstart-*
     python -m vitinit.compare runs/quickstart-default-* runs/quickstart-impulse-* --out comparison
     python -m vitinit.compare runs/quickstart-* --pack quickstart.tar.xz
-    python -m vitinit.compare quickstart.tar.xz/quickstart-default-* quickstart.tar.xz/quickstart-impulse-*
+    python -m vitinit.compare quickstart.tar.xz/*-default-* quickstart.tar.xz/*-impulse-*
 
 Runs that differ in nothing but the seed form a group. Every other group is compared with the group
 of the run named first, seed by seed. --out writes comparison.md and curves.png into a folder (needs
@@ -58,7 +58,7 @@ def share_within(angle: float, degrees: int) -> float:
 
 
 def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
-    """The t with P(|T| ≤ t) = `confidence` for Student's t: at 95 %, 12.71 for 1 degree of freedom."""
+    """The t with P(|T| ≤ t) = `confidence` for Student's t: 12.71 at 95 % and 1 degree."""
     low, high = 0.0, math.pi / 2
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -84,7 +84,7 @@ def mean_and_std(values: Sequence[float], places: int = 2) -> str:
 
 
 def summary(groups: Sequence[Group]) -> str:
-    """One row per group: mean ± std over seeds of the last and the best epoch, and of the seconds."""
+    """One row per group: mean ± std over seeds of the last and best epoch, and of the seconds."""
     rows = []
     for group in groups:
         cells = [group.label, str(len(group.runs))]
@@ -95,7 +95,8 @@ def summary(groups: Sequence[Group]) -> str:
                       ] if all(by_epoch) else ["–", "–"]
         seconds = [sum(row["seconds"] for row in run.rows) for run in group.runs.values()]
         rows.append([*cells, mean_and_std(seconds, places=0)])
-    return table(["group", "seeds", "last", "best", "EMA last", "EMA best", "seconds per run"], rows)
+    heads = ["group", "seeds", "last", "best", "EMA last", "EMA best", "seconds per run"]
+    return table(heads, rows)
 
 
 def by_seed(groups: Sequence[Group]) -> str:
@@ -134,7 +135,8 @@ def differences(groups: Sequence[Group]) -> str:
         parts.append(table(title, rows))
     if unpaired:
         names = "any other group" if len(unpaired) == len(others) > 1 else ", ".join(unpaired)
-        parts.append(f"Fewer than two seeds are shared with `{first.label}` by {names}: no interval.")
+        parts.append(f"Fewer than two seeds are shared with `{first.label}` by {names}: no "
+                     "interval.")
     return "\n\n".join(parts)
 
 

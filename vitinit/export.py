@@ -54,7 +54,7 @@ from .runs.trained import Trained, add_run, as_input, load, load_run
 from .train.checkpoint import (CheckpointError, load as load_checkpoint, save_atomically,
                                sync_folder, write_text_atomically, written_atomically)
 
-BATCHES = (1, 3, 7)             # batch sizes at which an exported program is compared with its model
+BATCHES = (1, 3, 7)             # batch sizes at which a program is compared with its model
 NEAR = 1e-4                     # largest difference of logits, relative to the largest logit
 NEAR_IN_HALF = 0.02             # the same, with weights in half precision
 

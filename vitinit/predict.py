@@ -40,7 +40,7 @@ from .runs.trained import Trained, add_run, as_input, evaluation_view, load_run
 from .train.checkpoint import write_text_atomically
 from .train.metrics import ProgressBar
 
-SHEET = 60                      # most images on a contact sheet; of more, an evenly spaced selection
+SHEET = 60                      # most images on a contact sheet; of more, every k-th
 
 
 class Guess(NamedTuple):

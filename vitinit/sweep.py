@@ -12,9 +12,9 @@ their checkpoints, and the sweep ends. If a run fails, the others go on; the fai
 the end.
 
 --jobs N does N runs side by side. Each has its own GPUs, or T CPU threads with --threads T, and
-prints to logs/<folder>.log in --out-dir. The number of runs side by side does not change the results
-of a run. On a CPU the number of threads changes their last digits: use the same --threads for runs
-that are to be compared.
+prints to logs/<folder>.log in --out-dir. The number of runs side by side does not change the
+results of a run. On a CPU the number of threads changes their last digits: use the same --threads
+for runs that are to be compared.
 
 --only K/N does the K-th of N parts of the plan, for separate jobs on a cluster.
 """
@@ -41,7 +41,6 @@ from .recipe.sections import Recipe
 from .runs.folder import RunFolder
 from .runs.records import read_run
 from .runs.resume import DONE, require_same_recipe, task_in
-from .train.checkpoint import CheckpointError
 from .train.interruption import STOP_SIGNALS
 from .train.state import restored_progress
 
@@ -73,16 +72,37 @@ class PlannedRun(NamedTuple):
 # ---------------------------------------------------------------------------------------------
 
 
+def parse_seeds(text: str) -> list[int]:
+    """Parse seeds and ranges of seeds: "0-2,7" → [0, 1, 2, 7]."""
+    seeds: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", part.strip(), flags=re.ASCII)
+        span = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
+        if not span:
+            raise argparse.ArgumentTypeError(f"'{part}' is no seed; expected such as 0-4 or 0,2,5")
+        seeds += span[:MOST_RUNS + 1]                # of more the plan says that they are too many
+    if len(set(seeds)) < len(seeds):
+        raise argparse.ArgumentTypeError(f"{text}: names a seed twice")
+    return seeds
+
+
+def parse_part(text: str) -> slice:
+    """Parse the argument of --only: "K/N" → the slice of every N-th run from the K-th on."""
+    part = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, flags=re.ASCII)
+    if not part or not 1 <= int(part[1]) <= int(part[2]):
+        raise argparse.ArgumentTypeError(f"{text}: expected K/N with 1 ≤ K ≤ N, such as 1/4")
+    return slice(int(part[1]) - 1, None, int(part[2]))
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; --seeds becomes a list of integers."""
+    """Parse the command line; --seeds becomes a list of integers, and --only a slice."""
     parser = Parser(prog="python -m vitinit.sweep", description=__doc__)
     parser.add_argument("--recipe", required=True, help="name in recipes/, or path of a .toml file")
     parser.add_argument("--init", help="names separated by commas; default: the recipe's own")
-    parser.add_argument("--seeds", required=True, help="such as 0-4 or 0,2,5")
-    parser.add_argument("--variant", action="append", nargs="+", default=[],
-                        metavar=("NAME", "SECTION.KEY=VALUE"),
-                        help="a name and overrides as for --set: one run of each init and seed with "
-                             "these overrides; may be repeated")
+    parser.add_argument("--seeds", required=True, type=parse_seeds, help="such as 0-4 or 0,2,5")
+    parser.add_argument("--variant", action="append", nargs="+", metavar=("NAME", "KEY=VALUE"),
+                        help="a name and overrides as for --set: one run of each init and seed "
+                             "with these overrides; may be repeated")
     parser.add_argument("--data-dir", help="data.root: folder of the data set")
     parser.add_argument("--out-dir", type=Path, default=Path("runs"),
                         help="folder of the runs' folders; default runs")
@@ -90,33 +110,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="processes per run, started by torchrun if more than 1")
     parser.add_argument("--jobs", type=integer(1, MOST_RUNS), default=1, help="runs side by side")
     parser.add_argument("--threads", type=integer(1, 2**15),
-                        help="CPU threads per process; by default the machine's threads are divided "
-                             "among the jobs")
-    parser.add_argument("--only", default="1/1", metavar="K/N", help="the K-th of N parts of the plan")
+                        help="CPU threads per process; by default the machine's threads are "
+                             "divided among the jobs")
+    parser.add_argument("--only", default="1/1", type=parse_part, metavar="K/N",
+                        help="the K-th of N parts of the plan")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="override any key of the recipe in every run; may be repeated")
-    args = parser.parse_args(arguments)
-    args.seeds = parse_seeds(args.seeds)
-    part = re.fullmatch(r"(\d{1,9})/(\d{1,9})", args.only, flags=re.ASCII)
-    if not part or not 1 <= int(part[1]) <= int(part[2]):
-        raise RecipeError(f"--only {args.only}: expected K/N with 1 ≤ K ≤ N, such as 1/4")
-    args.only = slice(int(part[1]) - 1, None, int(part[2]))
-    return args
-
-
-def parse_seeds(text: str) -> list[int]:
-    """Parse seeds and ranges of seeds: "0-2,7" → [0, 1, 2, 7]. RecipeError for anything else."""
-    seeds: list[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d{1,19})(?:-(\d{1,19}))?", part.strip(), flags=re.ASCII)
-        span = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
-        if not span:
-            raise RecipeError(f"--seeds {text}: '{part}' is no seed; expected such as 0-4 or 0,2,5")
-        seeds += span[:MOST_RUNS + 1]                # of more the plan says that they are too many
-    if len(set(seeds)) < len(seeds):
-        raise RecipeError(f"--seeds {text}: names a seed twice")
-    return seeds
+    return parser.parse_args(arguments)
 
 
 def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
@@ -125,29 +126,24 @@ def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
     Raises RecipeError or CheckpointError for everything that can be found wrong before the first
     run starts.
     """
-    variants = args.variant or [[""]]
-    for name, *sets in args.variant:
+    variants, inits = args.variant or [[""]], args.init.split(",") if args.init else [None]
+    for name, *sets in args.variant or []:
         if not re.fullmatch(r"[\w.-]+", name):
             raise RecipeError(f"--variant {' '.join([name, *sets])}: expected a name of letters, "
                               "digits, '_', '-' and '.' first, then section.key=value")
-    for change in map(parse_override, [*args.set, *(text for _, *sets in variants for text in sets)]):
-        if change.key == "run.seed":
-            raise RecipeError(f"{change.text}: seeds go by --seeds, which names the runs' folders")
-    inits = args.init.split(",") if args.init is not None else [None]
+    for text in [*args.set, *(text for _, *sets in variants for text in sets)]:
+        if parse_override(text).key == "run.seed":
+            raise RecipeError(f"--set {text}: seeds go by --seeds, which names the runs' folders")
     if len(args.seeds) * len(inits) * len(variants) > MOST_RUNS:
-        raise RecipeError(f"--seeds, --init and --variant: expected at most {MOST_RUNS} runs in a sweep")
+        raise RecipeError(f"--seeds, --init and --variant: expected at most {MOST_RUNS} runs")
     runs: dict[Path, PlannedRun] = {}
     for seed in args.seeds:
         for init in inits:
             for name, *sets in variants:
-                run = plan_run(args, init, seed, name, sets)
+                run = plan_run(args, init, seed, name, [*args.set, *sets])
                 if run.folder in runs:
-                    raise RecipeError(f"two runs would share the folder {run.folder}; expected another "
-                                      "init, variant name or seed for each")
-                twin = next((other for other in runs.values() if other.recipe == run.recipe), None)
-                if twin is not None:
-                    raise RecipeError(f"{twin.folder} and {run.folder} would be the same run; seeds "
-                                      "go by --seeds alone, and each variant sets something else")
+                    raise RecipeError(f"two runs would share the folder {run.folder}; expected "
+                                      "another init or variant name for each")
                 runs[run.folder] = run
     return list(runs.values())
 
@@ -156,22 +152,21 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
              sets: Sequence[str]) -> PlannedRun:
     """Plan one run: resolve its recipe, and compare that with the run its folder may hold already.
 
-    init: None for the recipe's own. variant: its name, or "". sets: the variant's overrides.
+    init: None for the recipe's own. variant: its name, or "". sets: all overrides.
     """
-    sets = [*args.set, *sets]
     try:
         recipe = fresh_recipe(args.recipe, init=init, seed=seed, data_dir=args.data_dir, sets=sets,
                               recipes=RECIPES, say=lambda line: None)
     except RecipeError as error:
         raise RecipeError(f"--variant {variant}: {error}" if variant else str(error)) from None
-    folder = args.out_dir / "-".join(filter(None, [recipe.name, recipe.init.name, variant, f"s{seed}"]))
+    words = [recipe.name, recipe.init.name, variant, f"s{seed}"]
+    folder = args.out_dir / "-".join(filter(None, words))
     arguments = ["--recipe", args.recipe, "--seed", str(seed), "--out-dir", str(folder),
                  "--resume", "auto"]
     for flag, value in (("--init", init), ("--data-dir", args.data_dir)):
         arguments += [flag, value] if value is not None else []
     arguments += [word for text in sets for word in ("--set", text)]
-    epochs = recipe.schedule.total_epochs
-    run = RunFolder(folder)
+    epochs, run = recipe.schedule.total_epochs, RunFolder(folder)
     if run.holds_checkpoint():
         require_same_recipe(read_run(folder), recipe)
         progress = run.load_last(glance=True)["progress"]
@@ -210,7 +205,7 @@ def share_machine(args: argparse.Namespace) -> list[dict[str, str]]:
 
 
 class Job:
-    """A run that is going on: its process, its log and how far it is."""
+    """A run that is going on: its process, and its log, from which it is told how far it is."""
 
     def __init__(self, run: PlannedRun, nproc: int, environment: dict[str, str], log: Path | None
                  ) -> None:
@@ -220,53 +215,43 @@ class Job:
         would otherwise receive it twice. Raises OSError if the log cannot be opened.
         """
         self.run, self.environment, self.log = run, environment, log
-        self.began, self.shown = time.monotonic(), run.done or 0
-        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-        encoding = {} if log is None else {"PYTHONIOENCODING": "utf-8"}
-        output = None
-        if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            output = open(log, "ab")
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, *(start if nproc > 1 else []), str(TRAIN), *run.arguments],
-                env={**PATIENCE, **os.environ, **encoding, **environment}, start_new_session=True,
-                stdout=output, stderr=output)
-        finally:
-            if output is not None:
-                output.close()
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+        command = [sys.executable, *(torchrun if nproc > 1 else []), str(TRAIN), *run.arguments]
+        how = dict(start_new_session=True, env=PATIENCE | os.environ | environment)
+        if log is None:
+            self.process = subprocess.Popen(command, **how)
+            return
+        how["env"]["PYTHONIOENCODING"] = "utf-8"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, **how)
+        self.shown = self.last_line("epoch ")        # of an earlier start
+
+    def last_line(self, start: str) -> str:
+        """The last line of the log that begins with `start`; "" if there is none."""
+        lines = self.log.read_text("utf-8", "replace").splitlines() if self.log else []
+        return next((line for line in reversed(lines) if line.startswith(start)), "")
 
     def show(self) -> None:
-        """Print a line about the last epoch, unless the run prints to the terminal itself."""
-        rows = []
-        if self.log is not None:
-            try:
-                rows = RunFolder(self.run.folder).metrics.rows()
-            except CheckpointError:                  # the run itself reports it
-                return
-        if rows and rows[-1]["epoch"] > self.shown:
-            self.shown, top1 = rows[-1]["epoch"], rows[-1].get("val_top1")
-            seconds = (time.monotonic() - self.began) / (self.shown - (self.run.done or 0))
-            print(f"{self.run.folder.name}  epoch {self.shown}/{self.run.epochs}  "
-                  f"{'' if top1 is None else f'top-1 {top1:.2f} %  '}"
-                  f"{seconds * (self.run.epochs - self.shown) / 60:.0f} min left", flush=True)
+        """Print the line of the last epoch, unless the run prints to the terminal itself."""
+        if self.log is not None and (line := self.last_line("epoch ")) != self.shown:
+            self.shown = line
+            print(f"{self.run.folder.name}  {line}", flush=True)
 
     def error(self) -> str | None:
         """Why the run failed, once it has ended: train.py's line in the log; None if it did not."""
         if self.process.returncode == 0:
             return None
-        lines = [] if self.log is None else self.log.read_text(errors="replace").splitlines()
-        return next((line for line in reversed(lines) if line.startswith("train.py: ")),
-                    f"ended with status {self.process.returncode}"
-                    + (f", see {self.log}" if self.log else ""))
+        return self.last_line("train.py: ") or (f"ended with status {self.process.returncode}"
+                                                + (f", see {self.log}" if self.log else ""))
 
 
-def do_runs(runs: Sequence[PlannedRun], args: argparse.Namespace, environments: list[dict[str, str]],
-            planned: int) -> tuple[dict[Path, str | None], int]:
-    """Do the runs, as many at a time as there are `environments`; each signal is passed on to all.
+def do_runs(runs: Sequence[PlannedRun], nproc: int, environments: list[dict[str, str]]
+            ) -> tuple[dict[Path, str | None], int]:
+    """Do the runs, as many at a time as there are `environments`; a signal is passed on to all.
 
-    planned: number of runs in the plan, including those that were finished before. Returns folder →
-    error message, or None for a run that finished; and the signal that stopped the sweep, or 0.
+    Returns folder → error message, or None for a run that finished; and the signal that stopped the
+    sweep, or 0.
     """
     received: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: received.append(number))
@@ -278,11 +263,12 @@ def do_runs(runs: Sequence[PlannedRun], args: argparse.Namespace, environments: 
         while running or waiting and not received:
             while waiting and free and not received:
                 run = waiting.pop(0)
-                log = run.folder.parent / "logs" / f"{run.folder.name}.log" if args.jobs > 1 else None
-                if log is None:
-                    print(f"\nrun     {planned - len(waiting)} of {planned}, {run.folder}", flush=True)
+                log = run.folder.parent / "logs" / f"{run.folder.name}.log"
+                if len(environments) == 1:
+                    log = None
+                    print(f"\nrun     {run.folder}, {len(waiting)} to follow", flush=True)
                 try:
-                    running.append(Job(run, args.nproc, free[0], log))
+                    running.append(Job(run, nproc, free[0], log))
                     free.pop(0)
                 except OSError as error:             # for example, of a full disk
                     ended[run.folder] = str(error)
@@ -324,16 +310,15 @@ def sweep(args: argparse.Namespace) -> int:
         print(f"        {run.folder}: {run.state}")
     if args.dry_run:
         return 0
-    ended, stopped_by = do_runs([run for run in runs if run.folder not in finished], args,
-                                environments, len(runs))
+    ended, stopped_by = do_runs([run for run in runs if run.folder not in finished], args.nproc,
+                                environments)
     if stopped_by:
         print(f"stopped by signal {stopped_by}; the same command goes on")
         return 128 + stopped_by
-    finished |= {folder for folder, error in ended.items() if error is None}
-    print(flush=True)
-    if finished:
-        compare([run.folder for run in runs if run.folder in finished])
     failures = {folder: error for folder, error in ended.items() if error is not None}
+    print(flush=True)
+    if len(failures) < len(runs):
+        compare([run.folder for run in runs if run.folder not in failures])
     for folder, error in failures.items():
         print(f"vitinit.sweep: {folder} failed: {error}", file=sys.stderr)
     return 1 if failures else 0

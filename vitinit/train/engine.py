@@ -76,10 +76,10 @@ def normalises_over_images(model: nn.Module) -> bool:
 
 def cross_entropy(forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
                   targets: Tensor) -> Tensor:
-    """The mean of −Σ target · log softmax(logits) over a micro-batch, a scalar: learning from labels.
+    """The mean of −Σ target · log softmax(logits) over a micro-batch, a scalar.
 
-    forward: the model, called as forward(images, *scales). images: (B, 3, H, W). scales: the drop-path
-    scales (branches, B), or nothing. targets: (B, K), class probabilities.
+    forward: the model, called as forward(images, *scales). images: (B, 3, H, W). scales: the
+    drop-path scales (branches, B), or nothing. targets: (B, K), class probabilities.
     """
     return F.cross_entropy(forward(images, *scales).float(), targets)
 
