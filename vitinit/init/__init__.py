@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..messages import in_brief
 from ..models import ConvMixer, MlpMixer, SimpleViT, SwinTransformer, VisionTransformer
 from .baseline import default, lecun, torch_default
 from .deep_impulse import deep_impulse
@@ -34,10 +33,12 @@ from .impulse_gd import impulse_gd
 from .impulse_mixer import impulse_mixer
 from .impulse_simple_vit import impulse_simple_vit
 from .impulse_swin import impulse_swin
+from .in_place import call, deep_impulse_, describe, impulse_, init_, mimetic_
 from .mimetic import mimetic, mimetic_simple_vit
 from .norm_matched import norm_matched
 
-__all__ = ["GIVEN", "INITS", "init_function", "init_weights", "reads_images"]
+__all__ = ["GIVEN", "INITS", "deep_impulse_", "describe", "impulse_", "init_", "init_function",
+           "init_weights", "mimetic_", "reads_images"]
 
 GIVEN = ("generator", "images")       # parameters of inits that a caller gives; they are no options
 FAMILIES = (VisionTransformer, SwinTransformer, MlpMixer, ConvMixer, SimpleViT)
@@ -102,17 +103,5 @@ def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,
             raise ValueError(f"{tensor_name} is {str(tensor.dtype).removeprefix('torch.')} on "
                              f"{tensor.device}; inits draw and solve on the CPU in float32 or float64: "
                              "call init_weights before .half(), .bfloat16() or .to(device)")
-    given = ", ".join(f"{key}={value}" for key, value in options.items()
-                      if not isinstance(value, (bool, str)))
-    what = f"init '{name}'" + (f" with {given}" if given else "")
-    try:
-        read = {"images": images} if reads_images(name, type(model)) else {}
-        function(model, generator=generator, **read, **options)
-    except (ArithmeticError, RuntimeError) as error:     # overflow, or a failed decomposition
-        raise ValueError(f"{what} cannot be computed ({in_brief(error, 60)}); use values nearer to the "
-                         "defaults") from error
-    for tensor_name, tensor in model.named_parameters():
-        # A NaN or an infinity shows in the extremes: an eighth of the time of isfinite().all().
-        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
-            raise ValueError(f"{what} makes {tensor_name} infinite or NaN; use values nearer to the "
-                             "defaults")
+    read = {"images": images} if reads_images(name, type(model)) else {}
+    call(function, model, name, options, generator=generator, **read)

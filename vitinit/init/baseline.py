@@ -9,11 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from ..models import ConvMixer, MlpMixer, SimpleViT
+from ..models.layers import Classifier
 
 EMBED_STD = 0.02            # std of position embeddings and class tokens in ViT, DeiT and timm
 CUT_NORMAL_STD = 0.87962566103423978    # std of a standard normal truncated at ± 2
 EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "reg_token", "relative_position_bias_table",
               "query", "key"}
+SAME = {"class_token": "cls_token", "distillation_token": "dist_token",      # in other libraries
+        "register_tokens": "reg_token", "pos_embedding": "pos_embed",
+        "position_embeddings": "pos_embed"}
 
 
 @torch.no_grad()
@@ -82,7 +86,7 @@ def _vit_default(model: nn.Module, generator: torch.Generator) -> None:
                 module.bias.zero_()
         elif isinstance(module, nn.Conv2d):
             _uniform_by_fan_in(module, generator)
-        elif isinstance(module, nn.LayerNorm):
+        elif isinstance(module, (nn.LayerNorm, nn.BatchNorm2d)):
             module.reset_parameters()
         else:
             for parameter in _embeddings(module).values():
@@ -163,27 +167,46 @@ BASES = {"default": default, "torch": torch_default, "lecun": lecun}
 Base = Literal["default", "torch", "lecun"]         # what an init's option `base` may be
 
 
-def draw_base(model: nn.Module, base: str, generator: torch.Generator) -> None:
-    """Draw every parameter by the baseline named `base`; raises ValueError for an unknown name."""
+def draw_base(model: nn.Module, base: str | None, generator: torch.Generator) -> None:
+    """Draw every parameter by the baseline named `base`; raises ValueError for an unknown name.
+
+    None, which only `init_` of in_place.py gives, leaves the model as it is.
+    """
+    if base is None:
+        return
     if base not in BASES:
         raise ValueError(f"base is {base!r}, expected one of {', '.join(BASES)}")
     BASES[base](model, generator=generator)
 
 
 def _modules_with_parameters(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules()
-            if next(module.parameters(recurse=False), None) is not None]
+    modules = [module for module in model.modules()
+               if next(module.parameters(recurse=False), None) is not None]
+    return [_packed_layer(module) if isinstance(module, nn.MultiheadAttention) else module
+            for module in modules]
+
+
+def _packed_layer(attention: nn.MultiheadAttention) -> nn.Linear:
+    """A layer that shares the packed weights of Q, K and V, which nn.MultiheadAttention owns itself."""
+    layer = nn.Linear(1, 1, device="meta")
+    layer.weight, layer.bias = attention.in_proj_weight, attention.in_proj_bias
+    return layer
 
 
 def _embeddings(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters that a module owns directly; raises ValueError for one that no rule here
-    covers.
+    """The embeddings that a module owns directly, by their names in this package.
+
+    Raises ValueError for a parameter of one of our models that no rule here covers. Those of other
+    libraries, such as LayerScale, are left out, and stay as they are.
     """
-    own = dict(module.named_parameters(recurse=False))
+    if isinstance(module, nn.Embedding):
+        return {"pos_embed": module.weight}
+    own = {SAME.get(name, name): parameter
+           for name, parameter in module.named_parameters(recurse=False)}
     unknown = own.keys() - EMBEDDINGS
-    if unknown:
+    if unknown and isinstance(module, Classifier):
         raise ValueError(f"no rule for {', '.join(sorted(unknown))} of {type(module).__name__}")
-    return own
+    return {name: parameter for name, parameter in own.items() if name in EMBEDDINGS}
 
 
 def _uniform_by_fan_in(layer: nn.Linear | nn.Conv2d,

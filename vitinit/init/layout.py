@@ -59,6 +59,7 @@ class Block:
     v_bias: Tensor | None       # (h, d)
     proj_bias: Tensor | None    # (D,)
     norm: nn.Module             # the LayerNorm before the attention
+    attention: nn.Module | None = None           # the whole, by which the formula can be checked
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Layout:
         grid, and those before them of prefix tokens. None: there is none.
     learned: whether pos_embed is a parameter.
     grid: the patch tokens down and across; None if the blocks have several grids.
+    missing: where there is no pos_embed or no grid, why.
     image_shape: (channels, height, width); None where it is not known.
     writers: what else writes to the stream, weights and biases whose first dimension is D: of the
         patch embedding and of each block's MLP. tokens: the prefix tokens, (…, D). norms: the other
@@ -81,6 +83,7 @@ class Layout:
     pos_embed: Tensor | None
     grid: tuple[int, int] | None
     learned: bool = True
+    missing: str = "the layout has no position embedding or no grid"
     image_shape: tuple[int, int, int] | None = None
     writers: tuple[Tensor, ...] = ()
     tokens: tuple[Tensor, ...] = ()
@@ -123,6 +126,15 @@ def layout_of(model: nn.Module | Layout) -> Layout:
     pos_embed = positions[0].detach().flatten(0, -2) if known else None
     grid = _grid(model, len(pos_embed), sum(token.shape[-2] for token in tokens)) if known else None
 
+    if len(stages) > 1:
+        missing = f"the model has {len(stages)} lists of blocks, so several grids of tokens"
+    elif not known:
+        missing = (f"the model has {len(positions) or 'no'} learned position embedding"
+                   f"{'s' * (len(positions) > 1)}, expected one, by which heads find their target")
+    else:
+        missing = (f"the grid is not known: the position embedding has {len(pos_embed)} rows; describe "
+                   "the model by a Layout")
+
     inside = [module for child in children for module in child.modules()]
     outside = [module for module in model.modules() if module not in set(inside)]
     writers = [_stem(outside, dim), *(_mlp_end(child, dim) for child in children)]
@@ -131,7 +143,7 @@ def layout_of(model: nn.Module | Layout) -> Layout:
                          and module.normalized_shape == (dim,) and module not in skipped)
                    for modules in (inside, outside))
     return Layout(model, blocks, pos_embed, grid,
-                  learned=known and isinstance(positions[0], nn.Parameter),
+                  learned=known and isinstance(positions[0], nn.Parameter), missing=missing,
                   image_shape=grid and _image_shape(outside, grid),
                   writers=() if None in writers else tuple(
                       tensor.detach() for layer in writers for tensor in (layer.weight, layer.bias)
@@ -182,8 +194,9 @@ def block_of(attention: nn.Module, norm: nn.Module) -> Block:
         wrong = [layer for layer in (*(layers or [attention]), proj)
                  if not isinstance(layer, nn.Linear)]
         if wrong:
-            raise ValueError(f"the attention {type(attention).__name__} has a {type(wrong[0]).__name__} "
-                             "where Q, K, V or proj is expected as nn.Linear")
+            kind = f"{type(wrong[0]).__module__.partition('.')[0]}'s {type(wrong[0]).__name__}"
+            raise ValueError(f"{type(attention).__name__} has {kind} where nn.Linear is expected for Q, "
+                             "K, V or proj")
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     heads = next(value for name in HEADS if (value := _get(attention, name)) is not None)
 
@@ -194,7 +207,7 @@ def block_of(attention: nn.Module, norm: nn.Module) -> Block:
         return [tensor if tensor is None else tensor.detach().unflatten(0, (heads, -1))
                 for tensor in tensors]
     return Block(*parts(weights), proj.weight.detach().unflatten(1, (heads, -1)), *parts(biases),
-                 None if proj.bias is None else proj.bias.detach(), norm)
+                 None if proj.bias is None else proj.bias.detach(), norm, attention)
 
 
 def _get(module: Any, path: str) -> Any:

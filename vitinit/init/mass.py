@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..filters import Offset, head_offsets, ordered_offsets
+from ..filters import Offset
 from ..mixing import mixers, shares_of_patches, target_mass
 from ..models import SimpleViT, SwinTransformer, VisionTransformer
 from . import init_function
-
-AIMED = ("impulse", "impulse_gd", "deep_impulse", "mimetic")
-AT_ONCE = 8             # images per forward pass, whose attention matrices are all computed
+from .in_place import AIMED, AT_ONCE, decimal, targets_of
 
 
 class Mass(NamedTuple):
@@ -40,10 +38,10 @@ class Mass(NamedTuple):
         kinds = {kind: (values, known)
                  for kind, values in (("centre", self.centre), ("other", self.others))
                  if (known := [value for value in values if not math.isnan(value)])}
-        shown = [_decimal(_mean(known)) if max(known) - min(known) <= 0.05 else
-                 " ".join("–" if math.isnan(value) else _decimal(value) for value in values)
+        shown = [decimal(_mean(known)) if max(known) - min(known) <= 0.05 else
+                 " ".join("–" if math.isnan(value) else decimal(value) for value in values)
                  for values, known in kinds.values()]
-        return (f"{' / '.join(shown)} (uniform {_decimal(_mean(self.uniform))}) on the targets of "
+        return (f"{' / '.join(shown)} (uniform {decimal(_mean(self.uniform))}) on the targets of "
                 f"{' / '.join(kinds)} heads")
 
 
@@ -69,16 +67,11 @@ def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], imag
     swin = isinstance(model, SwinTransformer)
     parameters = inspect.signature(init_function(name, type(model))).parameters
     chosen = {key: parameter.default for key, parameter in parameters.items()} | dict(options)
-    cells = [(0, 0)] if name == "mimetic" else ordered_offsets(chosen["kernel_size"])
-    assignment = "ordered" if name == "mimetic" else chosen.get("offsets", "rotating")
-
-    masses, heads_before = Mass([], [], []), 0
-    layers = [mixer for mixer, _ in mixers(model)]
-    for layer, weights in zip(layers, mean_attention(model, layers, images)):
-        grid, heads = layer.window if swin else model.grid, len(weights)
-        targets = [None] * heads if assignment == "random" else head_offsets(
-            heads, cells, assignment, torch.Generator(), first=heads_before)
-        heads_before += heads
+    masses, layers = Mass([], [], []), [mixer for mixer, _ in mixers(model)]
+    found = mean_attention(model, layers, images)
+    aims, cells = targets_of(name, chosen, [len(weights) for weights in found])
+    for layer, weights, targets in zip(layers, found, aims):
+        grid = layer.window if swin else model.grid
         centre, others = [], []
         for head, target in enumerate(targets):
             offset, mass = reached(weights[head:head + 1], [target] if target else cells, grid)
@@ -121,9 +114,3 @@ def reached(weights: Tensor, offsets: list[Offset], grid: tuple[int, int]) -> tu
 def _mean(values: list[float]) -> float:
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan
-
-
-def _decimal(value: float) -> str:
-    """For example .99, .05, .0013: two decimals, or, below 0.1, two digits."""
-    text = f"{value:.2f}" if value >= 0.0995 else f"{float(f'{value:.2g}'):.6f}".rstrip("0")
-    return text.removeprefix("0")

@@ -1,0 +1,310 @@
+"""impulse_ and its sisters on other libraries' models: exact, told in a receipt, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import vitinit
+from vitinit.init import (deep_impulse_, describe, impulse_, init_, init_weights, mimetic_)
+from vitinit.init.layout import Layout, block_of, layout_of
+from vitinit.mixing import target_mass
+
+from other_models import CLASSES, DIM, GRID, HEADS, LAYERS, OtherViT
+
+each_kind = pytest.mark.parametrize("kind", LAYERS)
+
+
+def seeded(seed: int = 5) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def photographs(count: int = 11) -> Tensor:
+    return torch.randn(count, 3, 20, 28, generator=seeded(1))
+
+
+def ours(**sizes) -> nn.Module:
+    return vitinit.build_model("vit_tiny", **dict(
+        num_classes=CLASSES, image_size=(20, 28), patch_size=4, embed_dim=DIM, depth=3,
+        num_heads=HEADS, mlp_ratio=31 / DIM, norm_eps=1e-5) | sizes)
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def bits(model: nn.Module) -> list[Tensor]:
+    """What impulse_ and mimetic_ write, whatever it is called."""
+    vit = layout_of(model)
+    return [vit.pos_embed] + [tensor for block in vit.blocks for tensor in
+                              (block.q, block.k, block.v, block.proj)]
+
+
+# ---------------------------------------------------------------------------------------------
+# What is written, and what the receipt says
+# ---------------------------------------------------------------------------------------------
+
+
+@each_kind
+def test_the_mass_is_that_of_the_models_own_forward_pass(kind):
+    """From the attention maps that the model itself computes, in every block and head."""
+    model, images = OtherViT(kind).eval(), photographs()
+    report = impulse_(model, generator=seeded(), images=images)
+    model(images)
+    for block, targets, masses in zip(model.blocks, report.targets, report.mass_on_images):
+        found = target_mass(block.attn.seen, list(targets), GRID)
+        single = torch.stack([target_mass(each, list(targets), GRID) for each in block.attn.seen])
+        assert torch.allclose(single.mean(0), torch.tensor(masses), atol=1e-5, rtol=0), found
+    assert report.mass[0][0] > 0.9 > 0.2 > report.uniform == 1 / 35
+    assert (report.blocks, report.heads, report.head_dim) == (3, HEADS, 22)
+    assert (report.grid, report.prefix_tokens, report.images) == (GRID, 1, 11)
+    assert "on 11 images: first block" in str(report)
+
+
+@each_kind
+@pytest.mark.parametrize("init", [impulse_, mimetic_])
+def test_all_layouts_get_the_same_bits_and_nothing_else_is_written(kind, init):
+    model, mine = OtherViT(kind), ours()
+    with torch.no_grad():                            # mimetic_ leaves the position embedding alone
+        layout_of(mine).pos_embed.copy_(layout_of(model).pos_embed)
+    before, report = state(model), init(model, generator=seeded())
+    init(mine, generator=seeded())
+    assert all(map(torch.equal, bits(model), bits(mine)))
+    changed = {name for name, value in model.state_dict().items()
+               if not torch.equal(value, before[name])}
+    assert changed == set(report.written) and report.kept == len(before) - len(changed)
+    assert all("attn" in name or "pos" in name for name in changed)
+    assert not [name for name in changed if name.endswith("norm.weight")]
+    again = init(model, generator=seeded())
+    assert again.written == () and again.mass == report.mass
+
+
+@pytest.mark.parametrize("name", ["impulse", "mimetic", "deep_impulse", "norm_matched", "lecun"])
+@pytest.mark.parametrize("registers", [0, 2])
+def test_with_a_base_a_vit_of_timm_and_ours_are_equal_to_the_bit(name, registers):
+    base = {} if name == "lecun" else dict(base="lecun")
+    model, mine = OtherViT("timm", registers=registers), ours(num_registers=registers)
+    init_(model, name, generator=seeded(), **base)
+    init_weights(mine, name, generator=seeded(), **base)
+    theirs = model.state_dict()
+    assert theirs.keys() == mine.state_dict().keys()
+    assert all(torch.equal(value, mine.state_dict()[key]) for key, value in theirs.items())
+
+
+@pytest.mark.parametrize("sizes", [dict(), dict(class_token=False), dict(registers=2, gamma=0.1),
+                                   dict(registers=3, no_embed_class=True)], ids=str)
+@pytest.mark.parametrize("kind", ["timm", "transformers 4", "vit-pytorch"])
+def test_deep_impulse_reaches_the_mass_that_is_asked_for_in_every_block(kind, sizes):
+    model, images = OtherViT(kind, **sizes), photographs(61)
+    report = deep_impulse_(model, generator=seeded(), images=images, target_mass=(0.6, 0.1))
+    for block, wanted in ((0, 0.6), (2, 0.1)):
+        assert report.mass_on_images[block] == pytest.approx([wanted] * HEADS, rel=0.1)
+    assert not [name for name in report.written if "fc1" in name or "head" in name]
+    assert "on white noise" in str(deep_impulse_(model, generator=seeded()))
+
+
+@pytest.mark.parametrize("init", [impulse_, deep_impulse_])
+def test_torchvisions_own_vit(init):
+    """The reference is nn.MultiheadAttention, asked for its weights by hand."""
+    model = torchvision.models.VisionTransformer(
+        image_size=28, patch_size=4, num_layers=3, num_heads=HEADS, hidden_dim=DIM, mlp_dim=31).eval()
+    images, found = torch.randn(11, 3, 28, 28, generator=seeded(1)), []
+    report = init(model, generator=seeded(), images=images, base="lecun")
+    for layer in model.encoder.layers:
+        layer.ln_1.register_forward_hook(lambda _, given, y, layer=layer: found.append(
+            layer.self_attention(y, y, y, average_attn_weights=False)[1]))
+    model(images)
+    for weights, targets, masses in zip(found, report.targets, report.mass_on_images):
+        single = torch.stack([target_mass(each, list(targets), (7, 7)) for each in weights])
+        assert torch.allclose(single.mean(0), torch.tensor(masses), atol=1e-5, rtol=0)
+
+
+class Encoder(nn.Module):
+    """A model of one's own: PyTorch's encoder on patches."""
+
+    def __init__(self, norm_first: bool = True) -> None:
+        super().__init__()
+        self.patches, self.places = nn.Linear(48, DIM), nn.Parameter(torch.randn(35, DIM))
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(
+            DIM, HEADS, 31, norm_first=norm_first, batch_first=True, bias=False), 3,
+            enable_nested_tensor=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = nn.functional.unfold(images, 4, stride=4).mT
+        return self.encoder(self.patches(x) + self.places)
+
+
+def described(model: Encoder) -> Layout:
+    return Layout(model, tuple(block_of(layer.self_attn, layer.norm1) for layer in model.encoder.layers),
+                  pos_embed=model.places.detach(), grid=GRID, image_shape=(3, 20, 28))
+
+
+def test_a_model_of_ones_own_is_described_in_five_lines():
+    model, mine = Encoder(), ours(pool="mean")
+    report = impulse_(model, generator=seeded(), images=photographs(), layout=described)
+    impulse_(mine, generator=seeded())
+    for block, other in zip(described(model).blocks, layout_of(mine).blocks):
+        assert torch.equal(block.q, other.q) and torch.equal(block.proj, other.proj)
+    assert report.prefix_tokens == 0 and report.mass_on_images[0][0] > 0.2
+
+
+def test_a_layout_of_another_model_and_a_post_norm_one_are_refused():
+    model = Encoder()
+    with pytest.raises(ValueError, match="views of parameters of the model"):
+        impulse_(Encoder(), generator=seeded(), layout=lambda copy: described(model))
+    with pytest.raises(ValueError, match="does not read the output of the norm"):
+        impulse_(Encoder(norm_first=False), generator=seeded(), layout=described)
+
+
+# ---------------------------------------------------------------------------------------------
+# Half precision, frozen and tied weights, wrappers
+# ---------------------------------------------------------------------------------------------
+
+
+def test_half_precision_is_rounded_once_and_frozen_and_tied_weights_are_told():
+    torch.manual_seed(3)
+    half, full = OtherViT("timm").bfloat16(), OtherViT("timm")
+    half.pos_embed.requires_grad_(False)
+    half.again = nn.Module()
+    half.again.qkv = half.blocks[1].attn.qkv         # after the blocks, so that its name comes second
+    report = impulse_(half, generator=seeded())
+    impulse_(full, generator=seeded())
+    assert all(torch.equal(theirs, mine.bfloat16()) for theirs, mine in zip(bits(half), bits(full)))
+    assert half.pos_embed.dtype == torch.bfloat16 and not half.pos_embed.requires_grad
+    text = str(report)
+    assert "frozen, and written nevertheless: pos_embed" in text
+    assert "tied to what was written: again.qkv.weight" in text
+    assert "rounded to bfloat16" in text
+
+
+def test_wrapped_models_are_unwrapped():
+    plain, wrapped = OtherViT("timm"), nn.DataParallel(OtherViT("timm"))
+    compiled = nn.Module()
+    compiled._orig_mod = wrapped
+    impulse_(plain, generator=seeded())
+    impulse_(compiled, generator=seeded())
+    assert all(map(torch.equal, bits(plain), bits(wrapped.module)))
+
+
+# ---------------------------------------------------------------------------------------------
+# Refusals
+# ---------------------------------------------------------------------------------------------
+
+
+class Odd(Tensor):
+    """Stands for a tensor that is sharded or packed."""
+
+
+def odd(model: nn.Module) -> None:
+    weight = model.head.weight.detach().as_subclass(Odd)
+    model.head.register_buffer("packed", weight)
+
+
+def with_rotary(model: nn.Module) -> None:
+    model.rope = nn.Linear(2, 3)
+
+
+def with_q_norm(model: nn.Module) -> None:
+    model.blocks[1].attn.q_norm = nn.LayerNorm(22)
+
+
+def otherwise_scaled(model: nn.Module) -> None:
+    model.blocks[2].attn.scale = 1.0
+
+
+def without_positions(model: nn.Module) -> None:
+    model.other = model.pos_embed
+    del model.pos_embed
+
+
+def with_two_stages(model: nn.Module) -> None:
+    model.more = nn.ModuleList(OtherViT("timm", 2).blocks)
+
+
+def quantised(model: nn.Module) -> None:
+    model.head.weight = nn.Parameter(torch.zeros(7, DIM, dtype=torch.int8), requires_grad=False)
+
+
+def computed(model: nn.Module) -> None:
+    nn.utils.parametrizations.orthogonal(model.blocks[0].attn.proj)
+
+
+def with_lora(model: nn.Module) -> None:
+    model.blocks[0].attn.qkv = nn.Sequential(model.blocks[0].attn.qkv)
+
+
+def fixed(model: nn.Module) -> None:
+    positions = model.pos_embed.detach()
+    del model.pos_embed
+    model.register_buffer("pos_embed", positions)
+
+
+REFUSALS: dict[Callable, str] = {
+    odd: "head.packed is a Odd; initialise on the CPU before sharding", with_rotary: "rotary",
+    with_q_norm: "normalises Q and K", otherwise_scaled: "something else than softmax",
+    without_positions: "no learned position embedding", with_two_stages: "2 lists of blocks",
+    quantised: "head.weight is int8, quantised", computed: "views of parameters",
+    with_lora: "torch's Sequential where nn.Linear", fixed: "fixed position embedding"}
+
+
+@pytest.mark.parametrize("change", REFUSALS, ids=lambda change: change.__name__)
+def test_what_is_not_covered_is_one_line_and_nothing_has_changed(change):
+    model, generator = OtherViT("timm"), seeded()
+    change(model)
+    before, drawn = state(model), generator.get_state()
+    with pytest.raises(ValueError, match=REFUSALS[change]) as error:
+        impulse_(model, generator=generator)
+    assert "\n" not in str(error.value)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(generator.get_state(), drawn)
+
+
+@pytest.mark.parametrize("model, words", [
+    (OtherViT("timm", post_norm=True), "does not read the output of the norm"),
+    (nn.Sequential(nn.Linear(2, 3)), "has no list of blocks"),
+    (OtherViT("timm", 1).to("meta"), "on the meta device"),
+    (vitinit.build_model("swin_tiny", num_classes=3, image_size=32, patch_size=2, embed_dim=12,
+                         depths=(1, 1), num_heads=(1, 1), window_size=4), "several grids"),
+])
+def test_describe_says_why_a_model_is_not_recognised(model, words):
+    assert words in describe(model).reason and "not recognised" in str(describe(model))
+
+
+def test_describe_is_a_dry_run_that_says_which_inits_fit():
+    model = OtherViT("transformers 5", registers=2)
+    before, found = state(model), describe(model)
+    assert str(found).splitlines() == [
+        "OtherViT: 3 blocks, 3 heads of 22, 5×7 tokens + 3", "  impulse_: fits", "  mimetic_: fits",
+        "  deep_impulse_: fits"]
+    for block in model.blocks:
+        block.layernorm_after = nn.Identity()
+    assert "finds no such" in dict(describe(model).fits)["deep_impulse"]
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("how", ["not finite", "interrupted", "half"])
+def test_after_an_error_on_the_way_nothing_has_changed(how, monkeypatch):
+    model = OtherViT("timm").to(torch.float16 if how == "half" else torch.float32)
+    before, generator = state(model), seeded()
+    drawn, options = generator.get_state(), {}
+    if how == "interrupted":
+        def stopped(*arguments):
+            raise KeyboardInterrupt
+        monkeypatch.setattr("vitinit.init.in_place.write_back", stopped)
+    else:
+        options = dict(value_beta=1e39 if how == "not finite" else 1e12)
+    with pytest.raises((ValueError, KeyboardInterrupt)):
+        impulse_(model, generator=generator, **options)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(generator.get_state(), drawn)
+
+
+def test_unknown_names_and_options_name_those_that_are_there():
+    with pytest.raises(ValueError, match="no init 'impulze' of any ViT; there are: impulse, mimetic"):
+        init_(OtherViT("timm"), "impulze", generator=seeded())
+    with pytest.raises(TypeError, match="impulse has no option scale; it has: .*kernel_size"):
+        impulse_(OtherViT("timm"), generator=seeded(), scale=2)

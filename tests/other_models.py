@@ -1,0 +1,130 @@
+"""Small ViTs with the attribute layouts of other libraries. Each attention keeps its last map."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+DIM, HEADS, GRID, CLASSES = 66, 3, (5, 7), 7                             # patches of 4 × 4 pixels
+LAYERS = {      # by kind: layers of Q, K, V or one of all, proj, number of heads, norms of a block
+    "timm": (["qkv"], "proj", "num_heads", ("norm1", "norm2")),
+    "timm, separate": (["q_proj", "k_proj", "v_proj"], "proj", "num_heads", ("norm1", "norm2")),
+    "transformers 5": (["q_proj", "k_proj", "v_proj"], "o_proj", "num_attention_heads",
+                       ("layernorm_before", "layernorm_after")),
+    "transformers 4": (["attention.query", "attention.key", "attention.value"], "output.dense",
+                       "attention.num_attention_heads", ("layernorm_before", "layernorm_after")),
+    "siglip": (["k_proj", "v_proj", "q_proj"], "out_proj", "num_heads", ("layer_norm1", "layer_norm2")),
+    "vit-pytorch": (["to_qkv"], "to_out.0", "heads", ("norm", "norm2")),
+}
+
+
+def put(module: nn.Module, path: str, value: object) -> None:
+    *parents, last = path.split(".")
+    for name in parents:
+        if not hasattr(module, name):
+            setattr(module, name, nn.Module() if last != "0" else nn.Sequential())
+        module = getattr(module, name)
+    if last == "0":
+        module.append(value)
+    else:
+        setattr(module, last, value)
+
+
+class OtherAttention(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        names, proj, heads, norms = LAYERS[kind]
+        for name in names:
+            put(self, name, nn.Linear(DIM, DIM * (3 if len(names) == 1 else 1),
+                                      bias=kind != "vit-pytorch"))
+        put(self, proj, nn.Linear(DIM, DIM))
+        put(self, heads, HEADS)
+        if kind == "vit-pytorch":
+            self.norm = nn.LayerNorm(DIM)
+        self.names, self.last, self.scale = names, proj, (DIM // HEADS) ** -0.5
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        x = self.norm(x) if hasattr(self, "norm") else x
+        found = {name: self.get_submodule(name)(x) for name in self.names}
+        if len(found) == 1:
+            parts = next(iter(found.values())).chunk(3, -1)
+        else:
+            parts = [next(value for name, value in found.items() if name.split(".")[-1][0] == letter)
+                     for letter in "qkv"]
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        self.seen = (q @ k.mT * self.scale).softmax(-1)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return self.get_submodule(self.last)(mixed.transpose(1, 2).flatten(2)), None
+
+
+class Scale(nn.Module):
+    def __init__(self, gamma: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((DIM,), gamma))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class OtherBlock(nn.Module):
+    def __init__(self, kind: str, post_norm: bool, gamma: float | None) -> None:
+        super().__init__()
+        self.norms, self.post_norm = LAYERS[kind][3], post_norm
+        if kind != "vit-pytorch":
+            self.add_module(self.norms[0], nn.LayerNorm(DIM))
+        self.attn = OtherAttention(kind)
+        self.ls1 = nn.Identity() if gamma is None else Scale(gamma)
+        self.add_module(self.norms[1], nn.LayerNorm(DIM))
+        self.mlp = nn.Module()
+        self.mlp.fc1, self.mlp.fc2 = nn.Linear(DIM, 31), nn.Linear(31, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = getattr(self, self.norms[0], nn.Identity())
+        if self.post_norm:
+            return norm(x + self.attn(x)[0])
+        x = x + self.ls1(self.attn(norm(x))[0])
+        return x + self.mlp.fc2(nn.functional.gelu(self.mlp.fc1(getattr(self, self.norms[1])(x))))
+
+
+class OtherViT(nn.Module):
+    """registers: without positions, as for all prefix tokens where `no_embed_class`."""
+
+    def __init__(self, kind: str, depth: int = 3, *, class_token: bool = True, registers: int = 0,
+                 no_embed_class: bool = False, gamma: float | None = None, post_norm: bool = False
+                 ) -> None:
+        super().__init__()
+        self.kind, self.bare = kind, no_embed_class
+        hugging = kind.startswith("transformers")
+        if class_token:
+            self.cls_token = nn.Parameter(torch.randn(1, 1, DIM))
+        if registers:
+            self.add_parameter("register_tokens" if hugging else "reg_token",
+                               nn.Parameter(torch.randn(1, registers, DIM)))
+        rows = GRID[0] * GRID[1] + (class_token + registers) * (not no_embed_class)
+        positions = torch.randn(1, rows, DIM) * 0.02
+        if kind == "siglip":
+            self.position_embedding = nn.Embedding(rows, DIM)
+        else:
+            name = ("position_embeddings" if hugging else "pos_embedding" if kind == "vit-pytorch"
+                    else "pos_embed")
+            self.register_parameter(name, nn.Parameter(positions[0] if kind == "vit-pytorch"
+                                                       else positions))
+        self.patch_embed = nn.Module()
+        self.patch_embed.proj, self.patch_embed.grid_size = nn.Conv2d(3, DIM, 4, 4), GRID
+        self.blocks = nn.ModuleList(OtherBlock(kind, post_norm, gamma) for _ in range(depth))
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, CLASSES)
+
+    add_parameter = nn.Module.register_parameter
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patch_embed.proj(images).flatten(2).mT
+        before = [token.expand(len(x), -1, -1) for name, token in self.named_parameters(recurse=False)
+                  if "token" in name]
+        positions = (self.position_embedding.weight[None] if self.kind == "siglip" else next(
+            value for name, value in self.named_parameters(recurse=False) if name.startswith("pos")))
+        x = torch.cat([*before, x + positions], 1) if self.bare else torch.cat(
+            [*before, x], 1) + positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(1))
