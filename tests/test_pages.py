@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from pages import (CHECKS, PACKAGE, PAGES, README, RECIPES, REPOSITORY, Page, bad_commands, bad_words,
-                   broken_links, missing_commits, missing_files, program_of, unlisted_files)
+from pages import (CHECKS, PACKAGE, PAGES, README, RECIPES, REPOSITORY, Page, bad_commands,
+                   bad_words, broken_links, missing_commits, missing_files, program_of,
+                   unlisted_files)
 
 from vitinit.data.datasets import DATA_SETS
 from vitinit.data.eval_sets import EVAL_SETS
@@ -26,13 +27,14 @@ def test_what_a_page_says_is_so(page):
     assert [mistake for check in CHECKS for mistake in check(page)] == []
 
 
-def test_every_room_has_a_page_that_can_be_reached_and_every_program_is_shown():
-    rooms = {path.parent / "README.md" for path in PACKAGE.glob("*/__init__.py")}
-    assert rooms <= {page.path for page in PAGES}
+def test_every_folder_has_a_page_that_can_be_reached_and_every_program_is_shown():
+    own = {path.parent / "README.md" for path in PACKAGE.glob("*/__init__.py")}
+    assert own <= {page.path for page in PAGES}
     linked = {(page.path.parent / link.partition("#")[0]).resolve()
               for page in PAGES for link in page.links()}
     assert {page.path for page in PAGES} - {README.path} <= linked
-    shown = {found[0] for page in PAGES for words in page.commands() if (found := program_of(words))}
+    shown = {found[0] for page in PAGES for words in page.commands()
+             if (found := program_of(words))}
     assert shown >= {"train.py", "eval.py", "vitinit.sweep", "vitinit.compare", "vitinit.predict",
                      "vitinit.export", "vitinit.figures", "vitinit.bench"}
 
@@ -43,7 +45,7 @@ def test_every_room_has_a_page_that_can_be_reached_and_every_program_is_shown():
     ("vitinit/models/README.md", "The names", set(MODELS)),
     ("vitinit/data/README.md", "The data sets", {*DATA_SETS, *EVAL_SETS})])
 def test_a_table_is_complete(name, title, entries):
-    """Each row of the section's tables begins with what it is about; nothing is missing or invented."""
+    """Each row of the section's tables begins with what it is about; none is missing or invented."""
     section = next(page for page in PAGES if page.name == name).section(title)
     rows = [line.split("|") for line in section.text.splitlines() if line.startswith("|")]
     column = 2 if title == "The names" else 1
@@ -58,16 +60,17 @@ def test_a_table_is_complete(name, title, entries):
     (missing_files, "in `vitinit/nowhere`", "vitinit/nowhere: no such file"),
     (missing_files, "in `init/impulse.py`, `nowhere.py`", "nowhere.py: no such file"),
     pytest.param(missing_commits, "as of commit\n`0123456`", "0123456: no such commit",
-                 marks=pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="no history here")),
+                 marks=pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="no history")),
     (bad_commands, "```bash\ntorchrun train.py --recipe quickstrt\n```", "quickstrt"),
     (bad_commands, "```bash\ntorchrun train.py --recipe quickstart \\\n    --set optim.base=1\n```",
      "optim.base"),
     (bad_commands, "```bash\npython train.py --recipe quickstart --init default "
      "--set init.options.target_mass=0.3\n```", "target_mass"),
-    (bad_commands, "```bash\npython -m vitinit.nowhere a\n```", "no program vitinit.nowhere"),
+    (bad_commands, "```bash\npython -m vitinit.nowhere a\n```", "No module named"),
+    (bad_commands, "```bash\npython -m vitinit.predict --nowhere a\n```", "no option"),
     (bad_commands, "```bash\npython -m vitinit.compare --nowhere a\n```", "--nowhere"),
-    (bad_commands, "```bash\npython -m vitinit.sweep --recipe quickstart --init nowhere --seeds 0\n```",
-     "does not start"),
+    (bad_commands, "```bash\npython -m vitinit.sweep --recipe quickstart --init nowhere --seeds 0"
+     "\n```", "does not start"),
     (bad_words, "`python -m vitinit.nowhere a`", "no program vitinit.nowhere"),
     (bad_words, "with `--job 2`", "no option --job"),
     (bad_words, "with\n`--set init.options.target_mas=1`", "init.options.target_mas: no such key")])

@@ -1,4 +1,4 @@
-"""The README's first run is made in full; the code and the output of the pages are what they show."""
+"""The README's first run is made in full; what pages show of code and output is so."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from pages import PAGES, README, REPOSITORY
 from PIL import Image
 
 from vitinit import export, predict
+from vitinit.compare import mean_and_std, t_interval
+from vitinit.runs.archive import read_archive
 
 
 def run(words: list[str], cwd: Path) -> subprocess.CompletedProcess:
@@ -26,10 +28,11 @@ def run(words: list[str], cwd: Path) -> subprocess.CompletedProcess:
     # --standalone: torchrun's usual port may be taken by another run on this machine.
     words[:1] = {"torchrun": [str(scripts / "torchrun"), "--standalone"],
                  "python": [sys.executable]}[words[0]]
-    # As many threads as for a user. On a busy machine threads that spin while they wait would cost minutes.
+    # As many threads as for a user. On a busy machine spinning threads would cost minutes.
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment["OMP_WAIT_POLICY"] = "PASSIVE"
-    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True,
+                          timeout=300)
 
 
 def test_the_quickstart_trains_and_its_run_evaluates(tmp_path):
@@ -101,11 +104,39 @@ def test_what_was_trained_is_used_and_exported_as_shown(tmp_path, monkeypatch):
     assert "blocks.0.attn.qkv.weight" in names["weights"]
 
 
-@pytest.mark.parametrize("name, result, shape", [("vitinit/models/README.md", "logits", (2, 10)),
-                                                 ("vitinit/init/README.md", "attention", (2, 3, 65, 65))])
+@pytest.mark.parametrize("name, result, shape", [
+    ("vitinit/models/README.md", "logits", (2, 10)),
+    ("vitinit/init/README.md", "attention", (2, 3, 65, 65))])
 def test_the_code_of_a_page_gives_the_shape_that_it_states(name, result, shape):
     code, *_ = next(page for page in PAGES if page.name == name).blocks("python")
     assert str(shape) in code
     names: dict = {}
     exec(code, names)
     assert names[result].shape == shape
+
+
+def test_a_recipe_is_added_as_the_page_shows(tmp_path):
+    """The copy differs in one line, is found by its path, and builds a model of twice the depth."""
+    page = next(page for page in PAGES if page.name == "recipes/README.md")
+    copy, differ, start = page.section("How to add a recipe").blocks("sh")[0].splitlines()
+    (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
+    subprocess.run(copy, shell=True, check=True, cwd=tmp_path)
+    shown = subprocess.run(differ, shell=True, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert shown.splitlines()[1:] == ["< depth = 4", "---", "> depth = 8"]
+    result = run(start.split(), tmp_path)
+    assert result.returncode == 0 and "nothing was written" in result.stdout, result.stderr
+    assert "recipe  quickstart_deep" in result.stdout and "depth = 8" in result.stdout
+
+
+def test_the_numbers_of_quickstart_are_those_of_its_records():
+    runs = read_archive(REPOSITORY / "recipes" / "quickstart.tar.xz")
+    last = {init: [run.rows[-1] for run in runs if run.keys["init.name"] == init]
+            for init in ("default", "impulse")}
+    page = next(page for page in PAGES if page.name == "recipes/README.md")
+    for init, rows in last.items():
+        top1, ema = ([row[key] for row in rows] for key in ("val_top1", "ema_top1"))
+        assert (f"| `{init}` | {mean_and_std(top1)} % | {mean_and_std(ema)} % | "
+                f"{', '.join(f'{value:.1f}' for value in top1)} |") in page.text
+        assert f"| {mean_and_std(top1, 1)} (3) |" in README.text
+    mean, half = t_interval([two["val_top1"] - one["val_top1"] for one, two in zip(*last.values())])
+    assert f"is {mean:.1f} ± {half:.1f} points" in " ".join(README.text.split())
