@@ -135,17 +135,6 @@ def test_runs_without_steps_are_refused_in_one_line(tmp_path, written_run, capsy
     assert "a: no steps on record to draw; steps.jsonl has a line from the tenth on" in line
 
 
-def test_a_folder_that_is_no_run_is_refused_in_one_line(tmp_path, capsys):
-    line = refusal(capsys, "curves", tmp_path, "--out", tmp_path / "x.png")
-    assert "neither a run's folder nor an archive of runs" in line
-
-
-def test_sizes_that_do_not_fit_are_refused_in_one_line(tmp_path, capsys):
-    line = refusal(capsys, "kernels", "--set", "model.options.patch_size=5", "--out",
-                   tmp_path / "x.png")
-    assert "patches of 5×5 pixels do not tile" in line
-
-
 def test_without_matplotlib_the_extra_is_named(without_matplotlib, tmp_path):
     with pytest.raises(SystemExit, match=r"needs matplotlib: pip install 'vitinit\[figures\]'"):
         run("kernels", "--out", tmp_path / "x.png")
@@ -179,8 +168,3 @@ def test_a_batch_figure_is_determined_by_its_seed(tmp_path, image_tree):
     one, two, three = (np.asarray(Image.open(path)) for path in files)
     assert np.array_equal(one, two) and not np.array_equal(one, three)
     assert one.shape[1] > 2 * one.shape[0]
-
-
-def test_a_folder_without_images_is_refused_in_one_line(tmp_path, capsys):
-    line = refusal(capsys, "batch", "--data-dir", tmp_path, "--out", tmp_path / "a.png")
-    assert "no images in it" in line

@@ -49,23 +49,3 @@ def test_a_swins_later_stages_have_their_own_grid(draw, image_tree, monkeypatch)
     draw("attention", image_tree / "val" / "red" / "03.png", "--recipe", "cifar10_swin_tiny",
          "--blocks", 0, 2)
     assert grids[0] == (2 * grids[1][0], 2 * grids[1][1])
-
-
-@pytest.mark.parametrize("arguments, text", [
-    (["--queries", "5,0"], "query 5,0 is not on the 5×7 grid of patches"),
-    (["--heads", 3], "head 3 is asked for, but the model has heads 0…2"),
-    (["--blocks", -1], "block -1 is asked for, but the model has blocks 0…1"),
-])
-def test_a_wrong_index_is_refused_in_one_line(complains, sizes, image_tree, arguments, text):
-    complains(text, "attention", image_tree / "val" / "red" / "03.png", "--recipe", "quickstart",
-              *sizes, *arguments)
-
-
-def test_a_missing_photograph_is_refused_in_one_line(complains, sizes, tmp_path):
-    complains("absent.jpg: cannot be read", "attention", tmp_path / "absent.jpg", "--recipe",
-              "quickstart", *sizes)
-
-
-def test_models_without_attention_are_refused_in_one_line(complains, image_tree):
-    complains("makes a MlpMixer; figure 'attention' is defined for", "attention",
-              image_tree / "val" / "red" / "03.png", "--recipe", "cifar10_mixer")

@@ -79,10 +79,3 @@ def test_the_numbers_are_printed_by_model_and_init(draw, sizes, image_tree, caps
     assert [line.split(":")[0] for line in lines[:2]] == ["quickstart, default",
                                                           "quickstart, impulse"]
     assert float(lines[0].split()[2]) == 0.0 < float(lines[1].split()[-1])
-
-
-def test_one_image_and_other_families_are_refused_in_one_line(complains, sizes, image_tree):
-    complains("--count 1: what differs between images takes two", "equivariance", "--recipe",
-              "quickstart", *sizes, "--data-dir", image_tree, "--count", 1)
-    complains("makes a SwinTransformer; figure 'equivariance' is defined for VisionTransformer",
-              "equivariance", "--recipe", "cifar10_swin_tiny", "--data-dir", image_tree)

@@ -52,13 +52,3 @@ def test_a_swins_bias_by_offset_is_that_of_every_pair_of_tokens():
 def test_filters_are_drawn(draw, recipe, columns):
     draw("filters", "--recipe", recipe, "--init", "default", "impulse", "--blocks", 1, "--columns",
          *columns)
-
-
-@pytest.mark.parametrize("recipe, arguments, text", [
-    ("cifar10_convmixer", ["--blocks", 8], "block 8 is asked for, but the model has blocks 0…7"),
-    ("cifar10_convmixer", ["--columns", 256], "channel 256 is asked for"),
-    ("cifar10_swin_tiny", ["--columns", 3], "head 3 is asked for, but the model has heads 0…2"),
-    ("quickstart", [], "figure 'filters' is defined for ConvMixer and SwinTransformer"),
-])
-def test_what_cannot_be_shown_is_refused_in_one_line(complains, recipe, arguments, text):
-    complains(text, "filters", "--recipe", recipe, *arguments)

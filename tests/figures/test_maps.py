@@ -96,22 +96,6 @@ def test_rows_are_kinds_models_and_blocks_and_columns_heads(draw, sizes, monkeyp
     assert torch.equal(rows[3].maps, maps.position_maps(model, 0, "qk")[[2, 0]])
 
 
-@pytest.mark.parametrize("arguments, text", [
-    (["--blocks", 2], "block 2 is asked for, but the model has blocks 0…1"),
-    (["--heads", 0, 3], "head 3 is asked for, but the model has heads 0…2"),
-    (["--init", "filters"], "init 'filters' is not defined for a VisionTransformer"),
-    (["--epochs", "3"], "--epochs goes with --run"),
-    (["--set", "model.options.depht=3"], "has no key 'depht'"),
-])
-def test_wrong_arguments_are_refused_in_one_line(complains, sizes, arguments, text):
-    complains(text, "maps", "--recipe", "quickstart", *sizes, *arguments)
-
-
-def test_a_model_without_these_maps_is_refused_in_one_line(complains):
-    complains("makes a ConvMixer; figure 'maps' is defined for VisionTransformer", "maps",
-              "--recipe", "cifar10_convmixer")
-
-
 def test_a_missing_folder_is_refused_in_one_line(tmp_path, capsys, sizes):
     out = tmp_path / "absent" / "a.png"
     assert main(["maps", "--recipe", "quickstart", *sizes, "--out", str(out)]) == 2

@@ -49,8 +49,3 @@ def test_the_numbers_are_printed_and_drawn_by_part_and_init(draw, sizes, monkeyp
     assert uniform.values.tolist() == pytest.approx([1 / 35] * 2)
     assert last.label == "impulse" and last.values[0].item() == pytest.approx(impulse, abs=1e-3)
     assert torch.is_tensor(last.values)
-
-
-def test_models_without_global_attention_are_refused_in_one_line(complains, image_tree):
-    complains("makes a SwinTransformer; figure 'mass' is defined for VisionTransformer and "
-              "SimpleViT", "mass", "--recipe", "cifar10_swin_tiny", "--data-dir", image_tree)

@@ -67,8 +67,3 @@ def test_ranks_are_printed_as_means_over_photographs(draw, sizes, image_tree, ca
     assert f"stable rank {sum(stable) / 5:.2f}, " in line
     # A patch of 2×2 pixels in three colours has 12 values, and the bias adds a direction.
     assert line.endswith(", 13.0 above float32's limit")
-
-
-def test_a_model_without_patch_embeddings_is_refused_in_one_line(complains, image_tree):
-    complains("figure 'spectrum' needs patch embeddings; a ConvMixer has none", "spectrum",
-              "--recipe", "cifar10_convmixer", "--data-dir", image_tree, "--count", 1)

@@ -61,26 +61,6 @@ def test_an_epoch_that_was_not_kept_is_refused_with_the_epochs_that_were(run, co
     complains("keeps no epoch 1; it has 0, 2", "maps", "--run", folder, "--epochs", "0,1")
 
 
-def test_a_run_that_kept_none_is_refused_with_the_recipe_key(complains, tmp_path):
-    complains("keeps no epoch 1; it has none, which checkpoint.keep_epochs would have kept", "maps",
-              "--run", tmp_path, "--epochs", "1")
-
-
-@pytest.mark.parametrize("option", [["--init", "default"], ["--seed", "0"], ["--set", "a.b=1"]])
-def test_options_of_fresh_models_are_refused_for_runs(complains, tmp_path, option):
-    complains(f"{option[0]} goes with --recipe", "maps", "--run", tmp_path, *option)
-
-
-def test_a_checkpoint_without_a_recipe_is_refused_in_one_line(complains, tmp_path):
-    torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "a.pth")
-    complains("holds no recipe", "maps", "--run", tmp_path / "a.pth")
-
-
-def test_a_recipe_that_starts_from_a_checkpoint_is_refused_in_one_line(complains):
-    complains("starts from init.checkpoint = other.pt; show a run of it", "maps", "--recipe",
-              "quickstart", "--set", "init.checkpoint=other.pt")
-
-
 def test_photographs_are_normalised_evaluation_views(image_tree):
     subject, = fresh(["deit_tiny"], [None], seed=0, sets=["data.image_size=32",
                                                           "model.options.depth=1"])
@@ -93,16 +73,11 @@ def test_photographs_are_normalised_evaluation_views(image_tree):
         torch.testing.assert_close(image, expected)
 
 
-def test_images_of_shapes_are_drawn_and_others_need_a_folder(image_tree):
+def test_images_of_shapes_are_drawn():
     subject, = fresh(["quickstart"], [None], seed=0, sets=["model.options.depth=1"])
     drawn, _ = shapes.draw_image(keyed_generator(shapes.SEED, Stream.SHAPES, 1, 2))
     torch.testing.assert_close(photographs(None, 3, subject.recipe)[2],
                                torch.from_numpy(drawn) / 127.5 * 2 - 2)     # (p / 255 - .5) / .25
-    with pytest.raises(ValueError, match="holds 21 images, and 22 are asked for"):
-        photographs(image_tree / "val", 22, subject.recipe)
-    other, = fresh(["deit_tiny"], [None], seed=0, sets=["model.options.depth=1"])
-    with pytest.raises(ValueError, match="deit_tiny has no images of its own: --data-dir names"):
-        photographs(None, 3, other.recipe)
 
 
 def test_without_data_a_number_of_classes_is_chosen_where_it_is_left_open(run, image_tree):
