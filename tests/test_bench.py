@@ -30,7 +30,7 @@ TINY = [word for change in (
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch):
-    """Restore torch's number of threads, which measurements on a CPU set to 1; measure few rounds."""
+    """Restore torch's number of threads, which measurements on a CPU set to 1; few rounds."""
     monkeypatch.setattr(interleave, "__defaults__", (2,))
     before = torch.get_num_threads()
     yield
@@ -126,7 +126,7 @@ def test_operations_except_views_are_counted_and_copies_by_their_direction():
 
 @pytest.mark.parametrize("theirs", [{}, {"vit_tiny": "vit_b_16"}])
 def test_a_step_and_its_updates_are_measured(capsys, monkeypatch, theirs):
-    """Beside a bare loop over torchvision's model where it has the same, for which a small one stands."""
+    """Beside a bare loop over torchvision's model where it has the same; here, over a small one."""
     assert set(step.THEIRS.values()) <= set(torchvision.models.list_models())
     monkeypatch.setattr(step, "THEIRS", theirs)
     monkeypatch.setattr(torchvision.models, "get_model", lambda name, **sizes: vitinit.build_model(
@@ -206,7 +206,8 @@ def test_a_report_has_the_machine_the_checks_and_every_speed(monkeypatch, tmp_pa
                   "ZeroDivisionError", "exit status 1", "Linux"):
         assert words in text, words
     assert text.count("the time ran out") == 2       # of the one that slept, and of the last
-    assert bench.main(["all", "--out", str(out)]) == 2 and "exists already" in capsys.readouterr().err
+    assert bench.main(["all", "--out", str(out)]) == 2
+    assert "exists already" in capsys.readouterr().err
 
 
 def test_the_commands_of_the_report_are_commands(tmp_path):
@@ -214,7 +215,8 @@ def test_the_commands_of_the_report_are_commands(tmp_path):
         for words in report.speeds(device, ["--data-dir", "photographs"]):
             if words[:2] == ["-m", "vitinit.bench"]:
                 args = bench.parse_arguments(words[2:])
-                for name in [args.recipe] if args.bench == "loader" else getattr(args, "recipe", []):
+                names = getattr(args, "recipe", [])
+                for name in [names] if isinstance(names, str) else names:
                     recipe_of(name, getattr(args, "set", []))
 
 
@@ -233,6 +235,7 @@ def test_nothing_outlives_a_command_whose_time_ran_out(tmp_path):
 def test_rows_become_a_table():
     rows = [{"a": 1234567, "b": 0.001234, "d": None}, {"a": 2, "c": "x|y"}]
     assert row_table(rows).splitlines() == [
-        "| a | b | c |", "| --- | ---: | ---: |", "| 1,234,567 | 0.00123 | – |", "| 2 | – | x\\|y |"]
+        "| a | b | c |", "| --- | ---: | ---: |", "| 1,234,567 | 0.00123 | – |",
+        "| 2 | – | x\\|y |"]
     assert [cell(value) for value in (None, 3, 0.5, 1234.5, float("inf"))] == [
         "–", "3", "0.5", "1,234", "inf"]

@@ -52,7 +52,7 @@ def test_a_wheel_contains_all_code_recipes_models_and_lessons(setup, repository)
     assert len([path for path in found if path.suffix == ".jpg"]) == 50
 
 
-def test_an_installed_package_predicts_and_teaches_without_the_repository(setup, repository, tmp_path):
+def test_an_installed_package_works_without_the_repository(setup, repository, tmp_path):
     """Predictions need the trained model, lesson 2 the photographs. A sweep needs train.py."""
     for name, path in as_in_a_wheel(setup, repository).items():
         (tmp_path / "site" / name).parent.mkdir(parents=True, exist_ok=True)

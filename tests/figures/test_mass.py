@@ -14,7 +14,7 @@ from vitinit.mixing import mixing_matrices, target_mass
 @pytest.mark.parametrize("init, option", [("default", ""), ("mimetic", ""), ("impulse", ""),
                                           ("impulse", "offsets=rotating"), ("deep_impulse", "")])
 def test_the_masses_are_those_on_the_inits_targets(sizes, init, option):
-    """In order in every block, for `impulse` and where an init has none; else on from block to block.
+    """In order in every block for `impulse` and for inits without any; else on from block to block.
 
     Of three heads, the first of block 0 alone has the offset (0, 0) if the offsets go on.
     """

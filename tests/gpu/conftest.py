@@ -1,4 +1,4 @@
-"""Checks that run on a GPU where there is one, and else on the CPU; `bench all` puts them in its report."""
+"""Checks for a GPU, or else the CPU; `bench all` puts them in its report."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def model_of(name: str) -> nn.Module:
 
 @pytest.fixture
 def batch_of() -> Callable[..., tuple[Tensor, Tensor]]:
-    """Makes noise images (count, 3, SIZE, SIZE) and random soft targets (count, CLASSES), float32."""
-    def make(count: int = BATCH, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-             ) -> tuple[Tensor, Tensor]:
+    """Makes noise images (count, 3, SIZE, SIZE) and random soft targets (count, CLASSES)."""
+    def make(count: int = BATCH, device: torch.device | str = "cpu",
+             dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1)
         images = torch.randn(count, 3, SIZE, SIZE, generator=generator)
         targets = torch.randn(count, CLASSES, generator=generator).softmax(dim=1)

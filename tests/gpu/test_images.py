@@ -1,4 +1,4 @@
-"""Batches on the device equal the CPU's to the bit, however they are made, also while it is busy."""
+"""Batches on the device equal the CPU's to the bit, however they are made."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WAYS = {
 
 @pytest.fixture
 def square_images(tmp_path: Path) -> Path:
-    """Three classes of 17 and 7 noisy images of 13×13 pixels: square, so that a device may keep them."""
+    """Three classes of 17 and 7 noisy images, square, so that a device may keep them."""
     rng = np.random.default_rng(0)
     for split, count in (("train", 17), ("val", 7)):
         for name in ("one", "two", "three"):

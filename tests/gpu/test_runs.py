@@ -29,8 +29,8 @@ EPOCHS = {"schedule__epochs": "6", "engine__tf32": "false", "data__workers": "2"
 def start(repository: Path, *words: str, launcher: tuple[str, ...] = ("-c", DETERMINISTIC)
           ) -> subprocess.Popen:
     """Start train.py as a user would. Its output is a pipe."""
-    return subprocess.Popen([sys.executable, *launcher, "train.py", *words], cwd=repository, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    return subprocess.Popen([sys.executable, *launcher, "train.py", *words], cwd=repository,
+                            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                             env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
 
 
@@ -61,7 +61,7 @@ def apart(one: Path, other: Path, part: str = "") -> float:
 
 def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(cuda, repository, small_run, tmp_path,
                                                            record_property):
-    """To the bit, if two uninterrupted runs are equal on this device; else up to ten times as far apart.
+    """To the bit, if two uninterrupted runs are equal here; else up to ten times as far apart.
 
     On a CPU, test_interruptions.py does it at every step.
     """
@@ -94,7 +94,7 @@ def test_a_run_is_evaluated_as_it_measured_itself(device, train_program, eval_pr
 
 
 def test_two_gpus_train_as_one(cuda, repository, small_run, tmp_path, record_property):
-    """Within rounding, since they sum gradients in another order. On CPUs: train/test_two_processes.py."""
+    """Within rounding, as they sum gradients in another order. See train/test_two_processes.py."""
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU")
     one, two = tmp_path / "one", tmp_path / "two"
@@ -141,12 +141,14 @@ def test_copies_are_pinned_and_batches_are_prepared_beside_training(cuda, reposi
                                                                    record_property):
     """In the trace of `train.py --profile`, with images from loader processes."""
     folder = tmp_path / "run"
-    finish(repository, "--recipe", "quickstart", "--init", "default", "--profile", "10", "--out-dir",
-           str(folder), "--set", "schedule.epochs=1", "--set", "schedule.warmup_epochs=0", "--set",
-           "data.on_device_gib=0", "--set", "data.workers=4", "--set", "rand_augment.layers=2", "--set",
-           "model.options.depth=12", launcher=())
+    sets = ("schedule.epochs=1", "schedule.warmup_epochs=0", "data.on_device_gib=0",
+            "data.workers=4", "rand_augment.layers=2", "model.options.depth=12")
+    finish(repository, "--recipe", "quickstart", "--init", "default", "--profile", "10",
+           "--out-dir", str(folder), *(word for text in sets for word in ("--set", text)),
+           launcher=())
     path, = folder.glob("profile_*.json.gz")
-    kinds, busy, both = copies_and_overlap(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    kinds, busy, both = copies_and_overlap(trace["traceEvents"])
     record_property("copies", " ".join(sorted(kinds)))
     record_property("µs busy, in two streams", f"{busy:.0f} {both:.0f}")
     assert kinds and all("Pinned" in kind for kind in kinds) and both > 0

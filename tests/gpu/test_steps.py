@@ -39,7 +39,7 @@ def in_float32():
 
 @pytest.fixture
 def gradients(device, batch_of, drop_path_of):
-    """Computes the gradients of one step of the engine, by name, in float64 on the CPU, and its loss.
+    """Computes the gradients of one step of the engine, in float64 on the CPU, and its loss.
 
     A step of plain SGD with learning rate 1 subtracts the gradient, so it is the difference of the
     weights.
@@ -106,7 +106,7 @@ def test_bf16_is_close_to_float32_and_not_equal(small_model, gradients, record_p
 
 
 def test_a_compiled_step_is_the_eager_one(small_model, gradients, device, record_property):
-    """By the default compiler on a GPU; on a CPU the ViT only, without code generation: it takes long."""
+    """By the default compiler on a GPU; on a CPU the ViT only, without code generation: time."""
     if device.type == "cpu" and small_model.small_name != "vit_tiny":
         pytest.skip("on a CPU the ViT only")
     torch.compiler.reset()
@@ -129,8 +129,8 @@ def test_nothing_is_compiled_again_after_the_first_epoch(a_vit, device, batch_of
     images, targets = batch_of(device=device)
     batches = [(images[:size], targets[:size].argmax(1)) for size in (12, 12, 5)]
     for epoch in range(3):
-        train_on(state, [given_step(2 * epoch + number, [(images, targets)]) for number in range(2)],
-                 forward=forward, drop_path=drop_path_of(model))
+        steps = [given_step(2 * epoch + number, [(images, targets)]) for number in range(2)]
+        train_on(state, steps, forward=forward, drop_path=drop_path_of(model))
         evaluate([measured], batches, num_classes=CLASSES, amp="off", processes=alone(device),
                  stop=StopRequest())
         graphs.append(counters["stats"]["unique_graphs"])
@@ -197,7 +197,8 @@ def test_gradients_have_the_strides_of_their_weights(small_model, device, batch_
 @pytest.mark.parametrize("amp, bound", [("off", 1e-5), ("bf16", 0.03), ("fp16", 0.005)])
 @pytest.mark.parametrize("side", [4, 8])
 @pytest.mark.parametrize("shifted", [False, True])
-def test_attention_in_windows_is_the_plain_product(device, record_property, side, shifted, amp, bound):
+def test_attention_in_windows_is_the_plain_product(device, record_property, side, shifted, amp,
+                                                   bound):
     """Forward and backward, finite, for windows of 16 and 64 tokens.
 
     cuDNN's kernel for an additive mask and 64 tokens has given NaN in the gradients of queries.
@@ -235,8 +236,10 @@ def test_attention_in_windows_is_the_plain_product(device, record_property, side
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 def test_a_step_whose_fp16_gradients_overflow_is_skipped(a_vit, device, batch_of, drop_path_of,
                                                          optimiser):
-    """Weights, moments and moving average stay the same to the bit, the scale halves; the next step,
-    at a lower scale, is made."""
+    """Weights, moments and moving average stay the same to the bit, the scale halves.
+
+    The next step, at a lower scale, is made.
+    """
     model, part = a_vit.to(device), batch_of(device=device)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**40)
     state = state_of(model, OPTIMISERS[optimiser](model), scaler=scaler,
@@ -272,7 +275,8 @@ def test_the_moving_average_is_its_formula(small_model, device, warmup):
                     if value.is_floating_point() else value.double().cpu()
                     for name, value in model.state_dict().items()}
     for name, value in ema.model.state_dict().items():
-        assert (value.double().cpu() - expected[name]).abs().max() < 1e-6 * expected[name].abs().max()
+        distance = (value.double().cpu() - expected[name]).abs().max()
+        assert distance < 1e-6 * expected[name].abs().max()
 
 
 def test_evaluation_counts_as_the_cpu_does(small_model, device, batch_of):
@@ -310,8 +314,9 @@ def test_the_engines_seconds_are_those_of_a_clock_outside(device, record_propert
     assert 0.95 * outside - 0.02 < state.progress.seconds - before <= outside
 
 
-def test_the_host_waits_less_than_once_in_a_step(cuda, a_vit, batch_of, drop_path_of, record_property):
-    """By torch's debug mode. The engine reads losses every ten steps and checks weights at the end."""
+def test_the_host_waits_less_than_once_in_a_step(cuda, a_vit, batch_of, drop_path_of,
+                                                 record_property):
+    """By torch's debug mode: the engine reads losses every ten steps, checks weights at the end."""
     model, part = a_vit.to(cuda), batch_of(device=cuda)
     state = state_of(model, OPTIMISERS["adamw"](model), ema=Ema(model, decay=0.9, warmup=False))
 

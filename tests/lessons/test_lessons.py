@@ -28,7 +28,8 @@ lessons = pytest.mark.parametrize("path", PATHS.values(), ids=lambda path: path.
 def thumbnail(path: Path) -> np.ndarray:
     """A picture at 24×24 pixels: what is drawn where, without the rendering of letters."""
     with Image.open(path) as picture:
-        return np.asarray(picture.convert("RGB").resize((24, 24), Image.Resampling.BOX), dtype=float)
+        small = picture.convert("RGB").resize((24, 24), Image.Resampling.BOX)
+        return np.asarray(small, dtype=float)
 
 
 @lessons
@@ -36,9 +37,10 @@ def test_code_prints_and_draws_what_the_page_shows(path, tmp_path):
     page = read_page(path)
     assert len(list(check_page(page, tmp_path))) == len(page.codes) > 0
     for picture in (name for code in page.codes for name in code.pictures):
-        with Image.open(tmp_path / picture) as drawn, Image.open(FOLDER / IMAGES / picture) as shown:
+        own = FOLDER / IMAGES / picture
+        with Image.open(tmp_path / picture) as drawn, Image.open(own) as shown:
             assert drawn.size == shown.size
-        levels = np.abs(thumbnail(tmp_path / picture) - thumbnail(FOLDER / IMAGES / picture))
+        levels = np.abs(thumbnail(tmp_path / picture) - thumbnail(own))
         assert levels.mean() <= 1.0, picture         # of 255
 
 
@@ -123,7 +125,8 @@ def test_outputs_agree_to_a_unit_of_the_last_digit():
     for wanted, found, words in (
             ("0.43", "0.45", "line 1 of the output is '0.45', where the page has '0.43'"),
             ("17 heads", "18 heads", "'18 heads'"), ("-1.2e-3", "-1.4e-3", "'-1.4e-3'"),
-            ("0.43", "-0.43", "'-0.43'"), ("rank 9", "Rank 9", "'Rank 9'"), ("1.0 2.0", "1.0", "'1.0'"),
+            ("0.43", "-0.43", "'-0.43'"), ("rank 9", "Rank 9", "'Rank 9'"),
+            ("1.0 2.0", "1.0", "'1.0'"),
             ("a\nb", "a", "line 2 of the output is nothing"), ("a", "a\nb", "goes on with 'b'"),
             ("0.5", "nan", "'nan'"), ("True", "False", "'False'")):
         assert words in difference(wanted, found)
@@ -154,12 +157,13 @@ def test_code_that_fails_is_named_by_its_line(written_page, tmp_path):
 def test_a_picture_must_be_drawn_and_an_output_be_the_pages(written_page, tmp_path):
     with pytest.raises(LessonError, match=r"^7_page\.md:17: the code does not draw 7_x\.png"):
         list(run_page(written_page(PAGE + "\n![x](images/7_x.png)\n"), tmp_path))
-    with pytest.raises(LessonError, match=r"^7_page\.md:4: line 1 of the output is '0\.4285714.*0\.45'"):
+    with pytest.raises(LessonError, match=r"^7_page\.md:4: line 1 of the output is '0\.4.*0\.45'"):
         list(check_page(written_page(PAGE.replace("0.43", "0.45")), tmp_path))
 
 
 def test_an_update_writes_what_code_prints(written_page, tmp_path):
-    wrong = PAGE.replace("0.43", "0.45").replace("a = 3\n", "a = 3.5\n") + "\n```python\nprint(a)\n```\n"
+    wrong = PAGE.replace("0.43", "0.45").replace("a = 3\n", "a = 3.5\n")
+    wrong += "\n```python\nprint(a)\n```\n"
     text = updated_page(written_page(wrong), tmp_path).text()
     assert text == wrong.replace("0.45\n", "0.5\n").replace(
         "print(a)\n```\n", "print(a)\n```\n\n```text\n3.5\n```\n")
@@ -174,23 +178,19 @@ def test_an_update_writes_what_code_prints(written_page, tmp_path):
 def test_a_notebook_has_the_pages_code_outputs_and_pictures(path):
     page, book = read_page(path), notebook(read_page(path))
     assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
-    assert book["metadata"]["kernelspec"] == {"display_name": "Python 3", "language": "python",
-                                              "name": "python3"}
-    cells = book["cells"]
-    names = [cell["id"] for cell in cells]
-    assert len(set(names)) == len(names) and all(re.fullmatch(r"[\w-]{1,64}", name) for name in names)
-    for cell in cells:
-        keys = {"cell_type", "id", "metadata", "source"}
-        assert set(cell) == keys | ({"execution_count", "outputs"} if cell["cell_type"] == "code" else set())
-        assert cell["metadata"] == {} and all(isinstance(line, str) for line in cell["source"])
-    codes = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert ["".join(cell["source"]) + "\n" for cell in codes] == [code.source for code in page.codes]
-    for cell, code in zip(codes, page.codes):
+    cells = {kind: [cell for cell in book["cells"] if cell["cell_type"] == kind]
+             for kind in ("code", "markdown")}
+    assert len({cell["id"] for cell in book["cells"]}) == len(book["cells"])
+    for kind, keys in (("markdown", set()), ("code", {"execution_count", "outputs"})):
+        assert all(set(cell) == keys | {"cell_type", "id", "metadata", "source"}
+                   for cell in cells[kind])
+    for cell, code in zip(cells["code"], page.codes, strict=True):
+        assert "".join(cell["source"]) + "\n" == code.source
         kinds = [output["output_type"] for output in cell["outputs"]]
         assert kinds == ["stream"] * bool(code.output) + ["display_data"] * len(code.pictures)
         if code.output:
             assert "".join(cell["outputs"][0]["text"]) == code.output
-    prose = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    prose = "".join("".join(cell["source"]) for cell in cells["markdown"])
     assert not re.search(r"<details>|</details>|!\[|\]\((?!http)", prose)
     assert prose.count("**Answer**") == 2
 
@@ -199,7 +199,7 @@ def test_the_command_lists_lessons(capsys):
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("1  A convolution is a sum of shifts: ")
-    assert len(lines) == len(PATHS) and lines[0].endswith("vitinit/lessons/1_convolution_as_shifts.md")
+    assert len(lines) == len(PATHS) and lines[0].endswith("/lessons/1_convolution_as_shifts.md")
 
 
 def test_the_command_writes_a_notebook(tmp_path, capsys):

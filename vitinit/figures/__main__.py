@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..command_line import Parser, integer, one_of, real, run_program
@@ -42,6 +42,7 @@ from .subjects import Subject, fresh, of_runs
 
 # The figure `kernels` shows this variant of quickstart: a head for each offset of a 3×3 kernel.
 KERNELS = ["model.options.embed_dim=288", "model.options.num_heads=9"]
+MODELS = ("recipe", "run", "init", "seed", "set", "epochs", "weights")   # arguments about models
 RUNS = "folders of runs, archives of runs, or archive/pattern"
 
 
@@ -63,23 +64,26 @@ def pair(text: str) -> tuple[int, int]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line.
+
+    `draw` is the figure's function. What belongs to that figure alone has the name of the
+    function's parameter.
+    """
     parser = Parser(prog="python -m vitinit.figures", description=__doc__)
     figures = parser.add_subparsers(dest="figure", required=True)
     size, seed, init = integer(1), integer(0, 2**63), one_of(INITS)
     index = integer(-2**31)                          # range checked once the model is known
 
-    def figure(name: str, text: str) -> Parser:
+    def figure(name: str, draw: Callable[..., None], text: str) -> Parser:
         added = figures.add_parser(name, help=text, description=text)
         added.add_argument("--out", type=Path, required=True, help="PNG file to write")
+        added.set_defaults(draw=draw)
         return added
 
-    def of_models(name: str, text: str, default: bool = False) -> Parser:
-        """Add a figure of models, either freshly initialised from recipes or read from runs.
-
-        default: without either, it shows KERNELS.
-        """
-        added = figure(name, text)
-        source = added.add_mutually_exclusive_group(required=not default)
+    def of_models(name: str, draw: Callable[..., None], text: str) -> Parser:
+        """Add a figure of models, either freshly initialised from recipes or read from runs."""
+        added = figure(name, draw, text)
+        source = added.add_mutually_exclusive_group(required=name != "kernels")
         source.add_argument("--recipe", nargs="+", metavar="NAME",
                             help="models freshly initialised from these recipes")
         source.add_argument("--run", nargs="+", type=Path, metavar="RUN",
@@ -96,107 +100,94 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         added.add_argument("--weights", choices=["model", "ema"], help="for --run, default model")
         return added
 
-    def of_photographs(added: Parser) -> None:
-        added.add_argument("--data-dir", type=Path, help="a folder with photographs; default: the "
-                                                         "images that a recipe of `shapes` draws")
+    def of_images(name: str, draw: Callable[..., None], text: str) -> Parser:
+        """Add a figure of models and some images."""
+        added = of_models(name, draw, text)
+        added.add_argument("--data-dir", type=Path, dest="folder",
+                           help="a folder with photographs; default: the images that a recipe of "
+                                "`shapes` draws")
         added.add_argument("--count", type=size, default=24, help="use the first COUNT of them")
+        return added
 
-    kernels = of_models("kernels", "mean attention by offset: the kernels that heads start as",
-                        default=True)
-    of_photographs(kernels)
-    kernels.add_argument("--blocks", nargs="+", type=index, default=[0])
-    kernels.add_argument("--heads", nargs="+", type=index, help="default: all")
-    maps = of_models("maps", "Q Kᵀ, P Q Kᵀ Pᵀ and its softmax for every head of ViTs")
+    kernels = of_images("kernels", draw_kernels,
+                        "mean attention by offset: the kernels that heads start as")
+    maps = of_models("maps", draw_maps, "Q Kᵀ, P Q Kᵀ Pᵀ and its softmax for every head of ViTs")
     maps.add_argument("--kinds", nargs="+", type=one_of(KINDS), default=list(KINDS),
                       help=", ".join(KINDS))
-    maps.add_argument("--blocks", nargs="+", type=index, default=[0])
-    maps.add_argument("--heads", nargs="+", type=index, help="default: all")
-    attention = of_models("attention", "what tokens of a photograph attend to")
-    attention.add_argument("image", type=Path)
-    attention.add_argument("--blocks", nargs="+", type=index, default=[0])
-    attention.add_argument("--heads", nargs="+", type=index, default=[0, 1, 2])
+    attention = of_models("attention", draw_attention, "what tokens of a photograph attend to")
+    attention.add_argument("photograph", type=Path)
     attention.add_argument("--queries", nargs="+", type=pair, default=[], metavar="ROW,COLUMN",
                            help="query patches, counted from 0; default: the one in the middle")
-    of_photographs(of_models("mass", "share of attention on the heads' targets, by depth"))
-    equivariance = of_models("equivariance", "whether tokens move with the image, by depth")
-    of_photographs(equivariance)
+    of_images("mass", draw_mass, "share of attention on the heads' targets, by depth")
+    equivariance = of_images("equivariance", draw_equivariance,
+                             "whether tokens move with the image, by depth")
     equivariance.add_argument("--step", type=pair, default=(1, 1), metavar="DOWN,RIGHT",
                               help="by how many patches images are moved")
-    of_photographs(of_models("spectrum", "singular values and ranks of patch embeddings"))
-    filters = of_models("filters", "a ConvMixer's depthwise filters or a Swin's position bias")
-    filters.add_argument("--blocks", nargs="+", type=index, default=[0])
+    of_images("spectrum", draw_spectrum, "singular values and ranks of patch embeddings")
+    filters = of_models("filters", draw_filters,
+                        "a ConvMixer's depthwise filters or a Swin's position bias")
     filters.add_argument("--columns", nargs="+", type=index, default=[0, 1, 2],
                          help="channels or heads, default: the first three")
-    curves = figure("curves", "validation top-1 of finished runs by epoch, or quantities by step")
+    for added in (kernels, maps, attention, filters):
+        added.add_argument("--blocks", nargs="+", type=index, default=[0])
+    for added in (kernels, maps, attention):
+        added.add_argument("--heads", nargs="+", type=index, help="default: all",
+                           default=[0, 1, 2] if added is attention else None)
+    curves = figure("curves", draw_runs,
+                    "validation top-1 of finished runs by epoch, or quantities by step")
     curves.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=RUNS)
     curves.add_argument("--steps", action="store_true",
                         help="loss, learning rate and gradient norm by step; also of unfinished "
                              "runs")
-    operations = figure("operations", "a photograph under each of RandAugment's operations")
-    operations.add_argument("image", type=Path)
+    operations = figure("operations", draw_operations,
+                        "a photograph under each of RandAugment's operations")
+    operations.add_argument("photograph", type=Path)
     operations.add_argument("--magnitude", type=real(minimum=0.0, maximum=10.0), default=9.0)
-    batch = figure("batch", "batches after the whole augmentation")
-    batch.add_argument("--data-dir", type=Path, required=True, help="a folder with images in it")
+    batch = figure("batch", draw_batch, "batches after the whole augmentation")
+    batch.add_argument("--data-dir", type=Path, dest="folder", required=True,
+                       help="a folder with images in it")
     batch.add_argument("--seed", type=seed, default=0)
     return parser.parse_args(arguments)
 
 
-def subjects(args: argparse.Namespace) -> Iterator[Subject]:
-    """The models that the arguments name, built one at a time.
+def draw_runs(out: Path, *, runs: list[Path], steps: bool) -> None:
+    """Draw top-1 by epoch of finished runs, naming the others, or quantities by step of all."""
+    if steps:
+        return draw_steps(out, group_runs(read_runs(runs)))
+    groups, unfinished = finished_groups(runs)
+    for line in unfinished:
+        print(line)
+    draw_curves(out, groups)
+
+
+def subjects(*, recipe: list[str] | None, run: list[Path] | None, init: list[str] | None,
+             seed: int | None, set: list[str], epochs: list[int], weights: str | None
+             ) -> Iterator[Subject]:
+    """The models that these arguments name, built one at a time; KERNELS if none is named.
 
     Raises FigureError for an option of --recipe that comes with --run, and the other way round.
     """
-    unused = {"--init": args.init, "--seed": args.seed is not None, "--set": args.set} if args.run \
-        else {"--epochs": args.epochs, "--weights": args.weights}
+    unused = {"--init": init, "--seed": seed is not None, "--set": set} if run else \
+        {"--epochs": epochs, "--weights": weights}
     for option, given in unused.items():
         if given:
-            raise FigureError(f"{option} goes with {'--recipe' if args.run else '--run'}")
-    if args.run:
-        return of_runs(args.run, args.epochs, args.weights or "model")
-    if not args.recipe:
-        args.recipe, args.init = ["quickstart"], args.init or ["default", "mimetic", "impulse"]
-        args.set = [*KERNELS, *args.set]
-    return fresh(args.recipe, args.init or [None], seed=args.seed, sets=args.set)
-
-
-def draw(args: argparse.Namespace) -> None:
-    """Draw the figure that the arguments name."""
-    if args.figure == "kernels":
-        draw_kernels(args.out, subjects(args), folder=args.data_dir, count=args.count,
-                     blocks=args.blocks, heads=args.heads)
-    elif args.figure == "maps":
-        draw_maps(args.out, subjects(args), kinds=args.kinds, blocks=args.blocks, heads=args.heads)
-    elif args.figure == "attention":
-        draw_attention(args.out, subjects(args), args.image, blocks=args.blocks, heads=args.heads,
-                       queries=args.queries)
-    elif args.figure == "mass":
-        draw_mass(args.out, subjects(args), folder=args.data_dir, count=args.count)
-    elif args.figure == "equivariance":
-        draw_equivariance(args.out, subjects(args), folder=args.data_dir, count=args.count,
-                          step=args.step)
-    elif args.figure == "spectrum":
-        draw_spectrum(args.out, subjects(args), folder=args.data_dir, count=args.count)
-    elif args.figure == "filters":
-        draw_filters(args.out, subjects(args), blocks=args.blocks, columns=args.columns)
-    elif args.figure == "curves" and args.steps:
-        draw_steps(args.out, group_runs(read_runs(args.runs)))
-    elif args.figure == "curves":
-        groups, unfinished = finished_groups(args.runs)
-        for line in unfinished:
-            print(line)
-        draw_curves(args.out, groups)
-    elif args.figure == "operations":
-        draw_operations(args.out, args.image, magnitude=args.magnitude)
-    else:
-        draw_batch(args.out, args.data_dir, seed=args.seed)
+            raise FigureError(f"{option} goes with {'--recipe' if run else '--run'}")
+    if run:
+        return of_runs(run, epochs, weights or "model")
+    if not recipe:
+        recipe, init, set = ["quickstart"], init or ["default", "mimetic", "impulse"], KERNELS + set
+    return fresh(recipe, init or [None], seed=seed, sets=set)
 
 
 def main(arguments: list[str] | None = None) -> int:
     def program() -> None:
-        args = parse_arguments(arguments)
+        args = vars(parse_arguments(arguments))
         pyplot()                                     # fails at once if matplotlib is missing
-        draw(args)
-        print(f"wrote {args.out}")
+        draw, out, _ = (args.pop(key) for key in ("draw", "out", "figure"))
+        if "recipe" in args:
+            args["subjects"] = subjects(**{key: args.pop(key) for key in MODELS})
+        draw(out, **args)
+        print(f"wrote {out}")
     return run_program("vitinit.figures", program)
 
 

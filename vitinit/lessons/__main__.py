@@ -1,8 +1,8 @@
 """Lessons: how attention can be a convolution, and how a vision transformer is trained.
 
-    python -m vitinit.lessons                                list them
-    python -m vitinit.lessons 1                              run the code of one, and compare with its page
-    python -m vitinit.lessons 1 --notebook lesson.ipynb      write one as a Jupyter notebook
+    python -m vitinit.lessons                            list them
+    python -m vitinit.lessons 1                          run one's code, and compare with its page
+    python -m vitinit.lessons 1 --notebook lesson.ipynb  write one as a Jupyter notebook
 
 The lessons are pages to read, in vitinit/lessons. Their code needs matplotlib, the extra `figures`.
 """
@@ -30,12 +30,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("lesson", type=integer(1), nargs="?", metavar="NUMBER",
                         help="number of a lesson; without one, the lessons are listed")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--notebook", type=Path, metavar="FILE", help="write it as a Jupyter notebook")
+    what.add_argument("--notebook", type=Path, metavar="FILE",
+                      help="write it as a Jupyter notebook")
     what.add_argument("--update", action="store_true",
                       help="for authors: write what its code prints and draws now into the page")
     options = parser.parse_args(arguments)
     if options.lesson is None and (options.notebook or options.update):
-        parser.error(f"{'--notebook' if options.notebook else '--update'} needs the number of a lesson")
+        parser.error(f"{'--notebook' if options.notebook else '--update'} needs the number of a "
+                     "lesson")
     return options
 
 

@@ -17,8 +17,8 @@ LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)[^)]*\)")
 def notebook(page: Page) -> dict[str, Any]:
     """The notebook of a lesson, ready for json.dump.
 
-    A picture is shown as an output of the code that draws it, not in the prose. Answers that the page
-    folds away stand open, since a fold cannot contain cells; links to files become plain text.
+    A picture is shown as an output of the code that draws it, not in the prose. Answers that the
+    page folds away stand open, since a fold cannot contain cells; links to files become plain text.
     """
     cells = []
     for number, prose in enumerate(page.prose):

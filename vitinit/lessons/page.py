@@ -28,7 +28,7 @@ LINE = 6
 
 @dataclass(frozen=True)
 class Code:
-    """A block of code: its source, the page's line on which it starts, and what it prints and draws."""
+    """A block of code: its source, its line on the page, and what it prints and draws."""
 
     source: str
     line: int                   # of the source's first line, counted from 1
@@ -85,8 +85,8 @@ def read_page(path: Path) -> Page:
 def difference(expected: str, printed: str) -> str | None:
     """What the first line in which two outputs differ is, in words; None if they agree.
 
-    Text must be equal, up to blanks. Integers must be equal. Other numbers may differ by one unit of
-    the last digit that `expected` shows, since the last digits depend on the processor.
+    Text must be equal, up to blanks. Integers must be equal. Other numbers may differ by one unit
+    of the last digit that `expected` shows, since the last digits depend on the processor.
     """
     wanted, found = expected.splitlines(), printed.splitlines()
     for number, line in enumerate(wanted):

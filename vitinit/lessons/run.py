@@ -23,8 +23,7 @@ class LessonError(OneLineError):
 def run_page(page: Page, folder: Path) -> Iterator[tuple[Code, str]]:
     """Run a lesson's blocks in order, as one program; yield each with what it prints.
 
-    folder: in which the blocks run, so that it receives their pictures. Pictures are drawn without a
-        display.
+    folder: in which the blocks run, so that it receives their pictures, which need no display.
 
     Raises LessonError, with the page's line, if a block fails or does not draw its pictures.
     """
@@ -44,8 +43,8 @@ def run_page(page: Page, folder: Path) -> Iterator[tuple[Code, str]]:
         plt.close("all")                             # pyplot would keep them in memory
         for picture in code.pictures:
             if not (folder / picture).is_file():
-                raise LessonError(f"{place}: the code does not draw {picture}, which the page shows "
-                                  f"after it; expected figure.savefig(\"{picture}\")")
+                raise LessonError(f"{place}: the code does not draw {picture}, which the page "
+                                  f"shows after it; expected figure.savefig(\"{picture}\")")
         yield code, printed.getvalue()
 
 
