@@ -1,4 +1,4 @@
-"""The example of how to add an init runs, and does what the page says."""
+"""The examples of how to add an init, and of how to use one elsewhere, run and do what the pages say."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import vitinit
 from vitinit.init import INITS
 
+HERE = Path(vitinit.__file__).parent / "init" / "your_own_code.md"
 PAGE = Path(vitinit.__file__).parent / "init" / "README.md"
 
 
@@ -23,3 +24,18 @@ def test_the_example_of_an_init_of_ones_own_starts_every_block_as_the_identity(m
     other = vitinit.build_model("vit_tiny", num_classes=10, image_size=32, patch_size=4)
     vitinit.init_weights(other, "lecun", generator=torch.Generator().manual_seed(0))
     assert torch.equal(model.blocks[0].attn.qkv.weight, other.blocks[0].attn.qkv.weight)
+
+
+def test_the_examples_for_ones_own_code_print_what_the_page_shows(capsys):
+    text = HERE.read_text(encoding="utf-8")
+    first, own = (part.partition("```")[0] for part in text.split("```python\n")[1:])
+    exec(first, {})
+    printed, shown = capsys.readouterr().out.splitlines(), text.partition("```\nVision")[2]
+    shown = ("Vision" + shown.partition("\n```")[0]).splitlines()
+    assert len(printed) == len(shown)
+    for line, expected in zip(printed, shown):
+        before, _, after = expected.partition("…")
+        assert line.startswith(before.rstrip()) and line.endswith(after.strip())
+    names: dict = {}
+    exec(own, names)
+    assert names["report"].mass[0][0] > 0.9 and len(names["report"].mass[0]) == 3
