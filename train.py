@@ -41,7 +41,7 @@ from vitinit.init.weight_selection import select_weights
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models.convert import native_tensors
 from vitinit.models.layers import draw_drop_path
-from vitinit.recipe.files import RECIPES, dump_recipe, with_data
+from vitinit.recipe.files import dump_recipe, with_data
 from vitinit.recipe.sections import Recipe
 from vitinit.runs import foreign
 from vitinit.runs.folder import RunFolder, RunLock, read_checkpoint
@@ -50,7 +50,6 @@ from vitinit.runs.resume import (choose_run, require_same_data, require_same_mic
 from vitinit.runs.start import (built, cautions, initialise, open_training_set, rehearsal,
                                 summary, training_views)
 from vitinit.runs.teacher import open_teacher
-from vitinit.runs.trained import named_run
 from vitinit.train import distributed
 from vitinit.train.checkpoint import CheckpointError, model_state
 from vitinit.train.device import describe_device, memory_for, peak_gib
@@ -214,7 +213,7 @@ def fine_tune(model: nn.Module, recipe: Recipe) -> list[str]:
     assumed that tensors do not show. Raises CheckpointError if the checkpoint does not fit.
     """
     init = recipe.init
-    state, path = read_checkpoint(named_run(Path(init.checkpoint)))
+    state, path = read_checkpoint(Path(init.checkpoint))
     tensors = native_tensors(model_state(state, path, init.checkpoint_weights))
     notes = []
     if "recipe" not in state:
@@ -277,7 +276,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     say = partial(print, flush=True) if processes.is_main else lambda *_: None
 
     # Recipe: of a new run, or of one to resume. --------------------------------------------------
-    chosen = choose_run(args, processes, RECIPES, lock, say)
+    chosen = choose_run(args, processes, lock, say)
     if chosen is None:
         return 0
     folder, saved, recipe, root = chosen

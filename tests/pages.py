@@ -195,7 +195,7 @@ def require_startable(program: str, arguments: list[str]) -> None:
                           for value in (getattr(args, name, None) for name in ("recipe", "init")))
         for recipe in filter(None, recipes):
             for init in inits:
-                fresh_recipe(recipe, recipes=RECIPES, say=lambda line: None, init=init,
+                fresh_recipe(recipe, say=lambda line: None, init=init,
                              sets=getattr(args, "set", None) or [])
 
 

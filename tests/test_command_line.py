@@ -44,7 +44,7 @@ def fresh(train_program, *arguments: object):
     """The recipe that train.py resolves for a new run, and the lines that it prints."""
     printed = []
     args = train_program.parse_arguments([str(argument) for argument in arguments])
-    return fresh_recipe(args.recipe, recipes=REPOSITORY / "recipes", say=printed.append,
+    return fresh_recipe(args.recipe, say=printed.append,
                         init=args.init, seed=args.seed, data_dir=args.data_dir, sets=args.set), printed
 
 

@@ -14,7 +14,8 @@ from vitinit.figures import __main__ as figures
 from vitinit.figures import augmentation, curves, plot
 from vitinit.figures.curves import draw_curves
 from vitinit.figures.plot import LOOKS
-from vitinit.runs.groups import finished_groups
+from vitinit.runs.groups import group_runs
+from vitinit.runs.records import read_run
 
 
 def run(*arguments: object) -> None:
@@ -60,10 +61,10 @@ def test_curves_show_the_groups_of_finished_runs(tmp_path, written_run, capsys):
 def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_from_lowest_to_highest(
         tmp_path, written_run, monkeypatch):
     """What was drawn is read back from matplotlib's own objects."""
-    groups, _ = finished_groups([
+    groups = group_runs([read_run(folder) for folder in (
         written_run("a-0", [10.0, None, 50.0], init="impulse"),
         written_run("a-1", [26.0, None, 58.0], init="impulse", seed=1),
-        written_run("b-0", [15.0, 30.0, 31.0])])
+        written_run("b-0", [15.0, 30.0, 31.0]))])
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig",
                         lambda figure, *_, **__: drawn.append(figure))

@@ -18,7 +18,7 @@ from PIL import Image
 
 from vitinit import export, predict
 from vitinit.compare import mean_and_std, t_interval
-from vitinit.runs.archive import read_archive
+from vitinit.runs.records import read_archive
 
 
 def run(words: list[str], cwd: Path) -> subprocess.CompletedProcess:

@@ -148,18 +148,6 @@ def test_the_steps_on_record_are_those_of_a_run_that_never_stopped(
     assert_same_run(straight, stopped)
 
 
-def test_steps_that_cannot_be_read_stop_a_run_before_it_goes_on(train_program, stop_before, small_run,
-                                                                tmp_path, capsys):
-    folder = tmp_path / "run"
-    train_program.StopRequest = stop_before(1)
-    train_program.main(small_run(folder))
-    (folder / "steps.jsonl").write_text('{"step": 10}\n{"step": 10}\n')
-    capsys.readouterr()
-    assert train_program.main(["--resume", str(folder)]) == 2
-    output = capsys.readouterr()
-    assert "steps.jsonl: line 2 is step 10 after step 10" in output.err and not output.out
-
-
 def test_metrics_after_the_checkpoint_are_cut_back(train_program, stop_before, small_run, tmp_path):
     """A run killed two epochs after its last checkpoint repeats those epochs, and records them once."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
@@ -218,27 +206,7 @@ def test_a_folder_with_a_run_is_never_overwritten(train_program, small_run, tmp_
     assert train_program.main(small_run(tmp_path / "longer", *hints[0].split())) == 0    # as was said
     (folder / "metrics.jsonl").write_text("")        # an unfinished run
     assert train_program.main(small_run(folder)) == 2
-    assert (f"already holds a run; continue it with --resume {folder}"
-            in capsys.readouterr().err)
-
-
-def test_a_resumed_run_goes_on_as_it_began(train_program, stop_before, small_run, tmp_path, capsys):
-    folder = tmp_path / "run"
-    train_program.StopRequest = stop_before(1)
-    train_program.main(small_run(folder))
-    for more, message in [
-            (["--seed", "1"], "--seed 1 differs from the run's run.seed = 0"),
-            (["--init", "impulse"], '--init impulse differs from the run\'s init.name = "mimetic"'),
-            (["--recipe", "deit_tiny"], "--recipe deit_tiny differs from the run's recipe quickstart"),
-            (["--set", "optim.eps=1e-8"],
-             "--set optim.eps=1e-8 differs from the run's optim.eps = 0.0001"),
-            (["--set", "optim.epss=1"], "[optim] has no key 'epss'; did you mean 'eps'?"),
-            (["--out-dir", "elsewhere"], "--out-dir elsewhere differs from --resume"),
-            (["--dry-run"], "--dry-run and --resume exclude each other")]:
-        capsys.readouterr()
-        assert train_program.main(["--resume", str(folder), *more]) == 2
-        error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1
+    assert f"{folder}: already holds a run (last.pt, previous.pt, best.pt" in capsys.readouterr().err
 
 
 def test_resuming_what_is_not_there_is_one_line(train_program, tmp_path, capsys):
@@ -296,7 +264,7 @@ def test_a_run_starts_from_every_other_element_of_a_wider_and_deeper_run(train_p
 
 @pytest.mark.parametrize("changes, message", [
     (dict(init__checkpoint="nowhere.pt"), "nowhere.pt: no such checkpoint"),
-    (dict(init__checkpoint_weights="EMA"), 'one of "model", "ema"'),
+    (dict(init__checkpoint_weights="EMA"), "'EMA'; valid: ema, model"),
     (dict(optim__max_batch_per_process="1"), "max_batch_per_process = 1, but images are mixed in"),
     (dict(optim__global_batch="14"), "14 does not divide into groups of mix.group = 4 images"),
     (dict(mix__group="5"), "mix.group = 5 is odd"),
@@ -450,9 +418,9 @@ def test_one_folder_without_val_is_trained_on_and_evaluated(train_program, eval_
 
     # The command that began the run, with its 0, goes on with it.
     assert train_program.main(command) == 0
-    require_same_recipe(read_run(folder), fresh_recipe(
-        "quickstart", recipes=repository / "recipes", say=print, init="mimetic",
-        data_dir=str(phone), sets=[word for word in command if "=" in word]))
+    require_same_recipe(folder, read_run(folder).keys, fresh_recipe(
+        "quickstart", say=print, init="mimetic",
+        data_dir=str(phone), sets=[word for word in command if "=" in word]).keys)
     capsys.readouterr()
     assert eval_program.main([str(folder)]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()

@@ -14,10 +14,9 @@ COUNT = 2**31                   # counts must be less than this, so that they fi
 TINIEST, LARGEST = 2.0**-149, 2.0**128      # the range of float32, in which training calculates
 
 
-def number(*, minimum: float | None = None, above: float | None = None,
-           maximum: float | None = None, below: float | None = None) -> Any:
-    """A numeric field: `minimum` and `maximum` are inclusive bounds, `above` and `below` exclusive.
+def number(**bounds: float) -> Any:
+    """A numeric field with bounds: `minimum`, `maximum` inclusive, `above`, `below` exclusive.
 
     In a list, every element must be within the bounds.
     """
-    return field(metadata={"minimum": minimum, "above": above, "maximum": maximum, "below": below})
+    return field(metadata=bounds)

@@ -26,9 +26,9 @@ from pathlib import Path
 
 from .command_line import Parser, run_program
 from .figures.curves import draw_curves
-from .runs.archive import read_runs, write_archive
 from .runs.groups import Group, finished_runs, group_runs
-from .runs.markdown import table
+from .runs.records import read_runs, write_archive
+from .runs.report import table
 from .train.checkpoint import write_text_atomically
 
 CONFIDENCE = 0.95

@@ -47,9 +47,9 @@ from .models import MODELS, ConvMixer, MlpMixer, SwinTransformer, VisionTransfor
 from .models.convert import transformers_names
 from .recipe.files import dump_recipe, from_dict
 from .recipe.sections import Recipe
-from .runs.archive import portable, without_paths
 from .runs.folder import RunFolder
 from .runs.foreign import preprocessor_config, transformers_config
+from .runs.records import portable, without_paths
 from .runs.trained import Trained, add_run, as_input, load, load_run
 from .train.checkpoint import (CheckpointError, load as load_checkpoint, save_atomically,
                                sync_folder, write_text_atomically, written_atomically)

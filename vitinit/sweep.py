@@ -36,7 +36,7 @@ import torch
 
 from .command_line import Parser, integer, run_program
 from .compare import compare
-from .recipe.files import RECIPES, RecipeError, fresh_recipe, parse_override
+from .recipe.files import RecipeError, fresh_recipe, parse_override
 from .recipe.sections import Recipe
 from .runs.folder import RunFolder
 from .runs.records import read_run
@@ -156,7 +156,7 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
     """
     try:
         recipe = fresh_recipe(args.recipe, init=init, seed=seed, data_dir=args.data_dir, sets=sets,
-                              recipes=RECIPES, say=lambda line: None)
+                              say=lambda line: None)
     except RecipeError as error:
         raise RecipeError(f"--variant {variant}: {error}" if variant else str(error)) from None
     words = [recipe.name, recipe.init.name, variant, f"s{seed}"]
@@ -168,7 +168,7 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
     arguments += [word for text in sets for word in ("--set", text)]
     epochs, run = recipe.schedule.total_epochs, RunFolder(folder)
     if run.holds_checkpoint():
-        require_same_recipe(read_run(folder), recipe)
+        require_same_recipe(folder, read_run(folder).keys, recipe.keys)
         progress = run.load_last(glance=True)["progress"]
         done = restored_progress(progress, run.read_from).epochs
     else:                                            # its checkpoints may have been deleted

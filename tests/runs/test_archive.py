@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import lzma
 import os
 import sys
@@ -12,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from vitinit.runs import archive
-from vitinit.runs.archive import read_runs, write_archive
 from vitinit.runs.folder import RunFolder
-from vitinit.runs.groups import finished_groups
-from vitinit.runs.records import FILES
+from vitinit.runs.groups import finished_runs
+from vitinit.runs.records import FILES, LARGEST, read_runs, write_archive
 from vitinit.train.checkpoint import CheckpointError
 
 
@@ -36,7 +33,7 @@ def packed(written_run, tmp_path) -> Path:
 
 def test_paths_of_the_machine_stay_out(written_run, tmp_path, monkeypatch):
     """Those of the data and of the program. What else the run records of both is packed."""
-    monkeypatch.setattr(sys, "argv", ["/home/somebody/train.py", "--seed", "1"])
+    monkeypatch.setattr(sys, "argv", ["/home/somebody/train.py", "--set", "data.root=/home/data"])
     run = written_run("a-s1", [1.0])
     images = {"training images": 3, "root": r'/home/somebody/"my" images'}
     RunFolder(run).record_start(tmp_path, processes=1, device="CPU", data=images)
@@ -44,26 +41,26 @@ def test_paths_of_the_machine_stay_out(written_run, tmp_path, monkeypatch):
     found, = read_runs([tmp_path / "runs.tar.xz"])
     expected = RunFolder(run).starts()
     assert expected[-1]["data"].pop("root") == images["root"]
-    assert expected[-1]["command"].pop(0) == "/home/somebody/train.py"
-    assert found.starts[-1]["command"].pop(0) == "train.py" and found.starts == expected
-    strange = b'[{"command": [3], "data": null}]'    # of another program: no error, and no change but 3
-    assert json.loads(archive.without_paths(strange)) == [{"command": ["3"], "data": None}]
+    expected[-1]["command"] = ["train.py", "--set", "data.root=data"]
+    assert found.starts == expected
 
 
-def test_the_same_runs_give_the_same_bytes_and_the_files_of_their_folders(packed, tmp_path):
+def test_the_same_runs_give_the_same_bytes_and_what_is_in_their_folders(packed, tmp_path):
     """In another order, at another time, with other permissions, and from an archive."""
     again = tmp_path / "again.tar.xz"
     for name in FILES:
         os.utime(tmp_path / "a-s1" / name, (7, 7))
         os.chmod(tmp_path / "a-s2" / name, 0o600)
     (tmp_path / "a-s1" / "last.pt").write_bytes(b"weights")
-    for runs in ([tmp_path / name for name in ("a-s1", "b-s10", "a-s2")], [packed]):
+    folders = [tmp_path / name for name in ("a-s1", "b-s10", "a-s2")]
+    for runs in (folders, [packed]):
         write_archive(read_runs(runs), again)
         assert again.read_bytes() == packed.read_bytes()
+    for found, run in zip(read_runs([packed]), read_runs(sorted(folders)), strict=True):
+        assert (found.keys, found.rows, found.starts) == (run.keys, run.rows, run.starts)
+        assert found.path == packed / run.path.name
     with tarfile.open(packed) as tar:
         members = tar.getmembers()
-        for member in members:
-            assert tar.extractfile(member).read() == (tmp_path / member.name).read_bytes()
     assert [member.name for member in members] == [f"{run}/{file}" for run in
                                                    ("a-s1", "a-s2", "b-s10") for file in FILES]
     assert {(one.mtime, one.uid, one.gid, one.uname, one.gname, one.mode) for one in members} == {
@@ -84,20 +81,12 @@ def test_a_path_is_a_folder_an_archive_or_an_archive_with_a_pattern(packed, tmp_
     assert chosen(out / "a[1]") == ["odd.tar.xz/a[1]"] and chosen(out / "?1") == ["odd.tar.xz/a1"]
 
 
-def test_groups_of_an_archive_are_those_of_the_folders(packed, tmp_path, written_run):
+def test_a_missing_file_is_left_out(packed, tmp_path, written_run):
     cut = written_run("cut", [1.0], epochs=2, seed=3)
-    (cut / "run.json").unlink()                      # a missing file is left out
-    folders = [tmp_path / name for name in ("a-s1", "a-s2", "b-s10")]
-    write_archive(read_runs([*folders, cut]), packed)
-    groups, unfinished = finished_groups([packed])
-    expected, _ = finished_groups(folders)
-    assert [(group.label, list(group.runs)) for group in groups] == [("default", [1, 2]),
-                                                                    ("impulse", [10])]
-    for ours, theirs in zip(groups, expected):
-        for seed, run in ours.runs.items():
-            other = theirs.runs[seed]
-            assert (run.keys, run.rows, run.starts) == (other.keys, other.rows, other.starts)
-            assert run.path == packed / other.path.name
+    (cut / "run.json").unlink()
+    write_archive(read_runs([tmp_path / "a-s1", cut]), packed)
+    runs, unfinished = finished_runs(read_runs([packed]))
+    assert [run.path for run in runs] == [packed / "a-s1"]
     assert unfinished == [f"left out, not finished: {packed / 'cut'}, 1 of 2 epochs"]
 
 
@@ -135,36 +124,28 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, **values: object) -> tarfil
 
 def test_anything_but_the_files_of_runs_is_refused(tmp_path):
     for stranger in (
-            member("../recipe.toml"), member("./recipe.toml"), member("/recipe.toml"),
             member("recipe.toml"), member("a/last.pt"), member("a/b/recipe.toml"),
             member("a", tarfile.DIRTYPE), member("a/run.json", tarfile.SYMTYPE, linkname="/etc/passwd"),
             member("b/run.json", tarfile.LNKTYPE, linkname="a/recipe.toml"),
-            member("a/run.json", tarfile.FIFOTYPE),
+            member("a/run.json", tarfile.FIFOTYPE), member("a/run.json", size=LARGEST + 1),
             # A sparse file: few bytes here, a gigabyte once it is read.
-            member("a/run.json", pax_headers={"GNU.sparse.map": "0,0", "GNU.sparse.size": "1000000000"})):
+            member("a/run.json", pax_headers={"GNU.sparse.map": "0,0",
+                                              "GNU.sparse.size": "1000000000"})):
         path = written(tmp_path / "a.tar.xz", member("a/recipe.toml", size=3), stranger)
         assert refused(path) == (f"contains {stranger.name}, expected nothing but "
-                                 "<run>/metrics.jsonl, <run>/recipe.toml, <run>/run.json")
+                                 "<run>/metrics.jsonl, <run>/recipe.toml, <run>/run.json, of at most "
+                                 "16,777,216 bytes")
 
 
-def test_what_is_no_archive_is_refused(tmp_path, packed, monkeypatch):
+def test_what_is_no_archive_is_refused(tmp_path, packed):
     path, content = tmp_path / "x.tar.xz", packed.read_bytes()
-    for wrong, reason in (
-            (b"seed = 1\n", "Input format not supported"), (b"", "Compressed file ended before"),
-            (content[:-50], "Compressed file ended before"),
-            (content[:300] + bytes([content[300] ^ 1]) + content[301:], "Corrupt input data"),
-            (lzma.compress(b"x" * 2000), "invalid header"),
-            (lzma.compress(lzma.decompress(content)[:700]), "unexpected end")):
+    for wrong in (b"seed = 1\n", b"", content[:-50], lzma.compress(b"x" * 2000),
+                  content[:300] + bytes([content[300] ^ 1]) + content[301:],
+                  lzma.compress(lzma.decompress(content)[:700])):
         path.write_bytes(wrong)
-        assert refused(path).startswith(f"not an archive of runs ({reason}"), reason
-    path.write_bytes(lzma.compress(bytes(10240)))
-    assert refused(path) == "an archive without a run in it"
+        assert refused(path).startswith("not an archive of runs (")
     written(path, member("a/recipe.toml"), member("a/metrics.jsonl", size=3))
     assert refused(path).startswith("/a/recipe.toml: run.seed is None")
-    monkeypatch.setattr(archive, "LARGEST", 2**20)
-    written(path, member("a/run.json", size=2**20 + 1))
-    assert path.stat().st_size < 2**12
-    assert refused(path) == "more than 1,048,576 bytes when unpacked, so it is no archive of runs"
     assert refused(tmp_path / "a-s1", packed / "c-*") == (
         "none of the 3 run(s) in the archive has such a name; it holds a-s1, a-s2, b-s10")
 

@@ -9,7 +9,7 @@ import torch
 import vitinit
 from vitinit import predict
 from vitinit.figures.__main__ import main as figures
-from vitinit.recipe.files import RECIPES, fresh_recipe
+from vitinit.recipe.files import fresh_recipe
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.records import read_run
 from vitinit.runs.start import built
@@ -51,7 +51,7 @@ def test_its_twin_differs_in_the_init_alone_and_is_worse():
 
 def test_a_recipe_starts_from_it_by_its_name(train_program, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipe = fresh_recipe("cifar10_small", recipes=RECIPES, say=print, data_dir="data",
+    recipe = fresh_recipe("cifar10_small", say=print, data_dir="data",
                           sets=["init.checkpoint=cifar10_small"])
     line, = train_program.fine_tune(built(recipe), recipe)
     assert line.startswith("start   cifar10_small, exact: ")

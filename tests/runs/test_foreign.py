@@ -243,7 +243,7 @@ def test_another_function_of_transformers_is_refused_as_what_it_is(their_folder)
     for changes, message in (
             ({"hidden_act": "quick_gelu"}, "the activation quick_gelu"),
             ({"use_swiglu_ffn": True}, "SwiGLU"), ({"num_channels": 1}, "images of 1 channels"),
-            ({"hidden_size": None}, "states no hidden_size"),
+            ({"hidden_size": None}, "is not what transformers or timm writes"),
             ({"model_type": "siglip", "architectures": ["SiglipVisionModel"]}, "describes SiglipVisionModel"),
             ({"architectures": ["Dinov2ForImageClassification"], "model_type": "dinov2"},
              "the class token and the mean of the patches"),

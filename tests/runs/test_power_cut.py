@@ -198,3 +198,6 @@ def test_power_that_fails_at_any_moment_costs_no_line_and_no_checkpoint(disk, tm
         assert state["step"] >= (safe or 0) and folder.recipe.exists()
         steps[files["last.pt"]] = state["step"]
         assert "previous.pt" not in files or steps[files["previous.pt"]] <= state["step"]
+        folder.save({"step": 13}, folder.last)       # the next one is written as ever
+        assert folder.previous.read_bytes() == files["last.pt"]
+        assert not list(folder.path.glob("*.partial"))

@@ -85,19 +85,30 @@ def test_what_belongs_to_the_machine_may_change_and_stays_changed(train_program,
 
 def test_what_belongs_to_the_experiment_may_not_change(stopped, refused, tmp_path):
     folder, arguments = stopped(init__options__value_init="base")
-    for sets, words in [
-            (["init.options={}"], "init.options={} differs from the run's init.options.value_init = \"base\""),
-            (["optim.global_batch=6"], "optim.global_batch=6 differs from the run's optim.global_batch = 12"),
-            (["optim.eps=1e-4", "optim.eps=1e-5"], "optim.eps=1e-5 differs from the run's optim.eps = 0.0001"),
-            (["init.options.value_int=base"], "has no key 'value_int'; did you mean 'value_init'?"),
-            (["init.name=impulse"], "init.name=impulse differs from the run's init.name = \"mimetic\"")]:
-        more = [word for text in sets for word in ("--set", text)]
+    for text, words in {
+            "init.options={}": "init.options.value_init is \"base\" and not \"mimetic\"",
+            "optim.global_batch=6": "optim.global_batch is 12 and not 6",
+            "init.name=default": "init.name is \"mimetic\" and not \"default\""}.items():
+        more = ["--set", "init.options={}"] if "default" in text else []     # a file has no such options
+        for resume in (["--resume", str(folder)], [*arguments, *more]):
+            refused(folder, [*resume, "--set", text],
+                    f"{folder}: holds another run, its {words}; a run goes on as it began, and a new "
+                    f"one, in another --out-dir, starts from its weights with --set "
+                    f"init.checkpoint={folder}")
+    for more, words in [
+            (["--set", "init.options.value_int=base"], "'value_int'; did you mean 'value_init'?"),
+            (["--recipe", "deit_base"], "--recipe deit_base differs from the run's recipe quickstart"),
+            (["--out-dir", str(tmp_path)], "a run goes on in its own folder"),
+            (["--dry-run"], "--dry-run and --resume exclude each other")]:
         refused(folder, ["--resume", str(folder), *more], words)
-    for more, words in [(["--recipe", "deit_base"], "--recipe deit_base differs from the run's recipe"),
-                        (["--out-dir", str(tmp_path)], "a run goes on in its own folder"),
-                        (["--dry-run"], "--dry-run and --resume exclude each other")]:
-        refused(folder, ["--resume", str(folder), *more], words)
-    refused(folder, arguments[:arguments.index("--resume")], "already holds a run; continue it with")
+    refused(folder, arguments[:arguments.index("--resume")],
+            "already holds a run (last.pt, previous.pt")
+
+
+def test_a_number_of_classes_from_the_data_is_that_of_the_run(train_program, stopped, refused):
+    folder, arguments = stopped(data__num_classes="0", **ONE_EPOCH)
+    refused(folder, [*arguments, "--set", "data.num_classes=5"], "data.num_classes is 3 and not 5")
+    assert train_program.main(arguments) == 0
 
 
 def test_other_images_are_not_gone_on_with(stopped, refused, image_tree):
@@ -108,7 +119,7 @@ def test_other_images_are_not_gone_on_with(stopped, refused, image_tree):
             ([(image_tree / "train" / "red" / "00.png", image_tree / "train" / "green" / "99.png")],
              "has files and labels "),
             ([(image_tree / split / "red", image_tree / split / "yellow") for split in ("train", "val")],
-             "class 2 is 'yellow', and was 'red' when")]:
+             "has class 2 'yellow', and it was 'red' when")]:
         for before, after in moves:
             before.rename(after)
         for command in (arguments, ["--resume", str(folder)]):
@@ -188,13 +199,9 @@ def test_a_run_killed_before_its_first_step_goes_on_from_step_0(train_program, s
 
 def test_a_finished_run_without_its_checkpoints_is_done(train_program, small_run, tmp_path, refused,
                                                         capsys):
-    """A plain start says that it is finished, and how a new one starts from its weights."""
     folder = tmp_path / "run"
     arguments = small_run(folder, **ONE_EPOCH)
     assert train_program.main(arguments) == 0
-    refused(folder, arguments, f"already holds a run that is finished, after 1 epoch(s); a new one needs "
-                               f"another --out-dir, and starts from its weights with --set "
-                               f"init.checkpoint={folder}")
     for path in folder.glob("*.pt"):
         path.unlink()
     before = contents(folder)
@@ -205,7 +212,7 @@ def test_a_finished_run_without_its_checkpoints_is_done(train_program, small_run
                                            "no last.pt is left\n")
     assert contents(folder) == before
     refused(folder, [*arguments, "--resume", "auto", "--set", "optim.eps=1e-3"],
-            "holds another run, its optim.eps is 0.0001 and not 0.001; choose another --out-dir")
+            "holds another run, its optim.eps is 0.0001 and not 0.001; a run goes on as it began")
 
 
 def test_what_an_unfinished_run_left_is_never_started_over(written_run, refused):
@@ -229,7 +236,7 @@ def test_a_recipe_without_a_checkpoint_is_started_and_another_ones_kept(
     assert train_program.main(arguments) == 0
     for name in set(os.listdir(folder)) - {"recipe.toml", "run.json"}:
         (folder / name).unlink()
-    refused(folder, arguments, "already holds recipe.toml, run.json, of a run without a checkpoint")
+    refused(folder, arguments, "already holds a run (recipe.toml, run.json); --resume auto goes on with it")
     refused(folder, ["--resume", str(folder)], "holds no checkpoint to go on from yet; the command that")
     refused(folder, [*arguments, "--resume", "auto", "--seed", "1"], "its run.seed is 0 and not 1")
     assert train_program.main([*arguments, "--resume", "auto"]) == 0
@@ -240,8 +247,8 @@ def test_a_broken_file_is_one_line_and_nothing_is_lost(train_program, stopped, r
     folder, arguments = stopped(**ONE_EPOCH)
     good = contents(folder)
     for name, content, words in [
-            ("metrics.jsonl", b"garbage\n", "metrics.jsonl: line 1 is no JSON object"),
-            ("steps.jsonl", b'{"step": 1}\n{"step": 1}\n', "line 2 is step 1 after step 1; two runs"),
+            ("metrics.jsonl", b"garbage\n", "metrics.jsonl: line 1 is garbage, expected a JSON object"),
+            ("steps.jsonl", b'{"step": 1}\n{"step": 1}\n', "with its step, larger than 1 before it"),
             ("run.json", b'[{"command": ', "run.json: not what a run writes")]:
         (folder / name).write_bytes(content)
         refused(folder, arguments, words)

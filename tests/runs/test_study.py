@@ -8,9 +8,8 @@ import pytest
 from pages import PAGES
 
 from vitinit.compare import main, mean_and_std, t_interval
-from vitinit.runs.archive import read_archive
 from vitinit.runs.groups import group_runs
-from vitinit.runs.records import Run
+from vitinit.runs.records import Run, read_archive
 
 SEEDS_OF_THE_TEST = range(3, 8)         # no choice was made on these
 PAGE = next(page for page in PAGES if page.name == "recipes/deep_impulse.md")

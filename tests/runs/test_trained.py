@@ -15,7 +15,7 @@ from PIL import Image
 import vitinit
 from vitinit import export, predict
 from vitinit.data.eval_sets import imagenet_wnids
-from vitinit.runs import trained as trained_module
+from vitinit.runs import folder as folder_module, trained as trained_module
 from vitinit.train.checkpoint import load as load_checkpoint
 
 RUN = Path(__file__).parent / "data" / "version_12"     # three classes of 8-pixel images
@@ -59,14 +59,6 @@ def test_every_kind_of_image_is_the_same_image(tmp_path):
     assert not torch.equal(other, batch[:1])
 
 
-def test_an_image_of_16_bits_keeps_its_higher_8():
-    grey = drawn_image()[..., 0]
-    deep = Image.fromarray(grey.astype(np.uint16) * 256 + 77)
-    assert deep.mode.startswith("I;16")
-    trained = vitinit.load(RUN)
-    assert torch.equal(trained.preprocess(deep), trained.preprocess(Image.fromarray(grey)))
-
-
 def test_predictions_are_sorted_probabilities_under_the_classes_names():
     trained, image = vitinit.load(RUN), as_tensor(drawn_image())
     found = trained.predict(image, top=7)            # there are three
@@ -101,10 +93,11 @@ def test_equally_likely_classes_stand_in_the_models_order():
 
 
 def test_another_image_size_resizes_the_position_embedding():
-    trained = vitinit.load(RUN, image_size=(12, 16))
-    assert trained.image_size == (12, 16) and trained.model.grid == (3, 4)
-    assert trained.preprocess(as_tensor(drawn_image(50, 40))).shape == (1, 3, 12, 16)
-    assert len(trained.predict(as_tensor(drawn_image(50, 40)))) == 3
+    image = as_tensor(drawn_image(50, 40))
+    for given in ((12, 16), "12,16"):
+        trained = vitinit.load(RUN, image_size=given)
+        assert trained.image_size == (12, 16) and trained.model.grid == (3, 4)
+        assert trained.preprocess(image).shape == (1, 3, 12, 16) and len(trained.predict(image)) == 3
     assert vitinit.load(RUN, image_size=16).image_size == (16, 16)
 
 
@@ -112,7 +105,7 @@ def test_a_checkpoint_file_is_as_good_as_its_run():
     one, other = vitinit.load(RUN), vitinit.load(str(RUN / "last.pt"))
     assert not one.model.training
     assert not any(parameter.requires_grad for parameter in one.model.parameters())
-    assert one.classes == other.classes and one.recipe == other.recipe and one.path == other.path
+    assert (one.classes, one.recipe, one.path) == (other.classes, other.recipe, other.path)
     for key, value in one.model.state_dict().items():
         assert torch.equal(value, other.model.state_dict()[key])
 
@@ -134,7 +127,7 @@ def test_a_name_finds_a_model_of_the_repository_unless_the_path_exists(tmp_path,
     box = tmp_path / "box"
     box.mkdir()
     (box / "small").symlink_to(RUN)
-    monkeypatch.setattr(trained_module, "BOXED", box)
+    monkeypatch.setattr(folder_module, "BOXED", box)
     monkeypatch.chdir(tmp_path)
     assert vitinit.load("small").path == box / "small" / "last.pt"
     (tmp_path / "small").mkdir()
@@ -147,8 +140,7 @@ def test_what_cannot_be_loaded_is_one_line():
             (dict(path="nowhere"), "nowhere: no such checkpoint"),
             (dict(path=RUN, weights="best"), "weights is 'best', expected \"model\" or \"ema\""),
             (dict(path=RUN, recipe="deit_tiny"), "brings its own recipe; the recipe deit_tiny that was"),
-            (dict(path=RUN, recipe="deit_tin"), "recipe deit_tin: no such recipe"),
-            *((dict(path=RUN, image_size=size), f"image_size is {size!r}, expected an integer or (height")
+            *((dict(path=RUN, image_size=size), f"the image size is {size!r}, expected a number of")
               for size in (1.5, "x", (8, -8), (8, 8, 8))),
             (dict(path=RUN, image_size=9), "patches of 4×4 pixels do not tile an image of 9×9")):
         with pytest.raises(ValueError) as caught:
@@ -194,7 +186,7 @@ def test_what_is_no_image_is_one_line():
             ("nowhere.jpg", "nowhere.jpg: cannot be read: No such file or directory"),
             (b"text", "an image given as bytes: not a readable image, 4 bytes"),
             (17, "an image is a int, expected a path, bytes, a PIL image or a tensor"),
-            (torch.zeros(3, 5, 7), r"an image is a tensor \(3, 5, 7\) torch.float32, expected \(3, H, W\) "),
+            (torch.zeros(3, 5, 7), r"an image is a tensor \(3, 5, 7\) torch.float32, expected "),
             (torch.zeros(5, 7, 3, dtype=torch.uint8), r"an image is a tensor \(5, 7, 3\) torch.uint8"),
             (torch.zeros(3, 0, 7, dtype=torch.uint8), r"an image is a tensor \(3, 0, 7\) torch.uint8")):
         for call in (trained.predict, lambda one: trained.preprocess([good, one])):

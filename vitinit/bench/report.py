@@ -22,7 +22,7 @@ import torchvision
 
 from ..messages import OneLineError
 from ..runs.folder import git_commit
-from ..runs.markdown import table
+from ..runs.report import table
 from ..train.device import describe_device
 
 Row = dict[str, Any]            # a row of results: column → number or short text, None for no value

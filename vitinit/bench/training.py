@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..messages import OneLineError
-from ..recipe.files import RECIPES, fresh_recipe
+from ..recipe.files import fresh_recipe
 from ..recipe.sections import Recipe
 from ..train.distributed import Processes
 from ..train.ema import Ema
@@ -45,7 +45,7 @@ def recipe_of(name: str, sets: Sequence[str] = ()) -> Recipe:
 
     Of a set whose folder is not given, the recipe has the published number of classes.
     """
-    return fresh_recipe(name, recipes=RECIPES, say=lambda line: None, init="default", sets=sets)
+    return fresh_recipe(name, say=lambda line: None, init="default", sets=sets)
 
 
 def alone(device: torch.device) -> Processes:

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from ..command_line import Parser, integer, one_of, real, run_program
 from ..init import INITS
-from ..runs.archive import read_runs
-from ..runs.groups import finished_groups, group_runs
+from ..runs.groups import finished_runs, group_runs
+from ..runs.records import read_runs
 from .attention import draw_attention
 from .augmentation import draw_batch, draw_operations
 from .curves import draw_curves, draw_steps
@@ -154,10 +154,10 @@ def draw_runs(out: Path, *, runs: list[Path], steps: bool) -> None:
     """Draw top-1 by epoch of finished runs, naming the others, or quantities by step of all."""
     if steps:
         return draw_steps(out, group_runs(read_runs(runs)))
-    groups, unfinished = finished_groups(runs)
+    finished, unfinished = finished_runs(read_runs(runs))
     for line in unfinished:
         print(line)
-    draw_curves(out, groups)
+    draw_curves(out, group_runs(finished))
 
 
 def subjects(*, recipe: list[str] | None, run: list[Path] | None, init: list[str] | None,

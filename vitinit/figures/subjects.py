@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..data.datasets import LooseImages, folder_of, open_split
 from ..init import reads_images
 from ..models import MODELS, SimpleViT, VisionTransformer
-from ..recipe.files import RECIPES, RecipeError, fresh_recipe, with_data
+from ..recipe.files import RecipeError, fresh_recipe, with_data
 from ..recipe.sections import Recipe
 from ..runs.folder import RunFolder
 from ..runs.start import built, initialise, open_training_set, without_data
@@ -46,7 +46,7 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
     """
     for name in recipes:
         for init in inits:
-            recipe = fresh_recipe(name, recipes=RECIPES, say=print, init=init, seed=seed, sets=sets)
+            recipe = fresh_recipe(name, say=print, init=init, seed=seed, sets=sets)
             if recipe.init.checkpoint:
                 raise RecipeError(f"recipe {recipe.name} starts from init.checkpoint = "
                                   f"{recipe.init.checkpoint}; show a run of it, by --run and "

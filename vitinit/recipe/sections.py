@@ -6,9 +6,8 @@ stand in that module, such as `Optim` in train/optim.py.
 
 from __future__ import annotations
 
-import dataclasses
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,8 +15,8 @@ from ..bounds import COUNT, LARGEST, PAIR, TINIEST, number
 from ..data.draw import Augment, RandAugment
 from ..data.mix import Mix
 from ..train.distill import Distill
-from ..train.optim import LINEAR_SCALING_BATCH, Optim, Schedule
-from .values import plain
+from ..train.optim import Optim, Schedule
+from .values import flat, plain
 
 VERSION = 12                    # of the keys; a change of keys, or of an option's default, adds one
 
@@ -40,8 +39,8 @@ class DataSection:
     subset: float = number(above=0.0, maximum=1.0)  # share of each class that is trained on
     images_per_class: int = number(minimum=0, below=COUNT)  # number of images instead; 0: no limit
     subset_seed: int = number(minimum=0, below=2**63)  # decides which images those are
-    held_out_per_class: int = number(minimum=0, below=COUNT)  # training images per class on which the
-                                                    # run is validated instead; 0: the test set
+    held_out_per_class: int = number(minimum=0, below=COUNT)  # training images per class
+                                                    # to validate on instead; 0: the test set
     image_size: PAIR = number(minimum=1, below=COUNT)  # (height, width) that the model takes
     mean: tuple[float, float, float] = number(minimum=0.0, maximum=1.0)  # per channel, in [0, 1]
     std: tuple[float, float, float] = number(minimum=TINIEST, below=LARGEST)
@@ -59,7 +58,7 @@ class EvalSection:
     batch_size: int = number(minimum=1, below=COUNT)  # images per process and forward pass
     cache_gib: float = number(minimum=0.0)          # views up to this size per process are decoded
                                                     # once and stored; 0: decoded every time
-    every_epochs: int = number(minimum=1, below=COUNT)           # the last epoch is always evaluated
+    every_epochs: int = number(minimum=1, below=COUNT)  # the last epoch is always evaluated
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,9 @@ class EngineSection:
 class CheckpointSection:
     """When checkpoints are written, which are kept for good, and which is the best."""
 
-    every_epochs: int = number(minimum=1, below=COUNT)  # between two last.pt; also after the last epoch
+    every_epochs: int = number(minimum=1, below=COUNT)  # between two last.pt; also at the end
     every_steps: int = number(minimum=0, below=COUNT)   # also within an epoch; 0: never
-    keep_epochs: tuple[int, ...] = number(minimum=0, below=COUNT)  # kept for good; 0: as initialised
+    keep_epochs: tuple[int, ...] = number(minimum=0, below=COUNT)  # for good; 0: as initialised
     best_by: Literal["val_top1", "val_loss", "ema_top1"]
 
 
@@ -131,70 +130,55 @@ class Recipe:
 
     def as_dict(self) -> dict[str, Any]:
         """The recipe as nested dicts and lists, with its version; `from_dict` reads them back."""
-        sections = {name: ({key: plain(value) for key, value in vars(section).items()}
-                           if dataclasses.is_dataclass(section) else section)
-                    for name, section in vars(self).items()}
-        return {"version": VERSION} | sections
+        return {"version": VERSION} | plain(self)
 
+    @property
+    def keys(self) -> dict[str, Any]:
+        """"section.key" → value, and "model.options.key" → value, in the order of the file."""
+        return flat({title: plain(getattr(self, title)) for title in SECTIONS})
+
+
+SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items() if name != "name"}
 
 # Keys that describe the machine and not the experiment: they may change when a run is resumed.
 MACHINE_KEYS = ("data.workers", "data.on_device_gib", "eval.batch_size", "eval.cache_gib",
                 "optim.max_batch_per_process", "engine.compile", "checkpoint.every_steps")
 
-SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items() if name != "name"}
 
-
-def contradictions(recipe: Recipe) -> Iterable[tuple[tuple[str, ...], str]]:
+def contradictions(recipe: Recipe) -> list[tuple[list[str], str]]:
     """Values that are valid on their own but contradict each other.
 
-    Yields for each contradiction the keys, and in words what is wrong with the first of them.
+    Returns for each contradiction the keys, and what is expected of the first of them where the
+    others are as they are.
     """
-    for key in ("crop_scale", "crop_ratio", "erase_area", "erase_ratio"):
-        low, high = getattr(recipe.augment, key)
-        if low > high:
-            yield (f"augment.{key}",), f"is [{low:g}, {high:g}], expected the smaller value first"
-    if recipe.data.num_classes == 1:
-        yield (("data.num_classes",), "is 1, expected two classes at least, or 0 for as many as "
-               "the data set has")
-    if recipe.rand_augment.layers and not recipe.rand_augment.operations:
-        yield (("rand_augment.operations", "rand_augment.layers"),
-               f"is empty, but rand_augment.layers = {recipe.rand_augment.layers}; 0 layers switch "
-               "RandAugment off")
-    if recipe.data.subset < 1.0 and recipe.data.images_per_class:
-        yield (("data.images_per_class", "data.subset"),
-               f"is {recipe.data.images_per_class}, but data.subset = {recipe.data.subset:g} already "
-               "says which share of a class is trained on; expected 0, or data.subset = 1.0")
-    if recipe.data.root == "" and recipe.data.name != "shapes":
-        yield (("data.root", "data.name"), f'is empty, but data.name = "{recipe.data.name}" needs '
-               "a folder; give it by --data-dir")
-    if recipe.schedule.warmup_epochs > recipe.schedule.epochs:
-        yield (("schedule.warmup_epochs", "schedule.epochs"),
-               f"is {recipe.schedule.warmup_epochs}, more than schedule.epochs = "
-               f"{recipe.schedule.epochs}")
-    if recipe.schedule.shape == "one_cycle" and recipe.schedule.warmup_epochs:
-        yield (("schedule.warmup_epochs", "schedule.shape"),
-               f'is {recipe.schedule.warmup_epochs}, but schedule.shape = "one_cycle" has a warm-up of '
-               "its own; expected 0")
-    peak, words = recipe.optim.peak_lr, f"optim.base_lr = {recipe.optim.base_lr:g}"
-    if recipe.optim.lr_scaling == "linear":
-        words += f" · {recipe.optim.global_batch} / {LINEAR_SCALING_BATCH} = {peak:g}"
-    causes = ("optim.base_lr", "optim.lr_scaling", "optim.global_batch")
-    if peak >= LARGEST:
-        yield causes, f"makes the learning rate's peak, {words}, more than float32 holds"
-    for key in ("warmup_lr", "min_lr"):
-        rate = getattr(recipe.schedule, key)
-        if rate > peak:
-            yield ((f"schedule.{key}", *causes),
-                   f"is {rate:g}, above the learning rate's peak, {words}")
-    if recipe.distill.weights and not recipe.distill.teacher:
-        yield ("distill.weights", "distill.teacher"), "is given, but distill.teacher is empty"
-    if recipe.ema.decay == 0.0 and recipe.ema.warmup:
-        yield ("ema.warmup", "ema.decay"), "is true, but ema.decay = 0 keeps no moving average"
-    if recipe.ema.decay == 0.0 and recipe.checkpoint.best_by == "ema_top1":
-        yield (("checkpoint.best_by", "ema.decay"),
-               'is "ema_top1", but ema.decay = 0 keeps no moving average')
-    for epoch in recipe.checkpoint.keep_epochs:
-        if epoch > recipe.schedule.total_epochs:
-            yield (("checkpoint.keep_epochs", "schedule.epochs", "schedule.cooldown_epochs"),
-                   f"holds {epoch}, but the run ends after {recipe.schedule.total_epochs} "
-                   "epochs")
+    data, augment, schedule, ema = recipe.data, recipe.augment, recipe.schedule, recipe.ema
+    rand_augment, peak = recipe.rand_augment, recipe.optim.peak_lr
+    of_peak = ["optim.base_lr", "optim.lr_scaling", "optim.global_batch"]
+    ranges = ("crop_scale", "crop_ratio", "erase_area", "erase_ratio")
+    rules = [
+        *((getattr(augment, key)[0] > getattr(augment, key)[1], [f"augment.{key}"],
+           "the smaller value first") for key in ranges),
+        (rand_augment.layers and not rand_augment.operations,
+         ["rand_augment.operations", "rand_augment.layers"], "some, or 0 layers"),
+        (data.num_classes == 1, ["data.num_classes"], "2 at least, or 0 for those of the data set"),
+        (data.images_per_class and data.subset < 1.0, ["data.images_per_class", "data.subset"],
+         "0, or a subset of 1.0"),
+        (not data.root and data.name != "shapes", ["data.root", "data.name"],
+         "a folder, given by --data-dir"),
+        (schedule.warmup_epochs > schedule.epochs, ["schedule.warmup_epochs", "schedule.epochs"],
+         "no more than these"),
+        (schedule.warmup_epochs and schedule.shape == "one_cycle",
+         ["schedule.warmup_epochs", "schedule.shape"], "0, as it has a warm-up of its own"),
+        *((getattr(schedule, key) > peak, [f"schedule.{key}", *of_peak],
+           f"at most the learning rate's peak, {peak:g}") for key in ("warmup_lr", "min_lr")),
+        (recipe.distill.weights and not recipe.distill.teacher,
+         ["distill.weights", "distill.teacher"], "none, as there is no teacher"),
+        (ema.warmup and not ema.decay, ["ema.warmup", "ema.decay"],
+         "false, as no moving average is kept"),
+        (recipe.checkpoint.best_by == "ema_top1" and not ema.decay,
+         ["checkpoint.best_by", "ema.decay"], "another one, as no moving average is kept"),
+        (max(recipe.checkpoint.keep_epochs, default=0) > schedule.total_epochs,
+         ["checkpoint.keep_epochs", "schedule.epochs", "schedule.cooldown_epochs"],
+         "none after the last epoch"),
+    ]
+    return [(keys, expected) for wrong, keys, expected in rules if wrong]

@@ -1,4 +1,4 @@
-"""Values of recipe keys: what a key accepts, in words, and conversion from and to TOML.
+"""Values of recipe keys: conversion to a type within bounds, what a key accepts in words, and TOML.
 
 A `kind` is a type annotation, such as int, tuple[float, float], Literal["a", "b"] or PAIR.
 """
@@ -9,21 +9,26 @@ import dataclasses
 import difflib
 import json
 import math
+import operator
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from ..bounds import PAIR
+from ..messages import in_brief
 
-Bounds = Mapping[str, float | None]         # what `number` was given: minimum, above, maximum, below
+Bounds = Mapping[str, float]    # what `number` was given
 UNBOUNDED: Bounds = types.MappingProxyType({})
+WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+SIGNS = {"minimum": ("≥", operator.ge), "above": (">", operator.gt),
+         "maximum": ("≤", operator.le), "below": ("<", operator.lt)}
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
     """A hint for a mistyped word: '; did you mean X?', or all valid words if none is similar."""
     valid = list(valid)
-    close = difflib.get_close_matches(str(word), valid, n=1)
+    close = difflib.get_close_matches(word, valid, n=1)
     if close and close[0] != word:
         return f"; did you mean '{close[0]}'?"
     return f"; valid: {', '.join(sorted(valid))}" if valid else "; it takes none"
@@ -31,37 +36,26 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 def shown(value: Any) -> str:
     """A value in an error message, cut short if it is long."""
-    try:
-        text = {True: "true", False: "false"}[value] if type(value) is bool else repr(value)
-    except (ValueError, RecursionError):             # more than 4,300 digits; hundreds of brackets
-        return "a value too long to be shown"
-    return text if len(text) <= 80 else text[:77] + "..."
+    return in_brief(to_toml(value) if type(value) is bool else repr(value), 80)
 
 
 def describe(kind: Any, bounds: Bounds = UNBOUNDED) -> str:
     """What a key of this kind accepts, in words, such as 'an integer ≥ 1'."""
-    arguments = typing.get_args(kind)
-    if typing.get_origin(kind) is Literal:
-        words = "one of " + ", ".join(f'"{choice}"' for choice in arguments)
-    elif typing.get_origin(kind) in (typing.Union, types.UnionType):
-        words = " or ".join(describe(option) for option in arguments)
-    elif typing.get_origin(kind) is tuple and typing.get_origin(arguments[0]) is Literal:
-        words = "a list of words out of " + describe(arguments[0]).removeprefix("one of ")
-    elif typing.get_origin(kind) is tuple:
-        count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
-        words = f"a list of {count}{'integers' if arguments[0] is int else 'numbers'}"
-        if kind == PAIR:
-            words = f"an integer or {words}"
-    else:
-        words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"
-                 }.get(kind, "a table")
-    signs = {"minimum": "≥", "above": ">", "maximum": "≤", "below": "<"}
-    limits = [f"{sign} {_number(bounds[name])}" for name, sign in signs.items()
-              if bounds.get(name) is not None]
-    return " ".join([words, " and ".join(limits)]).strip()
+    arguments, origin = typing.get_args(kind), typing.get_origin(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(f'"{choice}"' for choice in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(option, bounds) for option in arguments)
+    if origin is tuple:
+        count = "" if arguments[-1] is Ellipsis else f" of {len(arguments)}"
+        words = f"a list{count}, each {describe(arguments[0], bounds)}"
+        return f"an integer or {words}" if kind == PAIR else words
+    limits = [f"{SIGNS[name][0]} {_limit(limit)}" for name, limit in bounds.items()]
+    return f"{WORDS.get(kind, 'a table')} {' and '.join(limits)}".rstrip()
 
 
-def _number(value: float) -> str:
+def _limit(value: float) -> str:
+    """A bound in words: 2^31 for a large power of 2."""
     is_power = type(value) is int and value >= 2**20 and value & (value - 1) == 0
     return f"2^{value.bit_length() - 1}" if is_power else f"{value:g}"
 
@@ -69,61 +63,38 @@ def _number(value: float) -> str:
 def convert(value: Any, kind: Any, bounds: Bounds = UNBOUNDED) -> Any:
     """Convert a TOML value to `kind`; lists become tuples and tables read-only mappings.
 
-    Raises TypeError, in the words "…, expected …; did you mean …?", if the value is of another kind
-    or beyond its bounds.
+    Raises TypeError, in the words "…, expected …", if the value is of another kind or beyond its
+    bounds; an element of a list that is so is named.
     """
     arguments, origin = typing.get_args(kind), typing.get_origin(kind)
     if origin is Literal:
-        if value in arguments and not isinstance(value, bool):
+        if isinstance(value, str) and value in arguments:
             return value
-    elif origin in (typing.Union, types.UnionType):
+        raise TypeError(f"{shown(value)}{nearest(str(value), arguments)}")
+    if origin in (typing.Union, types.UnionType):
         for option in arguments:
             try:
-                return convert(value, option)
+                return convert(value, option, bounds)
             except TypeError:
                 continue
     elif origin is tuple:
-        if kind == PAIR and type(value) is int:
-            value = (value, value)                  # image_size = 224 means 224 × 224
-        if isinstance(value, (list, tuple)):
-            kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
-            if len(value) == len(kinds):
+        items = [value] * 2 if kind == PAIR and type(value) is int else value
+        if isinstance(items, (list, tuple)):
+            kinds = arguments[:1] * len(items) if arguments[-1] is Ellipsis else arguments
+            if len(items) == len(kinds):
                 try:
-                    return tuple(convert(item, each, bounds) for item, each in zip(value, kinds))
-                except TypeError:
-                    pass
-    elif kind is float:
-        try:
-            if type(value) in (int, float) and math.isfinite(value) and _within(value, bounds):
-                return float(value) + 0.0            # makes a negative zero positive
-        except OverflowError:                        # an integer beyond what a float can hold
-            pass
+                    return tuple(convert(item, each, bounds) for item, each in zip(items, kinds))
+                except TypeError as error:
+                    raise TypeError(f"{shown(value)}, with {error}") from None
     elif origin is Mapping:
         if isinstance(value, Mapping):
             return types.MappingProxyType(dict(value))
-    elif type(value) is kind and _within(value, bounds):
-        return value
-    raise TypeError(f"{shown(value)}, expected {describe(kind, bounds)}{_hint(value, kind)}")
-
-
-def _within(value: float, bounds: Bounds) -> bool:
-    limits = {name: limit for name, limit in bounds.items() if limit is not None}
-    return (value >= limits.get("minimum", value) and value <= limits.get("maximum", value)
-            and ("above" not in limits or value > limits["above"])
-            and ("below" not in limits or value < limits["below"]))
-
-
-def _hint(value: Any, kind: Any) -> str:
-    """'; did you mean X?' for a choice of words, or for the first wrong word of a list of such."""
-    named, arguments = "", typing.get_args(kind)
-    if typing.get_origin(kind) is tuple and isinstance(value, list):
-        kind, arguments = arguments[0], typing.get_args(arguments[0])
-        value = next((item for item in value if item not in arguments), None)
-        named = f"; {shown(value)} is none of them"
-    if typing.get_origin(kind) is not Literal or not isinstance(value, str):
-        return ""
-    close = difflib.get_close_matches(value, arguments, n=1)
-    return named + (f"; did you mean '{close[0]}'?" if close else "")
+    elif type(value) is kind or kind is float and type(value) is int and abs(value) < 2**1023:
+        found = float(value) + 0.0 if kind is float else value   # makes a negative zero positive
+        if (kind is not float or math.isfinite(found)) and all(
+                SIGNS[name][1](found, limit) for name, limit in bounds.items()):
+            return found
+    raise TypeError(f"{shown(value)}, expected {describe(kind, bounds)}")
 
 
 def plain(value: Any) -> Any:
@@ -138,6 +109,15 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return value
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested tables: {"init": {"options": {"rank": 3}}} → {"init.options.rank": 3}."""
+    keys = {}
+    for name, value in table.items():
+        keys |= (flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else
+                 {f"{prefix}{name}": value})
+    return keys
 
 
 def to_toml(value: Any) -> str:

@@ -33,26 +33,35 @@ from typing import Any
 import torch
 
 from ..messages import in_brief
+from ..recipe.files import RECIPES
 from ..train.checkpoint import (CheckpointError, Damaged, NoCheckpoint, load, save_atomically,
                                 shortened, sync_folder, write_text_atomically)
 from ..train.distributed import warn
 from ..train.metrics import STEPS_PER_ROW
 
+BOXED = RECIPES / "trained"                          # models that come with the package, by name
 # The weights in a folder that transformers or timm wrote.
 FOREIGN_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # What training leaves; recipe.toml and run.json do not count.
 RESULTS = ("last.pt", "previous.pt", "best.pt", "epoch_*.pt", "profile_*.json.gz", "metrics.jsonl",
            "steps.jsonl")
 APART = {"epoch": 1, "step": STEPS_PER_ROW}     # by how much the numbers of a file's lines rise
+Say = Callable[[str], object]
 
 
 @contextmanager
-def in_one_line(path: Path, verb: str) -> Iterator[None]:
-    """A context that turns an error of the disk into CheckpointError. verb: "read" or "written"."""
+def in_one_line(path: Path, verb: str = "written") -> Iterator[None]:
+    """A context that turns an error of the disk into CheckpointError, which names the file."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be {verb}: {error.strerror or error}") from None
+
+
+def read_bytes(path: Path, default: bytes = b"") -> bytes:
+    """The contents of a file, or `default` if there is none. Raises CheckpointError."""
+    with in_one_line(path, "read"):
+        return path.read_bytes() if os.path.lexists(path) else default
 
 
 # ---------------------------------------------------------------------------------------------
@@ -72,32 +81,28 @@ class Lines:
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Append one line; `sync` puts it on disk."""
-        with in_one_line(self.path, "written"), open(self.path, "a", encoding="utf-8") as file:
+        with in_one_line(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def sync(self) -> None:
-        """Flush the lines to disk, so that they survive a power failure; nothing if there are none."""
+        """Flush the lines to disk, so that they survive a power failure."""
         if os.path.exists(self.path):
-            with in_one_line(self.path, "written"), open(self.path, "rb") as file:
+            with in_one_line(self.path), open(self.path, "rb") as file:
                 os.fsync(file.fileno())
 
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary per line, see `parse_lines`; [] if there is no file."""
-        if not os.path.lexists(self.path):
-            return []
-        with in_one_line(self.path, "read"):
-            return parse_lines(self.path.read_bytes(), self.path, self.key)
+        return parse_lines(read_bytes(self.path), self.path, self.key)
 
-    def cut_back(self, last: int) -> str:
+    def cut_back(self, last: int) -> list[str]:
         """Remove the lines with a number under `key` above `last`, where a checkpoint was taken.
 
-        Returns a line that names the numbers up to `last` of which there is no line, or "".
+        Returns the numbers up to `last` of which there is no line.
         """
-        rows = [row for row in self.rows() if row[self.key] <= last]
-        write_text_atomically("".join(json.dumps(row) + "\n" for row in rows), self.path)
+        rows = {row[self.key]: row for row in self.rows() if row[self.key] <= last}
+        write_text_atomically("".join(json.dumps(row) + "\n" for row in rows.values()), self.path)
         apart = APART[self.key]
-        lost = sorted(set(range(apart, last + 1, apart)) - {row[self.key] for row in rows})
-        return f"{self.path}: lacks {self.key} {shortened(list(map(str, lost)))}" if lost else ""
+        return [str(number) for number in range(apart, last + 1, apart) if number not in rows]
 
 
 def parse_lines(text: bytes, source: Path, key: str) -> list[dict[str, Any]]:
@@ -112,32 +117,31 @@ def parse_lines(text: bytes, source: Path, key: str) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        problem, before = "", rows[-1][key] if rows else 0
         try:
             row = json.loads(line)
-            if not isinstance(row, dict) or type(row.get(key)) is not int:
-                problem = f"is no JSON object with a number of its {key}"
-            elif row[key] <= before:
-                problem = f"is {key} {row[key]} after {key} {before}; two runs may have written here"
-        except (ValueError, RecursionError) as error:            # JSON's and Unicode's
+        except (ValueError, RecursionError):         # JSON's and Unicode's
             if number == len(lines):
                 break
-            problem = f"is no JSON object ({in_brief(error)})"
-        if problem:
-            raise CheckpointError(f"{source}: line {number} {problem}; mend the file or move it away")
+            row = None
+        if not isinstance(row, dict) or type(row.get(key)) is not int or (
+                rows and row[key] <= rows[-1][key]):
+            found = in_brief(line.decode(errors="replace"))
+            before = f", larger than {rows[-1][key]} before it" if rows else ""
+            raise CheckpointError(f"{source}: line {number} is {found}, expected a JSON object with "
+                                  f"its {key}{before}; mend the file or move it away")
         rows.append(row)
     return rows
 
 
 def parse_starts(text: bytes, source: Path) -> list[dict[str, Any]]:
-    """The contents of run.json: one dictionary per start. Raises CheckpointError for anything else."""
+    """The contents of run.json, one dictionary per start; CheckpointError for anything else."""
     try:
         starts = json.loads(text)
     except (ValueError, RecursionError):             # JSON's and Unicode's
         starts = None
     if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-        raise CheckpointError(f"{source}: not what a run writes, expected a list of objects; mend it "
-                              "or move it away")
+        raise CheckpointError(f"{source}: not what a run writes, expected a list of objects; mend "
+                              "it or move it away")
     return starts
 
 
@@ -161,7 +165,7 @@ class RunFolder:
         self.metrics = Lines(path / "metrics.jsonl", "epoch")
         self.steps = Lines(path / "steps.jsonl", "step")
         self.read_from = self.last                   # the file that `load_last` has read
-        self.step: int | None = None                 # of the checkpoint that was read or written last
+        self.step: int | None = None                 # of the checkpoint read or written last
 
     def kept(self, epoch: int) -> Path:
         """The path of the weights after `epoch` epochs, for the epochs that the recipe keeps."""
@@ -185,22 +189,17 @@ class RunFolder:
             run.json.
         """
         found = self.results()
-        if self.holds_checkpoint():
-            raise CheckpointError(f"{self.path}: already holds a run; continue it with --resume "
-                                  f"{self.path}, or choose another --out-dir")
         if not starts_again:
             found += [path.name for path in (self.recipe, self.info) if os.path.exists(path)]
         if found:
-            raise CheckpointError(f"{self.path}: already holds {', '.join(found)}, of a run without a "
-                                  "checkpoint if it is one; try --resume auto, which overwrites no "
-                                  "results, or choose another --out-dir")
+            raise CheckpointError(
+                f"{self.path}: already holds a run ({', '.join(found)}); --resume auto goes on with "
+                "it and overwrites no results; a new one, in another --out-dir, starts from its "
+                f"weights with --set init.checkpoint={self.path}")
 
     def starts(self) -> list[dict[str, Any]]:
         """The contents of run.json: one dictionary per start of the run; [] if there is no file."""
-        if not os.path.lexists(self.info):
-            return []
-        with in_one_line(self.info, "read"):
-            return parse_starts(self.info.read_bytes(), self.info)
+        return parse_starts(read_bytes(self.info, b"[]"), self.info)
 
     def data_of(self, start: int) -> Mapping[str, Any]:
         """What `record_start` was given as `data` at this start of the run; {} if unknown.
@@ -208,21 +207,20 @@ class RunFolder:
         start: 0 for the first, −1 for the last. Nothing is raised, since reading a model does not
         depend on it.
         """
-        data = None
         with suppress(CheckpointError, LookupError):
             data = self.starts()[start]["data"]
-        return data if isinstance(data, Mapping) else {}
+            return data if isinstance(data, Mapping) else {}
+        return {}
 
-    def data_root(self) -> str | None:
-        """The absolute path of the data that the run was last trained on; None if unknown."""
-        root = self.data_of(-1).get("root")
-        return root if isinstance(root, str) else None
+    def data_root(self, default: str) -> str:
+        """The absolute path of the data that the run was last trained on, or `default`."""
+        return str(self.data_of(-1).get("root", default))
 
     # Writing ------------------------------------------------------------------------------------
 
     def make(self) -> None:
         """Create the folder, and those above it, if they do not exist."""
-        with in_one_line(self.path, "written"):
+        with in_one_line(self.path):
             new = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             for folder in new:
@@ -247,10 +245,11 @@ class RunFolder:
         write_text_atomically(json.dumps([*self.starts(), start], indent=2) + "\n", self.info)
 
     def save(self, state: dict[str, Any], path: Path) -> None:
-        """Write a checkpoint. A new last.pt makes the old one previous.pt, if that is of another step.
+        """Write a checkpoint. A new last.pt makes the old one previous.pt, if of another step.
 
         An epoch that is evaluated is saved before and after; previous.pt is then of neither. The
-        lines of metrics.jsonl and steps.jsonl are on disk before a last.pt that counts them as done.
+        lines of metrics.jsonl and steps.jsonl are on disk before a last.pt that counts them as
+        done.
         """
         if path != self.last:
             save_atomically(state, path)
@@ -258,9 +257,9 @@ class RunFolder:
         for lines in (self.metrics, self.steps):
             lines.sync()
         save_atomically(state, path, keep=None if state.get("step") == self.step else self.previous)
-        self.step = state.get("step")
+        self.read_from, self.step = path, state.get("step")
 
-    def tidy(self, *, epochs: int, steps: int, say: Callable[[str], None]) -> None:
+    def tidy(self, *, epochs: int, steps: int, say: Say) -> None:
         """Remove what is newer than the checkpoint that a run resumes from.
 
         epochs, steps: how many of them that checkpoint counts as done; later lines of metrics.jsonl
@@ -268,22 +267,20 @@ class RunFolder:
         read is renamed damaged.pt, so that it does not become previous.pt. Training needs no lines,
         so the run goes on where earlier ones are lost; `say` is called with a line that names them.
         """
-        with in_one_line(self.path, "written"):
+        with in_one_line(self.path):
             if self.read_from != self.last and self.last.exists():
                 os.replace(self.last, self.path / "damaged.pt")
             for cut_short in self.path.glob("*.partial"):
                 cut_short.unlink()
         for lines, last, loss in (
-                (self.metrics, epochs, "; without these, comparisons leave the run out"),
-                (self.steps, steps, "; its curves by step have a gap")):
-            lost = lines.cut_back(last)
-            if lost:
-                say(f"warning {lost}{loss}")
+                (self.metrics, epochs, "without these, comparisons leave the run out"),
+                (self.steps, steps, "its curves by step have a gap")):
+            if lost := lines.cut_back(last):
+                say(f"warning {lines.path}: lacks {lines.key} {shortened(lost)}; {loss}")
 
     # Reading ------------------------------------------------------------------------------------
 
-    def load_last(self, *, glance: bool = False, say: Callable[[str], None] = lambda line: None
-                  ) -> dict[str, Any]:
+    def load_last(self, *, glance: bool = False, say: Say = lambda line: None) -> dict[str, Any]:
         """The contents of last.pt, or of previous.pt if last.pt is damaged or missing.
 
         In the second case `say` is called with a line about it. glance: read only plain values; the
@@ -301,42 +298,47 @@ class RunFolder:
 
     def what_is_left(self) -> str:
         """For the error message of a run that diverged: which good checkpoint it has left."""
-        step = self.load_last(glance=True)["progress"]["step"]
-        return (f"; {self.read_from} holds the state after {step:,} steps, which would go the same "
-                "way again: start anew with a lower optim.base_lr, say, or optim.clip_norm")
+        return (f"; {self.read_from} holds the state after {self.step:,} steps, which would go the "
+                "same way again: start anew with a lower optim.base_lr, say, or optim.clip_norm")
 
 
-def read_checkpoint(path: Path, *, say: Callable[[str], None] = warn, mmap: bool = False,
-                    verify: bool = True) -> tuple[dict[str, Any], Path]:
+def read_checkpoint(path: Path, *, say: Say = warn, mmap: bool = False, verify: bool = True
+                    ) -> tuple[dict[str, Any], Path]:
     """The contents of a checkpoint, and the file that they are from.
 
-    path: a checkpoint, or a run folder, which stands for its last.pt; if that is damaged or missing,
-    previous.pt is read and `say` is called with a line about it. A folder that transformers or timm
-    wrote stands for its file of weights. mmap, verify: see `load`, which raises CheckpointError. So
-    does this, naming both files, if both are damaged.
+    path: a checkpoint, or a run folder, which stands for its last.pt; if that is damaged or
+    missing, previous.pt is read and `say` is called with a line about it. A folder that
+    transformers or timm wrote stands for its file of weights, and a name at which nothing exists
+    for the model of that name in recipes/trained. mmap, verify: see `load`, which raises
+    CheckpointError. So does this, naming both files, if both are damaged.
     """
+    def read(file: Path) -> tuple[dict[str, Any], Path]:
+        return load(file, mmap=mmap, verify=verify), file
+    if path.parent == Path(".") and not os.path.exists(path) and (BOXED / path).is_dir():
+        path = BOXED / path
     if not os.path.isdir(path):
-        return load(path, mmap=mmap, verify=verify), path
+        return read(path)
     last, previous = path / "last.pt", path / "previous.pt"
+    if not os.path.exists(last) and not os.path.exists(previous):
+        for name in FOREIGN_WEIGHTS:
+            if os.path.exists(path / name):
+                return read(path / name)
+        for split in path.glob("*.index.json"):
+            raise CheckpointError(
+                f"{split}: the weights are split over several files; expected one, as "
+                "save_pretrained(FOLDER, max_shard_size='100GB') writes it")
     try:
-        return load(last, mmap=mmap, verify=verify), last
+        return read(last)
     except (NoCheckpoint, Damaged) as error:
         problem = error
     try:
-        state = load(previous, mmap=mmap, verify=verify)
+        found = read(previous)
     except NoCheckpoint:
-        for file in (path / name for name in FOREIGN_WEIGHTS):
-            if file.is_file():
-                return load(file, mmap=mmap, verify=verify), file
-        split = next(path.glob("*.index.json"), None)
-        if split is not None:
-            raise CheckpointError(f"{split}: the weights are split over several files; expected one, as "
-                                  "save_pretrained(FOLDER, max_shard_size='100GB') writes it") from None
         raise problem from None
     except Damaged as error:
         raise CheckpointError(f"{problem}; and {error}") from None
     say(f"{problem}; going on with {previous}")
-    return state, previous
+    return found
 
 
 def git_commit(repository: Path) -> str:
@@ -378,7 +380,7 @@ class RunLock:
         while self._handles:
             os.close(self._handles.pop())
 
-    def take(self, folder: Path, say: Callable[[str], None]) -> None:
+    def take(self, folder: Path, say: Say) -> None:
         """Lock the folder; raise CheckpointError, which names the holder, if another process has.
 
         If the file system has no locks, `say` is called with a warning and the folder stays
@@ -386,7 +388,7 @@ class RunLock:
         """
         if self._handles:
             return
-        with in_one_line(folder, "written"):
+        with in_one_line(folder):
             self._handles.append(os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o666))
             self._handles.append(os.open(folder, os.O_RDONLY))
         os.register_at_fork(after_in_child=self.__exit__)
@@ -401,11 +403,14 @@ class RunLock:
                 holder = os.pread(file, 200, 0).decode(errors="replace").strip()
                 self.__exit__()
                 raise CheckpointError(
-                    f"{folder}: another run is writing here ({holder or 'its run.lock was deleted'}); "
-                    "wait until it ends, or end it, or choose another --out-dir") from None
+                    f"{folder}: another run is writing here "
+                    f"({holder or 'its run.lock was deleted'}); wait until it ends, or end it, or "
+                    "choose another --out-dir") from None
         if not locked:
-            say(f"lock    {folder}: this file system has no locks, so nothing keeps a second run out")
+            say(f"lock    {folder}: this file system has no locks, so nothing keeps a second run "
+                "out")
         since = datetime.now(UTC).isoformat(timespec="seconds")
         with suppress(OSError):                      # the disk is full; the lock holds nevertheless
             os.ftruncate(file, 0)
-            os.write(file, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode())
+            holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
+            os.write(file, holder.encode())

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -28,8 +27,7 @@ from ..models.layers import hidden_width, to_pair
 from ..recipe.files import Override
 from ..recipe.sections import Recipe
 from ..train.checkpoint import CheckpointError
-from .folder import FOREIGN_WEIGHTS
-from .records import keys_of
+from .folder import FOREIGN_WEIGHTS, read_bytes
 
 # Whole words of a checkpoint's name whose models have our tensors' names and shapes, but compute
 # something else.
@@ -58,21 +56,20 @@ REQUIRED = {
     "use_absolute_embeddings": (False, "a position embedding added to Swin"),
     "num_channels": (3, "images of {} channels"),
 }
-REQUIRED_OF_SWIN = {"layer_norm_eps": (1e-5, "Swin with a layer_norm_eps of {}")}
+REQUIRED_OF_SWIN = REQUIRED | {"layer_norm_eps": (1e-5, "Swin with a layer_norm_eps of {}")}
 # Keys of timm's pretrained_cfg → ours.
 TIMM_KEYS = {"mean": "data.mean", "std": "data.std", "crop_pct": "eval.crop_pct",
              "interpolation": "eval.interpolation"}
 
 
-@dataclass(frozen=True)
-class Description:
+class Description(NamedTuple):
     """What the files beside a checkpoint say."""
 
     file: Path                  # config.json
-    recipe: str                 # a recipe for all that they do not say; "": they do not say the model
-    values: Mapping[str, Any]           # for keys of that recipe
-    classes: tuple[str, ...] | None     # the class of each logit, in order
-    notes: tuple[str, ...]      # where images are prepared differently there
+    recipe: str                 # for all that they do not say; "": they do not say the model
+    values: Mapping[str, Any]   # for keys of that recipe
+    classes: tuple[str, ...] | None = None  # the class of each logit, in order
+    notes: tuple[str, ...] = ()  # where images are prepared differently there
 
     @property
     def changes(self) -> list[Override]:
@@ -92,43 +89,35 @@ def described(path: Path, architecture: str = "") -> Description | None:
     CheckpointError for a file that cannot be read, and for a model that no model of this package
     computes, as far as the names of files and what they say show it.
     """
-    require_no_trap(architecture, path)
-    require_no_trap(path.name, path)
+    file, config = path.with_name("config.json"), {}
+    names = [architecture, path.name]
     if path.name in FOREIGN_WEIGHTS:
-        require_no_trap(path.absolute().parent.name, path)
-    file = path.with_name("config.json")
-    if path.name not in FOREIGN_WEIGHTS or not file.exists():
-        return None
-    config = _table(file)
+        config = _table(file)
+        names += [path.absolute().parent.name, str(config.get("architecture", ""))]
+    for name in names:
+        for word in TRAPS.keys() & set(re.split(r"[._\-]", name.lower())):
+            raise CheckpointError(
+                f"{path}: '{word}' in the name {name} stands for {TRAPS[word]}, whose tensors "
+                f"would fit and compute another function here; if this model has none, rename it "
+                f"without '{word}'")
     try:
         if "model_type" in config:
             return _of_transformers(config, file)
-        if "pretrained_cfg" in config:
-            require_no_trap(str(config.get("architecture", "")), file)
-            stated = config["pretrained_cfg"]        # how images are prepared, not the model's sizes
+        if "pretrained_cfg" in config:               # how images are prepared, not the model
+            stated = config["pretrained_cfg"]
             return Description(file, "", {key: stated[name] for name, key in TIMM_KEYS.items()
-                                          if name in stated}, None, ())
+                                          if name in stated})
     except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{file}: is not what transformers or timm writes ({in_brief(error)})") from None
+        raise CheckpointError(f"{file}: is not what transformers or timm writes ({in_brief(error)})"
+                              ) from None
     return None
 
 
-def require_no_trap(name: str, path: Path) -> None:
-    """Raise CheckpointError if a name says that the tensors of a checkpoint would fit and mislead.
-
-    name: that of the file, of its folder, or of the architecture. path: what the message names.
-    """
-    for word in re.split(r"[._\-]", name.lower()):
-        if word in TRAPS:
-            raise CheckpointError(
-                f"{path}: '{word}' in the name {name} stands for {TRAPS[word]}, whose tensors would fit "
-                f"and compute another function here; if this model has none, rename it without '{word}'")
-
-
 def _table(file: Path) -> dict[str, Any]:
+    """The object in a file of JSON; {} if there is no file."""
     try:
-        table = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        table = json.loads(read_bytes(file, b"{}"))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from None
     if not isinstance(table, dict):
         raise CheckpointError(f"{file}: holds a {type(table).__name__}, expected an object")
@@ -140,39 +129,32 @@ def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
     if name not in ARCHITECTURES.get(kind, ()):
         reason = ("its classifier reads the class token and the mean of the patches together; its "
                   "backbone alone loads" if name.startswith("Dinov2") else
-                  "no model of this package computes that; ViT, DeiT, DINOv2's backbone and Swin load")
+                  "no model of this package computes that; ViT, DeiT, DINOv2's backbone and Swin "
+                  "load")
         raise CheckpointError(f"{file}: describes {name} ({kind}) of transformers; {reason}")
     swin = kind == "swin"
-    for key, (ours, what) in (REQUIRED | (REQUIRED_OF_SWIN if swin else {})).items():
+    for key, (ours, what) in (REQUIRED_OF_SWIN if swin else REQUIRED).items():
         if config.get(key) not in (None, ours):
             raise CheckpointError(f"{file}: {what.format(config[key])}, which none of the models "
                                   "here has")
-
-    def stated(key: str) -> Any:
-        if config.get(key) is None:
-            raise CheckpointError(f"{file}: states no {key}, without which the model is not known")
-        return config[key]
-
-    options = {"patch_size": stated("patch_size"), "qkv_bias": config.get("qkv_bias", True)}
-    options |= {ours: stated(key) for ours, key in (SWIN_OPTIONS if swin else VIT_OPTIONS).items()}
+    options = {"patch_size": config["patch_size"], "qkv_bias": config.get("qkv_bias", True)}
+    options |= {ours: config[key] for ours, key in (SWIN_OPTIONS if swin else VIT_OPTIONS).items()}
     if not swin:
         distilled = name.endswith("WithTeacher")
         # A distillation token that no classifier reads takes part in attention, as a register does.
         unread = kind == "deit" and not distilled
         options |= {"distilled": distilled,
                     "num_registers": config.get("num_register_tokens", 0) + unread,
-                    "mlp_ratio": config.get("mlp_ratio") or mlp_ratio(stated("intermediate_size"),
+                    "mlp_ratio": config.get("mlp_ratio") or mlp_ratio(config["intermediate_size"],
                                                                       options["embed_dim"])}
     changes = {"model.name": "swin_tiny" if swin else "vit_base", "model.options": options,
-               "data.image_size": stated("image_size")}
-    labels, classes = config.get("id2label"), None
-    if isinstance(labels, dict) and labels:
-        changes["data.num_classes"] = len(labels)
-        if "LABEL_0" not in labels.values():         # transformers' stand-in for a name
-            classes = tuple(str(labels.get(str(index), index)) for index in range(len(labels)))
-    elif "Classification" in name:                   # transformers omits its default of 2
-        changes["data.num_classes"] = config.get("num_labels", 2)
-    prepared, notes = _preparation(file.with_name("preprocessor_config.json"), changes)
+               "data.image_size": config["image_size"]}
+    labels, classes = config.get("id2label") or {}, None
+    if "Classification" in name:                     # transformers omits its default of 2 labels
+        changes["data.num_classes"] = len(labels) or config.get("num_labels", 2)
+    if labels and "LABEL_0" not in labels.values():  # transformers' stand-in for a name
+        classes = tuple(str(labels.get(str(index), index)) for index in range(len(labels)))
+    prepared, notes = _preparation(file.with_name("preprocessor_config.json"), config["image_size"])
     return Description(file, "swin_tiny" if swin else "deit_base", changes | prepared, classes,
                        notes)
 
@@ -183,39 +165,29 @@ def mlp_ratio(hidden: int, width: int) -> float:
     return ratio if hidden_width(width, ratio, "mlp_ratio") == hidden else (hidden + 0.5) / width
 
 
-def _preparation(file: Path, model: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """How a preprocessor_config.json prepares images, as keys of a recipe, and what differs here."""
-    if not file.exists():
-        return {}, (f"there is no {file.name}, so how images are prepared is the recipe's",)
+def _preparation(file: Path, image_size: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """How preprocessor_config.json prepares images, as keys of a recipe; what differs here."""
     config, notes = _table(file), []
-    changes: dict[str, Any] = {}
-    if config.get("do_normalize", True) and {"image_mean", "image_std"} <= config.keys():
-        changes |= {"data.mean": config["image_mean"], "data.std": config["image_std"]}
-    elif not config.get("do_normalize", True):
-        changes |= {"data.mean": [0.0] * 3, "data.std": [1.0] * 3}
-    if config.get("resample") in RESAMPLE:
-        changes["eval.interpolation"] = RESAMPLE[config["resample"]]
-    shorter, squeezed = _side(config.get("size"))
-    cropped = config.get("do_center_crop", False) and _side(config.get("crop_size"))[0]
-    side = cropped or shorter
-    if shorter and side:
-        changes["eval.crop_pct"] = min(side / shorter, 1.0)
-    if squeezed:
-        notes.append("transformers squeezes an image to a square; here its proportions are kept and "
-                     "the centre is cut out")
-    if side and [side] * 2 != list(to_pair(model["data.image_size"])):
-        notes.append(f"transformers makes images of {side} pixels and resizes the position embedding for "
-                     f"them; an image size of {side} does so here, by another interpolation")
-    return changes, tuple(notes)
-
-
-def _side(size: Any) -> tuple[int, bool]:
-    """The shorter side that a size of transformers states, or 0; and whether it is a square's."""
-    if isinstance(size, dict) and size.get("shortest_edge"):
-        return size["shortest_edge"], False
-    if isinstance(size, dict) and size.get("height"):
-        return min(size["height"], size.get("width", size["height"])), True
-    return (size, True) if isinstance(size, int) else (0, False)
+    if not config:
+        return {}, (f"there is no {file.name}, so how images are prepared is the recipe's",)
+    normalises = config.get("do_normalize", True)
+    size, crop = ({"height": sides, "width": sides} if isinstance(sides, int) else sides or {}
+                  for sides in (config.get("size"), config.get("do_center_crop")
+                                and config.get("crop_size")))
+    shorter = size.get("shortest_edge") or min(size.get("height", 0), size.get("width", 0))
+    side = crop.get("height") or crop.get("shortest_edge") or shorter
+    changes = {"data.mean": config.get("image_mean") if normalises else [0.0] * 3,
+               "data.std": config.get("image_std") if normalises else [1.0] * 3,
+               "eval.interpolation": RESAMPLE.get(config.get("resample")),
+               "eval.crop_pct": min(side / shorter, 1.0) if side and shorter else None}
+    if "height" in size:
+        notes.append("transformers squeezes an image to a square; here its proportions are kept "
+                     "and the centre is cut out")
+    if side and [side] * 2 != list(to_pair(image_size)):
+        notes.append(f"transformers makes images of {side} pixels and resizes the position "
+                     f"embedding for them; an image size of {side} does so here, by another "
+                     "interpolation")
+    return {key: value for key, value in changes.items() if value is not None}, tuple(notes)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -228,31 +200,32 @@ def assumptions(model: nn.Module, recipe: Recipe, description: Description | Non
     options, kinds = recipe.model.options, {type(module) for module in model.modules()}
     epsilons = sorted({module.eps for module in model.modules() if hasattr(module, "eps")})
     heads = options.get("num_heads")
-    parts = [heads and f"{'-'.join(map(str, heads)) if isinstance(heads, list) else heads} heads",
-             " and ".join(name for kind, name in ((nn.GELU, "exact GELU"), (nn.ReLU, "ReLU"))
-                          if kind in kinds),
+
+    def joined(values: Iterable[object], between: str = " ") -> str:
+        return between.join(map(str, values))
+    parts = [heads and f"{joined(heads, '-') if isinstance(heads, list) else heads} heads",
+             joined((name for kind, name in ((nn.GELU, "exact GELU"), (nn.ReLU, "ReLU"))
+                     if kind in kinds), " and "),
              ("class token" if options.get("pool") == "class" else "mean") + " pooled",
              "window_size" in options and f"windows of {options['window_size']}",
              "pos_embed" in options and ("learned" if model.learns_positions else "fixed")
              + " positions",
-             f"norm eps {' and '.join(map(str, epsilons))}",
-             *(f"{name} {' '.join(f'{value:g}' for value in values)}" for name, values in
-               (("mean", recipe.data.mean), ("std", recipe.data.std))),
+             f"norm eps {joined(epsilons, ' and ')}",
+             f"mean {joined(recipe.data.mean)}", f"std {joined(recipe.data.std)}",
              f"crop {recipe.eval.crop_pct:g}", recipe.eval.interpolation]
     source, notes = f"recipe {recipe.name}", []
     if description is not None:
         source += f" and {description.file.name}"
-        ours = keys_of(recipe.as_dict())
         notes = [*description.notes,
                  *(f"{key} is {value} in {description.file.name}"
                    for key, value in description.values.items()
-                   if key in PREPARATION and ours[key] != value)]
+                   if key in PREPARATION and recipe.keys[key] != value)]
     found = f"{', '.join(filter(None, parts))} ({source})"
     return f"assumed, as tensors do not show it: {'; '.join([found, *notes])}"
 
 
 def require_same_function(description: Description | None, recipe: Recipe) -> None:
-    """Raise CheckpointError if the files beside a checkpoint state another function than the recipe.
+    """Raise CheckpointError if files beside a checkpoint state another function than the recipe.
 
     This is for fine-tuning, where the recipe's model takes the tensors: neither heads nor epsilon
     change a shape.
@@ -262,45 +235,51 @@ def require_same_function(description: Description | None, recipe: Recipe) -> No
         ours = recipe.model.options.get(key)
         if key in theirs and ours not in (None, theirs[key]):
             raise CheckpointError(
-                f"{description.file}: {key} is {theirs[key]}, in the recipe {ours}, and no tensor would "
-                f"show it; expected --set model.options.{key}={str(theirs[key]).replace(' ', '')}")
+                f"{description.file}: {key} is {theirs[key]}, in the recipe {ours}, and no tensor "
+                f"would show it; expected --set model.options.{key}="
+                f"{str(theirs[key]).replace(' ', '')}")
 
 
 # ---------------------------------------------------------------------------------------------
 # Writing
 # ---------------------------------------------------------------------------------------------
+
+
 def transformers_config(recipe: Recipe, classes: Sequence[str], size: tuple[int, int]
                         ) -> tuple[dict[str, Any], Names, str]:
-    """The config.json of the model of transformers that takes the weights, their names, and the prefix.
+    """The config.json of the model of transformers that takes the weights; their names and prefix.
 
     classes: the class of each logit. size: (height, width) of the images. Names and prefix are as
     `transformers_names` takes them. Raises CheckpointError if transformers has no such model.
     """
     options, family = {"norm_eps": 1e-6} | recipe.model.options, MODELS[recipe.model.name][0]
-    squares = [size, options["patch_size"], options.get("window_size", 1)]
-    if family is VisionTransformer and options["pool"] == "class" and not options["num_registers"]:
-        kind, names, table = "vit", TRANSFORMERS_VIT, VIT_OPTIONS
-        own = {"intermediate_size": hidden_width(options["embed_dim"], options["mlp_ratio"],
-                                                 "mlp_ratio"),
-               "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        if options["distilled"]:
-            kind, names = "deit", names | WITH_TEACHER
-    elif family is SwinTransformer:
-        kind, names, table, own = "swin", TRANSFORMERS_SWIN, SWIN_OPTIONS, {"layer_norm_eps": 1e-5}
-    else:
-        kind = ""
-    if not kind or not classes or any(len(set(to_pair(side))) > 1 for side in squares):
+    swin = family is SwinTransformer
+    vit = (family is VisionTransformer and options["pool"] == "class"
+           and not options["num_registers"])
+    squares = [to_pair(side) for side in (size, options["patch_size"],
+                                          options.get("window_size", 1))]
+    if not (swin or vit) or not classes or any(height != width for height, width in squares):
         raise CheckpointError(
-            f"recipe {recipe.name}: no model of transformers takes these weights; expected a ViT with a "
-            "class token and without registers, distilled or not, or a Swin, for square images and "
-            "with a classifier")
-    own |= {theirs: options[key] for key, theirs in table.items()}
-    own |= {key: to_pair(own[key])[0] for key in ("window_size",) if key in own}
-    return {"model_type": kind, "architectures": [ARCHITECTURES[kind][kind == "deit"]],
-            "patch_size": to_pair(options["patch_size"])[0], "num_channels": 3, "hidden_act": "gelu",
+            f"recipe {recipe.name}: no model of transformers takes these weights; expected a ViT "
+            "with a class token and without registers, distilled or not, or a Swin, for square "
+            "images and with a classifier")
+    table = SWIN_OPTIONS if swin else VIT_OPTIONS
+    own = {theirs: options[key] for key, theirs in table.items()}
+    if swin:
+        kind, names = "swin", TRANSFORMERS_SWIN
+        own |= {"layer_norm_eps": 1e-5, "window_size": squares[2][0]}
+    else:
+        kind, names = (("deit", TRANSFORMERS_VIT | WITH_TEACHER) if options["distilled"] else
+                       ("vit", TRANSFORMERS_VIT))
+        hidden = hidden_width(options["embed_dim"], options["mlp_ratio"], "mlp_ratio")
+        own |= {"intermediate_size": hidden, "hidden_dropout_prob": 0.0,
+                "attention_probs_dropout_prob": 0.0}
+    own |= {"model_type": kind, "architectures": [ARCHITECTURES[kind][kind == "deit"]],
+            "patch_size": squares[1][0], "num_channels": 3, "hidden_act": "gelu",
             "qkv_bias": options.get("qkv_bias"), "image_size": size[0],
             "id2label": {str(index): name for index, name in enumerate(classes)},
-            "label2id": {name: index for index, name in enumerate(classes)}} | own, names, f"{kind}."
+            "label2id": {name: index for index, name in enumerate(classes)}}
+    return own, names, f"{kind}."
 
 
 def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> dict[str, Any]:
@@ -308,7 +287,7 @@ def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> dict[str, Any]
     height, width = size
     resample = {name: number for number, name in RESAMPLE.items()}[recipe.eval.interpolation]
     return {"image_processor_type": "BitImageProcessor", "do_resize": True, "do_center_crop": True,
-            "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "do_convert_rgb": True,
-            "size": {"shortest_edge": int(height / recipe.eval.crop_pct + 1e-9)},
-            "crop_size": {"height": height, "width": width}, "resample": resample,
+            "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
+            "do_convert_rgb": True, "crop_size": {"height": height, "width": width},
+            "size": {"shortest_edge": int(height / recipe.eval.crop_pct + 1e-9)}, "resample": resample,
             "image_mean": list(recipe.data.mean), "image_std": list(recipe.data.std)}

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..recipe.sections import MACHINE_KEYS
 from ..recipe.values import to_toml
 from ..train.checkpoint import CheckpointError
-from .archive import read_runs
 from .records import Run
 
 # The keys in which runs of one experiment may differ: seed, folder of the data, and machine.
 FREE_KEYS = ("run.seed", "data.root", *MACHINE_KEYS)
-# Options that came while the runs of recipes/remaining_gap.tar.xz were made; records without them are
-# of these values.
+# Options that came while the runs of recipes/remaining_gap.tar.xz were made; records without them
+# are of these values.
 CAME_LATER = {"init.options.constant_share": 0.0, "init.options.calibrated": False,
               "model.options.norm_place": "after", "model.options.channel_residual": "mlp"}
 
@@ -38,7 +36,8 @@ class Group:
 def experiment(run: Run) -> dict[str, Any]:
     """The keys, with their values, that distinguish one experiment from another."""
     # The BatchNorm of a ConvMixer sees the images of a micro-batch.
-    matter = ("optim.max_batch_per_process",) if run.keys["model.name"].startswith("convmixer_") else ()
+    convolves = run.keys["model.name"].startswith("convmixer_")
+    matter = ("optim.max_batch_per_process",) * convolves
     return {key: value for key, value in (CAME_LATER | run.keys).items()
             if key not in FREE_KEYS or key in matter}
 
@@ -46,16 +45,6 @@ def experiment(run: Run) -> dict[str, Any]:
 def commit(run: Run) -> str:
     """The first digits of the commit that the run began with; "unknown" without run.json."""
     return str(run.starts[0].get("git_commit", "unknown"))[:7] if run.starts else "unknown"
-
-
-def finished_groups(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
-    """Group the finished runs at these paths; also return one line per unfinished run.
-
-    paths: as of `read_runs`. Raises CheckpointError as `read_runs`, `finished_runs` and `group_runs`
-    do.
-    """
-    runs, unfinished = finished_runs(read_runs(paths))
-    return group_runs(runs), unfinished
 
 
 def finished_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
@@ -68,7 +57,8 @@ def finished_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
         if not run.finished:
             ended = run.rows and run.rows[-1]["epoch"] == run.epochs
             why = "lines of its metrics.jsonl are lost" if ended else "not finished"
-            unfinished.append(f"left out, {why}: {run.path}, {len(run.rows)} of {run.epochs} epochs")
+            unfinished.append(f"left out, {why}: {run.path}, {len(run.rows)} of {run.epochs} "
+                              "epochs")
     if len(unfinished) == len(runs):
         raise CheckpointError(f"none of the runs is finished; {'; '.join(unfinished)}")
     return [run for run in runs if run.finished], unfinished
@@ -102,13 +92,12 @@ def _label(run: Run, firsts: Sequence[Run]) -> str:
 
     It is the name of the init, followed by the keys in which the group differs from other groups of
     the same recipe; the recipe's name comes first if there are several recipes. Options of a model
-    or an init are compared only with groups whose model or init has the same name, since others have
-    different options.
+    or an init are compared only with groups whose model or init has the same name, since others
+    have different options.
     """
     rivals = [experiment(other) for other in firsts if other.recipe == run.recipe]
     own = experiment(run)
-    parts = [run.recipe] if len(rivals) < len(firsts) else []
-    parts.append(own["init.name"])
+    parts = [*[run.recipe] * (len(rivals) < len(firsts)), own["init.name"]]
     for key in dict.fromkeys(key for rival in rivals for key in rival):
         section, _, option = key.partition(".options.")
         compared = [rival for rival in rivals

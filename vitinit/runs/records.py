@@ -1,27 +1,46 @@
-"""A run read back from its small text files.
+"""Runs read back from their small text files: from folders, and from archives of many runs.
 
 Only recipe.toml, run.json and metrics.jsonl are read; the checkpoints may have been deleted. A
 record's recipe is a plain table that is not checked, so records of any version can be read.
+
+    runs.tar.xz
+      cifar10_10k-default-s0/metrics.jsonl
+      cifar10_10k-default-s0/recipe.toml
+      cifar10_10k-default-s0/run.json
+      cifar10_10k-default-s1/…
+
+The same runs always give the same bytes: members are sorted, and their times and owners are 0.
+Nothing of an archive is unpacked to the disk, since it may come from elsewhere.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import json
+import lzma
+import os
+import tarfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from ..messages import in_brief
-from ..train.checkpoint import CheckpointError
+from ..recipe.values import flat
+from ..train.checkpoint import CheckpointError, shortened, written_atomically
 from ..train.distill import NO_TEACHER
+from ..train.distributed import warn
 from ..train.metrics import METRICS
-from .folder import in_one_line, parse_lines, parse_starts
+from .folder import parse_lines, parse_starts, read_bytes
 
 FILES = ("metrics.jsonl", "recipe.toml", "run.json")
 NEEDED_KEYS = {"run.seed": int, "model.name": str, "init.name": str, "schedule.epochs": int,
                "schedule.cooldown_epochs": int}
+SUFFIX = ".tar.xz"
+LARGEST = 2**24                 # bytes of a file in an archive, whose compressed size says nothing
 
 
 @dataclass(frozen=True)
@@ -51,33 +70,8 @@ class Run:
         return len(self.rows) == self.epochs
 
     def measured(self, metric: str) -> list[float]:
-        """The values of a metric in the epochs that were evaluated; [] for the EMA of a run without."""
+        """The values of a metric in the epochs that were evaluated; [] for that of no EMA."""
         return [row[metric] for row in self.rows if row[metric] is not None]
-
-
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested tables: {"init": {"options": {"base": "torch"}}} → {"init.options.base": …}."""
-    keys = {}
-    for name, value in table.items():
-        keys |= (flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else
-                 {f"{prefix}{name}": value})
-    return keys
-
-
-def keys_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten a recipe's table of sections; the recipe's name and version are left out."""
-    sections = {"distill": NO_TEACHER} | dict(recipe)    # records from before there were teachers
-    return flat({title: body for title, body in sections.items() if title not in ("name", "version")})
-
-
-def read_run(path: Path) -> Run:
-    """Read the run in the folder `path`, finished or not. Raises CheckpointError as `parse_run` does."""
-    files = {}
-    for name in FILES:
-        if (path / name).is_file():
-            with in_one_line(path / name, "read"):
-                files[name] = (path / name).read_bytes()
-    return parse_run(path, files)
 
 
 def parse_run(path: Path, files: Mapping[str, bytes]) -> Run:
@@ -88,28 +82,141 @@ def parse_run(path: Path, files: Mapping[str, bytes]) -> Run:
     if "recipe.toml" not in files:
         raise CheckpointError(f"{path}: not a run's folder, there is no recipe.toml in it")
     try:
-        keys = keys_of(tomllib.loads(files["recipe.toml"].decode()))
+        keys = flat({"distill": NO_TEACHER} |        # in a record from before there were teachers
+                    tomllib.loads(files["recipe.toml"].decode()))
     except (ValueError, RecursionError) as error:    # TOML's and Unicode's
         raise CheckpointError(f"{path / 'recipe.toml'}: not what a run writes: {in_brief(error)}"
                               ) from None
+    keys.pop("version", None)
     for key, kind in NEEDED_KEYS.items():
         if type(keys.get(key)) is not kind:
             raise CheckpointError(f"{path / 'recipe.toml'}: {key} is {in_brief(keys.get(key))}, "
                                   f"expected a value of type {kind.__name__}")
     starts = parse_starts(files.get("run.json", b"[]"), path / "run.json")
-    rows = [dict.fromkeys(METRICS) | row for row in
-            parse_lines(files.get("metrics.jsonl", b""), path / "metrics.jsonl", "epoch")]
-    for row in rows:
-        for name in METRICS:
-            if not isinstance(row[name], (int, float, type(None))):
-                raise CheckpointError(f"{path / 'metrics.jsonl'}: epoch {row['epoch']} has "
-                                      f"{in_brief(row[name])} for '{name}', expected a number")
-    return Run(path, _recipe_name(starts), keys, rows, starts, files)
-
-
-def _recipe_name(starts: Sequence[Mapping[str, Any]]) -> str:
-    """The recipe's name, from the command of the first start, since recipe.toml does not state it."""
+    rows = parse_lines(files.get("metrics.jsonl", b""), path / "metrics.jsonl", "epoch")
+    # recipe.toml does not state the recipe's name, but the command of the first start does.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe", default="recipe")
-    words = list(map(str, starts[0].get("command", [])))[1:] if starts else []
-    return Path(parser.parse_known_args(words)[0].recipe).stem
+    words = list(map(str, starts[0].get("command", []))) if starts else []
+    return Run(path, Path(parser.parse_known_args(words)[0].recipe).stem, keys,
+               [dict.fromkeys(METRICS) | row for row in rows], starts, files)
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------
+
+
+def read_run(path: Path) -> Run:
+    """Read the run in the folder `path`, finished or not. Raises as `parse_run` does."""
+    return parse_run(path, {name: read_bytes(path / name) for name in FILES
+                            if os.path.isfile(path / name)})
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs at these paths, finished or not, in order. A path is one of three:
+
+        a run's folder;
+        an archive, which stands for all its runs, sorted by name;
+        an archive and a pattern, as in runs.tar.xz/cifar10_10k-*-s0, for the runs of such names.
+
+    Other files and folders, such as logs, which a pattern of the shell finds beside the runs, are
+    left out with a warning. Raises CheckpointError if nothing else is there, for a pattern that
+    fits no run, and as `read_run` and `read_archive` do.
+    """
+    runs, others = [], []
+    archives: dict[Path, list[Run]] = {}
+    for path in paths:
+        archive = next((place for place in (path, path.parent)
+                        if place.name.endswith(SUFFIX) and os.path.isfile(place)), None)
+        if archive is not None:
+            if archive not in archives:
+                archives[archive] = read_archive(archive)
+            held = {run.path.name: run for run in archives[archive]}
+            chosen = ([path.name] if path.name in held else
+                      [name for name in held if archive == path or fnmatchcase(name, path.name)])
+            if not chosen:
+                raise CheckpointError(f"{path}: none of the {len(held)} run(s) in the archive has "
+                                      f"such a name; it holds {shortened(list(held))}")
+            runs += [held[name] for name in chosen]
+        elif os.path.exists(path) and not any(
+                os.path.exists(path / name) for name in (*FILES, "last.pt", "previous.pt")):
+            others.append(str(path))
+        else:
+            runs.append(read_run(path))
+    if others and not runs:
+        raise CheckpointError(f"{others[0]}: neither a run's folder nor an archive of runs")
+    if others:
+        warn(f"left out, no run: {shortened(others)}")
+    return runs
+
+
+def read_archive(path: Path) -> list[Run]:
+    """All runs in an archive, sorted by name.
+
+    Raises CheckpointError if the file is damaged, is no archive, or contains anything but the three
+    files of runs, and as `parse_run` does.
+    """
+    files: dict[str, dict[str, bytes]] = {}
+    try:
+        with tarfile.open(path, "r:xz") as archive:
+            for member in archive:
+                run, _, title = member.name.partition("/")
+                if not member.isreg() or title not in FILES or member.size > LARGEST:
+                    raise CheckpointError(
+                        f"{path}: contains {in_brief(member.name)}, expected nothing but "
+                        f"<run>/{', <run>/'.join(FILES)}, of at most {LARGEST:,} bytes")
+                files.setdefault(run, {})[title] = archive.extractfile(member).read()
+    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+        raise CheckpointError(f"{path}: not an archive of runs ({in_brief(error)})") from None
+    return [parse_run(path / name, files[name]) for name in sorted(files)]
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing
+# ---------------------------------------------------------------------------------------------
+
+
+def write_archive(runs: Sequence[Run], out: Path) -> None:
+    """Write the three files of each run into one archive, atomically. A missing file is left out.
+
+    The absolute paths that run.json has, of the data and in the commands, stay out. A run goes by
+    the name of its folder. Raises CheckpointError if two runs have the same name, if `out` cannot
+    be written, or if its name does not end in .tar.xz: it may be that of a run, given by mistake.
+    """
+    if not out.name.endswith(SUFFIX):
+        raise CheckpointError(f"{out}: not the name of an archive, expected one such as "
+                              f"runs{SUFFIX}")
+    by_name: dict[str, Run] = {}
+    for run in runs:
+        name = Path(os.path.abspath(run.path)).name  # abspath: of "." and "..", too
+        if by_name.setdefault(name, run) is not run:
+            raise CheckpointError(f"{run.path}: called {name} like {by_name[name].path}; in an "
+                                  "archive each run needs a name of its own")
+    with (written_atomically(out) as file,
+          tarfile.open(fileobj=file, mode="w:xz", preset=6 | lzma.PRESET_EXTREME) as archive):
+        for name, run in sorted(by_name.items()):
+            for title, content in sorted(run.files.items()):
+                content = without_paths(content) if title == "run.json" else content
+                member = tarfile.TarInfo(f"{name}/{title}")      # mode 0644; time and owner are 0
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+
+
+def without_paths(run_json: bytes) -> bytes:
+    """The contents of run.json without the machine's own paths: of the data and in commands."""
+    starts = json.loads(run_json)
+    for start in starts:
+        if isinstance(start.get("data"), dict):
+            start["data"].pop("root", None)
+        start["command"] = [portable(str(word)) for word in start.get("command", [])]
+    return (json.dumps(starts, indent=2) + "\n").encode()
+
+
+def portable(word: str) -> str:
+    """A path, or a word of a command; of an absolute path only the last part remains.
+
+    "/home/ada/photos" → "photos", "data.root=/home/ada/photos" → "data.root=photos"
+    """
+    key, equals, path = ("", "", word) if os.path.isabs(word) else word.partition("=")
+    return f"{key}{equals}{Path(path).name}" if os.path.isabs(path) else word

@@ -1,10 +1,10 @@
-"""The report of eval.py: results as text and as JSON."""
+"""Results as text: a table in Markdown, and the report of eval.py with its JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,13 @@ from ..data.eval_sets import EvaluatedSet
 from ..train.checkpoint import write_text_atomically
 from ..train.engine import Evaluation
 from ..train.throughput import Throughput
-from .markdown import table
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table of cells; every column but the first is aligned to the right."""
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
+                     for line in lines)
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,8 @@ def report(findings: Sequence[Finding], *, per_class: bool, json_file: Path | No
     """
     for finding in findings:
         if len(finding.classes) < finding.model_classes:
-            print(f"{finding.data_set}: {len(finding.classes)} of the {finding.model_classes} classes "
-                  f"of {finding.checkpoint}; the others are left out of ranking and loss")
+            print(f"{finding.data_set}: {len(finding.classes)} of the {finding.model_classes} "
+                  f"classes of {finding.checkpoint}; the others are left out of ranking and loss")
     rows = [[finding.checkpoint, name, str(finding.data_set), f"{result.top1:.3f}",
              "–" if result.top5 is None else f"{result.top5:.3f}", f"{result.loss:.4f}",
              f"{result.images:,}"]

@@ -1,4 +1,4 @@
-"""The start of a run: its training images, the model that it starts from, and what is printed then."""
+"""The start of a run: its training images, its model, and what is printed then."""
 
 from __future__ import annotations
 
@@ -126,8 +126,9 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
         *filter(None, dict.fromkeys([data.whole_set.left_out, data.val_set.left_out])),
         f"views   {data.val_batches.kept.in_words()}",
         f"augment {augment.repeats} view(s) per image, RandAugment {recipe.rand_augment.layers} × "
-        f"magnitude {recipe.rand_augment.magnitude:g}, erasing {augment.erase_probability:g}, mixup "
-        f"{mix.mixup_alpha:g}, cutmix {mix.cutmix_alpha:g}, label smoothing {mix.label_smoothing:g}",
+        f"magnitude {recipe.rand_augment.magnitude:g}, erasing {augment.erase_probability:g}, "
+        f"mixup {mix.mixup_alpha:g}, cutmix {mix.cutmix_alpha:g}, "
+        f"label smoothing {mix.label_smoothing:g}",
         f"model   {recipe.model.name}: {sum(p.numel() for p in model.parameters()):,} parameters, "
         f"{to_toml(recipe.model.options)}",
         f"init    {recipe.init.name}: {to_toml(recipe.init.options)}",

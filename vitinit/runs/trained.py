@@ -30,17 +30,16 @@ from ..data.images import DataError, decode_bytes, decode_image, from_pillow, re
 from ..models import build_model
 from ..models.convert import native_tensors
 from ..models.layers import to_pair
-from ..recipe.files import RECIPES, Override, RecipeError, find_recipe, from_dict, load_recipe
+from ..recipe.files import Override, RecipeError, find_recipe, from_dict, load_recipe
 from ..recipe.files import overrides as parse_overrides, with_data
 from ..recipe.sections import Recipe
 from ..recipe.values import nearest, plain
 from ..train.checkpoint import CheckpointError, model_state, require_finite
 from ..train.transfer import change_size, load_exactly
 from . import foreign
-from .folder import RunFolder, read_checkpoint
+from .folder import BOXED, RunFolder, read_checkpoint
 
-BOXED = RECIPES / "trained"                          # models that come with the package
-VIEW_KEYS = ("eval.crop_pct", "eval.interpolation")  # of a checkpoint's own recipe, `load` can change
+VIEW_KEYS = ("eval.crop_pct", "eval.interpolation")  # of a run's own recipe, `load` can change
 BATCH = 64                                           # images per forward pass in `predict_batch`
 
 Weights = Literal["model", "ema"]
@@ -115,20 +114,13 @@ class Saved(NamedTuple):
         return f"{self.path}: {foreign.assumptions(model, self.recipe, self.description)}"
 
 
-def named_run(path: Path) -> Path:
-    """`path` itself; or, if nothing exists there, the model of that name in recipes/trained."""
-    boxed, is_name = BOXED / path, path.parent == Path(".") and not os.path.exists(path)
-    return boxed if is_name and boxed.is_dir() else path
-
-
 def open_all(paths: Sequence[Path], *, recipe: str | None, changes: Sequence[Override],
-             changeable: Sequence[str], image_size: tuple[int, int] | None) -> list[Saved]:
+             changeable: Sequence[str], image_size: Any) -> list[Saved]:
     """Open several checkpoints, as `open_saved` does.
 
-    recipe: the name of a recipe, or the path of a .toml file; an error if no checkpoint needs it.
+    recipe: an error if no checkpoint needs it.
     """
-    file = None if recipe is None else find_recipe(recipe, RECIPES)
-    found = [open_saved(path, recipe=file, changes=changes, changeable=changeable,
+    found = [open_saved(path, recipe=recipe, changes=changes, changeable=changeable,
                         image_size=image_size) for path in paths]
     if recipe is not None and all(saved.brings_recipe for saved in found):
         raise RecipeError(f"{found[0].path}: brings its own recipe; the recipe {recipe} that was "
@@ -136,46 +128,58 @@ def open_all(paths: Sequence[Path], *, recipe: str | None, changes: Sequence[Ove
     return found
 
 
-def open_saved(path: Path, *, recipe: Path | None = None, changes: Sequence[Override] = (),
-               changeable: Sequence[str] = (), image_size: tuple[int, int] | None = None) -> Saved:
-    """Open the checkpoint at `path`, or that of the run folder `path` (see `read_checkpoint`).
-
-    A name at which nothing exists may be that of a model in recipes/trained.
+def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Override] = (),
+               changeable: Sequence[str] = (), image_size: Any = None) -> Saved:
+    """Open a checkpoint, a run folder, or a model of recipes/trained (see `read_checkpoint`).
 
     Args:
-        recipe: the file of a recipe, which describes the model of a checkpoint that contains none.
+        recipe: the name or the file of a recipe, for a checkpoint that contains none.
         changes: overrides of the recipe. Of one that the checkpoint contains only the keys
             `changeable` can change; other changes are an error, unless they are for `recipe`.
-        image_size: (height, width); None: that of the recipe.
+        image_size: in pixels: 288, (192, 256) or "192,256"; None: that of the recipe.
 
-    Raises CheckpointError if the file cannot be read, and RecipeError if there is no recipe or its
-    values are invalid.
+    Raises CheckpointError if the file cannot be read, and RecipeError if there is no recipe or a
+    value is invalid.
     """
     # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
-    state, path = read_checkpoint(named_run(path), mmap=True)
+    state, path = read_checkpoint(path, mmap=True)
     state = {key: part for key, part in state.items() if key not in ("optimizer", "scaler")}
     description = None
     if "recipe" in state:
-        kept = [change for change in changes if change.key not in changeable]
-        if kept and recipe is None:
-            raise RecipeError(f"{kept[0].text}: the checkpoint brings its own recipe, of which only "
-                              f"how to evaluate can change{nearest(kept[0].key, changeable)}")
+        for change in changes:
+            if change.key not in changeable and recipe is None:
+                raise RecipeError(f"{change.text}: the checkpoint brings its own recipe, of which "
+                                  "only how to evaluate can change"
+                                  f"{nearest(change.key, changeable)}")
         found = from_dict(state["recipe"], str(path),
                           [change for change in changes if change.key in changeable])
-        root = RunFolder(path.parent).data_root()
-        found = found if root is None else with_data(found, root=root)
+        found = with_data(found, root=RunFolder(path.parent).data_root(found.data.root))
     else:
         description = foreign.described(path, str(state.get("arch", "")))
-        if recipe is None and description is not None and description.recipe:
-            recipe = find_recipe(description.recipe, RECIPES)
-        if recipe is None:
+        recipe = recipe or (description and description.recipe)
+        if not recipe:
             raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint "
                               "of (recipe=… in Python)")
-        found = load_recipe(recipe, [*(description.changes if description else ()), *changes])
+        found = load_recipe(find_recipe(recipe),
+                            [*(description.changes if description else ()), *changes])
     if not found.data.num_classes:
         raise RecipeError(f"{path}: recipe {found.name} has data.num_classes = 0, which only "
                           "training takes from the data; expected the checkpoint's number")
-    return Saved(path, state, found, image_size or found.data.image_size, description)
+    size = found.data.image_size if image_size is None else parse_size(image_size)
+    return Saved(path, state, found, size, description)
+
+
+def parse_size(given: Any) -> tuple[int, int]:
+    """(height, width) in pixels of 288, (192, 256) or "192,256"; RecipeError if it is no size."""
+    try:
+        sides = list(map(int, given.split(","))) if isinstance(given, str) else given
+        size = to_pair(sides * 2 if isinstance(given, str) and len(sides) == 1 else sides)
+    except (TypeError, ValueError):
+        size = (0, 0)
+    if min(size) < 1:
+        raise RecipeError(f"the image size is {given!r}, expected a number of pixels, such as 288, "
+                          "or height and width, such as 192,256")
+    return size
 
 
 # ---------------------------------------------------------------------------------------------
@@ -185,21 +189,12 @@ def open_saved(path: Path, *, recipe: Path | None = None, changes: Sequence[Over
 
 def add_options(parser: Parser, changeable: Sequence[str]) -> None:
     """Add --image-size, --recipe and --set. changeable: see `open_saved`."""
-    parser.add_argument("--image-size", type=parse_size, metavar="N or H,W",
+    parser.add_argument("--image-size", metavar="N or H,W",
                         help="in pixels, if it is to differ from the recipe's")
     parser.add_argument("--recipe", help="describes checkpoints that contain no recipe")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="override any key of the recipe given by --recipe, and of any recipe "
                              f"{', '.join(changeable)}")
-
-
-def parse_size(text: str) -> tuple[int, int]:
-    """Parse the argument of --image-size, N or H,W in pixels → (height, width)."""
-    sides = text.split(",")
-    if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
-        raise argparse.ArgumentTypeError(f"{text}: expected a number of pixels, such as 288, or "
-                                         "height and width, such as 192,256")
-    return int(sides[0]), int(sides[-1])
 
 
 def add_run(parser: Parser) -> None:
@@ -244,19 +239,19 @@ def as_uint8(image: ImageLike) -> Tensor:
     image: the path of a file, a file's bytes, a PIL image, or a tensor that is (3, H, W) uint8
     already. Raises DataError, a ValueError, for anything else and for files that cannot be decoded.
     """
-    if isinstance(image, Tensor):
-        if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] != 3 or not image.numel():
-            raise DataError(f"an image is a tensor {tuple(image.shape)} {image.dtype}, expected "
-                            "(3, H, W) torch.uint8")
-        return image.cpu()
     if isinstance(image, Image.Image):
         return from_pillow(image)
-    if isinstance(image, (bytes, bytearray)):
-        return decode_bytes(bytes(image), "an image given as bytes")
+    if isinstance(image, bytes):
+        return decode_bytes(image, "an image given as bytes")
     if isinstance(image, (str, os.PathLike)):
         return decode_image(os.fspath(image))
-    raise DataError(f"an image is a {type(image).__name__}, expected a path, bytes, a PIL image or a "
-                    "tensor (3, H, W) torch.uint8")
+    what = f"a {type(image).__name__}"
+    if isinstance(image, Tensor):
+        if image.dtype == torch.uint8 and image.ndim == 3 and len(image) == 3 and image.numel():
+            return image.cpu()
+        what = f"a tensor {tuple(image.shape)} {image.dtype}"
+    raise DataError(f"an image is {what}, expected a path, bytes, a PIL image or a tensor (3, H, "
+                    "W) torch.uint8")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -277,7 +272,7 @@ class Trained:
         logits = trained.model(trained.preprocess(["a.jpg", "b.jpg"]))       # (2, classes)
     """
 
-    model: nn.Module            # images as `preprocess` returns them → logits (B, classes); eval mode
+    model: nn.Module            # in eval mode: what `preprocess` returns → logits (B, classes)
     classes: tuple[str, ...]    # the class of each logit, in order; () without a classifier
     recipe: Recipe              # of the training, with every option written out
     image_size: tuple[int, int]  # (height, width) of the model's input
@@ -304,8 +299,7 @@ class Trained:
         Returns (B, 3, *image_size) float32 on the model's device, with B = 1 for a single image.
         Raises ValueError, naming the image, if one cannot be read, and if there is none.
         """
-        if isinstance(images, (str, os.PathLike, bytes, bytearray, Image.Image)) or (
-                isinstance(images, Tensor) and images.ndim == 3):
+        if isinstance(images, ImageLike) and getattr(images, "ndim", 3) == 3:
             images = [images]
         views = [self.view(image) for image in images]
         if not views:
@@ -404,7 +398,7 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
     changes = [Override(key, plain(value), f"{key}={value!r}")
                for key, value in (overrides or {}).items()]
     saved, = open_all([Path(path)], recipe=recipe, changes=changes, changeable=VIEW_KEYS,
-                      image_size=checked_size(image_size))
+                      image_size=image_size)
     model = saved.model(weights, or_backbone=not saved.brings_recipe).eval().requires_grad_(False)
     if not saved.brings_recipe:
         print(saved.assumptions(model), file=sys.stderr, flush=True)
@@ -412,14 +406,3 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
     classes = tuple(saved.classes or numbers) if model.num_classes else ()
     return Trained(model.to(device or "cpu"), classes, saved.recipe, saved.size, saved.path)
 
-
-def checked_size(image_size: Any) -> tuple[int, int] | None:
-    """(height, width) of what `load` was given as image_size; ValueError if it is no size."""
-    try:
-        size = image_size if image_size is None else to_pair(image_size)
-    except (TypeError, ValueError):
-        size = (0, 0)
-    if size is not None and min(size) < 1:
-        raise ValueError(f"image_size is {image_size!r}, expected an integer or (height, width), "
-                         "at least 1")
-    return size
