@@ -9,7 +9,7 @@ from torch import nn
 
 import vitinit
 from vitinit.filters import convolution_matrix, impulse_kernel
-from vitinit.mixing import block_grids, logit_peak, mean_kernel, mixing_matrices, target_mass
+from vitinit.mixing import block_grids, mean_kernel, mixing_matrices, target_mass
 
 GRID = (3, 5)
 FAMILIES = {        # name in the table, sizes for images of 12×20 pixels
@@ -246,15 +246,6 @@ def test_the_mass_is_counted_over_patch_tokens_alone():
     assert mass.item() == pytest.approx(torch.stack(expected).mean().item(), rel=1e-5)
 
 
-def test_the_peak_is_that_of_the_logits_without_prefix_tokens():
-    generator = torch.Generator().manual_seed(0)
-    logits = 5.0 * torch.randn(2, 7, 16, 16, dtype=torch.float64, generator=generator)
-    # The first token is a prefix token.
-    patches = logits[:, :, 1:, 1:]
-    expected = (patches.amax(-1) - patches.mean(-1)).mean((0, 2))
-    torch.testing.assert_close(logit_peak(logits.softmax(-1), GRID), expected)
-
-
 def test_one_offset_per_head_is_needed():
     with pytest.raises(ValueError, match="2 heads but 1 offsets"):
         target_mass(torch.ones(2, 15, 15), [(0, 0)], GRID)
@@ -270,7 +261,6 @@ def attention_like(*batch: int) -> torch.Tensor:
 
 
 READINGS = {"target_mass": lambda weights: target_mass(weights, [(0, 1), (-1, 0)], GRID),
-            "logit_peak": lambda weights: logit_peak(weights, GRID),
             "mean_kernel": lambda weights: mean_kernel(weights, GRID, radius=2)}
 
 
@@ -301,10 +291,8 @@ def test_half_precision_is_read_as_float32(read):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_zeros_and_rows_without_mass_are_numbers_in_every_precision(dtype):
-    """A logit of 0 weight counts as 87 below the largest."""
-    one_hot, on_prefix = torch.eye(15).to(dtype)[None, None], torch.zeros(1, 16, 16, dtype=dtype)
+    on_prefix = torch.zeros(1, 16, 16, dtype=dtype)
     on_prefix[..., 0] = 1.0
-    assert logit_peak(one_hot, GRID).item() == pytest.approx(87.3 * 14 / 15, abs=0.05)
     assert target_mass(on_prefix, [(0, 1)], GRID).tolist() == [0.0]
     assert (mean_kernel(on_prefix, GRID, radius=1) == 0).all()
 

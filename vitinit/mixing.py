@@ -192,19 +192,6 @@ def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int
     return torch.stack(masses)
 
 
-def logit_peak(weights: Tensor, grid: tuple[int, int]) -> Tensor:
-    """How far the largest logit of a row is above the mean logit, (h,), averaged over rows.
-
-    weights: (..., h, N, N), the softmax of the logits; prefix tokens come first and are left out.
-
-    From about 30 on, a softmax is saturated: its gradient is lost to rounding. A weight that has
-    rounded to zero is taken as the smallest float32, a logit of 87 below that of a weight of 1.
-    """
-    logits = among_patches(weights, grid).clamp(min=TINY).log()          # up to a constant per row
-    peaks = (logits.amax(-1) - logits.mean(-1)).mean(-1)                 # (..., h)
-    return peaks.reshape(-1, peaks.shape[-1]).mean(0)
-
-
 def mean_kernel(weights: Tensor, grid: tuple[int, int], radius: int) -> Tensor:
     """Mean attention by offset, (..., 2·radius + 1, 2·radius + 1), as a convolution kernel.
 
