@@ -170,14 +170,15 @@ sys.exit(train.main(sys.argv[7:]))
 NOWHERE = ["vitinit.train.engine", "update", 10**6, 0, 15]
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
 def run_two(tmp_path: Path, repository: Path, *words: object) -> subprocess.CompletedProcess:
     """torchrun of DRIVER on two processes."""
     program = tmp_path / "driver.py"
     program.write_text(DRIVER)
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         str(program), str(repository / "train.py"), *map(str, words)],
-        capture_output=True, text=True, timeout=300)
+    return subprocess.run([*TORCHRUN, str(program), str(repository / "train.py"), *map(str, words)],
+                          capture_output=True, text=True, timeout=300)
 
 
 def test_two_processes_with_batch_norm_measure_the_model_that_is_saved(eval_program, image_tree,
@@ -200,12 +201,37 @@ def test_two_processes_with_batch_norm_measure_the_model_that_is_saved(eval_prog
     assert found["model"]["loss"] == pytest.approx(row["val_loss"], rel=1e-5)
 
 
-def test_one_processs_signal_in_validation_ends_both_and_costs_nothing(small_run, repository,
-                                                                       tmp_path):
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
+        train_program, eval_program, small_run, repository, tmp_path, capsys):
+    """The same global batches, with mixing and stochastic depth: weights agree to 1e-5 per step."""
+    one, two, stopped = (tmp_path / name for name in ("one", "two", "stopped"))
     epochs = dict(schedule__epochs="2", data__workers="1")
-    result = run_two(tmp_path, repository, *NOWHERE, *small_run(straight, **epochs))
+    assert train_program.main(small_run(one, **epochs)) == 0
+    result = run_two(tmp_path, repository, *NOWHERE, *small_run(two, "--profile", "2", **epochs))
     assert result.returncode == 0, result.stderr
+    assert "12 = 2 process(es) × 3 micro-batch(es) × 2 images" in result.stdout
+    assert result.stdout.count("profile 2 step(s) from step 6 on") == 1      # by the main one
+    assert [path.name for path in two.glob("profile_*")] == ["profile_000006.json.gz"]
+    (ours, rows), (theirs, their_rows) = left_by(one), left_by(two)
+    for name, value in ours["model"].items():
+        torch.testing.assert_close(theirs["model"][name], value, rtol=0, atol=8 * 1e-5)
+    for first, second in zip(rows, their_rows, strict=True):
+        assert second["train_loss"] == pytest.approx(first["train_loss"], abs=4e-5)
+        assert second["val_loss"] == pytest.approx(first["val_loss"], abs=4e-5)
+        assert second["val_top1"] == first["val_top1"]
+
+    # Two processes evaluate every image once, too, although 21 is not divisible by two.
+    result = subprocess.run([*TORCHRUN, str(repository / "eval.py"), str(two)],
+                            capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    evaluated = json.loads(result.stdout.splitlines()[-1])
+    assert evaluated["model"]["images"] == 21
+    assert evaluated["model"]["top1"] == pytest.approx(their_rows[-1]["val_top1"])
+    assert evaluated["ema"]["top1"] == pytest.approx(their_rows[-1]["ema_top1"])
+    capsys.readouterr()
+    assert eval_program.main([str(two)]) == 0
+    alone = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert evaluated["model"]["per_class"] == alone["model"]["per_class"]
 
     # The second process has five batches of evaluation; it learns of the signal in the second.
     number = signal.SIGTERM
@@ -215,4 +241,4 @@ def test_one_processs_signal_in_validation_ends_both_and_costs_nothing(small_run
     assert 'train.py", line' not in result.stderr    # torchrun's report has a traceback of its own
     result = run_two(tmp_path, repository, *NOWHERE, "--resume", stopped)
     assert result.returncode == 0, result.stderr
-    assert same(left_by(straight), left_by(stopped))
+    assert same(left_by(two), left_by(stopped))
