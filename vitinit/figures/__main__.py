@@ -4,6 +4,7 @@
     python -m vitinit.figures maps --recipe quickstart --init default impulse --out maps.png
     python -m vitinit.figures maps --run RUN --epochs 0,10,300 --kinds qk --out trained.png
     python -m vitinit.figures attention photograph.jpg --recipe deit_small --out attention.png
+    python -m vitinit.figures explore photograph.jpg --run RUN --epochs 0,10 --out explore.html
     python -m vitinit.figures mass --recipe deit_tiny --data-dir photographs --out mass.png
     python -m vitinit.figures equivariance --recipe deit_tiny --data-dir photographs --out moved.png
     python -m vitinit.figures spectrum --recipe deit_tiny --data-dir photographs --out spectrum.png
@@ -33,6 +34,7 @@ from .attention import draw_attention
 from .augmentation import draw_batch, draw_operations
 from .curves import draw_curves, draw_steps
 from .equivariance import draw_equivariance
+from .explore import write_page
 from .kernels import draw_filters, draw_kernels
 from .maps import KINDS, draw_maps
 from .mass import draw_mass
@@ -76,7 +78,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     def figure(name: str, draw: Callable[..., None], text: str) -> Parser:
         added = figures.add_parser(name, help=text, description=text)
-        added.add_argument("--out", type=Path, required=True, help="PNG file to write")
+        added.add_argument("--out", type=Path, required=True, help="file to write: PNG, or HTML")
         added.set_defaults(draw=draw)
         return added
 
@@ -118,6 +120,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     attention.add_argument("photograph", type=Path)
     attention.add_argument("--queries", nargs="+", type=pair, default=[], metavar="ROW,COLUMN",
                            help="query patches, counted from 0; default: the one in the middle")
+    explore = of_models("explore", write_page,
+                        "an HTML page of the attention of every head of every block")
+    explore.add_argument("photographs", type=Path, nargs="+", metavar="photograph")
     of_images("mass", draw_mass, "share of attention on the heads' targets, by depth")
     equivariance = of_images("equivariance", draw_equivariance,
                              "whether tokens move with the image, by depth")

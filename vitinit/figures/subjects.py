@@ -31,6 +31,7 @@ class Subject(NamedTuple):
     recipe: Recipe
     state: str                  # "impulse", "impulse, epoch 10"
     model: nn.Module            # in eval mode
+    classes: Sequence[str] = ()  # of its logits, where a run names them
 
 
 def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | None,
@@ -79,7 +80,7 @@ def of_runs(runs: Sequence[Path], epochs: Sequence[int], weights: str) -> Iterat
             saved = open_saved(path)
             name = saved.recipe.init.name if len(runs) == 1 else saved.path.parent.name
             yield Subject(saved.recipe, f"{name}, {described(saved.path)}",
-                          saved.model(weights).eval())
+                          saved.model(weights).eval(), saved.classes or ())
 
 
 def kept_epoch(run: Path, epoch: int) -> Path:
