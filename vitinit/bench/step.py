@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from ..recipe.sections import Recipe
 from ..runs.start import without_data
 from ..train.device import matrix_rate, peak_gib
-from ..train.engine import AMP_DTYPES, autocast
+from ..train.engine import AMP_DTYPES, autocast, cross_entropy
 from ..train.optim import hidden_matrices, optimizer_for
 from ..train.throughput import training_flops
 from .launches import launches_of
 from .report import Row
 from .timing import clock_of, interleave, times_as_fast
-from .training import Part, given_step, set_up, train_on
+from .training import Part, given_step, objective_for, set_up, train_on
 
 THEIRS = {"vit_base": "vit_b_16", "swin_tiny": "swin_t"}       # models that torchvision has as well
 STEPS = {"cuda": 20, "cpu": 1}                                 # of each measurement
@@ -33,7 +33,8 @@ def step_rows(recipe: Recipe, device: torch.device, batch: int) -> list[Row]:
 
     The step is train.py's, from the forward pass to the moving average. It is compared with a bare
     loop (forward, cross-entropy, backward, fused AdamW) over torchvision's model if it has this
-    one, else over the same model, and with large matrix products in the recipe's precision.
+    one, else over the same model, and with large matrix products in the recipe's precision. A
+    recipe with a teacher is compared with its own step without it, too.
     batch: images per step, halved for as long as they do not fit.
     """
     recipe = without_data(recipe)
@@ -53,10 +54,11 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     clock, amp, count = clock_of(device), recipe.engine.amp, STEPS[device.type]
     state, forward = set_up(recipe, device)
     part = synthetic_batch(recipe, batch, device)
+    objective = objective_for(recipe, state.model, device)
 
-    def engine(steps: int = count) -> None:
+    def engine(steps: int = count, objective: Callable[..., Tensor] = objective) -> None:
         train_on(state, [given_step(number, [part]) for number in range(steps)], forward=forward,
-                 amp=amp, clip_norm=recipe.optim.clip_norm)
+                 amp=amp, clip_norm=recipe.optim.clip_norm, objective=objective)
     engine()
     operations = 0 if recipe.engine.compile else launches_of(lambda: engine(1)).count
     if device.type == "cuda":
@@ -71,8 +73,11 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
             {"image_size": recipe.data.image_size[0]} if name.startswith("vit") else {})).to(device)
         compiled = torch.compile(other) if recipe.engine.compile else other
     multiply, product_flops = product(device, amp)
-    seconds = interleave({"engine": engine, "bare": bare_loop(other, compiled, part, amp, count),
-                          "product": multiply}, clock)
+    loops = {"engine": engine, "bare": bare_loop(other, compiled, part, amp, count),
+             "product": multiply}
+    if recipe.distill.teacher:
+        loops["alone"] = lambda: engine(objective=cross_entropy)
+    seconds = interleave(loops, clock)
     second = median(seconds["engine"]) / count
     flops = batch * training_flops(state.model, batch, recipe.data.image_size) / second
     best, card = product_flops / median(seconds["product"]), matrix_rate(device)
@@ -83,7 +88,9 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
             "× as fast": times_as_fast(seconds["engine"], seconds["bare"]), "TFLOP/s": flops / 1e12,
             "% of large products": 100 * flops / best,
             "% of the card's rate": 100 * flops / 1e12 / card if card else None,
-            "operations": operations or None}
+            "operations": operations or None,
+            "× the time without teacher": (times_as_fast(seconds["alone"], seconds["engine"])
+                                           if recipe.distill.teacher else None)}
 
 
 def synthetic_batch(recipe: Recipe, batch: int, device: torch.device) -> Part:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from ..messages import OneLineError
 from ..recipe.files import fresh_recipe
 from ..recipe.sections import Recipe
+from ..runs.teacher import open_teacher
 from ..train.distributed import Processes
 from ..train.ema import Ema
-from ..train.engine import set_precision, train_epochs, tune_convolutions
+from ..train.engine import cross_entropy, set_precision, train_epochs, tune_convolutions
 from ..train.interruption import StopRequest
 from ..train.metrics import Progress
 from ..train.state import TrainState
@@ -73,6 +74,12 @@ def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, Callable[.
     return state, program.wrap_models(state, recipe, alone(device))[0]
 
 
+def objective_for(recipe: Recipe, model: nn.Module, device: torch.device) -> Callable[..., Tensor]:
+    """The loss of a micro-batch, with the recipe's teacher if it has one, as train.py computes it."""
+    teacher = open_teacher(recipe, [*map(str, range(recipe.data.num_classes))], device)
+    return train_program().objective_of(recipe, model, teacher, device)
+
+
 class GivenPart(NamedTuple):
     """A micro-batch of given tensors, in the form that the engine expects."""
 
@@ -92,13 +99,14 @@ def given_step(number: int, parts: Sequence[Part]) -> tuple[int, list[GivenPart]
 
 def train_on(state: TrainState, steps: Iterable, *, forward: Callable[..., Tensor] | None = None,
              lr: float = 1e-4, drop_path: Tensor | None = None, amp: str = "off",
-             clip_norm: float = 0.0) -> None:
+             clip_norm: float = 0.0, objective: Callable[..., Tensor] = cross_entropy) -> None:
     """Train on `steps` as one epoch of the engine.
 
     forward: what computes the logits, such as a compiled model; None: the model itself.
-    drop_path: drop-path scales (branches, B) for every step. amp, clip_norm: as in `train_epochs`.
+    drop_path: drop-path scales (branches, B) for every step. amp, clip_norm, objective: as in
+        `train_epochs`.
     """
     train_epochs(state, state.model if forward is None else forward, lambda epoch, done: steps,
                  epochs=state.progress.epochs + 1, global_batch=1, lr_at=lambda step: lr,
                  drop_path_at=lambda step: drop_path, amp=amp, clip_norm=clip_norm,
-                 processes=alone(next(state.model.parameters()).device), stop=StopRequest())
+                 objective=objective, processes=alone(next(state.model.parameters()).device), stop=StopRequest())
