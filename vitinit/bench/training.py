@@ -1,4 +1,4 @@
-"""What train.py trains with, set up by train.py's own functions: the only door of bench to them."""
+"""What train.py trains with, set up by its own functions; no other module of bench calls them."""
 
 from __future__ import annotations
 

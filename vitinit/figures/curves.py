@@ -28,7 +28,7 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
     A group's line is the mean over its seeds, with a band from the lowest to the highest. Epochs
     without an evaluation are left out.
     """
-    figure, axis = pyplot().subplots(figsize=(6.4, 3.8), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(7.6, 4.2), layout="constrained")
     for group, (colour, line) in zip(groups, looks(groups)):
         measured = [[row for row in run.rows if row["val_top1"] is not None]
                     for run in group.runs.values()]
@@ -48,7 +48,7 @@ def draw_steps(out: Path, groups: Sequence[Group]) -> None:
     are drawn as averages over equally many neighbouring ones.
     Raises FigureError for a group without a recorded step that all seeds share.
     """
-    figure, axes = pyplot().subplots(1, len(QUANTITIES), figsize=(11.0, 3.6), layout="constrained")
+    figure, axes = pyplot().subplots(1, len(QUANTITIES), figsize=(9.0, 3.6), layout="constrained")
     most = 1
     for group, (colour, line) in zip(groups, looks(groups)):
         by_seed = [by_step(RunFolder(run.path).steps.rows()) for run in group.runs.values()]
@@ -65,6 +65,7 @@ def draw_steps(out: Path, groups: Sequence[Group]) -> None:
                       averaged(values, merged), colour, line, named(group))
     for axis, words in zip(axes, QUANTITIES.values()):
         axis.set(xlabel="step", title=words)
+        axis.locator_params(axis="x", nbins=4)
     axes[-1].set_yscale("log")                       # gradient norms are far higher at the start
     finish(figure, out, groups,
            f"Every tenth step, {most} of them to a point" if most > 1 else "Every tenth step")
@@ -83,7 +84,7 @@ def finish(figure: Figure, out: Path, groups: Sequence[Group], heading: str) -> 
         axis.grid(alpha=0.3)
     add_legend(figure, {line.get_label(): line for line in figure.axes[0].lines})
     figure.suptitle(heading, fontsize=11)
-    save(figure, out, dpi=120)
+    save(figure, out)
 
 
 def named(group: Group) -> str:
