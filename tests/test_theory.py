@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import vitinit
-from vitinit.filters import (box_kernel, convolution_matrix, impulse_kernel, kernel_offsets,
-                             ordered_offsets, random_kernel)
+from vitinit.filters import (convolution_matrix, impulse_kernel, kernel_offsets, ordered_offsets,
+                             random_kernel)
 from vitinit.models import MODELS, VisionTransformer
 
 GRID, TOKENS = (5, 7), 35       # more tokens than k f² in all that follows
@@ -44,7 +44,7 @@ def kernels_of(kind: str, count: int, size: int) -> Tensor:
         draws = generator(7)
         return torch.stack([random_kernel(size, generator=draws) for _ in range(count)]).double()
     if kind == "box":
-        return box_kernel(size).double().expand(count, -1, -1)
+        return torch.full((count, size, size), size**-2.0, dtype=torch.float64)
     offsets = ordered_offsets(size)
     return torch.stack([impulse_kernel(offsets[channel % size**2], size)
                         for channel in range(count)]).double()

@@ -25,7 +25,7 @@ Offset = tuple[int, int]
 RELEASED_ORDER_3X3 = (4, 1, 5, 3, 7, 0, 2, 6, 8)
 STEEPEST = 1e3          # a mass that needs a larger logit than this counts as out of reach
 BISECTIONS = 60         # more than a double has significant bits
-OFFSETS = ("ordered", "rotating", "random")     # how offsets are assigned to heads: see head_offsets
+OFFSETS = ("ordered", "rotating", "random")     # to heads: see head_offsets
 
 
 def kernel_offsets(kernel_size: int) -> list[Offset]:
@@ -58,7 +58,8 @@ def head_offsets(num_heads: int, cells: list[Offset], offsets: str, generator: t
     first: number of heads in all blocks before this one, from which "rotating" goes on counting.
     """
     if offsets == "random":
-        return [cells[draw] for draw in torch.randint(len(cells), (num_heads,), generator=generator)]
+        draws = torch.randint(len(cells), (num_heads,), generator=generator)
+        return [cells[draw] for draw in draws]
     start = first if offsets == "rotating" else 0
     return [cells[(start + head) % len(cells)] for head in range(num_heads)]
 
@@ -67,7 +68,8 @@ def offsets_on_grid(kernel_size: int, grid: tuple[int, int]) -> list[Offset]:
     """`ordered_offsets`, or ValueError if one of them leads off the grid from every token."""
     largest = 2 * min(grid) - 1
     if kernel_size > largest:
-        raise ValueError(f"kernel_size is {kernel_size}, but beyond {largest} its outer offsets have "
+        raise ValueError(f"kernel_size is {kernel_size}, but beyond {largest} its outer offsets "
+                         f"have "
                          f"no target on the {grid[0]}×{grid[1]} grid")
     return ordered_offsets(kernel_size)
 
@@ -92,20 +94,6 @@ def random_kernel(kernel_size: int, *, generator: torch.Generator) -> Tensor:
     """Uniform on ±1/kernel_size, as PyTorch draws depthwise filters (arXiv 2401.12511)."""
     draws = torch.rand(kernel_size, kernel_size, generator=generator)
     return (2.0 * draws - 1.0) / kernel_size
-
-
-def box_kernel(kernel_size: int) -> Tensor:
-    """The mean over the window: 1 / kernel_size² in all cells."""
-    return torch.full((kernel_size, kernel_size), kernel_size**-2.0)
-
-
-def gaussian_kernel(kernel_size: int, sigma: float) -> Tensor:
-    """exp(-‖δ‖² / 2σ²) at the kernel's offsets δ, normalised to sum 1; sigma in cells."""
-    if sigma <= 0:
-        raise ValueError(f"sigma is {sigma}, expected more than 0")
-    squares = torch.tensor([row**2 + column**2 for row, column in kernel_offsets(kernel_size)])
-    # A softmax is the normalised exponential without its overflow or underflow.
-    return (-squares / (2.0 * sigma**2)).softmax(0).view(kernel_size, kernel_size)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -139,7 +139,8 @@ def _token_mlp_reader(mlp: nn.Module) -> Reader:
 
 def _depthwise_reader(mixing: DepthwiseConv) -> Reader:
     def read(channels, x: Tensor) -> Tensor:
-        matrices = [convolution_matrix(kernel, x.shape[-2:]) for kernel in mixing.kernels()[channels, 0]]
+        matrices = [convolution_matrix(kernel, x.shape[-2:])
+                    for kernel in mixing.kernels()[channels, 0]]
         return torch.stack(matrices).expand(len(x), -1, -1, -1)          # the same for all images
     return read
 
@@ -156,7 +157,8 @@ def among_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
     """
     cells = grid[0] * grid[1]
     if weights.ndim < 2 or min(weights.shape[-2:]) < cells:
-        raise ValueError(f"weights have the shape {tuple(weights.shape)}, expected (..., N, N) with N "
+        raise ValueError(f"weights have the shape {tuple(weights.shape)}, expected (..., N, N) "
+                         f"with N "
                          f"at least {cells}, the cells of a {grid[0]}×{grid[1]} grid")
     return weights[..., -cells:, -cells:].to(torch.promote_types(weights.dtype, torch.float32))
 

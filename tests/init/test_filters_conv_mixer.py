@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import vitinit
-from vitinit.filters import gaussian_kernel
 from vitinit.init.filters_conv_mixer import placed_gaussian
 
 
@@ -53,7 +52,8 @@ def test_a_gaussian_is_centred_on_a_cell_and_has_the_wanted_width():
     peaks = kernels.flatten(1).argmax(1)
     assert set(peaks.tolist()) == set(range(25))
     central = kernels[peaks == 12][0]                # around the middle cell: filters.py's Gaussian
-    torch.testing.assert_close(central / central.sum(), gaussian_kernel(5, 1.3))
+    squares = torch.cartesian_prod(torch.arange(-2, 3), torch.arange(-2, 3)).square().sum(1)
+    torch.testing.assert_close(central / central.sum(), (-squares / (2 * 1.3**2)).softmax(0).view(5, 5))
 
 
 def test_a_placed_gaussian_is_its_formula():

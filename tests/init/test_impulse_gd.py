@@ -146,19 +146,6 @@ def test_it_succeeds_on_the_sincos_embeddings_that_the_closed_form_refuses():
     assert target_mass(untrained, OFF_CENTRE, GRID).max() < 0.1
 
 
-def test_renormalisation_brings_columns_back_to_the_first_mean_norm():
-    """Of Q along C, of Kᵀ along d. One Adam step follows the last renormalisation, of 1e-9."""
-    options = dict(rank=13, logit_scale=0.3, generator=seeded(5))
-    query, key = solve(impulse_maps(OFF_CENTRE), sincos_tokens(), steps=1, step_size=1e-9,
-                       renorm_every=100, **options)
-    bound = (13 * 3) ** -0.5
-    drawn = torch.empty(3, 44, 13).uniform_(-bound, bound, generator=seeded(5)).norm(dim=1)
-    assert drawn.std() > 0.02 * drawn.mean()         # there was something to bring back
-    for norms in (query.norm(dim=2), key.norm(dim=1)):
-        torch.testing.assert_close(norms, torch.full_like(norms, drawn.mean().item()), rtol=1e-5,
-                                   atol=0)
-
-
 # A whole model ---------------------------------------------------------------------------------
 
 
@@ -186,35 +173,6 @@ def test_everything_but_queries_and_keys_stays_as_the_base_drew_it(family, base=
             assert torch.equal(value, expected[name]), name
     assert written == 4
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
-
-
-@each_family
-def test_blocks_share_one_solution_or_have_their_own(family):
-    for share_blocks in (True, False):
-        first, second = map(query_and_key, initialised(FAMILIES[family](),
-                                                       share_blocks=share_blocks).blocks)
-        for one, other in zip(first, second):
-            assert torch.equal(one, other) == share_blocks
-            assert (one == other).all() or (one != other).any(-1).all()
-
-
-@each_family
-def test_the_generator_alone_decides(family):
-    torch.manual_seed(0)
-    state = torch.get_rng_state()
-    model = initialised(FAMILIES[family](), 3, pseudo_input="pos_embed+uniform")
-    torch.set_rng_state(state)
-    again = FAMILIES[family]()
-    after_building = torch.get_rng_state()
-    with torch.no_grad():
-        initialised(again, 3, pseudo_input="pos_embed+uniform")
-    assert torch.equal(torch.get_rng_state(), after_building)
-    for name, value in again.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name]), name
-    other = initialised(FAMILIES[family](), 4, pseudo_input="pos_embed+uniform")
-    assert not torch.equal(query_and_key(other.blocks[0])[0], query_and_key(model.blocks[0])[0])
-    for parameter in model.parameters():
-        assert parameter.is_leaf and parameter.grad is None
 
 
 @each_family
@@ -261,33 +219,6 @@ def test_the_heads_of_every_block_attend_to_their_offsets(family):
     for maps in on_positions_alone(model):
         mass = target_mass(maps, ordered_offsets(3)[:2], GRID)
         assert mass.min() > 25 / 35                  # 25 times the uniform map's
-
-
-@pytest.mark.parametrize("family, factor", [("learned positions", 10), ("free", 1.5)])
-def test_renormalised_heads_attend_to_their_offsets_too(family, factor):
-    """They are blurred, free ones most; a step larger than the papers' makes fewer steps do."""
-    model = initialised(LOOKING[family](), offsets="ordered", steps=300, step_size=0.001)
-    mass = target_mass(on_positions_alone(model)[0], ordered_offsets(3)[:2], GRID)
-    assert mass.min() > factor / 35
-
-
-@pytest.mark.parametrize("kernel_size", [5])
-def test_random_offsets_are_drawn_for_every_solution(kernel_size):
-    cells, found = ordered_offsets(kernel_size), []
-    model = initialised(vit(num_heads=4, depth=3), 1, kernel_size=kernel_size, share_blocks=False,
-                        **FAST)
-    for maps in on_positions_alone(model):
-        masses = torch.stack([target_mass(maps, [cell] * 4, GRID) for cell in cells])    # (f², h)
-        assert masses.max(0).values.min() > 10 / 35  # every head has one clear offset
-        assert (masses > 5 / 35).sum(0).max() == 1
-        found.append(masses.argmax(0).tolist())
-    assert len(set(map(tuple, found))) == 3
-    generator = seeded(1)
-    vitinit.init_weights(vit(num_heads=4, depth=3), "default", generator=generator)
-    first = head_offsets(4, cells, "random", generator)
-    assert [cells[index] for index in found[0]] == first
-    if kernel_size == 5:
-        assert max(max(map(abs, cells[index])) for row in found for index in row) == 2
 
 
 # What Q and K are solved on --------------------------------------------------------------------

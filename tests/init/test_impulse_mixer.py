@@ -44,12 +44,6 @@ def nodes() -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------------------------------------
 
 
-def test_gelu_of_x_minus_gelu_of_minus_x_is_x():
-    """x Φ(x) + x Φ(−x) = x: why twice as many hidden units as tokens are enough for any map."""
-    x = torch.linspace(-40.0, 40.0, 1009, dtype=torch.float64)
-    torch.testing.assert_close(gelu(x) - gelu(-x), x, rtol=1e-15, atol=1e-15)
-
-
 @pytest.mark.parametrize("hidden, gain", [(2 * TOKENS, 1.0), (WIDE, -0.75)])
 def test_with_twice_as_many_hidden_units_as_tokens_any_linear_map_is_exact(hidden, gain):
     """With surplus units, too, and for any linear_bias."""
@@ -112,29 +106,6 @@ def test_fewer_hidden_units_than_tokens_are_refused_before_anything_is_drawn():
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gain", [0.25])
-def test_a_wide_token_mlp_holds_the_shift_and_its_negative(gain):
-    for block, offset in zip(initialised(WIDE, gain=gain).blocks, 2 * ordered_offsets(3)):
-        mlp, identity = block.mlp_tokens, torch.eye(TOKENS, dtype=torch.float64)
-        assert torch.equal(mlp.fc1.weight[:TOKENS], shift(offset))
-        assert torch.equal(mlp.fc1.weight[TOKENS:2 * TOKENS], -shift(offset))
-        assert (mlp.fc1.bias[:2 * TOKENS] == 0).all() and (mlp.fc2.bias == 0).all()
-        rest = torch.zeros(TOKENS, WIDE - 2 * TOKENS).double()
-        assert torch.equal(mlp.fc2.weight, gain * torch.cat([identity, -identity, rest], 1))
-
-
-@pytest.mark.parametrize("gain, bias", [(0.25, 8.0)])
-def test_a_narrow_token_mlp_holds_the_shift_and_the_bias(gain, bias):
-    model = initialised(NARROW, gain=gain, linear_bias=bias)
-    for block, offset in zip(model.blocks, 2 * ordered_offsets(3)):
-        mlp, identity = block.mlp_tokens, torch.eye(TOKENS, dtype=torch.float64)
-        assert torch.equal(mlp.fc1.weight[:TOKENS], shift(offset))
-        assert (mlp.fc1.bias[:TOKENS] == bias).all()
-        rest = torch.zeros(TOKENS, NARROW - TOKENS).double()
-        assert torch.equal(mlp.fc2.weight, gain * torch.cat([identity, rest], 1))
-        assert (mlp.fc2.bias == -gain * bias).all()
-
-
 @pytest.mark.parametrize("hidden, used, base", [(WIDE, 2 * TOKENS, "default"), (NARROW, TOKENS, "torch")])
 def test_spare_units_keep_the_bases_rows_of_fc1_and_get_zero_columns_in_fc2(hidden, used, base):
     reference, model = initialised(hidden, base), initialised(hidden, base=base)
@@ -164,13 +135,6 @@ def found_offsets(model: nn.Module, kernel_size: int = 3) -> list[tuple[int, int
     return [next(offset for offset, matrix in shifts.items()
                  if torch.equal(matrix, block.mlp_tokens.fc1.weight[:TOKENS]))
             for block in model.blocks]
-
-
-@pytest.mark.parametrize("kernel_size", [2, 3])
-def test_ordered_offsets_take_turns_over_the_blocks(kernel_size):
-    offsets = ordered_offsets(kernel_size)
-    found = found_offsets(initialised(WIDE, kernel_size=kernel_size), kernel_size)
-    assert found == [offsets[block % len(offsets)] for block in range(11)]
 
 
 def test_random_offsets_are_drawn_for_each_block_from_the_generator():

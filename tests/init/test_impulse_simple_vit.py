@@ -208,15 +208,6 @@ def test_contents_logits_are_these_cosines_times_the_scales_that_layer_norm_give
         torch.testing.assert_close(found, expected, rtol=0, atol=5e-3 * expected.max())
 
 
-def test_contents_logits_do_not_see_the_mean_of_the_channels():
-    model = initialised(built("content"))
-    for block in model.blocks:
-        sums = block.attn.qk.weight.sum(dim=1)
-        torch.testing.assert_close(sums, torch.zeros_like(sums), rtol=0, atol=1e-12)
-    logits = logits_on_positions(model, 0)
-    torch.testing.assert_close(logits_on_positions(model, 0, shift=3.7), logits, rtol=0, atol=1e-9)
-
-
 # The frequencies of an axis --------------------------------------------------------------------
 
 SPECTRA = {         # the best prefix is neither the first frequency alone nor, in some, all
@@ -257,21 +248,6 @@ def test_everything_but_queries_and_keys_is_as_the_base_drew_it(reading, base):
         written = name.endswith(("attn.qk.weight", "attn.query", "attn.key"))
         assert value.isfinite().all(), name
         assert torch.equal(value, reference.state_dict()[name]) != written, name
-
-
-@pytest.mark.parametrize("reading", ["position", "free"])
-def test_the_generator_alone_decides(reading):
-    models = []
-    for seed in (3, 3, 5):
-        torch.manual_seed(len(models))
-        model, state = built(reading), torch.get_rng_state()
-        models.append(initialised(model, seed, offsets="random").state_dict())
-        assert torch.equal(torch.get_rng_state(), state)
-    first, again, other = models
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    for part in ("query", "key") if reading == "free" else ("qk.weight",):
-        same = torch.equal(first[f"blocks.0.attn.{part}"], other[f"blocks.0.attn.{part}"])
-        assert same == (part == "key")               # the keys know no offset
 
 
 # Errors ----------------------------------------------------------------------------------------

@@ -174,13 +174,6 @@ def test_there_is_no_stochastic_depth_and_no_position_embedding():
         vitinit.build_model("convmixer_256_8", drop_path=0.1, **SMALL)
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_bfloat16_is_near_float32(assert_bfloat16_is_near, training):
-    model = redraw(vitinit.build_model("convmixer_256_8", **SMALL)).float().train(training)
-    images = drawn(7, 3, 14, 33).float()
-    assert_bfloat16_is_near(model, images)
-
-
 @pytest.mark.parametrize("sizes, message", [
     (dict(patch_size=3), "patches of 3×3 pixels do not tile an image of 14×33"),
     (dict(activation="tanh"), "activation is 'tanh', expected one of gelu, relu"),

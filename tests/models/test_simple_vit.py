@@ -110,19 +110,6 @@ def test_logits_and_gradients_equal_a_transcription(reading, heads):
 
 
 @pytest.mark.parametrize("reading, heads", PAIRS)
-def test_attention_equals_its_matrices_times_the_values_in_float32(reading, heads):
-    """Fused, or one product for all images, against softmax and values of each image separately."""
-    model = redrawn(**reading | heads).float()
-    attention, positions = model.blocks[0].attn, model.pos_embed
-    x = torch.randn(5, 15, 20, generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        weights = attention.mixing_weights(x, positions).expand(5, -1, -1, -1)
-        values = attention.value(x).unflatten(2, (attention.num_heads, -1)).transpose(1, 2)
-        expected = attention.proj((weights @ values).transpose(1, 2).flatten(2))
-        assert (attention(x, positions) - expected).norm() / expected.norm() < 1e-6
-
-
-@pytest.mark.parametrize("reading, heads", PAIRS)
 def test_mixing_matrices_equal_the_transcriptions_softmax(reading, heads):
     options = reading | heads
     model, images = redrawn(**options), drawn_images()
@@ -145,15 +132,6 @@ def test_the_position_embedding_is_the_sincos_one_of_the_grid_and_is_not_learned
 
 
 # Which images a map depends on -----------------------------------------------------------------
-
-
-@each_reading
-def test_maps_depend_on_the_image_only_where_the_content_is_read(reading):
-    model = redrawn(**reading | PLAIN)
-    for maps in mixing_matrices(model, drawn_images()).values():
-        alike = torch.equal(maps[0], maps[1])
-        assert alike == (reading["reads"] in ("position", "free"))
-        assert (maps[0] - maps[1]).abs().max() > 0.01 or alike
 
 
 def same_weights(model: SimpleViT, **options) -> SimpleViT:
@@ -181,14 +159,6 @@ def test_a_position_embedding_makes_the_order_of_patches_matter(reading):
     swapped = torch.cat([images[..., 3:6], images[..., :3], images[..., 6:]], dim=-1)
     change = (model(images) - model(swapped)).abs().max()
     assert change < 1e-12 if reading["reads"] == "content" else change > 1e-4
-
-
-def test_head_dim_and_logit_scale_of_zero_are_the_usual_ones():
-    model = redrawn(**PLAIN)
-    named = same_weights(model, head_dim=4, logit_scale=0.5)
-    assert torch.equal(named(drawn_images()), model(drawn_images()))
-    other = same_weights(model, logit_scale=0.1)
-    assert (other(drawn_images()) - model(drawn_images())).abs().max() > 1e-3
 
 
 # Frozen queries and keys -----------------------------------------------------------------------

@@ -75,7 +75,7 @@ def init_function(name: str, family: type[nn.Module]) -> Callable[..., None]:
 
 
 def reads_images(name: str, family: type[nn.Module]) -> bool:
-    """Whether the init `name` of this model family reads training images; raises as `init_function`."""
+    """Whether the init `name` of a family reads training images; raises as `init_function`."""
     return "images" in inspect.signature(init_function(name, family)).parameters
 
 
@@ -101,7 +101,8 @@ def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,
         if tensor.is_floating_point() and (tensor.device.type != "cpu"
                                            or tensor.dtype not in (torch.float32, torch.float64)):
             raise ValueError(f"{tensor_name} is {str(tensor.dtype).removeprefix('torch.')} on "
-                             f"{tensor.device}; inits draw and solve on the CPU in float32 or float64: "
+                             f"{tensor.device}; inits draw and solve on the CPU in float32 or "
+                             f"float64: "
                              "call init_weights before .half(), .bfloat16() or .to(device)")
     read = {"images": images} if reads_images(name, type(model)) else {}
     call(function, model, name, options, generator=generator, **read)

@@ -151,9 +151,9 @@ def lecun(model: nn.Module, *, generator: torch.Generator) -> None:
     | Linear, Conv2d                              | weight normal, std 1/√fan_in; bias 0        |
     | everything else                             | as `torch`                                  |
 
-    Source: LeCun, Bottou, Orr and Müller, "Efficient BackProp" (1998), §4.6. With independent inputs
-    of variance 1, the outputs have variance 1, three times that of PyTorch's own init. In an MLP
-    behind a LayerNorm, the GELU then receives values that are large enough to bend it.
+    Source: LeCun, Bottou, Orr and Müller, "Efficient BackProp" (1998), §4.6. With independent
+    inputs of variance 1, the outputs have variance 1, three times that of PyTorch's own init. In an
+    MLP behind a LayerNorm, the GELU then receives values that are large enough to bend it.
     """
     torch_default(model, generator=generator)
     for layer in _modules_with_parameters(model):
@@ -187,7 +187,7 @@ def _modules_with_parameters(model: nn.Module) -> list[nn.Module]:
 
 
 def _packed_layer(attention: nn.MultiheadAttention) -> nn.Linear:
-    """A layer that shares the packed weights of Q, K and V, which nn.MultiheadAttention owns itself."""
+    """A layer that shares the packed weights of Q, K and V, which nn.MultiheadAttention owns."""
     layer = nn.Linear(1, 1, device="meta")
     layer.weight, layer.bias = attention.in_proj_weight, attention.in_proj_bias
     return layer

@@ -152,7 +152,8 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
         block = vit.blocks[number]
         block.v[..., :first] = 0.0
         if value_init == "mimetic":
-            write_values(block, alpha=value_alpha, beta=value_beta, generator=generator, first=first)
+            write_values(block, alpha=value_alpha, beta=value_beta, generator=generator,
+                         first=first)
         power = patches(y)[..., :code].square().sum(-1).mean().item()    # what Q and K read of it
         gain = math.sqrt(logits[number] * math.sqrt(block.q.shape[1]) / power)
         heads = head_offsets(len(block.q), offsets, "rotating", generator,
@@ -178,5 +179,5 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
                    for number, block in enumerate(vit.blocks)},
                 **{norm: partial(scale, norm) for norm in vit.norms},
                 **{norm: partial(after_blocks, norm) for norm in vit.ends}},
-        after={block.norm: lambda x, y, number=number: write_attention(number, y)
+        after={block.norm: partial(write_attention, number)
                for number, block in enumerate(vit.blocks)})

@@ -5,8 +5,8 @@ impulse kernel, a kernel that is 1 at a single offset: every token attends to on
 heads of a block together then act as a convolution, whose weights are V and proj. Nothing is
 frozen; training may turn the attention into anything else.
 
-Options. The defaults are those of the released code, some of which the paper does not state. H is the
-convolution matrix of a head's impulse kernel, Z the noise matrix of mimetic initialisation.
+Options. The defaults are those of the released code, some of which the paper does not state. H is
+the convolution matrix of a head's impulse kernel, Z the noise matrix of mimetic initialisation.
 
 base: the baseline that first draws every weight, "default", "torch" or "lecun"; see baseline.py.
 kernel_size: f of the f×f impulse kernels; 3 in the paper.
@@ -83,12 +83,15 @@ def impulse(model: nn.Module | Layout, *, generator: torch.Generator,
     if not vit.learned:
         _refuse(vit.positions, "the model's fixed position embedding")
     if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
-        raise ValueError(f"offsets is {offsets!r} and value_init is {value_init!r}; expected one of "
+        raise ValueError(f"offsets is {offsets!r} and value_init is {value_init!r}; expected one "
+                         f"of "
                          f"{', '.join(OFFSETS)}, and mimetic or base")
     if not (rank >= 0 and qk_norm > 0 and impulse_scale > 0
             and noise_scale >= 0 and noise_std >= 0 and value_alpha >= 0):
-        raise ValueError(f"rank is {rank}, qk_norm {qk_norm}, impulse_scale {impulse_scale}, noise_scale "
-                         f"{noise_scale}, noise_std {noise_std} and value_alpha {value_alpha}; expected "
+        raise ValueError(f"rank is {rank}, qk_norm {qk_norm}, impulse_scale {impulse_scale}, "
+                         f"noise_scale "
+                         f"{noise_scale}, noise_std {noise_std} and value_alpha {value_alpha}; "
+                         f"expected "
                          "qk_norm and impulse_scale > 0 and the others ≥ 0")
     cells = offsets_on_grid(kernel_size, vit.grid)       # checks kernel_size, before any draw
     draw_base(vit.model, base, generator)
@@ -161,9 +164,9 @@ def position_basis(positions: Tensor, rank: int) -> PositionBasis:
     positions: (N, D), after LayerNorm. rank: at most the numerical rank.
 
     The truncation is essential. LayerNorm makes the rows of X sum to zero, so that XᵀX is singular.
-    And the smallest directions, each divided by its s, would take most of the norm of Q and K, which
-    flattens the map even without noise (lesson 2 shows it). The released code of arXiv 2505.19985
-    truncates, too; the paper does not mention it.
+    And the smallest directions, each divided by its s, would take most of the norm of Q and K,
+    which flattens the map even without noise (lesson 2 shows it). The released code truncates, too;
+    the paper does not mention it.
     """
     # The SVD of X gives √s and W without squaring the condition number, as XᵀX would.
     _, values, directions = torch.linalg.svd(positions, full_matrices=False)
@@ -207,8 +210,10 @@ def _refuse_uniform(weights: Tensor, impulses: Tensor) -> None:
     targets, uniform = impulses > 0, 1.0 / weights.shape[-1]
     best = ((weights * targets).sum((1, 2)) / targets.sum((1, 2))).max().item()
     if not best >= min(NEAR_UNIFORM * uniform, 0.5 + 0.5 * uniform):     # also refuses NaN
-        raise ValueError(f"init 'impulse' gives nearly uniform attention in all heads: at best {best:.2g} "
-                         f"of a head's attention is on its target, where {uniform:.2g} is uniform; use "
+        raise ValueError(f"init 'impulse' gives nearly uniform attention in all heads: at best "
+                         f"{best:.2g} "
+                         f"of a head's attention is on its target, where {uniform:.2g} is uniform; "
+                         f"use "
                          "more, narrower heads, a larger qk_norm, or init 'deep_impulse'")
 
 

@@ -67,12 +67,14 @@ def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator,
     simple = isinstance(model, SimpleViT)
     vit = model if simple else layout_of(model)
     if not simple and vit.tokens and not vit.learned:
-        raise ValueError("init 'impulse_gd' solves on the patches' fixed position embedding, and the class "
+        raise ValueError("init 'impulse_gd' solves on the patches' fixed position embedding, and "
+                         "the class "
                          'token, which has none, would draw the attention; set pool = "mean"')
     if offsets not in ("ordered", "random"):
         raise ValueError(f'offsets is {offsets!r}, expected "ordered" or "random"')
     if steps < 1 or not step_size > 0 or renorm_every < 0:
-        raise ValueError(f"steps is {steps}, step_size {step_size} and renorm_every {renorm_every}; "
+        raise ValueError(f"steps is {steps}, step_size {step_size} and renorm_every "
+                         f"{renorm_every}; "
                          "expected steps ≥ 1, step_size > 0 and renorm_every ≥ 0")
     cells = offsets_on_grid(kernel_size, vit.grid)       # checks kernel_size, before any draw
     draw_base(model if simple else vit.model, base, generator)
@@ -93,9 +95,9 @@ def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator,
 
 
 def queries_keys(block: Block | SimpleBlock) -> tuple[Tensor, Tensor, float, bool]:
-    """Q and K of a block, views of (h, d, C), its factor on the logits, and whether Q and K are free.
+    """Q and K of a block, its factor on the logits, and whether Q and K are free.
 
-    Free ones, of a SimpleViT, are (h, d, N).
+    Views: (h, d, C); free ones, of a SimpleViT, (h, d, N).
     """
     if isinstance(block, Block):
         return block.q, block.k, block.q.shape[1] ** -0.5, False

@@ -45,7 +45,8 @@ def impulse_mixer(model: MlpMixer, *, generator: torch.Generator,
     if offsets not in ("ordered", "random"):
         raise ValueError(f'offsets is {offsets!r}, expected "ordered" or "random"')
     if gain == 0 or not linear_bias > 0:             # GELU is nearly linear only well above 0
-        raise ValueError(f"gain is {gain} and linear_bias {linear_bias}; expected a gain other than 0, at "
+        raise ValueError(f"gain is {gain} and linear_bias {linear_bias}; expected a gain other "
+                         f"than 0, at "
                          "which no token is shifted, and linear_bias > 0")
     tokens = model.grid[0] * model.grid[1]
     hidden = model.blocks[0].mlp_tokens.fc1.out_features

@@ -43,8 +43,8 @@ class Axis:
         positions have the inner product `logit`.
         """
         angles = positions[:, None].double() * self.frequencies          # (n, p)
-        return math.sqrt(self.logit / len(self.frequencies)) * torch.cat([angles.sin(), angles.cos()],
-                                                                         dim=1)
+        size = math.sqrt(self.logit / len(self.frequencies))
+        return size * torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 @torch.no_grad()
@@ -88,11 +88,13 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator,
     first = model.blocks[0].attn
     free, share = first.reads == "free", 1.0 if first.reads == "free" else position_share(model)
     if share == 0.0:
-        raise ValueError("init 'impulse' works on the position embedding, which this model's queries do "
+        raise ValueError("init 'impulse' works on the position embedding, which this model's "
+                         "queries do "
                          "not see; set input_pos_embed = true, alpha < 1, or another reads")
     limit = first.head_dim // 4                      # pairs for rows, and as many for columns
     if limit < 1:
-        raise ValueError(f"head_dim is {first.head_dim}, and init 'impulse' needs 4 or more: a pair "
+        raise ValueError(f"head_dim is {first.head_dim}, and init 'impulse' needs 4 or more: a "
+                         f"pair "
                          "for rows and a pair for columns")
     cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size, before any draw
     axes = [sharpest_axis((torch.arange(1, max(size, 2)).double() * math.pi / size if free else
@@ -110,7 +112,7 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator,
                 attention.query[head] = F.pad(amount * query, unused)
                 attention.key[head] = F.pad(amount * key, unused)
             else:
-                query, key = rotated_weights(axes, offset, model.pos_embed.shape[1])  # (≤ d, C) each
+                query, key = rotated_weights(axes, offset, model.pos_embed.shape[1])    # (≤ d, C)
                 if attention.reads == "content":
                     query, key = with_zero_row_sums(query), with_zero_row_sums(key)
                 unused = (0, 0, 0, attention.head_dim - len(key))
@@ -137,7 +139,7 @@ def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
 
     Raises ValueError if no number of frequencies reaches the mass.
     """
-    away = torch.arange(1 - size, size).double()                         # displacements from the target
+    away = torch.arange(1 - size, size).double()             # displacements from the target
     axes = []
     for count in range(1, len(frequencies) + 1):
         shape = (away[:, None] * frequencies[:count]).cos().mean(dim=1)  # 1 at the target
@@ -145,8 +147,10 @@ def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
         if logit is not None:
             axes.append(Axis(frequencies[:count], logit))
     if not axes:
-        raise ValueError(f"init 'impulse' cannot give one of {size} positions along an axis a mass of "
-                         f"{mass:g} with {len(frequencies)} pair(s) of sine and cosine; raise head_dim or "
+        raise ValueError(f"init 'impulse' cannot give one of {size} positions along an axis a mass "
+                         f"of "
+                         f"{mass:g} with {len(frequencies)} pair(s) of sine and cosine; raise "
+                         f"head_dim or "
                          "lower target_mass")
     return min(axes, key=lambda axis: axis.logit)
 

@@ -45,7 +45,8 @@ def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
         ViT.
     """
     if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
-        raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected one of '
+        raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected one '
+                         f'of '
                          f'{", ".join(OFFSETS)}, and "mimetic" or "base"')
     if not 0.0 < target_mass < 1.0:
         raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
@@ -71,4 +72,5 @@ def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
             if tokens > 1:                           # a token alone in its window attends to itself
                 table[row, head] = math.log(target_mass * (tokens - 1) / (1.0 - target_mass))
         if value_init == "mimetic":
-            write_values(block_of(attention, block.norm1), alpha=value_alpha, beta=value_beta, generator=generator)
+            write_values(block_of(attention, block.norm1), alpha=value_alpha, beta=value_beta,
+                         generator=generator)

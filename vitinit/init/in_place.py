@@ -16,6 +16,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Report:
     prefix_tokens: int
     written: tuple[str, ...]    # names of the tensors that changed
     kept: int                   # how many others there are
-    targets: tuple[tuple[Offset, ...], ...]      # (down, right), by block and head; empty: no targets
+    targets: tuple[tuple[Offset, ...], ...]      # (down, right), by block and head; may be empty
     mass: Masses                # share of each head's attention on its target, on positions alone
     mass_on_images: Masses      # the same in a forward pass of images; empty without. deep_impulse
                                 #   takes white noise where none are given
@@ -65,7 +66,8 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{self.init}: {self.model}, {_described(self)}",
-                 f"wrote {len(self.written)} tensors: {', '.join(_patterns(self.written)) or 'none'}; "
+                 f"wrote {len(self.written)} tensors: "
+                 f"{', '.join(_patterns(self.written)) or 'none'}; "
                  f"kept {self.kept} others"]
         on_images = f"{self.images} images" if self.images else "white noise"
         for masses, where in ((self.mass, "positions alone"), (self.mass_on_images, on_images)):
@@ -106,7 +108,7 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
     name: one of ANY_VIT. generator: a CPU generator; the same state gives the same bits.
     base: "default", "torch" or "lecun" draws all other weights first. None leaves them as they are:
         written are Q, K, V, proj, their biases (to 0) and the position embedding, as far as the
-        init defines them (for deep_impulse also the norms, and the rows that write to its channels).
+        init defines them (for deep_impulse also the norms, and rows that write to its channels).
     images: (n, 3, H, W), normalised as for training. On these the mass is measured, too, and
         deep_impulse measures its norms (on white noise where there are none).
     layout: describes the model, where it is of no library that is known here.
@@ -139,7 +141,8 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
                      for of_block, shares in zip(targets, alone))
         seen = images
         if seen is None and name == "deep_impulse":
-            seen = torch.randn(NOISE_IMAGES, *vit.image_shape, generator=torch.Generator().manual_seed(0))
+            seen = torch.randn(NOISE_IMAGES, *vit.image_shape,
+                               generator=torch.Generator().manual_seed(0))
         on_images = mean_shares(vit, seen) if targets and seen is not None else []
         changed, notes = write_back(model, work)
     except BaseException:
@@ -151,8 +154,9 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
                   0 if images is None else len(images), 1.0 / (vit.grid[0] * vit.grid[1]), notes)
 
 
-def _prepare(vit: Layout, name: str, options: Mapping[str, Any], generator: torch.Generator) -> None:
-    """Without a base: attention's biases are 0, and a position embedding that is scaled is drawn."""
+def _prepare(vit: Layout, name: str, options: Mapping[str, Any],
+             generator: torch.Generator) -> None:
+    """Without a base: set attention's biases to 0 and draw a position embedding that is scaled."""
     for block in vit.blocks:
         values = () if options.get("value_init") == "base" else (block.v_bias, block.proj_bias)
         for bias in (block.q_bias, block.k_bias, *values):
@@ -163,7 +167,7 @@ def _prepare(vit: Layout, name: str, options: Mapping[str, Any], generator: torc
 
 
 def impulse_(model: nn.Module, *, generator: torch.Generator, **options: Any) -> Report:
-    """Let every head of a ViT start by attending to one neighbour, in place: see `init_`, `impulse`."""
+    """Let each head of a ViT start by attending to one neighbour: see `init_`, `impulse`."""
     return init_(model, "impulse", generator=generator, **options)
 
 
@@ -235,7 +239,8 @@ def copied(model: nn.Module) -> nn.Module:
             raise ValueError(f"{name} is on the meta device, without storage; call model.to_empty("
                              "device=\"cpu\") first, with base=\"default\" then")
         if kind not in ("Tensor", "Parameter", "Buffer"):
-            raise ValueError(f"{name} is a {kind}; initialise on the CPU before sharding or quantising")
+            raise ValueError(f"{name} is a {kind}; initialise on the CPU before sharding or "
+                             f"quantising")
         if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
             raise ValueError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, quantised; "
                              "initialise before quantising")
@@ -258,25 +263,30 @@ def understood(vit: Layout, model: nn.Module, name: str) -> Layout:
         tensor for block in vit.blocks for tensor in vars(block).values())]
     if any(tensor.untyped_storage().data_ptr() not in own for tensor in views
            if isinstance(tensor, Tensor)):
-        raise ValueError("not all tensors of the layout are views of parameters of the model that the "
-                         "layout is asked for (some weights are computed from others, or are another "
+        raise ValueError("not all tensors of the layout are views of parameters of the model that "
+                         "the "
+                         "layout is asked for (some weights are computed from others, or are "
+                         "another "
                          "model's)")
     parts = {path.rpartition(".")[2] for path, module in model.named_modules()
              if not isinstance(module, nn.Identity)}
     if any(re.search("(^|_)(rope|rotary)", part) for part in parts):
-        raise ValueError("the model has rotary positions, which turn Q and K; only learned position "
+        raise ValueError("the model has rotary positions, which turn Q and K; only learned "
+                         "position "
                          "embeddings, added before the first block, are covered")
     if parts & {"q_norm", "k_norm", "norm_q", "norm_k", "q_layernorm", "k_layernorm"}:
         raise ValueError("the model normalises Q and K (q_norm, k_norm), which undoes their scale")
     if vit.pos_embed is None or vit.grid is None:
         raise ValueError(vit.missing)
     if not all(isinstance(block.norm, nn.LayerNorm) for block in vit.blocks):
-        raise ValueError("a block has no LayerNorm before its attention (post-norm, or another norm)")
+        raise ValueError("a block has no LayerNorm before its attention (post-norm, or another "
+                         "norm)")
     if name == "deep_impulse":
         affine = all(norm.weight is not None for norm in
                      (*vit.norms, *vit.ends, *(block.norm for block in vit.blocks)))
         if not (vit.writers and affine and len(vit.norms) == len(vit.blocks) and vit.image_shape):
-            raise ValueError("init 'deep_impulse' writes the patch embedding, the last layer of each "
+            raise ValueError("init 'deep_impulse' writes the patch embedding, the last layer of "
+                             "each "
                              "MLP and a LayerNorm before it, and finds no such in the model")
     return vit
 
@@ -296,7 +306,8 @@ def check(vit: Layout) -> int:
     def compare(block: Block, found: Any) -> None:
         found = found[0] if isinstance(found, tuple) else found
         if block.norm not in seen:
-            raise ValueError("an attention does not read the output of the norm before it (post-norm or "
+            raise ValueError("an attention does not read the output of the norm before it "
+                             "(post-norm or "
                              "parallel blocks)")
         y = seen[block.norm]
         values = y[:, None] @ block.v.mT + _bias(block.v_bias)           # (1, h, T, d)
@@ -305,38 +316,42 @@ def check(vit: Layout) -> int:
         found = found if found.shape == wanted.shape else found.transpose(0, 1)
         if found.shape != wanted.shape or not (found - wanted).abs().max() <= OTHERWISE * (
                 wanted.abs().max() + 1e-6):
-            raise ValueError("an attention computes something else than softmax(Q Kᵀ / √d) V·proj of its "
-                             "norm's output (rotary or relative positions, norms, gates, post-norm or "
+            raise ValueError("an attention computes something else than softmax(Q Kᵀ / √d) V·proj "
+                             "of its "
+                             "norm's output (rotary or relative positions, norms, gates, post-norm "
+                             "or "
                              "parallel blocks, another scale)")
         seen["blocks"] = seen.get("blocks", 0) + 1
 
     image = torch.randn(1, *vit.image_shape, generator=torch.Generator().manual_seed(0))
     run(vit.model, image.to(vit.pos_embed), after={
-        **{block.norm: lambda x, y, block=block: seen.update({block.norm: y})
-           for block in vit.blocks},
-        **{block.attention: lambda x, y, block=block: compare(block, y) for block in vit.blocks}})
+        **{block.norm: partial(seen.__setitem__, block.norm) for block in vit.blocks},
+        **{block.attention: partial(compare, block) for block in vit.blocks}})
     if seen.get("blocks") != len(vit.blocks):
-        raise ValueError(f"of {len(vit.blocks)} attentions {seen.get('blocks', 0)} were called once in a "
+        raise ValueError(f"of {len(vit.blocks)} attentions {seen.get('blocks', 0)} were called "
+                         f"once in a "
                          "forward pass")
     return seen[vit.blocks[0].norm].shape[1] - cells
 
 
 def call(function: Callable, target: nn.Module | Layout, name: str, options: Mapping[str, Any],
          **given: Any) -> None:
-    """Apply an init; raises ValueError, in one line, if weights cannot be computed or are not finite."""
+    """Apply an init; raises ValueError if weights cannot be computed or are not finite."""
     shown = ", ".join(f"{key}={value}" for key, value in options.items()
                       if not isinstance(value, (bool, str)))
     what = f"init '{name}'" + (f" with {shown}" if shown else "")
     try:
         function(target, **given, **options)
     except (ArithmeticError, RuntimeError) as error:     # overflow, or a failed decomposition
-        raise ValueError(f"{what} cannot be computed ({in_brief(error, 60)}); use values nearer to the "
+        raise ValueError(f"{what} cannot be computed ({in_brief(error, 60)}); use values nearer to "
+                         f"the "
                          "defaults") from error
     model = target.model if isinstance(target, Layout) else target
     for tensor_name, tensor in model.named_parameters():
         # A NaN or an infinity shows in the extremes: an eighth of the time of isfinite().all().
         if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
-            raise ValueError(f"{what} makes {tensor_name} infinite or NaN; use values nearer to the "
+            raise ValueError(f"{what} makes {tensor_name} infinite or NaN; use values nearer to "
+                             f"the "
                              "defaults")
 
 
@@ -347,7 +362,8 @@ def write_back(model: nn.Module, work: nn.Module) -> tuple[tuple[str, ...], tupl
                if not torch.equal(old.to(new), new)]
     for name, old, new in changed:
         if not new.to(old.dtype).isfinite().all():
-            raise ValueError(f"{name} is {str(old.dtype).removeprefix('torch.')}, too narrow for what the "
+            raise ValueError(f"{name} is {str(old.dtype).removeprefix('torch.')}, too narrow for "
+                             f"what the "
                              "init writes; initialise in float32 and convert then")
     before = []
     try:
@@ -363,11 +379,13 @@ def write_back(model: nn.Module, work: nn.Module) -> tuple[tuple[str, ...], tupl
               if isinstance(old, nn.Parameter) and not old.requires_grad]
     every = [(name, id(tensor)) for name, tensor in model.named_parameters(remove_duplicate=False)]
     tied = [name for name, number in every if number in ids and name not in names]
-    half = {str(old.dtype).removeprefix("torch.") for _, old, new in changed if old.dtype != new.dtype}
+    half = {str(old.dtype).removeprefix("torch.") for _, old, new in changed
+            if old.dtype != new.dtype}
     return names, tuple(line for line, about in (
         (f"frozen, and written nevertheless: {', '.join(_patterns(frozen))}", frozen),
         (f"tied to what was written: {', '.join(_patterns(tied))}", tied),
-        (f"computed in float32 and rounded to {', '.join(sorted(half))}; the mass is that before", half))
+        (f"computed in float32 and rounded to {', '.join(sorted(half))}; the mass is that "
+         f"before", half))
         if about)
 
 
@@ -417,13 +435,12 @@ def mean_shares(vit: Layout, images: Tensor | None = None) -> list[Tensor]:
         return [_shares(vit, block, block.norm(vit.positions[None])) for block in vit.blocks]
     means: list[Any] = [0.0] * len(vit.blocks)
 
-    def record(number: int, y: Tensor, weight: float) -> None:
+    def record(number: int, weight: float, y: Tensor) -> None:
         means[number] = means[number] + weight * _shares(vit, vit.blocks[number], y)
     for batch in images.detach().to(vit.pos_embed).split(AT_ONCE):
         weight = len(batch) / len(images)
-        run(vit.model, batch, after={
-            block.norm: lambda x, y, number=number: record(number, y, weight)
-            for number, block in enumerate(vit.blocks)})
+        run(vit.model, batch, after={block.norm: partial(record, number, weight)
+                                     for number, block in enumerate(vit.blocks)})
     return means
 
 

@@ -4,13 +4,13 @@ A `Layout` names, block by block, views of Q, K, V and proj with their biases an
 the attention, and the position embedding. `layout_of` finds them by their attributes, in the models
 of this package and in those of other libraries, of which it imports none:
 
-| library                    | layers of one attention                                | norm              |
-|----------------------------|--------------------------------------------------------|-------------------|
-| vitinit, timm, DeiT, Swin  | qkv, proj; in timm also q_proj, k_proj, v_proj         | norm1             |
-| transformers 5             | q_proj, k_proj, v_proj, o_proj; SigLIP, CLIP: out_proj | layernorm_before, |
-| transformers 4             | attention.query, .key, .value, output.dense            |   norm1, …        |
-| torchvision, torch.nn      | nn.MultiheadAttention                                  | ln_1, norm1       |
-| vit-pytorch                | to_qkv, to_out[0]                                      | norm inside       |
+| library                   | layers of one attention                          | norm              |
+|---------------------------|--------------------------------------------------|-------------------|
+| vitinit, timm, DeiT, Swin | qkv, proj; in timm also q_proj, k_proj, v_proj   | norm1             |
+| transformers 5            | q_proj, k_proj, v_proj, o_proj; SigLIP: out_proj | layernorm_before, |
+| transformers 4            | attention.query, .key, .value, output.dense      |   norm1, …        |
+| torchvision, torch.nn     | nn.MultiheadAttention                            | ln_1, norm1       |
+| vit-pytorch               | to_qkv, to_out[0]                                | norm inside       |
 
 Any other model is described by hand: a function of the model that returns a `Layout`, whose blocks
 `block_of` makes of an attention with one of these layouts, or `Block` of views.
@@ -114,7 +114,8 @@ def layout_of(model: nn.Module | Layout) -> Layout:
         return model
     stages = list(_stages(model))
     if not stages:
-        raise ValueError(f"a {type(model).__name__} has no list of blocks with one attention each, of "
+        raise ValueError(f"a {type(model).__name__} has no list of blocks with one attention each, "
+                         f"of "
                          "a layout known here")
     children = [child for stage in stages for child in stage]
     blocks = tuple(block_of(attention, _norm_before(child, attention))
@@ -132,7 +133,8 @@ def layout_of(model: nn.Module | Layout) -> Layout:
         missing = (f"the model has {len(positions) or 'no'} learned position embedding"
                    f"{'s' * (len(positions) > 1)}, expected one, by which heads find their target")
     else:
-        missing = (f"the grid is not known: the position embedding has {len(pos_embed)} rows; describe "
+        missing = (f"the grid is not known: the position embedding has {len(pos_embed)} rows; "
+                   f"describe "
                    "the model by a Layout")
 
     inside = [module for child in children for module in child.modules()]
@@ -154,19 +156,18 @@ def layout_of(model: nn.Module | Layout) -> Layout:
 @torch.no_grad()
 def run(model: nn.Module, images: Tensor, *,
         before: Mapping[nn.Module, Callable[[Tensor], None]] | None = None,
-        after: Mapping[nn.Module, Callable[[Tensor, Any], None]] | None = None) -> None:
+        after: Mapping[nn.Module, Callable[[Any], None]] | None = None) -> None:
     """Pass images through a model in evaluation mode, which is left as it was.
 
-    before: by module, what is called with the module's input. after: with its input and output.
+    before: by module, what is called with the module's input. after: with its output.
     PyTorch's fast paths for whole layers, which call no module, are switched off.
     """
     modes = [(module, module.training) for module in model.modules()]
     fast = torch.backends.mha.get_fastpath_enabled()
     hooks = [module.register_forward_pre_hook(lambda _, given, call=call: call(given[0]))
              for module, call in (before or {}).items()]
-    hooks += [module.register_forward_hook(
-        lambda _, given, named, found, call=call: call(next(iter((*given, *named.values()))), found),
-        with_kwargs=True) for module, call in (after or {}).items()]
+    hooks += [module.register_forward_hook(lambda _, given, found, call=call: call(found))
+              for module, call in (after or {}).items()]
     try:
         torch.backends.mha.set_fastpath_enabled(False)
         model.eval()
@@ -186,7 +187,8 @@ def block_of(attention: nn.Module, norm: nn.Module) -> Block:
     """
     if isinstance(attention, nn.MultiheadAttention):
         if not attention._qkv_same_embed_dim or attention.bias_k is not None:
-            raise ValueError("an nn.MultiheadAttention with kdim, vdim or add_bias_kv is not known here")
+            raise ValueError("an nn.MultiheadAttention with kdim, vdim or add_bias_kv is not known "
+                             "here")
         layers, proj = [attention], attention.out_proj
         weights, biases = [attention.in_proj_weight], [attention.in_proj_bias]
     else:
@@ -195,7 +197,8 @@ def block_of(attention: nn.Module, norm: nn.Module) -> Block:
                  if not isinstance(layer, nn.Linear)]
         if wrong:
             kind = f"{type(wrong[0]).__module__.partition('.')[0]}'s {type(wrong[0]).__name__}"
-            raise ValueError(f"{type(attention).__name__} has {kind} where nn.Linear is expected for Q, "
+            raise ValueError(f"{type(attention).__name__} has {kind} where nn.Linear is expected "
+                             f"for Q, "
                              "K, V or proj")
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     heads = next(value for name in HEADS if (value := _get(attention, name)) is not None)
@@ -281,7 +284,7 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _stem(outside: list[nn.Module], dim: int) -> nn.Module | None:
-    """The last layer of the patch embedding: a convolution, or what ends a sequence with a Linear."""
+    """The last layer of the patch embedding: a convolution, or the norm after a linear layer."""
     for module in outside:
         if isinstance(module, nn.Conv2d) and module.out_channels == dim:
             return module

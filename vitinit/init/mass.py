@@ -1,4 +1,4 @@
-"""The mass that an init reached: the share of each head's attention on its target, measured on images.
+"""The mass that an init reached: the share of each head's attention on its target, on images.
 
 Inits that write attention aim each head at one neighbour, its target. Whether the head reaches it
 depends on the grid, the number of heads, the width and the images, and no loss shows it. train.py
@@ -48,8 +48,8 @@ class Mass(NamedTuple):
 def has_targets(model: nn.Module, name: str, options: Mapping[str, Any]) -> bool:
     """Whether the init `name` with these options aims heads of this model at targets.
 
-    Not so for baselines and controls, for Mixer and ConvMixer, for `mimetic` on a Swin, whose tokens
-    have no position embedding, and for queries and keys left as the base drew them.
+    Not so for baselines and controls, for Mixer and ConvMixer, for `mimetic` on a Swin, whose
+    tokens have no position embedding, and for queries and keys left as the base drew them.
     """
     families = (VisionTransformer, SimpleViT) + (SwinTransformer,) * (name != "mimetic")
     return name in AIMED and isinstance(model, families) and options.get("qk_init") != "base"
@@ -57,7 +57,7 @@ def has_targets(model: nn.Module, name: str, options: Mapping[str, Any]) -> bool
 
 @torch.no_grad()
 def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], images: Tensor) -> Mass:
-    """The masses that the init `name` reached in a forward pass of `images`, (n, 3, H, W), normalised.
+    """The masses that an init reached in a forward pass of `images`, (n, 3, H, W), normalised.
 
     options: those given to the init, which has just been applied to the model and `has_targets`.
     The model runs in evaluation mode, and is left as it was. The target of `mimetic` is the token
@@ -83,12 +83,12 @@ def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], imag
 
 
 def mean_attention(model: nn.Module, layers: list[nn.Module], images: Tensor) -> list[Tensor]:
-    """Each layer's attention among the patches, (h, N, N), averaged over images (and Swin's windows)."""
+    """Each layer's attention among the patches, (h, N, N), averaged over images and windows."""
     means: list[Tensor] = [images.new_zeros(())] * len(layers)
 
     def record(number: int) -> Callable:
         def hook(layer: nn.Module, arguments: tuple) -> None:
-            weights = layer.mixing_weights(*arguments)                   # of images, or their windows
+            weights = layer.mixing_weights(*arguments)   # of images, or their windows
             grid = layer.window if isinstance(model, SwinTransformer) else model.grid
             means[number] = means[number] + len(batch) / len(images) * shares_of_patches(
                 weights, grid).mean(0)
@@ -105,9 +105,10 @@ def mean_attention(model: nn.Module, layers: list[nn.Module], images: Tensor) ->
 
 
 def reached(weights: Tensor, offsets: list[Offset], grid: tuple[int, int]) -> tuple[Offset, float]:
-    """The offset with the largest mass in weights, (1, N, N), and that mass; NaN without a target."""
+    """The offset with the largest mass in weights, (1, N, N), and that mass, NaN without one."""
     masses = [target_mass(weights, [offset], grid).item() for offset in offsets]
-    best = max(range(len(offsets)), key=lambda index: (not math.isnan(masses[index]), masses[index]))
+    best = max(range(len(offsets)),
+               key=lambda index: (not math.isnan(masses[index]), masses[index]))
     return offsets[best], masses[best]
 
 

@@ -48,7 +48,8 @@ def mimetic(model: nn.Module | Layout, *, generator: torch.Generator,
     embeddings).
     """
     if qk_init not in ("mimetic", "base") or value_init not in ("mimetic", "untransposed", "base"):
-        raise ValueError(f'qk_init is {qk_init!r} and value_init is {value_init!r}; expected "mimetic" '
+        raise ValueError(f'qk_init is {qk_init!r} and value_init is {value_init!r}; expected '
+                         f'"mimetic" '
                          'or "base", and for value_init also "untransposed"')
     vit = layout_of(model)
     draw_base(vit.model, base, generator)
@@ -119,7 +120,8 @@ def write_values(block: Block, *, alpha: float, beta: float, generator: torch.Ge
     value, projection = balanced_factors(product, min(size, inner))      # value @ projection.T
     if not transposed:
         if inner != dim:
-            raise ValueError(f'value_init "untransposed" needs as many channels in the heads as in the '
+            raise ValueError(f'value_init "untransposed" needs as many channels in the heads as in '
+                             f'the '
                              f"stream, and the model has {inner} and {dim}")
         value, projection = value.mT, projection.mT
     order = torch.randperm(inner, generator=generator) if first else torch.arange(inner)

@@ -47,7 +47,7 @@ def norm_matched(model: nn.Module | Layout, *, generator: torch.Generator, base:
     _match_norm(vit.pos_embed, structured.pos_embed)
     for block, example in zip(vit.blocks, structured.blocks):
         for ours, theirs in zip((block.q, block.k, block.v), (example.q, example.k, example.v)):
-            _match_norm(ours, theirs, dim=(1, 2))                        # (h, d, C), a norm per head
+            _match_norm(ours, theirs, dim=(1, 2))        # (h, d, C), a norm per head
         _match_norm(block.proj, example.proj)
 
 

@@ -55,7 +55,8 @@ def select_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
                 value = value.index_select(dim, evenly_spaced(value.shape[dim], wanted[dim]))
         selected[name] = value
     if narrower:
-        raise ValueError("weights are selected from a larger model, but this one is narrower than the "
+        raise ValueError("weights are selected from a larger model, but this one is narrower than "
+                         "the "
                          f"model: {', '.join(narrower[:3])}" +
                          (f" and {len(narrower) - 3} more" if len(narrower) > 3 else ""))
     return selected

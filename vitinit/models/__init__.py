@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "mixer_b32": (MlpMixer, dict(patch_size=32, embed_dim=768, depth=12)),
     "mixer_b16": (MlpMixer, dict(patch_size=16, embed_dim=768, depth=12)),
     "mixer_l16": (MlpMixer, dict(patch_size=16, embed_dim=1024, depth=24)),
-    # arXiv 2201.09792, table 1 (width, depth), and small ones for 32-pixel images (arXiv 2401.12511)
+    # arXiv 2201.09792, table 1 (width, depth), and small ones for 32 pixels (arXiv 2401.12511)
     "convmixer_1536_20": (ConvMixer, dict(patch_size=7, embed_dim=1536, depth=20, kernel_size=9)),
     "convmixer_1024_20": (ConvMixer, dict(patch_size=14, embed_dim=1024, depth=20, kernel_size=9)),
     "convmixer_768_32": (ConvMixer, dict(patch_size=7, embed_dim=768, depth=32, kernel_size=7,

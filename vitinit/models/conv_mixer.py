@@ -81,7 +81,8 @@ class ConvMixer(Classifier):
             raise ValueError(f"activation is {activation!r}, expected one of "
                              f"{', '.join(ACTIVATIONS)}")
         if not 0 <= num_filters <= embed_dim:
-            raise ValueError(f"num_filters is {num_filters}, expected 0 ≤ num_filters ≤ embed_dim = "
+            raise ValueError(f"num_filters is {num_filters}, expected 0 ≤ num_filters ≤ embed_dim "
+                             f"= "
                              f"{embed_dim}")
         act, self.kernel_size = ACTIVATIONS[activation], kernel_size
         self.patch_size = to_pair(patch_size)

@@ -203,7 +203,8 @@ def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, value in bare.items():
         if not DROPPED.search(name):
             ours, index = next(((ours.format(*match.groups()) + name[match.end():], index)
-                                for pattern, ours, index in rules if (match := pattern.match(name))),
+                                for pattern, ours, index in rules
+                                if (match := pattern.match(name))),
                                (name, 0))
             found.setdefault(ours, {})[index] = value
     return {name: torch.cat([parts[index] for index in sorted(parts)]) if len(parts) > 1 else
@@ -261,7 +262,8 @@ def fold_layer_scale(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             value = tensors.get(f"{layer}.{part}")   # (C, inputs) or (C,)
             if value is not None:
                 scaled = gamma.double().view(-1, *[1] * (value.ndim - 1)) * value.double()
-                folded[f"{layer}.{part}"] = scaled.to(torch.promote_types(value.dtype, torch.float32))
+                kind = torch.promote_types(value.dtype, torch.float32)
+                folded[f"{layer}.{part}"] = scaled.to(kind)
     return folded
 
 

@@ -59,7 +59,8 @@ class Classifier(nn.Module):
         """
         super().__init__()
         if not 0 <= num_classes < LARGEST:
-            raise ValueError(f"num_classes is {num_classes}, expected at least 0 (a model without a "
+            raise ValueError(f"num_classes is {num_classes}, expected at least 0 (a model without "
+                             f"a "
                              "head)")
         require_positive(**sizes)
         self.num_classes = num_classes
@@ -128,7 +129,8 @@ def hidden_width(dim: int, ratio: float, name: str) -> int:
 def patch_grid(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
     """The patches down and across. Raises ValueError if they do not tile the image."""
     if any(size % patch for size, patch in zip(image_size, patch_size)):
-        raise ValueError(f"patches of {patch_size[0]}×{patch_size[1]} pixels do not tile an image of "
+        raise ValueError(f"patches of {patch_size[0]}×{patch_size[1]} pixels do not tile an image "
+                         f"of "
                          f"{image_size[0]}×{image_size[1]}; image_size must be a multiple of "
                          "patch_size on both sides")
     return image_size[0] // patch_size[0], image_size[1] // patch_size[1]
@@ -226,7 +228,8 @@ def sincos_position_embedding(grid: tuple[int, int], dim: int, temperature: floa
     multiple of 4.
     """
     if dim % 4:
-        raise ValueError(f"2-D sin-cos position embeddings need an embed_dim that 4 divides, not {dim}")
+        raise ValueError(f"2-D sin-cos position embeddings need an embed_dim that 4 divides, not "
+                         f"{dim}")
     frequencies = sincos_frequencies(dim, temperature)
     rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
     column_angles = columns.flatten()[:, None] * frequencies             # (N, dim/4)

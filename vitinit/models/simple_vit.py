@@ -157,12 +157,15 @@ class SimpleViT(Classifier):
         super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
                          embed_dim=embed_dim, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio)
         if reads not in ("content", "mixed", "position", "free"):
-            raise ValueError(f'reads is {reads!r}, expected "content", "mixed", "position" or "free"')
+            raise ValueError(f'reads is {reads!r}, expected "content", "mixed", "position" or '
+                             f'"free"')
         if not (0.0 <= alpha <= 1.0 and 0.0 <= logit_scale < math.inf and head_dim >= 0):
-            raise ValueError(f"alpha is {alpha}, logit_scale {logit_scale} and head_dim {head_dim}; "
+            raise ValueError(f"alpha is {alpha}, logit_scale {logit_scale} and head_dim "
+                             f"{head_dim}; "
                              "expected 0 ≤ alpha ≤ 1, the others ≥ 0 and finite")
         if input_pos_embed and reads != "content":
-            raise ValueError(f'reads = "{reads}" brings the position embedding into attention; expected '
+            raise ValueError(f'reads = "{reads}" brings the position embedding into attention; '
+                             f'expected '
                              "input_pos_embed = false")
         if not head_dim and embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} does not divide into num_heads {num_heads}")

@@ -221,7 +221,7 @@ class SwinTransformer(Classifier):
                 mlp_ratio=mlp_ratio, qkv_bias=qkv_bias))
         width = embed_dim * 2**(len(depths) - 1)
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Sequential(OrderedDict(fc=make_head(width, num_classes)))   # as timm names it
+        self.head = nn.Sequential(OrderedDict(fc=make_head(width, num_classes)))  # timm's name
 
     def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
@@ -261,7 +261,8 @@ def window_on(grid: tuple[int, int], window: Sequence[int], stage: int) -> tuple
     """The window of a stage, cut to its grid; raises ValueError if it does not tile the grid."""
     height, width = (min(w, side) for w, side in zip(window, grid))
     if grid[0] % height or grid[1] % width:
-        raise ValueError(f"stage {stage + 1} has a grid of {grid[0]}×{grid[1]} tokens, which windows "
+        raise ValueError(f"stage {stage + 1} has a grid of {grid[0]}×{grid[1]} tokens, which "
+                         f"windows "
                          f"of {height}×{width} do not tile; choose window_size or image_size so "
                          "that they do")
     return height, width

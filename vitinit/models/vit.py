@@ -57,8 +57,8 @@ class VisionTransformer(Classifier):
     pos_embed: "learned"; "sincos", which is fixed (a buffer), with zeros for the prefix tokens; or
         "none", fixed zeros: a control that knows a patch's content, but not its place.
     distilled: add DeiT's distillation token and a second head, which reads it; the logits are the
-        mean of both heads' logits (arXiv 2012.12877, §4). `forward(…, apart=True)` returns them apart,
-        for training with a teacher (train/distill.py).
+        mean of both heads' logits (arXiv 2012.12877, §4). `forward(…, apart=True)` returns
+        them apart, for training with a teacher (train/distill.py).
     norm_eps: added to the variance in every LayerNorm; 1e-6 in ViT's and DeiT's code and in timm,
         1e-12 in Hugging Face's.
     drop_path: stochastic-depth rate of the last block; the rates rise linearly from 0 in the first
@@ -76,13 +76,15 @@ class VisionTransformer(Classifier):
                          embed_dim=embed_dim, depth=depth, num_heads=num_heads,
                          mlp_ratio=mlp_ratio, norm_eps=norm_eps)
         if pool not in ("class", "mean") or pos_embed not in ("learned", "sincos", "none"):
-            raise ValueError(f'pool is {pool!r} and pos_embed is {pos_embed!r}; expected "class" or '
+            raise ValueError(f'pool is {pool!r} and pos_embed is {pos_embed!r}; expected "class" '
+                             f'or '
                              '"mean", and "learned", "sincos" or "none"')
         if distilled and pool != "class":
             raise ValueError(f'a distillation token stands beside a class token; pool is "{pool}", '
                              'expected "class"')
         if fc_norm and pool != "mean":
-            raise ValueError(f'fc_norm stands after mean pooling; pool is "{pool}", expected "mean"')
+            raise ValueError(f'fc_norm stands after mean pooling; pool is "{pool}", expected '
+                             f'"mean"')
         if not 0 <= num_registers < LARGEST:
             raise ValueError(f"num_registers is {num_registers}, expected at least 0")
         self.pool, self.distilled = pool, distilled
