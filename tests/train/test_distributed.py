@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from vitinit.train import distributed
 from vitinit.messages import OneLineError
-from vitinit.train.distributed import LaunchError, Processes
+from vitinit.train import distributed
+from vitinit.train.distributed import LaunchError, Processes, agreed
+from vitinit.train.interruption import Interrupted, StopRequest
 
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -52,11 +55,45 @@ def agreements(processes: Processes) -> list[str]:
     return lines
 
 
-def test_two_processes_agree_on_sums_signals_and_errors(in_two_processes):
-    found = in_two_processes(agreements)
-    assert found[0] == ["3.0", "15", "folder of 0", "folder of 1", "0", "written",
-                        "[5.0, 5.0, 5.0]"]
-    assert found[1] == ["3.0", "15", "folder of 0", "folder of 1", "1", "[5.0, 5.0, 5.0]"]
+# ---------------------------------------------------------------------------------------------
+# What processes agree on
+# ---------------------------------------------------------------------------------------------
+
+
+def broken(count: int):
+    yield from range(count)
+    raise OneLineError(f"broken after {count}")
+
+
+def interrupted(count: int):
+    yield from range(count)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    yield count
+
+
+def outcome(items, processes: Processes) -> str:
+    """The items that this process gets, and how they end."""
+    seen, how = [], "end"
+    with StopRequest() as stop:
+        try:
+            for item in agreed(items, processes, stop):
+                seen.append(item)
+        except (OneLineError, Interrupted) as error:
+            how = str(error)
+    return f"{seen} {how}"
+
+
+def test_alone_the_items_come_one_by_one_and_end():
+    assert outcome(range(3), ALONE) == "[0, 1, 2] end"
+    assert outcome(broken(2), ALONE) == "[0, 1] broken after 2"
+    assert outcome(interrupted(2), ALONE) == "[0, 1] stopped by SIGUSR1"
+
+
+def what_is_agreed(processes: Processes) -> list[str]:
+    """Run in each of two processes."""
+    cases = [(range(2), range(5)), (broken(3), range(5)), (range(5), broken(1)),
+             (range(5), interrupted(2)), (range(1), interrupted(3)), (broken(2), interrupted(2))]
+    return [outcome(case[processes.rank], processes) for case in cases]
 
 
 def waits_in_vain(processes: Processes) -> str:
@@ -73,12 +110,24 @@ def waits_in_vain(processes: Processes) -> str:
     return line
 
 
-def test_waiting_in_vain_is_one_line(in_two_processes, monkeypatch):
+def everything(processes: Processes) -> list:
+    return [agreements(processes), what_is_agreed(processes), waits_in_vain(processes)]
+
+
+def test_two_processes_agree_on_sums_items_signals_errors_and_on_silence(in_two_processes, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv(distributed.PATIENCE, "7")
-    _, line = in_two_processes(waits_in_vain)
-    assert line.startswith("process 1 waited in vain for another one, which hangs, or whose machine or "
-                           "network is down (Timed out waiting 200ms for ")
+    (first, items, _), (second, other_items, line) = in_two_processes(everything)
+    assert first == ["3.0", "15", "folder of 0", "folder of 1", "0", "written", "[5.0, 5.0, 5.0]"]
+    assert second == ["3.0", "15", "folder of 0", "folder of 1", "1", "[5.0, 5.0, 5.0]"]
+    assert items == ["[0, 1, None, None, None] end", "[0, 1, 2] broken after 3",
+                     "[0] broken after 1", "[0, 1] stopped by SIGUSR1",
+                     "[0, None, None] stopped by SIGUSR1", "[0, 1] broken after 2"]
+    assert other_items == ["[0, 1, 2, 3, 4] end", "[0, 1, 2] broken after 3", "[0] broken after 1",
+                           "[0, 1] stopped by SIGUSR1", "[0, 1, 2] stopped by SIGUSR1",
+                           "[0, 1] broken after 2"]
+    assert line.startswith("process 1 waited in vain for another one, which hangs, or whose machine "
+                           "or network is down (Timed out waiting 200ms for ")
     assert line.endswith(f"; {distributed.PATIENCE} is 7)") and "\n" not in line
 
 

@@ -1,4 +1,4 @@
-"""StopRequest under real signals, and what two processes agree on."""
+"""StopRequest under real signals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 
-from vitinit.messages import OneLineError
 from vitinit.train.distributed import Processes, agreed
 from vitinit.train.interruption import STOP_SIGNALS, Interrupted, StopRequest
 
@@ -67,54 +66,3 @@ def test_a_second_ctrl_c_ends_even_what_hangs_outside_of_python():
                             timeout=120)
     assert result.returncode == 128 + signal.SIGINT
     assert result.stderr == "ended at once by a second Ctrl-C\n"
-
-
-# ---------------------------------------------------------------------------------------------
-# What processes agree on
-# ---------------------------------------------------------------------------------------------
-
-
-def broken(count: int):
-    yield from range(count)
-    raise OneLineError(f"broken after {count}")
-
-
-def interrupted(count: int):
-    yield from range(count)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    yield count
-
-
-def outcome(items, processes: Processes) -> str:
-    """The items that this process gets, and how they end."""
-    seen, how = [], "end"
-    with StopRequest() as stop:
-        try:
-            for item in agreed(items, processes, stop):
-                seen.append(item)
-        except (OneLineError, Interrupted) as error:
-            how = str(error)
-    return f"{seen} {how}"
-
-
-def test_alone_the_items_come_one_by_one_and_end():
-    assert outcome(range(3), ALONE) == "[0, 1, 2] end"
-    assert outcome(broken(2), ALONE) == "[0, 1] broken after 2"
-    assert outcome(interrupted(2), ALONE) == "[0, 1] stopped by SIGUSR1"
-
-
-def what_is_agreed(processes: Processes) -> list[str]:
-    """Run in each of two processes."""
-    cases = [(range(2), range(5)), (broken(3), range(5)), (range(5), broken(1)),
-             (range(5), interrupted(2)), (range(1), interrupted(3)), (broken(2), interrupted(2))]
-    return [outcome(case[processes.rank], processes) for case in cases]
-
-
-def test_two_processes_go_on_and_end_together(in_two_processes):
-    first, second = in_two_processes(what_is_agreed)
-    assert first == ["[0, 1, None, None, None] end", "[0, 1, 2] broken after 3",
-                     "[0] broken after 1", "[0, 1] stopped by SIGUSR1",
-                     "[0, None, None] stopped by SIGUSR1", "[0, 1] broken after 2"]
-    assert second == ["[0, 1, 2, 3, 4] end", "[0, 1, 2] broken after 3", "[0] broken after 1",
-                      "[0, 1] stopped by SIGUSR1", "[0, 1, 2] stopped by SIGUSR1",
-                      "[0, 1] broken after 2"]

@@ -137,11 +137,6 @@ ENDINGS = [("vit_tiny", 0, 1, "image 7"), ("convmixer_256_8", 1, 1, "stopped by 
            ("convmixer_256_8", 0, 2, "stopped by SIGTERM"), ("vit_tiny", 1, 2, "image 7")]
 
 
-def test_what_ends_one_process_ends_both_between_the_same_steps(in_two_processes):
-    for found in in_two_processes(ended):
-        assert found == [(ending, count, [], 0) for _, _, count, ending in ENDINGS]
-
-
 def threads_left(processes: Processes) -> list[str]:
     """The names of this process's threads after it was stopped and has left the process group."""
     trained(processes, "vit_tiny", 1 if processes.rank == 0 else STEPS,
@@ -150,7 +145,12 @@ def threads_left(processes: Processes) -> list[str]:
     return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
 
 
-def test_no_thread_of_the_process_group_outlives_it(in_two_processes):
-    """Beside one, Python would abort at its end now and then."""
-    for names in in_two_processes(threads_left):
+def ends_and_threads(processes: Processes) -> tuple:
+    return ended(processes), threads_left(processes)
+
+
+def test_what_ends_one_process_ends_both_between_the_same_steps_and_leaves_no_thread(in_two_processes):
+    """Beside a thread of the process group, Python would abort at its end now and then."""
+    for found, names in in_two_processes(ends_and_threads):
+        assert found == [(ending, count, [], 0) for _, _, count, ending in ENDINGS]
         assert names and not [name for name in names if "gloo" in name]
