@@ -32,9 +32,9 @@ def test_a_long_line_loses_its_middle():
 
 
 def test_what_another_library_says_is_brief():
-    essay = "Weights only load failed.\n\n\tThis file can \x1b[1mstill\x1b[0m be loaded " + "so " * 99
+    essay = "Weights only load failed.\n\n\tIt can \x1b[1mstill\x1b[0m be loaded " + "so " * 99
     shown = in_brief(essay)
-    assert shown.startswith(r"Weights only load failed. This file can \x1b[1mstill\x1b[0m be loaded so")
+    assert shown.startswith(r"Weights only load failed. It can \x1b[1mstill\x1b[0m be loaded so so")
     assert len(shown) <= IN_BRIEF and shown.endswith("…")
     assert in_brief(MemoryError()) == "MemoryError" and in_brief(OSError("full")) == "full"
 

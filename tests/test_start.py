@@ -1,4 +1,4 @@
-"""The start of a run: the main process's weights on all processes, and lines about the attention."""
+"""The start of a run: the main process's weights on all processes, and what is printed."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from vitinit.recipe.files import fresh_recipe, load_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SHIPPED = sorted(RECIPES.glob("*.toml"))
-COUNTED = {"photos", "cifar10_vit_384_7", "cifar100_vit_384_7", "imagenet_vit_small_90"}    # say so exactly
+# These say so exactly.
+COUNTED = {"photos", "cifar10_vit_384_7", "cifar100_vit_384_7", "imagenet_vit_small_90"}
 
 
 def commands(path: Path) -> list[list[str]]:
@@ -40,7 +41,7 @@ def started(words: list[str], program: str) -> list[str]:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_card_says_what_is_so(path, train_program, monkeypatch, tmp_path):
-    """Its commands could start, its overrides are keys, and its model has as many parameters as it says."""
+    """Its commands could start, its overrides are keys, its model has as many parameters."""
     monkeypatch.chdir(tmp_path)
     found = commands(path)
     assert found and path.stem in found[0]           # its own, before any other

@@ -26,7 +26,8 @@ def chosen(*paths: Path) -> list[str]:
 def packed(written_run, tmp_path) -> Path:
     """An archive of the runs `b-s10`, `a-s2` and `a-s1`, written in this order."""
     write_archive(read_runs([written_run("b-s10", [3.0], seed=10, init="impulse"),
-                             written_run("a-s2", [2.0], seed=2), written_run("a-s1", [1.0], seed=1)]),
+                             written_run("a-s2", [2.0], seed=2),
+                             written_run("a-s1", [1.0], seed=1)]),
                   tmp_path / "runs.tar.xz")
     return tmp_path / "runs.tar.xz"
 
@@ -125,7 +126,8 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, **values: object) -> tarfil
 def test_anything_but_the_files_of_runs_is_refused(tmp_path):
     for stranger in (
             member("recipe.toml"), member("a/last.pt"), member("a/b/recipe.toml"),
-            member("a", tarfile.DIRTYPE), member("a/run.json", tarfile.SYMTYPE, linkname="/etc/passwd"),
+            member("a", tarfile.DIRTYPE), member("a/run.json", tarfile.SYMTYPE,
+                                                 linkname="/etc/passwd"),
             member("b/run.json", tarfile.LNKTYPE, linkname="a/recipe.toml"),
             member("a/run.json", tarfile.FIFOTYPE), member("a/run.json", size=LARGEST + 1),
             # A sparse file: few bytes here, a gigabyte once it is read.
@@ -133,8 +135,8 @@ def test_anything_but_the_files_of_runs_is_refused(tmp_path):
                                               "GNU.sparse.size": "1000000000"})):
         path = written(tmp_path / "a.tar.xz", member("a/recipe.toml", size=3), stranger)
         assert refused(path) == (f"contains {stranger.name}, expected nothing but "
-                                 "<run>/metrics.jsonl, <run>/recipe.toml, <run>/run.json, of at most "
-                                 "16,777,216 bytes")
+                                 "<run>/metrics.jsonl, <run>/recipe.toml, <run>/run.json, of at "
+                                 "most 16,777,216 bytes")
 
 
 def test_what_is_no_archive_is_refused(tmp_path, packed):
@@ -155,9 +157,11 @@ def test_what_cannot_be_packed_is_refused(packed, tmp_path, written_run):
     (tmp_path / "other").mkdir()
     twin = written_run("other/a-s1", [1.0])
     for runs, out, message in (
-            (["a-s1", "other/a-s1"], packed, f"{twin}: called a-s1 like {tmp_path / 'a-s1'}; in an "),
+            (["a-s1", "other/a-s1"], packed,
+             f"{twin}: called a-s1 like {tmp_path / 'a-s1'}; in an "),
             (["a-s1"], tmp_path / "a-s2", f"{tmp_path / 'a-s2'}: not the name of an archive"),
-            (["a-s1"], tmp_path / "no" / "a.tar.xz", "no/a.tar.xz: cannot be written: No such file")):
+            (["a-s1"], tmp_path / "no" / "a.tar.xz",
+             "no/a.tar.xz: cannot be written: No such file")):
         with pytest.raises(CheckpointError) as caught:
             write_archive(read_runs([tmp_path / name for name in runs]), out)
         assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""The model in the box: a run folder that is small, loads by its name, and is as good as it says."""
+"""The model in the box: a run folder that is small, loads by its name, and is good enough."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vitinit.runs.start import built
 from vitinit.runs.trained import BOXED
 
 BOX = BOXED / "cifar10_small"
-TWIN = BOXED / "cifar10_small-default"              # the same run from the init default, without weights
+TWIN = BOXED / "cifar10_small-default"              # the same from the init default; no weights
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-IMAGES = Path(__file__).resolve().parents[1] / "data" / "cifar10"    # five of each class of the test set
+IMAGES = Path(__file__).resolve().parents[1] / "data" / "cifar10"    # five of each test class
 
 
 def test_the_box_is_a_run_folder_of_less_than_two_megabytes():
@@ -68,14 +68,17 @@ def test_it_is_called_by_its_name(eval_program, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("; the model is cifar10_small/last.pt\n")
 
 
-def test_a_laptop_predicts_images_that_it_was_not_trained_on_and_draws(tmp_path, monkeypatch, capsys):
+def test_a_laptop_predicts_images_that_it_was_not_trained_on_and_draws(tmp_path, monkeypatch,
+                                                                       capsys):
     monkeypatch.chdir(tmp_path)
     assert predict.main(["cifar10_small", str(IMAGES), "--workers", "0"]) == 0
-    right = int(capsys.readouterr().out.splitlines()[-1].partition(" of 50 images are classified")[0])
+    last = capsys.readouterr().out.splitlines()[-1]
+    right = int(last.partition(" of 50 images are classified")[0])
     assert right >= 35
-    assert predict.main(["cifar10_small", str(IMAGES / "ship"), "--workers", "0", "--sheet", "sheet.png",
-                         "--attention"]) == 0
-    figures(["attention", str(IMAGES / "cat" / "0000.jpg"), "--run", "cifar10_small", "--out", "a.png"])
+    assert predict.main(["cifar10_small", str(IMAGES / "ship"), "--workers", "0",
+                         "--sheet", "sheet.png", "--attention"]) == 0
+    figures(["attention", str(IMAGES / "cat" / "0000.jpg"), "--run", "cifar10_small", "--out",
+             "a.png"])
     figures(["curves", str(BOX), str(TWIN), "--out", "curves.png"])
     for name in ("sheet.png", "a.png", "curves.png"):
         assert (tmp_path / name).stat().st_size > 10_000

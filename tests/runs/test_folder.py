@@ -49,7 +49,7 @@ def test_a_new_folder_holds_the_recipe_once_and_every_start(tmp_path, monkeypatc
 @pytest.mark.parametrize("name, again", [("previous.pt", False), ("epoch_0003.pt", False),
                                          ("steps.jsonl", False), ("run.json", True)])
 def test_a_file_of_a_run_keeps_a_new_one_out(tmp_path, name, again):
-    """A recipe, a recorded start and an empty file of lines are no results: such a run starts again."""
+    """A recipe, a start and an empty file of lines are no results: such a run starts again."""
     folder = RunFolder(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "notes.txt").write_text("mine")
@@ -57,7 +57,8 @@ def test_a_file_of_a_run_keeps_a_new_one_out(tmp_path, name, again):
     (tmp_path / name).write_text("x")
     assert folder.results() == ([] if again else [name])
     for starts_again in (False, True)[:2 - again]:
-        with pytest.raises(CheckpointError, match=f"already holds a run \\({name}\\); --resume auto goes"):
+        with pytest.raises(CheckpointError,
+                           match=f"already holds a run \\({name}\\); --resume auto goes"):
             folder.require_unused(starts_again=starts_again)
     if again:
         folder.require_unused(starts_again=True)
@@ -70,9 +71,10 @@ def test_a_record_of_starts_that_is_none_is_one_line_and_stays(tmp_path):
         folder.info.write_bytes(content)
         for action in (folder.starts,
                        lambda: folder.record_start(tmp_path, processes=1, device="", data={})):
-            with pytest.raises(CheckpointError, match=r"run\.json: not what a run writes.*move it away"):
+            with pytest.raises(CheckpointError,
+                               match=r"run\.json: not what a run writes.*move it away"):
                 action()
-        assert folder.info.read_bytes() == content and folder.data_root("as written") == "as written"
+        assert folder.info.read_bytes() == content and folder.data_root("own") == "own"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -118,6 +120,7 @@ def test_a_flipped_bit_is_noticed_and_the_run_goes_on_from_the_checkpoint_before
     assert sorted(os.listdir(tmp_path)) == ["damaged.pt", "last.pt", "metrics.jsonl", "previous.pt",
                                             "steps.jsonl"]
     assert load(folder.previous)["step"] == 0 and RunFolder(tmp_path).load_last()["step"] == 5
+    assert folder.what_is_left().startswith(f"; {folder.last} holds the state after 5 steps")
 
 
 def test_two_damaged_checkpoints_are_one_line(tmp_path):
@@ -126,16 +129,19 @@ def test_two_damaged_checkpoints_are_one_line(tmp_path):
         folder.save(training_state(step), folder.last)
     flip_a_bit(folder.last)
     folder.previous.write_bytes(folder.previous.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="last.pt: damaged.*previous.pt: not a readable") as caught:
+    with pytest.raises(CheckpointError,
+                       match="last.pt: damaged.*previous.pt: not a readable") as caught:
         folder.load_last()
     assert "\n" not in str(caught.value) and folder.read_from == folder.last
 
 
 def test_what_is_no_checkpoint_of_a_run_is_one_line(tmp_path):
     folder = RunFolder(tmp_path)
-    for state, part in (({"model": {}}, "optimizer"), (training_state(1) | {"recipe": [1]}, "recipe")):
+    for state, part in (({"model": {}}, "optimizer"),
+                        (training_state(1) | {"recipe": [1]}, "recipe")):
         folder.save(state, folder.last)
-        with pytest.raises(CheckpointError, match=f"cannot be resumed; expected a dictionary '{part}'"):
+        with pytest.raises(CheckpointError,
+                           match=f"cannot be resumed; expected a dictionary '{part}'"):
             folder.load_last()
     # An error of the disk, not of the file, may be temporary: the run must not repeat any steps.
     folder.last.rename(folder.previous)
@@ -179,7 +185,8 @@ def test_what_cannot_be_written_is_one_line(tmp_path):
 def test_the_commit_counts_changes_of_tracked_files_alone(tmp_path, monkeypatch):
     """A picture that a figure has left in the repository changes no result."""
     assert git_commit(tmp_path) == "unknown"
-    for name in ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_NAME", "GIT_COMMITTER_EMAIL"):
+    for name in ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_NAME",
+                 "GIT_COMMITTER_EMAIL"):
         monkeypatch.setenv(name, "ada")
     code = tmp_path / "code.py"
     code.write_text("1")

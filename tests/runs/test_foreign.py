@@ -32,9 +32,10 @@ KINDS = {
     "DINOv2 with registers": ("dinov2_with_registers", "Dinov2WithRegistersModel", ""),
 }
 CONFIG = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS,
-          "intermediate_size": HIDDEN, "hidden_act": "gelu", "layer_norm_eps": EPS, "image_size": SIDE,
-          "patch_size": PATCH, "num_channels": 3, "qkv_bias": True}
-PREPROCESSOR = {"do_resize": True, "size": {"shortest_edge": 20}, "resample": 2, "do_normalize": True,
+          "intermediate_size": HIDDEN, "hidden_act": "gelu", "layer_norm_eps": EPS,
+          "image_size": SIDE, "patch_size": PATCH, "num_channels": 3, "qkv_bias": True}
+PREPROCESSOR = {"do_resize": True, "size": {"shortest_edge": 20}, "resample": 2,
+                "do_normalize": True,
                 "do_center_crop": True, "crop_size": {"height": SIDE, "width": SIDE},
                 "image_mean": [0.5, 0.25, 0.125], "image_std": [0.3, 0.4, 0.7]}
 LABELS = {str(index): f"{index}, a label" for index in range(CLASSES)}
@@ -99,7 +100,8 @@ def their_output(name: str, tensors: dict[str, Tensor], images: Tensor) -> Tenso
     tokens = [tensors["embeddings.cls_token"]]
     if kind == "deit":
         tokens.append(tensors["embeddings.distillation_token"])
-    x = torch.cat([*(token.repeat(len(images), 1, 1) for token in tokens), patches.flatten(2).mT], 1)
+    x = torch.cat([*(token.repeat(len(images), 1, 1) for token in tokens), patches.flatten(2).mT],
+                  1)
     x = x + tensors["embeddings.position_embeddings"]
     if kind == "dinov2_with_registers":              # inserted after positions were added
         registers = tensors["embeddings.register_tokens"].repeat(len(images), 1, 1)
@@ -158,10 +160,12 @@ def test_a_folder_of_transformers_is_its_function_here(name, their_folder, capsy
     torch.testing.assert_close(trained.model.double()(images), expected, rtol=0, atol=2e-6)
     has_classifier = "Classification" in KINDS[name][1]
     assert trained.classes == (tuple(LABELS.values()) if has_classifier else ())
-    assert (trained.recipe.data.mean, trained.recipe.data.std) == ((0.5, 0.25, 0.125), (0.3, 0.4, 0.7))
+    assert (trained.recipe.data.mean, trained.recipe.data.std) == ((0.5, 0.25, 0.125),
+                                                                   (0.3, 0.4, 0.7))
     assert (trained.recipe.eval.crop_pct, trained.recipe.eval.interpolation) == (0.75, "bilinear")
     line = capsys.readouterr().err
-    for part in (f"{HEADS} heads", "exact GELU", "class token pooled", f"norm eps {EPS}", "crop 0.75",
+    for part in (f"{HEADS} heads", "exact GELU", "class token pooled", f"norm eps {EPS}",
+                 "crop 0.75",
                  "mean 0.5 0.25 0.125"):
         assert part in line
     assert line.count("\n") == 1
@@ -192,12 +196,14 @@ def test_a_table_of_names_is_read_as_it_is_written():
 
 def test_swins_names_are_those_of_transformers():
     tensors = vitinit.build_model("swin_tiny", num_classes=CLASSES, image_size=24, patch_size=2,
-                                  embed_dim=6, depths=(1, 1), num_heads=(1, 2), window_size=3).state_dict()
+                                  embed_dim=6, depths=(1, 1), num_heads=(1, 2),
+                                  window_size=3).state_dict()
     found = transformers_names(tensors, TRANSFORMERS_SWIN, "swin.")
     block = "swin.encoder.layers.1.blocks.0"
     for name, ours in {
             "swin.embeddings.norm.bias": "patch_embed.norm.bias",
-            "swin.encoder.layers.0.downsample.reduction.weight": "layers.1.downsample.reduction.weight",
+            "swin.encoder.layers.0.downsample.reduction.weight":
+            "layers.1.downsample.reduction.weight",
             f"{block}.attention.self.relative_position_bias_table":
             "layers.1.blocks.0.attn.relative_position_bias_table",
             f"{block}.layernorm_after.weight": "layers.1.blocks.0.norm2.weight",
@@ -244,7 +250,8 @@ def test_another_function_of_transformers_is_refused_as_what_it_is(their_folder)
             ({"hidden_act": "quick_gelu"}, "the activation quick_gelu"),
             ({"use_swiglu_ffn": True}, "SwiGLU"), ({"num_channels": 1}, "images of 1 channels"),
             ({"hidden_size": None}, "is not what transformers or timm writes"),
-            ({"model_type": "siglip", "architectures": ["SiglipVisionModel"]}, "describes SiglipVisionModel"),
+            ({"model_type": "siglip", "architectures": ["SiglipVisionModel"]},
+             "describes SiglipVisionModel"),
             ({"architectures": ["Dinov2ForImageClassification"], "model_type": "dinov2"},
              "the class token and the mean of the patches"),
             ({"layer_norm_eps": "tiny"}, "norm_eps is 'tiny'"),
@@ -260,7 +267,8 @@ def test_names_of_other_functions_are_traps_as_whole_words(tmp_path):
     for name in ("europe.pth", "vit_ropes.pth", "rpn/vit.pth"):
         assert described(tmp_path / name) is None
     for name in ("vit_base_patch16_rope_224.pth", "vit.RPN.pth", "vit_rope/model.safetensors"):
-        with pytest.raises(CheckpointError, match="would fit and compute another function here; .*rename"):
+        with pytest.raises(CheckpointError,
+                           match="would fit and compute another function here; .*rename"):
             described(tmp_path / name)
 
 
@@ -273,18 +281,21 @@ def test_timms_trainer_and_hub_state_the_architecture_and_the_preparation(tmp_pa
     found = described(tmp_path / "model.safetensors")
     assert found.values == {"data.mean": [0.5] * 3, "data.std": [0.25] * 3, "eval.crop_pct": 0.9,
                             "eval.interpolation": "bilinear"}
-    assert described(tmp_path / "other.pth") is None     # the files beside it are of model.safetensors
+    assert described(tmp_path / "other.pth") is None     # config.json is of model.safetensors
 
 
 def test_fine_tuning_refuses_other_heads_and_says_how_images_were_prepared(
         train_program, their_folder, image_tree, tmp_path, capsys):
     def start(*changes: str) -> int:
-        sets = [f"model.options.{key}" for key in (f"embed_dim={WIDTH}", f"patch_size={PATCH}", "depth=2",
+        sets = [f"model.options.{key}" for key in (f"embed_dim={WIDTH}", f"patch_size={PATCH}",
+                                                   "depth=2",
                                                    f"mlp_ratio={(HIDDEN + 0.5) / WIDTH}")]
-        sets += ["data.num_classes=3", f"data.image_size={SIDE}", "optim.global_batch=2", "optim.base_lr=0.5", "mix.group=2",
+        sets += ["data.num_classes=3", f"data.image_size={SIDE}", "optim.global_batch=2",
+                 "optim.base_lr=0.5", "mix.group=2",
                  "engine.compile=false", "engine.amp=off", "data.workers=0", "eval.batch_size=3",
                  f"init.checkpoint={their_folder('ViT')}", *changes]
-        return train_program.main(["--recipe", "deit_tiny", "--data-dir", str(image_tree), "--dry-run",
+        return train_program.main(["--recipe", "deit_tiny", "--data-dir", str(image_tree),
+                                   "--dry-run",
                                    *(word for one in sets for word in ("--set", one))])
     assert start() == 2
     assert f"norm_eps is {EPS}, in the recipe 1e-06" in capsys.readouterr().err

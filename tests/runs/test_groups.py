@@ -22,13 +22,15 @@ def test_a_real_run_is_read_without_its_checkpoints(train_program, small_run, tm
     run = read_run(tmp_path / "run")
     assert run.finished and run.recipe == "quickstart" and run.seed == 0
     assert run.keys["model.options.depth"] == 2 and run.keys["init.options.qk_alpha"] == 0.7
-    assert [list(row) for row in run.rows] == [list(METRICS)] * 2 and len(run.measured("val_top1")) == 2
+    assert [list(row) for row in run.rows] == [list(METRICS)] * 2
+    assert len(run.measured("val_top1")) == 2
 
 
 def test_a_recipe_goes_by_the_name_on_the_command_line(written_run):
     for words, name in ((["--recipe", "deit_base"], "deit_base"), ([], "recipe"),
                         (["--recipe=runs/a.b/trial.toml"], "trial")):
-        assert read_run(written_run(name, [1.0], start={"command": ["train.py", *words]})).recipe == name
+        assert read_run(written_run(name, [1.0],
+                                    start={"command": ["train.py", *words]})).recipe == name
 
 
 def test_cooldown_epochs_belong_to_a_run(written_run):
@@ -56,8 +58,9 @@ def test_a_broken_folder_is_one_line_that_names_the_file(written_run):
     for name, content, words in [
             ("recipe.toml", None, "a: not a run's folder, there is no recipe.toml in it"),
             ("recipe.toml", "seed = ", "recipe.toml: not what a run writes: Invalid value"),
-            ("recipe.toml", "[run]\nseed = true\n", "recipe.toml: run.seed is True, expected a value of"),
-            ("metrics.jsonl", "{}\n", "metrics.jsonl: line 1 is {}, expected a JSON object with its epoch"),
+            ("recipe.toml", "[run]\nseed = true\n",
+             "recipe.toml: run.seed is True, expected a value of"),
+            ("metrics.jsonl", "{}\n", "metrics.jsonl: line 1 is {}, expected a JSON object with"),
             ("run.json", "[", "run.json: not what a run writes, expected a list of objects")]:
         (folder / name).unlink() if content is None else (folder / name).write_text(content)
         with pytest.raises(CheckpointError) as caught:
@@ -127,7 +130,8 @@ def test_a_key_that_only_newer_runs_have_is_said_to_be_missing(written_run):
     old, new = written_run("a", [1.0]), written_run("b", [1.0], seed=1)
     text = (old / "recipe.toml").read_text()
     assert "tf32 = true\n" in text
-    (old / "recipe.toml").write_text(text.replace("tf32 = true\n", "").replace("version = ", "version = -"))
+    older = text.replace("tf32 = true\n", "").replace("version = ", "version = -")
+    (old / "recipe.toml").write_text(older)
     assert list(grouped(old, new)) == ["default, without engine.tf32",
                                        "default, engine.tf32 = true"]
     (old / "recipe.toml").write_text(text)

@@ -55,7 +55,8 @@ def holder(tmp_path):
 def test_a_second_process_is_told_who_holds_the_folder(tmp_path, holder):
     """Deleting the file that says so lets nobody in."""
     process, _ = holder
-    for words in (f"process {process} on {socket.gethostname()}, since 20", "its run.lock was deleted"):
+    for words in (f"process {process} on {socket.gethostname()}, since 20",
+                  "its run.lock was deleted"):
         with RunLock() as lock, pytest.raises(CheckpointError) as caught:
             lock.take(tmp_path, print)
         assert str(caught.value).startswith(f"{tmp_path}: another run is writing here ({words}")
@@ -96,12 +97,13 @@ def test_without_locks_a_run_goes_on_with_a_line(tmp_path, monkeypatch):
         monkeypatch.setattr(fcntl, name, refuse)
         with RunLock() as lock:
             lock.take(tmp_path, said.append)
-    assert said == [f"lock    {tmp_path}: this file system has no locks, so nothing keeps a second run "
-                    "out"]
+    assert said == [f"lock    {tmp_path}: this file system has no locks, so nothing keeps a second "
+                    "run out"]
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
-    with RunLock() as lock, pytest.raises(CheckpointError, match="gone: cannot be written: No such"):
+    with RunLock() as lock, pytest.raises(CheckpointError,
+                                          match="gone: cannot be written: No such"):
         lock.take(tmp_path / "gone", print)
 
 

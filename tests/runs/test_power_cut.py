@@ -1,15 +1,15 @@
 """Power that fails at any moment: the run goes on from a checkpoint whose lines are all there.
 
 A run's calls to the operating system are recorded in order. The model of the file system is that of
-POSIX, which promises nothing but what was synchronised, with one addition of all file systems with a
-journal, that names change in order:
+POSIX, which promises nothing but what was synchronised, with one addition of all file systems with
+a journal, that names change in order:
 
-    content     what a file had at its last fsync is on disk. Of what was written since then, nothing
-                may be there, or half of it, or all of it.
+    content     what a file had at its last fsync is on disk. Of what was written since then,
+                nothing may be there, or half of it, or all of it.
     names       creating, linking, renaming and deleting change the folder. The changes up to the
                 folder's last fsync are on disk; of the later ones, any number of the first.
 
-A folder is rebuilt for every moment, every number of changes of names and each of the three contents.
+A folder is rebuilt for every moment, every number of changes of names and each of three contents.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Disk:
         return {"fsync": fsync, "unlink": one, "remove": one}.get(call, two)
 
     def states(self) -> Iterator[tuple[int, dict[str, bytes]]]:
-        """Every folder that a power failure may leave, once: (number of events before it, files)."""
+        """Every folder that a power failure may leave, once: (events before it, files)."""
         seen: set[frozenset] = set()
         for moment in range(len(self.events) + 1):
             past = self.events[:moment]
@@ -167,13 +167,15 @@ def disk(train_program, small_run, tmp_path, monkeypatch, stop_before) -> tuple[
         patch.setattr(RunFolder, "save", save)
         with monkeypatch.context() as stopping:      # an epoch looks 5 times, an evaluation 7
             stopping.setattr(train_program, "StopRequest", stop_before(2 * (5 + 7) + 1))
-            assert train_program.main(small_run(folder, checkpoint__every_steps="5",
-                                                checkpoint__keep_epochs="[1]")) == 128 + signal.SIGTERM
+            arguments = small_run(folder, checkpoint__every_steps="5",
+                                  checkpoint__keep_epochs="[1]")
+            assert train_program.main(arguments) == 128 + signal.SIGTERM
         assert train_program.main(["--resume", str(folder)]) == 0
     return disk, saved
 
 
-def test_power_that_fails_at_any_moment_costs_no_line_and_no_checkpoint(disk, tmp_path, monkeypatch):
+def test_power_that_fails_at_any_moment_costs_no_line_and_no_checkpoint(disk, tmp_path,
+                                                                        monkeypatch):
     disk, saved = disk
     assert disk.kept
     assert [step for _, step in saved] == [0, 4, 4, 5, 8, 8, 9, 10, 12, 12]
@@ -188,7 +190,7 @@ def test_power_that_fails_at_any_moment_costs_no_line_and_no_checkpoint(disk, tm
         for name, content in files.items():
             (folder.path / name).write_bytes(content)
         safe = max((step for before, step in saved if before <= moment), default=None)
-        if safe is None and "last.pt" not in files:  # the command that began the run begins it again
+        if safe is None and "last.pt" not in files:  # the command that began it begins it again
             folder.require_unused(starts_again=True)
             continue
         said = []

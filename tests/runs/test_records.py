@@ -31,12 +31,14 @@ def test_lines_are_cut_back_to_the_checkpoint(tmp_path, key, apart):
 
 
 @pytest.mark.parametrize("lines, words", [
-    (b'{"step": 10}\n{"epoch": 1}\n', 'line 2 is {"epoch": 1}, expected a JSON object with its step'),
+    (b'{"step": 10}\n{"epoch": 1}\n',
+     'line 2 is {"epoch": 1}, expected a JSON object with its step'),
     (b'{"step": 20}\n\n{"step": 20}\n', "line 3 is .*with its step, larger than 20 before it"),
     (b"[1]\n", "line 1 is "), (b"\xff\n", "line 1 is "), (b"[" * 10**5 + b"\n", "line 1 is ")])
 def test_lines_that_are_no_runs_are_named(tmp_path, lines, words):
     (tmp_path / "steps.jsonl").write_bytes(lines)
-    with pytest.raises(CheckpointError, match=f"steps.jsonl: {words}.*; mend the file or move it away"):
+    with pytest.raises(CheckpointError,
+                       match=f"steps.jsonl: {words}.*; mend the file or move it away"):
         Lines(tmp_path / "steps.jsonl", "step").rows()
 
 
@@ -47,7 +49,8 @@ def test_a_row_of_metrics_is_of_its_epoch(monkeypatch, peak, share):
     monkeypatch.setattr(metrics, "peak_gib", lambda device: 1.5)
     progress = Progress(step=20, epochs=2, epoch_steps=7, loss_sum=14.0, seconds=5.0,
                         waiting_seconds=2.0, skipped_steps=3)
-    model, ema = (Evaluation(loss, top1, 90.0, 13, [], []) for loss, top1 in ((1.5, 50.0), (9.0, 51.0)))
+    model = Evaluation(1.5, 50.0, 90.0, 13, [], [])
+    ema = Evaluation(9.0, 51.0, 90.0, 13, [], [])
     row = metrics_row(progress, [model, ema], lr=1e-3, global_batch=11, flops=5e12 / 11,
                       processes=Processes(0, 0, 2, torch.device("cpu")))
     assert list(row) == list(METRICS)

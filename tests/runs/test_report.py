@@ -25,7 +25,8 @@ EMA = Evaluation(loss=1.5, top1=25.0, top5=100.0, images=1004, class_hits=[4, 1,
                  class_images=[4, 1, 999])
 
 
-def finding(data_set: NamedSet = NamedSet("pets", "/data/pets"), throughput: Throughput | None = None,
+def finding(data_set: NamedSet = NamedSet("pets", "/data/pets"),
+            throughput: Throughput | None = None,
             model_classes: int = 3, **results: Evaluation) -> Finding:
     return Finding("runs/a/last.pt", "deit_tiny", data_set, (192, 256), model_classes,
                    ["ant", "bee", "cat"], throughput, results or {"model": MODEL, "ema": EMA})
@@ -137,7 +138,8 @@ def test_where_the_program_prints_to_is_printed_to(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path):
-    for path, words in ((tmp_path / "gone" / "a.json", "No such file"), (tmp_path, "Is a directory"),
+    for path, words in ((tmp_path / "gone" / "a.json", "No such file"),
+                        (tmp_path, "Is a directory"),
                         (tmp_path / ("x" * 300), "File name too long")):
         with pytest.raises(CheckpointError, match=f"cannot be written: {words}") as caught:
             write_text_atomically("text\n", path)

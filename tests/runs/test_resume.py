@@ -1,4 +1,4 @@
-"""Which run train.py resumes: from its last checkpoint, after any interruption, with its own recipe."""
+"""Which run train.py resumes: from its last checkpoint, after any interruption, as it began."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def refused(train_program, capsys):
-    """Checks that train.py ends with one line that has these words, and leaves a folder as it is."""
+    """Checks that train.py ends with one line with these words, and leaves a folder as it is."""
     def check(folder: Path, arguments: list[str], words: str) -> None:
         before = contents(folder)
         assert train_program.main(arguments) == 2
@@ -89,15 +89,15 @@ def test_what_belongs_to_the_experiment_may_not_change(stopped, refused, tmp_pat
             "init.options={}": "init.options.value_init is \"base\" and not \"mimetic\"",
             "optim.global_batch=6": "optim.global_batch is 12 and not 6",
             "init.name=default": "init.name is \"mimetic\" and not \"default\""}.items():
-        more = ["--set", "init.options={}"] if "default" in text else []     # a file has no such options
+        more = ["--set", "init.options={}"] if "default" in text else []     # which has none
         for resume in (["--resume", str(folder)], [*arguments, *more]):
             refused(folder, [*resume, "--set", text],
-                    f"{folder}: holds another run, its {words}; a run goes on as it began, and a new "
-                    f"one, in another --out-dir, starts from its weights with --set "
+                    f"{folder}: holds another run, its {words}; a run goes on as it began, and a "
+                    f"new one, in another --out-dir, starts from its weights with --set "
                     f"init.checkpoint={folder}")
     for more, words in [
             (["--set", "init.options.value_int=base"], "'value_int'; did you mean 'value_init'?"),
-            (["--recipe", "deit_base"], "--recipe deit_base differs from the run's recipe quickstart"),
+            (["--recipe", "deit_base"], "deit_base differs from the run's recipe quickstart"),
             (["--out-dir", str(tmp_path)], "a run goes on in its own folder"),
             (["--dry-run"], "--dry-run and --resume exclude each other")]:
         refused(folder, ["--resume", str(folder), *more], words)
@@ -118,7 +118,8 @@ def test_other_images_are_not_gone_on_with(stopped, refused, image_tree):
             ([(one, other)], "has validation images 20, and it was 21"),
             ([(image_tree / "train" / "red" / "00.png", image_tree / "train" / "green" / "99.png")],
              "has files and labels "),
-            ([(image_tree / split / "red", image_tree / split / "yellow") for split in ("train", "val")],
+            ([(image_tree / split / "red", image_tree / split / "yellow")
+              for split in ("train", "val")],
              "has class 2 'yellow', and it was 'red' when")]:
         for before, after in moves:
             before.rename(after)
@@ -129,7 +130,8 @@ def test_other_images_are_not_gone_on_with(stopped, refused, image_tree):
 
 
 def test_a_relative_folder_of_data_is_that_of_the_first_start(train_program, eval_program, stopped,
-                                                              image_tree, tmp_path, monkeypatch, capsys):
+                                                              image_tree, tmp_path, monkeypatch,
+                                                              capsys):
     """From another folder the run goes on with its data, and eval.py finds it; recipe.toml and
     last.pt keep the path as it was written. Data that moved is said by --data-dir."""
     monkeypatch.chdir(image_tree.parent)
@@ -165,7 +167,8 @@ def test_batch_norm_goes_on_with_its_micro_batch_alone(train_program, tmp_path, 
     resume = ["--resume", str(folder), "--set"]
     refused(folder, [*resume, "optim.max_batch_per_process=6"],
             "micro-batches of 4 images, and they would have 6 now")
-    assert train_program.main([*resume, "optim.max_batch_per_process=5"]) == 0   # 4 are the most that fit
+    # 4 are the most that fit.
+    assert train_program.main([*resume, "optim.max_batch_per_process=5"]) == 0
 
 
 # ---------------------------------------------------------------------------------------------
@@ -175,7 +178,7 @@ def test_batch_norm_goes_on_with_its_micro_batch_alone(train_program, tmp_path, 
 
 def test_a_run_killed_before_its_first_step_goes_on_from_step_0(train_program, small_run, tmp_path,
                                                                 monkeypatch, capsys):
-    """The first checkpoint is written before the first step; missing files are written on resume."""
+    """The first checkpoint precedes the first step; missing files are written on resume."""
     folder = tmp_path / "run"
     arguments = small_run(folder, "--resume", "auto", checkpoint__keep_epochs="[0]", **ONE_EPOCH)
 
@@ -222,7 +225,8 @@ def test_what_an_unfinished_run_left_is_never_started_over(written_run, refused)
             (folder / "metrics.jsonl").unlink()
             (folder / left).write_bytes(b"weights")
         for how in ("auto", str(folder)):
-            refused(folder, ["--recipe", "quickstart", "--init", "default", "--set", "schedule.epochs=2",
+            refused(folder, ["--recipe", "quickstart", "--init", "default", "--set",
+                             "schedule.epochs=2",
                              "--out-dir", str(folder), "--resume", how],
                     f"holds {left} of {int('metrics' in left)} of 2 epochs but no last.pt to go on "
                     "from; start anew in another --out-dir")
@@ -230,14 +234,15 @@ def test_what_an_unfinished_run_left_is_never_started_over(written_run, refused)
 
 def test_a_recipe_without_a_checkpoint_is_started_and_another_ones_kept(
         train_program, small_run, tmp_path, refused):
-    """Killed before its first checkpoint: there are no results, but the recipe identifies the run."""
+    """Killed before its first checkpoint: without results, the recipe identifies the run."""
     folder = tmp_path / "run"
     arguments = small_run(folder, **ONE_EPOCH)
     assert train_program.main(arguments) == 0
     for name in set(os.listdir(folder)) - {"recipe.toml", "run.json"}:
         (folder / name).unlink()
-    refused(folder, arguments, "already holds a run (recipe.toml, run.json); --resume auto goes on with it")
-    refused(folder, ["--resume", str(folder)], "holds no checkpoint to go on from yet; the command that")
+    refused(folder, arguments, "already holds a run (recipe.toml, run.json); --resume auto goes")
+    refused(folder, ["--resume", str(folder)],
+            "holds no checkpoint to go on from yet; the command that")
     refused(folder, [*arguments, "--resume", "auto", "--seed", "1"], "its run.seed is 0 and not 1")
     assert train_program.main([*arguments, "--resume", "auto"]) == 0
     assert read_run(folder).finished and len(read_run(folder).starts) == 2
@@ -247,15 +252,17 @@ def test_a_broken_file_is_one_line_and_nothing_is_lost(train_program, stopped, r
     folder, arguments = stopped(**ONE_EPOCH)
     good = contents(folder)
     for name, content, words in [
-            ("metrics.jsonl", b"garbage\n", "metrics.jsonl: line 1 is garbage, expected a JSON object"),
-            ("steps.jsonl", b'{"step": 1}\n{"step": 1}\n', "with its step, larger than 1 before it"),
+            ("metrics.jsonl", b"garbage\n",
+             "metrics.jsonl: line 1 is garbage, expected a JSON object"),
+            ("steps.jsonl", b'{"step": 1}\n{"step": 1}\n',
+             "with its step, larger than 1 before it"),
             ("run.json", b'[{"command": ', "run.json: not what a run writes")]:
         (folder / name).write_bytes(content)
         refused(folder, arguments, words)
         (folder / name).write_bytes(good.get(name, b""))
     (folder / "last.pt").write_bytes(b"")
     assert train_program.main(arguments) == 0
-    assert "last.pt: not a readable checkpoint (empty file); going on with" in capsys.readouterr().out
+    assert "last.pt: not a readable checkpoint (empty file); going on" in capsys.readouterr().out
     assert (folder / "damaged.pt").read_bytes() == b""
 
 

@@ -97,7 +97,8 @@ def test_another_image_size_resizes_the_position_embedding():
     for given in ((12, 16), "12,16"):
         trained = vitinit.load(RUN, image_size=given)
         assert trained.image_size == (12, 16) and trained.model.grid == (3, 4)
-        assert trained.preprocess(image).shape == (1, 3, 12, 16) and len(trained.predict(image)) == 3
+        assert trained.preprocess(image).shape == (1, 3, 12,
+                                                   16) and len(trained.predict(image)) == 3
     assert vitinit.load(RUN, image_size=16).image_size == (16, 16)
 
 
@@ -139,7 +140,8 @@ def test_what_cannot_be_loaded_is_one_line():
     for arguments, problem in (
             (dict(path="nowhere"), "nowhere: no such checkpoint"),
             (dict(path=RUN, weights="best"), "weights is 'best', expected \"model\" or \"ema\""),
-            (dict(path=RUN, recipe="deit_tiny"), "brings its own recipe; the recipe deit_tiny that was"),
+            (dict(path=RUN, recipe="deit_tiny"),
+             "brings its own recipe; the recipe deit_tiny that was"),
             *((dict(path=RUN, image_size=size), f"the image size is {size!r}, expected a number of")
               for size in (1.5, "x", (8, -8), (8, 8, 8))),
             (dict(path=RUN, image_size=9), "patches of 4×4 pixels do not tile an image of 9×9")):
@@ -161,7 +163,8 @@ def test_a_hostile_checkpoint_is_the_same_line_for_everything_that_reads_it(
             (eval_program.main, [folder]), (predict.main, [folder, "a.png"]),
             (export.main, [folder, "--to", "torch", "--out", tmp_path / "out.pt2"]),
             (train_program.main, ["--resume", folder]),
-            (train_program.main, small_run(tmp_path / "run", "--set", f"init.checkpoint={folder}"))):
+            (train_program.main, small_run(tmp_path / "run", "--set",
+                                           f"init.checkpoint={folder}"))):
         assert main(list(map(str, arguments))) == 2
         error, = capsys.readouterr().err.splitlines()
         assert f": {line}" in error
@@ -172,7 +175,8 @@ def test_a_checkpoint_without_classes_a_recipe_or_an_average(tmp_path):
     torch.save({"model": state["model"]}, tmp_path / "bare.pt")
     torch.save(state | {"ema": None, "classes": None}, tmp_path / "alone.pt")
     assert vitinit.load(tmp_path / "alone.pt").classes == ("0", "1", "2")
-    with pytest.raises(ValueError, match="bare.pt: recipe photos has data.num_classes = 0, which only"):
+    with pytest.raises(ValueError,
+                       match="bare.pt: recipe photos has data.num_classes = 0, which only"):
         vitinit.load(tmp_path / "bare.pt", recipe="photos")
     with pytest.raises(ValueError, match="bare.pt: holds no recipe; .*recipe=… in Python"):
         vitinit.load(tmp_path / "bare.pt")
@@ -187,8 +191,10 @@ def test_what_is_no_image_is_one_line():
             (b"text", "an image given as bytes: not a readable image, 4 bytes"),
             (17, "an image is a int, expected a path, bytes, a PIL image or a tensor"),
             (torch.zeros(3, 5, 7), r"an image is a tensor \(3, 5, 7\) torch.float32, expected "),
-            (torch.zeros(5, 7, 3, dtype=torch.uint8), r"an image is a tensor \(5, 7, 3\) torch.uint8"),
-            (torch.zeros(3, 0, 7, dtype=torch.uint8), r"an image is a tensor \(3, 0, 7\) torch.uint8")):
+            (torch.zeros(5, 7, 3, dtype=torch.uint8),
+             r"an image is a tensor \(5, 7, 3\) torch.uint8"),
+            (torch.zeros(3, 0, 7, dtype=torch.uint8),
+             r"an image is a tensor \(3, 0, 7\) torch.uint8")):
         for call in (trained.predict, lambda one: trained.preprocess([good, one])):
             with pytest.raises(ValueError, match=problem):
                 call(image)

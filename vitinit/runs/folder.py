@@ -127,8 +127,8 @@ def parse_lines(text: bytes, source: Path, key: str) -> list[dict[str, Any]]:
                 rows and row[key] <= rows[-1][key]):
             found = in_brief(line.decode(errors="replace"))
             before = f", larger than {rows[-1][key]} before it" if rows else ""
-            raise CheckpointError(f"{source}: line {number} is {found}, expected a JSON object with "
-                                  f"its {key}{before}; mend the file or move it away")
+            raise CheckpointError(f"{source}: line {number} is {found}, expected a JSON object "
+                                  f"with its {key}{before}; mend the file or move it away")
         rows.append(row)
     return rows
 
@@ -193,9 +193,9 @@ class RunFolder:
             found += [path.name for path in (self.recipe, self.info) if os.path.exists(path)]
         if found:
             raise CheckpointError(
-                f"{self.path}: already holds a run ({', '.join(found)}); --resume auto goes on with "
-                "it and overwrites no results; a new one, in another --out-dir, starts from its "
-                f"weights with --set init.checkpoint={self.path}")
+                f"{self.path}: already holds a run ({', '.join(found)}); --resume auto goes on "
+                "with it and overwrites no results; a new one, in another --out-dir, starts from "
+                f"its weights with --set init.checkpoint={self.path}")
 
     def starts(self) -> list[dict[str, Any]]:
         """The contents of run.json: one dictionary per start of the run; [] if there is no file."""

@@ -289,5 +289,6 @@ def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> dict[str, Any]
     return {"image_processor_type": "BitImageProcessor", "do_resize": True, "do_center_crop": True,
             "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
             "do_convert_rgb": True, "crop_size": {"height": height, "width": width},
-            "size": {"shortest_edge": int(height / recipe.eval.crop_pct + 1e-9)}, "resample": resample,
+            "size": {"shortest_edge": int(height / recipe.eval.crop_pct + 1e-9)},
+            "resample": resample,
             "image_mean": list(recipe.data.mean), "image_std": list(recipe.data.std)}

@@ -84,7 +84,7 @@ def initialise(model: nn.Module, recipe: Recipe, source: Source | None) -> None:
     init = recipe.init
     with building(f"recipe {recipe.name}", "init"):
         images = (training_views(recipe, source, INIT_IMAGES)
-                  if source is not None and not init.checkpoint    # which replaces what they would show
+                  if source is not None and not init.checkpoint    # which replaces what they show
                   and reads_images(init.name, type(model)) else None)
         init_weights(model, init.name, **init.options, images=images,
                      generator=torch.Generator().manual_seed(recipe.run.seed))
@@ -180,8 +180,9 @@ def teacher_cost(objective: LearnFromTeacher, images: Tensor) -> str:
     objective.logits(images).sum().item()            # waits for the device
     seconds = time.perf_counter() - began
     weights = sum(value.nbytes for value in objective.teacher.model.state_dict().values())
-    return (f"cost    the teacher adds {counter.get_total_flops() / len(images) / 1e9:,.3f} GFLOP and "
-            f"{1e3 * seconds / len(images):,.2f} ms per image, and {weights / 1e6:,.1f} MB of weights\n")
+    return (f"cost    the teacher adds {counter.get_total_flops() / len(images) / 1e9:,.3f} GFLOP "
+            f"and {1e3 * seconds / len(images):,.2f} ms per image, and {weights / 1e6:,.1f} MB of "
+            "weights\n")
 
 
 def disk_space(model: nn.Module, optimizer: torch.optim.Optimizer, *, ema: bool, kept: int) -> str:
