@@ -47,9 +47,10 @@ from vitinit.runs import foreign
 from vitinit.runs.folder import RunFolder, RunLock, read_checkpoint
 from vitinit.runs.resume import (choose_run, require_same_data, require_same_micro_batch_size,
                                  settings)
-from vitinit.runs.start import (built, cautions, initialise, open_training_set, rehearsal,
-                                summary, training_views)
+from vitinit.runs.start import (cautions, initialise, open_training_set, rehearsal, summary,
+                                training_views)
 from vitinit.runs.teacher import open_teacher
+from vitinit.runs.trained import build
 from vitinit.train import distributed
 from vitinit.train.checkpoint import CheckpointError, model_state
 from vitinit.train.device import describe_device, memory_for, peak_gib
@@ -166,7 +167,7 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
     V·proj agree to 1e-4, but single factors may differ in sign; therefore all processes copy the
     main process's weights before the moving average is created.
     """
-    model, notes = built(recipe), []
+    model, notes = build(recipe), []
     if saved is None:
         processes.on_all(lambda: initialise(model, recipe, train_set))
         if recipe.init.checkpoint:
@@ -217,7 +218,7 @@ def fine_tune(model: nn.Module, recipe: Recipe) -> list[str]:
     tensors = native_tensors(model_state(state, path, init.checkpoint_weights))
     notes = []
     if "recipe" not in state:
-        description = foreign.described(path, str(state.get("arch", "")))
+        description = foreign.read_description(path, str(state.get("arch", "")))
         foreign.require_same_function(description, recipe)
         notes = [f"note    {foreign.assumptions(model, recipe, description)}"]
     if init.checkpoint_fit == "select":

@@ -12,8 +12,7 @@ from vitinit.figures.__main__ import main as figures
 from vitinit.recipe.files import fresh_recipe
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.records import read_run
-from vitinit.runs.start import built
-from vitinit.runs.trained import BOXED
+from vitinit.runs.trained import BOXED, build
 
 BOX = BOXED / "cifar10_small"
 TWIN = BOXED / "cifar10_small-default"              # the same from the init default; no weights
@@ -53,7 +52,7 @@ def test_a_recipe_starts_from_it_by_its_name(train_program, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     recipe = fresh_recipe("cifar10_small", say=print, data_dir="data",
                           sets=["init.checkpoint=cifar10_small"])
-    line, = train_program.fine_tune(built(recipe), recipe)
+    line, = train_program.fine_tune(build(recipe), recipe)
     assert line.startswith("start   cifar10_small, exact: ")
 
 

@@ -15,7 +15,7 @@ import vitinit
 from vitinit import export
 from vitinit.models.convert import (TRANSFORMERS_DINOV2, TRANSFORMERS_SWIN, TRANSFORMERS_VIT,
                                     WITH_TEACHER, in_memory, native_names, transformers_names)
-from vitinit.runs.foreign import described
+from vitinit.runs.foreign import read_description
 from vitinit.train.checkpoint import CheckpointError
 
 RUN = Path(__file__).parent / "data" / "version_12"     # a run of ours, of three classes
@@ -263,25 +263,36 @@ def test_another_function_of_transformers_is_refused_as_what_it_is(their_folder)
         assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_labels_without_names_are_numbers(their_folder):
+    """transformers writes id2label only where it is not its default, of two labels."""
+    trained = vitinit.load(their_folder("ViT", id2label={}, num_labels=CLASSES))
+    assert trained.classes == tuple(map(str, range(CLASSES)))
+
+
 def test_names_of_other_functions_are_traps_as_whole_words(tmp_path):
     for name in ("europe.pth", "vit_ropes.pth", "rpn/vit.pth"):
-        assert described(tmp_path / name) is None
+        assert read_description(tmp_path / name) is None
     for name in ("vit_base_patch16_rope_224.pth", "vit.RPN.pth", "vit_rope/model.safetensors"):
         with pytest.raises(CheckpointError,
                            match="would fit and compute another function here; .*rename"):
-            described(tmp_path / name)
+            read_description(tmp_path / name)
 
 
 def test_timms_trainer_and_hub_state_the_architecture_and_the_preparation(tmp_path):
     with pytest.raises(CheckpointError, match="rotary positions"):
-        described(tmp_path / "a.pth", "vit_base_patch16_rope_224")
+        read_description(tmp_path / "a.pth", "vit_base_patch16_rope_224")
     (tmp_path / "config.json").write_text(json.dumps(
         {"architecture": "mixer_b16_224", "pretrained_cfg":
          {"mean": [0.5] * 3, "std": [0.25] * 3, "crop_pct": 0.9, "interpolation": "bilinear"}}))
-    found = described(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="'rpn' in the name vit_base_patch16_rpn_224 stands"):
+        stated = (tmp_path / "config.json").read_text()
+        (tmp_path / "config.json").write_text(stated.replace("mixer_b16", "vit_base_patch16_rpn"))
+        read_description(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(stated)
+    found = read_description(tmp_path / "model.safetensors")
     assert found.values == {"data.mean": [0.5] * 3, "data.std": [0.25] * 3, "eval.crop_pct": 0.9,
                             "eval.interpolation": "bilinear"}
-    assert described(tmp_path / "other.pth") is None     # config.json is of model.safetensors
+    assert read_description(tmp_path / "other.pth") is None     # config.json is of model.safetensors
 
 
 def test_fine_tuning_refuses_other_heads_and_says_how_images_were_prepared(

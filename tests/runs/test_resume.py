@@ -7,13 +7,16 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import vitinit
 from vitinit.figures.subjects import of_runs
+from vitinit.runs.folder import RunLock
 from vitinit.runs.records import read_run
+from vitinit.runs.resume import choose_run
 
 ONE_EPOCH = dict(schedule__epochs="1", schedule__warmup_epochs="0")
 
@@ -39,11 +42,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def refused(train_program, capsys):
     """Checks that train.py ends with one line with these words, and leaves a folder as it is."""
-    def check(folder: Path, arguments: list[str], words: str) -> None:
+    def check(folder: Path, arguments: list[str], words: str) -> str:
+        """Returns what was printed before."""
         before = contents(folder)
         assert train_program.main(arguments) == 2
-        error = capsys.readouterr().err
+        out, error = capsys.readouterr()
         assert words in error and error.count("\n") == 1 and contents(folder) == before
+        return out
     return check
 
 
@@ -109,6 +114,17 @@ def test_a_number_of_classes_from_the_data_is_that_of_the_run(train_program, sto
     folder, arguments = stopped(data__num_classes="0", **ONE_EPOCH)
     refused(folder, [*arguments, "--set", "data.num_classes=5"], "data.num_classes is 3 and not 5")
     assert train_program.main(arguments) == 0
+
+
+def test_all_processes_must_read_a_checkpoint_of_one_step(train_program, stopped):
+    """A folder that the machines do not share may hold an older one on one of them."""
+    folder, _ = stopped()
+    facts: list[dict] = []
+    processes = SimpleNamespace(is_main=True, on_all=lambda action: action(),
+                                maximum=lambda task: task, require_equal=facts.append)
+    with RunLock() as lock:
+        choose_run(train_program.parse_arguments(["--resume", str(folder)]), processes, lock, print)
+    assert facts == [{f"the step of {folder}": 3}]
 
 
 def test_other_images_are_not_gone_on_with(stopped, refused, image_tree):
@@ -258,7 +274,7 @@ def test_a_broken_file_is_one_line_and_nothing_is_lost(train_program, stopped, r
              "with its step, larger than 1 before it"),
             ("run.json", b'[{"command": ', "run.json: not what a run writes")]:
         (folder / name).write_bytes(content)
-        refused(folder, arguments, words)
+        assert refused(folder, arguments, words) == ""
         (folder / name).write_bytes(good.get(name, b""))
     (folder / "last.pt").write_bytes(b"")
     assert train_program.main(arguments) == 0

@@ -55,6 +55,7 @@ def test_every_kind_of_image_is_the_same_image(tmp_path):
         assert torch.equal(one, batch[0])
         assert torch.equal(trained.preprocess(kind), batch[:1])
         assert trained.predict(kind) == trained.predict(path)
+    assert torch.equal(trained.preprocess(torch.stack([as_tensor(pixels)] * 2)), batch[:2])
     other = trained.preprocess(as_tensor(drawn_image(seed=1)))
     assert not torch.equal(other, batch[:1])
 

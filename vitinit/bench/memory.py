@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..command_line import building
 from ..recipe.sections import Recipe
-from ..runs.start import built, without_data
+from ..runs.start import without_data
+from ..runs.trained import build
 from ..train.engine import autocast
 from ..train.optim import hidden_matrices
 from .report import Row
@@ -55,7 +56,7 @@ def memory_row(recipe: Recipe, card_gib: float) -> Row:
     """
     height, width = recipe.data.image_size
     with building(f"recipe {recipe.name}", "model"), FakeTensorMode():
-        model = built(without_data(recipe)).train()
+        model = build(without_data(recipe)).train()
         two, four = (saved_bytes(model, torch.zeros(count, 3, height, width), recipe.engine.amp)
                      for count in (2, 4))
     image = (four - two) // 2                        # a part that does not grow with B cancels

@@ -19,8 +19,8 @@ from ..models import MODELS, SimpleViT, VisionTransformer
 from ..recipe.files import RecipeError, fresh_recipe, with_data
 from ..recipe.sections import Recipe
 from ..runs.folder import RunFolder
-from ..runs.start import built, initialise, open_training_set, without_data
-from ..runs.trained import as_input, evaluation_view, open_saved
+from ..runs.start import initialise, open_training_set, without_data
+from ..runs.trained import as_input, build, evaluation_view, open_saved
 from ..train.checkpoint import CheckpointError
 from .plot import FigureError
 
@@ -63,7 +63,7 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
                           f"there is no folder {recipe.data.root}: noise stands in for them; --set "
                           "data.root=FOLDER says where they are")
             recipe = without_data(recipe)
-            model = built(recipe)
+            model = build(recipe)
             initialise(model, recipe, source)
             yield Subject(recipe, recipe.init.name, model.eval())
 

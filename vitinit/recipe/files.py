@@ -27,7 +27,7 @@ from ..messages import OneLineError
 from ..models import MODELS
 from ..train.distill import NO_TEACHER
 from .sections import SECTIONS, VERSION, Recipe, contradictions
-from .values import convert, describe, nearest, plain, shown, to_toml
+from .values import convert, describe, nearest, plain, show, to_toml
 
 # In the repository the recipes lie beside the package; an installed package contains them.
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -133,7 +133,7 @@ def from_dict(table: Mapping[str, Any], source: str, changes: Sequence[Override]
     source: how error messages call it. changes: applied in order. Raises RecipeError.
     """
     if not isinstance(table, Mapping):
-        raise RecipeError(f"{source}: its recipe is {shown(table)}, expected a table of sections")
+        raise RecipeError(f"{source}: its recipe is {show(table)}, expected a table of sections")
     sections = plain({"version": None} | dict(table))
     return _recipe(sections, str(sections.pop("name", "")), source, changes,
                    checks_init=any(change.key.startswith("init.") for change in changes))
@@ -148,7 +148,7 @@ def _recipe(tables: dict[str, Any], name: str, source: str, changes: Sequence[Ov
                      if f"{key}.".startswith(f"{change.key}.")), source)
 
     if (version := tables.pop("version")) != VERSION:
-        raise RecipeError(f"{source}: a recipe of version {shown(version)}, and this code reads "
+        raise RecipeError(f"{source}: a recipe of version {show(version)}, and this code reads "
                           f"{VERSION}; commit bb39c50 reads those of versions 1 to 11")
     for title, body in tables.items():
         if title not in SECTIONS or not isinstance(body, dict):

@@ -34,7 +34,7 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     return f"; valid: {', '.join(sorted(valid))}" if valid else "; it takes none"
 
 
-def shown(value: Any) -> str:
+def show(value: Any) -> str:
     """A value in an error message, cut short if it is long."""
     return in_brief(to_toml(value) if type(value) is bool else repr(value), 80)
 
@@ -70,7 +70,7 @@ def convert(value: Any, kind: Any, bounds: Bounds = UNBOUNDED) -> Any:
     if origin is Literal:
         if isinstance(value, str) and value in arguments:
             return value
-        raise TypeError(f"{shown(value)}{nearest(str(value), arguments)}")
+        raise TypeError(f"{show(value)}{nearest(str(value), arguments)}")
     if origin in (typing.Union, types.UnionType):
         for option in arguments:
             try:
@@ -85,7 +85,8 @@ def convert(value: Any, kind: Any, bounds: Bounds = UNBOUNDED) -> Any:
                 try:
                     return tuple(convert(item, each, bounds) for item, each in zip(items, kinds))
                 except TypeError as error:
-                    raise TypeError(f"{shown(value)}, with {error}") from None
+                    raise TypeError(error if items is not value else
+                                    f"{show(value)}, with {error}") from None
     elif origin is Mapping:
         if isinstance(value, Mapping):
             return types.MappingProxyType(dict(value))
@@ -94,7 +95,7 @@ def convert(value: Any, kind: Any, bounds: Bounds = UNBOUNDED) -> Any:
         if (kind is not float or math.isfinite(found)) and all(
                 SIGNS[name][1](found, limit) for name, limit in bounds.items()):
             return found
-    raise TypeError(f"{shown(value)}, expected {describe(kind, bounds)}")
+    raise TypeError(f"{show(value)}, expected {describe(kind, bounds)}")
 
 
 def plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ norms, or how images are prepared. Some projects write this into files beside th
     transformers    config.json and preprocessor_config.json
     timm's hub      config.json, with the name of the architecture and how images are prepared
 
-`described` reads them into changes of a recipe, `transformers_config` writes the first two. What
+`read_description` reads them into changes of a recipe, `transformers_config` writes the first two. What
 no file states is assumed from the recipe, and `assumptions` says what that is.
 """
 
@@ -82,7 +82,7 @@ class Description(NamedTuple):
 # ---------------------------------------------------------------------------------------------
 
 
-def described(path: Path, architecture: str = "") -> Description | None:
+def read_description(path: Path, architecture: str = "") -> Description | None:
     """What is written beside the checkpoint file `path`, or None if nothing is.
 
     architecture: its name, where the checkpoint itself states it, as timm's trainer does. Raises

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .. import __version__
-from ..recipe.files import RecipeError, fresh_recipe, from_dict, overrides, with_data
+from ..recipe.files import RecipeError, fresh_recipe, from_dict, overrides
 from ..recipe.sections import MACHINE_KEYS, Recipe
 from ..recipe.values import to_toml
 from ..train.checkpoint import CheckpointError
@@ -140,8 +140,6 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | No
         require_same_recipe(folder.path, stored.keys, stored.keys | named)
         recipe = from_dict(stored.as_dict(), source, changes)
     require_same_recipe(folder.path, stored.keys, recipe.keys)
-    if not recipe.data.num_classes:                  # the run knows how many the data set had
-        recipe = with_data(recipe, num_classes=stored.data.num_classes)
     # A relative path was relative to the folder in which the run was started then.
     moved = recipe.data.root != stored.data.root
     return Chosen(folder, state, recipe,
@@ -162,15 +160,13 @@ def settings(recipe: Recipe) -> dict[str, str]:
 def require_same_recipe(run: Path, own: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     """Raise RecipeError, naming the first key that may not differ, if a run has another recipe.
 
-    run: its folder. own, asked: the keys of its recipe, and of the one that it is to go on with. Of
-    a model or init by another name only the name counts, since its options are others.
+    run: its folder. own, asked: the keys of its recipe, and of the one that it is to go on with. A
+    model's or init's name comes before its options.
     """
-    renamed = tuple(f"{title}.options." for title in ("model", "init")
-                    if own.get(f"{title}.name") != asked.get(f"{title}.name"))
     for key in dict.fromkeys([*asked, *own]):
         same = own.get(key) == asked.get(key) or key in MAY_CHANGE or (
             key == "data.num_classes" and not asked[key])        # as many as the run's data set had
-        if not same and not key.startswith(renamed):
+        if not same:
             before, now = (to_toml(keys[key]) if key in keys else "not set"
                            for keys in (own, asked))
             raise RecipeError(

@@ -15,7 +15,6 @@ from ..data.images import DataError
 from ..data.pipeline import Data
 from ..init import init_weights, reads_images
 from ..keys import Stream, keyed_generator
-from ..models import build_model
 from ..recipe.files import with_data
 from ..recipe.sections import DataSection, Recipe
 from ..recipe.values import to_toml
@@ -66,13 +65,6 @@ def without_data(recipe: Recipe) -> Recipe:
     """
     return with_data(recipe, num_classes=recipe.data.num_classes
                      or DATA_SETS[recipe.data.name].num_classes or 2)
-
-
-def built(recipe: Recipe) -> nn.Module:
-    """The recipe's model, as its constructor draws it. Raises RecipeError."""
-    with building(f"recipe {recipe.name}", "model"):
-        return build_model(recipe.model.name, num_classes=recipe.data.num_classes,
-                           image_size=recipe.data.image_size, **recipe.model.options)
 
 
 def initialise(model: nn.Module, recipe: Recipe, source: Source | None) -> None:

@@ -51,6 +51,16 @@ ImageLike = str | os.PathLike | bytes | Image.Image | Tensor
 # ---------------------------------------------------------------------------------------------
 
 
+def build(recipe: Recipe, source: str = "") -> nn.Module:
+    """The recipe's model, as its constructor draws it.
+
+    Raises RecipeError, which begins with `source`, by default "recipe NAME".
+    """
+    with building(source or f"recipe {recipe.name}", "model"):
+        return build_model(recipe.model.name, num_classes=recipe.data.num_classes,
+                           image_size=recipe.data.image_size, **recipe.model.options)
+
+
 class Saved(NamedTuple):
     """An opened checkpoint, whose tensors are still on disk, and what is known about it."""
 
@@ -95,17 +105,14 @@ class Saved(NamedTuple):
         recipe, tensors = self.recipe, model_state(self.state, self.path, weights)
         require_finite(tensors, weights, self.path)
         tensors = native_tensors(tensors)
-        headless = or_backbone and not any(name.startswith("head") for name in tensors)
-
-        def built(size: tuple[int, int], source: str) -> nn.Module:
-            with building(source, "model"):
-                return build_model(recipe.model.name, image_size=size, **recipe.model.options,
-                                   num_classes=0 if headless else recipe.data.num_classes)
-        model = built(recipe.data.image_size, f"recipe {recipe.name}")
+        if or_backbone and not any(name.startswith("head") for name in tensors):
+            recipe = with_data(recipe, num_classes=0)
+        model = build(recipe)
         load_exactly(model, tensors, self.path)
         if self.size == recipe.data.image_size:
             return model
-        resized = built(self.size, f"{self.path} at {self.size[0]}×{self.size[1]}")
+        resized = build(with_data(recipe, image_size=self.size),
+                        f"{self.path} at {self.size[0]}×{self.size[1]}")
         change_size(model, resized, self.path)
         return resized
 
@@ -155,7 +162,7 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
                           [change for change in changes if change.key in changeable])
         found = with_data(found, root=RunFolder(path.parent).data_root(found.data.root))
     else:
-        description = foreign.described(path, str(state.get("arch", "")))
+        description = foreign.read_description(path, str(state.get("arch", "")))
         recipe = recipe or (description and description.recipe)
         if not recipe:
             raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint "
