@@ -6,8 +6,8 @@ norms, or how images are prepared. Some projects write this into files beside th
     transformers    config.json and preprocessor_config.json
     timm's hub      config.json, with the name of the architecture and how images are prepared
 
-`read_description` reads them into changes of a recipe, `transformers_config` writes the first two. What
-no file states is assumed from the recipe, and `assumptions` says what that is.
+`read_description` reads them into changes of a recipe, `transformers_config` writes the first two.
+What no file states is assumed from the recipe, and `assumptions` says what that is.
 """
 
 from __future__ import annotations

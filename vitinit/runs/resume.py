@@ -202,5 +202,5 @@ def require_same_data(folder: RunFolder, saved: Mapping[str, Any], classes: Sequ
     for key, value in facts(classes, now).items():
         if key != "root" and began.get(key, value) != value:
             what = "distill.teacher" if key == "teacher" else f"{now['root']}: has {key}"
-            raise RecipeError(f"{what} {value}, and it was {began[key]} when {folder.path} began; a "
-                              "run goes on with the images and the teacher that it began with")
+            raise RecipeError(f"{what} {value}, and it was {began[key]} when {folder.path} began; "
+                              "a run goes on with the images and the teacher that it began with")
