@@ -87,10 +87,10 @@ class OtherBlock(nn.Module):
 
 
 class OtherViT(nn.Module):
-    """registers: without positions, as for all prefix tokens where `no_embed_class`."""
+    """no_embed_class: prefix tokens have no positions; with "registers", only the class token has."""
 
     def __init__(self, kind: str, depth: int = 3, *, class_token: bool = True, registers: int = 0,
-                 no_embed_class: bool = False, gamma: float | None = None, post_norm: bool = False
+                 no_embed_class: bool | str = False, gamma: float | None = None, post_norm: bool = False
                  ) -> None:
         super().__init__()
         self.kind, self.bare = kind, no_embed_class
@@ -100,7 +100,8 @@ class OtherViT(nn.Module):
         if registers:
             self.add_parameter("register_tokens" if hugging else "reg_token",
                                nn.Parameter(torch.randn(1, registers, DIM)))
-        rows = GRID[0] * GRID[1] + (class_token + registers) * (not no_embed_class)
+        rows = GRID[0] * GRID[1] + {False: class_token + registers, True: 0, "registers": 1}[
+            no_embed_class]
         positions = torch.randn(1, rows, DIM) * 0.02
         if kind == "siglip":
             self.position_embedding = nn.Embedding(rows, DIM)
@@ -123,8 +124,12 @@ class OtherViT(nn.Module):
                   if "token" in name]
         positions = (self.position_embedding.weight[None] if self.kind == "siglip" else next(
             value for name, value in self.named_parameters(recurse=False) if name.startswith("pos")))
-        x = torch.cat([*before, x + positions], 1) if self.bare else torch.cat(
-            [*before, x], 1) + positions
+        if self.bare == "registers":
+            x = torch.cat([before[0], x], 1) + positions
+            x = torch.cat([x[:, :1], before[1], x[:, 1:]], 1)
+        else:
+            x = torch.cat([*before, x + positions], 1) if self.bare else torch.cat(
+                [*before, x], 1) + positions
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x).mean(1))

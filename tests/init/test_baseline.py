@@ -108,11 +108,6 @@ def test_the_spread_of_a_cut_normal_is_the_formula():
     assert CUT_NORMAL_STD == pytest.approx((1 - 4 * density / mass) ** 0.5, rel=1e-12)
 
 
-def test_default_of_a_conv_mixer_is_pytorchs():
-    default, pytorchs = (drawn_by(name, family="conv_mixer") for name in ("default", "torch"))
-    assert all(torch.equal(default[name], pytorchs[name]) for name in default)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_torch_is_uniform_by_fan_in(family):
     state = drawn_by("torch", family=family)

@@ -74,6 +74,8 @@ def test_all_layouts_get_the_same_bits_and_nothing_else_is_written(kind, init):
     before, report = state(model), init(model, generator=seeded())
     init(mine, generator=seeded())
     assert all(map(torch.equal, bits(model), bits(mine)))
+    assert not any(bias.any() for block in layout_of(model).blocks for bias in
+                   (block.q_bias, block.k_bias, block.v_bias, block.proj_bias) if bias is not None)
     changed = {name for name, value in model.state_dict().items()
                if not torch.equal(value, before[name])}
     assert changed == set(report.written) and report.kept == len(before) - len(changed)
@@ -96,7 +98,8 @@ def test_with_a_base_a_vit_of_timm_and_ours_are_equal_to_the_bit(name, registers
 
 
 @pytest.mark.parametrize("sizes", [dict(), dict(class_token=False), dict(registers=2, gamma=0.1),
-                                   dict(registers=3, no_embed_class=True)], ids=str)
+                                   dict(registers=3, no_embed_class=True),
+                                   dict(registers=2, no_embed_class="registers")], ids=str)
 @pytest.mark.parametrize("kind", ["timm", "transformers 4", "vit-pytorch"])
 def test_deep_impulse_reaches_the_mass_that_is_asked_for_in_every_block(kind, sizes):
     model, images = OtherViT(kind, **sizes), photographs(61)
@@ -105,6 +108,11 @@ def test_deep_impulse_reaches_the_mass_that_is_asked_for_in_every_block(kind, si
         assert report.mass_on_images[block] == pytest.approx([wanted] * HEADS, rel=0.1)
     assert not [name for name in report.written if "fc1" in name or "head" in name]
     assert "on white noise" in str(deep_impulse_(model, generator=seeded()))
+    seen = []
+    layout_of(model).blocks[0].norm.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    model(images)
+    sizes = seen[0][..., 8:10] * torch.tensor([1.0, -1.0])               # the constants, of all tokens
+    assert sizes.min() > 0.1 and torch.allclose(sizes, sizes.flatten()[0])
 
 
 @pytest.mark.parametrize("init", [impulse_, deep_impulse_])
@@ -130,7 +138,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.patches, self.places = nn.Linear(48, DIM), nn.Parameter(torch.randn(35, DIM))
         self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(
-            DIM, HEADS, 31, norm_first=norm_first, batch_first=True, bias=False), 3,
+            DIM, HEADS, 31, norm_first=norm_first, batch_first=True), 3,
             enable_nested_tensor=False)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -160,20 +160,17 @@ def run(model: nn.Module, images: Tensor, *,
     """Pass images through a model in evaluation mode, which is left as it was.
 
     before: by module, what is called with the module's input. after: with its output.
-    PyTorch's fast paths for whole layers, which call no module, are switched off.
+    PyTorch takes its fast paths for whole layers, which call no module, only where there is no hook.
     """
     modes = [(module, module.training) for module in model.modules()]
-    fast = torch.backends.mha.get_fastpath_enabled()
     hooks = [module.register_forward_pre_hook(lambda _, given, call=call: call(given[0]))
              for module, call in (before or {}).items()]
     hooks += [module.register_forward_hook(lambda _, given, found, call=call: call(found))
               for module, call in (after or {}).items()]
     try:
-        torch.backends.mha.set_fastpath_enabled(False)
         model.eval()
         model(images)
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         for hook in hooks:
             hook.remove()
         for module, training in modes:
