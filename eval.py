@@ -215,7 +215,7 @@ def evaluate_on(title: str, source: Source, saved: Saved, models: dict[str, nn.M
           memory_for("eval.batch_size", how.batch_size, processes.rank)):
         on_device = [model.to(processes.device, memory_format=prepare.format)
                      for model in models.values()]
-        found = evaluate(on_device, bar.over(batches), columns=[columns] * len(models), stop=stop,
+        found = evaluate(on_device, bar.over(batches), columns=columns, stop=stop,
                          amp=engine.amp, num_classes=len(source.classes), processes=processes)
     return dict(zip(models, found))
 

@@ -78,22 +78,6 @@ def test_train_py_takes_these_flags_and_no_others(train_program, monkeypatch):
     assert all(action.option_strings for action in actions)      # there are no positional arguments
 
 
-def test_the_flags_arrive_under_their_names(train_program):
-    args = train_program.parse_arguments([
-        "--recipe", "a", "--init", "b", "--data-dir", "c", "--out-dir", "d", "--seed", "5",
-        "--resume", "auto", "--dry-run", "--set", "run.seed=1", "--set", "run.seed=2"])
-    assert vars(args) == dict(recipe="a", init="b", data_dir="c", out_dir=Path("d"), seed=5,
-                              resume="auto", dry_run=True, profile=0,
-                              set=["run.seed=1", "run.seed=2"])
-    assert train_program.parse_arguments(["--profile", "7"]).profile == 7
-
-
-def test_without_flags_nothing_is_set(train_program):
-    assert vars(train_program.parse_arguments([])) == dict(
-        recipe=None, init=None, data_dir=None, out_dir=None, seed=None, resume=None, dry_run=False,
-        profile=0, set=[])
-
-
 def test_no_flag_may_be_abbreviated(train_program):
     for flag in FLAGS:
         with pytest.raises(RecipeError, match="unrecognized arguments: " + flag[:-1]):

@@ -225,7 +225,7 @@ def test_evaluation_waits_only_for_its_result(as_if_there_were_a_gpu, monkeypatc
         monkeypatch.setattr(Processes, "sum", summed)
         with Launches() as launches, pytest.raises(DataDependentOutputException):
             evaluate([model, model], batches(), num_classes=CLASSES, amp=amp, processes=ALONE,
-                     stop=StopRequest(), columns=[None, torch.arange(CLASSES)])
+                     stop=StopRequest(), columns=torch.arange(CLASSES))
     # Everything was counted on the device before the host read the first number.
     assert seen == [BATCH, BATCH, BATCH - 1] and launches.downloads == 0
     assert counted == [(CUDA, (2, 2)), (CUDA, (2, CLASSES)), (CUDA, (CLASSES,))]

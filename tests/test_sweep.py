@@ -187,20 +187,6 @@ def test_finished_runs_are_skipped_and_cut_off_ones_go_on(small_run, tmp_path, c
     assert started == [] and "plan    4 runs, 4 of them done" in capsys.readouterr().out
 
 
-def test_a_run_whose_last_checkpoint_lags_behind_its_metrics_is_not_done(small_run, tmp_path,
-                                                                        started):
-    """The run was killed between writing its last line of metrics and its last checkpoint."""
-    arguments = small_run(tmp_path, "--seeds", "0", **SHORT)
-    assert sweep.main(arguments) == 0
-    run, = planned(*arguments)
-    assert run.state == "done"
-    state = torch.load(run.folder / "last.pt", weights_only=True)
-    state["progress"]["epochs"] = 1
-    torch.save(state, run.folder / "last.pt")
-    run, = planned(*arguments)
-    assert run.state == "to go on after 1 of 2 epochs"
-
-
 def test_a_run_without_its_last_checkpoint_goes_on_from_the_one_before(small_run, tmp_path, started):
     arguments = small_run(tmp_path, "--seeds", "0", **SHORT)
     folder = tmp_path / "quickstart-mimetic-s0"

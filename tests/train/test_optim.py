@@ -85,13 +85,6 @@ def test_epoch_stepping_gives_deits_check_values(epoch, expected):
         assert value == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("epoch, expected", [(49, 1.96002e-3), (50, 1.866092e-3)])
-def test_small_data_check_values(epoch, expected):
-    value = learning_rate(epoch * 97, replace(DEIT, warmup_epochs=50, min_lr=1e-6),
-                          steps_per_epoch=97, peak=2e-3)
-    assert value == pytest.approx(expected, rel=1e-6)
-
-
 def test_the_trace_of_deit_base_is_the_published_schedule(repository):
     """By the recipe's own values, for each of the 300 epochs, compared with DeiT's formulas."""
     recipe = load_recipe(repository / "recipes" / "deit_base.toml")

@@ -218,7 +218,7 @@ def read_losses(state: TrainState, processes: Processes) -> None:
 @torch.no_grad()
 def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]], *,
              num_classes: int, amp: str, processes: Processes, stop: StopRequest,
-             columns: Sequence[Tensor | None] | None = None) -> list[Evaluation]:
+             columns: Tensor | None = None) -> list[Evaluation]:
     """Compute the exact loss and accuracy of each model in one pass over the images.
 
     Each process counts its own images once; then the counts are summed over the processes. The
@@ -231,9 +231,9 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor
         batches: images (B, 3, H, W) and labels (B,) int64, both on the device of `processes`.
         num_classes: K; labels lie in 0 … K − 1.
         amp: "off", "bf16" or "fp16".
-        columns: per model, the indices (K,) int64 of the logits that belong to classes 0 … K − 1;
-            the remaining logits take no part in ranking and softmax. None for a model, or for all
-            of them: it has exactly these classes, in this order.
+        columns: the indices (K,) int64 of the logits that belong to classes 0 … K − 1; the
+            remaining logits take no part in ranking and softmax. None: the models have exactly
+            these classes, in this order.
 
     Returns one Evaluation per model, the same on all processes. A OneLineError that `batches`
     raises on one process, or Interrupted, is raised on all of them.
@@ -242,8 +242,7 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor
     totals = torch.zeros(len(models), 2, dtype=torch.float64, device=device)     # loss, top 5
     hits = torch.zeros(len(models), num_classes, dtype=torch.int64, device=device)
     counts = torch.zeros(num_classes, dtype=torch.int64, device=device)
-    columns = [None if chosen is None else chosen.to(device)
-               for chosen in columns or [None] * len(models)]
+    columns = None if columns is None else columns.to(device)
     for model in models:
         model.eval()
     for batch in agreed(batches, processes, stop):
@@ -253,8 +252,8 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor
         for index, model in enumerate(models):
             with autocast(device, amp):
                 logits = model(images)                               # (B, classes of the model)
-            if columns[index] is not None:
-                logits = logits[:, columns[index]]                   # (B, K)
+            if columns is not None:
+                logits = logits[:, columns]                          # (B, K)
             logits = logits.float()
             ranked = logits.topk(min(5, num_classes)).indices == labels[:, None]
             loss = F.cross_entropy(logits, labels, reduction="sum")
