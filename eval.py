@@ -36,15 +36,13 @@ import torch
 from torch import Tensor, nn
 
 from vitinit.command_line import Parser, run_program
-from vitinit.data.cache import KeptViews
+from vitinit.data.augment import ToDevice
 from vitinit.data.datasets import DATA_SETS, Source, download, is_wnid, open_split, oriented
 from vitinit.data.eval_sets import (EVAL_SETS, EvaluatedSet, NamedSet, TrainingPart, class_indices,
                                     imagenet_wnids, open_to_evaluate)
 from vitinit.data.images import DataError
-from vitinit.data.loader import EvalViews
-from vitinit.data.pipeline import EvaluationBatches
-from vitinit.data.to_device import ToDevice
-from vitinit.data.workers import start_fork_server
+from vitinit.data.loader import EvalViews, start_fork_server
+from vitinit.data.pipeline import EvaluationBatches, KeptViews
 from vitinit.recipe.files import RecipeError, overrides, with_data
 from vitinit.recipe.values import nearest
 from vitinit.runs.report import Finding, report

@@ -25,16 +25,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitinit.command_line import Parser, building, integer, run_program
-from vitinit.data.cache import KeptViews
+from vitinit.data.augment import ToDevice, TrainToDevice
 from vitinit.data.datasets import (Source, download, fingerprint, folder_of, held_out_part,
                                    open_split, oriented)
-from vitinit.data.draw import SampleDraws
+from vitinit.data.draw import Augmentation
 from vitinit.data.images import DataError
-from vitinit.data.loader import EvalViews
-from vitinit.data.pipeline import Data, EvaluationBatches, training_batches
+from vitinit.data.loader import EvalViews, start_fork_server
+from vitinit.data.pipeline import Data, EvaluationBatches, KeptViews, TrainingBatches
 from vitinit.data.sampler import TrainSampler, plan_batches, require_full_batch
-from vitinit.data.to_device import ToDevice, TrainToDevice
-from vitinit.data.workers import start_fork_server
 from vitinit.init import INITS
 from vitinit.init.mass import has_targets, mass_on_images
 from vitinit.init.weight_selection import select_weights
@@ -127,15 +125,14 @@ def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool)
                                repeats=augment.repeats)
 
     # How an image is augmented on its way to the model.
-    draws = SampleDraws(recipe.run.seed, data.image_size, augment, recipe.rand_augment)
+    augmentation = Augmentation(recipe.run.seed, data.image_size, augment, recipe.rand_augment,
+                                recipe.mix)
     as_input = dict(mean=data.mean, std=data.std, channels_last=recipe.engine.channels_last)
-    prepare = TrainToDevice(processes.device, **as_input, augment=augment, mix=recipe.mix,
-                            rand_augment=recipe.rand_augment, num_classes=classes,
-                            seed=recipe.run.seed)
+    prepare = TrainToDevice(processes.device, augmentation, **as_input, num_classes=classes)
     with ProgressBar("decode", len(train_set), shown=processes.is_main) as bar:
-        train_batches = processes.on_all(lambda: training_batches(
-            train_set, sampler=sampler, draws=draws, prepare=prepare, workers=data.workers,
-            budget_gib=0.0 if dry_run else data.on_device_gib, advance=bar.advance))
+        train_batches = processes.on_all(lambda: TrainingBatches(
+            train_set, sampler, prepare, workers=data.workers, advance=bar.advance,
+            budget_gib=0.0 if dry_run else data.on_device_gib))
 
     # How an image is evaluated.
     views = EvalViews(val_set, rank=processes.rank, world_size=processes.world_size,

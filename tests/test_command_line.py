@@ -165,11 +165,11 @@ def test_every_key_of_the_augmentation_reaches_what_draws_or_applies_it(
         train_program, small_run, tmp_path, monkeypatch):
     """The values are all different within each type, and none of them is a default."""
     given = {}
-    for name in ("SampleDraws", "TrainSampler", "TrainToDevice"):
+    for name in ("Augmentation", "TrainSampler"):
         def recorded(*arguments, name=name, real=getattr(train_program, name), **options):
             given.update(options)
-            if name == "SampleDraws":
-                given["draws"] = [vars(section) for section in arguments[2:]]
+            if name == "Augmentation":
+                given.update(zip(("augment", "rand_augment", "mix"), map(vars, arguments[2:])))
             return real(*arguments, **options)
         monkeypatch.setattr(train_program, name, recorded)
     written = {
@@ -189,8 +189,7 @@ def test_every_key_of_the_augmentation_reaches_what_draws_or_applies_it(
     assert train_program.main(small_run(tmp_path / "run", "--dry-run", **sets)) == 0
 
     assert given["repeats"] == 3
-    assert given["draws"] == [vars(given["augment"]), vars(given["rand_augment"])]
-    assert {title: vars(given[title]) for title in written} == written
+    assert {title: given[title] for title in written} == written
 
 
 # ---------------------------------------------------------------------------------------------

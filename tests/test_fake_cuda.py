@@ -19,17 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (DataDependentOutputException, FakeTensorMode,
                                            unset_fake_temporarily)
+from deit import OnHost
 from optimisers import adamw, muon
 
 from vitinit import models
 from vitinit.bench.launches import Launches
 from vitinit.bench.training import given_step
-from vitinit.data.augment import IMAGENET_MEAN, IMAGENET_STD
-from vitinit.data.draw import Draws, SampleDraws, SampleKey
-from vitinit.data.loader import Batch, TrainBatch
+from vitinit.data.augment import IMAGENET_MEAN, IMAGENET_STD, ToDevice, TrainToDevice
+from vitinit.data.datasets import ImagesInMemory
+from vitinit.data.draw import Augmentation, Draws, SampleKey, Samples
+from vitinit.data.loader import Batch
 from vitinit.data.pipeline import TrainingBatches
 from vitinit.data.sampler import BatchPlan, TrainSampler
-from vitinit.data.to_device import ToDevice, TrainToDevice
 from vitinit.models.layers import draw_drop_path
 from vitinit.recipe.files import RECIPES, load_recipe
 from vitinit.train import engine
@@ -46,6 +47,7 @@ CUDA, SIZE, CLASSES = torch.device("cuda", 0), 16, 7
 BATCH, ACCUMULATION, STEPS = 6, 2, 3
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=CUDA)
 AS_INPUT = dict(mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=True)
+AUGMENTATION = Augmentation(0, (SIZE, SIZE), DEIT.augment, DEIT.rand_augment, DEIT.mix)
 MODELS = {
     "vit_tiny": dict(patch_size=4, embed_dim=12, depth=2, num_heads=3, drop_path=0.3),
     "swin_tiny": dict(patch_size=2, embed_dim=12, depths=(2, 1), num_heads=(3, 3), window_size=4,
@@ -106,33 +108,27 @@ def fresh_state(name: str, amp: str, device: torch.device = CUDA, *, optimiser: 
                       Ema(model, decay=0.9, warmup=True), Progress())
 
 
-def loaded() -> Iterator[TrainBatch]:
+def loaded() -> Iterator[Batch]:
     """Batches as a loader yields them: images and labels on the host, and all random draws."""
-    draws = SampleDraws(0, (SIZE, SIZE), DEIT.augment, DEIT.rand_augment)
-    for index in itertools.count():
+    for step in itertools.count():
         with unset_fake_temporarily():               # the host reads the draws
-            drawn = draws.for_device([SampleKey(index, image) for image in range(BATCH)])
+            drawn = AUGMENTATION.draws(Samples(
+                step, [SampleKey(step, image) for image in range(BATCH)], np.zeros(BATCH)))
             drawn = Draws(*map(OnHost, drawn))
-        yield TrainBatch(torch.zeros(BATCH, 3, SIZE, SIZE, dtype=torch.uint8),
-                         torch.zeros(BATCH, dtype=torch.int64), drawn)
-
-
-class OnHost:
-    """A tensor as the host reads it, which stays real among fake ones."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.array = tensor.numpy()
-
-    def numpy(self) -> np.ndarray:
-        return self.array
+        yield Batch(torch.zeros(BATCH, 3, SIZE, SIZE, dtype=torch.uint8),
+                    torch.zeros(BATCH, dtype=torch.int64),
+                    drawn)
 
 
 def training_steps() -> Iterator:
-    prepare = TrainToDevice(CUDA, **AS_INPUT, augment=DEIT.augment, rand_augment=DEIT.rand_augment,
-                            mix=DEIT.mix, num_classes=CLASSES, seed=0)
+    prepare = TrainToDevice(CUDA, AUGMENTATION, **AS_INPUT, num_classes=CLASSES)
     plan = BatchPlan(BATCH * ACCUMULATION, 1, BATCH, group=BATCH)
-    sampler = TrainSampler(STEPS * plan.global_batch, plan, rank=0, seed=0, repeats=1)
-    return TrainingBatches(loaded(), sampler, prepare).steps(0)
+    count = STEPS * plan.global_batch
+    sampler = TrainSampler(count, plan, rank=0, seed=0, repeats=1)
+    source = ImagesInMemory(torch.empty(count, 3, 1, 1), np.zeros(count, np.int64), ["one"])
+    batches = TrainingBatches(source, sampler, prepare)
+    batches.loader = loaded()
+    return batches.steps(0)
 
 
 def put_gradients(model: nn.Module) -> None:
@@ -215,8 +211,8 @@ def test_evaluation_waits_only_for_its_result(as_if_there_were_a_gpu, monkeypatc
         def batches() -> Iterator[tuple[Tensor, Tensor]]:
             for size in (BATCH, BATCH, BATCH - 1):
                 seen.append(size)
-                yield prepare(Batch(torch.zeros(size, 3, SIZE, SIZE, dtype=torch.uint8),
-                                    torch.zeros(size, dtype=torch.int64)))
+                yield prepare((torch.zeros(size, 3, SIZE, SIZE, dtype=torch.uint8),
+                               torch.zeros(size, dtype=torch.int64)))
         counted = []
 
         def summed(processes: Processes, values: Tensor) -> Tensor:

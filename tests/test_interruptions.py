@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitinit.data import datasets, to_device
+from vitinit.data import augment, datasets
 from vitinit.train import checkpoint, engine
 from vitinit.train.interruption import STOP_SIGNALS
 
@@ -59,8 +59,8 @@ PHASES = {
     "decode": (datasets.ImageFiles, "image", 51 + 30, 2),    # after 51 that the init's mass is
     "step": (engine, "update", 6, 6),                       # measured on
     "save": (checkpoint.torch, "save", 2, None),
-    "validation": (to_device.ToDevice, "__call__", 3, 4),
-    "last batch of validation": (to_device.ToDevice, "__call__", 6, 4),
+    "validation": (augment.ToDevice, "__call__", 3, 4),
+    "last batch of validation": (augment.ToDevice, "__call__", 6, 4),
     "between epochs": ("train_program", "epoch_line", 1, 4),
 }
 
@@ -103,8 +103,8 @@ def test_evaluation_stops_at_a_signal_with_one_line(train_program, eval_program,
     assert train_program.main(small_run(tmp_path / "run", schedule__epochs="1",
                                         schedule__warmup_epochs="0")) == 0
     capsys.readouterr()
-    monkeypatch.setattr(to_device.ToDevice, "__call__",
-                        signalling(to_device.ToDevice.__call__, 2, signal.SIGINT))
+    monkeypatch.setattr(augment.ToDevice, "__call__",
+                        signalling(augment.ToDevice.__call__, 2, signal.SIGINT))
     assert eval_program.main([str(tmp_path / "run")]) == 128 + signal.SIGINT
     assert capsys.readouterr().err == "eval.py: stopped by SIGINT\n"
 
@@ -235,7 +235,7 @@ def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
 
     # The second process has five batches of evaluation; it learns of the signal in the second.
     number = signal.SIGTERM
-    result = run_two(tmp_path, repository, "vitinit.data.to_device:ToDevice", "__call__", 2, 1,
+    result = run_two(tmp_path, repository, "vitinit.data.augment:ToDevice", "__call__", 2, 1,
                      int(number), *small_run(stopped, **epochs))
     assert f"stopped by signal {int(number)} after step 4" in result.stdout, result.stderr
     assert 'train.py", line' not in result.stderr    # torchrun's report has a traceback of its own

@@ -296,12 +296,12 @@ def test_a_dry_run_shows_everything_and_writes_nothing(train_program, small_run,
 
 def test_a_subset_is_cut_from_the_training_split_by_the_subset_seed_alone(
         train_program, small_run, tmp_path, monkeypatch, capsys):
-    batches, seen = train_program.training_batches, []
+    batches, seen = train_program.TrainingBatches, []
 
     def looked_at(source, *others, **options):
         seen.append(list(source.paths))
         return batches(source, *others, **options)
-    monkeypatch.setattr(train_program, "training_batches", looked_at)
+    monkeypatch.setattr(train_program, "TrainingBatches", looked_at)
     for seed, subset_seed in ((0, 0), (1, 0), (0, 1)):
         assert train_program.main(small_run(
             tmp_path / "run", "--dry-run", run__seed=str(seed), data__subset_seed=str(subset_seed),

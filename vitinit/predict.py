@@ -33,7 +33,7 @@ from torch.utils.data import Dataset
 from .command_line import Parser, integer, run_program
 from .data.folders import images_below, in_words
 from .data.images import DataError, decode_image
-from .data.loader import batch_loader
+from .data.loader import Loader
 from .figures.sheet import Tile, attended, draw_sheet, require_attention
 from .recipe.sections import Recipe
 from .runs.trained import Trained, add_run, as_input, evaluation_view, load_run
@@ -124,9 +124,9 @@ def guesses(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int
     The view is (3, H, W) uint8, or None for a file that could not be read. top: classes per image.
     workers: processes that decode images.
     """
-    loader = batch_loader(Views(paths, trained.recipe, trained.image_size), stacked,
-                          min(workers, -(-len(paths) // batch_size)),
-                          trained.device.type == "cuda", batch_size=batch_size)
+    loader = Loader(Views(paths, trained.recipe, trained.image_size), collate_fn=stacked,
+                    workers=min(workers, -(-len(paths) // batch_size)), batch_size=batch_size,
+                    pin_memory=trained.device.type == "cuda")
     names, waiting = set(trained.classes), iter(paths)
     for views, problems in loader:
         inputs = as_input(views.to(trained.device), trained.recipe) if len(views) else None

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vitinit.data import ahead
-from vitinit.data.ahead import Ahead
+from vitinit.data.pipeline import Ahead, preparing_stream
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -55,9 +54,9 @@ def queues(monkeypatch) -> Queue:
     monkeypatch.setattr(torch.cuda, "Stream", Queue)
     monkeypatch.setattr(torch.cuda, "stream", within)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Queue.current)
-    ahead.preparing_stream.cache_clear()
+    preparing_stream.cache_clear()
     yield Queue.current
-    ahead.preparing_stream.cache_clear()
+    preparing_stream.cache_clear()
 
 
 def after(later: dict[Queue, int], earlier: dict[Queue, int]) -> bool:

@@ -76,20 +76,6 @@ def test_hashed_equals_splitmix64_in_plain_integers(key):
     assert [word % 2**64 for word in bits.tolist()] == split_mix_64(key, 1009)
 
 
-def test_hashed_takes_a_key_for_each_counter():
-    keys, counters = torch.tensor(KEYS), torch.tensor([0, 5, 2, 101, 3, 3, 53])
-    expected = [split_mix_64(key, counter + 1)[-1]
-                for key, counter in zip(KEYS, counters.tolist())]
-    assert [word % 2**64 for word in hashed(keys, counters).tolist()] == expected
-
-
-@pytest.mark.parametrize("count", [1, 2, 101, 1024])
-def test_quantiles_equal_the_standard_librarys(count):
-    expected = [NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
-    assert normal_quantiles(count).dtype == torch.float32
-    np.testing.assert_allclose(normal_quantiles(count).numpy(), expected, rtol=1e-6, atol=1e-7)
-
-
 def test_quantiles_are_sorted_symmetric_and_of_mean_0_and_variance_1():
     assert len(QUANTILES) == 2**16 and (QUANTILES.diff() > 0).all()
     torch.testing.assert_close(QUANTILES, -QUANTILES.flip(0), rtol=1e-5, atol=0)
@@ -123,23 +109,22 @@ def erased_box(box: Box, key: int, fill: str = "pixel") -> Tensor:
     return inside(erase(floats(1), erasing([box], [key]), fill)[0], box)
 
 
-@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("fill", ["pixel", "rand", "const"])
-def test_the_box_changes_and_nothing_else(fill, at_once):
+def test_the_box_changes_and_nothing_else(fill):
     images = floats(len(BOXES))
-    erased = erase(images, erasing(BOXES, NOISE_KEYS), fill, at_once=at_once)
+    erased = erase(images, erasing(BOXES, NOISE_KEYS), fill)
     assert erased.shape == images.shape and erased.dtype == torch.float32
     for before, after, box in zip(images, erased, BOXES):
         within = torch.zeros(29, 31, dtype=torch.bool)
         within[box.top:box.top + box.height, box.left:box.left + box.width] = True
         assert torch.equal((after != before), within.expand(3, -1, -1))
         assert (after[:, within].abs() < 5).all()
+        assert fill != "const" or not after[:, within].any()
 
 
-@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("fill", ["pixel", "rand"])
-def test_noise_equals_its_definition_in_plain_integers(fill, at_once):
-    erased = erase(floats(len(BOXES)), erasing(BOXES, NOISE_KEYS), fill, at_once=at_once)
+def test_noise_equals_its_definition_in_plain_integers(fill):
+    erased = erase(floats(len(BOXES)), erasing(BOXES, NOISE_KEYS), fill)
     for image, box, key in zip(erased, BOXES, NOISE_KEYS):
         values = inside(image, box)
         indices = [word % len(QUANTILES) for word in split_mix_64(key, values.numel() + 3)]
@@ -179,10 +164,6 @@ def test_rand_noise_is_one_number_per_channel_and_differs_between_channels():
     assert abs(torch.cat(numbers).square().mean() - 1) < 4 * (2 / 303)**0.5
 
 
-def test_const_is_zero():
-    assert not erased_box(Box(3, 5, 7, 11), 13, "const").any()
-
-
 @pytest.mark.parametrize("fill", ["pixel", "rand"])
 def test_noise_depends_on_the_key_alone_and_not_on_the_batch_or_the_position(fill):
     erased = erase(floats(len(BOXES)), erasing(BOXES, NOISE_KEYS), fill)
@@ -193,22 +174,3 @@ def test_noise_depends_on_the_key_alone_and_not_on_the_batch_or_the_position(fil
             assert torch.equal(inside(image, box), erased_box(moved, key, fill))
     other = erased_box(BOXES[0], NOISE_KEYS[0] + 1, fill)
     assert (inside(erased[0], BOXES[0]) == other).double().mean() < 0.02
-
-
-def test_images_without_a_box_stay_as_they_are():
-    images = floats(3)
-    assert torch.equal(erase(images, erasing([NOWHERE] * 3, [5, 7, 11]), "pixel"),
-                       floats(3))
-
-
-def test_erase_leaves_its_input_alone():
-    images = floats(len(BOXES))
-    erase(images, erasing(BOXES, NOISE_KEYS), "pixel")
-    assert torch.equal(images, floats(len(BOXES)))
-
-
-def test_erase_gives_the_same_whatever_the_images_layout_in_memory():
-    draws = erasing(BOXES, NOISE_KEYS)
-    channels_last = floats(len(BOXES)).to(memory_format=torch.channels_last)
-    assert torch.equal(erase(channels_last, draws, "pixel"),
-                       erase(floats(len(BOXES)), draws, "pixel"))

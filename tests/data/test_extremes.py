@@ -71,7 +71,7 @@ def test_operations_of_any_extent_leave_an_image_that_its_batch_does_not_change(
     drawn = random_operations(15, settings, seed=1)
     assert np.isfinite(drawn).all() and len(set(drawn[..., 0].flat)) == 15
     together = augmented(images, drawn)
-    assert torch.equal(augmented(images, drawn, at_once=True), together)
+    assert torch.equal(augmented(images, drawn, few_launches=True), together)
     for index in range(15):
         alone = augmented(images[index:index + 1], drawn[index:index + 1])[0]
         assert torch.equal(together[index], alone)

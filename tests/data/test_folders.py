@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torchvision.datasets.folder import make_dataset
 
-from vitinit.data.datasets import ImageFolder, LooseImages
-from vitinit.data.folders import EXTENSIONS, Paths, class_folders, images_below, in_words
+from vitinit.data.datasets import ImageFiles, ImageFolder, LooseImages
+from vitinit.data.folders import EXTENSIONS, class_folders, images_below, in_words
 from vitinit.data.images import HEIF_REMEDY, DataError
 
 
@@ -126,10 +127,10 @@ def test_a_folder_that_cannot_be_listed_is_one_line(tmp_path):
             assert refusal(function, tmp_path / folder).startswith(f"{tmp_path / folder}: ")
 
 
-def test_paths_come_back_as_they_were_and_take_no_more_room_than_their_bytes():
-    names = ["/data/a/1.jpg", "", "b c/é.png", os.fsdecode(b"caf\xe9.jpg"), "b/" + 211 * "x", "日本.gif"]
-    paths = Paths(names)
-    assert list(paths) == [paths[index] for index in range(6)] == names
-    assert len(paths.content) == len(os.fsencode("".join(names))) + 6
-    assert paths.content.dtype == torch.uint8 and paths.ends.shape == (6,)
-    assert list(Paths([])) == []
+def test_paths_come_back_as_they_were_from_one_tensor_of_their_bytes():
+    names = ["/data/a/1.jpg", "b c/é.png", os.fsdecode(b"caf\xe9.jpg"), "b/" + 211 * "x", "日本.gif"]
+    source = ImageFiles(names, range(5), ["a"] * 5)
+    assert source.paths == names and source.part(np.array([3, 0])).paths == [names[3], names[0]]
+    assert source.encoded.shape == (5, 213) and source.encoded.dtype == torch.uint8
+    assert "caf\\udce9.jpg: cannot be read" in refusal(source.image, 2)
+    assert ImageFiles([], [], []).paths == []

@@ -23,7 +23,7 @@ from broken_files import (SIZES, broken_files, encoded, noise, png_chunk, png_of
                           valid_files)
 from vitinit.data import images
 from vitinit.data.images import (Box, DataError, crop, crop_and_flip, decode_bytes, decode_image,
-                                 from_pillow, jpeg_header, resize, resize_and_centre_crop)
+                                 from_pillow, resize, resize_and_centre_crop)
 
 CIFAR10 = Path(__file__).parent / "cifar10"         # 50 JPEG files
 PILLOWS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
@@ -335,18 +335,6 @@ def test_more_pixels_than_pillow_takes_for_harmless_are_refused(tmp_path, file_f
     for height, width in ((20_011, 20_021), (10_007, 10_009)):   # of the latter Pillow only warns
         (tmp_path / "bomb.jpg").write_bytes(bomb(file_format, height, width))
         assert f"Image size ({height * width} pixels) exceeds" in refusal(tmp_path / "bomb.jpg")
-
-
-def test_the_size_in_a_jpegs_header_is_pillows():
-    for mode in ("RGB", "L", "CMYK"):
-        for options in ({}, {"progressive": True}, {"restart_marker_rows": 1}, {"exif": TURNED},
-                        {"comment": b"\xff\xc0" * 99}):
-            content, has_exif = encoded(noise(31, 59).convert(mode), "JPEG", **options), "exif" in options
-            assert jpeg_header(content) == (31, 59, has_exif)
-            assert jpeg_header(content[:2] + b"\xff\xff\x00" + content[2:]) == (31, 59, has_exif)
-            headless = content[:content.index(b"\xff\xda")].replace(b"\xff\xc0", b"\xff\xfe")
-            assert jpeg_header(headless.replace(b"\xff\xc2", b"\xff\xfe")) == (0, 0, has_exif)
-            assert jpeg_header(content[:3]) == jpeg_header(b"\x89PNG" + content) == (0, 0, False)
 
 
 def test_a_jpeg_that_torchvision_refuses_goes_to_pillow(tmp_path, monkeypatch):

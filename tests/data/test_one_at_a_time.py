@@ -68,14 +68,13 @@ def test_a_killed_download_leaves_the_lock_to_the_next(root):
     assert (root / "downloads").read_text() == f"{first.pid}\n{second.pid}\n"
 
 
-def test_where_files_cannot_be_locked_it_goes_on_with_one_line(tmp_path, monkeypatch):
+def test_where_files_cannot_be_locked_it_goes_on(tmp_path, monkeypatch):
     def lockf(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     monkeypatch.setattr(datasets.fcntl, "lockf", lockf)
     said = []
     with one_at_a_time(tmp_path / ".lock", said.append):
-        assert said == [f"{tmp_path}: files cannot be locked there (No locks available); make sure "
-                        "that no second process downloads into it"]
+        assert said == []
     assert os.listdir(tmp_path) == []
 
 

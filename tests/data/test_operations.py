@@ -106,7 +106,7 @@ def both_ways(image: Image.Image, name: str, arguments: np.ndarray, bicubic: boo
     batch = from_pillow(image).expand(len(arguments), -1, -1, -1)
     drawn = np.array([[(Operation[name], argument, bicubic)] for argument in arguments])
     ours = augmented(batch, drawn, fill)
-    assert torch.equal(augmented(batch, drawn, fill, at_once=True), ours)
+    assert torch.equal(augmented(batch, drawn, fill, few_launches=True), ours)
     return ours, torch.stack([
         from_pillow(with_pillow(image, Operation[name], float(argument), bicubic, fill))
         for argument in arguments])
@@ -199,14 +199,13 @@ def test_an_image_has_the_same_bits_in_any_batch_and_in_parts_of_any_size(monkey
     images, drawn = noisy_batch(61, height, width), random_operations(61, EVERY)
     assert set(drawn[..., 0].flat) == set(Operation)         # all of them, and none
     together = augmented(images, drawn)
-    for at_once in (False, True):
+    for few_launches in (False, True):
         for number in range(61):
-            alone = augmented(images[number:number + 1], drawn[number:number + 1], at_once=at_once)
+            alone = augmented(images[number:number + 1], drawn[number:number + 1], few_launches=few_launches)
             assert torch.equal(together[number], alone[0])
         for most in (0, 3 * height * width, 2**40):
-            monkeypatch.setattr(operations, "CHUNK", most)
-            monkeypatch.setattr(operations, "MOST_PIXELS", most)
-            assert torch.equal(augmented(images, drawn, at_once=at_once), together)
+            monkeypatch.setattr(operations, "CPU_CHUNK", most)
+            assert torch.equal(augmented(images, drawn, few_launches=few_launches), together)
 
 
 def test_the_bits_are_those_of_earlier_runs():

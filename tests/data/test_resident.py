@@ -12,19 +12,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from deit import AUGMENT, RAND_AUGMENT, SHIFT as ONLY_SHIFT
-from vitinit.data.cache import GIB, cut, decode_to_device, only_moves_pixels
+from deit import AUGMENT, CPU, MIX, RAND_AUGMENT, SHIFT as ONLY_SHIFT
 from vitinit.data.datasets import ImageFolder, ImagesInMemory
-from vitinit.data.draw import SampleDraws, SampleKey
+from vitinit.data.draw import Augmentation, SampleKey
 from vitinit.data.images import Box, DataError, crop_and_flip
-from vitinit.data.loader import TrainViews, train_loader
-from vitinit.data.sampler import TrainSampler, plan_batches
+from vitinit.data.loader import TrainViews
+from vitinit.data.pipeline import GIB, cut, decode_to_device, only_moves_pixels
 
-CPU = torch.device("cpu")
 SIDE, COUNT, SEED = 7, 23, 5
 SHIFT = replace(AUGMENT, **ONLY_SHIFT, crop_padding=3, erase_probability=0.5)
-DRAWS = SampleDraws(SEED, (SIDE, SIDE), SHIFT,
-                    replace(RAND_AUGMENT, probability=0.7, interpolation="random"))
+DRAWS = Augmentation(SEED, (SIDE, SIDE), SHIFT,
+                     replace(RAND_AUGMENT, probability=0.7, interpolation="random"), MIX)
 
 
 def noise(count: int, height: int, width: int) -> np.ndarray:
@@ -43,17 +41,6 @@ def folder(tmp_path: Path) -> Path:
 def in_memory(height: int = SIDE, width: int = SIDE, count: int = COUNT) -> ImagesInMemory:
     images = torch.from_numpy(noise(count, height, width)).permute(0, 3, 1, 2)
     return ImagesInMemory(images, np.arange(count) * 7 % 5, [""] * 5)
-
-
-def sampler(*, rank: int = 0, world_size: int = 1, step: int = 0) -> TrainSampler:
-    made = TrainSampler(COUNT, plan_batches(6, 3, world_size, group=1), rank=rank,
-                        seed=SEED, repeats=2)
-    made.start(epoch=3, step=step)
-    return made
-
-
-def parts(batch) -> list[np.ndarray]:
-    return [np.asarray(batch.images), np.asarray(batch.labels), *batch.draws]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -83,7 +70,7 @@ def test_a_cut_is_the_crop_of_the_image_wherever_the_window_lies(height, width, 
     (replace(SHIFT, crop_padding=0, flip=0.0), (7, 7), True)])
 def test_pixels_only_move_where_every_drawn_box_has_the_images_size(crop, size, expected):
     assert only_moves_pixels(crop, size) is expected
-    draws = SampleDraws(0, size, crop, RAND_AUGMENT)
+    draws = Augmentation(0, size, crop, RAND_AUGMENT, MIX)
     boxes = [view.box for view in draws.views([SampleKey(0, index) for index in range(60)],
                                               [size] * 60)]
     assert all((box.height, box.width) == size for box in boxes) is expected
@@ -94,9 +81,13 @@ def test_pixels_only_move_where_every_drawn_box_has_the_images_size(crop, size, 
 # ---------------------------------------------------------------------------------------------
 
 
+def stored(source, size=(SIDE, SIDE), gib: float = 1.0, advance=lambda: None) -> Tensor | None:
+    return decode_to_device(source, CPU, size, gib, advance)
+
+
 def test_files_are_decoded_in_order_with_a_call_for_each(folder):
     source, calls = ImageFolder(folder), []
-    resident = decode_to_device(source, CPU, (SIDE, SIDE), 1.0, lambda: calls.append(1))
+    resident = stored(source, advance=lambda: calls.append(1))
     assert len(calls) == COUNT
     for index in range(COUNT):
         assert torch.equal(resident[index], source.image(index))
@@ -104,48 +95,18 @@ def test_files_are_decoded_in_order_with_a_call_for_each(folder):
 
 def test_the_budget_is_the_bytes_of_the_images():
     exactly = COUNT * 3 * SIDE * SIDE / GIB
-    for source in (in_memory(),):
-        assert decode_to_device(source, CPU, (SIDE, SIDE), exactly) is not None
-        assert decode_to_device(source, CPU, (SIDE, SIDE), exactly * 0.999) is None
-        assert decode_to_device(source, CPU, (SIDE, SIDE), 0.0) is None
+    assert stored(in_memory(), gib=exactly) is not None
+    assert stored(in_memory(), gib=exactly * 0.999) is None
 
 
-def test_images_of_another_size_stay_with_the_workers(folder):
-    assert decode_to_device(in_memory(height=8), CPU, (SIDE, SIDE), 1.0) is None
-    assert decode_to_device(ImageFolder(folder), CPU, (SIDE, SIDE + 1), 1.0) is None
+def test_images_of_another_size_stay_with_the_workers_and_a_broken_one_is_named(folder):
+    assert stored(in_memory(height=8)) is None
     odd = folder / "class_2" / "odd.png"             # the last one
     Image.fromarray(noise(1, SIDE, SIDE + 1)[0]).save(odd)
-    assert decode_to_device(ImageFolder(folder), CPU, (SIDE, SIDE), 1.0) is None
-
-
-def test_a_broken_image_is_named_at_once(folder):
-    (folder / "class_1" / "zz.png").write_bytes(b"no image")
-    with pytest.raises(DataError, match="zz.png: not a readable image"):
-        decode_to_device(ImageFolder(folder), CPU, (SIDE, SIDE), 1.0)
-
-
-# ---------------------------------------------------------------------------------------------
-# Batches
-# ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("where", [dict(), dict(step=2), dict(rank=1, world_size=2)])
-def test_training_batches_are_those_of_the_workers_to_the_bit(folder, workers, where):
-    source = ImageFolder(folder)
-    resident = decode_to_device(source, CPU, (SIDE, SIDE), 1.0)
-    windows = train_loader(TrainViews(source, DRAWS, decode=False), sampler(**where),
-                           workers=workers, pin_memory=False)
-    ours = [batch._replace(images=cut(resident, batch.images)) for batch in windows]
-    theirs = train_loader(TrainViews(source, DRAWS), sampler(**where), workers=0,
-                          pin_memory=False)
-    assert len(theirs) > 0
-    seen = 0
-    for mine, other in zip(ours, theirs, strict=True):
-        for a, b in zip(parts(mine), parts(other), strict=True):
-            assert a.dtype == b.dtype and np.array_equal(a, b)
-        seen += len(mine.labels)
-    assert seen == 3 * len(theirs)
+    assert stored(ImageFolder(folder)) is None
+    odd.write_bytes(b"no image")
+    with pytest.raises(DataError, match="odd.png: not a readable image"):
+        stored(ImageFolder(folder))
 
 
 def test_workers_that_only_draw_are_not_sent_the_images():
@@ -153,11 +114,6 @@ def test_workers_that_only_draw_are_not_sent_the_images():
     sent, whole = (len(pickle.dumps(TrainViews(source, DRAWS, decode=decode)))
                    for decode in (False, True))
     assert sent < 3_000 < source.images.nbytes < whole
-
-
-def weights_of_a_run(train_program, arguments: list[str], folder: Path) -> dict[str, Tensor]:
-    assert train_program.main(arguments) == 0
-    return torch.load(folder / "last.pt", weights_only=True)["model"]
 
 
 def test_a_run_ends_with_the_same_weights_either_way(train_program, small_run, folder, tmp_path,
@@ -177,7 +133,8 @@ def test_a_run_ends_with_the_same_weights_either_way(train_program, small_run, f
                               augment__crop_ratio="[1.0, 1.0]", augment__crop_padding="2",
                               model__options__patch_size=str(SIDE), schedule__epochs="2")
         arguments[arguments.index("--data-dir") + 1] = str(images)
-        weights[gib] = weights_of_a_run(train_program, arguments, run)
+        assert train_program.main(arguments) == 0
+        weights[gib] = torch.load(run / "last.pt", weights_only=True)["model"]
         assert ("all on the device" in capsys.readouterr().out) == (gib == "1.0")
     for name, value in weights["0.0"].items():
         assert torch.equal(value, weights["1.0"][name]), name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,25 +11,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from deit import AUGMENT, MIX, RAND_AUGMENT, SHIFT, augmented, erase
-from vitinit.data.augment import normalise
+from deit import AUGMENT, MIX, RAND_AUGMENT, SHIFT, augmented, draws_of, erase
+from vitinit.data.augment import TrainToDevice, normalise
 from vitinit.data.datasets import ImagesInMemory
-from vitinit.data.draw import SampleDraws, SampleKey, epoch_order
+from vitinit.data.draw import Augmentation, SampleKey, epoch_order
 from vitinit.data.images import DataError, crop_and_flip
 from vitinit.data.mix import UNMIXED, MixDraw, smooth_one_hot
-from vitinit.data.pipeline import TrainingBatches, training_batches
+from vitinit.data.pipeline import TrainingBatches
 from vitinit.data.sampler import TrainSampler, plan_batches
-from vitinit.data.to_device import TrainToDevice
 from vitinit.keys import Stream, keyed_generator
 
 CPU = torch.device("cpu")
 SIDE, COUNT, CLASSES, SEED, REPEATS = 7, 29, 5, 31, 3
 GLOBAL_BATCH, GROUP, EPOCHS = 24, 8, 4                       # one step per epoch, three groups
 MEAN, STD = (0.5, 0.4, 0.3), (0.3, 0.2, 0.1)
-DRAWS = SampleDraws(SEED, (SIDE, SIDE),
-                    replace(AUGMENT, **SHIFT, crop_padding=2, erase_probability=0.5),
-                    replace(RAND_AUGMENT, probability=0.7, fill=(17, 131, 251)))
-MIXING = replace(MIX, probability=0.9)
+DRAWS = Augmentation(SEED, (SIDE, SIDE),
+                     replace(AUGMENT, **SHIFT, crop_padding=2, erase_probability=0.5),
+                     replace(RAND_AUGMENT, probability=0.7, fill=(17, 131, 251)),
+                     replace(MIX, probability=0.9))
+MIXING = DRAWS.mix
 
 
 class Distribution(NamedTuple):
@@ -56,12 +55,11 @@ def all_steps(how: Distribution, *, erase_after_mix: bool = False) -> list[tuple
     source = random_images()
     for rank in range(how.world_size):
         sampler = TrainSampler(COUNT, plan, rank=rank, seed=SEED, repeats=REPEATS)
-        prepare = TrainToDevice(
-            CPU, mean=MEAN, std=STD, channels_last=False, rand_augment=DRAWS.rand_augment, mix=MIXING,
-            augment=replace(DRAWS.augment, erase_after_mix=erase_after_mix), num_classes=CLASSES,
-            seed=SEED)
-        batches = training_batches(source, sampler=sampler, draws=DRAWS, prepare=prepare,
-                                   budget_gib=float(how.resident), workers=how.workers)
+        draws = replace(DRAWS, augment=replace(DRAWS.augment, erase_after_mix=erase_after_mix))
+        prepare = TrainToDevice(CPU, draws, mean=MEAN, std=STD, channels_last=False,
+                                num_classes=CLASSES)
+        batches = TrainingBatches(source, sampler, prepare, budget_gib=float(how.resident),
+                                  workers=how.workers)
         assert batches.resident == how.resident
         for epoch in range(EPOCHS):
             (number, step), = batches.steps(epoch)
@@ -95,7 +93,7 @@ def by_definition(*, erase_after_mix: bool = False) -> list[tuple[Tensor, Tensor
             view, = DRAWS.views([key], [(SIDE, SIDE)])
             images.append(crop_and_flip(source.image(key.index), view.box, view.flip,
                                         (SIDE, SIDE), view.interpolation))
-        draws = DRAWS.for_device(keys)
+        draws = draws_of(DRAWS, keys)
         images = augmented(torch.stack(images), draws.operations, (17, 131, 251))
         targets = smooth_one_hot(torch.from_numpy(source.labels[views]), CLASSES, 0.1)
 
@@ -143,9 +141,27 @@ def test_a_step_comes_once_all_its_images_are_loaded():
     def loaded() -> Iterator[int]:
         yield from range(plan.accumulation - 1)
         raise DataError("image 7")
-    prepared = []
-    steps = TrainingBatches(loaded(), sampler, SimpleNamespace(device=CPU)).steps(0)
+    prepare = TrainToDevice(CPU, DRAWS, mean=MEAN, std=STD, channels_last=False, num_classes=CLASSES)
+    batches, prepared = TrainingBatches(random_images(), sampler, prepare), []
+    batches.loader = loaded()
     with pytest.raises(DataError, match="image 7"):
-        for _, step in steps:
+        for _, step in batches.steps(0):
             prepared.extend(step)
     assert plan.accumulation == 6 and prepared == []        # not even five of them
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_that_is_resumed_is_the_same_from_there(done, workers):
+    """Two steps of twelve images; one set of workers goes through both epochs."""
+    plan = plan_batches(12, 4, 1, group=4)
+
+    def steps(batches: TrainingBatches, done: int) -> list[bytes]:
+        return [micro_batch.prepare()[0].numpy().tobytes() for epoch, skipped in ((1, done), (2, 0))
+                for _, step in batches.steps(epoch, skipped) for micro_batch in step]
+    batches = [TrainingBatches(
+        random_images(), TrainSampler(COUNT, plan, rank=0, seed=SEED, repeats=2),
+        TrainToDevice(CPU, DRAWS, mean=MEAN, std=STD, channels_last=False, num_classes=CLASSES),
+        workers=number) for number in (0, workers)]
+    whole = steps(batches[0], 0)
+    assert len(set(whole)) == 12 and steps(batches[1], done) == whole[3 * done:]

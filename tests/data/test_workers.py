@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from vitinit.data.images import DataError
-from vitinit.data.loader import Loader
-from vitinit.data.workers import GRACE_SECONDS, begin_work, expect_workers
+from vitinit.data.loader import GRACE_SECONDS, Loader, begin_work
 
 METHODS = ("fork", "forkserver", "spawn")
 
@@ -58,7 +57,7 @@ import sys
 
 import torch
 
-from vitinit.data.loader import batch_loader
+from vitinit.data.loader import Loader
 
 
 class Views:
@@ -78,7 +77,7 @@ class Views:
 if __name__ == "__main__":
     method, pipe, ending = sys.argv[1:]
     multiprocessing.set_start_method(method)
-    loader = batch_loader(Views(pipe), torch.stack, 2, False, batch_size=2, persistent_workers=True)
+    loader = Loader(Views(pipe), workers=2, batch_size=2, persistent_workers=True)
     batches = iter(loader)
     assert next(batches).tolist() == [0, 1]
     exec(ending)
@@ -107,7 +106,7 @@ def test_workers_end_with_their_parent_however_it_ends(tmp_path, method, ending,
 THREADS_PROGRAM = """
 import torch
 
-from vitinit.data.loader import batch_loader
+from vitinit.data.loader import Loader
 
 
 class Views:
@@ -120,7 +119,7 @@ class Views:
 
 torch.set_num_threads(2)
 torch.full((1 << 22,), 2.0).sqrt().sum()             # now the threads exist, and a fork has none of them
-print(len(list(batch_loader(Views(), torch.stack, 2, False, batch_size=2))))
+print(len(list(Loader(Views(), workers=2, batch_size=2))))
 """
 
 
@@ -173,9 +172,9 @@ def test_a_worker_outlives_signals_for_a_while():
 
 def test_more_workers_than_open_files_is_one_line(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda kind: (1024, 4096))
-    expect_workers(96)
+    Loader([1], workers=96)
     with pytest.raises(DataError, match=r"data.workers = 97 need .* 1024 files .* at most 96$"):
-        expect_workers(97)
+        Loader([1], workers=97)
 
 
 @pytest.mark.parametrize("workers, error, words", [
@@ -193,7 +192,7 @@ def test_what_workers_die_of_is_one_line(monkeypatch, workers, error, words):
         raise error
     monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", failing)
     with pytest.raises(DataError) as caught:
-        next(iter(Loader([1], num_workers=workers)))
+        next(iter(Loader([1], workers=workers)))
     assert str(caught.value).startswith(words) and "\n" not in str(caught.value)
     assert workers or "data.workers" not in str(caught.value)
 
@@ -206,5 +205,5 @@ def test_what_is_no_matter_of_memory_or_workers_is_raised_as_it_is(monkeypatch, 
         raise error
     monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", failing)
     with pytest.raises(RuntimeError) as caught:
-        next(iter(Loader([1], num_workers=workers)))
+        next(iter(Loader([1], workers=workers)))
     assert caught.value is error

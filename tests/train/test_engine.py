@@ -178,7 +178,7 @@ def test_accumulation_equals_the_whole_batch_drop_path_included(size):
 
 
 def test_a_micro_batch_is_prepared_once_the_one_before_was_trained_on():
-    """Its memory is used again for a later one; see data/ahead.py."""
+    """Its memory is used again for a later one; see data/pipeline.py."""
     model, order = small_model(), []
 
     class Told(Given):

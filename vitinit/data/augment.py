@@ -1,17 +1,21 @@
-"""Normalisation and random erasing of a batch (B, 3, H, W), on the batch's own device.
+"""The way of a batch on the device, from bytes to what the model takes: augmented and normalised.
 
 The result for an image is the same, bit for bit, whatever batch it is in and whatever the device.
-All random numbers were drawn before (draw.py) and come in as arguments, one per image.
+All random numbers were drawn before (draw.py) and come with the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from .draw import Augmentation
+from .loader import Batch
+from .mix import mix_images, mix_targets, smooth_one_hot
+from .operations import CPU_CHUNK, rand_augment, upload
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -50,17 +54,17 @@ def normalise(images: Tensor, mean: Sequence[float] | Tensor,
 
 
 def normal_quantiles(count: int = 2**16) -> Tensor:
-    """The quantiles of N(0, 1) at (i + ½) / count: (count,) float32, by default from -4.3 to 4.3."""
+    """The quantiles of N(0, 1) at (i + ½) / count: (count,) float32, from -4.3 to 4.3."""
     shares = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     return torch.special.ndtri(shares).float()
 
 
 def hashed(keys: Tensor | int, counters: Tensor) -> Tensor:
-    """64 random bits per pair of key and counter, as int64: SplitMix64 (Steele et al., OOPSLA 2014).
+    """64 random bits per pair of key and counter, as int64.
 
-    The result is output number `counter` of the generator whose seed is `key`. Products wrap
-    around, as is usual for int64, and shifts to the right fill with zeros, as for unsigned
-    integers.
+    This is SplitMix64 (Steele et al., OOPSLA 2014): output number `counter` of the generator whose
+    seed is `key`. Products wrap around, as is usual for int64, and shifts to the right fill with
+    zeros, as for unsigned integers.
     """
     def shifted(bits: Tensor, by: int) -> Tensor:
         return (bits >> by) & ((1 << (64 - by)) - 1)
@@ -71,67 +75,124 @@ def hashed(keys: Tensor | int, counters: Tensor) -> Tensor:
     return bits ^ shifted(bits, 31)
 
 
-Fill = Literal["pixel", "rand", "const"]
-
-
-class ErasedBoxes(NamedTuple):
-    """The boxes that are erased of a batch, as a list of all their values; `upload` moves the arrays.
-
-    The columns of `table` are, for each of n boxes: the index of its first value in the list, the
-    index of its top left corner in the flattened images, its number of pixels, its width and the
-    key of its noise.
-    """
-
-    boxes: list[list[int]]      # row in the batch, top, left, height, width and key, on the host
-    count: int                  # how many values all boxes have
-    sizes: np.ndarray           # (n,) int64: how many values (3 · height · width) each has
-    table: np.ndarray           # (n, 5) int64
-
-
-def erased_boxes(erased: np.ndarray, size: tuple[int, int]) -> ErasedBoxes:
-    """List the boxes of images of `size` = (height, width); erased: (B, 5), as in `draw.Draws`."""
-    rows = np.flatnonzero(erased[:, 2])
-    boxes = np.column_stack([rows, erased[rows]])
-    _, tops, lefts, heights, widths, keys = boxes.T
-    sizes = 3 * heights * widths
-    corners = (3 * rows * size[0] + tops) * size[1] + lefts
-    table = np.stack([np.cumsum(sizes) - sizes, corners, heights * widths, widths, keys], 1)
-    return ErasedBoxes(boxes.tolist(), int(sizes.sum()), sizes, table)
-
-
-def erase(images: Tensor, boxes: ErasedBoxes, fill: Fill, quantiles: Tensor, *, at_once: bool
-          ) -> Tensor:
+def erase(images: Tensor, erased: Tensor, count: int, fill: str, quantiles: Tensor) -> Tensor:
     """Fill each image's erased box, in place; images: (B, 3, H, W) float32, normalised.
 
-    fill: noise per value, noise per channel, or zeros. quantiles: `normal_quantiles`, on the
-    images' device. Noise is not drawn by a generator of the device. It is looked up among the
-    quantiles by a hash of the image's noise key and the position in the box (channel, row, column),
-    so that it is the same, bit for bit, on every device.
-    at_once: fill all boxes as one list, which takes fewest launches; else one after the other.
+    erased: (B, 5), as in `draw.Draws`, on the images' device. count: how many values all boxes have
+    (3 · height · width each), which the host must know. fill: "pixel" (noise per value), "rand"
+    (noise per channel) or "const" (zeros). quantiles: `normal_quantiles`, on the same device.
+
+    Noise is not drawn by a generator of the device. It is looked up among the quantiles by a hash
+    of the image's noise key and the position in the box (channel, row, column), so that it is the
+    same, bit for bit, on every device.
     """
-    if at_once and boxes.count:
-        area, width = images.shape[2] * images.shape[3], images.shape[3]
-        box = torch.repeat_interleave(boxes.sizes, output_size=boxes.count)     # each value's box
-        starts, corners, pixels, widths, keys = boxes.table.index_select(0, box).unbind(1)
-        position = torch.arange(boxes.count, device=images.device) - starts     # in its box
-        channel, pixel = position // pixels, position % pixels
-        index = channel * area + pixel // widths * width + pixel % widths + corners
-        images.view(-1)[index] = noise(keys, channel, position, fill, quantiles)
-    elif not at_once:
-        for row, top, left, height, width, key in boxes.boxes:
-            images[row, :, top:top + height, left:left + width] = noise(
-                key, torch.arange(3).view(3, 1, 1),
-                torch.arange(3 * height * width).view(3, height, width), fill, quantiles)
+    if not count:
+        return images
+    area, across = images.shape[2] * images.shape[3], images.shape[3]
+    top, left, height, width, key = erased.unbind(1)                     # (B,) each
+    rows = torch.arange(len(images), device=images.device)
+    sizes = 3 * height * width
+    corners = 3 * area * rows + across * top + left
+    box = torch.repeat_interleave(rows, sizes, output_size=count)        # of each value
+    starts, corners, pixels, widths, keys = (
+        column.index_select(0, box)                                      # (count,) each
+        for column in (sizes.cumsum(0) - sizes, corners, height * width, width, key))
+    position = torch.arange(count, device=images.device).sub_(starts)    # in its box
+    channel = position // pixels
+    row = (position - channel * pixels) // widths
+    # A value's place: as in an image of the box's size, but for what lies beside the box.
+    index = corners.add_(position).add_(channel * (area - pixels)).add_(row * (across - widths))
+    values = torch.zeros(count, device=images.device)
+    if fill != "const":
+        bits = hashed(keys, channel if fill == "rand" else position)
+        values = quantiles.index_select(0, bits & (len(quantiles) - 1))
+    images.view(-1).scatter_(0, index, values)
     return images
 
 
-def noise(keys: Tensor | int, channels: Tensor, positions: Tensor, fill: Fill, quantiles: Tensor
-          ) -> Tensor:
-    """The values that fill a box at these positions, counted from 0 over (channel, row, column).
+# ---------------------------------------------------------------------------------------------
+# The way of a batch on the device
+# ---------------------------------------------------------------------------------------------
 
-    channels: the channel of each position, which decides the value where fill is "rand".
+
+class ToDevice:
+    """Prepare evaluation batches: normalised images (B, 3, H, W) float32 and labels (B,).
+
+    mean, std: per channel, of values in [0, 1]. channels_last: the memory format of the images.
     """
-    if fill == "const":
-        return torch.zeros((), device=quantiles.device)
-    bits = hashed(keys, channels if fill == "rand" else positions)
-    return quantiles[bits & (len(quantiles) - 1)]
+
+    def __init__(self, device: torch.device, *, mean: Sequence[float], std: Sequence[float],
+                 channels_last: bool) -> None:
+        self.device = device
+        self.normalise = Normalise(mean, std, device)
+        self.format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def __call__(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        images, labels = (part.to(self.device, non_blocking=True) for part in batch)
+        return self.normalise(images).contiguous(memory_format=self.format), labels
+
+
+class TrainToDevice(ToDevice):
+    """Prepare training batches: augmented images (B, 3, H, W) float32, and targets (B, K) float32.
+
+    chunk: how many pixels are normalised, erased and mixed at once. By default a CPU does so with
+        what fits into its cache, and a GPU with the whole micro-batch, which takes fewest launches;
+        the bits are the same.
+    """
+
+    def __init__(self, device: torch.device, augmentation: Augmentation, *, num_classes: int,
+                 mean: Sequence[float], std: Sequence[float], channels_last: bool,
+                 chunk: int | None = None) -> None:
+        super().__init__(device, mean=mean, std=std, channels_last=channels_last)
+        self.augmentation, self.num_classes = augmentation, num_classes
+        self.chunk = chunk if chunk is not None else CPU_CHUNK if device.type == "cpu" else 2**62
+        self.quantiles = normal_quantiles().to(device)
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Augment a micro-batch, which holds every image with its mixing partner."""
+        images, labels, erased, mixed = (part.to(self.device, non_blocking=True) for part in (
+            batch.images, batch.labels, batch.draws.erased, batch.draws.mixed))
+        settings = self.augmentation
+        images = rand_augment(images, batch.draws.operations.numpy(), settings.rand_augment.fill)
+        targets = smooth_one_hot(labels, self.num_classes, settings.mix.label_smoothing)
+        if settings.mix.mixes:
+            targets = mix_targets(targets, mixed)
+        count, _, height, width = images.shape
+        values = 3 * batch.draws.erased.numpy()[:, 2:4].prod(1)          # (B,), erased of each
+        if count * height * width <= self.chunk:
+            return self.finish(images, erased, int(values.sum()), mixed), targets
+        done = torch.empty(images.shape, memory_format=self.format, device=self.device)
+        for chunk in pairs_in_chunks(count, self.chunk // (height * width)):
+            rows = upload(chunk, self.device)
+            done.index_copy_(0, rows, self.finish(
+                images.index_select(0, rows), erased[rows], int(values[chunk].sum()), mixed[rows]))
+        return done, targets
+
+    def finish(self, images: Tensor, erased: Tensor, count: int, mixed: Tensor) -> Tensor:
+        """Turn uint8 images (n, 3, H, W) into what the model takes; count: as in `erase`.
+
+            normalise → erase → mix     the order of DeiT
+            mix → normalise → erase     with erase_after_mix: the order of timm with its prefetcher,
+                                        which mixes uint8 images in workers
+        """
+        augment, mixes = self.augmentation.augment, self.augmentation.mix.mixes
+        if mixes and augment.erase_after_mix:
+            images = mix_images(images, mixed)
+        images = erase(self.normalise(images), erased, count, augment.erase_fill, self.quantiles)
+        if mixes and not augment.erase_after_mix:
+            images = mix_images(images, mixed)
+        return images.contiguous(memory_format=self.format)
+
+
+def pairs_in_chunks(count: int, most: int) -> Iterator[np.ndarray]:
+    """Yield the indices of `count` images in chunks that hold each image with its mixing partner.
+
+    Partners stand opposite each other, so a chunk is indices from the front of the batch and from
+    its end; an odd batch has one image in the middle. most: how many images a chunk may have, which
+    has at least one pair.
+    """
+    pairs = max(1, most // 2)
+    for first in range(0, (count + 1) // 2, pairs):
+        front = np.arange(first, min(first + pairs, (count + 1) // 2))
+        back = count - 1 - front[::-1]
+        yield np.concatenate([front, back[back > front[-1]]])

@@ -13,7 +13,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from torchvision.datasets import (CIFAR10, CIFAR100, STL10, SVHN, Flowers102, Fo
 from ..keys import Stream, keyed_generator
 from ..messages import in_brief
 from . import shapes
-from .folders import EXTENSIONS, Paths, class_folders, images_below, images_by_class, in_words
+from .folders import EXTENSIONS, class_folders, images_below, images_by_class, in_words
 from .images import DataError, decode_image
 
 VALIDATION_FOLDERS = ("val", "test")
@@ -68,24 +68,38 @@ class ImagesInMemory:
 
 
 class ImageFiles:
-    """Images on disk; each is decoded anew whenever it is read."""
+    """Images on disk; each is decoded anew whenever it is read.
+
+    Their paths are stored as bytes, (N, length of the longest) uint8, filled up by zeros. Worker
+    processes share the memory of this tensor, however they are started. Python strings would be
+    copied into each, since reading one writes to its reference count.
+    """
 
     apply_exif_orientation = True                    # `oriented` changes it
     left_out = ""
 
     def __init__(self, paths: Sequence[str], labels: Sequence[int] | np.ndarray,
                  classes: list[str]) -> None:
-        self.paths, self.labels, self.classes = Paths(paths), np.array(labels, np.int64), classes
+        encoded = np.array(list(map(os.fsencode, paths)), bytes)
+        self.encoded = torch.from_numpy(encoded[:, None].view(np.uint8))
+        self.labels, self.classes = np.array(labels, np.int64), classes
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def paths(self) -> list[str]:
+        """The paths of all images."""
+        encoded = self.encoded.numpy()
+        return list(map(os.fsdecode, encoded.view(f"S{encoded.shape[1]}").ravel().tolist()))
+
     def image(self, index: int) -> Tensor:
-        return decode_image(self.paths[index], apply_exif_orientation=self.apply_exif_orientation)
+        path = os.fsdecode(self.encoded[index].numpy().tobytes().rstrip(b"\0"))
+        return decode_image(path, apply_exif_orientation=self.apply_exif_orientation)
 
     def part(self, indices: np.ndarray) -> ImageFiles:
-        chosen, paths = copy.copy(self), list(self.paths)
-        chosen.paths, chosen.labels = Paths([paths[i] for i in indices]), self.labels[indices]
+        chosen = copy.copy(self)
+        chosen.encoded, chosen.labels = self.encoded[indices], self.labels[indices]
         return chosen
 
 
@@ -104,8 +118,8 @@ class ImageFolder(ImageFiles):
         self.left_out = in_words(left_out, folder)
         for name, paths in found.items():
             if not paths:
-                raise DataError(f"{folder / name}: no image in this class; expected files ending "
-                                f"in {', '.join(EXTENSIONS)}{self.left_out and '; '}{self.left_out}")
+                raise DataError(f"{folder / name}: no image in this class; expected files ending in"
+                                f" {', '.join(EXTENSIONS)}{self.left_out and '; '}{self.left_out}")
         labels = np.repeat(np.arange(len(found)), list(map(len, found.values())))
         super().__init__([path for paths in found.values() for path in paths], labels, list(found))
 
@@ -143,8 +157,8 @@ def fingerprint(source: Source, root: str) -> str:
     digest.update(source.labels.tobytes())
     if isinstance(source, ImageFiles):
         folder = os.fsencode(os.path.join(folder_of(root), ""))
-        content = source.paths.content.numpy().tobytes()
-        digest.update((b"\0" + content).replace(b"\0" + folder, b"\0"))
+        content = os.fsencode("\0".join(["", *source.paths, ""]))
+        digest.update(content.replace(b"\0" + folder, b"\0"))
     return digest.hexdigest()[:16]
 
 
@@ -172,10 +186,9 @@ def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int
     """
     if share == 1.0 and not images_per_class and not held_out:
         return source
-    orders = shuffled_classes(source, seed, max(images_per_class, 1), held_out)
     return source.part(np.sort(np.concatenate([
         order[:images_per_class or max(1, int(share * (len(order) - held_out) + 0.5))]
-        for order in orders])))
+        for order in shuffled_classes(source, seed, max(images_per_class, 1), held_out)])))
 
 
 def held_out_part(source: Source, *, images_per_class: int, seed: int = 0) -> Source:
@@ -183,9 +196,9 @@ def held_out_part(source: Source, *, images_per_class: int, seed: int = 0) -> So
 
     Raises DataError that names the class if a class would have no image left to train on.
     """
-    orders = shuffled_classes(source, seed, 1, images_per_class)
     return source.part(np.sort(np.concatenate([
-        order[len(order) - images_per_class:] for order in orders])))
+        order[len(order) - images_per_class:]
+        for order in shuffled_classes(source, seed, 1, images_per_class)])))
 
 
 def shuffled_classes(source: Source, seed: int, least: int, held_out: int) -> Iterator[np.ndarray]:
@@ -267,7 +280,8 @@ def open_tiny_imagenet(root: Path, split: str) -> ImageFiles:
         return source
     names, wnids = zip(*(line.split("\t")[:2] for line in lines))
     classes, labels = np.unique(wnids, return_inverse=True)
-    return all_there([root / "val" / "images" / name for name in names], labels, classes.tolist())
+    paths = [str(root / "val" / "images" / name) for name in names]
+    return ImageFiles(paths, labels, classes.tolist())
 
 
 def is_wnid(name: str) -> bool:
@@ -310,16 +324,16 @@ def list_food101(root: Path, split: str) -> ImageFiles:
     """
     found = Food101(root, TRAIN_AND_TEST[split])
     order = np.argsort(found._labels, kind="stable")
-    return all_there([found._image_files[index] for index in order], np.sort(found._labels),
-                     found.classes)
+    return ImageFiles([str(found._image_files[index]) for index in order],
+                      np.sort(found._labels), found.classes)
 
 
 def list_flowers102(root: Path, split: str) -> ImageFiles:
     """Oxford Flowers: train has its training and validation images, val has its test images."""
-    names = ("train", "val") if split == "train" else ("test",)
-    parts = [Flowers102(root, name) for name in names]
-    return all_there(sum([part._image_files for part in parts], []),
-                     sum([part._labels for part in parts], []), Flowers102.classes)
+    parts = [Flowers102(root, name)
+             for name in (("train", "val") if split == "train" else ("test",))]
+    return ImageFiles([str(file) for part in parts for file in part._image_files],
+                      sum([part._labels for part in parts], []), list(Flowers102.classes))
 
 
 def list_pets(root: Path, split: str) -> ImageFiles:
@@ -327,22 +341,8 @@ def list_pets(root: Path, split: str) -> ImageFiles:
     found = OxfordIIITPet(root, "trainval" if split == "train" else "test")
     breeds = {label: path.stem.rpartition("_")[0]
               for label, path in zip(found._labels, found._images)}
-    return all_there(found._images, found._labels, [breeds[label] for label in sorted(breeds)])
-
-
-def all_there(files: Sequence[Path], labels: Sequence[int], classes: list[str]) -> ImageFiles:
-    """The source of these image files. Raises DataError if one of them is missing.
-
-    Each folder of images is listed once, which is faster than asking for each file.
-    """
-    paths, present = [str(file) for file in files], set()
-    for folder in filter(os.path.isdir, {os.path.dirname(path) for path in paths}):
-        present.update(entry.path for entry in os.scandir(folder))
-    missing = [path for path in paths if path not in present]
-    if missing:
-        raise DataError(f"{missing[0]}: no such image; {len(missing):,} of the {len(paths):,} that "
-                        "are listed are missing")
-    return ImageFiles(paths, labels, list(classes))
+    return ImageFiles(list(map(str, found._images)), found._labels,
+                      [breeds[label] for label in sorted(breeds)])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -376,18 +376,15 @@ DATA_SETS: dict[str, DataSet] = {
         open_folder, "train/<class>/… and val/<class>/… or test/<class>/…; or <class>/… alone",
         None),
     "imagenet": DataSet(open_imagenet, "train/<wnid>/… and val/<wnid>/…", 1000),
-    "cifar10": DataSet(
-        partial(read_arrays, CIFAR10, "targets", {"train": True, "val": False}),
-        "cifar-10-batches-py/ (cifar-10-python.tar.gz unpacked)", 10,
-        [partial(CIFAR10, download=True)]),
-    "cifar100": DataSet(
-        partial(read_arrays, CIFAR100, "targets", {"train": True, "val": False}),
-        "cifar-100-python/ (cifar-100-python.tar.gz unpacked)", 100,
-        [partial(CIFAR100, download=True)]),
-    "stl10": DataSet(
-        partial(read_arrays, LabelledSTL10, "labels", TRAIN_AND_TEST),
-        "stl10_binary/ (stl10_binary.tar.gz unpacked)", 10,
-        [partial(LabelledSTL10, download=True)]),
+    "cifar10": DataSet(partial(read_arrays, CIFAR10, "targets", {"train": True, "val": False}),
+                       "cifar-10-batches-py/ (cifar-10-python.tar.gz unpacked)", 10,
+                       [partial(CIFAR10, download=True)]),
+    "cifar100": DataSet(partial(read_arrays, CIFAR100, "targets", {"train": True, "val": False}),
+                        "cifar-100-python/ (cifar-100-python.tar.gz unpacked)", 100,
+                        [partial(CIFAR100, download=True)]),
+    "stl10": DataSet(partial(read_arrays, LabelledSTL10, "labels", TRAIN_AND_TEST),
+                     "stl10_binary/ (stl10_binary.tar.gz unpacked)", 10,
+                     [partial(LabelledSTL10, download=True)]),
     "svhn": DataSet(                                 # without its extra images
         partial(read_arrays, SVHN, "labels", TRAIN_AND_TEST),
         "train_32x32.mat and test_32x32.mat", 10,
@@ -411,8 +408,8 @@ def download(name: str, root: str, say: Callable[[str], object] = print) -> None
     """Download a data set that torchvision offers, unless its files are there already.
 
     Among processes that share the folder, on one or several machines, one downloads and the others
-    wait. say: called with one line if this process has to wait, or if the folder's file system
-    cannot lock files. Raises DataError if the download fails.
+    wait. say: called with one line if this process has to wait. Raises DataError if the download
+    fails.
     """
     data_set, folder = DATA_SETS[name], folder_of(root)
     if not data_set.downloads:
@@ -434,28 +431,21 @@ def one_at_a_time(lock_file: Path, say: Callable[[str], object]) -> Iterator[Non
     """Wait for a lock on a file and hold it during the `with` block; see `download`.
 
     All processes on all machines that share the disk see the lock. If a process dies, its lock is
-    released. If no file can be created in the folder, no lock is needed, because nothing can be
-    downloaded into it.
+    released. Where no file can be created there is no lock, because nothing can be downloaded; nor
+    on a file system that has none.
     """
-    folder = lock_file.parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(lock_file, "a")
-    except OSError:
-        yield
-        return
-    with file:
-        try:
+    with ExitStack() as stack:
+        with suppress(OSError):
+            lock_file.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(lock_file, "a"))
+            # Two may enter once everything is there.
+            stack.callback(lock_file.unlink, missing_ok=True)
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):       # POSIX allows both
-                say(f"{folder}: waiting for another process that downloads into it")
+                say(f"{lock_file.parent}: waiting for another process that downloads into it")
                 fcntl.lockf(file, fcntl.LOCK_EX)
-        except OSError as error:
-            say(f"{folder}: files cannot be locked there ({error.strerror}); make sure that no "
-                "second process downloads into it")
         yield
-        lock_file.unlink(missing_ok=True)            # two may enter now that everything is there
 
 
 def open_split(name: str, root: str, split: str, num_classes: int) -> Source:

@@ -1,13 +1,14 @@
-"""All random draws for one training sample, keyed by (seed, epoch, index, repeat).
+"""All random draws for a training sample, keyed by (seed, epoch, index, repeat).
 
 A sample is one view of one image in one epoch. Its draws depend on its key alone: not on the
 worker, the process, the position in the batch, or on how often the run was resumed. Each kind of
 draw has a random stream of its own (keys.py), so that switching one augmentation off leaves the
 draws of all others as they were.
 
-    crop and flip   applied in the worker that decodes the image          → View
-    RandAugment     applied to whole batches on the device                ┐
-    erasing         applied to whole batches there, after normalisation   ┘ → Draws
+    crop and flip   applied in the worker that decodes the image                   → View
+    RandAugment     applied to whole batches on the device                         ┐
+    erasing         applied to whole batches there, after normalisation            ├ → Draws
+    mixing          likewise; drawn for a group of samples, by (seed, step, group) ┘
 
 `Augment` and `RandAugment` are the sections of a recipe with these names.
 """
@@ -27,11 +28,12 @@ from torch import Tensor
 from ..bounds import COUNT, number
 from ..keys import Stream, keyed_generator, keyed_generators
 from .images import Box
+from .mix import UNMIXED, Mix
 
-ATTEMPTS = 10                   # boxes tried before the centre is taken, or nothing is erased; as in
-                                # torchvision and timm
-BEYOND = 1e15                   # longer than the side of any image, in pixels; a box's sides are cut
-                                # to this length because infinity cannot be made an integer
+ATTEMPTS = 10                   # boxes tried before the centre is taken, or nothing is erased; as
+                                # in torchvision and timm
+BEYOND = 1e15                   # longer than the side of any image, in pixels; a box's sides are
+                                # cut to this, because infinity cannot be made an integer
 MAX_MAGNITUDE = 10.0            # the magnitude at which RandAugment's operations are strongest
 NOTHING = Box(0, 0, 0, 0)       # the box of an image of which nothing is erased
 
@@ -87,14 +89,14 @@ class Augment:
 
 @dataclass(frozen=True)
 class RandAugment:
-    """RandAugment (Cubuk et al., arXiv 1909.13719) with all settings of timm's `rand-m9-mstd0.5-inc1`.
+    """RandAugment (Cubuk et al., arXiv 1909.13719) with the settings of timm's.
 
-    In each of `layers` layers, one of `operations` is drawn, with replacement, and applied with
-    `probability`. Its magnitude is normally distributed around `magnitude` with standard deviation
-    `magnitude_std`, clipped to [0, 10]. Where an operation has a direction, its sign is + or −,
-    each with probability one half. As "inc1" says, every operation gets stronger with its
-    magnitude: the keys after `operations` say how strong it is at magnitude 10, and its strength is
-    proportional to its magnitude. layers = 0: no RandAugment.
+    DeiT uses timm's `rand-m9-mstd0.5-inc1`. In each of `layers` layers, one of `operations` is
+    drawn, with replacement, and applied with `probability`. Its magnitude is normally distributed
+    around `magnitude` with standard deviation `magnitude_std`, clipped to [0, 10]. Where an
+    operation has a direction, its sign is + or −, each with probability one half. As "inc1" says,
+    every operation gets stronger with its magnitude: the keys after `operations` say how strong it
+    is at magnitude 10, and its strength is proportional to its magnitude. layers = 0: none.
     """
 
     layers: int = number(minimum=0, below=2**16)    # operations drawn per image
@@ -269,31 +271,43 @@ class SampleKey(NamedTuple):
     repeat: int = 0
 
 
-class Draws(NamedTuple):
-    """What happens to the B samples of a batch on the device. The tensors are on the host."""
+class Samples(NamedTuple):
+    """The B samples of a micro-batch of the run's step number `step`."""
 
-    operations: Tensor          # (B, L, 3) float64: for each of RandAugment's layers the code of the
-                                # operation (0 for none), its argument, and 1 if it is bicubic, else 0
-    erased: Tensor              # (B, 5) int64: top, left, height and width of the box that is erased
-                                # (height 0: none), and the key of the noise in it
+    step: int
+    keys: list[SampleKey]
+    groups: np.ndarray          # (B,), the mixing group of each sample
+
+
+class Draws(NamedTuple):
+    """What happens to the B samples of a micro-batch on the device, as tensors on the host."""
+
+    operations: Tensor          # (B, L, 3) float64: for each of RandAugment's layers the code of
+                                # the operation (0 for none), its argument, and 1 if it is bicubic
+    erased: Tensor              # (B, 5) int64: top, left, height and width of the box that is
+                                # erased (height 0: none), and the key of the noise in it
+    mixed: Tensor               # (B, 5) float64: a `MixDraw`, the same for two partners: λ, then
+                                # top, left, height and width of the box (0: none)
 
 
 @dataclass(frozen=True)
-class SampleDraws:
-    """All draws for the samples of a run, whose views have `size` = (height, width) pixels."""
+class Augmentation:
+    """How a run's samples are augmented: the seed, (height, width) of a view, and the settings."""
 
     seed: int
     size: tuple[int, int]
     augment: Augment
     rand_augment: RandAugment
+    mix: Mix
 
     def views(self, keys: Sequence[SampleKey], sizes: Iterable[tuple[int, int]]) -> Iterator[View]:
         """Yield the crop and flip of each sample; `sizes` are (height, width) of their images."""
         for rng, size in zip(keyed_generators(self.seed, Stream.CROP_AND_FLIP, keys), sizes):
             yield draw_view(rng, self.augment, *size)
 
-    def for_device(self, keys: Sequence[SampleKey]) -> Draws:
-        """The draws of a batch that are applied on the device."""
+    def draws(self, samples: Samples) -> Draws:
+        """Draw what is applied to a micro-batch on the device."""
+        step, keys, groups = samples
         operations = draw_operations(keyed_generators(self.seed, Stream.RAND_AUGMENT, keys),
                                      len(keys), self.rand_augment)
         erased = np.zeros((len(keys), 5), np.int64)
@@ -301,4 +315,10 @@ class SampleDraws:
             for row, rng in zip(erased, keyed_generators(self.seed, Stream.ERASE, keys)):
                 box, noise_key = draw_erasing(rng, self.augment, *self.size)
                 row[:] = *box, noise_key
-        return Draws(torch.from_numpy(operations), torch.from_numpy(erased))
+        mixed = np.tile([UNMIXED.share, *UNMIXED.box], (len(keys), 1))
+        if self.mix.mixes:
+            for group in set(groups.tolist()):
+                share, box = self.mix.draw(
+                    keyed_generator(self.seed, Stream.MIX, step, group), *self.size)
+                mixed[groups == group] = share, *box
+        return Draws(*map(torch.from_numpy, (operations, erased, mixed)))

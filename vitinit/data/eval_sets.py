@@ -1,11 +1,11 @@
-"""What a trained model is evaluated on: validation splits, four more test sets, parts of a training set.
+"""What a model is evaluated on: validation splits, four more test sets, parts of a training set.
 
-The four test sets test models that were trained on ImageNet-1K. They have its 1000 classes, or 200 of them,
-and no training split:
+The four test sets are for models that were trained on ImageNet-1K. They have its 1000 classes, or
+200 of them, and no training split:
 
     ImageNet-V2      Recht et al., arXiv 1902.10811: images collected anew in the same way
     ImageNet-R       Hendrycks et al., arXiv 2006.16241: paintings, toys, tattoos, …; 200 classes
-    ImageNet-A       Hendrycks et al., arXiv 1907.07174: photographs that fool a ResNet-50; 200 classes
+    ImageNet-A       Hendrycks et al., arXiv 1907.07174: photos that fool a ResNet-50; 200 classes
     ImageNet-Sketch  Wang et al., arXiv 1905.13549: drawings in black and white
 
 Accuracy on ImageNet-R and ImageNet-A is defined over their 200 classes: the model's logits of the
@@ -54,9 +54,9 @@ def class_indices(model_classes: Sequence[str], set_classes: Sequence[str]) -> l
 class EvalSet(NamedTuple):
     """A test set that is a folder of class folders."""
 
-    unpacked: str               # the folder that its archive unpacks into, which the user should give
+    unpacked: str               # the folder that its archive unpacks into, which is to be given
     num_classes: int
-    numbered: bool = False      # its class folders are 0 … 999, in the order of the wnids; else wnids
+    numbered: bool = False      # its class folders are 0 … 999, in the order of the wnids
 
 
 class NamedSet(NamedTuple):
@@ -125,7 +125,7 @@ def open_to_evaluate(name: str, root: str) -> Source:
 
 
 def open_eval_set(name: str, root: Path) -> ImageFiles:
-    """Open one of EVAL_SETS. The names of its classes are wnids, whatever its folders are called."""
+    """Open one of EVAL_SETS. Its classes are wnids, whatever its folders are called."""
     unpacked, num_classes, numbered = EVAL_SETS[name]
     holds = "0/… to 999/…" if numbered else f"{num_classes} folders <wnid>/…"
     where = f"the folder {unpacked} of its archive, {holds}"
@@ -138,8 +138,8 @@ def open_eval_set(name: str, root: Path) -> ImageFiles:
         hint = f"; did you mean {root / strange[0]}?" if len(source.classes) == 1 else ""
         raise DataError(f"{root / strange[0]}: not a class of {name}, which is {where}{hint}")
     if len(source.classes) != num_classes:
-        raise DataError(f"{root}: {len(source.classes)} classes found, and {name} has {num_classes}; "
-                        "it is not complete")
+        raise DataError(f"{root}: {len(source.classes)} classes found, and {name} has "
+                        f"{num_classes}; it is not complete")
     if numbered:                                     # folders are sorted as words: 0, 1, 10, 100, …
         source.labels = np.array(source.classes, np.int64)[source.labels]
         source.classes = wnids

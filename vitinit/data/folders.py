@@ -1,4 +1,4 @@
-"""Which files under a folder are images, which folders are classes, and a compact list of paths.
+"""Which files under a folder are images, and which folders are classes.
 
 A file is an image if its name has one of the EXTENSIONS. Hidden files and folders are left out
 (such as .ipynb_checkpoints and macOS's ._x.jpg). What is left out and not hidden is counted by
@@ -16,40 +16,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from ..messages import in_brief, one_line
 from .images import HEIF_REMEDY, DataError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 HEIF = (".heic", ".heif", ".avif")
 KINDS_NAMED = 6                 # of suffixes, in a line about files that are left out
-
-
-class Paths(Sequence[str]):
-    """A sequence of N paths, stored as bytes (`os.fsencode`) with a zero byte after each path.
-
-    A million of them are two tensors, whose memory worker processes share however they are started;
-    Python strings would be copied into each, since reading one writes to its reference count.
-
-    content: (bytes,) uint8. ends: (N,) int64, the indices of the zero bytes.
-    """
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        content = np.frombuffer(bytearray(os.fsencode("\0".join([*paths, ""]))), dtype=np.uint8)
-        self.content, self.ends = map(torch.from_numpy, (content, np.flatnonzero(content == 0)))
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, index: int) -> str:
-        """The path at `index`, from 0 to N − 1."""
-        begin = int(self.ends[index - 1]) + 1 if index else 0
-        return os.fsdecode(self.content[begin:int(self.ends[index])].numpy().tobytes())
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(os.fsdecode(self.content.numpy().tobytes()).split("\0")[:-1])
 
 
 def class_folders(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Decode image files, resize and crop. During training and evaluation this runs in worker processes.
+"""Decode image files, resize and crop; worker processes do this, one image at a time.
 
 Images are (3, H, W) uint8 tensors whose memory is channels-last. The JPEG decoder returns them so,
 and torch's antialiased interpolation of uint8 is fastest with that layout.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
-import struct
 import warnings
 from typing import NamedTuple
 
@@ -31,11 +29,6 @@ FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM")   # Pillow's name
 HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"mif1", b"msf1", b"avif", b"avis")
 HEIF_REMEDY = ("HEIC, HEIF and AVIF are not read: convert them, on macOS by sips -s format jpeg "
                "FILE --out FILE.jpg, elsewhere by heif-convert FILE FILE.jpg")
-# Markers of JPEG. Frame headers are SOF0 … SOF15, except for DHT, JPG and DAC, which lie among
-# them. TEM, RST0 … RST7 and SOI have no content.
-FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-APP1 = 0xE1                     # holds EXIF or XMP data
-MARKERS_ALONE = frozenset({0x00, 0x01, *range(0xD0, 0xD9)})
 # How an image of each EXIF orientation has to be turned: the axes of (3, H, W) that are flipped,
 # after height and width have been swapped for the orientations from 5 on.
 FLIPS = {1: (), 2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
@@ -89,14 +82,13 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
     with warnings.catch_warnings(action="ignore"):
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
-            height, width, has_exif = jpeg_header(content)
-            if decode_jpeg and 0 < height * width <= (Image.MAX_IMAGE_PIXELS or math.inf):
-                with contextlib.suppress(RuntimeError):      # Pillow may decode it, or say why not
-                    image = decode_jpeg(torch.frombuffer(content, dtype=torch.uint8),
-                                        mode=ImageReadMode.RGB)
-                    return turned(image, exif_orientation(content)
-                                  if has_exif and apply_exif_orientation else 1)
-            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            with Image.open(io.BytesIO(content), formats=FORMATS) as image:  # reads its header
+                if decode_jpeg and image.format in ("JPEG", "MPO"):
+                    with contextlib.suppress(RuntimeError):  # Pillow may decode it, or say why not
+                        decoded = decode_jpeg(torch.frombuffer(content, dtype=torch.uint8),
+                                              mode=ImageReadMode.RGB)
+                        return turned(decoded, exif_orientation(image) if apply_exif_orientation
+                                      else 1)
                 return from_pillow(image, apply_exif_orientation=apply_exif_orientation)
         except UnidentifiedImageError:
             reason = f"none of {', '.join(FORMATS)}" if content else "empty"
@@ -107,43 +99,13 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
     raise DataError(f"{name}: not a readable image, {len(content)} bytes ({reason})")
 
 
-def jpeg_header(content: bytes) -> tuple[int, int, bool]:
-    """Height, width and whether there are EXIF or XMP data in a JPEG; 0, 0, False in other files.
-
-    Goes from marker to marker (ITU-T T.81, annex B) up to the pixels, and like libjpeg skips bytes
-    between segments that do not begin with a marker.
-    """
-    size, has_exif, offset = (0, 0), False, 2
-    if not content.startswith(b"\xff\xd8\xff"):
-        return *size, has_exif
-    try:
-        while True:
-            offset = content.index(0xFF, offset)
-            while content[offset] == 0xFF:           # a marker may begin with any number of them
-                offset += 1
-            marker, offset = content[offset], offset + 1
-            if marker in (0xD9, 0xDA):               # the end of the file, or the start of pixels
-                break
-            if marker in FRAME_HEADERS and size == (0, 0):
-                size = struct.unpack_from(">HH", content, offset + 3)   # after length, precision
-            if marker == APP1:
-                has_exif |= content.startswith((b"Exif\0\0", b"http://ns.adobe.com"), offset + 2)
-            if marker not in MARKERS_ALONE:
-                offset += struct.unpack_from(">H", content, offset)[0]
-    except (ValueError, IndexError, struct.error):   # the content ends before the pixels
-        pass
-    return *size, has_exif
-
-
-def exif_orientation(image: Image.Image | bytes) -> int:
-    """The orientation, 1 … 8, in the EXIF data of a Pillow image or of a JPEG's content.
+def exif_orientation(image: Image.Image) -> int:
+    """The orientation, 1 … 8, in the EXIF or XMP data of a Pillow image.
 
     It is 1 (upright) if there are none, or damaged ones. A TIFF has to be loaded before, because
     Pillow turns it when it loads.
     """
     try:
-        if isinstance(image, bytes):
-            image = Image.open(io.BytesIO(image), formats=["JPEG"])
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     except Exception:                                # Pillow's parsers raise many kinds
         return 1
@@ -187,7 +149,7 @@ def resize(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
     """
     if tuple(image.shape[1:]) == size:
         return image
-    if size == (1, 1):                               # torch can do this only in channels-last memory
+    if size == (1, 1):                               # torch can do this only in channels-last
         image = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
     return F.interpolate(image[None], size, mode=interpolation, antialias=True)[0]
 
@@ -205,7 +167,7 @@ def crop(image: Tensor, box: Box) -> Tensor:
 
 def crop_and_flip(image: Tensor, box: Box, flip: bool, size: tuple[int, int],
                   interpolation: str) -> Tensor:
-    """The training view: `box` cropped, resized to `size`, and mirrored if `flip`: (3, *size) uint8."""
+    """The training view: `box`, resized to `size`, mirrored if `flip`: (3, *size) uint8."""
     view = resize(crop(image, box), size, interpolation)
     return view.flip(-1) if flip else view
 
@@ -223,7 +185,7 @@ def resize_and_centre_crop(image: Tensor, size: tuple[int, int], crop_pct: float
     height, width = image.shape[1:]
     # 1e-9 because floor(224 / 0.875) must not become 255 through a rounding error.
     wanted = [int(min(side / crop_pct, IMMENSE) + 1e-9) for side in size]
-    if wanted[0] * width >= wanted[1] * height:      # the height must be scaled by the larger factor
+    if wanted[0] * width >= wanted[1] * height:      # height is scaled by the larger factor
         target = (wanted[0], int(wanted[0] * width / height))
     else:
         target = (int(wanted[1] * height / width), wanted[1])

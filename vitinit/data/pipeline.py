@@ -1,56 +1,130 @@
 """The whole way from a source of images to batches on the device that the model can take.
 
-Images reach the device in one of three ways; there, `to_device` augments and normalises them:
+Images reach the device in one of three ways; there they are augmented and normalised (augment.py):
 
     files → worker processes: decode, crop, flip → (B, 3, H, W) uint8   ┐
     or: a small training set, stored whole on the device, cropped there ┤
-    or: evaluation views that an earlier pass has stored                ┴→ to_device → images, targets
+    or: evaluation views that an earlier pass has stored                ┴→ images, targets
 
-On a GPU the next micro-batch is prepared while the model still trains on the current one
-(ahead.py).
+On a GPU the next micro-batch is prepared while the model still trains on the current one.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from .ahead import Ahead
-from .cache import KeptViews, cut, decode_to_device, only_moves_pixels
+from .augment import ToDevice, TrainToDevice
 from .datasets import Source
-from .draw import SampleDraws
-from .loader import Loader, TrainBatch, TrainViews, eval_loader, train_loader
+from .draw import Augment
+from .loader import Batch, EvalViews, Loader, TrainViews, unchanged
 from .sampler import BatchPlan, TrainSampler
-from .to_device import ToDevice, TrainToDevice
+
+MIB, GIB = 2**20, 2**30
+
+
+# ---------------------------------------------------------------------------------------------
+# The next batch, while the model trains on the current one
+# ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def preparing_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream in which batches are prepared.
+
+    There is only one per device, because torch reuses memory that was freed in a stream for that
+    stream alone.
+    """
+    return torch.cuda.Stream(device)
+
+
+class Ahead:
+    """Calls functions that prepare batches: on a GPU in a stream of their own, elsewhere as usual.
+
+    Work on a GPU waits in queues, called streams; the host launches work and goes on. The GPU takes
+    work from all streams. The host never waits here; events tell each stream what it has to wait
+    for.
+
+        host              prepare 1 | launch training on 1 | prepare 2 | launch training on 2 | …
+        training stream         . . . . . . . . [ 1 ################ ] [ 2 ################ ] [ 3 …
+        preparing stream   [ 1 ] . . . . . . . [ 2 ] . . . . . . . .  [ 3 ] . . . .
+
+    The caller must launch all work on one batch before it asks for the next, and must not use a
+    batch after that, because the memory of batch k is used again for batch k + 2. So at most two
+    batches are on the device beside the one that is being prepared, however far the host is ahead
+    of the device. (With Tensor.record_stream instead, memory would grow with every step that the
+    host launches ahead.)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.asked = self.batch = None
+
+    def __call__(self, prepare: Callable[..., Any], *arguments: Any) -> Any:
+        """Return prepare(*arguments), a batch that work in the current stream may use."""
+        if self.device.type != "cuda":
+            return prepare(*arguments)
+        training, preparing = torch.cuda.current_stream(self.device), preparing_stream(self.device)
+        # `before` follows all work on the batch before the current one, whose memory is then free.
+        before, self.asked = self.asked, training.record_event()
+        preparing.wait_event(before or self.asked)
+        with torch.cuda.stream(preparing):
+            self.batch = prepare(*arguments)         # the current batch is kept alive until here
+        training.wait_stream(preparing)
+        return self.batch
+
+
+# ---------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------
 
 
 class MicroBatch(NamedTuple):
     """What one forward and one backward pass work on; its images have been loaded."""
 
-    prepare: Callable[[], tuple[Tensor, Tensor]]     # → images (B, 3, H, W) and targets (B, K) on the
-                                                     # device; called once, in the order of training
+    prepare: Callable[[], tuple[Tensor, Tensor]]     # → images (B, 3, H, W), targets (B, K) on the
+                                                     # device; called once, in training's order
     positions: np.ndarray                            # (B,), of its images in the global batch
 
 
 class TrainingBatches:
     """The training set as a sequence of steps, epoch by epoch, starting at any step of an epoch.
 
-    resident: the images, if all are stored on the device; `batches` then describes views of them.
+    If the whole set fits on the device and its crops only move pixels, the images are stored there
+    and cropped there, and workers, if there are any, then only make draws. Otherwise workers decode
+    and crop them. The batches are the same, bit for bit.
+
+    budget_gib: how much of the device's memory the whole set may take, in GiB.
+    workers: the number of loader processes of this process. Together they prepare at least one step
+        in advance, and each at least two micro-batches, which is torch's default.
+    advance: called after each image that is decoded for storage on the device (to show progress).
     """
 
-    def __init__(self, batches: Loader, sampler: TrainSampler, prepare: TrainToDevice,
-                 resident: Tensor | None = None) -> None:
-        self.batches, self.sampler, self.prepare = batches, sampler, prepare
-        self.images_on_device = resident
+    def __init__(self, source: Source, sampler: TrainSampler, prepare: TrainToDevice, *,
+                 budget_gib: float = 0.0, workers: int = 0,
+                 advance: Callable[[], object] = lambda: None) -> None:
+        self.sampler, self.prepare = sampler, prepare
+        settings, self.stored = prepare.augmentation, None
+        if only_moves_pixels(settings.augment, settings.size):
+            self.stored = decode_to_device(source, prepare.device, settings.size, budget_gib,
+                                           advance)
+        workers = min(workers, len(sampler))         # more workers would have nothing to do
+        ahead = {"prefetch_factor": max(2, math.ceil(sampler.plan.accumulation / workers)),
+                 "persistent_workers": True} if workers else {}
+        self.loader = Loader(TrainViews(source, settings, decode=not self.resident),
+                             workers=workers, batch_sampler=sampler, collate_fn=unchanged,
+                             pin_memory=prepare.device.type == "cuda", **ahead)
 
     @property
     def resident(self) -> bool:
         """Whether the whole training set is stored on the device."""
-        return self.images_on_device is not None
+        return self.stored is not None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -64,19 +138,99 @@ class TrainingBatches:
         loaded, so that an image that cannot be read (DataError) never leaves half a step.
         """
         self.sampler.start(epoch=epoch, step=done)
-        plan, rank, ahead = self.sampler.plan, self.sampler.rank, Ahead(self.prepare.device)
-        shares = [(plan.positions(rank, micro_step), plan.mixing_groups(rank, micro_step))
-                  for micro_step in range(plan.accumulation)]            # the same in every step
-        loaded = iter(self.batches)
+        plan, ahead = self.sampler.plan, Ahead(self.prepare.device)
+        positions = [plan.positions(self.sampler.rank, micro_step)       # the same in every step
+                     for micro_step in range(plan.accumulation)]
+        loaded = iter(self.loader)
         for step in range(epoch * self.steps_per_epoch + done, (epoch + 1) * self.steps_per_epoch):
-            yield step, [MicroBatch(partial(ahead, self._prepared, next(loaded), step, groups),
-                                    positions) for positions, groups in shares]
+            yield step, [MicroBatch(functools.partial(ahead, self._prepared, next(loaded)), places)
+                         for places in positions]
 
-    def _prepared(self, batch: TrainBatch, step: int, groups: np.ndarray) -> tuple[Tensor, Tensor]:
-        if self.images_on_device is not None:
+    def _prepared(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        if self.stored is not None:
             windows = batch.images.to(self.prepare.device, non_blocking=True)        # (B, 4)
-            batch = batch._replace(images=cut(self.images_on_device, windows))
-        return self.prepare(batch, step, groups)
+            batch = batch._replace(images=cut(self.stored, windows))
+        return self.prepare(batch)
+
+
+def only_moves_pixels(augment: Augment, size: tuple[int, int]) -> bool:
+    """Whether no view of an image of `size` is resized, only shifted and flipped."""
+    return augment.crop_scale == augment.crop_ratio == (1.0, 1.0) and size[0] == size[1]
+
+
+def decode_to_device(source: Source, device: torch.device, size: tuple[int, int],
+                     budget_gib: float, advance: Callable[[], object]) -> Tensor | None:
+    """Store all images of `source` on `device`, (N, 3, H, W) uint8.
+
+    Returns None if they take more than `budget_gib` GiB or do not all have the same `size`.
+    advance: called after each image. Raises DataError for an image that cannot be decoded.
+    """
+    if len(source) * 3 * size[0] * size[1] > budget_gib * GIB:
+        return None
+    images = torch.empty(len(source), 3, *size, dtype=torch.uint8)
+    for index in range(len(source)):
+        image = source.image(index)
+        if tuple(image.shape[1:]) != size:
+            return None
+        images[index] = image
+        advance()
+    return images.to(device)
+
+
+def cut(images: Tensor, windows: Tensor) -> Tensor:
+    """Crop and flip some of `images`, (N, 3, H, W): views (B, 3, H, W), black outside the images.
+
+    windows: (B, 4), for each view the index of its image, the top and left of its crop, in pixels,
+        and 1 if it is mirrored, else 0.
+    """
+    height, width = images.shape[2:]
+    index, top, left, flip = windows[:, :, None].unbind(1)               # (B, 1) each
+    rows = top + torch.arange(height, device=images.device)              # (B, H)
+    columns = torch.arange(width, device=images.device)
+    columns = left + torch.where(flip == 1, columns.flip(0), columns)    # (B, W)
+    inside = ((rows >= 0) & (rows < height))[:, :, None] \
+        & ((columns >= 0) & (columns < width))[:, None, :]               # (B, H, W)
+    picked = images.permute(0, 2, 3, 1)[index[..., None], rows.clamp(0, height - 1)[:, :, None],
+                                        columns.clamp(0, width - 1)[:, None, :]]     # (B, H, W, 3)
+    return (picked * inside[..., None]).permute(0, 3, 1, 2).contiguous()
+
+
+# ---------------------------------------------------------------------------------------------
+# Evaluation
+# ---------------------------------------------------------------------------------------------
+
+
+class KeptViews:
+    """The evaluation views of this process's share, and memory to store all of them.
+
+    Views never change, so the first complete pass decodes and stores them.
+
+    device: the device to which they go. They are stored there if they take at most `on_device_gib`
+        GiB, else in the process if they take at most `cache_gib` GiB, in pinned memory where the
+        device is a GPU, so that the host need not wait for copies; else every pass decodes them.
+    """
+
+    def __init__(self, views: EvalViews, device: torch.device, *, on_device_gib: float,
+                 cache_gib: float) -> None:
+        self.views, self.nbytes = views, len(views) * 3 * views.size[0] * views.size[1]
+        places = [(device, on_device_gib), (torch.device("cpu"), cache_gib)]
+        # Where they are stored; None: nowhere.
+        self.device = next((place for place, gib in places if self.nbytes <= gib * GIB), None)
+        self.filled = False                          # set by the first pass that is complete
+        if self.device is not None:
+            pinned = device.type == "cuda" and self.device.type == "cpu"
+            self.images = torch.empty(len(views), 3, *views.size, dtype=torch.uint8,
+                                      device=self.device, pin_memory=pinned)
+            labels = torch.from_numpy(views.labels)                      # (n,)
+            self.labels = labels.pin_memory() if pinned else labels.to(self.device)
+
+    def in_words(self) -> str:
+        """Where the views are stored and how large they are, in words for the start of a run."""
+        size = f"{self.nbytes / MIB:,.0f} MiB per process"
+        if self.device is None:
+            return f"decoded for every validation: {size} would be more than eval.cache_gib"
+        where = "in memory" if self.device.type == "cpu" else "on the device"
+        return f"decoded by the first validation, then kept {where}: {size}"
 
 
 class EvaluationBatches:
@@ -86,20 +240,37 @@ class EvaluationBatches:
     DataError for an image that cannot be read. `len` is the number of batches.
     """
 
-    def __init__(self, kept: KeptViews, *, batch_size: int, workers: int, prepare: ToDevice) -> None:
+    def __init__(self, kept: KeptViews, *, batch_size: int, workers: int, prepare: ToDevice
+                 ) -> None:
         self.kept, self.batch_size, self.prepare = kept, batch_size, prepare
-        self.decoded = eval_loader(kept.views, batch_size=batch_size, workers=workers,
-                                   pin_memory=prepare.device.type == "cuda",
-                                   again=kept.device is None)
+        workers = min(workers, math.ceil(len(kept.views) / batch_size))
+        # Workers wait for the next pass only if there is something left for them to do.
+        self.loader = Loader(kept.views, workers=workers, batch_size=batch_size,
+                             pin_memory=prepare.device.type == "cuda",
+                             persistent_workers=workers > 0 and kept.device is None)
 
     def __len__(self) -> int:
-        return len(self.decoded)
+        return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        batches = map(self.prepare, self.kept.in_batches(self.batch_size, self.decoded))
-        ahead = Ahead(self.prepare.device)
+        batches, ahead = map(self.prepare, self._loaded()), Ahead(self.prepare.device)
         while (batch := ahead(next, batches, None)) is not None:
             yield batch
+
+    def _loaded(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches on the host, or stored. What an interrupted pass has stored is not used."""
+        kept = self.kept
+        if kept.device is None:
+            yield from self.loader
+            return
+        parts = [slice(start, start + self.batch_size)
+                 for start in range(0, len(kept.views), self.batch_size)]
+        for part, decoded in zip(parts, [None] * len(parts) if kept.filled else self.loader,
+                                 strict=True):         # strict: which also ends the workers
+            if decoded is not None:
+                kept.images[part].copy_(decoded[0], non_blocking=True)
+            yield kept.images[part], kept.labels[part]
+        kept.filled = True
 
 
 class Data(NamedTuple):
@@ -111,26 +282,3 @@ class Data(NamedTuple):
     plan: BatchPlan
     train_batches: TrainingBatches
     val_batches: EvaluationBatches
-
-
-def training_batches(source: Source, *, sampler: TrainSampler, draws: SampleDraws,
-                     prepare: TrainToDevice, budget_gib: float, workers: int,
-                     advance: Callable[[], None] = lambda: None) -> TrainingBatches:
-    """Build the batches that a run trains on.
-
-    If the whole set fits on the device and its crops only move pixels (they resize nothing, see
-    cache.py), the images are stored there and cropped there. Otherwise worker processes decode
-    and crop them.
-
-    source: the training set.
-    budget_gib: how much of the device's memory the whole set may take, in GiB.
-    workers: the number of loader processes of this process.
-    advance: called after each image that is decoded for storage on the device (to show progress).
-    """
-    device, resident = prepare.device, None
-    if only_moves_pixels(draws.augment, draws.size):
-        resident = decode_to_device(source, device, draws.size, budget_gib, advance)
-    loader = train_loader(TrainViews(source, draws, decode=resident is None), sampler,
-                          workers=workers, pin_memory=device.type == "cuda",
-                          accumulation=sampler.plan.accumulation)
-    return TrainingBatches(loader, sampler, prepare, resident)

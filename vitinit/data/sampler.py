@@ -2,7 +2,7 @@
 
 An epoch is an order of the training set, cut into global batches, one per step. A global batch is
 divided in two ways: into groups that share a random draw of mixup or cutmix, and into the
-micro-batches of all processes. `BatchPlan` describes both, `TrainSampler` applies them epoch by epoch.
+micro-batches of all processes. `BatchPlan` describes both, `TrainSampler` applies them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .draw import SampleKey, epoch_order
+from .draw import SampleKey, Samples, epoch_order
 
 
 @dataclass(frozen=True)
@@ -71,26 +71,22 @@ class BatchPlan:
         partners = (self.group - 1 - within) * self.groups + group
         return np.concatenate([first, partners[::-1]])
 
-    def mixing_groups(self, rank: int, micro_step: int) -> np.ndarray:
-        """The group of each image of one micro-batch, (B,) int64; see `positions`."""
-        return self.positions(rank, micro_step) % self.groups
-
     def cautions(self, *, repeats: int, max_batch_per_process: int) -> list[str]:
         """Warnings about settings that are valid but probably not intended, one line each.
 
         repeats: how many views of an image stand side by side in the global batch.
         """
         lines = []
-        sources = np.arange(self.group) * self.groups // repeats     # image behind each view of group 0
+        sources = np.arange(self.group) * self.groups // repeats     # images of group 0's views
         further_views = self.group - len(np.unique(sources))
         if self.group > 1 and further_views:
-            lines.append(f"{further_views} of the mix.group = {self.group} images that share a draw of "
-                         "mixing are further views of the others: optim.global_batch = "
+            lines.append(f"{further_views} of the mix.group = {self.group} images that share a "
+                         "draw of mixing are further views of the others: optim.global_batch = "
                          f"{self.global_batch} has fewer groups ({self.groups}) than "
                          f"augment.repeats = {repeats}")
         if 2 * self.micro_batch_size < min(max_batch_per_process, self.per_process):
-            lines.append(f"micro-batches have {self.micro_batch_size} image(s): no larger size up to "
-                         f"optim.max_batch_per_process = {max_batch_per_process} divides the "
+            lines.append(f"micro-batches have {self.micro_batch_size} image(s): no larger size up "
+                         f"to optim.max_batch_per_process = {max_batch_per_process} divides the "
                          f"{self.per_process} images of each process evenly")
         return lines
 
@@ -108,7 +104,18 @@ def plan_batches(global_batch: int, max_batch_per_process: int, world_size: int,
     among the processes, or if a micro-batch may not hold a pair.
     """
     unit = min(group, 2)                             # images that must be in the same micro-batch
-    _require_even_shares(global_batch, world_size, group, unit)
+    if group % unit:
+        raise ValueError(f"mix.group = {group} is odd, but images are mixed in pairs; the nearest "
+                         f"that are even are {group - 1} and {group + 1}")
+    multiple = math.lcm(group, unit * world_size)
+    if global_batch % multiple:
+        what = (f"groups of mix.group = {group} images" if global_batch % group else
+                f"mixed pairs for each of {world_size} processes" if unit == 2 else
+                f"{world_size} processes")
+        below = max(global_batch // multiple, 1) * multiple
+        nearest = sorted({below, (global_batch // multiple + 1) * multiple})
+        raise ValueError(f"optim.global_batch = {global_batch} does not divide into {what}; the "
+                         f"nearest batches that do are {' and '.join(map(str, nearest))}")
     if max_batch_per_process < unit:
         raise ValueError(f"optim.max_batch_per_process = {max_batch_per_process}, but images are "
                          "mixed in pairs; expected at least 2, or mix.probability = 0")
@@ -116,29 +123,6 @@ def plan_batches(global_batch: int, max_batch_per_process: int, world_size: int,
     micro_batch_size = next(size for size in range(min(max_batch_per_process, per_process), 0, -1)
                             if per_process % size == 0 and size % unit == 0)
     return BatchPlan(global_batch, world_size, micro_batch_size, group)
-
-
-def _require_even_shares(global_batch: int, world_size: int, group: int, unit: int) -> None:
-    """Raise ValueError unless the batch divides into groups of pairs, and its pairs into processes."""
-    if group % unit:
-        raise ValueError(f"mix.group = {group} is odd, but images are mixed in pairs; the nearest "
-                         f"that are even are {group - 1} and {group + 1}")
-    if global_batch % group == 0 and global_batch % (unit * world_size) == 0:
-        return
-    multiple = math.lcm(group, unit * world_size)
-    fits = sorted({max(global_batch // multiple, 1) * multiple,
-                   (global_batch // multiple + 1) * multiple})
-    nearest = f"the nearest batches that do are {' and '.join(map(str, fits))}"
-    if global_batch % group == 0:
-        what = f"its {global_batch // 2} mixed pairs do" if unit == 2 else "it does"
-        raise ValueError(f"optim.global_batch = {global_batch}: {what} not divide into "
-                         f"{world_size} processes; {nearest}")
-    sizes = [size for size in range(2, global_batch + 1, 2) if global_batch % size == 0]
-    groups = ([size for size in sizes if size < group][-1:]
-              + [size for size in sizes if size > group][:1])
-    other = f", or mix.group = {' or '.join(map(str, groups))}" if groups else ""
-    raise ValueError(f"optim.global_batch = {global_batch} does not divide into groups of "
-                     f"mix.group = {group} images; {nearest}{other}")
 
 
 def require_full_batch(count: int, repeats: int, global_batch: int) -> None:
@@ -150,7 +134,7 @@ def require_full_batch(count: int, repeats: int, global_batch: int) -> None:
 
 
 class TrainSampler:
-    """Yields one list of sample keys per micro-batch of this process, for one epoch at a time.
+    """Yields the samples of each micro-batch of this process, for one epoch at a time.
 
     Each epoch has a new random order of all `count` images. In this order each image stands
     `repeats` times in a row, once for each of its views: repeated augmentation (Hoffer et al.,
@@ -178,11 +162,13 @@ class TrainSampler:
     def __len__(self) -> int:
         return (self.steps_per_epoch - self.first_step) * self.plan.accumulation
 
-    def __iter__(self) -> Iterator[list[SampleKey]]:
-        order = epoch_order(self.seed, self.epoch, self.count)
+    def __iter__(self) -> Iterator[Samples]:
+        plan, order = self.plan, epoch_order(self.seed, self.epoch, self.count)
         for step in range(self.first_step, self.steps_per_epoch):
-            for micro_step in range(self.plan.accumulation):
-                positions = (step * self.plan.global_batch           # in the epoch, repeats included
-                             + self.plan.positions(self.rank, micro_step)).tolist()
-                yield [SampleKey(self.epoch, int(order[position // self.repeats]),
-                                 position % self.repeats) for position in positions]
+            for micro_step in range(plan.accumulation):
+                positions = plan.positions(self.rank, micro_step)        # in the global batch
+                images, repeats = np.divmod(step * plan.global_batch + positions, self.repeats)
+                keys = [SampleKey(self.epoch, *view)
+                        for view in zip(order[images].tolist(), repeats.tolist())]
+                yield Samples(self.epoch * self.steps_per_epoch + step, keys,
+                              positions % plan.groups)

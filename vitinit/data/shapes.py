@@ -26,7 +26,7 @@ NOISE_STD = 0.03
 
 
 def _polygon(u: np.ndarray, v: np.ndarray, sides: int) -> np.ndarray:
-    """The apothem (radius of the inscribed circle) of the regular polygon through the point (u, v)."""
+    """The apothem (radius of the inscribed circle) of the regular polygon through (u, v)."""
     angles = 2.0 * np.pi * np.arange(sides) / sides
     return np.max([u * np.cos(angle) + v * np.sin(angle) for angle in angles], axis=0)
 
@@ -69,8 +69,8 @@ def _turned(x: np.ndarray, y: np.ndarray, centre: np.ndarray, angle: float,
 
 def _window(centre: np.ndarray, radius: float) -> tuple[slice, slice]:
     """The rows and columns of the sampling points within `radius` pixels of `centre`, as slices."""
-    column, row = ((max(0, int((c - radius) * SUPERSAMPLING)), int((c + radius) * SUPERSAMPLING) + 1)
-                   for c in centre)
+    column, row = ((max(0, int((c - radius) * SUPERSAMPLING)),
+                    int((c + radius) * SUPERSAMPLING) + 1) for c in centre)
     return slice(*row), slice(*column)
 
 

@@ -1,0 +1,174 @@
+"""What the model gets: the order of operations, mixing, targets, memory format, and launches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchvision.transforms import v2
+
+import deit
+from deit import AUGMENT, CPU, MIX, RAND_AUGMENT, UNMIXED_ALWAYS, OnHost, noisy_batch
+from vitinit.bench.launches import Launches, launches_of
+from vitinit.data.augment import ToDevice, TrainToDevice, normalise, pairs_in_chunks
+from vitinit.data.draw import Augmentation, Draws, SampleKey
+from vitinit.data.loader import Batch
+from vitinit.data.mix import Mix, mix_images, mix_targets, smooth_one_hot
+from vitinit.data.operations import upload
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SIZE, FILL, CLASSES, SEED = (11, 13), (17, 131, 251), 19, 23
+AS_INPUT = dict(mean=MEAN, std=STD, num_classes=CLASSES)
+MIXUP, CUTMIX = replace(MIX, cutmix_alpha=0.0), replace(MIX, mixup_alpha=0.0)
+HALF = replace(MIX, probability=0.5)
+
+
+def augmentation(mix: Mix = MIX, **augment) -> Augmentation:
+    return Augmentation(SEED, SIZE, replace(AUGMENT, **{"erase_probability": 0.8} | augment),
+                        replace(RAND_AUGMENT, probability=0.7, fill=FILL), mix)
+
+
+def batch_of(settings: Augmentation, count: int = 7) -> Batch:
+    """Images of noise, most of which are augmented and erased, in three groups."""
+    groups = np.minimum(np.arange(count), np.arange(count)[::-1]) % 3    # the same of partners
+    keys = [SampleKey(0, index) for index in range(count)]
+    return Batch(noisy_batch(count, *SIZE), torch.arange(count) * 2 % CLASSES,
+                 settings.draws(deit.samples(keys, groups.tolist(), step=5)))
+
+
+def prepared(settings: Augmentation, batch: Batch, *, channels_last: bool = False,
+             chunk: int | None = None) -> tuple[Tensor, Tensor]:
+    return TrainToDevice(CPU, settings, **AS_INPUT, channels_last=channels_last, chunk=chunk)(batch)
+
+
+def by_hand(settings: Augmentation, batch: Batch) -> Tensor:
+    """RandAugment → normalise → erase → mix, or RandAugment → mix → normalise → erase."""
+    after, mixed = settings.augment.erase_after_mix, batch.draws.mixed
+    images = deit.augmented(batch.images, batch.draws.operations, FILL)
+    images = mix_images(images, mixed) if after else images
+    images = deit.erase(normalise(images, MEAN, STD), batch.draws.erased,
+                        settings.augment.erase_fill)
+    return images if after else mix_images(images, mixed)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_an_evaluation_batch_is_normalised_as_by_torchvision(channels_last):
+    images, labels = noisy_batch(7, *SIZE), torch.arange(7)
+    ours, same_labels = ToDevice(CPU, mean=MEAN, std=STD, channels_last=channels_last)(
+        [images, labels])
+    scaled = v2.functional.to_dtype(images, torch.float32, scale=True)
+    expected = v2.functional.normalize(scaled, list(MEAN), list(STD))
+    assert ours.dtype == torch.float32 and torch.equal(same_labels, labels)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+    assert torch.equal(images, noisy_batch(7, *SIZE))
+    assert ours.is_contiguous(memory_format=torch.channels_last) == channels_last
+
+
+@pytest.mark.parametrize("mix", [MIXUP, CUTMIX, MIX, HALF, UNMIXED_ALWAYS])
+def test_batches_are_those_of_the_functions_by_hand_whatever_the_chunks_and_layout(mix):
+    """In both orders, with each fill, and the batch is left alone."""
+    for fill, after in (("pixel", False), ("rand", True), ("const", False), ("const", True)):
+        settings = augmentation(mix, erase_fill=fill, erase_after_mix=after)
+        for count in (1, 2, 13, 14):
+            batch = batch_of(settings, count)
+            images, targets = prepared(settings, batch)
+            assert torch.equal(images, by_hand(settings, batch)) and images.is_contiguous()
+            smooth = smooth_one_hot(batch.labels, CLASSES, mix.label_smoothing)
+            assert torch.equal(targets, mix_targets(smooth, batch.draws.mixed))
+            assert not torch.equal(images, normalise(batch.images, MEAN, STD))
+            for chunk in (0, 2, 5, 100):
+                pixels, same_targets = prepared(settings, batch, channels_last=chunk > 0,
+                                                chunk=chunk * SIZE[0] * SIZE[1])
+                assert torch.equal(images, pixels) and torch.equal(targets, same_targets)
+                assert chunk == 0 or pixels.is_contiguous(memory_format=torch.channels_last)
+            unused = batch_of(settings, count)
+            assert torch.equal(batch.images, unused.images)
+            assert all(map(torch.equal, batch.draws, unused.draws))
+
+
+def test_training_with_nothing_to_do_sees_what_evaluation_sees():
+    settings = augmentation(UNMIXED_ALWAYS)
+    batch = batch_of(settings)
+    nothing = batch.draws._replace(operations=torch.zeros(7, 2, 3), erased=torch.zeros_like(
+        batch.draws.erased))
+    images, _ = prepared(settings, batch._replace(draws=nothing))
+    assert torch.equal(images, normalise(batch.images, MEAN, STD))
+
+
+@pytest.mark.parametrize("mix", [MIXUP, CUTMIX])
+def test_what_is_erased_after_mixing_is_zero_and_what_is_erased_before_is_mixed(mix):
+    found = []
+    for after in (False, True):
+        settings = augmentation(mix, erase_fill="const", erase_after_mix=after)
+        batch = batch_of(settings)
+        images, _ = prepared(settings, batch)
+        boxes = batch.draws.erased[:, :4].tolist()
+        found.append([image[:, top:top + height, left:left + width]
+                      for image, (top, left, height, width) in zip(images, boxes) if height])
+    assert len(found[1]) > 2 and all((box == 0).all() for box in found[1])
+    assert any((box != 0).any() for box in found[0])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 13, 14])
+def test_chunks_hold_every_image_once_and_with_its_partner(count):
+    for most in (0, 2, 3, 5, 8, count):
+        chunks = list(pairs_in_chunks(count, most))
+        assert sorted(np.concatenate(chunks).tolist()) == list(range(count))
+        for rows in chunks:
+            assert len(rows) <= max(2, most) and (rows == count - 1 - rows[::-1]).all()
+
+
+# ---------------------------------------------------------------------------------------------
+# On a GPU: few launches, and no waiting
+# ---------------------------------------------------------------------------------------------
+
+
+def on_fake_gpu(count: int, size: int, settings: Augmentation) -> Launches:
+    """What augmentation launches on a GPU, counted with fake tensors that have only shapes."""
+    settings = replace(settings, size=(size, size))
+    draws = settings.draws(deit.samples([SampleKey(0, index) for index in range(count)]))
+    draws = Draws(*map(OnHost, draws))
+    with FakeTensorMode():
+        batch = Batch(torch.zeros(count, 3, size, size, dtype=torch.uint8),
+                      torch.zeros(count, dtype=torch.int64), draws)
+        on_gpu = TrainToDevice(torch.device("cuda", 0), settings, **AS_INPUT, channels_last=True)
+        return launches_of(lambda: on_gpu(batch))
+
+
+@pytest.mark.parametrize("count, size, interpolation", [
+    (256, 224, "bicubic"), (2048, 32, "random"), (64, 16, "random")])
+def test_at_most_800_operations_and_no_copy_back(count, size, interpolation):
+    for after in (False, True):
+        settings = augmentation(erase_after_mix=after)
+        settings = replace(settings, rand_augment=replace(
+            settings.rand_augment, interpolation=interpolation, probability=1.0))
+        launches = on_fake_gpu(count, size, settings)
+        assert 300 < launches.count <= 800
+        # Images, labels, boxes, mixing, the fill, and four tables for each layer.
+        assert launches.uploads == 13 and launches.downloads == 0
+
+
+def test_nothing_on_the_cpu_would_wait_for_a_gpu():
+    """These operations read values on the host, or make shapes that depend on values."""
+    settings = augmentation()
+    launches = launches_of(lambda: prepared(settings, batch_of(settings, 64), chunk=2**40))
+    assert not {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"} \
+        & set(launches.by_name)
+
+
+@pytest.mark.parametrize("array", [np.arange(15, dtype=np.uint8).reshape(3, 5),
+                                   np.arange(42.0).reshape(2, 7, 3).swapaxes(0, 2),
+                                   np.zeros((0, 4), np.int64), np.array([-2**63, 2**63 - 1])])
+def test_an_array_is_uploaded_unchanged_from_pinned_memory(array, monkeypatch):
+    assert np.array_equal(upload(array, CPU).numpy(), array)
+    real, pinned = torch.empty, []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **options: (
+        pinned.append(pin_memory), real(*shape, **options))[1])
+    with FakeTensorMode():
+        launches = launches_of(lambda: upload(array, torch.device("cuda", 0)))
+    assert (launches.uploads, launches.downloads) == (1, 0) and pinned == [True]
