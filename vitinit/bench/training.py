@@ -75,7 +75,7 @@ def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, Callable[.
 
 
 def objective_for(recipe: Recipe, model: nn.Module, device: torch.device) -> Callable[..., Tensor]:
-    """The loss of a micro-batch, with the recipe's teacher if it has one, as train.py computes it."""
+    """A micro-batch's loss as train.py computes it, with the recipe's teacher if there is one."""
     teacher = open_teacher(recipe, [*map(str, range(recipe.data.num_classes))], device)
     return train_program().objective_of(recipe, model, teacher, device)
 
@@ -109,4 +109,5 @@ def train_on(state: TrainState, steps: Iterable, *, forward: Callable[..., Tenso
     train_epochs(state, state.model if forward is None else forward, lambda epoch, done: steps,
                  epochs=state.progress.epochs + 1, global_batch=1, lr_at=lambda step: lr,
                  drop_path_at=lambda step: drop_path, amp=amp, clip_norm=clip_norm,
-                 objective=objective, processes=alone(next(state.model.parameters()).device), stop=StopRequest())
+                 objective=objective, stop=StopRequest(),
+                 processes=alone(next(state.model.parameters()).device))
