@@ -128,7 +128,9 @@ def layout_of(model: nn.Module | Layout) -> Layout:
     grid = _grid(model, len(pos_embed), sum(token.shape[-2] for token in tokens)) if known else None
 
     if len(stages) > 1:
-        missing = f"the model has {len(stages)} lists of blocks, so several grids of tokens"
+        missing = (f"the model has {len(stages)} lists of blocks: several grids of tokens, "
+                   f"parallel blocks, "
+                   "or an encoder and a decoder")
     elif not known:
         missing = (f"the model has {len(positions) or 'no'} learned position embedding"
                    f"{'s' * (len(positions) > 1)}, expected one, by which heads find their target")
