@@ -162,7 +162,7 @@ def run(model: nn.Module, images: Tensor, *,
     """Pass images through a model in evaluation mode, which is left as it was.
 
     before: by module, what is called with the module's input. after: with its output.
-    PyTorch takes its fast paths for whole layers, which call no module, only where there is no hook.
+    PyTorch takes its fast paths for whole layers, which call no module, only without hooks.
     """
     modes = [(module, module.training) for module in model.modules()]
     hooks = [module.register_forward_pre_hook(lambda _, given, call=call: call(given[0]))
