@@ -152,18 +152,19 @@ import importlib, os, signal, sys
 path, place, name, call, rank, number = sys.argv[1:7]
 sys.path.insert(0, os.path.dirname(path))
 import train
-if os.environ["RANK"] == rank:
-    owner = importlib.import_module(place.partition(":")[0])
-    if ":" in place:
-        owner = getattr(owner, place.partition(":")[2])
-    real, calls = getattr(owner, name), []
-    def signalled(*arguments, **keywords):
-        calls.append(None)
-        if len(calls) == int(call):
-            os.kill(os.getpid(), int(number))
-        return real(*arguments, **keywords)
-    setattr(owner, name, signalled)
-sys.exit(train.main(sys.argv[7:]))
+if __name__ == "__main__":                           # not in the server that starts workers
+    if os.environ["RANK"] == rank:
+        owner = importlib.import_module(place.partition(":")[0])
+        if ":" in place:
+            owner = getattr(owner, place.partition(":")[2])
+        real, calls = getattr(owner, name), []
+        def signalled(*arguments, **keywords):
+            calls.append(None)
+            if len(calls) == int(call):
+                os.kill(os.getpid(), int(number))
+            return real(*arguments, **keywords)
+        setattr(owner, name, signalled)
+    sys.exit(train.main(sys.argv[7:]))
 """
 
 

@@ -49,6 +49,14 @@ def test_a_run_is_the_same_however_its_workers_are_started(train_program, small_
             assert torch.equal(value, weights[method][name]), (method, name)
 
 
+def test_where_processes_train_together_workers_are_not_forked(start_by, monkeypatch):
+    """A fork may copy a lock that a thread of communication holds, which nobody then releases."""
+    start_by("fork")
+    assert Loader([1, 2, 3], workers=1).multiprocessing_context.get_start_method() == "fork"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert Loader([1, 2, 3], workers=1).multiprocessing_context.get_start_method() == "forkserver"
+
+
 PROGRAM = """
 import multiprocessing
 import os

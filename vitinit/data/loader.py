@@ -5,7 +5,8 @@ them, for training and for evaluation, and `Loader` does so in worker processes.
 in one of three ways (start methods), all of which give the same batches:
 
     fork          copies of the training process; the default on Linux before Python 3.14
-    forkserver    copies of a server process that has imported the modules; the default from 3.14 on
+    forkserver    copies of a server process that has imported the modules; the default from 3.14 on,
+                  and where several processes train together
     spawn         new processes, each of which imports all modules again
 """
 
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -130,7 +132,8 @@ class Loader(DataLoader):
             atexit.unregister(end_workers)           # so that it is registered only once
             atexit.register(end_workers)
         start_fork_server(workers)
-        super().__init__(views, num_workers=workers, worker_init_fn=begin_work, **options)
+        super().__init__(views, num_workers=workers, worker_init_fn=begin_work, **options,
+                         multiprocessing_context=start_method() if workers else None)
 
     def __iter__(self) -> Iterator[Any]:
         try:
@@ -179,6 +182,17 @@ class Loader(DataLoader):
 # ---------------------------------------------------------------------------------------------
 
 
+def start_method() -> str:
+    """How workers are started: as Python does, but not by a fork where processes train together.
+
+    A fork copies a process together with the locks that its other threads hold at that moment.
+    torch's threads of communication take one of Python's own whenever they release a tensor. A
+    worker that was forked just then waits for that lock for ever, and all processes for the worker.
+    """
+    method = multiprocessing.get_start_method()
+    return "forkserver" if method == "fork" and dist.is_initialized() else method
+
+
 def start_fork_server(workers: int) -> None:
     """If workers are started by a fork server, start the server and let it import their modules.
 
@@ -186,7 +200,7 @@ def start_fork_server(workers: int) -> None:
     process goes on, so it should be started early. Workers need the modules of this package that
     this process has imported by now.
     """
-    if workers and multiprocessing.get_start_method() == "forkserver":
+    if workers and start_method() == "forkserver":
         package = __name__.partition(".")[0]
         forkserver.set_forkserver_preload(["__main__", *(
             name for name in sys.modules
