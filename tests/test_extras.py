@@ -80,6 +80,24 @@ assert sweep.main(["--recipe", "quickstart", "--seeds", "0", "--dry-run"]) == 2
     assert line.startswith("vitinit.sweep: ") and "a sweep needs the repository" in line
 
 
+def test_an_init_for_another_trainer_brings_no_data_pipeline(repository):
+    code = """
+import sys
+import torch
+from vitinit.init import impulse_
+import vitinit
+loaded = {name.partition(".")[0] for name in sys.modules}
+ours = {name for name in sys.modules if name.startswith("vitinit.")}
+assert not loaded & {"torchvision", "PIL", "matplotlib"}, loaded
+assert not ours & {"vitinit.data", "vitinit.runs", "vitinit.train", "vitinit.recipe"}, ours
+assert callable(vitinit.load) and "vitinit.runs.trained" in sys.modules
+assert {*vitinit.__all__} <= {*dir(vitinit)} and not hasattr(vitinit, "laod")
+"""
+    result = subprocess.run([sys.executable, "-c", code], text=True, timeout=240, capture_output=True,
+                            env=os.environ | {"PYTHONPATH": str(repository)})
+    assert result.returncode == 0, result.stderr
+
+
 # ---------------------------------------------------------------------------------------------
 # Extras
 # ---------------------------------------------------------------------------------------------

@@ -11,9 +11,24 @@ it by one of the methods in `vitinit.init`, and `load` reads what `train.py` has
 `Trained`.
 """
 
-from .init import init_weights
-from .models import build_model
-from .runs.trained import Trained, load
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
 __all__ = ["Trained", "build_model", "init_weights", "load"]
+
+# Where each name is from. They are imported when they are first asked for: `import vitinit.init`
+# in another project's trainer then needs neither torchvision nor the data pipeline.
+HOMES = {"Trained": ".runs.trained", "build_model": ".models", "init_weights": ".init",
+         "load": ".runs.trained"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'vitinit' has no attribute '{name}'")
+    globals()[name] = value = getattr(importlib.import_module(HOMES[name], __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
