@@ -5,8 +5,8 @@ them, for training and for evaluation, and `Loader` does so in worker processes.
 in one of three ways (start methods), all of which give the same batches:
 
     fork          copies of the training process; the default on Linux before Python 3.14
-    forkserver    copies of a server process that has imported the modules; the default from 3.14 on,
-                  and where several processes train together
+    forkserver    copies of a server process that has imported the modules; the default from 3.14
+                  on, and where several processes train together
     spawn         new processes, each of which imports all modules again
 """
 

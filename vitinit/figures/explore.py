@@ -156,9 +156,9 @@ def write_page(out: Path, subjects: Iterable[Subject], photographs: Sequence[Pat
         own = torch.stack([evaluation_view(decode_image(str(path)), subject.recipe)
                            for path in photographs])                     # (n, 3, H, W)
         if views is not None and own.shape != views.shape:
-            raise FigureError(f"{subject.state}: takes images of {own.shape[2]}×{own.shape[3]} pixels, "
-                              f"and the model before it of {views.shape[2]}×{views.shape[3]}; draw a "
-                              "page each")
+            sizes = [f"{part.shape[2]}×{part.shape[3]}" for part in (own, views)]
+            raise FigureError(f"{subject.state}: takes images of {sizes[0]} pixels, and the model "
+                              f"before it of {sizes[1]}; draw a page each")
         views = own
         part, view = model_view(subject, own)
         packed.append(part)

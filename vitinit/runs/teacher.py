@@ -98,8 +98,8 @@ def of_torchvision(name: str, weights: str) -> Opened:
         raise TeacherError(f"distill.teacher: torchvision has no classifier '{name}'"
                            f"{nearest(name, models)}")
     if not weights:
-        raise TeacherError("distill.weights is empty; expected the file of torchvision's weights for "
-                           f"{name}, which are not downloaded")
+        raise TeacherError("distill.weights is empty; expected the file of torchvision's weights "
+                           f"for {name}, which are not downloaded")
     state, path = read_checkpoint(Path(weights))
     tensors = model_state(state, path)
     require_finite(tensors, "model", path)
@@ -141,7 +141,8 @@ def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
     size = tuple(side if isinstance(side, int) else own
                  for side, own in zip(inputs[0].shape[2:], data.image_size))
     return Opened(exported.module(), described.get("mean", data.mean),
-                  described.get("std", data.std), size, described.get("classes"), int(logits[0].shape[1]))
+                  described.get("std", data.std), size, described.get("classes"),
+                  int(logits[0].shape[1]))
 
 
 def columns_for(name: str, opened: Opened, classes: Sequence[str]) -> tuple[list[int], str]:
@@ -153,8 +154,9 @@ def columns_for(name: str, opened: Opened, classes: Sequence[str]) -> tuple[list
         except DataError as error:
             raise TeacherError(f"distill.teacher {name}: {error}") from None
     if len(classes) != opened.outputs:
-        raise TeacherError(f"distill.teacher {name}: has {opened.outputs} classes without names, and "
-                           f"the student {len(classes)}; expected the same ones in the same order")
+        raise TeacherError(f"distill.teacher {name}: has {opened.outputs} classes without names, "
+                           f"and the student {len(classes)}; expected the same ones in the same "
+                           "order")
     return list(range(opened.outputs)), "without names, assumed to be in the student's order"
 
 
