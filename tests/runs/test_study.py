@@ -85,7 +85,7 @@ def test_the_commands_of_the_page_compare_the_records(monkeypatch, capsys, repos
     monkeypatch.chdir(repository)
     commands = [words for words in PAGE.commands() if "vitinit.compare" in words]
     for words, row in zip(commands, ("| 5 | 60.56 ± 0.60 |",
-                                     "| cifar10_10k, default | 3 | 66.45 ")):
+                                     "| deep_impulse | 3 | 54.28 ± 0.32 |")):
         assert main(words[3:]) == 0
         assert row in capsys.readouterr().out
     assert main(["recipes/remaining_gap.tar.xz"]) == 0       # also all 93 runs at once
