@@ -27,7 +27,7 @@ from .. import __version__
 from ..data.images import decode_image
 from ..init.mass import has_targets, mass_on_images
 from ..messages import one_line
-from ..mixing import block_grids, mean_kernel, mixing_matrices
+from ..mixing import block_grids, mean_kernel, mixers, mixing_matrices
 from ..models import SimpleViT, SwinTransformer, VisionTransformer
 from ..runs.trained import as_input, evaluation_view
 from ..train.checkpoint import written_atomically
@@ -83,7 +83,7 @@ def model_view(subject: Subject, views: Tensor) -> tuple[bytes, dict[str, Any]]:
     """
     model, recipe = subject.model, subject.recipe
     inputs, grids = as_input(views, recipe), block_grids(model)
-    heads = [layer.attn.num_heads for layer in attention_blocks(model)]
+    heads = [attention.num_heads for attention, _ in mixers(model)]
     size = len(views) * sum(count * (model.num_prefix_tokens + rows * columns) * rows * columns
                             for count, (rows, columns) in zip(heads, grids))
     if size > LARGEST:
@@ -113,13 +113,6 @@ def prefix_tokens(model: torch.nn.Module) -> list[str]:
              "distillation token")) if hasattr(model, parameter)]
     registers = model.num_prefix_tokens - len(names)
     return names + [f"register {number}" for number in range(registers)]
-
-
-def attention_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The blocks of a model in order, through all stages of a Swin."""
-    if isinstance(model, SwinTransformer):
-        return [block for stage in model.layers for block in stage.blocks]
-    return list(model.blocks)
 
 
 def rounded(value: Any) -> Any:
