@@ -84,6 +84,29 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_from_lowest_to_high
     assert drawn[1].get_suptitle() == "Top-1 by epoch"
 
 
+def test_top1_across_a_key_has_a_line_per_experiment_and_a_bar_over_its_seeds(
+        tmp_path, written_run, panels, capsys):
+    def few(images: int) -> tuple[str]:
+        return (f"optim.global_batch={images}",)
+    runs = [written_run("a-0", [10.0, 50.0], sets=few(20)),
+            written_run("a-1", [26.0, 58.0], sets=few(20), seed=1),
+            written_run("b-0", [15.0, 70.0], sets=few(10)),
+            written_run("c-0", [11.0, 31.0], sets=few(10), init="impulse"),
+            written_run("c-1", [11.0, 33.0], sets=few(40), init="impulse")]
+    run("curves", "--across", "optim.global_batch", *runs, "--out", tmp_path / "across.png")
+    axis, = panels
+    labels = axis.get_legend_handles_labels()[1]
+    assert labels == ["default", "impulse"]
+    (default, _, (bars,)), (impulse, _, _) = axis.containers
+    assert default.get_xydata().tolist() == [[10.0, 70.0], [20.0, 54.0]]
+    assert impulse.get_xydata().tolist() == [[10.0, 31.0], [40.0, 33.0]]
+    assert [part.tolist() for part in bars.get_segments()] == [
+        [[10.0, 70.0], [10.0, 70.0]], [[20.0, 50.0], [20.0, 58.0]]]
+    wrong = ("curves", "--out", tmp_path / "none.png", "--across")
+    assert "init.name is 'default' in default" in refusal(capsys, *wrong, "init.name", *runs)
+    assert "differ in optim.eps alone" in refusal(capsys, *wrong, "optim.eps", *runs)
+
+
 # ---------------------------------------------------------------------------------------------
 # Curves of steps
 # ---------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@
     python -m vitinit.figures filters --recipe cifar10_convmixer --init impulse --out filters.png
     python -m vitinit.figures curves RUN [RUN …] --out curves.png
     python -m vitinit.figures curves --steps RUN [RUN …] --out steps.png
+    python -m vitinit.figures curves --across data.images_per_class RUN [RUN …] --out worth.png
     python -m vitinit.figures operations photograph.jpg --out operations.png
     python -m vitinit.figures batch --data-dir photographs --out batch.png
 
@@ -32,7 +33,7 @@ from ..runs.groups import finished_runs, group_runs
 from ..runs.records import read_runs
 from .attention import draw_attention
 from .augmentation import draw_batch, draw_operations
-from .curves import draw_curves, draw_steps
+from .curves import draw_across, draw_curves, draw_steps
 from .equivariance import draw_equivariance
 from .explore import write_page
 from .kernels import draw_filters, draw_kernels
@@ -141,9 +142,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     curves = figure("curves", draw_runs,
                     "validation top-1 of finished runs by epoch, or quantities by step")
     curves.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=RUNS)
-    curves.add_argument("--steps", action="store_true",
-                        help="loss, learning rate and gradient norm by step; also of unfinished "
-                             "runs")
+    instead = curves.add_mutually_exclusive_group()
+    instead.add_argument("--steps", action="store_true",
+                         help="loss, learning rate and gradient norm by step; also of unfinished "
+                              "runs")
+    instead.add_argument("--across", metavar="SECTION.KEY",
+                         help="top-1 of the last epoch by this key, such as schedule.epochs")
     operations = figure("operations", draw_operations,
                         "a photograph under each of RandAugment's operations")
     operations.add_argument("photograph", type=Path)
@@ -155,13 +159,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def draw_runs(out: Path, *, runs: list[Path], steps: bool) -> None:
-    """Draw top-1 by epoch of finished runs, naming the others, or quantities by step of all."""
+def draw_runs(out: Path, *, runs: list[Path], steps: bool, across: str | None) -> None:
+    """Draw top-1 of finished runs, by epoch or by a key, or quantities by step of all runs.
+
+    Runs that are left out because they are not finished are named.
+    """
     if steps:
         return draw_steps(out, group_runs(read_runs(runs)))
     finished, unfinished = finished_runs(read_runs(runs))
     for line in unfinished:
         print(line)
+    if across:
+        return draw_across(out, group_runs(finished), across)
     draw_curves(out, group_runs(finished))
 
 

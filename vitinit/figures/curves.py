@@ -1,4 +1,6 @@
-"""The figure `curves`: top-1 by epoch, or loss, learning rate and gradient norm by step."""
+"""The figure `curves`: top-1 by epoch, or loss, learning rate and gradient norm by step, or the
+last top-1 by a key of the recipe, such as the number of images.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..runs.folder import RunFolder
-from ..runs.groups import Group
+from ..runs.groups import Group, experiment
 from .plot import FigureError, add_legend, looks_of, pyplot, save
 
 if TYPE_CHECKING:
@@ -69,6 +71,45 @@ def draw_steps(out: Path, groups: Sequence[Group]) -> None:
     axes[-1].set_yscale("log")                       # gradient norms are far higher at the start
     finish(figure, out, groups,
            f"Every tenth step, {most} of them to a point" if most > 1 else "Every tenth step")
+
+
+def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
+    """Draw the last top-1 by the value of a numerical key of the recipe, on a logarithmic axis.
+
+    Groups that differ in this key alone are points of one line: mean over seeds, and where there
+    are several a bar from the lowest to the highest.
+    Raises FigureError if no line has two points.
+    """
+    lines: dict[str, dict[float, Group]] = {}
+    for group in groups:
+        settings = experiment(next(iter(group.runs.values())))
+        if type(value := settings.pop(key, None)) not in (int, float) or value <= 0:
+            raise FigureError(f"{key} is {value!r} in {group.label}; expected a key of the recipe "
+                              "with a number above 0")
+        lines.setdefault(repr(sorted(settings.items())), {})[value] = group
+    if all(len(line) < 2 for line in lines.values()):
+        raise FigureError(f"no two of these groups differ in {key} alone")
+    figure, axis = pyplot().subplots(figsize=(7.6, 4.2), layout="constrained")
+    drawn = [dict(sorted(line.items())) for line in lines.values() if len(line) > 1]
+    for line, (colour, dashes) in zip(drawn, looks([next(iter(one.values())) for one in drawn])):
+        tops = [list(group.last("val_top1").values()) for group in line.values()]
+        means = [sum(values) / len(values) for values in tops]
+        ranges = [[mean - min(values) for mean, values in zip(means, tops)],
+                  [max(values) - mean for mean, values in zip(means, tops)]]
+        words = next(iter(line.values())).label.split(", ")
+        label = ", ".join(word for word in words if not word.startswith(f"{key} = "))
+        axis.errorbar(list(line), means, yerr=ranges, color=colour, linestyle=dashes, marker="o",
+                      capsize=4, label=label)
+    values = sorted({value for line in drawn for value in line})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(values, [f"{value:g}" for value in values], minor=False)
+    axis.set(xlabel=key, ylabel="validation top-1 of the last epoch (%)")
+    axis.grid(alpha=0.3)
+    add_legend(figure, dict(zip(*reversed(axis.get_legend_handles_labels()))))
+    several = any(len(group.runs) > 1 for line in drawn for group in line.values())
+    figure.suptitle(f"Top-1 by {key}" + ": mean over seeds, bar from lowest to highest" * several,
+                    fontsize=11)
+    save(figure, out)
 
 
 def looks(groups: Sequence[Group]) -> list[tuple]:

@@ -14,10 +14,13 @@ from .records import Run
 
 # The keys in which runs of one experiment may differ: seed, folder of the data, and machine.
 FREE_KEYS = ("run.seed", "data.root", *MACHINE_KEYS)
-# Options that came while the runs of recipes/remaining_gap.tar.xz were made; records without them
-# are of these values.
+# Options that came after the first records in recipes/ were made; records without them are of these
+# values.
 CAME_LATER = {"init.options.constant_share": 0.0, "init.options.calibrated": False,
-              "model.options.norm_place": "after", "model.options.channel_residual": "mlp"}
+              "model.options.norm_place": "after", "model.options.channel_residual": "mlp",
+              "model.options.norm_eps": 1e-6, "data.apply_exif_orientation": True,
+              "distill.teacher": "", "distill.weights": "", "distill.kind": "hard",
+              "distill.alpha": 0.5, "distill.tau": 1.0}
 
 
 @dataclass(frozen=True)
