@@ -1,4 +1,4 @@
-"""The records of the study in recipes/deep_impulse.md: complete, small, and what the page says."""
+"""The records of the study in recipes/what_an_init_is_worth.md: complete, small, and what the page says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vitinit.runs.groups import group_runs
 from vitinit.runs.records import Run, read_archive
 
 SEEDS_OF_THE_TEST = range(3, 8)         # no choice was made on these
-PAGE = next(page for page in PAGES if page.name == "recipes/deep_impulse.md")
+PAGE = next(page for page in PAGES if page.name == "recipes/what_an_init_is_worth.md")
 TABLES = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()[2:]]
           for block in re.findall(r"(?:^\|.*\n)+", PAGE.text, flags=re.MULTILINE)]
 
