@@ -37,7 +37,6 @@ from vitinit.init import INITS
 from vitinit.init.mass import has_targets, mass_on_images
 from vitinit.init.weight_selection import select_weights
 from vitinit.keys import Stream, keyed_generator
-from vitinit.models.convert import native_tensors
 from vitinit.models.layers import draw_drop_path
 from vitinit.recipe.files import dump_recipe, with_data
 from vitinit.recipe.sections import Recipe
@@ -210,6 +209,7 @@ def fine_tune(model: nn.Module, recipe: Recipe) -> list[str]:
     Returns lines for the summary: what was loaded and, for another project's checkpoint, what is
     assumed that tensors do not show. Raises CheckpointError if the checkpoint does not fit.
     """
+    from vitinit.models.convert import native_tensors    # its names are for checkpoints alone
     init = recipe.init
     state, path = read_checkpoint(Path(init.checkpoint))
     tensors = native_tensors(model_state(state, path, init.checkpoint_weights))

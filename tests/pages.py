@@ -20,7 +20,7 @@ from typing import NamedTuple
 from vitinit import sweep
 from vitinit.init import INITS
 from vitinit.messages import OneLineError
-from vitinit.models import MODELS
+from vitinit.models import FAMILIES, model_class
 from vitinit.recipe.files import fresh_recipe
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -136,7 +136,7 @@ def known_options() -> set[str]:
 def known_keys() -> set[str]:
     """All keys of recipes, each of which states all, with the options of every model and init."""
     tables = [tomllib.loads(path.read_text("utf-8")) for path in RECIPES.glob("*.toml")]
-    functions = {"model": [family for family, _ in MODELS.values()],
+    functions = {"model": list(map(model_class, FAMILIES)),
                  "init": [init for families in INITS.values() for init in families.values()]}
     return {f"{section}.{key}" for table in tables for section in table
             for key in (table[section] if isinstance(table[section], dict) else ())} | {

@@ -89,7 +89,8 @@ def as_if_there_were_a_gpu(monkeypatch) -> None:
 def build(name: str, device: torch.device) -> nn.Module:
     # Not by build_model, which first builds the model on the meta device to find its size; under
     # FakeTensorMode torch 2.11 would build a real one there.
-    kind, sizes = models.MODELS[name]
+    family, sizes = models.MODELS[name]
+    kind = models.model_class(family)
     with device:                                     # modules of fake tensors cannot be moved
         return kind(num_classes=CLASSES, image_size=SIZE, **sizes | MODELS[name])
 

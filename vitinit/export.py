@@ -43,7 +43,7 @@ from .command_line import Parser, run_program
 from .data.augment import normalise
 from .data.datasets import LooseImages, Source, open_split
 from .data.images import DataError
-from .models import MODELS, ConvMixer, MlpMixer, SwinTransformer, VisionTransformer
+from .models import MODELS
 from .models.convert import transformers_names
 from .recipe.files import dump_recipe, from_dict
 from .recipe.sections import Recipe
@@ -90,22 +90,22 @@ def timm_model(recipe: Recipe, image_size: tuple[int, int]) -> dict[str, Any] | 
     options, family = recipe.model.options, MODELS[recipe.model.name][0]
     found = {"img_size": list(image_size)}
     same = ["patch_size", "embed_dim"]               # options that timm calls the same
-    if family is VisionTransformer and not options["distilled"]:
+    if family == "vit" and not options["distilled"]:
         name = "vision_transformer.VisionTransformer"
         same += ["depth", "num_heads", "mlp_ratio", "qkv_bias", "fc_norm"]
         found |= {"class_token": options["pool"] == "class", "reg_tokens": options["num_registers"],
                   "global_pool": {"class": "token", "mean": "avg"}[options["pool"]]}
-    elif family is VisionTransformer and not options["num_registers"]:
+    elif family == "vit" and not options["num_registers"]:
         name = "deit.VisionTransformerDistilled"
         same += ["depth", "num_heads", "mlp_ratio", "qkv_bias"]
-    elif family is SwinTransformer:
+    elif family == "swin":
         name = "swin_transformer.SwinTransformer"
         same += ["depths", "num_heads", "window_size", "mlp_ratio", "qkv_bias"]
-    elif family is MlpMixer:
+    elif family == "mlp_mixer":
         name = "mlp_mixer.MlpMixer"
         found |= {"num_blocks": options["depth"],
                   "mlp_ratio": [options["tokens_ratio"], options["channels_ratio"]]}
-    elif family is ConvMixer and not options["num_filters"]:
+    elif family == "conv_mixer" and not options["num_filters"]:
         name, same = "convmixer.ConvMixer", ["depth", "kernel_size", "patch_size"]
         found = {"dim": options["embed_dim"]}
     else:

@@ -25,10 +25,6 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .filters import Offset, convolution_matrix, shift_targets
-from .models import ConvMixer, MlpMixer, SimpleViT, SwinTransformer, VisionTransformer
-from .models.conv_mixer import DepthwiseConv
-from .models.swin import SwinBlock
-
 
 TINY = torch.finfo(torch.float32).tiny      # stands for values that have rounded to zero
 
@@ -79,7 +75,7 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] |
 
 def block_grids(model: nn.Module) -> list[tuple[int, int]]:
     """The grid of patch tokens that each block mixes."""
-    if isinstance(model, SwinTransformer):
+    if model.family == "swin":
         return [block.grid for stage in model.layers for block in stage.blocks]
     return [model.grid] * len(model.blocks)
 
@@ -89,14 +85,15 @@ Reader = Callable[..., Tensor]       # (heads, *inputs of the mixer) → (B, len
 
 def mixers(model: nn.Module) -> list[tuple[nn.Module, Reader]]:
     """Each block's spatial mixer, and a function that computes its matrices from its input."""
-    if isinstance(model, (VisionTransformer, SimpleViT)):
+    family = getattr(model, "family", type(model).__name__)
+    if family in ("vit", "simple_vit"):
         return [(block.attn, _attention_reader(block.attn)) for block in model.blocks]
-    if isinstance(model, SwinTransformer):
+    if family == "swin":
         return [(block.attn, _window_reader(block))
                 for stage in model.layers for block in stage.blocks]
-    if isinstance(model, MlpMixer):
+    if family == "mlp_mixer":
         return [(block.mlp_tokens, _token_mlp_reader(block.mlp_tokens)) for block in model.blocks]
-    if isinstance(model, ConvMixer):
+    if family == "conv_mixer":
         return [(model.depthwise(block), _depthwise_reader(model.depthwise(block)))
                 for block in model.blocks]
     raise ValueError(f"spatial mixing of a {type(model).__name__} is not defined here")
@@ -109,7 +106,7 @@ def _attention_reader(attention: nn.Module) -> Reader:
     return read
 
 
-def _window_reader(block: SwinBlock) -> Reader:
+def _window_reader(block: nn.Module) -> Reader:
     """Reads the matrices of all windows as one (N, N), by token number on the unshifted map."""
     height, width = block.window
 
@@ -137,7 +134,7 @@ def _token_mlp_reader(mlp: nn.Module) -> Reader:
     return read
 
 
-def _depthwise_reader(mixing: DepthwiseConv) -> Reader:
+def _depthwise_reader(mixing: nn.Module) -> Reader:
     def read(channels, x: Tensor) -> Tensor:
         matrices = [convolution_matrix(kernel, x.shape[-2:])
                     for kernel in mixing.kernels()[channels, 0]]

@@ -12,7 +12,6 @@ from torch import nn
 import vitinit
 from vitinit.init import INITS
 from vitinit.init.baseline import CUT_NORMAL_STD, truncated_normal_
-from vitinit.models import VisionTransformer
 
 SIZES = dict(num_classes=101, image_size=(28, 44), patch_size=4, embed_dim=66, depth=2, num_heads=3)
 IMAGES = dict(num_classes=101, image_size=(24, 40))
@@ -25,7 +24,7 @@ FAMILIES = {        # one small model of each: the table's name and its sizes
     "conv_mixer": ("convmixer_256_8", IMAGES | dict(patch_size=4, embed_dim=67, depth=2,
                                                     kernel_size=5)),
 }
-VIT_INITS = [name for name, families in INITS.items() if VisionTransformer in families]
+VIT_INITS = [name for name, families in INITS.items() if "vit" in families]
 QUICK = {"impulse_gd": dict(steps=7)}               # options of inits that search for a while
 EMBEDDINGS = ("pos_embed", "cls_token", "dist_token", "reg_token", "relative_position_bias_table")
 

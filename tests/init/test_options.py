@@ -134,12 +134,13 @@ def test_subclasses_and_compiled_models_get_the_weights_of_the_model_itself(init
     for other in (child, wrapped):
         assert all(torch.equal(value, other.state_dict()[key])
                    for key, value in plain.state_dict().items())
-    assert init_function(init, Child) is INITS[init][VisionTransformer]
+    assert init_function(init, child.family) is INITS[init]["vit"]
 
 
 def test_other_classes_are_told_which_inits_their_ancestor_has():
-    with pytest.raises(ValueError, match="'filters' is not defined for a Child; it has: default, torch"):
-        init_function("filters", Child)
+    with pytest.raises(ValueError, match="'filters' is not defined for a VisionTransformer; it has: "
+                                         "default, torch"):
+        init_function("filters", Child.family)
     with pytest.raises(ValueError, match="not defined for a Linear; it has: none"):
         init_weights(nn.Linear(2, 3), "default", generator=torch.Generator())
 

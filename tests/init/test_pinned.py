@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import vitinit
 from vitinit.init import INITS
-from vitinit.models import MODELS, VisionTransformer
+from vitinit.models import MODELS
 from vitinit.models.attention import Attention
 from vitinit.models.simple_vit import SimpleAttention
 
@@ -90,7 +90,7 @@ def recipe_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
         if sizes.get("pos_embed") == "sincos":       # which these inits do not write
             continue
         own = recipe["init"].get("options", {})      # of the recipe's init, such as base = "torch"
-        vit = MODELS[name][0] is VisionTransformer
+        vit = MODELS[name][0] == "vit"
         for init in ("impulse", "deep_impulse") if vit else ("impulse",):
             known = inspect.signature(INITS[init][MODELS[name][0]]).parameters
             options = {key: value for key, value in own.items() if key in known}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import vitinit
-from vitinit.models import MODELS, SwinTransformer
+from vitinit.models import MODELS, SwinTransformer, model_class
 from vitinit.models.layers import block_numbers
 
 VIT = dict(patch_size=(4, 5), embed_dim=22, depth=3, num_heads=2)
@@ -188,7 +188,8 @@ FRACTIONS = (0.0, -1.0, 1e-9, math.nan, math.inf, -math.inf, 1e308, 0.01)
 @one_of_each
 def test_every_numeric_option_builds_or_is_one_line(family):
     name, own, _ = FAMILIES[family]
-    kind, table = MODELS[name]
+    family, table = MODELS[name]
+    kind = model_class(family)
     fine = table | own | dict(num_classes=7, image_size=(12, 20))
     tried = 0
     for option, parameter in inspect.signature(kind).parameters.items():
@@ -242,7 +243,7 @@ def test_building_touches_no_random_numbers_but_the_layers_own():
     torch.manual_seed(5)
     ours = vitinit.build_model(name, num_classes=7, image_size=(12, 20), **sizes)
     torch.manual_seed(5)
-    kind, table = MODELS[name]
-    theirs = kind(num_classes=7, image_size=(12, 20), **table | sizes)
+    family, table = MODELS[name]
+    theirs = model_class(family)(num_classes=7, image_size=(12, 20), **table | sizes)
     for key, value in theirs.state_dict().items():
         assert torch.equal(ours.state_dict()[key], value), key

@@ -11,7 +11,7 @@ from torchvision.models import VisionTransformer as TorchvisionViT
 
 import vitinit
 from vitinit.mixing import mixing_matrices, target_mass
-from vitinit.models import MODELS
+from vitinit.models import MODELS, model_class
 from vitinit.models.convert import native_tensors
 
 SMALL = dict(patch_size=4, embed_dim=15, depth=2, num_heads=3)
@@ -164,10 +164,11 @@ def test_drop_path_drops_branches_per_image_and_block():
 
 
 def test_every_model_of_the_table_is_built_by_its_name():
-    for name, (kind, sizes) in MODELS.items():
+    for name, (family, sizes) in MODELS.items():
+        kind = model_class(family)
         with torch.device("meta"):                   # shapes and no values
             model = vitinit.build_model(name, num_classes=2, image_size=224)
-        assert type(model) is kind and model.num_classes == 2
+        assert type(model) is kind and model.family == family and model.num_classes == 2
         assert list(model.parameters())[-1].shape == (2,), name
         # One rate for each of the two branches per block, if `forward` can drop branches at all.
         blocks = sum(sizes["depths"]) if "depths" in sizes else sizes["depth"]

@@ -35,8 +35,8 @@ families = pytest.mark.parametrize("family", SMALL)
 
 def built(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     name, sizes = SMALL[family]
-    kind, defaults = models.MODELS[name]
-    model = kind(num_classes=5, **defaults | sizes).to(dtype)
+    family, defaults = models.MODELS[name]
+    model = models.model_class(family)(num_classes=5, **defaults | sizes).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -203,10 +203,10 @@ def operations(optimizer: torch.optim.Optimizer) -> int:
 
 def test_an_update_of_vit_b_launches_few_operations():
     """On fake CUDA tensors. torch.optim.Muon goes matrix by matrix."""
-    kind, sizes = models.MODELS["vit_base"]
+    family, sizes = models.MODELS["vit_base"]
     with FakeTensorMode():
         with torch.device("cuda"):
-            model = kind(num_classes=1000, image_size=224, **sizes)
+            model = models.model_class(family)(num_classes=1000, image_size=224, **sizes)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         matrices = [model.get_parameter(name) for name in hidden_matrices(model)]

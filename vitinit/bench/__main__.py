@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ..command_line import Parser, integer, one_of, real, run_program
-from ..models import MODELS, VisionTransformer
+from ..models import MODELS
 from .init import init_rows
 from .loader import fed_rows, image_folder, loader_rows
 from .memory import memory_row
@@ -41,7 +41,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="numbers of loader processes; default: that of the cores")
     init = commands.add_parser("init", help="seconds that each init takes")
     init.add_argument("--model", default="vit_base", type=one_of(
-        [name for name, (family, _) in MODELS.items() if family is VisionTransformer]))
+        [name for name, (family, _) in MODELS.items() if family == "vit"]))
     memory = commands.add_parser("memory", help="how many images of a recipe fit on a GPU")
     memory.add_argument("--card-gib", type=real(above=0.0), default=24.0)
     for command in (step, memory):

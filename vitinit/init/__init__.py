@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models import ConvMixer, MlpMixer, SimpleViT, SwinTransformer, VisionTransformer
+from ..models import FAMILIES
 from .baseline import default, lecun, torch_default
 from .deep_impulse import deep_impulse
 from .filters_conv_mixer import filters_conv_mixer
@@ -41,40 +41,41 @@ __all__ = ["GIVEN", "INITS", "deep_impulse_", "describe", "impulse_", "init_", "
            "init_weights", "mimetic_", "reads_images"]
 
 GIVEN = ("generator", "images")       # parameters of inits that a caller gives; they are no options
-FAMILIES = (VisionTransformer, SwinTransformer, MlpMixer, ConvMixer, SimpleViT)
-
-INITS: dict[str, dict[type[nn.Module], Callable[..., None]]] = {
+INITS: dict[str, dict[str, Callable[..., None]]] = {
     "default": dict.fromkeys(FAMILIES, default),
     "torch": dict.fromkeys(FAMILIES, torch_default),
     "lecun": dict.fromkeys(FAMILIES, lecun),
-    "mimetic": {VisionTransformer: mimetic, SwinTransformer: mimetic,
-                SimpleViT: mimetic_simple_vit},
-    "impulse": {VisionTransformer: impulse, SwinTransformer: impulse_swin,
-                MlpMixer: impulse_mixer, ConvMixer: impulse_conv_mixer,
-                SimpleViT: impulse_simple_vit},
-    "deep_impulse": {VisionTransformer: deep_impulse},
-    "norm_matched": {VisionTransformer: norm_matched},
-    "filters": {ConvMixer: filters_conv_mixer},
-    "impulse_gd": {VisionTransformer: impulse_gd, SimpleViT: impulse_gd},
+    "mimetic": {"vit": mimetic, "swin": mimetic, "simple_vit": mimetic_simple_vit},
+    "impulse": {"vit": impulse, "swin": impulse_swin, "mlp_mixer": impulse_mixer,
+                "conv_mixer": impulse_conv_mixer, "simple_vit": impulse_simple_vit},
+    "deep_impulse": {"vit": deep_impulse},
+    "norm_matched": {"vit": norm_matched},
+    "filters": {"conv_mixer": filters_conv_mixer},
+    "impulse_gd": {"vit": impulse_gd, "simple_vit": impulse_gd},
 }
 
-def init_function(name: str, family: type[nn.Module]) -> Callable[..., None]:
-    """The function that performs the init `name` on models of class `family` or of its subclasses.
+
+def family_of(model: nn.Module) -> str:
+    """The family of one of our models, a key of INITS' rows; the class's name of any other."""
+    return getattr(model, "family", type(model).__name__)
+
+
+def init_function(name: str, family: str) -> Callable[..., None]:
+    """The function that performs the init `name` on models of `family`, such as "vit".
 
     Raises ValueError for an unknown name, or if the init is not defined for the family.
     """
     if name not in INITS:
         near = difflib.get_close_matches(name, INITS, n=3) or sorted(INITS)
         raise ValueError(f"there is no init '{name}'; near: {', '.join(near)}")
-    for ancestor in family.__mro__:
-        if ancestor in INITS[name]:
-            return INITS[name][ancestor]
-    others = [other for other, families in INITS.items() if families.keys() & set(family.__mro__)]
-    raise ValueError(f"init '{name}' is not defined for a {family.__name__}; it has: "
+    if family in INITS[name]:
+        return INITS[name][family]
+    others = [other for other, families in INITS.items() if family in families]
+    raise ValueError(f"init '{name}' is not defined for a {FAMILIES.get(family, family)}; it has: "
                      f"{', '.join(others) or 'none'}")
 
 
-def reads_images(name: str, family: type[nn.Module]) -> bool:
+def reads_images(name: str, family: str) -> bool:
     """Whether the init `name` of a family reads training images; raises as `init_function`."""
     return "images" in inspect.signature(init_function(name, family)).parameters
 
@@ -87,13 +88,13 @@ def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,
     generator: a CPU generator. The same generator in the same state gives the same weights, within
         the limits that the module's docstring describes.
     images: (n, 3, H, W), normalised training images, for inits that read some; see `reads_images`.
-    options: keyword options of the init; see its function, `init_function(name, type(model))`.
+    options: keyword options of the init; see its function, `init_function(name, family_of(model))`.
 
     Raises ValueError, with a message of one line, for an unknown name, for a model or values that
     the init cannot handle, and for values with which weights would not be finite.
     """
     model = getattr(model, "_orig_mod", model)       # the model that torch.compile wrapped
-    function = init_function(name, type(model))
+    function = init_function(name, family_of(model))
     if generator.device.type != "cpu":
         raise ValueError(f"the generator is on {generator.device}; inits draw on the CPU: use "
                          "torch.Generator()")
@@ -104,5 +105,5 @@ def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,
                              f"{tensor.device}; inits draw and solve on the CPU in float32 or "
                              f"float64: "
                              "call init_weights before .half(), .bfloat16() or .to(device)")
-    read = {"images": images} if reads_images(name, type(model)) else {}
+    read = {"images": images} if reads_images(name, family_of(model)) else {}
     call(function, model, name, options, generator=generator, **read)

@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..models import ConvMixer, MlpMixer, SimpleViT
 from ..models.layers import Classifier
 
 EMBED_STD = 0.02            # std of position embeddings and class tokens in ViT, DeiT and timm
@@ -70,9 +69,10 @@ def default(model: nn.Module, *, generator: torch.Generator) -> None:
 
     ConvMixer (arXiv 2201.09792) and SimpleViT (arXiv 2401.12511) use PyTorch's own init: `torch`.
     """
-    if isinstance(model, (ConvMixer, SimpleViT)):
+    family = getattr(model, "family", None)
+    if family in ("conv_mixer", "simple_vit"):
         torch_default(model, generator=generator)
-    elif isinstance(model, MlpMixer):
+    elif family == "mlp_mixer":
         _mixer_default(model, generator)
     else:
         _vit_default(model, generator)
@@ -93,7 +93,7 @@ def _vit_default(model: nn.Module, generator: torch.Generator) -> None:
                 parameter.normal_(std=EMBED_STD, generator=generator)
 
 
-def _mixer_default(model: MlpMixer, generator: torch.Generator) -> None:
+def _mixer_default(model: nn.Module, generator: torch.Generator) -> None:
     for module in _modules_with_parameters(model):
         if module is model.head:
             module.weight.zero_()

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..filters import convolution_matrix, head_offsets, impulse_kernel, offsets_on_grid
-from ..models.simple_vit import SimpleBlock, SimpleViT
 from .baseline import Base, draw_base
 from .layout import Block, Layout, layout_of
 
@@ -64,7 +63,7 @@ def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator,
     if pseudo_input not in PSEUDO_INPUTS:
         raise ValueError(f"pseudo_input is {pseudo_input!r}, expected one of "
                          f"{', '.join(PSEUDO_INPUTS)}")
-    simple = isinstance(model, SimpleViT)
+    simple = getattr(model, "family", None) == "simple_vit"
     vit = model if simple else layout_of(model)
     if not simple and vit.tokens and not vit.learned:
         raise ValueError("init 'impulse_gd' solves on the patches' fixed position embedding, and "
@@ -94,7 +93,7 @@ def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator,
         key.copy_(solution[1])
 
 
-def queries_keys(block: Block | SimpleBlock) -> tuple[Tensor, Tensor, float, bool]:
+def queries_keys(block: Block | nn.Module) -> tuple[Tensor, Tensor, float, bool]:
     """Q and K of a block, its factor on the logits, and whether Q and K are free.
 
     Views: (h, d, C); free ones, of a SimpleViT, (h, d, N).

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from ..filters import Offset
 from ..mixing import mixers, shares_of_patches, target_mass
-from ..models import SimpleViT, SwinTransformer, VisionTransformer
-from . import init_function
+from . import family_of, init_function
 from .in_place import AIMED, AT_ONCE, decimal, targets_of
 
 
@@ -51,8 +50,8 @@ def has_targets(model: nn.Module, name: str, options: Mapping[str, Any]) -> bool
     Not so for baselines and controls, for Mixer and ConvMixer, for `mimetic` on a Swin, whose
     tokens have no position embedding, and for queries and keys left as the base drew them.
     """
-    families = (VisionTransformer, SimpleViT) + (SwinTransformer,) * (name != "mimetic")
-    return name in AIMED and isinstance(model, families) and options.get("qk_init") != "base"
+    families = ("vit", "simple_vit") + ("swin",) * (name != "mimetic")
+    return name in AIMED and family_of(model) in families and options.get("qk_init") != "base"
 
 
 @torch.no_grad()
@@ -64,8 +63,8 @@ def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], imag
     itself. If offsets were drawn at random, the target of a head is the offset of the kernel to
     which it attends most.
     """
-    swin = isinstance(model, SwinTransformer)
-    parameters = inspect.signature(init_function(name, type(model))).parameters
+    swin = family_of(model) == "swin"
+    parameters = inspect.signature(init_function(name, family_of(model))).parameters
     chosen = {key: parameter.default for key, parameter in parameters.items()} | dict(options)
     masses, layers = Mass([], [], []), [mixer for mixer, _ in mixers(model)]
     found = mean_attention(model, layers, images)
@@ -89,7 +88,7 @@ def mean_attention(model: nn.Module, layers: list[nn.Module], images: Tensor) ->
     def record(number: int) -> Callable:
         def hook(layer: nn.Module, arguments: tuple) -> None:
             weights = layer.mixing_weights(*arguments)   # of images, or their windows
-            grid = layer.window if isinstance(model, SwinTransformer) else model.grid
+            grid = layer.window if family_of(model) == "swin" else model.grid
             means[number] = means[number] + len(batch) / len(images) * shares_of_patches(
                 weights, grid).mean(0)
         return hook

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models import SimpleViT
 from .baseline import Base, draw_base
 from .layout import Block, Layout, layout_of
 
@@ -62,7 +61,7 @@ def mimetic(model: nn.Module | Layout, *, generator: torch.Generator,
 
 
 @torch.no_grad()
-def mimetic_simple_vit(model: SimpleViT, *, generator: torch.Generator,
+def mimetic_simple_vit(model: nn.Module, *, generator: torch.Generator,
                        base: Base = "default",
                        qk_alpha: float = 0.7, qk_beta: float = 0.7) -> None:
     """Make Q Kᵀ ≈ αZ + βI in every head, like the mimetic baseline in the code of arXiv 2401.12511.

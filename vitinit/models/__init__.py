@@ -1,8 +1,12 @@
-"""The models by name: the table `MODELS`, name → (class, sizes), and `build_model`."""
+"""The models by name: the table `MODELS`, name → (family, sizes), and `build_model`.
+
+A family's file is imported when the first model of the family is built, or its class asked for.
+"""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import os
 from typing import Any
@@ -10,14 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .conv_mixer import ConvMixer
-from .mlp_mixer import MlpMixer
-from .simple_vit import SimpleViT
-from .swin import SwinTransformer
-from .vit import VisionTransformer
+# Family, which is the name of its file → the class of its models.
+FAMILIES = {"vit": "VisionTransformer", "swin": "SwinTransformer", "mlp_mixer": "MlpMixer",
+            "conv_mixer": "ConvMixer", "simple_vit": "SimpleViT"}
 
-__all__ = ["MODELS", "ConvMixer", "MlpMixer", "SimpleViT", "SwinTransformer", "VisionTransformer",
-           "build_model"]
+__all__ = ["FAMILIES", "MODELS", "build_model", "model_class", *FAMILIES.values()]
 
 GIB = 2**30
 # Approximate size of a layer's Python objects. Without it, a depth of 10**9 would pass the check of
@@ -28,37 +29,49 @@ VIT_TINY = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
 VIT_SMALL = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
 VIT_BASE = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
 
-MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # arXiv 2010.11929, table 1 (B); DeiT, arXiv 2012.12877, table 1 (T, S) and §4 (distilled)
-    "vit_tiny": (VisionTransformer, VIT_TINY),
-    "vit_small": (VisionTransformer, VIT_SMALL),
-    "vit_base": (VisionTransformer, VIT_BASE),
-    "vit_tiny_distilled": (VisionTransformer, VIT_TINY | dict(distilled=True)),
-    "vit_small_distilled": (VisionTransformer, VIT_SMALL | dict(distilled=True)),
-    "vit_base_distilled": (VisionTransformer, VIT_BASE | dict(distilled=True)),
+    "vit_tiny": ("vit", VIT_TINY),
+    "vit_small": ("vit", VIT_SMALL),
+    "vit_base": ("vit", VIT_BASE),
+    "vit_tiny_distilled": ("vit", VIT_TINY | dict(distilled=True)),
+    "vit_small_distilled": ("vit", VIT_SMALL | dict(distilled=True)),
+    "vit_base_distilled": ("vit", VIT_BASE | dict(distilled=True)),
     # arXiv 2103.14030, §3.3
-    "swin_tiny": (SwinTransformer, dict(patch_size=4, embed_dim=96, depths=(2, 2, 6, 2),
+    "swin_tiny": ("swin", dict(patch_size=4, embed_dim=96, depths=(2, 2, 6, 2),
                                         num_heads=(3, 6, 12, 24))),
-    "swin_small": (SwinTransformer, dict(patch_size=4, embed_dim=96, depths=(2, 2, 18, 2),
+    "swin_small": ("swin", dict(patch_size=4, embed_dim=96, depths=(2, 2, 18, 2),
                                          num_heads=(3, 6, 12, 24))),
-    "swin_base": (SwinTransformer, dict(patch_size=4, embed_dim=128, depths=(2, 2, 18, 2),
+    "swin_base": ("swin", dict(patch_size=4, embed_dim=128, depths=(2, 2, 18, 2),
                                         num_heads=(4, 8, 16, 32))),
     # arXiv 2105.01601, table 1
-    "mixer_s32": (MlpMixer, dict(patch_size=32, embed_dim=512, depth=8)),
-    "mixer_s16": (MlpMixer, dict(patch_size=16, embed_dim=512, depth=8)),
-    "mixer_b32": (MlpMixer, dict(patch_size=32, embed_dim=768, depth=12)),
-    "mixer_b16": (MlpMixer, dict(patch_size=16, embed_dim=768, depth=12)),
-    "mixer_l16": (MlpMixer, dict(patch_size=16, embed_dim=1024, depth=24)),
+    "mixer_s32": ("mlp_mixer", dict(patch_size=32, embed_dim=512, depth=8)),
+    "mixer_s16": ("mlp_mixer", dict(patch_size=16, embed_dim=512, depth=8)),
+    "mixer_b32": ("mlp_mixer", dict(patch_size=32, embed_dim=768, depth=12)),
+    "mixer_b16": ("mlp_mixer", dict(patch_size=16, embed_dim=768, depth=12)),
+    "mixer_l16": ("mlp_mixer", dict(patch_size=16, embed_dim=1024, depth=24)),
     # arXiv 2201.09792, table 1 (width, depth), and small ones for 32 pixels (arXiv 2401.12511)
-    "convmixer_1536_20": (ConvMixer, dict(patch_size=7, embed_dim=1536, depth=20, kernel_size=9)),
-    "convmixer_1024_20": (ConvMixer, dict(patch_size=14, embed_dim=1024, depth=20, kernel_size=9)),
-    "convmixer_768_32": (ConvMixer, dict(patch_size=7, embed_dim=768, depth=32, kernel_size=7,
+    "convmixer_1536_20": ("conv_mixer", dict(patch_size=7, embed_dim=1536, depth=20, kernel_size=9)),
+    "convmixer_1024_20": ("conv_mixer", dict(patch_size=14, embed_dim=1024, depth=20, kernel_size=9)),
+    "convmixer_768_32": ("conv_mixer", dict(patch_size=7, embed_dim=768, depth=32, kernel_size=7,
                                          activation="relu")),
-    "convmixer_512_8": (ConvMixer, dict(patch_size=2, embed_dim=512, depth=8, kernel_size=5)),
-    "convmixer_256_8": (ConvMixer, dict(patch_size=2, embed_dim=256, depth=8, kernel_size=5)),
+    "convmixer_512_8": ("conv_mixer", dict(patch_size=2, embed_dim=512, depth=8, kernel_size=5)),
+    "convmixer_256_8": ("conv_mixer", dict(patch_size=2, embed_dim=256, depth=8, kernel_size=5)),
     # arXiv 2401.12511, §5
-    "simple_vit": (SimpleViT, dict(patch_size=2, embed_dim=512, depth=6, num_heads=8)),
+    "simple_vit": ("simple_vit", dict(patch_size=2, embed_dim=512, depth=6, num_heads=8)),
 }
+
+
+def model_class(family: str) -> type[nn.Module]:
+    """The class of a family, one of FAMILIES."""
+    return getattr(importlib.import_module(f".{family}", __name__), FAMILIES[family])
+
+
+def __getattr__(name: str) -> Any:                   # from vitinit.models import VisionTransformer
+    for family, class_name in FAMILIES.items():
+        if name == class_name:
+            return model_class(family)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
 def build_model(name: str, *, num_classes: int, image_size: int | tuple[int, int],
@@ -73,7 +86,8 @@ def build_model(name: str, *, num_classes: int, image_size: int | tuple[int, int
     if name not in MODELS:
         near = difflib.get_close_matches(name, MODELS, n=3) or sorted(MODELS)
         raise ValueError(f"there is no model '{name}'; near: {', '.join(near)}")
-    model, defaults = MODELS[name]
+    family, defaults = MODELS[name]
+    model = model_class(family)
     arguments = dict(num_classes=num_classes, image_size=image_size, **defaults | sizes)
     inspect.signature(model).bind(**arguments)       # an unknown option raises TypeError
     try:

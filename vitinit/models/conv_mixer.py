@@ -71,6 +71,8 @@ class ConvMixer(Classifier):
         optimiser and from weight decay (both options are those of arXiv 2401.12511).
     """
 
+    family = "conv_mixer"
+
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
                  patch_size: int | tuple[int, int], embed_dim: int, depth: int, kernel_size: int,
                  activation: Literal["gelu", "relu"] = "gelu", num_filters: int = 0,

@@ -48,6 +48,7 @@ class Classifier(nn.Module):
     before training.
     """
 
+    family: str                     # the name of its file, one of `vitinit.models.FAMILIES`
     num_prefix_tokens = 0           # class, distillation and register tokens
     learns_positions = False        # whether there is a position embedding that is a parameter
     drop_path_rates: tuple[float, ...] = ()

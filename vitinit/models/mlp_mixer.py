@@ -51,6 +51,8 @@ class MlpMixer(Classifier):
     drop_path: stochastic-depth rate, the same in every block, as in timm.
     """
 
+    family = "mlp_mixer"
+
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
                  patch_size: int | tuple[int, int], embed_dim: int, depth: int,
                  tokens_ratio: float = 0.5, channels_ratio: float = 4.0,

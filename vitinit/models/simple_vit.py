@@ -149,6 +149,8 @@ class SimpleViT(Classifier):
     slightly wider. There is no stochastic depth.
     """
 
+    family = "simple_vit"
+
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
                  patch_size: int | tuple[int, int], embed_dim: int, depth: int, num_heads: int,
                  head_dim: int = 0, mlp_ratio: float = 1.0, reads: Reading = "content",

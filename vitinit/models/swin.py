@@ -198,6 +198,8 @@ class SwinTransformer(Classifier):
     Raises ValueError, naming the stage, if a grid is odd or its window does not tile it.
     """
 
+    family = "swin"
+
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
                  patch_size: int | tuple[int, int], embed_dim: int, depths: tuple[int, ...],
                  num_heads: tuple[int, ...], window_size: int | tuple[int, int] = 7,

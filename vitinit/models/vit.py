@@ -65,6 +65,8 @@ class VisionTransformer(Classifier):
         block. `forward` drops branches only if it is given a table from `layers.draw_drop_path`.
     """
 
+    family = "vit"
+
     def __init__(self, *, num_classes: int, image_size: int | tuple[int, int],
                  patch_size: int | tuple[int, int], embed_dim: int, depth: int, num_heads: int,
                  mlp_ratio: float = 4.0, qkv_bias: bool = True, drop_path: float = 0.0,

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ..init import GIVEN, INITS, init_function
 from ..messages import OneLineError
-from ..models import MODELS
+from ..models import MODELS, model_class
 from ..train.distill import NO_TEACHER
 from .sections import SECTIONS, VERSION, Recipe, contradictions
 from .values import convert, describe, nearest, plain, show, to_toml
@@ -171,7 +171,7 @@ def _recipe(tables: dict[str, Any], name: str, source: str, changes: Sequence[Ov
                               f"{nearest(chosen, known)}")
     model, init = sections["model"], sections["init"]
     family, sizes = MODELS[model.name]
-    sections["model"] = _with_options(model, family.__init__, sizes | dict(model.options), "model",
+    sections["model"] = _with_options(model, model_class(family).__init__, sizes | dict(model.options), "model",
                                       where, given=SIZES)
     if checks_init:
         try:

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..messages import in_brief
-from ..models import MODELS, SwinTransformer, VisionTransformer
-from ..models.convert import (TRANSFORMERS_SWIN, TRANSFORMERS_VIT, WITH_TEACHER, Names)
+from ..models import MODELS
 from ..models.layers import hidden_width, to_pair
 from ..recipe.files import Override
 from ..recipe.sections import Recipe
@@ -246,15 +245,16 @@ def require_same_function(description: Description | None, recipe: Recipe) -> No
 
 
 def transformers_config(recipe: Recipe, classes: Sequence[str], size: tuple[int, int]
-                        ) -> tuple[dict[str, Any], Names, str]:
+                        ) -> tuple[dict[str, Any], dict, str]:
     """The config.json of the model of transformers that takes the weights; their names and prefix.
 
     classes: the class of each logit. size: (height, width) of the images. Names and prefix are as
     `transformers_names` takes them. Raises CheckpointError if transformers has no such model.
     """
+    from ..models.convert import TRANSFORMERS_SWIN, TRANSFORMERS_VIT, WITH_TEACHER
     options, family = {"norm_eps": 1e-6} | recipe.model.options, MODELS[recipe.model.name][0]
-    swin = family is SwinTransformer
-    vit = (family is VisionTransformer and options["pool"] == "class"
+    swin = family == "swin"
+    vit = (family == "vit" and options["pool"] == "class"
            and not options["num_registers"])
     squares = [to_pair(side) for side in (size, options["patch_size"],
                                           options.get("window_size", 1))]

@@ -77,7 +77,7 @@ def initialise(model: nn.Module, recipe: Recipe, source: Source | None) -> None:
     with building(f"recipe {recipe.name}", "init"):
         images = (training_views(recipe, source, INIT_IMAGES)
                   if source is not None and not init.checkpoint    # which replaces what they show
-                  and reads_images(init.name, type(model)) else None)
+                  and reads_images(init.name, model.family) else None)
         init_weights(model, init.name, **init.options, images=images,
                      generator=torch.Generator().manual_seed(recipe.run.seed))
 

@@ -28,7 +28,6 @@ from ..data.augment import normalise
 from ..data.eval_sets import imagenet_wnids
 from ..data.images import DataError, decode_bytes, decode_image, from_pillow, resize_and_centre_crop
 from ..models import build_model
-from ..models.convert import native_tensors
 from ..models.layers import to_pair
 from ..recipe.files import Override, RecipeError, find_recipe, from_dict, load_recipe
 from ..recipe.files import overrides as parse_overrides, with_data
@@ -102,6 +101,7 @@ class Saved(NamedTuple):
         the recipe's model, are infinite or NaN, or depend on the image size, and RecipeError if
         the model cannot be built.
         """
+        from ..models.convert import native_tensors      # its names are for checkpoints alone
         recipe, tensors = self.recipe, model_state(self.state, self.path, weights)
         require_finite(tensors, weights, self.path)
         tensors = native_tensors(tensors)
