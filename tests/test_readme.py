@@ -13,12 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from pages import PAGES, README, REPOSITORY
 from PIL import Image
 
 from vitinit import export, predict
 from vitinit.compare import mean_and_std, t_interval
+from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.records import read_archive
+from vitinit.runs.trained import build
 
 
 def run(words: list[str], cwd: Path) -> subprocess.CompletedProcess:
@@ -80,8 +83,13 @@ def test_what_was_trained_is_used_and_exported_as_shown(tmp_path, monkeypatch):
     section = page.section("Use what was trained")
     load, program, timms = section.blocks("python")
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "quickstart-impulse-s0").symlink_to(
-        REPOSITORY / "tests" / "runs" / "data" / "version_12")
+    run = REPOSITORY / "tests" / "runs" / "data" / "version_12"
+    (tmp_path / "runs" / "quickstart-impulse-s0").symlink_to(run)
+    with_class_token = load_recipe(run / "recipe.toml", overrides(sets=["model.options.pool=class"]))
+    other = tmp_path / "runs" / "deit_small-impulse-s0"
+    other.mkdir()
+    torch.save({"model": build(with_class_token).state_dict(), "classes": ["a", "b", "c"],
+                "recipe": with_class_token.as_dict()}, other / "last.pt")
     (tmp_path / "photographs").mkdir()
     monkeypatch.chdir(tmp_path)
     image = Image.fromarray(np.arange(300, dtype=np.uint8).reshape(10, 10, 3))

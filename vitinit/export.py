@@ -1,17 +1,17 @@
-"""Export a trained model: as one file that can be read without vitinit, or as a small run folder.
+"""Export a trained model: as files that can be read without vitinit, or as a small run folder.
 
     python -m vitinit.export runs/base --to safetensors --out base.safetensors
+    python -m vitinit.export runs/base --to safetensors --names torchvision --out base.safetensors
+    python -m vitinit.export runs/base --to safetensors --names transformers --out folder
     python -m vitinit.export runs/base --to torch --out base.pt2 --normalise
-    python -m vitinit.export runs/base --to transformers --out folder
     python -m vitinit.export runs/base --to run --out small
 
-safetensors: the weights under timm's names (needs the extra `safetensors`). The file's metadata
-state the class names, how an image becomes the model's input, the recipe, and which model of timm
-takes these weights.
+safetensors: the weights under our names, which are timm's, or under those of --names (needs the
+extra `safetensors`). The file's metadata state the class names, how an image becomes the model's
+input, the recipe, and which model of timm or torchvision takes these weights. For transformers it
+is a folder, from which AutoModelForImageClassification and AutoImageProcessor load the model.
 torch: a program of torch.export, images → logits, for any batch size. With --normalise it takes
 uint8 images and normalises them itself. The same metadata are in the archive as vitinit.json.
-transformers: a folder from which Hugging Face's AutoModelForImageClassification and
-AutoImageProcessor load the model, if it is a ViT, a distilled DeiT or a Swin.
 run: a run folder with one checkpoint, which contains only the weights, in half precision, and with
 copies of the run's recipe, record and metrics. It can be loaded, evaluated and plotted like any
 run, but not resumed.
@@ -19,7 +19,7 @@ run, but not resumed.
 No export contains an image, or an absolute path of this machine, of which the last part stays.
 
 Before the command ends, it reads back what it has written and compares it with the model; programs
-and runs are compared on images.
+and runs are compared on images of noise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,16 +39,15 @@ import torch
 from torch import Tensor, nn
 
 from . import __version__
-from .command_line import Parser, run_program
+from .command_line import Parser, building, run_program
 from .data.augment import normalise
-from .data.datasets import LooseImages, Source, open_split
-from .data.images import DataError
 from .models import MODELS
-from .models.convert import transformers_names
-from .recipe.files import dump_recipe, from_dict
+from .models.convert import Names, foreign_names, native_names
+from .models.libraries import LIBRARIES, counterpart
+from .recipe.files import RecipeError, dump_recipe, from_dict
 from .recipe.sections import Recipe
 from .runs.folder import RunFolder
-from .runs.foreign import preprocessor_config, transformers_config
+from .runs.foreign import preprocessor_config
 from .runs.records import portable, without_paths
 from .runs.trained import Trained, add_run, as_input, load, load_run
 from .train.checkpoint import (CheckpointError, load as load_checkpoint, save_atomically,
@@ -71,7 +70,6 @@ def metadata(trained: Trained) -> dict[str, Any]:
             "image_size": list(trained.image_size), "mean": list(recipe.data.mean),
             "std": list(recipe.data.std), "crop_pct": recipe.eval.crop_pct,
             "interpolation": recipe.eval.interpolation, "model": recipe.model.name,
-            "timm": timm_model(recipe, trained.image_size),
             "recipe": dump_recipe(without_folders(recipe))}
 
 
@@ -82,45 +80,17 @@ def without_folders(recipe: Recipe) -> Recipe:
                    init=replace(init, checkpoint=portable(init.checkpoint)))
 
 
-def timm_model(recipe: Recipe, image_size: tuple[int, int]) -> dict[str, Any] | None:
-    """The timm (1.0) model that takes the weights: a class or function, by name, and its arguments.
+def taken_by(library: str, trained: Trained) -> tuple[dict[str, Any], Names]:
+    """The model of a library that takes the weights, and our names → its own.
 
-    None if timm has no such model.
+    The model is a class or function, by name, and its arguments. Raises RecipeError if the library
+    has none.
     """
-    options, family = recipe.model.options, MODELS[recipe.model.name][0]
-    found = {"img_size": list(image_size)}
-    same = ["patch_size", "embed_dim"]               # options that timm calls the same
-    if family == "vit" and not options["distilled"]:
-        name = "vision_transformer.VisionTransformer"
-        same += ["depth", "num_heads", "mlp_ratio", "qkv_bias", "fc_norm"]
-        found |= {"class_token": options["pool"] == "class", "reg_tokens": options["num_registers"],
-                  "global_pool": {"class": "token", "mean": "avg"}[options["pool"]]}
-    elif family == "vit" and not options["num_registers"]:
-        name = "deit.VisionTransformerDistilled"
-        same += ["depth", "num_heads", "mlp_ratio", "qkv_bias"]
-    elif family == "swin":
-        name = "swin_transformer.SwinTransformer"
-        same += ["depths", "num_heads", "window_size", "mlp_ratio", "qkv_bias"]
-    elif family == "mlp_mixer":
-        name = "mlp_mixer.MlpMixer"
-        found |= {"num_blocks": options["depth"],
-                  "mlp_ratio": [options["tokens_ratio"], options["channels_ratio"]]}
-    elif family == "conv_mixer" and not options["num_filters"]:
-        name, same = "convmixer.ConvMixer", ["depth", "kernel_size", "patch_size"]
-        found = {"dim": options["embed_dim"]}
-    else:
-        return None
-    if options.get("norm_eps", 1e-6) != 1e-6:
-        return None
-    found |= {key: options[key] for key in same}
-    if options.get("activation", "gelu") != "gelu":
-        # timm takes the activation as a class, which JSON cannot express. The one ConvMixer with
-        # ReLU that timm defines has a function of its own.
-        if found != {"dim": 768, "depth": 32, "kernel_size": 7, "patch_size": 7}:
-            return None
-        name, found = "convmixer.convmixer_768_32", {}
-    return {"class": f"timm.models.{name}",
-            "arguments": found | {"num_classes": recipe.data.num_classes}}
+    recipe = trained.recipe
+    with building(f"recipe {recipe.name}", "model"):
+        name, arguments, names = counterpart(library, MODELS[recipe.model.name][0],
+                                             image_size=trained.image_size, **recipe.model.options)
+    return {"class": name, "arguments": arguments | {"num_classes": len(trained.classes)}}, names
 
 
 # ---------------------------------------------------------------------------------------------
@@ -128,51 +98,65 @@ def timm_model(recipe: Recipe, image_size: tuple[int, int]) -> dict[str, Any] | 
 # ---------------------------------------------------------------------------------------------
 
 
-def export_safetensors(trained: Trained, out: Path) -> str:
+def export_weights(trained: Trained, out: Path, library: str | None) -> str:
     """Write the weights to the file `out`; return what was checked, in words.
 
-    Raises CheckpointError if the file cannot be written or differs from the weights when read back.
+    library: under whose names; None: under ours, and the file says which model of timm takes them,
+    or null. Raises RecipeError if the library has no such model.
     """
-    weights = trained.model.state_dict()
-    notes = {key: value if isinstance(value, str) else json.dumps(value)
-             for key, value in metadata(trained).items()}
-    with written_atomically(out) as file:
-        file.write(as_safetensors(weights, notes, out))
-    return f"{len(weights)} tensors read back, equal to the bit"
+    notes, names = metadata(trained), {}
+    if library is None:
+        notes["timm"] = None
+        with suppress(RecipeError):
+            notes["timm"], _ = taken_by("timm", trained)
+    else:
+        notes[library], names = taken_by(library, trained)
+    tensors = trained.model.state_dict()
+    if library == "torchvision":                     # its Swin's files hold these, which are fixed
+        tensors |= {name: index.flatten() for name, index in trained.model.named_buffers()
+                    if name.endswith("relative_position_index")}
+    write_weights(trained, foreign_names(tensors, names), {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in notes.items()}, out)
+    return f"{len(tensors)} tensors read back, equal to the bit"
 
 
 def export_transformers(trained: Trained, out: Path) -> str:
-    """Write a folder `out` of transformers; return what was checked.
-
-    It is read back as any folder of transformers is, and must give the same weights to the bit.
-    Raises CheckpointError, and leaves no folder, if it does not, or if transformers has no such
-    model.
-    """
-    config, names, prefix = transformers_config(trained.recipe, trained.classes, trained.image_size)
-    weights = trained.model.state_dict()
+    """Write a folder `out` that transformers loads; return what was checked."""
+    found, names = taken_by("transformers", trained)
+    labels = dict(enumerate(trained.classes))
+    config = found["arguments"] | {"architectures": [found["class"].rpartition(".")[2]],
+                                   "id2label": labels,
+                                   "label2id": {name: index for index, name in labels.items()}}
+    tensors = foreign_names(trained.model.state_dict(), names, f"{config['model_type']}.")
     with folder_at(out) as folder:
         folder.mkdir()
         for name, table in (("config.json", config), ("preprocessor_config.json",
                             preprocessor_config(trained.recipe, trained.image_size))):
             write_text_atomically(json.dumps(table, indent=2) + "\n", folder / name)
-        with written_atomically(folder / "model.safetensors") as file:
-            theirs = transformers_names(weights, names, prefix)
-            file.write(as_safetensors(theirs, {"format": "pt"}, out))
-        with redirect_stderr(io.StringIO()):         # what is assumed was just written
-            require_equal(load(folder).model.state_dict(), weights, out)
-    return f"{len(weights)} tensors read back under our names, equal to the bit"
+        write_weights(trained, tensors, {"format": "pt"}, folder / "model.safetensors")
+    return f"{len(tensors)} tensors read back, equal to the bit"
 
 
-def as_safetensors(tensors: dict[str, Tensor], notes: dict[str, str], out: Path) -> bytes:
-    """The contents of a file of safetensors with these metadata, read back and compared."""
+def write_weights(trained: Trained, tensors: dict[str, Tensor], notes: dict[str, str], out: Path
+                  ) -> None:
+    """Write a file of safetensors with these notes.
+
+    Raises CheckpointError, and writes none, if what it holds, read back under our names, is not the
+    model's weights to the bit.
+    """
     try:
         from safetensors.torch import load, save
     except ImportError:
         raise CheckpointError(f"{out}: writing it needs the extra 'safetensors': pip install "
                               "'vitinit[safetensors]'") from None
     content = save({name: value.contiguous() for name, value in tensors.items()}, metadata=notes)
-    require_equal(load(content), tensors, out)
-    return content
+    read, weights = native_names(load(content)), trained.model.state_dict()
+    if read.keys() != weights.keys() or not all(torch.equal(read[name], value)
+                                                for name, value in weights.items()):
+        raise CheckpointError(f"{out}: would hold other weights than the model's")
+    with written_atomically(out) as file:
+        file.write(content)
 
 
 class Normalised(nn.Module):
@@ -187,16 +171,15 @@ class Normalised(nn.Module):
 
 
 @torch.no_grad()
-def export_program(trained: Trained, out: Path, views: Tensor, *, inside: bool) -> str:
+def export_program(trained: Trained, out: Path, *, inside: bool) -> str:
     """Write a program images → logits to the file `out`; return its difference from the model.
 
-    The file contains neither the images nor a path of this machine.
+    The file contains neither images nor a path of this machine.
 
-    views: (B, 3, H, W) uint8 images to compare on, B ≥ 7. inside: whether the program normalises
-    its input itself. Raises CheckpointError, and leaves no file, if its logits differ from the
-    model's by more than `NEAR`.
+    inside: whether the program normalises its input itself. Raises CheckpointError, and leaves no
+    file, if its logits differ from the model's by more than `NEAR`.
     """
-    data = trained.recipe.data
+    data, views = trained.recipe.data, noise(trained)
     model = Normalised(trained.model, data.mean, data.std) if inside else trained.model
     images = views if inside else as_input(views, trained.recipe)
     program = torch.export.export(model, (images[:3],), strict=False,
@@ -210,24 +193,22 @@ def export_program(trained: Trained, out: Path, views: Tensor, *, inside: bool) 
     archive.seek(0)
     run = torch.export.load(archive).module()
     batches = [images[:batch] for batch in BATCHES]
-    difference = compare(torch.cat([run(batch) for batch in batches]),
-                         torch.cat([model(batch) for batch in batches]), NEAR,
-                         f"{out}: the exported program's")
+    found = difference(torch.cat([run(batch) for batch in batches]),
+                       torch.cat([model(batch) for batch in batches]), NEAR,
+                       f"{out}: the exported program's")
     with written_atomically(out) as file:
         file.write(archive.getvalue())
-    return f"read back and run in batches of {', '.join(map(str, BATCHES))}: {difference}"
+    return f"read back and run in batches of {', '.join(map(str, BATCHES))}: {found}"
 
 
 @torch.no_grad()
-def export_run(trained: Trained, out: Path, views: Tensor) -> str:
+def export_run(trained: Trained, out: Path) -> str:
     """Write a run folder `out` for using the model, not for training; return what was checked.
 
     Its last.pt contains the plain values of the checkpoint, and the weights in float16 under
     "model". The run's text files are copied without absolute paths; if the checkpoint is not from a
     run, there is only recipe.toml. Raises CheckpointError, and leaves no folder, if a weight is too
     large for float16, or if rounding changes the logits by more than `NEAR_IN_HALF`.
-
-    views: (B, 3, H, W) uint8 images to compare on.
     """
     stored, source = load_checkpoint(trained.path, mmap=True), RunFolder(trained.path.parent)
     of_run = "recipe" in stored
@@ -253,10 +234,10 @@ def export_run(trained: Trained, out: Path, views: Tensor) -> str:
                                path.read_bytes())
         folder.record_recipe(dump_recipe(without_folders(recipe)))
         save_atomically(state, folder.last)
-        inputs = as_input(views, trained.recipe)
-        difference = compare(load(place).model(inputs), trained.model(inputs), NEAR_IN_HALF,
-                             f"{out}: with weights in half precision,")
-    return f"read back and run on {len(views)} images: {difference}"
+        inputs = as_input(noise(trained), trained.recipe)
+        found = difference(load(place).model(inputs), trained.model(inputs), NEAR_IN_HALF,
+                           f"{out}: with weights in half precision,")
+    return f"read back and run on {len(inputs)} images: {found}"
 
 
 @contextmanager
@@ -269,14 +250,7 @@ def folder_at(out: Path) -> Iterator[Path]:
         sync_folder(out.parent)
 
 
-def require_equal(read: dict[str, Tensor], weights: dict[str, Tensor], out: Path) -> None:
-    """Raise CheckpointError unless what was read from `out` is, to the bit, what was written."""
-    if read.keys() != weights.keys() or not all(torch.equal(read[name], value)
-                                                for name, value in weights.items()):
-        raise CheckpointError(f"{out}: holds other weights than were written")
-
-
-def compare(found: Tensor, logits: Tensor, near: float, whose: str) -> str:
+def difference(found: Tensor, logits: Tensor, near: float, whose: str) -> str:
     """How far `found` is from a model's logits, in words.
 
     Raises CheckpointError, which begins with `whose`, if that is more than `near` of the largest.
@@ -288,24 +262,10 @@ def compare(found: Tensor, logits: Tensor, near: float, whose: str) -> str:
     return f"largest difference {far:.1e}, of logits up to {largest:.1f}"
 
 
-def views_to_check(trained: Trained, folder: Path | None) -> tuple[Tensor, str]:
-    """Seven evaluation views (7, 3, H, W) uint8, evenly chosen, and where they are from, in words.
-
-    The images are from `folder` if it is given, otherwise from the recipe's validation set, or from
-    the embedded set `shapes` if that cannot be opened. Of fewer than seven some are repeated.
-    Raises DataError for a folder without images.
-    """
-    data, count = trained.recipe.data, max(BATCHES)
-    source: Source
-    if folder is not None:
-        source, name = LooseImages(folder, count), str(folder)
-    else:
-        source, name = open_split("shapes", "", "val", 10), "the embedded set 'shapes'"
-        with suppress(DataError):
-            source = open_split(data.name, data.root, "val", data.num_classes)
-            name = f"the validation set of {data.name}"
-    return torch.stack([trained.view(source.image(number * len(source) // count))
-                        for number in range(count)]), name
+def noise(trained: Trained) -> Tensor:
+    """Images of noise on which an export is compared with the model: (7, 3, H, W) uint8."""
+    return torch.randint(256, (max(BATCHES), 3, *trained.image_size), dtype=torch.uint8,
+                         generator=torch.Generator().manual_seed(0))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -313,57 +273,53 @@ def views_to_check(trained: Trained, folder: Path | None) -> tuple[Tensor, str]:
 # ---------------------------------------------------------------------------------------------
 
 
-def require_fitting(args: argparse.Namespace, parser: Parser) -> None:
-    """Raise an error of one line if options do not fit the kind of export, or --out is unusable."""
-    if args.to in ("safetensors", "transformers") and (args.normalise or args.images):
-        parser.error("--normalise and --images are for --to torch; a file of weights has no "
-                     "program to normalise in, or to run")
-    if args.to == "run" and (args.normalise or args.image_size):
-        parser.error("--normalise and --image-size are for the other exports; a run folder's "
-                     "images are those of its recipe, which normalises them")
-    folder, there = args.to in ("run", "transformers"), args.out.parent.is_dir()
-    if folder and (not there or args.out.exists()):
-        parser.error(f"--out {args.out}: expected a folder that does not exist yet, in one that "
-                     "does")
-    if not there or args.out.is_dir():
-        parser.error(f"--out {args.out}: expected a file in a folder that exists")
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; RecipeError for options that do not fit the kind of export."""
+    parser = Parser(prog="python -m vitinit.export", description=__doc__)
+    add_run(parser)
+    parser.add_argument("--to", required=True, choices=("safetensors", "torch", "run"))
+    parser.add_argument("--names", choices=LIBRARIES,
+                        help="the library that is to load the weights (--to safetensors)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE",
+                        help="the file to write; for a run and for transformers, a folder that "
+                             "does not exist yet")
+    parser.add_argument("--normalise", action="store_true",
+                        help="the program takes uint8 images and normalises them (--to torch)")
+    args = parser.parse_args(arguments)
+    if args.normalise and args.to != "torch" or args.names and args.to != "safetensors":
+        parser.error("--normalise is for --to torch, and --names for --to safetensors")
+    if args.to == "run" and args.image_size:
+        parser.error("--image-size is for the other exports; a run's images are those of its "
+                     "recipe")
+    folder = args.to == "run" or args.names == "transformers"
+    if not args.out.parent.is_dir() or args.out.exists() and (folder or args.out.is_dir()):
+        parser.error(f"--out {args.out}: expected "
+                     + ("a folder that does not exist yet, in one that does" if folder else
+                        "a file in a folder that exists"))
+    return args
+
+
+def export(args: argparse.Namespace) -> None:
+    """Write the export that the arguments ask for, and print what was written and checked."""
+    trained, out = load_run(args), args.out
+    if args.names == "transformers":
+        found = export_transformers(trained, out)
+    elif args.to == "safetensors":
+        found = export_weights(trained, out, args.names)
+    elif args.to == "torch":
+        found = export_program(trained, out, inside=args.normalise)
+    else:
+        found = export_run(trained, out)
+    height, width = trained.image_size
+    written = sum(path.stat().st_size for path in [out, *out.glob("*")] if path.is_file())
+    print(f"wrote   {out}, {written / 1e6:.1f} MB: {trained.recipe.model.name}, images (B, 3, "
+          f"{height}, {width}) {'uint8' if args.normalise else 'normalised'} → logits (B, "
+          f"{len(trained.classes)})\nchecked {found}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the program with these arguments (default: the command line); return the exit status."""
-    parser = Parser(prog="python -m vitinit.export", description=__doc__)
-    add_run(parser)
-    parser.add_argument("--to", required=True,
-                        choices=("safetensors", "torch", "transformers", "run"))
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE",
-                        help="the file to write; with --to run or transformers, a folder that does "
-                             "not exist yet")
-    parser.add_argument("--normalise", action="store_true",
-                        help="the program takes uint8 images and normalises them (--to torch)")
-    parser.add_argument("--images", type=Path, metavar="FOLDER",
-                        help="images to compare on (--to torch and run); by default the recipe's "
-                             "validation set, or the embedded one")
-
-    def program() -> None:
-        args = parser.parse_args(arguments)
-        require_fitting(args, parser)
-        trained = load_run(args)
-        if args.to == "safetensors":
-            found = export_safetensors(trained, args.out)
-        elif args.to == "transformers":
-            found = export_transformers(trained, args.out)
-        else:
-            views, name = views_to_check(trained, args.images)
-            found = (export_run(trained, args.out, views) if args.to == "run" else
-                     export_program(trained, args.out, views, inside=args.normalise))
-            found += f"; images of {name}"
-        height, width = trained.image_size
-        written = sum(path.stat().st_size for path in [args.out, *args.out.glob("*")]
-                      if path.is_file())
-        print(f"wrote   {args.out}, {written / 1e6:.1f} MB: {trained.recipe.model.name}"
-              f", images (B, 3, {height}, {width}) {'uint8' if args.normalise else 'normalised'} → "
-              f"logits (B, {len(trained.classes)})\nchecked {found}")
-    return run_program("vitinit.export", program)
+    return run_program("vitinit.export", lambda: export(parse_arguments(arguments)))
 
 
 if __name__ == "__main__":

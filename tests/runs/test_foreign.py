@@ -14,7 +14,7 @@ from torch import Tensor
 import vitinit
 from vitinit import export
 from vitinit.models.convert import (TRANSFORMERS_DINOV2, TRANSFORMERS_SWIN, TRANSFORMERS_VIT,
-                                    WITH_TEACHER, in_memory, native_names, transformers_names)
+                                    WITH_TEACHER, in_memory, native_names, foreign_names)
 from vitinit.runs.foreign import read_description
 from vitinit.train.checkpoint import CheckpointError
 
@@ -187,7 +187,7 @@ def test_a_table_of_names_is_read_as_it_is_written():
             (in_memory(TRANSFORMERS_DINOV2, "encoder.layer.{}"), "vit_tiny", vit),
             (in_memory(TRANSFORMERS_SWIN, ""), "swin_tiny", swin)):
         tensors = vitinit.build_model(model, num_classes=CLASSES, **sizes).state_dict()
-        theirs = transformers_names(tensors, names, "swin." if model == "swin_tiny" else "vit.")
+        theirs = foreign_names(tensors, names, "swin." if model == "swin_tiny" else "vit.")
         assert not theirs.keys() & tensors.keys()
         read = native_names(theirs)
         assert read.keys() == tensors.keys()
@@ -198,7 +198,7 @@ def test_swins_names_are_those_of_transformers():
     tensors = vitinit.build_model("swin_tiny", num_classes=CLASSES, image_size=24, patch_size=2,
                                   embed_dim=6, depths=(1, 1), num_heads=(1, 2),
                                   window_size=3).state_dict()
-    found = transformers_names(tensors, TRANSFORMERS_SWIN, "swin.")
+    found = foreign_names(tensors, TRANSFORMERS_SWIN, "swin.")
     block = "swin.encoder.layers.1.blocks.0"
     for name, ours in {
             "swin.embeddings.norm.bias": "patch_embed.norm.bias",
@@ -225,7 +225,8 @@ def test_swins_names_are_those_of_transformers():
 @pytest.mark.parametrize("name", ["ViT", "DeiT with teacher"])
 def test_an_export_to_transformers_is_what_was_read_from_it(name, their_folder, tmp_path, capsys):
     source, out = their_folder(name), tmp_path / "out"
-    assert export.main([str(source), "--to", "transformers", "--out", str(out)]) == 0
+    assert export.main([str(source), "--to", "safetensors", "--names", "transformers",
+                        "--out", str(out)]) == 0
     theirs, ours = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
     assert {key: ours[key] for key in theirs} == theirs
     for key in ("image_mean", "image_std", "size", "crop_size", "resample"):
@@ -234,9 +235,9 @@ def test_an_export_to_transformers_is_what_was_read_from_it(name, their_folder, 
     assert all(torch.equal(value, first.model.state_dict()[place])
                for place, value in again.model.state_dict().items())
     capsys.readouterr()
-    assert export.main([str(their_folder("DeiT")), "--to", "transformers", "--out",
-                        str(tmp_path / "other")]) == 2
-    assert "no model of transformers takes these weights" in capsys.readouterr().err
+    assert export.main([str(their_folder("DeiT")), "--to", "safetensors", "--names", "transformers",
+                        "--out", str(tmp_path / "other")]) == 2
+    assert "no model of transformers takes the weights of this" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 

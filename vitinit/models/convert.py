@@ -3,8 +3,8 @@
 Checkpoints of DeiT and of timm's ViT, DeiT, Swin, Mixer and ConvMixer need no conversion. Each of
 the other layouts is a table of names, recognised by a name that occurs only in it: those of
 torchvision (ViT, Swin), Hugging Face's transformers (ViT and DeiT, DINOv2, Swin), Microsoft (Swin),
-ConvMixer's authors and DINOv2's authors. The tables of transformers also serve to write checkpoints
-(`vitinit.export --to transformers`).
+ConvMixer's authors and DINOv2's authors. The tables of torchvision and transformers also serve to
+write checkpoints (`vitinit.export --names`).
 
 All layouts order heads and merged patches as this package does. Where queries, keys and values are
 three layers, they are stacked into one. Two further differences between ViTs have an exact
@@ -221,19 +221,19 @@ def conv_mixer_names(tensors: Mapping[str, Tensor]) -> Names:
             **{f"blocks.{layer - 3}": str(layer) for layer in range(3, head)}}
 
 
-def transformers_names(tensors: Mapping[str, Tensor], names: Names, prefix: str
-                       ) -> dict[str, Tensor]:
-    """Our tensors under the names of transformers: the inverse of `native_names`.
+def foreign_names(tensors: Mapping[str, Tensor], names: Names, prefix: str = ""
+                  ) -> dict[str, Tensor]:
+    """Our tensors under another library's names: the inverse of `native_names`.
 
-    prefix: such as "vit.", which precedes all names but those of the classifiers.
+    prefix: such as "vit.", which in transformers precedes all names but those of the classifiers.
     """
     rules = [(_pattern(ours), _parts(theirs)) for ours, theirs in names.items()]
     found = {}
     for ours, value in tensors.items():
-        match, parts = next((match, parts) for pattern, parts in rules
-                            if (match := pattern.match(ours)))
-        for part, rows in zip(parts, value.chunk(len(parts))):
-            name = part.format(*match.groups()) + ours[match.end():]
+        match, parts = next(((match, parts) for pattern, parts in rules
+                             if (match := pattern.match(ours))), (None, (ours,)))
+        for part, rows in zip(parts, value.chunk(len(parts)) if len(parts) > 1 else [value]):
+            name = part.format(*match.groups()) + ours[match.end():] if match else part
             found[name if "classifier" in name else prefix + name] = rows.contiguous()
     return found
 

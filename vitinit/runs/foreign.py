@@ -6,7 +6,7 @@ norms, or how images are prepared. Some projects write this into files beside th
     transformers    config.json and preprocessor_config.json
     timm's hub      config.json, with the name of the architecture and how images are prepared
 
-`read_description` reads them into changes of a recipe, `transformers_config` writes the first two.
+`read_description` reads them into changes of a recipe; `preprocessor_config` writes the second.
 What no file states is assumed from the recipe, and `assumptions` says what that is.
 """
 
@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..messages import in_brief
-from ..models import MODELS
 from ..models.layers import hidden_width, to_pair
 from ..recipe.files import Override
 from ..recipe.sections import Recipe
@@ -42,11 +41,6 @@ ARCHITECTURES = {
     "dinov2_with_registers": ("Dinov2WithRegistersModel", "Dinov2WithRegistersBackbone"),
     "swin": ("SwinForImageClassification", "SwinModel", "SwinBackbone"),
 }
-# Our options → keys of a config.json; of ViT and DeiT, and of Swin.
-VIT_OPTIONS = {"embed_dim": "hidden_size", "depth": "num_hidden_layers",
-               "num_heads": "num_attention_heads", "norm_eps": "layer_norm_eps"}
-SWIN_OPTIONS = {key: key for key in ("embed_dim", "depths", "num_heads", "window_size",
-                                     "mlp_ratio")}
 # Keys of a config.json: the value that models here have, which is transformers' default too, and
 # what another value stands for.
 REQUIRED = {
@@ -124,6 +118,7 @@ def _table(file: Path) -> dict[str, Any]:
 
 
 def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
+    from ..models.libraries import SWIN_OPTIONS, VIT_OPTIONS       # with the names of all layers
     kind, name = config["model_type"], (config.get("architectures") or ["no architecture"])[0]
     if name not in ARCHITECTURES.get(kind, ()):
         reason = ("its classifier reads the class token and the mean of the patches together; its "
@@ -138,7 +133,9 @@ def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
                                   "here has")
     options = {"patch_size": config["patch_size"], "qkv_bias": config.get("qkv_bias", True)}
     options |= {ours: config[key] for ours, key in (SWIN_OPTIONS if swin else VIT_OPTIONS).items()}
-    if not swin:
+    if swin:
+        options["window_size"] = config["window_size"]
+    else:
         distilled = name.endswith("WithTeacher")
         # A distillation token that no classifier reads takes part in attention, as a register does.
         unread = kind == "deit" and not distilled
@@ -242,44 +239,6 @@ def require_same_function(description: Description | None, recipe: Recipe) -> No
 # ---------------------------------------------------------------------------------------------
 # Writing
 # ---------------------------------------------------------------------------------------------
-
-
-def transformers_config(recipe: Recipe, classes: Sequence[str], size: tuple[int, int]
-                        ) -> tuple[dict[str, Any], dict, str]:
-    """The config.json of the model of transformers that takes the weights; their names and prefix.
-
-    classes: the class of each logit. size: (height, width) of the images. Names and prefix are as
-    `transformers_names` takes them. Raises CheckpointError if transformers has no such model.
-    """
-    from ..models.convert import TRANSFORMERS_SWIN, TRANSFORMERS_VIT, WITH_TEACHER
-    options, family = {"norm_eps": 1e-6} | recipe.model.options, MODELS[recipe.model.name][0]
-    swin = family == "swin"
-    vit = (family == "vit" and options["pool"] == "class"
-           and not options["num_registers"])
-    squares = [to_pair(side) for side in (size, options["patch_size"],
-                                          options.get("window_size", 1))]
-    if not (swin or vit) or not classes or any(height != width for height, width in squares):
-        raise CheckpointError(
-            f"recipe {recipe.name}: no model of transformers takes these weights; expected a ViT "
-            "with a class token and without registers, distilled or not, or a Swin, for square "
-            "images and with a classifier")
-    table = SWIN_OPTIONS if swin else VIT_OPTIONS
-    own = {theirs: options[key] for key, theirs in table.items()}
-    if swin:
-        kind, names = "swin", TRANSFORMERS_SWIN
-        own |= {"layer_norm_eps": 1e-5, "window_size": squares[2][0]}
-    else:
-        kind, names = (("deit", TRANSFORMERS_VIT | WITH_TEACHER) if options["distilled"] else
-                       ("vit", TRANSFORMERS_VIT))
-        hidden = hidden_width(options["embed_dim"], options["mlp_ratio"], "mlp_ratio")
-        own |= {"intermediate_size": hidden, "hidden_dropout_prob": 0.0,
-                "attention_probs_dropout_prob": 0.0}
-    own |= {"model_type": kind, "architectures": [ARCHITECTURES[kind][kind == "deit"]],
-            "patch_size": squares[1][0], "num_channels": 3, "hidden_act": "gelu",
-            "qkv_bias": options.get("qkv_bias"), "image_size": size[0],
-            "id2label": {str(index): name for index, name in enumerate(classes)},
-            "label2id": {name: index for index, name in enumerate(classes)}}
-    return own, names, f"{kind}."
 
 
 def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> dict[str, Any]:
