@@ -41,7 +41,8 @@ from vitinit.models.layers import draw_drop_path
 from vitinit.recipe.files import dump_recipe, with_data
 from vitinit.recipe.sections import Recipe
 from vitinit.runs import foreign
-from vitinit.runs.folder import RunFolder, RunLock, read_checkpoint
+from vitinit.runs.folder import RunFolder, read_checkpoint
+from vitinit.runs.lock import RunLock
 from vitinit.runs.resume import (choose_run, require_same_data, require_same_micro_batch_size,
                                  settings)
 from vitinit.runs.start import (cautions, initialise, open_training_set, rehearsal, summary,

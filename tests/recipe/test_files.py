@@ -17,8 +17,8 @@ import torchvision
 
 from vitinit.data import datasets, draw
 from vitinit.recipe import sections
-from vitinit.recipe.files import (RECIPES, Override, RecipeError, dump_recipe, find_recipe,
-                                  from_dict, load_recipe, parse_override)
+from vitinit.recipe.files import (RECIPES, Override, RecipeError, dump_recipe, from_dict,
+                                  load_recipe, parse_override)
 from vitinit.recipe.sections import SECTIONS, VERSION, Recipe
 from vitinit.recipe.values import to_toml
 from vitinit.train.distill import NO_TEACHER
@@ -213,10 +213,12 @@ def test_a_file_that_is_no_text_or_is_not_there_is_refused(tmp_path):
     path = tmp_path / "trial.toml"
     path.write_bytes(b"# b\xfccher\n" + TEXT.encode())
     assert refusal(load_recipe, path).startswith(f"{path}: not valid TOML: ")
-    assert refusal(load_recipe, tmp_path) == f"{tmp_path}: cannot be read: Is a directory"
-    assert find_recipe(str(path)) == path and find_recipe("quickstart") == QUICKSTART
+    folder = tmp_path / "folder.toml"
+    folder.mkdir()
+    assert refusal(load_recipe, folder) == f"{folder}: cannot be read: Is a directory"
+    assert load_recipe("quickstart") == load_recipe(QUICKSTART)
     for name, hint in (("quikstart", "; did you mean 'quickstart'?"), ("quickstart.toml", "")):
-        assert refusal(find_recipe, name) == f"recipe {name}: no such file{hint}"
+        assert refusal(load_recipe, name) == f"recipe {name}: no such file{hint}"
 
 
 @pytest.mark.parametrize("key, words, good, bad", [
@@ -291,8 +293,6 @@ OPERATIONS = "rand_augment.operations=[]"
      "rand_augment.operations = [] with rand_augment.layers = 2; expected some, or 0 layers"),
     ([OPERATIONS, "rand_augment.layers=2"], "rand_augment.layers=0",
      "rand_augment.operations = [] with"),
-    (["data.num_classes=1"], "data.num_classes=0",
-     "data.num_classes = 1; expected 2 at least, or 0"),
     (["data.subset=0.5", "data.images_per_class=3"], "data.images_per_class=0",
      "data.images_per_class = 3 with data.subset = 0.5; expected 0, or a subset of 1.0"),
     (["data.root=''"], "data.name=shapes",
@@ -362,7 +362,7 @@ def test_set_replaces_values_options_and_whole_tables_in_the_order_given():
     ("run.seed.x=3", "there is no table 'seed'; it takes none"),
     ("model.options={" + ".".join("a" * 900) + "=1}", "pos_embed, qkv_bias"),
     ("model.name=vit_tinny", "model.name is 'vit_tinny'; did you mean 'vit_tiny'?"),
-    ("init.name=impuls", "init.name is 'impuls'; did you mean 'impulse'?"),
+    ("init.name=impuls", "there is no init 'impuls'; near: impulse"),
     ("model.options.depht=3",
      "[model.options] of vit_tiny has no key 'depht'; did you mean 'depth'?"),
     ("model.options.depth=2.5", "model.options.depth is 2.5, expected an integer"),
@@ -405,11 +405,7 @@ def test_a_checkpoints_recipe_is_checked_under_the_name_of_its_file(change, word
 
 
 def test_the_init_of_a_run_that_exists_is_a_record():
-    """It may be of an init that is no longer here; only a change of it is checked."""
+    """It may be of an init that is no longer here."""
     table = with_sets().as_dict()
     table["init"] |= {"name": "an_earlier_one", "options": {"content_scale": 0.5}}
     assert dict(from_dict(table, "last.pt").init.options) == {"content_scale": 0.5}
-    assert from_dict(table, "last.pt",
-                     [parse_override("data.root=x")]).init.name == "an_earlier_one"
-    assert "'an_earlier_one'" in refusal(from_dict, table, "last.pt",
-                                         [parse_override("init.options.a=1")])

@@ -74,7 +74,7 @@ def test_a_record_of_starts_that_is_none_is_one_line_and_stays(tmp_path):
             with pytest.raises(CheckpointError,
                                match=r"run\.json: not what a run writes.*move it away"):
                 action()
-        assert folder.info.read_bytes() == content and folder.data_root("own") == "own"
+        assert folder.info.read_bytes() == content and folder.data_of(-1) == {}
 
 
 # ---------------------------------------------------------------------------------------------

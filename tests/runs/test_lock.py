@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vitinit.runs.folder import RunLock
+from vitinit.runs.lock import RunLock
 from vitinit.train.checkpoint import CheckpointError
 
 

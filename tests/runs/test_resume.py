@@ -14,7 +14,7 @@ import torch
 
 import vitinit
 from vitinit.figures.subjects import of_runs
-from vitinit.runs.folder import RunLock
+from vitinit.runs.lock import RunLock
 from vitinit.runs.records import read_run
 from vitinit.runs.resume import choose_run
 

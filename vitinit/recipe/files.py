@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..init import GIVEN, INITS, init_function
+from ..init import GIVEN, init_function
 from ..messages import OneLineError
 from ..models import MODELS, model_class
 from ..train.distill import NO_TEACHER
@@ -39,6 +39,14 @@ Say = Callable[[str], object]
 
 class RecipeError(OneLineError):
     """Something is wrong with a recipe or an override; the message is one line."""
+
+
+class Mistake(Exception):
+    """What is wrong with some keys; a RecipeError also says where their values were written."""
+
+    def __init__(self, problem: str, *keys: str) -> None:
+        super().__init__(problem)
+        self.keys = keys
 
 
 class Override(NamedTuple):
@@ -78,44 +86,36 @@ def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str
 # ---------------------------------------------------------------------------------------------
 
 
-def find_recipe(name: str) -> Path:
-    """The path of a recipe, given by its name in recipes/ or by path (if it ends in .toml).
-
-    Raises RecipeError if there is no such file.
-    """
-    path = Path(name) if name.endswith(".toml") else RECIPES / f"{name}.toml"
-    if not os.path.isfile(path):                     # unlike Path.is_file, it never raises
-        shipped = [] if name.endswith(".toml") else [file.stem for file in RECIPES.glob("*.toml")]
-        raise RecipeError(f"recipe {name}: no such file{nearest(name, shipped) if shipped else ''}")
-    return path
-
-
 def fresh_recipe(name: str | None, *, say: Say, init: str | None = None, seed: int | None = None,
                  data_dir: str | None = None, sets: Sequence[str] = ()) -> Recipe:
     """The recipe of a new run: the file with the changes of the command line.
 
-    name: that of a recipe in recipes/, or the path of a .toml file. init, seed, data_dir, sets: the
-    values of --init, --seed, --data-dir and of each --set. If `init` is given, only those of the
-    recipe's init options are used that it has, such as `base`; `say` is called with one line about
-    the others. Raises RecipeError.
+    name: as `load_recipe` takes it. init, seed, data_dir, sets: the values of --init, --seed,
+    --data-dir and of each --set. If `init` is given, only those of the recipe's init options are
+    used that it has, such as `base`; `say` is called with one line about the others. Raises
+    RecipeError.
     """
     if name is None:
         raise RecipeError("--recipe is missing; for example --recipe quickstart")
-    return load_recipe(find_recipe(name),
-                       overrides(init=init, seed=seed, data_dir=data_dir, sets=sets),
+    return load_recipe(name, overrides(init=init, seed=seed, data_dir=data_dir, sets=sets),
                        set_aside=None if init is None else say)
 
 
-def load_recipe(path: Path, changes: Sequence[Override] = (), *, set_aside: Say | None = None
+def load_recipe(name: str | Path, changes: Sequence[Override] = (), *, set_aside: Say | None = None
                 ) -> Recipe:
-    """Read the recipe at `path`, apply `changes` in order, and check everything.
+    """Read a recipe, apply `changes` in order, and check everything.
 
-    set_aside: called with a line about the file's init options that its init lacks, which are then
-    not used; None: they are an error. Raises RecipeError.
+    name: that of a recipe in recipes/, or the path of a .toml file. set_aside: called with a line
+    about the file's init options that its init lacks, which are then not used; None: they are an
+    error. Raises RecipeError.
     """
-    path = Path(path)
+    path = Path(name) if str(name).endswith(".toml") else RECIPES / f"{name}.toml"
     try:
         table = plain(tomllib.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        shipped = [] if path == Path(name) else [file.stem for file in RECIPES.glob("*.toml")]
+        hint = nearest(str(name), shipped) if shipped else ""
+        raise RecipeError(f"recipe {name}: no such file{hint}") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:    # no TOML or UTF-8, too long a number, too deep
@@ -127,123 +127,107 @@ def load_recipe(path: Path, changes: Sequence[Override] = (), *, set_aside: Say 
 def from_dict(table: Mapping[str, Any], source: str, changes: Sequence[Override] = ()) -> Recipe:
     """The recipe of which `Recipe.as_dict` made `table`, for instance in a checkpoint.
 
-    The init of a run that exists has been applied. So its name and options, unless `changes` are of
-    them, are a record, which may be of an init that is no longer here.
+    The init of a run that exists has been applied. So its name and options are a record, which may
+    be of an init that is no longer here, and are not checked.
 
     source: how error messages call it. changes: applied in order. Raises RecipeError.
     """
     if not isinstance(table, Mapping):
         raise RecipeError(f"{source}: its recipe is {show(table)}, expected a table of sections")
-    sections = plain({"version": None} | dict(table))
-    return _recipe(sections, str(sections.pop("name", "")), source, changes,
-                   checks_init=any(change.key.startswith("init.") for change in changes))
+    sections = plain(table)
+    return _recipe(sections, str(sections.pop("name", "")), source, changes, checks_init=False)
 
 
 def _recipe(tables: dict[str, Any], name: str, source: str, changes: Sequence[Override], *,
             set_aside: Say | None = None, checks_init: bool = True) -> Recipe:
     """The recipe of a table of sections; see `load_recipe`. source: how errors call the table."""
-    def where(key: str) -> str:
-        """Where the value of `key`, or of a table that contains it, was written last."""
-        return next((change.text for change in reversed(changes)
+    def where(*keys: str) -> str:
+        """Where one of these keys, or a table that contains it, was written last."""
+        return next((change.text for key in keys for change in reversed(changes)
                      if f"{key}.".startswith(f"{change.key}.")), source)
 
-    if (version := tables.pop("version")) != VERSION:
-        raise RecipeError(f"{source}: a recipe of version {show(version)}, and this code reads "
-                          f"{VERSION}; commit bb39c50 reads those of versions 1 to 11")
+    try:
+        sections = _sections(tables, changes)
+        model, init = sections["model"], sections["init"]
+        if model.name not in MODELS:
+            raise Mistake(f"model.name is '{model.name}'{nearest(model.name, MODELS)}",
+                          "model.name")
+        family, sizes = MODELS[model.name]
+        takers = {"model": (model_class(family).__init__, SIZES, sizes | dict(model.options))}
+        if checks_init:
+            try:
+                function = init_function(init.name, family)
+            except ValueError as error:
+                raise Mistake(str(error), "init.name") from None
+            options, known = dict(init.options), inspect.signature(function).parameters
+            lacking = {key: options.pop(key) for key in init.options if set_aside is not None
+                       and key not in known and where(f"init.options.{key}") == source}
+            if lacking:
+                set_aside(f"--init {init.name} has none of these options of the recipe, which are "
+                          f"set aside: {to_toml(lacking)}")
+            takers["init"] = function, GIVEN, options
+        for title, (function, given, options) in takers.items():
+            values = plain(_checked(options, f"{title}.options", function, given,
+                                    f" of {sections[title].name}"))
+            sections[title] = dataclasses.replace(sections[title],
+                                                  options=types.MappingProxyType(values))
+        recipe = Recipe(name=name, **sections)
+        for keys, expected in contradictions(recipe):
+            first, *others = (f"{key} = {to_toml(recipe.keys[key])}" for key in keys)
+            raise Mistake(f"{first}{' with ' * bool(others)}{', '.join(others)}; expected "
+                          f"{expected}", *keys)
+        return recipe
+    except Mistake as mistake:
+        raise RecipeError(f"{where(*mistake.keys)}: {mistake}") from None
+
+
+def _sections(tables: dict[str, Any], changes: Sequence[Override]) -> dict[str, Any]:
+    """The sections of a table to which `changes` are applied, without the defaults of options."""
+    if (version := tables.pop("version", None)) != VERSION:
+        raise Mistake(f"a recipe of version {show(version)}, and this code reads {VERSION}; "
+                      "commit bb39c50 reads those of versions 1 to 11")
     for title, body in tables.items():
         if title not in SECTIONS or not isinstance(body, dict):
-            raise RecipeError(f"{source}: '{title}' is no section of a recipe"
-                              f"{nearest(title, SECTIONS)}")
-    tables.setdefault("distill", dict(NO_TEACHER))
-    for title in SECTIONS:
-        tables.setdefault(title, {})
+            raise Mistake(f"'{title}' is no section of a recipe{nearest(title, SECTIONS)}")
+    tables = {title: {} for title in SECTIONS} | {"distill": dict(NO_TEACHER)} | tables
     for title in ("model", "init"):                  # an empty table may be left out
         tables[title].setdefault("options", {})
     for change in changes:
-        _apply(change, tables)
-
-    sections = {title: kind(**_checked(tables[title], title, kind, where))
-                for title, kind in SECTIONS.items()}
-    for title, known in {"model": MODELS, **({"init": INITS} if checks_init else {})}.items():
-        chosen = sections[title].name
-        if chosen not in known:
-            raise RecipeError(f"{where(f'{title}.name')}: {title}.name is '{chosen}'"
-                              f"{nearest(chosen, known)}")
-    model, init = sections["model"], sections["init"]
-    family, sizes = MODELS[model.name]
-    sections["model"] = _with_options(model, model_class(family).__init__, sizes | dict(model.options), "model",
-                                      where, given=SIZES)
-    if checks_init:
-        try:
-            function = init_function(init.name, family)
-        except ValueError as error:
-            raise RecipeError(f"{where('init.name')}: {error}") from None
-        options, known = dict(init.options), inspect.signature(function).parameters
-        lacking = {key: options.pop(key) for key in init.options if set_aside is not None
-                   and key not in known and where(f"init.options.{key}") == source}
-        if lacking:
-            set_aside(f"--init {init.name} has none of these options of the recipe, which are set "
-                      f"aside: {to_toml(lacking)}")
-        sections["init"] = _with_options(init, function, options, "init", where, given=GIVEN)
-    recipe = Recipe(name=name, **sections)
-    for keys, expected in contradictions(recipe):
-        first, *others = (f"{key} = {to_toml(recipe.keys[key])}" for key in keys)
-        place = next((where(key) for key in keys if where(key) != source), source)
-        raise RecipeError(f"{place}: {first}{' with ' * bool(others)}{', '.join(others)}; expected "
-                          f"{expected}")
-    return recipe
+        *parents, last = change.key.split(".")
+        place = tables
+        for parent in parents:
+            inner = {key: table for key, table in place.items() if isinstance(table, dict)}
+            if parent not in inner:
+                raise Mistake(f"there is no table '{parent}'{nearest(parent, inner)}", change.key)
+            place = inner[parent]
+        place[last] = change.value
+    return {title: kind(**_checked(tables[title], title, kind)) for title, kind in SECTIONS.items()}
 
 
-def _apply(change: Override, tables: dict[str, Any]) -> None:
-    """Write one change of the command line into the tables of a recipe."""
-    *parents, last = change.key.split(".")
-    place = tables
-    for parent in parents:
-        inner = {key: table for key, table in place.items() if isinstance(table, dict)}
-        if parent not in inner:
-            raise RecipeError(f"{change.text}: there is no table '{parent}'"
-                              f"{nearest(parent, inner)}")
-        place = inner[parent]
-    place[last] = change.value
-
-
-def _with_options(section: Any, function: Callable, options: Mapping[str, Any], title: str,
-                  where: Callable[[str], str], *, given: Sequence[str]) -> Any:
-    """The section [model] or [init] with all options: `options`, checked, and the defaults.
-
-    function: its keyword-only parameters are the options, except those that it is `given`. Tuples
-    become lists, as in TOML, so that the recipe equals what is read back.
-    """
-    values = _checked(options, f"{title}.options", function, where, given, f" of {section.name}")
-    return dataclasses.replace(section, options=types.MappingProxyType(plain(values)))
-
-
-def _checked(body: Mapping[str, Any], title: str, takes: Callable, where: Callable[[str], str],
-             given: Sequence[str] = (), of: str = "") -> dict[str, Any]:
+def _checked(body: Mapping[str, Any], title: str, takes: Callable, given: Sequence[str] = (),
+             of: str = "") -> dict[str, Any]:
     """The values of a table, converted to their kinds, after the defaults of those that it lacks.
 
     takes: the dataclass of a section, or a function with keyword-only parameters. given: those of
         them that are no keys. title, of: "init.options" and " of impulse", for error messages.
     """
     fields = dataclasses.fields(takes) if dataclasses.is_dataclass(takes) else ()
-    bounds = {field.name: field.metadata for field in fields}
-    hints, values, kinds = typing.get_type_hints(takes), {}, {}
-    for name, parameter in inspect.signature(takes).parameters.items():
-        if name not in given and (fields or parameter.kind is parameter.KEYWORD_ONLY):
-            kinds[name] = hints[name]
-            if parameter.default is not parameter.empty:
-                values[name] = parameter.default
+    hints, bounds = typing.get_type_hints(takes), {field.name: field.metadata for field in fields}
+    known = {name: parameter for name, parameter in inspect.signature(takes).parameters.items()
+             if name not in given and (fields or parameter.kind is parameter.KEYWORD_ONLY)}
+    values = {name: parameter.default for name, parameter in known.items()
+              if parameter.default is not parameter.empty}
     for key, value in body.items():
-        if key not in kinds:
-            raise RecipeError(f"{where(f'{title}.{key}')}: [{title}]{of} has no key '{key}'"
-                              f"{nearest(key, kinds)}")
+        if key not in known:
+            raise Mistake(f"[{title}]{of} has no key '{key}'{nearest(key, known)}",
+                          f"{title}.{key}")
         try:
-            values[key] = convert(value, kinds[key], bounds.get(key, {}))
+            values[key] = convert(value, hints[key], bounds.get(key, {}))
         except TypeError as error:
-            raise RecipeError(f"{where(f'{title}.{key}')}: {title}.{key} is {error}") from None
-    for key in [key for key in kinds if key not in values][:1]:
-        raise RecipeError(f"{where(f'{title}.{key}')}: [{title}]{of} lacks the key '{key}' "
-                          f"({describe(kinds[key], bounds.get(key, {}))})")
+            raise Mistake(f"{title}.{key} is {error}", f"{title}.{key}") from None
+    for key in [key for key in known if key not in values][:1]:
+        raise Mistake(f"[{title}]{of} lacks the key '{key}' "
+                      f"({describe(hints[key], bounds.get(key, {}))})", f"{title}.{key}")
     return values
 
 

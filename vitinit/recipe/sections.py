@@ -152,33 +152,33 @@ def contradictions(recipe: Recipe) -> list[tuple[list[str], str]]:
     others are as they are.
     """
     data, augment, schedule, ema = recipe.data, recipe.augment, recipe.schedule, recipe.ema
-    rand_augment, peak = recipe.rand_augment, recipe.optim.peak_lr
-    of_peak = ["optim.base_lr", "optim.lr_scaling", "optim.global_batch"]
-    ranges = ("crop_scale", "crop_ratio", "erase_area", "erase_ratio")
-    rules = [
-        *((getattr(augment, key)[0] > getattr(augment, key)[1], [f"augment.{key}"],
-           "the smaller value first") for key in ranges),
-        (rand_augment.layers and not rand_augment.operations,
-         ["rand_augment.operations", "rand_augment.layers"], "some, or 0 layers"),
-        (data.num_classes == 1, ["data.num_classes"], "2 at least, or 0 for those of the data set"),
-        (data.images_per_class and data.subset < 1.0, ["data.images_per_class", "data.subset"],
-         "0, or a subset of 1.0"),
-        (not data.root and data.name != "shapes", ["data.root", "data.name"],
-         "a folder, given by --data-dir"),
-        (schedule.warmup_epochs > schedule.epochs, ["schedule.warmup_epochs", "schedule.epochs"],
-         "no more than these"),
-        (schedule.warmup_epochs and schedule.shape == "one_cycle",
-         ["schedule.warmup_epochs", "schedule.shape"], "0, as it has a warm-up of its own"),
-        *((getattr(schedule, key) > peak, [f"schedule.{key}", *of_peak],
-           f"at most the learning rate's peak, {peak:g}") for key in ("warmup_lr", "min_lr")),
-        (recipe.distill.weights and not recipe.distill.teacher,
-         ["distill.weights", "distill.teacher"], "none, as there is no teacher"),
-        (ema.warmup and not ema.decay, ["ema.warmup", "ema.decay"],
-         "false, as no moving average is kept"),
-        (recipe.checkpoint.best_by == "ema_top1" and not ema.decay,
-         ["checkpoint.best_by", "ema.decay"], "another one, as no moving average is kept"),
-        (max(recipe.checkpoint.keep_epochs, default=0) > schedule.total_epochs,
-         ["checkpoint.keep_epochs", "schedule.epochs", "schedule.cooldown_epochs"],
-         "none after the last epoch"),
-    ]
-    return [(keys, expected) for wrong, keys, expected in rules if wrong]
+    peak, best_by = recipe.optim.peak_lr, recipe.checkpoint.best_by
+    rules = {
+        **{f"augment.{key}": (low > high, "the smaller value first")
+           for key in ("crop_scale", "crop_ratio", "erase_area", "erase_ratio")
+           for low, high in [getattr(augment, key)]},
+        "rand_augment.operations rand_augment.layers": (
+            recipe.rand_augment.layers and not recipe.rand_augment.operations, "some, or 0 layers"),
+        "data.images_per_class data.subset": (
+            data.images_per_class and data.subset < 1.0, "0, or a subset of 1.0"),
+        "data.root data.name": (
+            not data.root and data.name != "shapes", "a folder, given by --data-dir"),
+        "schedule.warmup_epochs schedule.epochs": (
+            schedule.warmup_epochs > schedule.epochs, "no more than these"),
+        "schedule.warmup_epochs schedule.shape": (
+            schedule.warmup_epochs and schedule.shape == "one_cycle",
+            "0, as it has a warm-up of its own"),
+        **{f"schedule.{key} optim.base_lr optim.lr_scaling optim.global_batch": (
+            getattr(schedule, key) > peak, f"at most the learning rate's peak, {peak:g}")
+           for key in ("warmup_lr", "min_lr")},
+        "distill.weights distill.teacher": (
+            recipe.distill.weights and not recipe.distill.teacher, "none, as there is no teacher"),
+        "ema.warmup ema.decay": (
+            ema.warmup and not ema.decay, "false, as no moving average is kept"),
+        "checkpoint.best_by ema.decay": (
+            best_by == "ema_top1" and not ema.decay, "another one, as no moving average is kept"),
+        "checkpoint.keep_epochs schedule.epochs schedule.cooldown_epochs": (
+            max(recipe.checkpoint.keep_epochs, default=0) > schedule.total_epochs,
+            "none after the last epoch"),
+    }
+    return [(keys.split(), expected) for keys, (wrong, expected) in rules.items() if wrong]

@@ -1,6 +1,7 @@
 """Values of recipe keys: conversion to a type within bounds, what a key accepts in words, and TOML.
 
-A `kind` is a type annotation, such as int, tuple[float, float], Literal["a", "b"] or PAIR.
+A `kind` is a type annotation, such as int, tuple[float, float], Literal["a", "b"] or PAIR; bounds
+are what `number` was given.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from typing import Any, Literal
 from ..bounds import PAIR
 from ..messages import in_brief
 
-Bounds = Mapping[str, float]    # what `number` was given
-UNBOUNDED: Bounds = types.MappingProxyType({})
+UNBOUNDED: Mapping[str, float] = types.MappingProxyType({})
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 SIGNS = {"minimum": ("≥", operator.ge), "above": (">", operator.gt),
          "maximum": ("≤", operator.le), "below": ("<", operator.lt)}
@@ -39,8 +39,8 @@ def show(value: Any) -> str:
     return in_brief(to_toml(value) if type(value) is bool else repr(value), 80)
 
 
-def describe(kind: Any, bounds: Bounds = UNBOUNDED) -> str:
-    """What a key of this kind accepts, in words, such as 'an integer ≥ 1'."""
+def describe(kind: Any, bounds: Mapping[str, float] = UNBOUNDED) -> str:
+    """What a key of this kind accepts, in words, such as 'an integer ≥ 1 and < 2^31'."""
     arguments, origin = typing.get_args(kind), typing.get_origin(kind)
     if origin is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in arguments)
@@ -50,17 +50,12 @@ def describe(kind: Any, bounds: Bounds = UNBOUNDED) -> str:
         count = "" if arguments[-1] is Ellipsis else f" of {len(arguments)}"
         words = f"a list{count}, each {describe(arguments[0], bounds)}"
         return f"an integer or {words}" if kind == PAIR else words
-    limits = [f"{SIGNS[name][0]} {_limit(limit)}" for name, limit in bounds.items()]
+    limits = [f"{SIGNS[name][0]} {limit:g}" if limit < 2**20 or type(limit) is float else
+              f"{SIGNS[name][0]} 2^{limit.bit_length() - 1}" for name, limit in bounds.items()]
     return f"{WORDS.get(kind, 'a table')} {' and '.join(limits)}".rstrip()
 
 
-def _limit(value: float) -> str:
-    """A bound in words: 2^31 for a large power of 2."""
-    is_power = type(value) is int and value >= 2**20 and value & (value - 1) == 0
-    return f"2^{value.bit_length() - 1}" if is_power else f"{value:g}"
-
-
-def convert(value: Any, kind: Any, bounds: Bounds = UNBOUNDED) -> Any:
+def convert(value: Any, kind: Any, bounds: Mapping[str, float] = UNBOUNDED) -> Any:
     """Convert a TOML value to `kind`; lists become tuples and tables read-only mappings.
 
     Raises TypeError, in the words "…, expected …", if the value is of another kind or beyond its
@@ -129,7 +124,7 @@ def to_toml(value: Any) -> str:
         # JSON's escapes are valid in TOML, which in addition requires this character to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(to_toml, value)) + "]"
+        return f"[{', '.join(map(to_toml, value))}]"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {to_toml(item)}" for key, item in value.items()) + "}"
     return repr(value)

@@ -9,19 +9,16 @@
     best.pt           the weights of the best epoch
     epoch_0007.pt     the weights after each epoch in checkpoint.keep_epochs; 0: as initialised
     profile_000010.json.gz  a profiler's trace of some steps, from step 10 on, made by --profile
-    run.lock          the process that writes here
+    run.lock          the process that writes here, see lock.py
 
 Whole files are written by `save_atomically` and `write_text_atomically`, lines by `Lines.append`.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -64,9 +61,44 @@ def read_bytes(path: Path, default: bytes = b"") -> bytes:
         return path.read_bytes() if os.path.lexists(path) else default
 
 
-# ---------------------------------------------------------------------------------------------
-# Lines and starts
-# ---------------------------------------------------------------------------------------------
+def parse_json(text: bytes) -> Any:
+    """The value in a text of JSON; None if it is none, or no UTF-8."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def parse_lines(text: bytes, source: Path, key: str) -> list[dict[str, Any]]:
+    """The objects in a file of JSON lines; blank lines, and a last one cut short, are left out.
+
+    Raises CheckpointError, naming the line, for one that is not a JSON object, has no integer under
+    `key`, or has one that is not larger than that of the previous line, as happens if two runs
+    write to one file.
+    """
+    rows: list[dict[str, Any]] = []
+    lines = text.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        row = parse_json(line)
+        if not line.strip() or row is None and number == len(lines):
+            continue
+        if not isinstance(row, dict) or type(row.get(key)) is not int or (
+                rows and row[key] <= rows[-1][key]):
+            found = in_brief(line.decode(errors="replace"))
+            before = f", larger than {rows[-1][key]} before it" if rows else ""
+            raise CheckpointError(f"{source}: line {number} is {found}, expected a JSON object "
+                                  f"with its {key}{before}; mend the file or move it away")
+        rows.append(row)
+    return rows
+
+
+def parse_starts(text: bytes, source: Path) -> list[dict[str, Any]]:
+    """The contents of run.json, one dictionary per start; CheckpointError for anything else."""
+    starts = parse_json(text)
+    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+        raise CheckpointError(f"{source}: not what a run writes, expected a list of objects; mend "
+                              "it or move it away")
+    return starts
 
 
 class Lines:
@@ -105,51 +137,6 @@ class Lines:
         return [str(number) for number in range(apart, last + 1, apart) if number not in rows]
 
 
-def parse_lines(text: bytes, source: Path, key: str) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines; blank lines, and a last one cut short, are left out.
-
-    Raises CheckpointError, naming the line, for one that is not a JSON object, has no integer under
-    `key`, or has one that is not larger than that of the previous line, as happens if two runs
-    write to one file.
-    """
-    rows: list[dict[str, Any]] = []
-    lines = text.split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):         # JSON's and Unicode's
-            if number == len(lines):
-                break
-            row = None
-        if not isinstance(row, dict) or type(row.get(key)) is not int or (
-                rows and row[key] <= rows[-1][key]):
-            found = in_brief(line.decode(errors="replace"))
-            before = f", larger than {rows[-1][key]} before it" if rows else ""
-            raise CheckpointError(f"{source}: line {number} is {found}, expected a JSON object "
-                                  f"with its {key}{before}; mend the file or move it away")
-        rows.append(row)
-    return rows
-
-
-def parse_starts(text: bytes, source: Path) -> list[dict[str, Any]]:
-    """The contents of run.json, one dictionary per start; CheckpointError for anything else."""
-    try:
-        starts = json.loads(text)
-    except (ValueError, RecursionError):             # JSON's and Unicode's
-        starts = None
-    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-        raise CheckpointError(f"{source}: not what a run writes, expected a list of objects; mend "
-                              "it or move it away")
-    return starts
-
-
-# ---------------------------------------------------------------------------------------------
-# The folder
-# ---------------------------------------------------------------------------------------------
-
-
 class RunFolder:
     """The paths and files of one run. Files are written atomically, by the main process alone.
 
@@ -159,8 +146,8 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.last, self.previous = path / "last.pt", path / "previous.pt"
-        self.best = path / "best.pt"
+        self.last, self.previous, self.best = (path / f"{name}.pt"
+                                               for name in ("last", "previous", "best"))
         self.recipe, self.info = path / "recipe.toml", path / "run.json"
         self.metrics = Lines(path / "metrics.jsonl", "epoch")
         self.steps = Lines(path / "steps.jsonl", "step")
@@ -188,9 +175,8 @@ class RunFolder:
         starts_again: allow those that a run writes before its first checkpoint, recipe.toml and
             run.json.
         """
-        found = self.results()
-        if not starts_again:
-            found += [path.name for path in (self.recipe, self.info) if os.path.exists(path)]
+        found = self.results() + [path.name for path in (self.recipe, self.info)
+                                  if not starts_again and os.path.exists(path)]
         if found:
             raise CheckpointError(
                 f"{self.path}: already holds a run ({', '.join(found)}); --resume auto goes on "
@@ -207,14 +193,9 @@ class RunFolder:
         start: 0 for the first, −1 for the last. Nothing is raised, since reading a model does not
         depend on it.
         """
-        with suppress(CheckpointError, LookupError):
-            data = self.starts()[start]["data"]
-            return data if isinstance(data, Mapping) else {}
+        with suppress(ValueError, LookupError, TypeError):
+            return dict(self.starts()[start]["data"])
         return {}
-
-    def data_root(self, default: str) -> str:
-        """The absolute path of the data that the run was last trained on, or `default`."""
-        return str(self.data_of(-1).get("root", default))
 
     # Writing ------------------------------------------------------------------------------------
 
@@ -251,13 +232,14 @@ class RunFolder:
         lines of metrics.jsonl and steps.jsonl are on disk before a last.pt that counts them as
         done.
         """
-        if path != self.last:
-            save_atomically(state, path)
-            return
-        for lines in (self.metrics, self.steps):
-            lines.sync()
-        save_atomically(state, path, keep=None if state.get("step") == self.step else self.previous)
-        self.read_from, self.step = path, state.get("step")
+        keep = None
+        if path == self.last:
+            keep = None if state.get("step") == self.step else self.previous
+            for lines in (self.metrics, self.steps):
+                lines.sync()
+        save_atomically(state, path, keep=keep)
+        if path == self.last:
+            self.read_from, self.step = path, state.get("step")
 
     def tidy(self, *, epochs: int, steps: int, say: Say) -> None:
         """Remove what is newer than the checkpoint that a run resumes from.
@@ -312,33 +294,30 @@ def read_checkpoint(path: Path, *, say: Say = warn, mmap: bool = False, verify: 
     for the model of that name in recipes/trained. mmap, verify: see `load`, which raises
     CheckpointError. So does this, naming both files, if both are damaged.
     """
-    def read(file: Path) -> tuple[dict[str, Any], Path]:
-        return load(file, mmap=mmap, verify=verify), file
     if path.parent == Path(".") and not os.path.exists(path) and (BOXED / path).is_dir():
         path = BOXED / path
-    if not os.path.isdir(path):
-        return read(path)
-    last, previous = path / "last.pt", path / "previous.pt"
-    if not os.path.exists(last) and not os.path.exists(previous):
-        for name in FOREIGN_WEIGHTS:
-            if os.path.exists(path / name):
-                return read(path / name)
-        for split in path.glob("*.index.json"):
-            raise CheckpointError(
-                f"{split}: the weights are split over several files; expected one, as "
-                "save_pretrained(FOLDER, max_shard_size='100GB') writes it")
-    try:
-        return read(last)
-    except (NoCheckpoint, Damaged) as error:
-        problem = error
-    try:
-        found = read(previous)
-    except NoCheckpoint:
-        raise problem from None
-    except Damaged as error:
-        raise CheckpointError(f"{problem}; and {error}") from None
-    say(f"{problem}; going on with {previous}")
-    return found
+    files, problems = [path], []
+    if os.path.isdir(path):
+        files = [path / "last.pt", path / "previous.pt"]
+        if not any(map(os.path.exists, files)):
+            files = [path / name for name in FOREIGN_WEIGHTS if os.path.exists(path / name)
+                     ][:1] or files
+            for split in path.glob("*.index.json"):
+                raise CheckpointError(
+                    f"{split}: the weights are split over several files; expected one, as "
+                    "save_pretrained(FOLDER, max_shard_size='100GB') writes it")
+    for file in files:
+        try:
+            state = load(file, mmap=mmap, verify=verify)
+        except (NoCheckpoint, Damaged) as error:
+            problems.append(error)
+            continue
+        if problems:
+            say(f"{problems[0]}; going on with {file}")
+        return state, file
+    if len(problems) == 1 or isinstance(problems[-1], NoCheckpoint):
+        raise problems[0]
+    raise CheckpointError("; and ".join(map(str, problems)))
 
 
 def git_commit(repository: Path) -> str:
@@ -350,67 +329,3 @@ def git_commit(repository: Path) -> str:
                               timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-
-
-# ---------------------------------------------------------------------------------------------
-# One writer
-# ---------------------------------------------------------------------------------------------
-
-
-class RunLock:
-    """Locks a run's folder for this process, from `take` until the `with` block ends.
-
-    It is a record lock (fcntl.lockf) on the file run.lock. The kernel releases it however the
-    process ends, also on a network file system. A process loses a record lock as soon as it closes
-    the file, even through another handle; therefore the file is opened only here, and only once.
-    The file stays and names the process that took the lock last.
-
-    Somebody may delete that file, and with it the lock. Therefore the folder itself is locked, too
-    (fcntl.flock; network file systems do not lock folders). A forked loader worker, which may
-    outlive its parent, would keep that lock, so it closes its handle.
-    """
-
-    def __init__(self) -> None:
-        self._handles: list[int] = []                # of run.lock and of the folder
-
-    def __enter__(self) -> RunLock:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        while self._handles:
-            os.close(self._handles.pop())
-
-    def take(self, folder: Path, say: Say) -> None:
-        """Lock the folder; raise CheckpointError, which names the holder, if another process has.
-
-        If the file system has no locks, `say` is called with a warning and the folder stays
-        unlocked.
-        """
-        if self._handles:
-            return
-        with in_one_line(folder):
-            self._handles.append(os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o666))
-            self._handles.append(os.open(folder, os.O_RDONLY))
-        os.register_at_fork(after_in_child=self.__exit__)
-        file, locked = self._handles[0], 0
-        for handle, lock in zip(self._handles, (fcntl.lockf, fcntl.flock)):
-            try:
-                lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                locked += 1
-            except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EAGAIN):
-                    continue
-                holder = os.pread(file, 200, 0).decode(errors="replace").strip()
-                self.__exit__()
-                raise CheckpointError(
-                    f"{folder}: another run is writing here "
-                    f"({holder or 'its run.lock was deleted'}); wait until it ends, or end it, or "
-                    "choose another --out-dir") from None
-        if not locked:
-            say(f"lock    {folder}: this file system has no locks, so nothing keeps a second run "
-                "out")
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        with suppress(OSError):                      # the disk is full; the lock holds nevertheless
-            os.ftruncate(file, 0)
-            holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
-            os.write(file, holder.encode())

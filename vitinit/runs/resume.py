@@ -25,7 +25,8 @@ from ..recipe.values import to_toml
 from ..train.checkpoint import CheckpointError
 from ..train.distributed import Processes
 from ..train.engine import normalises_over_images
-from .folder import RunFolder, RunLock, Say
+from .folder import RunFolder, Say
+from .lock import RunLock
 from .records import read_run
 
 NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes do the largest
@@ -142,8 +143,8 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | No
     require_same_recipe(folder.path, stored.keys, recipe.keys)
     # A relative path was relative to the folder in which the run was started then.
     moved = recipe.data.root != stored.data.root
-    return Chosen(folder, state, recipe,
-                  recipe.data.root if moved else folder.data_root(recipe.data.root))
+    root = recipe.data.root if moved else str(folder.data_of(-1).get("root", recipe.data.root))
+    return Chosen(folder, state, recipe, root)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from ..data.eval_sets import imagenet_wnids
 from ..data.images import DataError, decode_bytes, decode_image, from_pillow, resize_and_centre_crop
 from ..models import build_model
 from ..models.layers import to_pair
-from ..recipe.files import Override, RecipeError, find_recipe, from_dict, load_recipe
+from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.files import overrides as parse_overrides, with_data
 from ..recipe.sections import Recipe
 from ..recipe.values import nearest, plain
@@ -160,15 +160,15 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
                                   f"{nearest(change.key, changeable)}")
         found = from_dict(state["recipe"], str(path),
                           [change for change in changes if change.key in changeable])
-        found = with_data(found, root=RunFolder(path.parent).data_root(found.data.root))
+        found = with_data(found, root=str(RunFolder(path.parent).data_of(-1).get(
+            "root", found.data.root)))
     else:
         description = foreign.read_description(path, str(state.get("arch", "")))
         recipe = recipe or (description and description.recipe)
         if not recipe:
             raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint "
                               "of (recipe=… in Python)")
-        found = load_recipe(find_recipe(recipe),
-                            [*(description.changes if description else ()), *changes])
+        found = load_recipe(recipe, [*(description.changes if description else ()), *changes])
     if not found.data.num_classes:
         raise RecipeError(f"{path}: recipe {found.name} has data.num_classes = 0, which only "
                           "training takes from the data; expected the checkpoint's number")
