@@ -229,8 +229,8 @@ def test_a_folder_that_holds_another_run_stops_the_sweep_before_it_starts(small_
     assert sweep.main([*arguments, "--set", "optim.eps=1e-3"]) == 2
     folder = tmp_path / "quickstart-mimetic-s0"
     error = capsys.readouterr().err
-    assert error.startswith(f"vitinit.sweep: {folder}: holds another run, its optim.eps is 0.0001 and "
-                            "not 0.001; ") and error.count("\n") == 1
+    assert error.startswith(f"vitinit.sweep: {folder}: holds another run, with optim.eps = 0.0001 "
+                            "and not 0.001; ") and error.count("\n") == 1
     assert sweep.main([*arguments, "--data-dir", "elsewhere", "--set", "data.workers=1"]) == 0
     assert started == []
 

@@ -362,7 +362,7 @@ def test_set_replaces_values_options_and_whole_tables_in_the_order_given():
     ("run.seed.x=3", "there is no table 'seed'; it takes none"),
     ("model.options={" + ".".join("a" * 900) + "=1}", "pos_embed, qkv_bias"),
     ("model.name=vit_tinny", "model.name is 'vit_tinny'; did you mean 'vit_tiny'?"),
-    ("init.name=impuls", "there is no init 'impuls'; near: impulse"),
+    ("init.name=impuls", "init.name is 'impuls'; did you mean 'impulse'?"),
     ("model.options.depht=3",
      "[model.options] of vit_tiny has no key 'depht'; did you mean 'depth'?"),
     ("model.options.depth=2.5", "model.options.depth is 2.5, expected an integer"),

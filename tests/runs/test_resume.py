@@ -91,17 +91,18 @@ def test_what_belongs_to_the_machine_may_change_and_stays_changed(train_program,
 def test_what_belongs_to_the_experiment_may_not_change(stopped, refused, tmp_path):
     folder, arguments = stopped(init__options__value_init="base")
     for text, words in {
-            "init.options={}": "init.options.value_init is \"base\" and not \"mimetic\"",
-            "optim.global_batch=6": "optim.global_batch is 12 and not 6",
-            "init.name=default": "init.name is \"mimetic\" and not \"default\""}.items():
+            "init.options.value_init=mimetic": 'init.options.value_init = "base" and not "mimetic"',
+            "optim.global_batch=6": "optim.global_batch = 12 and not 6",
+            "init.name=default": 'init.name = "mimetic" and not "default"'}.items():
         more = ["--set", "init.options={}"] if "default" in text else []     # which has none
         for resume in (["--resume", str(folder)], [*arguments, *more]):
             refused(folder, [*resume, "--set", text],
-                    f"{folder}: holds another run, its {words}; a run goes on as it began, and a "
+                    f"{folder}: holds another run, with {words}; a run goes on as it began, and a "
                     f"new one, in another --out-dir, starts from its weights with --set "
                     f"init.checkpoint={folder}")
     for more, words in [
-            (["--set", "init.options.value_int=base"], "'value_int'; did you mean 'value_init'?"),
+            (["--set", "init.options.value_int=base"],
+             'with init.options.value_int = nothing and not "base"'),
             (["--recipe", "deit_base"], "deit_base differs from the run's recipe quickstart"),
             (["--out-dir", str(tmp_path)], "a run goes on in its own folder"),
             (["--dry-run"], "--dry-run and --resume exclude each other")]:
@@ -112,7 +113,7 @@ def test_what_belongs_to_the_experiment_may_not_change(stopped, refused, tmp_pat
 
 def test_a_number_of_classes_from_the_data_is_that_of_the_run(train_program, stopped, refused):
     folder, arguments = stopped(data__num_classes="0", **ONE_EPOCH)
-    refused(folder, [*arguments, "--set", "data.num_classes=5"], "data.num_classes is 3 and not 5")
+    refused(folder, [*arguments, "--set", "data.num_classes=5"], "data.num_classes = 3 and not 5")
     assert train_program.main(arguments) == 0
 
 
@@ -131,12 +132,12 @@ def test_other_images_are_not_gone_on_with(stopped, refused, image_tree):
     folder, arguments = stopped()
     one, other = image_tree / "val" / "red" / "00.png", image_tree.parent / "00.png"
     for moves, words in [
-            ([(one, other)], "has validation images 20, and it was 21"),
+            ([(one, other)], "with validation images = 21 and not 20"),
             ([(image_tree / "train" / "red" / "00.png", image_tree / "train" / "green" / "99.png")],
-             "has files and labels "),
+             "with files and labels = "),
             ([(image_tree / split / "red", image_tree / split / "yellow")
               for split in ("train", "val")],
-             "has class 2 'yellow', and it was 'red' when")]:
+             'with class 2 = "red" and not "yellow"')]:
         for before, after in moves:
             before.rename(after)
         for command in (arguments, ["--resume", str(folder)]):
@@ -231,7 +232,7 @@ def test_a_finished_run_without_its_checkpoints_is_done(train_program, small_run
                                            "no last.pt is left\n")
     assert contents(folder) == before
     refused(folder, [*arguments, "--resume", "auto", "--set", "optim.eps=1e-3"],
-            "holds another run, its optim.eps is 0.0001 and not 0.001; a run goes on as it began")
+            "holds another run, with optim.eps = 0.0001 and not 0.001; a run goes on as it began")
 
 
 def test_what_an_unfinished_run_left_is_never_started_over(written_run, refused):
@@ -259,7 +260,7 @@ def test_a_recipe_without_a_checkpoint_is_started_and_another_ones_kept(
     refused(folder, arguments, "already holds a run (recipe.toml, run.json); --resume auto goes")
     refused(folder, ["--resume", str(folder)],
             "holds no checkpoint to go on from yet; the command that")
-    refused(folder, [*arguments, "--resume", "auto", "--seed", "1"], "its run.seed is 0 and not 1")
+    refused(folder, [*arguments, "--resume", "auto", "--seed", "1"], "with run.seed = 0 and not 1")
     assert train_program.main([*arguments, "--resume", "auto"]) == 0
     assert read_run(folder).finished and len(read_run(folder).starts) == 2
 

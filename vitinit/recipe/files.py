@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..init import GIVEN, init_function
+from ..init import GIVEN, INITS, init_function
 from ..messages import OneLineError
 from ..models import MODELS, model_class
 from ..train.distill import NO_TEACHER
@@ -149,9 +149,10 @@ def _recipe(tables: dict[str, Any], name: str, source: str, changes: Sequence[Ov
     try:
         sections = _sections(tables, changes)
         model, init = sections["model"], sections["init"]
-        if model.name not in MODELS:
-            raise Mistake(f"model.name is '{model.name}'{nearest(model.name, MODELS)}",
-                          "model.name")
+        for title, known in {"model": MODELS, **({"init": INITS} if checks_init else {})}.items():
+            if (chosen := sections[title].name) not in known:
+                raise Mistake(f"{title}.name is '{chosen}'{nearest(chosen, known)}",
+                              f"{title}.name")
         family, sizes = MODELS[model.name]
         takers = {"model": (model_class(family).__init__, SIZES, sizes | dict(model.options))}
         if checks_init:

@@ -127,19 +127,16 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | No
     if args.out_dir is not None and args.out_dir.resolve() != folder.path.resolve():
         raise RecipeError(f"--out-dir {args.out_dir} differs from --resume {folder.path}; a run "
                           "goes on in its own folder")
-    folder.starts()                                  # read the files that training appends to, so
-    folder.metrics.rows()                            # that a broken one is an error now, not later
-    folder.steps.rows()
+    for read in (folder.starts, folder.metrics.rows, folder.steps.rows):
+        read()                                       # a broken file is an error now, not later
     state = folder.load_last(say=say)
     source = str(folder.read_from)
     stored = from_dict(state["recipe"], source)
     if recipe is None:
         if args.recipe is not None and Path(args.recipe).stem != stored.name:
             raise RecipeError(f"--recipe {args.recipe} differs from the run's recipe {stored.name}")
-        changes = overrides(init=args.init, seed=args.seed, sets=args.set, data_dir=args.data_dir)
-        named = {change.key: change.value for change in changes if change.key.endswith(".name")}
-        require_same_recipe(folder.path, stored.keys, stored.keys | named)
-        recipe = from_dict(stored.as_dict(), source, changes)
+        recipe = from_dict(stored.as_dict(), source, overrides(
+            init=args.init, seed=args.seed, sets=args.set, data_dir=args.data_dir))
     require_same_recipe(folder.path, stored.keys, recipe.keys)
     # A relative path was relative to the folder in which the run was started then.
     moved = recipe.data.root != stored.data.root
@@ -158,22 +155,30 @@ def settings(recipe: Recipe) -> dict[str, str]:
     return keys | {"the version of torch": torch.__version__, "the version of vitinit": __version__}
 
 
-def require_same_recipe(run: Path, own: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Raise RecipeError, naming the first key that may not differ, if a run has another recipe.
+def require_same(run: Path, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise RecipeError, naming the first fact that differs, unless a run goes on as it began.
 
-    run: its folder. own, asked: the keys of its recipe, and of the one that it is to go on with. A
-    model's or init's name comes before its options.
+    run: its folder. began, now: name → value.
     """
-    for key in dict.fromkeys([*asked, *own]):
-        same = own.get(key) == asked.get(key) or key in MAY_CHANGE or (
-            key == "data.num_classes" and not asked[key])        # as many as the run's data set had
-        if not same:
-            before, now = (to_toml(keys[key]) if key in keys else "not set"
-                           for keys in (own, asked))
+    for key in dict.fromkeys([*now, *began]):
+        if began.get(key) != now.get(key):
+            before, after = (to_toml(facts[key]) if key in facts else "nothing"
+                             for facts in (began, now))
             raise RecipeError(
-                f"{run}: holds another run, its {key} is {before} and not {now}; a run goes on as "
-                f"it began, and a new one, in another --out-dir, starts from its weights with "
+                f"{run}: holds another run, with {key} = {before} and not {after}; a run goes on "
+                "as it began, and a new one, in another --out-dir, starts from its weights with "
                 f"--set init.checkpoint={run}")
+
+
+def require_same_recipe(run: Path, own: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Raise RecipeError if the keys of a run's recipe differ from those that it is to go on with.
+
+    run: its folder. A model's or init's name comes before its options.
+    """
+    if not asked["data.num_classes"]:                # as many as the run's data set had
+        asked = dict(asked, **{"data.num_classes": own.get("data.num_classes")})
+    require_same(run, *({key: value for key, value in keys.items() if key not in MAY_CHANGE}
+                        for keys in (own, asked)))
 
 
 def require_same_micro_batch_size(model: nn.Module, now: int, saved: Mapping[str, Any] | None
@@ -191,17 +196,14 @@ def require_same_micro_batch_size(model: nn.Module, now: int, saved: Mapping[str
 
 def require_same_data(folder: RunFolder, saved: Mapping[str, Any], classes: Sequence[str],
                       now: Mapping[str, Any]) -> None:
-    """Raise RecipeError if a run would go on with other images than it began with.
+    """Raise RecipeError if a run would go on with other images, or another teacher.
 
     saved: the checkpoint to resume from. classes: the names of the classes now. now: what
-    `record_start` is about to be given as `data`.
+    `record_start` is about to be given as `data`. What the run has not recorded is not compared.
     """
     def facts(classes: Sequence[str], data: Mapping[str, Any]) -> dict[str, Any]:
-        return {f"class {number}": f"'{name}'" for number, name in enumerate(classes)} | dict(data)
+        return {f"class {number}": name for number, name in enumerate(classes)} | dict(data)
     # Once there were no teachers.
-    began = {"teacher": "none"} | facts(saved.get("classes", classes), folder.data_of(0))
-    for key, value in facts(classes, now).items():
-        if key != "root" and began.get(key, value) != value:
-            what = "distill.teacher" if key == "teacher" else f"{now['root']}: has {key}"
-            raise RecipeError(f"{what} {value}, and it was {began[key]} when {folder.path} began; "
-                              "a run goes on with the images and the teacher that it began with")
+    began = facts(saved.get("classes", classes), {"teacher": "none"} | folder.data_of(0))
+    now = {key: value for key, value in facts(classes, now).items() if key != "root"}
+    require_same(folder.path, {key: began.get(key, value) for key, value in now.items()}, now)
