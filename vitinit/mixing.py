@@ -31,7 +31,8 @@ TINY = torch.finfo(torch.float32).tiny      # stands for values that have rounde
 
 @torch.no_grad()
 def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] | None = None,
-                    heads: Sequence[int] | None = None) -> dict[int, Tensor]:
+                    heads: Sequence[int] | None = None,
+                    summarise: Callable[[Tensor], Tensor] | None = None) -> dict[int, Tensor]:
     """The matrices with which the model mixes the tokens of `images`, by block.
 
     images: (B, 3, H, W), normalised as for the model.
@@ -39,6 +40,7 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] |
         whose grids `block_grids` gives.
     heads: head numbers; all by default. For a Mixer or ConvMixer they are channels; all channels of
         a large model together take gigabytes.
+    summarise: what is kept of a block's matrices, so that those of all blocks need no memory.
 
     Returns {block: (B, len(heads), N, N)}; N includes the class token, if there is one. The model
     runs in evaluation mode and is left as it was. Raises ValueError for a model of another family
@@ -55,7 +57,8 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] |
 
     def record(block: int, read: Callable):
         def hook(module, arguments):
-            matrices[block] = read(chosen, *arguments)
+            found = read(chosen, *arguments)
+            matrices[block] = found if summarise is None else summarise(found)
         return hook
 
     # The hook receives exactly the input of the block's spatial mixer.
@@ -199,11 +202,15 @@ def mean_kernel(weights: Tensor, grid: tuple[int, int], radius: int) -> Tensor:
     Entry [radius + down, radius + right] is the average over the tokens for which that offset leads
     to a token of the grid; it is 0 if there are none.
     """
-    patches = shares_of_patches(weights, grid)
+    return by_offset(shares_of_patches(weights, grid), grid, radius)
+
+
+def by_offset(patches: Tensor, grid: tuple[int, int], radius: int) -> Tensor:
+    """`mean_kernel` of matrices among the patches, (..., cells, cells), as they are."""
     kernel = []
     for down in range(-radius, radius + 1):
         for right in range(-radius, radius + 1):
-            targets = shift_targets((down, right), grid).to(weights.device)
+            targets = shift_targets((down, right), grid).to(patches.device)
             rows = (targets >= 0).nonzero()[:, 0]
             kernel.append(patches[..., rows, targets[rows]].sum(dim=-1) / max(len(rows), 1))
     return torch.stack(kernel, dim=-1).unflatten(-1, (2 * radius + 1, 2 * radius + 1))

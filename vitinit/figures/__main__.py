@@ -26,6 +26,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from ..command_line import Parser, integer, one_of, real, run_program
 from ..init import INITS
@@ -35,7 +36,7 @@ from .attention import draw_attention
 from .augmentation import draw_batch, draw_operations
 from .curves import draw_across, draw_curves, draw_steps
 from .equivariance import draw_equivariance
-from .explore import write_page
+from .explore import write_explorer
 from .kernels import draw_filters, draw_kernels
 from .maps import KINDS, draw_maps
 from .mass import draw_mass
@@ -49,12 +50,13 @@ MODELS = ("recipe", "run", "init", "seed", "set", "epochs", "weights")   # argum
 RUNS = "folders of runs, archives of runs, or archive/pattern"
 
 
-def numbers(text: str) -> list[int]:
-    """Parse a list of epochs, such as "0,10,300"."""
+def numbers(text: str) -> list[int] | Literal["all"]:
+    """Parse a list of epochs, such as "0,10,300", or "all"."""
     try:
-        return list(map(integer(0), text.split(",")))
+        return "all" if text == "all" else list(map(integer(0), text.split(",")))
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text}: expected numbers such as 0,10,300") from None
+        raise argparse.ArgumentTypeError(f"{text}: expected numbers such as 0,10,300, or all"
+                                         ) from None
 
 
 def pair(text: str) -> tuple[int, int]:
@@ -98,8 +100,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         added.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                            help="for --recipe: override any key")
         added.add_argument("--epochs", type=numbers, default=[], metavar="0,10,300",
-                           help="for --run: epochs whose checkpoints the run kept; default: "
-                                "last.pt")
+                           help="for --run: epochs whose checkpoints the run kept, or `all` of "
+                                "these with the last; default: last.pt")
         added.add_argument("--weights", choices=["model", "ema"], help="for --run, default model")
         return added
 
@@ -121,7 +123,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     attention.add_argument("photograph", type=Path)
     attention.add_argument("--queries", nargs="+", type=pair, default=[], metavar="ROW,COLUMN",
                            help="query patches, counted from 0; default: the one in the middle")
-    explore = of_models("explore", write_page,
+    explore = of_models("explore", write_explorer,
                         "an HTML page of the attention of every head of every block")
     explore.add_argument("photographs", type=Path, nargs="+", metavar="photograph")
     of_images("mass", draw_mass, "share of attention on the heads' targets, by depth")
@@ -175,7 +177,7 @@ def draw_runs(out: Path, *, runs: list[Path], steps: bool, across: str | None) -
 
 
 def subjects(*, recipe: list[str] | None, run: list[Path] | None, init: list[str] | None,
-             seed: int | None, set: list[str], epochs: list[int], weights: str | None
+             seed: int | None, set: list[str], epochs: list[int] | str, weights: str | None
              ) -> Iterator[Subject]:
     """The models that these arguments name, built one at a time; KERNELS if none is named.
 

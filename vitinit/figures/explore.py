@@ -1,113 +1,113 @@
 """The page `explore`: one HTML file in which one sees what every patch of an image attends to.
 
-It holds the attention of every head of every block for a few images and models, and needs neither a
-network nor a server. explore.html is its template; `page` fills in:
+It holds the mixing matrices of every head of every block, for a few images and models. explore.html
+is its template (see page.py); it is filled with
 
-    meta     names, class probabilities and, for each model, image and block, a `BlockView`
-    weights  all attention maps as one byte per weight, in the order model, image, block, head,
-             query (prefix tokens first), key (patches alone), deflated, in base64
+    meta     names, class probabilities and, for each model, image and block, what `block_view` says
+    weights  all matrices as one byte per weight, in the order model, image, block, head,
+             query (prefix tokens first), key (patches alone)
+
+A Mixer has no heads: its token MLP is one for all channels, and what a channel's matrix is depends
+on the image. The page shows the mean over channels, whose weights have both signs.
 """
 
 from __future__ import annotations
 
-import base64
-import io
-import json
-import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
-from .. import __version__
 from ..data.images import decode_image
 from ..init.mass import has_targets, mass_on_images
 from ..messages import one_line
-from ..mixing import block_grids, mean_kernel, mixers, mixing_matrices
-from ..models import SimpleViT, SwinTransformer, VisionTransformer
+from ..mixing import among_patches, block_grids, by_offset, mixing_matrices, shares_of_patches
+from ..models import ConvMixer, MlpMixer
 from ..runs.trained import as_input, evaluation_view
-from ..train.checkpoint import written_atomically
-from .plot import OVERLAY, FigureError
-from .subjects import Subject, require_family
+from .page import as_png, colours, packed, rounded, write_page
+from .plot import DIVERGING, OVERLAY, FigureError
+from .subjects import Subject
 
-TEMPLATE = Path(__file__).with_name("explore.html")
 RADIUS = 3                      # of the mean attention by offset, in patches
 TOP = 5                         # classes shown
-LARGEST = 6_000_000             # weights, of about a byte each in the page
-LEVELS = 255                    # of a weight's byte
-MAP_COLOURS = 64
+LARGEST = 80_000_000            # weights, each of which takes a byte of the browser's memory
+MOST = 4_700_000                # letters of them in a page, which is then of at most 5 MB
+LEVELS = (254, 62, 14)          # how finely weights are told apart: even, so that 0 has a level
 
 
-def quantise(weights: Tensor) -> tuple[bytes, list[float]]:
-    """Attention (h, Q, N) as bytes, and the largest weight of each head.
+def quantise(weights: Tensor, signed: bool) -> tuple[np.ndarray, list[float]]:
+    """Matrices (h, Q, N) as levels from 0 to LEVELS[0], and the largest weight of each head.
 
-    A byte is 255 · √(weight / largest), rounded: small weights keep more of their digits.
+    Levels rise with the square root of a weight, so that small ones keep more of their digits. They
+    begin at 0, or for signed weights at minus the largest.
     """
-    largest = weights.amax(dim=(1, 2)).clamp(min=1e-12)                  # (h,)
-    levels = (weights / largest[:, None, None]).sqrt().mul(LEVELS).round()
-    return levels.to(torch.uint8).numpy().tobytes(), largest.tolist()
+    largest = weights.abs().amax(dim=(1, 2)).clamp(min=1e-12)            # (h,)
+    shares = weights / largest[:, None, None]
+    roots = shares.abs().sqrt() * shares.sign()
+    levels = (roots + 1) / 2 if signed else roots
+    return (levels * LEVELS[0]).round().to(torch.uint8).numpy(), largest.tolist()
 
 
-def distances(weights: Tensor, grid: tuple[int, int]) -> Tensor:
+def distances(patches: Tensor, grid: tuple[int, int]) -> Tensor:
     """How far each head attends, (h,), in patches: the mean over all queries and keys.
 
-    weights: (h, N, N) among the patches. The mean distance of arXiv 2010.11929, figure 7.
+    patches: (h, N, N), not negative. The mean distance of arXiv 2010.11929, figure 7.
     """
     rows, columns = torch.meshgrid(*map(torch.arange, grid), indexing="ij")
     cells = torch.stack([rows.flatten(), columns.flatten()], dim=1).float()      # (N, 2)
-    return (weights * torch.cdist(cells, cells)).sum(-1).mean(-1) / weights.sum(-1).mean(-1)
+    return (patches * torch.cdist(cells, cells)).sum(-1).mean(-1) / patches.sum(-1).mean(-1)
 
 
-def block_view(weights: Tensor, grid: tuple[int, int]) -> tuple[bytes, dict[str, Any]]:
-    """One block's attention on one image: its bytes, and what the page shows beside them.
+def block_view(weights: Tensor, grid: tuple[int, int], signed: bool
+               ) -> tuple[np.ndarray, dict[str, Any]]:
+    """One block on one image: the levels of its weights, and what the page shows beside them.
 
     weights: (h, P + N, P + N), with the P prefix tokens first.
     """
-    cells = grid[0] * grid[1]
-    packed, largest = quantise(weights[:, :, -cells:])
-    kernels = mean_kernel(weights, grid, RADIUS)                         # (h, 7, 7)
-    return packed, {"grid": grid, "queries": weights.shape[1], "largest": rounded(largest),
-                    "distance": rounded(distances(weights[:, -cells:, -cells:], grid).tolist()),
-                    "kernels": rounded(kernels.flatten(1).tolist())}
+    levels, largest = quantise(weights[:, :, -grid[0] * grid[1]:], signed)
+    patches = among_patches(weights, grid)
+    kernels = by_offset(patches if signed else shares_of_patches(weights, grid), grid, RADIUS)
+    return levels, {"largest": rounded(largest), "kernels": rounded(kernels.flatten(1).tolist()),
+                    "distance": rounded(distances(patches.abs(), grid).tolist())}
 
 
 @torch.no_grad()
-def model_view(subject: Subject, views: Tensor) -> tuple[bytes, dict[str, Any]]:
-    """A model on all images: the bytes of its attention maps, and its part of `meta`.
+def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """A model on all images: the levels of its matrices, and its part of `meta`.
 
-    views: (n, 3, H, W) uint8. Raises FigureError where the maps would make the page too large.
+    views: (n, 3, H, W) uint8. Raises FigureError for a ConvMixer.
     """
     model, recipe = subject.model, subject.recipe
-    inputs, grids = as_input(views, recipe), block_grids(model)
-    heads = [attention.num_heads for attention, _ in mixers(model)]
-    size = len(views) * sum(count * (model.num_prefix_tokens + rows * columns) * rows * columns
-                            for count, (rows, columns) in zip(heads, grids))
-    if size > LARGEST:
-        raise FigureError(f"{subject.state}: its attention on {len(views)} image(s) has {size:,} "
-                          f"weights, and a page holds {LARGEST:,}; show fewer images, or a smaller "
-                          "model")
-    packed, images = [], []
+    if isinstance(model, ConvMixer):
+        raise FigureError(f"recipe {recipe.name} makes a ConvMixer, whose kernels are the same for "
+                          "every patch of every image; the figure 'filters' draws them")
+    signed = isinstance(model, MlpMixer)
+    inputs, grids, levels, images = as_input(views, recipe), block_grids(model), [], []
     for image in inputs.split(1):
-        matrices = mixing_matrices(model, image)
-        blocks = [block_view(matrices[block][0], grid) for block, grid in enumerate(grids)]
-        packed += [part for part, _ in blocks]
+        matrices = mixing_matrices(model, image, summarise=mean_over_channels if signed else None)
+        blocks = [block_view(matrices[block][0], grid, signed) for block, grid in enumerate(grids)]
+        levels += [part for part, _ in blocks]
         images.append({"blocks": [view for _, view in blocks],
                        "probabilities": rounded(model(image).softmax(1)[0].tolist())})
     masses = None
     if has_targets(model, recipe.init.name, recipe.init.options):
         mass = mass_on_images(model, recipe.init.name, recipe.init.options, inputs)
-        masses = [rounded([own, other]) for own, other in zip(mass.centre, mass.others)]
-    return b"".join(packed), {
-        "name": subject.state, "recipe": recipe.name, "masses": masses, "images": images,
-        "classes": list(subject.classes) or list(map(str, range(model.num_classes))),
-        "prefix": prefix_tokens(model)}
+        masses = [rounded(kinds) for kinds in zip(mass.centre, mass.others, mass.uniform)]
+    return levels, {
+        "name": subject.state, "recipe": recipe.name, "signed": signed, "masses": masses,
+        "grids": grids, "prefix": prefix_tokens(model), "images": images,
+        "classes": list(subject.classes) or [f"class {number}" for number in range(model.num_classes)]}
 
 
-def prefix_tokens(model: torch.nn.Module) -> list[str]:
+def mean_over_channels(matrices: Tensor) -> Tensor:
+    """(B, C, N, N) → (B, 1, N, N)"""
+    return matrices.mean(dim=1, keepdim=True)
+
+
+def prefix_tokens(model: nn.Module) -> list[str]:
     """The names of the tokens before the patches, in order."""
     names = [name for parameter, name in (("cls_token", "class token"), ("dist_token",
              "distillation token")) if hasattr(model, parameter)]
@@ -115,37 +115,14 @@ def prefix_tokens(model: torch.nn.Module) -> list[str]:
     return names + [f"register {number}" for number in range(registers)]
 
 
-def rounded(value: Any) -> Any:
-    """Numbers with four digits, in lists of any depth; NaN becomes None, which JSON knows."""
-    if isinstance(value, (list, tuple)):
-        return [rounded(part) for part in value]
-    return None if value != value else float(f"{value:.4g}")
+def write_explorer(out: Path, subjects: Iterable[Subject], photographs: Sequence[Path]) -> None:
+    """Write the page of these models and photographs.
 
-
-def as_png(view: Tensor) -> str:
-    """A view (3, H, W) uint8 as the address of an image inside a page."""
-    file = io.BytesIO()
-    Image.fromarray(view.permute(1, 2, 0).numpy()).save(file, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
-
-
-def page(meta: dict[str, Any], weights: bytes) -> str:
-    """The template with its data. Its contents cannot end the script that they stand in."""
-    text = json.dumps(meta, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    packed = base64.b64encode(zlib.compress(weights, 9)).decode("ascii")
-    template = TEMPLATE.read_text(encoding="utf-8")
-    return template.replace("{{meta}}", text).replace("{{weights}}", packed)
-
-
-def write_page(out: Path, subjects: Iterable[Subject], photographs: Sequence[Path]) -> None:
-    """Write the page of these models and photographs, and print its size.
-
-    Raises FigureError for models of other families than ViT, SimpleViT and Swin, and for models
-    whose images differ in size.
+    Raises FigureError for a ConvMixer, for models whose images differ in size, and where the
+    weights would make the page larger than 5 MB even if they are told apart coarsely.
     """
-    packed, models, views = [], [], None
+    levels, models, views = [], [], None
     for subject in subjects:
-        require_family(subject, "explore", VisionTransformer, SimpleViT, SwinTransformer)
         own = torch.stack([evaluation_view(decode_image(str(path)), subject.recipe)
                            for path in photographs])                     # (n, 3, H, W)
         if views is not None and own.shape != views.shape:
@@ -153,17 +130,26 @@ def write_page(out: Path, subjects: Iterable[Subject], photographs: Sequence[Pat
             raise FigureError(f"{subject.state}: takes images of {sizes[0]} pixels, and the model "
                               f"before it of {sizes[1]}; draw a page each")
         views = own
-        part, view = model_view(subject, own)
-        packed.append(part)
+        parts, view = model_view(subject, own)
+        levels += parts
         models.append(view)
-    import matplotlib                                # the caller has checked that it is there
-    colours = matplotlib.colormaps[OVERLAY](np.linspace(0, 1, MAP_COLOURS), bytes=True)[:, :3]
-    meta = {"made": f"vitinit {__version__}", "top": TOP, "radius": RADIUS,
-            "colours": colours.tolist(), "models": models, "height": views.shape[2],
-            "width": views.shape[3],
-            "images": [{"name": one_line(path.name), "source": as_png(view)}
-                       for path, view in zip(photographs, views)]}
-    text = page(meta, b"".join(packed))
-    with written_atomically(out) as file:
-        file.write(text.encode())
-    print(f"{len(text.encode()) / 1e6:.1f} MB: {len(models)} model(s), {len(photographs)} image(s)")
+        if sum(part.size for part in levels) > LARGEST:
+            break
+    steps, weights = coarse_enough(levels)
+    write_page(out, "explore.html", {
+        "levels": steps, "top": TOP, "radius": RADIUS, "colours": colours(OVERLAY),
+        "signed_colours": colours(DIVERGING), "models": models, "height": views.shape[2],
+        "width": views.shape[3], "images": [{"name": one_line(path.name), "source": as_png(view)}
+                                            for path, view in zip(photographs, views)]}, weights)
+
+
+def coarse_enough(levels: Sequence[np.ndarray]) -> tuple[int, str]:
+    """The weights as text of at most MOST letters, and how many steps their levels have."""
+    count = sum(part.size for part in levels)
+    for steps in LEVELS if count <= LARGEST else ():
+        text = packed(b"".join(np.rint(part * (steps / LEVELS[0])).astype(np.uint8).tobytes()
+                               for part in levels))
+        if len(text) <= MOST:
+            return steps, text
+    raise FigureError(f"{count:,} weights do not fit into a page of 5 MB; show fewer images, fewer "
+                      "models, or a smaller one")

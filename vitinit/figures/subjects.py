@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ class Subject(NamedTuple):
     recipe: Recipe
     state: str                  # "impulse", "impulse, epoch 10"
     model: nn.Module            # in eval mode
-    classes: Sequence[str] = ()  # of its logits, where a run names them
+    classes: Sequence[str] = ()  # of its logits, where they are known
 
 
 def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | None,
@@ -65,19 +65,26 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
             recipe = without_data(recipe)
             model = build(recipe)
             initialise(model, recipe, source)
-            yield Subject(recipe, recipe.init.name, model.eval())
+            yield Subject(recipe, recipe.init.name, model.eval(), source.classes if source else ())
 
 
-def of_runs(runs: Sequence[Path], epochs: Sequence[int], weights: str) -> Iterator[Subject]:
+def of_runs(runs: Sequence[Path], epochs: Sequence[int] | Literal["all"], weights: str
+            ) -> Iterator[Subject]:
     """Load each run's model at each of `epochs`, or from its last checkpoint if there are none.
 
     runs: run folders; without `epochs`, checkpoint files are accepted as well.
-    epochs: epochs of which the run kept a checkpoint. weights: "model" or "ema".
+    epochs: epochs of which the run kept a checkpoint; "all" of these, and then the last one.
+    weights: "model" or "ema".
     Raises CheckpointError for an epoch of which there is no checkpoint.
     """
     for run in runs:
-        for path in [kept_epoch(run, epoch) for epoch in epochs] or [run]:
-            saved = open_saved(path)
+        kept = ([*sorted(run.glob("epoch_*.pt")), run] if epochs == "all" else
+                [kept_epoch(run, epoch) for epoch in epochs] or [run])
+        steps: set[int] = set()
+        for saved in map(open_saved, kept):
+            if epochs == "all" and saved.state.get("step") in steps:
+                continue                             # last.pt, of an epoch that was kept
+            steps.add(saved.state.get("step"))
             name = saved.recipe.init.name if len(runs) == 1 else saved.path.parent.name
             yield Subject(saved.recipe, f"{name}, {described(saved.path)}",
                           saved.model(weights).eval(), saved.classes or ())
