@@ -39,7 +39,7 @@ from vitinit.command_line import Parser, run_program
 from vitinit.data.augment import ToDevice
 from vitinit.data.datasets import DATA_SETS, Source, download, is_wnid, open_split, oriented
 from vitinit.data.eval_sets import (EVAL_SETS, EvaluatedSet, NamedSet, TrainingPart, class_indices,
-                                    imagenet_wnids, open_to_evaluate)
+                                    imagenet_wnids, open_to_evaluate, own_set)
 from vitinit.data.images import DataError
 from vitinit.data.loader import EvalViews, start_fork_server
 from vitinit.data.pipeline import EvaluationBatches, KeptViews
@@ -103,9 +103,7 @@ def sets_of(saved: Saved, args: argparse.Namespace) -> list[EvaluatedSet]:
     """
     data = saved.recipe.data
     chosen = [TrainingPart("train", data)] * args.train_images + (args.data or [])
-    own = (TrainingPart("held_out", data) if data.held_out_per_class else
-           NamedSet(data.name, data.root))
-    return list(dict.fromkeys(chosen or [own]))
+    return list(dict.fromkeys(chosen or [own_set(data)]))
 
 
 def open_sets(users: dict[EvaluatedSet, Saved], own: bool, processes: Processes

@@ -23,6 +23,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from .command_line import Parser, run_program
 from .figures.curves import draw_curves
@@ -111,24 +112,38 @@ def by_seed(groups: Sequence[Group]) -> str:
     return table(["last epoch", "of", *(f"seed {seed}" for seed in seeds)], rows)
 
 
+class Difference(NamedTuple):
+    """A group's last top-1 minus that of the first group, over the seeds that both have."""
+
+    label: str                  # of the group
+    weights: str                # "model" or "EMA"
+    by_seed: dict[int, float]
+
+
+def paired(groups: Sequence[Group]) -> list[Difference]:
+    """The differences of the other groups from the first one."""
+    first, *others = groups
+    return [Difference(other.label, name, {seed: value - first.last(metric)[seed]
+                                           for seed, value in other.last(metric).items()
+                                           if seed in first.last(metric)})
+            for other in others for name, metric in METRICS.items()]
+
+
 def differences(groups: Sequence[Group]) -> str:
-    """A table of the other groups minus the first one, over the seeds that both have.
+    """A table of the other groups minus the first one, with intervals over the seeds of both.
 
     Groups with fewer than two such seeds are named in a sentence instead; "" if there is one group
     only.
     """
     rows, unpaired = [], []
     first, *others = groups
-    for other in others:
-        for name, metric in METRICS.items():
-            base, values = first.last(metric), other.last(metric)
-            paired = {seed: values[seed] - base[seed] for seed in values if seed in base}
-            if len(paired) > 1:
-                mean, half = t_interval(list(paired.values()))
-                rows.append([other.label, name, str(len(paired)), f"{mean:+.2f} ± {half:.2f}",
-                             ", ".join(f"{seed}: {value:+.2f}" for seed, value in paired.items())])
-            elif name == "model":
-                unpaired.append(f"`{other.label}`")
+    for label, name, by_seed in paired(groups):
+        if len(by_seed) > 1:
+            mean, half = t_interval(list(by_seed.values()))
+            rows.append([label, name, str(len(by_seed)), f"{mean:+.2f} ± {half:.2f}",
+                         ", ".join(f"{seed}: {value:+.2f}" for seed, value in by_seed.items())])
+        elif name == "model":
+            unpaired.append(f"`{label}`")
     parts = []
     if rows:
         title = [f"minus {first.label}", "of", "seeds", "mean, 95 % t interval", "seed by seed"]

@@ -1,13 +1,7 @@
-"""The explorer: the page holds the attention that the model computes, and a browser shows it."""
+"""The explorer: the page holds what the model computes, and a browser shows it."""
 
 from __future__ import annotations
 
-import base64
-import json
-import re
-import shutil
-import subprocess
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -22,104 +16,162 @@ from vitinit.figures.subjects import fresh
 from vitinit.mixing import mixing_matrices
 from vitinit.runs.trained import as_input, evaluation_view
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-SETS = ["model.options.embed_dim=48", "model.options.depth=2", "model.options.num_heads=3",
-        "model.options.pool=class", "data.num_classes=7"]
+VIT = ["model.options.embed_dim=48", "model.options.depth=2", "model.options.num_heads=3",
+       "model.options.pool=class", "data.num_classes=7"]
+SWIN = ["model.options.depths=[2, 1]", "model.options.embed_dim=12", "model.options.num_heads=[2, 3]"]
+MIXER = ["model.options.embed_dim=18", "model.options.depth=2", "model.options.tokens_ratio=4.0"]
 INITS = ["default", "impulse"]
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("explorer")
-    rng = np.random.default_rng(0)
-    for name in ("first", "</script>"):              # a name that would end the script
-        file = folder / name.replace("/", "∕")
-        Image.fromarray(rng.integers(0, 256, (41, 47, 3), dtype=np.uint8)).save(file, "PNG")
-    paths = [str(path) for path in sorted(folder.iterdir())]
-    out = folder / "page.html"
-    words = [word for text in SETS for word in ("--set", text)]
-    assert main(["explore", *paths, "--recipe", "quickstart", "--init", *INITS, *words, "--out",
-                 str(out)]) == 0
-    return out
+def photographs(tmp_path_factory) -> list[Path]:
+    """Two images of noise; the name of one would end the script that it stands in."""
+    folder, rng = tmp_path_factory.mktemp("photographs"), np.random.default_rng(0)
+    for name in ("</script>{{weights}}", "plain"):
+        Image.fromarray(rng.integers(0, 256, (41, 47, 3), dtype=np.uint8)).save(
+            folder / name.replace("/", "∕"), "PNG")
+    return sorted(folder.iterdir())
 
 
-def contents(page: Path) -> tuple[dict, np.ndarray]:
-    """The page's names and numbers, and the bytes of its weights."""
-    meta, packed = re.findall(r'<script id="\w+" type="[^"]+">(.*?)</script>', page.read_text())
-    return json.loads(meta), np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8)
+@pytest.fixture(scope="module")
+def explored(photographs, tmp_path_factory):
+    """Writes the page of a recipe's model after each of INITS; returns its path."""
+    def write(recipe: str, sets: list[str]) -> Path:
+        out = tmp_path_factory.mktemp("page") / "page.html"
+        words = [word for text in sets for word in ("--set", text)]
+        assert main(["explore", *map(str, photographs), "--recipe", recipe, "--init", *INITS, *words,
+                     "--out", str(out)]) == 0
+        return out
+    return write
 
 
-def attention(page: Path, init: str, image: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the init's model itself computes: attention per block (2, h, N, N), and probabilities."""
-    subject, = fresh(["quickstart"], [init], seed=None, sets=SETS)
-    path = sorted(path for path in page.parent.iterdir() if path != page)[image]
+@pytest.fixture(scope="module")
+def page(explored) -> Path:
+    return explored("quickstart", VIT)
+
+
+def computed(recipe: str, sets: list[str], init: str, path: Path) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """What the init's model computes: matrices (h, P + N, P + N) per block, and probabilities."""
+    subject, = fresh([recipe], [init], seed=None, sets=sets)
     inputs = as_input(evaluation_view(decode_image(str(path)), subject.recipe)[None], subject.recipe)
-    matrices = mixing_matrices(subject.model, inputs)
     with torch.no_grad():
-        return torch.cat([matrices[0], matrices[1]]), subject.model(inputs).softmax(1)[0]
+        matrices = mixing_matrices(subject.model, inputs)
+        return [matrices[block][0] for block in sorted(matrices)], subject.model(inputs).softmax(1)[0]
 
 
-def test_the_page_holds_the_models_attention(page):
-    meta, levels = contents(page)
-    assert [model["name"] for model in meta["models"]] == INITS and len(meta["images"]) == 2
+@pytest.mark.parametrize("recipe, sets", [
+    ("quickstart", VIT), ("cifar10_swin_tiny", SWIN), ("cifar10_mixer", MIXER)])
+@pytest.mark.parametrize("most", [figures.explore.MOST, 0])
+def test_the_page_holds_what_the_model_mixes(explored, photographs, contents, monkeypatch, recipe,
+                                             sets, most):
+    """With room for few letters, weights are told apart in steps of 1/14 of the root."""
+    real = figures.explore.packed
+    if not most:
+        monkeypatch.setattr(figures.explore, "packed", lambda levels: real(levels) if max(levels) == 14
+                            else "x" * (figures.explore.MOST + 1))
+    meta, levels = contents(explored(recipe, sets))
+    steps = meta["levels"]
+    assert steps == (254 if most else 14) and [model["name"] for model in meta["models"]] == INITS
+    assert [image["name"] for image in meta["images"]] == [path.name for path in photographs]
     start = 0
     for model in meta["models"]:
-        assert model["prefix"] == ["class token"] and len(model["classes"]) == 7
-        for number, image in enumerate(model["images"]):
-            expected, probabilities = attention(page, model["name"], number)
+        assert model["prefix"] == ["class token"] * (sets is VIT)
+        assert model["signed"] == (sets is MIXER)
+        for image, path in zip(model["images"], photographs, strict=True):
+            expected, probabilities = computed(recipe, sets, model["name"], path)
             assert image["probabilities"] == pytest.approx(probabilities.tolist(), rel=1e-3)
-            for block, theirs in zip(image["blocks"], expected):         # (h, 1 + N, 1 + N)
-                shape = (3, block["queries"], block["grid"][0] * block["grid"][1])
-                part = levels[start:start + np.prod(shape)].reshape(shape)
-                start += part.size
-                found = np.array(block["largest"])[:, None, None] * (part / 255.0)**2
-                # Half a level of 255, at the steepest, is a share of 1/255 of the largest.
-                np.testing.assert_allclose(found, theirs[:, :, 1:].numpy(),
-                                           atol=max(block["largest"]) / 200)
+            for block, grid, theirs in zip(image["blocks"], model["grids"], expected, strict=True):
+                theirs = theirs.mean(0, keepdim=True) if sets is MIXER else theirs
+                theirs = theirs[:, :, len(model["prefix"]):].numpy()
+                assert theirs.shape[2] == grid[0] * grid[1]
+                roots = levels[start:start + theirs.size].reshape(theirs.shape) / steps
+                start += theirs.size
+                roots = 2 * roots - 1 if sets is MIXER else roots
+                found = np.array(block["largest"])[:, None, None] * roots * np.abs(roots)
+                # Half a step at the steepest, 2 · largest · step / 2, doubled where steps span both
+                # signs, and once more for levels that are rounded twice.
+                np.testing.assert_allclose(found, theirs, atol=4 * max(block["largest"]) / steps)
     assert start == levels.size
+
+
+def test_the_page_says_how_far_heads_attend_and_what_kernels_they_are(page, contents):
+    meta, _ = contents(page)
     impulse = meta["models"][1]["images"][0]["blocks"][0]
     assert impulse["distance"][0] < 1.0 < impulse["distance"][1] + 0.5   # head 0 stays, head 1 moves
     assert np.argmax(impulse["kernels"][0]) == 24                        # the middle of 7 × 7
+    centre, others, uniform = meta["models"][1]["masses"][0]
+    assert centre > 0.2 and others > 0.05 and uniform == pytest.approx(1 / 64, rel=1e-3)
+    assert meta["models"][0]["masses"] is None                           # default has no targets
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs a browser (chromium)")
-def test_a_browser_shows_what_python_computed(page, tmp_path):
-    """The page is opened at a view, and a script appended to it writes what it shows into its title."""
-    script = """<script>
-    const wait = setInterval(() => {
-      if (!window.explorer) return;
-      clearInterval(wait);
-      const photo = document.getElementById("photo"), box = photo.getBoundingClientRect();
-      photo.dispatchEvent(new PointerEvent("pointermove", {bubbles: true,
-        clientX: box.left + .7 * box.width, clientY: box.top + .3 * box.height}));
-      document.body.textContent = "FOUND" + JSON.stringify({...explorer.view, map: explorer.map()}) + "END";
-    }, 10);
-    </script>"""
-    probe = tmp_path / "probe.html"
-    probe.write_text(page.read_text().replace("</body>", script + "</body>"))
-    done = subprocess.run(
-        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-         f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=20000", "--dump-dom",
-         "--enable-logging=stderr", f"file://{probe}#model=1&image=1&block=1&head=2"],
-        capture_output=True, text=True, timeout=240)
-    assert "CONSOLE" not in done.stderr, done.stderr
-    found = json.loads(re.search("FOUND(.*)END", done.stdout)[1])
-    assert (found["model"], found["image"], found["block"], found["head"]) == (1, 1, 1, 2)
-    expected, _ = attention(page, "impulse", 1)
-    rows = int(len(found["map"])**0.5)
-    query = 1 + int(0.3 * rows) * rows + int(0.7 * rows)
-    np.testing.assert_allclose(found["map"], expected[1, 2, query, 1:].numpy(),
-                               atol=expected[1, 2].max().item() / 200)
+def test_a_browser_shows_what_python_computed(page, photographs, in_browser):
+    """By hovering, by touch, by keys and from the address of the page."""
+    found = in_browser(page, "model=1&beside=0&image=1&block=1&head=2&scale=own", """
+        const event = (type, x, y, more = {}) => {
+          const photo = document.querySelector(".photo"), box = photo.getBoundingClientRect();
+          photo.dispatchEvent(new PointerEvent(type, {bubbles: true, pointerType: "mouse",
+            clientX: box.left + x * box.width, clientY: box.top + y * box.height, ...more}));
+          return state();
+        };
+        const key = (key) => {
+          document.body.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+          return state();
+        };
+        const state = () => {
+          explorer.drawNow();
+          const overlays = [...document.querySelectorAll(".photo canvas")];
+          return {...explorer.view, shown: explorer.maps(), facts: document.querySelector("dl").innerText,
+            pixels: overlays.map(read)};
+        };
+        const read = (canvas) => {                   // from a copy; reading often from a canvas is warned of
+          const {width, height} = canvas, copy = Object.assign(document.createElement("canvas"), {width, height});
+          const context = copy.getContext("2d", {willReadFrequently: true});
+          context.drawImage(canvas, 0, 0);
+          return [...context.getImageData(0, 0, width, height).data];
+        };
+        const states = {hover: event("pointermove", .7, .3), held: event("pointerdown", .4, .9)};
+        states.still = event("pointermove", .1, .1);
+        states.touch = event("pointerdown", .6, .2, {pointerType: "touch"});
+        states.up = key("ArrowUp");
+        states.head = key("[");
+        states.offset = key("m");
+        document.querySelector("#beside").value = -1;
+        document.querySelector("#beside").dispatchEvent(new Event("change"));
+        document.querySelectorAll(".maps button")[0].click();
+        states.click = state();
+        await new Promise((resolve) => setTimeout(resolve, 400));
+        return {...states, address: location.hash};
+    """)
+    expected = [computed("quickstart", VIT, init, photographs[1])[0][1] for init in ("impulse", "default")]
+
+    def agrees(state, x: float, y: float, head: int) -> None:
+        query = 1 + int(y * 8) * 8 + int(x * 8)                          # 8 × 8 patches
+        for values, theirs, pixels in zip(state["shown"], expected, state["pixels"], strict=True):
+            row = theirs[head, query, 1:].numpy()
+            np.testing.assert_allclose(values, row, atol=2 * theirs.max().item() / 254)
+            alphas = np.array(pixels).reshape(64, 4)[:, 3]               # rise with the root
+            np.testing.assert_allclose(alphas, 90 + 130 * np.sqrt(row / row.max()), atol=5)
+        assert f"row {int(y * 8)}, column {int(x * 8)}" in state["facts"]
+
+    agrees(found["hover"], .7, .3, head=2)
+    agrees(found["held"], .4, .9, head=2)
+    agrees(found["still"], .4, .9, head=2)
+    agrees(found["touch"], .6, .2, head=2)
+    agrees(found["up"], .6, .2 - 1 / 8, head=2)
+    agrees(found["head"], .6, .2 - 1 / 8, head=1)
+    assert found["offset"]["maps"] == "offset" and len(found["offset"]["shown"][0]) == 49
+    assert (found["click"]["block"], found["click"]["head"], found["click"]["beside"]) == (0, 0, -1)
+    assert "image=1&model=1&beside=-1&block=0&head=0&x=0.6&y=0.075" in found["address"]
 
 
-def test_models_without_attention_and_too_many_weights_are_refused(tmp_path, capsys, monkeypatch):
-    photograph = tmp_path / "photograph.png"
-    Image.new("RGB", (37, 31)).save(photograph)
-    command = ["explore", str(photograph), "--out", str(tmp_path / "page.html"), "--recipe"]
+def test_a_convmixer_and_too_many_weights_are_refused(photographs, tmp_path, capsys, monkeypatch):
+    command = ["explore", str(photographs[0]), "--out", str(tmp_path / "page.html"), "--recipe"]
     assert main([*command, "cifar10_convmixer"]) == 2
-    assert "figure 'explore' is defined for VisionTransformer" in capsys.readouterr().err
-    monkeypatch.setattr(figures.explore, "LARGEST", 1000)
-    assert main([*command, "quickstart"]) == 2
-    error = capsys.readouterr().err
-    assert "and a page holds 1,000; show fewer images" in error and error.count("\n") == 1
-    assert not (tmp_path / "page.html").exists()
+    assert "makes a ConvMixer, whose kernels are the same for every patch" in capsys.readouterr().err
+    for limit in ("LARGEST", "MOST"):
+        with monkeypatch.context() as patch:
+            patch.setattr(figures.explore, limit, 1000)
+            assert main([*command, "quickstart"]) == 2
+        error = capsys.readouterr().err
+        assert "weights do not fit into a page of 5 MB; show fewer images" in error
+        assert error.count("\n") == 1 and not (tmp_path / "page.html").exists()

@@ -52,6 +52,11 @@ def test_without_epochs_the_last_checkpoint_is_read_from_a_folder_or_a_file(run)
         stored = stored.get("model", stored)
         assert all(torch.equal(value, stored[name])
                    for name, value in subject.model.state_dict().items())
+    every = [subject.state for subject in of_runs([folder], "all", "model")]
+    assert every == [f"deep_impulse, {state}" for state in ("epoch 0", "epoch 2", "last.pt")]
+    (folder / "epoch_0002.pt").rename(folder / "last.pt")        # as where the last epoch is kept
+    (folder / "epoch_0002.pt").hardlink_to(folder / "last.pt")
+    assert len(list(of_runs([folder], "all", "model"))) == 2
     names = [subject.state for subject in of_runs([folder, folder], [0], "model")]
     assert names == ["trial, epoch 0"] * 2           # several runs are named by their folders
 

@@ -100,6 +100,12 @@ class TrainingPart(NamedTuple):
 EvaluatedSet = NamedSet | TrainingPart      # what one result of an evaluation is about
 
 
+def own_set(data: Any) -> EvaluatedSet:
+    """What a recipe, with this data section, validates on."""
+    return (TrainingPart("held_out", data) if data.held_out_per_class else
+            NamedSet(data.name, data.root))
+
+
 EVAL_SETS: dict[str, EvalSet] = {
     "imagenet_v2": EvalSet("imagenetv2-matched-frequency-format-val", 1000, numbered=True),
     "imagenet_r": EvalSet("imagenet-r", 200),

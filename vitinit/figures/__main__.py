@@ -12,6 +12,7 @@
     python -m vitinit.figures curves RUN [RUN …] --out curves.png
     python -m vitinit.figures curves --steps RUN [RUN …] --out steps.png
     python -m vitinit.figures curves --across data.images_per_class RUN [RUN …] --out worth.png
+    python -m vitinit.figures report RUN [RUN …] --out report.html
     python -m vitinit.figures operations photograph.jpg --out operations.png
     python -m vitinit.figures batch --data-dir photographs --out batch.png
 
@@ -41,6 +42,7 @@ from .kernels import draw_filters, draw_kernels
 from .maps import KINDS, draw_maps
 from .mass import draw_mass
 from .plot import FigureError, pyplot
+from .report import write_report
 from .spectrum import draw_spectrum
 from .subjects import Subject, fresh, of_runs
 
@@ -150,6 +152,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                               "runs")
     instead.add_argument("--across", metavar="SECTION.KEY",
                          help="top-1 of the last epoch by this key, such as schedule.epochs")
+    report = figure("report", write_report,
+                    "an HTML page about runs: curves, mistakes, recipe, comparison")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=RUNS)
+    report.add_argument("--data-dir", help="folder of the data set, if not the recipe's")
+    report.add_argument("--images", type=integer(0), default=10_000, metavar="N",
+                        help="validation images to judge a run on, at most (10000)")
+    report.add_argument("--weights", choices=["model", "ema"], default="model")
     operations = figure("operations", draw_operations,
                         "a photograph under each of RandAugment's operations")
     operations.add_argument("photograph", type=Path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,58 @@ POINTS = 400                    # points per line, at most; longer lines average
 QUANTITIES = {"loss": "training loss", "lr": "learning rate", "grad_norm": "gradient norm"}
 
 
+class Band(NamedTuple):
+    """The curve of a group of runs: one row of values per seed."""
+
+    label: str                  # of the group, such as "impulse (3 seeds)"
+    colour: str
+    line: str | tuple
+    across: Tensor              # (points,), epochs or steps
+    values: Tensor              # (seeds, points) float64; NaN where one was not measured
+
+
+def by_epoch(groups: Sequence[Group], metric: str = "val_top1") -> list[Band]:
+    """A metric of metrics.jsonl by epoch, of every group that has it.
+
+    Only epochs that all seeds of a group have reached, and evaluated, have a point.
+    """
+    measured = [[{row["epoch"]: row[metric] for row in run.rows if row[metric] is not None}
+                 for run in group.runs.values()] for group in groups]
+    bands = [band(group, look, rows) for group, look, rows in zip(groups, looks(groups), measured)]
+    return [one for one in bands if len(one.across)]
+
+
+def by_step(groups: Sequence[Group]) -> tuple[dict[str, list[Band]], int]:
+    """The QUANTITIES of steps.jsonl by step, and how many recorded steps are one point.
+
+    Only steps that all seeds of a group have reached have a point. Bands of more than POINTS
+    recorded steps are averages over equally many neighbouring ones.
+    Raises FigureError for a group without a recorded step that all seeds share.
+    """
+    bands, most = {key: [] for key in QUANTITIES}, 1
+    for group, look in zip(groups, looks(groups)):
+        rows = [RunFolder(run.path).steps.rows() for run in group.runs.values()]
+        for key in QUANTITIES:
+            one = band(group, look, [{row["step"]: math.nan if row[key] is None else row[key]
+                                      for row in seed} for seed in rows])
+            if not len(one.across):
+                raise FigureError(f"{next(iter(group.runs.values())).path}: no steps on record to "
+                                  "draw; steps.jsonl has a line from the tenth on")
+            merged = -(-len(one.across) // POINTS)
+            most = max(most, merged)
+            bands[key].append(one._replace(across=averaged(one.across[None], merged)[0],
+                                           values=averaged(one.values, merged)))
+    return bands, most
+
+
+def band(group: Group, look: tuple, by_seed: Sequence[Mapping[int, float]]) -> Band:
+    """The band of a group, whose seeds have these values by epoch or step."""
+    shared = [place for place in by_seed[0] if all(place in values for values in by_seed)]
+    values = torch.tensor([[values[place] for place in shared] for values in by_seed],
+                          dtype=torch.float64)
+    return Band(named(group), *look, torch.tensor(shared), values)
+
+
 def draw_curves(out: Path, groups: Sequence[Group]) -> None:
     """Draw validation top-1 by epoch, with one line per group of runs.
 
@@ -31,12 +83,8 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
     without an evaluation are left out.
     """
     figure, axis = pyplot().subplots(figsize=(7.6, 4.2), layout="constrained")
-    for group, (colour, line) in zip(groups, looks(groups)):
-        measured = [[row for row in run.rows if row["val_top1"] is not None]
-                    for run in group.runs.values()]
-        epochs = [row["epoch"] for row in measured[0]]       # the same for all seeds of a recipe
-        tops = torch.tensor([[row["val_top1"] for row in rows] for rows in measured])
-        draw_band(axis, epochs, tops, colour, line, named(group))
+    for one in by_epoch(groups):
+        draw_band(axis, one)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set(xlabel="epoch", ylabel="validation top-1 (%)")
     finish(figure, out, groups, "Top-1 by epoch")
@@ -45,32 +93,19 @@ def draw_curves(out: Path, groups: Sequence[Group]) -> None:
 def draw_steps(out: Path, groups: Sequence[Group]) -> None:
     """Draw the quantities in steps.jsonl, one panel per quantity and one line per group of runs.
 
-    A group's line is the mean over its seeds, with a band from the lowest to the highest. Only
-    steps that all seeds of a group have reached are drawn. Lines of more than POINTS recorded steps
-    are drawn as averages over equally many neighbouring ones.
-    Raises FigureError for a group without a recorded step that all seeds share.
+    A group's line is the mean over its seeds, with a band from the lowest to the highest. Raises
+    FigureError as `by_step` does.
     """
+    bands, merged = by_step(groups)
     figure, axes = pyplot().subplots(1, len(QUANTITIES), figsize=(9.0, 3.6), layout="constrained")
-    most = 1
-    for group, (colour, line) in zip(groups, looks(groups)):
-        by_seed = [by_step(RunFolder(run.path).steps.rows()) for run in group.runs.values()]
-        steps = [step for step in by_seed[0] if all(step in rows for rows in by_seed)]
-        if not steps:
-            raise FigureError(f"{next(iter(group.runs.values())).path}: no steps on record to "
-                              "draw; steps.jsonl has a line from the tenth on")
-        merged = -(-len(steps) // POINTS)
-        most = max(most, merged)
-        for axis, key in zip(axes, QUANTITIES):
-            values = torch.tensor([[rows[step][key] for step in steps] for rows in by_seed],
-                                  dtype=torch.float64)
-            draw_band(axis, averaged(torch.tensor(steps)[None], merged)[0],
-                      averaged(values, merged), colour, line, named(group))
-    for axis, words in zip(axes, QUANTITIES.values()):
+    for axis, (key, words) in zip(axes, QUANTITIES.items()):
+        for one in bands[key]:
+            draw_band(axis, one)
         axis.set(xlabel="step", title=words)
         axis.locator_params(axis="x", nbins=4)
     axes[-1].set_yscale("log")                       # gradient norms are far higher at the start
     finish(figure, out, groups,
-           f"Every tenth step, {most} of them to a point" if most > 1 else "Every tenth step")
+           f"Every tenth step, {merged} of them to a point" if merged > 1 else "Every tenth step")
 
 
 def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
@@ -133,23 +168,13 @@ def named(group: Group) -> str:
     return f"{group.label} ({len(group.runs)} seed{'s' * (len(group.runs) > 1)})"
 
 
-def draw_band(axis: Axes, across: Sequence[int] | Tensor, values: Tensor, colour: str,
-              line: str | tuple, label: str) -> None:
-    """Draw the mean over seeds as a line and, of two or more, the range as a band.
-
-    across: (points,), horizontal positions. values: (seeds, points); NaN is not drawn.
-    """
-    axis.plot(across, values.mean(0), color=colour, linestyle=line, label=label,
-              marker="." if len(across) < 20 else None)      # few points are marked one by one
-    if len(values) > 1:
-        axis.fill_between(across, values.amin(0), values.amax(0), color=colour, alpha=0.2,
-                          linewidth=0)
-
-
-def by_step(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
-    """Map each step to its QUANTITIES; NaN where one was not measured, as where fp16 overflowed."""
-    return {row["step"]: {key: math.nan if row[key] is None else row[key] for key in QUANTITIES}
-            for row in rows}
+def draw_band(axis: Axes, one: Band) -> None:
+    """Draw the mean over seeds as a line and, of two or more, the range as an area."""
+    axis.plot(one.across, one.values.mean(0), color=one.colour, linestyle=one.line,
+              label=one.label, marker="." if len(one.across) < 20 else None)    # marked one by one
+    if len(one.values) > 1:
+        axis.fill_between(one.across, one.values.amin(0), one.values.amax(0), color=one.colour,
+                          alpha=0.2, linewidth=0)
 
 
 def averaged(values: Tensor, merged: int) -> Tensor:

@@ -284,6 +284,12 @@ class RunFolder:
                 "same way again: start anew with a lower optim.base_lr, say, or optim.clip_norm")
 
 
+def by_name(path: Path) -> Path:
+    """The path as it is, or, where nothing exists at a mere name, the model in recipes/trained."""
+    boxed = path.parent == Path(".") and not os.path.exists(path) and (BOXED / path).is_dir()
+    return BOXED / path if boxed else path
+
+
 def read_checkpoint(path: Path, *, say: Say = warn, mmap: bool = False, verify: bool = True
                     ) -> tuple[dict[str, Any], Path]:
     """The contents of a checkpoint, and the file that they are from.
@@ -294,8 +300,7 @@ def read_checkpoint(path: Path, *, say: Say = warn, mmap: bool = False, verify: 
     for the model of that name in recipes/trained. mmap, verify: see `load`, which raises
     CheckpointError. So does this, naming both files, if both are damaged.
     """
-    if path.parent == Path(".") and not os.path.exists(path) and (BOXED / path).is_dir():
-        path = BOXED / path
+    path = by_name(path)
     files, problems = [path], []
     if os.path.isdir(path):
         files = [path / "last.pt", path / "previous.pt"]

@@ -34,7 +34,7 @@ from ..train.checkpoint import CheckpointError, shortened, written_atomically
 from ..train.distill import NO_TEACHER
 from ..train.distributed import warn
 from ..train.metrics import METRICS
-from .folder import parse_lines, parse_starts, read_bytes
+from .folder import by_name, parse_lines, parse_starts, read_bytes
 
 FILES = ("metrics.jsonl", "recipe.toml", "run.json")
 NEEDED_KEYS = {"run.seed": int, "model.name": str, "init.name": str, "schedule.epochs": int,
@@ -48,11 +48,16 @@ class Run:
     """A run, as the text files in its folder describe it."""
 
     path: Path                  # of the folder; in an archive, runs.tar.xz/<name>
-    recipe: str                 # the recipe's name, as --recipe gave it
+    source: str                 # its recipe, as --recipe gave it: a name or a path
     keys: dict[str, Any]        # "section.key" → value, every option written out
     rows: list[dict[str, Any]]  # metrics.jsonl: one row per finished epoch; missing keys are None
     starts: list[dict[str, Any]]  # run.json: per start, its command, commit, versions, hardware
     files: Mapping[str, bytes]  # the contents of those of FILES that there are
+
+    @property
+    def recipe(self) -> str:
+        """The recipe's name."""
+        return Path(self.source).stem
 
     @property
     def seed(self) -> int:
@@ -94,11 +99,11 @@ def parse_run(path: Path, files: Mapping[str, bytes]) -> Run:
                                   f"expected a value of type {kind.__name__}")
     starts = parse_starts(files.get("run.json", b"[]"), path / "run.json")
     rows = parse_lines(files.get("metrics.jsonl", b""), path / "metrics.jsonl", "epoch")
-    # recipe.toml does not state the recipe's name, but the command of the first start does.
+    # recipe.toml does not state its source, but the command of the first start does.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe", default="recipe")
     words = list(map(str, starts[0].get("command", []))) if starts else []
-    return Run(path, Path(parser.parse_known_args(words)[0].recipe).stem, keys,
+    return Run(path, parser.parse_known_args(words)[0].recipe, keys,
                [dict.fromkeys(METRICS) | row for row in rows], starts, files)
 
 
@@ -116,7 +121,7 @@ def read_run(path: Path) -> Run:
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """The runs at these paths, finished or not, in order. A path is one of three:
 
-        a run's folder;
+        a run's folder, or the name of a model in recipes/trained;
         an archive, which stands for all its runs, sorted by name;
         an archive and a pattern, as in runs.tar.xz/cifar10_10k-*-s0, for the runs of such names.
 
@@ -126,7 +131,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     """
     runs, others = [], []
     archives: dict[Path, list[Run]] = {}
-    for path in paths:
+    for path in map(by_name, paths):
         archive = next((place for place in (path, path.parent)
                         if place.name.endswith(SUFFIX) and os.path.isfile(place)), None)
         if archive is not None:

@@ -1,0 +1,163 @@
+"""The report: what compare, curves and predictions say of the same runs stands on the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import vitinit
+from vitinit import compare
+from vitinit.figures.__main__ import main
+from vitinit.runs.groups import group_runs
+from vitinit.runs.records import read_run, write_archive
+
+IMAGES = Path(__file__).parents[1] / "data" / "cifar10"
+
+
+@pytest.fixture
+def report(tmp_path):
+    """Writes the report of these arguments and returns its path."""
+    def write(*arguments: object) -> Path:
+        out = tmp_path / "report.html"
+        assert main(["report", *map(str, arguments), "--out", str(out)]) == 0
+        return out
+    return write
+
+
+@pytest.fixture
+def photographs(tmp_path) -> Path:
+    """A data set whose validation images are the 50 of tests/data/cifar10."""
+    root = tmp_path / "photographs"
+    root.mkdir()
+    for split in ("train", "val"):
+        (root / split).symlink_to(IMAGES)
+    return root
+
+
+@pytest.fixture
+def four_runs(written_run) -> list[Path]:
+    """Two inits and two seeds; impulse is ahead by 10 and by 14 points."""
+    runs = []
+    for init, lasts in (("default", (50.0, 54.0)), ("impulse", (60.0, 68.0))):
+        for seed, last in enumerate(lasts):
+            folder = written_run(f"{init}|{seed}", [20.0, None, last], seed=seed, init=init,
+                                 sets=("optim.base_lr=0.5",))
+            rows = [{"step": 10 * step, "loss": 3.0 / step + seed, "lr": 0.1 * step,
+                     "grad_norm": None if step == 2 else 2.0} for step in (1, 2, 3)]
+            (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            runs.append(folder)
+    return runs
+
+
+def test_several_runs_are_compared_as_compare_does(report, contents, four_runs):
+    meta, _ = contents(report(*four_runs))
+    groups = group_runs([read_run(folder) for folder in four_runs])
+    assert meta["comparison"]["text"] == compare.report(groups)
+    mean, half = compare.t_interval([10.0, 14.0])
+    assert meta["comparison"]["base"] == "default"
+    assert meta["comparison"]["intervals"] == [{
+        "label": "impulse", "weights": "model", "by_seed": [10.0, 14.0],
+        "interval": [mean, pytest.approx(half, rel=1e-3)]}]
+
+    panels = {panel["title"]: panel for panel in meta["curves"]}
+    assert list(panels) == ["validation top-1 (%)", "training loss", "learning rate", "gradient norm"]
+    impulse = panels["validation top-1 (%)"]["lines"][1]
+    assert impulse["label"] == "impulse (2 seeds)"
+    assert (impulse["x"], impulse["mean"]) == ([1, 3], [20.0, 64.0])
+    assert (impulse["low"], impulse["high"]) == ([20.0, 60.0], [20.0, 68.0])
+    assert panels["training loss"]["lines"][0]["mean"] == [3.5, 2.0, 1.5]
+    assert panels["gradient norm"]["lines"][0]["mean"] == [2.0, None, 2.0] and panels["gradient norm"]["log"]
+
+    one = meta["runs"][3]
+    assert (one["name"], one["group"], one["seed"]) == ("impulse|1", "impulse", 1)
+    changes = {key: values for key, *values in one["changes"]}
+    assert changes["optim.base_lr"] == ["0.002", "0.5"] and changes["run.seed"] == ["0", "1"]
+    assert changes["init.name"] == ['"default"', '"impulse"'] and "model.name" not in changes
+    assert dict(one["facts"])["training"] == "0 min 09 s" and one["starts"][0]["device"] == "CPU"
+    assert one["judged"] is None and "no such checkpoint" in one["note"]
+
+
+def test_a_run_is_judged_on_its_validation_images(report, contents, photographs):
+    """The predictions are those of `vitinit.load`, image by image."""
+    meta, levels = contents(report("cifar10_small", "--data-dir", photographs))
+    run, = meta["runs"]
+    judged, trained = run["judged"], vitinit.load("cifar10_small")
+    files = sorted(IMAGES.glob("*/*.jpg"))
+    ranked = [best for best, in trained.predict_batch(files, top=1)]
+    expected: dict[tuple[str, str], int] = {}
+    mistakes = []
+    for file, (guess, share) in zip(files, ranked):
+        pair = file.parent.name, guess
+        expected[pair] = expected.get(pair, 0) + 1
+        mistakes += [(share, *pair)] if pair[0] != guess else []
+    classes = judged["classes"]
+    assert {(classes[truth], classes[guess]): count for truth, guess, count in judged["pairs"]} == expected
+    assert [(classes[one["truth"]], classes[one["guess"]]) for one in judged["mistakes"]] == [
+        (truth, guess) for _, truth, guess in sorted(mistakes, reverse=True)]
+    assert [one["share"] for one in judged["mistakes"]] == pytest.approx(
+        sorted((share for share, *_ in mistakes), reverse=True), rel=1e-3)
+    assert (judged["images"], judged["of"], judged["parameters"]) == (50, 50, 683_050)
+    assert meta["comparison"] is None and dict(run["facts"])["top-1, last"] == "82.12 %"
+
+    few = contents(report("cifar10_small", "--data-dir", photographs, "--images", 20))[0]["runs"][0]["judged"]
+    assert (few["images"], few["of"]) == (17, 50)                        # every third
+
+
+def test_what_is_not_at_hand_is_left_out_with_a_line(report, contents, four_runs, written_run,
+                                                     tmp_path, monkeypatch, complains):
+    monkeypatch.chdir(tmp_path)                      # away from the images
+    assert "data/cifar10" in contents(report("cifar10_small"))[0]["runs"][0]["note"]
+    started = written_run("started", [9.0], epochs=3, recipe="mine.toml")
+    meta, _ = contents(report(started, "--images", 0))
+    assert "none of the runs is finished" in meta["notes"][1] and meta["comparison"] is None
+    assert "recipe mine.toml: no such file" in meta["runs"][0]["changes"]
+    assert meta["runs"][0]["note"] == "left out, as --images 0 asks"
+    write_archive([read_run(folder) for folder in four_runs], tmp_path / "runs.tar.xz")
+    meta, _ = contents(report(tmp_path / "runs.tar.xz"))
+    assert "an archive holds no weights" in meta["runs"][0]["note"] and len(meta["runs"]) == 4
+    assert "no steps on record" in meta["notes"][0]
+    assert [panel["across"] for panel in meta["curves"]] == ["epoch"]
+    complains("neither a run's folder nor an archive of runs", "report", photographs_of(tmp_path))
+
+
+def photographs_of(folder: Path) -> Path:
+    empty = folder / "empty"
+    empty.mkdir()
+    return empty
+
+
+def test_a_browser_shows_the_report(report, contents, in_browser, four_runs, photographs):
+    page = report(*four_runs, "cifar10_small", "--data-dir", photographs)
+    found = in_browser(page, "run=4", """
+        const cell = document.querySelectorAll("#matrix button")[35];    // the fourth class, taken for the sixth
+        cell.dispatchEvent(new PointerEvent("pointerenter"));
+        const read = {cell: cell.innerText, line: document.querySelector("#cell").innerText};
+        const chart = [...document.querySelectorAll(".chart")].at(-2), svg = chart.querySelector("svg");
+        const box = svg.getBoundingClientRect();
+        svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 10, clientY: box.top + 50}));
+        read.tip = chart.querySelector(".tip").innerText;
+        read.shown = !document.querySelector(".judged").hidden;
+        read.mistakes = document.querySelectorAll("#mistakes img").length;
+        read.intervals = document.querySelector("#intervals").innerText;
+        read.tables = document.querySelectorAll("#text table").length;
+        document.dispatchEvent(new KeyboardEvent("keydown", {key: ",", bubbles: true}));
+        return {...read, run: document.querySelector("#run").innerText, address: location.hash,
+          hidden: document.querySelector(".judged").hidden, note: document.querySelector("#note").innerText,
+          wide: document.documentElement.scrollWidth <= innerWidth};
+    """)
+    meta, _ = contents(page)
+    judged = meta["runs"][4]["judged"]
+    count = {(truth, guess): count for truth, guess, count in judged["pairs"]}[3, 5]
+    assert found["cell"] == str(count)
+    assert found["line"] == f"cat taken for dog: {count} of 5 images ({20 * count}.0 %)"
+    panel = meta["curves"][-2]                       # the learning rate; nearest to the right is the
+    last = panel["lines"][2]["x"][-1]                # boxed run's last step
+    assert found["tip"].splitlines()[0] == f"step {last:g}"
+    assert float(found["tip"].splitlines()[1]) == pytest.approx(panel["lines"][2]["mean"][-1], rel=1e-3)
+    assert found["shown"] and found["mistakes"] == len(judged["mistakes"]) == 6
+    assert "+12.00 ± 25.41" in found["intervals"]
+    assert found["tables"] == 3 and found["wide"]
+    assert (found["run"], found["address"], found["hidden"]) == ("impulse|1", "#run=3", True)
+    assert "No confusion matrix and no mistakes" in found["note"]

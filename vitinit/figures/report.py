@@ -1,0 +1,219 @@
+"""The page `report`: one HTML file about one run or several.
+
+It holds the curves (curves.py), for several runs their comparison (compare.py), and for each run
+what its recipe changes in the one it comes from, when and on what it ran, and how it does on its
+validation images, where these and its weights are at hand. report.html is its template; page.py
+fills it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compare import origin, paired, report, t_interval
+from ..data.augment import ToDevice
+from ..data.datasets import open_split, oriented
+from ..data.eval_sets import TrainingPart, own_set
+from ..data.images import DataError
+from ..data.loader import EvalViews
+from ..data.pipeline import EvaluationBatches, KeptViews
+from ..messages import OneLineError
+from ..recipe.files import load_recipe, with_data
+from ..recipe.values import to_toml
+from ..runs.groups import Group, finished_runs, group_runs
+from ..runs.records import Run, read_runs
+from ..runs.trained import open_saved
+from ..train.checkpoint import CheckpointError
+from ..train.engine import autocast
+from ..train.metrics import ProgressBar
+from .curves import QUANTITIES, Band, by_epoch, by_step
+from .page import as_png, rounded, write_page
+from .plot import FigureError
+
+MISTAKES = 24                   # shown
+SIDE = 96                       # pixels of a mistake's longer side, at most
+EPOCHS = {"val_top1": "validation top-1 (%)", "ema_top1": "top-1 of the moving average (%)",
+          "val_loss": "validation loss"}
+DASHES = {"-": "", "--": "6 4", "-.": "8 3 2 3", ":": "2 3"}     # matplotlib's lines in SVG
+
+
+def write_report(out: Path, runs: Sequence[Path], *, data_dir: str | None, images: int,
+                 weights: str) -> None:
+    """Write the report of the runs at these paths, finished or not.
+
+    data_dir: the folder of their data set, if not the recipe's. images: the most validation images
+    that each is judged on, evenly chosen; 0: none. weights: "model" or "ema".
+    Raises CheckpointError if there is no run at a path.
+    """
+    found = read_runs(runs)
+    groups, notes, comparison = group_runs(found), [], None
+    curves = panels(groups, notes)
+    try:
+        finished, unfinished = finished_runs(found)
+        if len(found) > 1:
+            compared = group_runs(finished)
+            comparison = {"text": report(compared, unfinished), "intervals": intervals(compared),
+                          "base": compared[0].label}
+    except OneLineError as error:
+        notes.append(str(error))
+    write_page(out, "report.html", {
+        "recipes": list(dict.fromkeys(run.recipe for run in found)), "notes": notes,
+        "curves": curves, "comparison": comparison, "origin": origin(groups),
+        "runs": [run_view(run, group, data_dir=data_dir, images=images, weights=weights)
+                 for group in groups for run in group.runs.values()]})
+
+
+# ---------------------------------------------------------------------------------------------
+# Curves and comparison
+# ---------------------------------------------------------------------------------------------
+
+
+def panels(groups: Sequence[Group], notes: list[str]) -> list[dict[str, Any]]:
+    """The panels of curves; a line is added to `notes` where there are none by step."""
+    drawn = [panel(words, "epoch", by_epoch(groups, key)) for key, words in EPOCHS.items()]
+    try:
+        bands, merged = by_step(groups)
+    except FigureError as error:
+        notes.append(f"{error}; loss and learning rate are drawn by epoch")
+        drawn += [panel(words, "epoch", by_epoch(groups, key)) for key, words in
+                  (("train_loss", "training loss"), ("lr", "learning rate"))]
+    else:
+        drawn += [panel(words, "step", bands[key]) | {"log": key == "grad_norm"}
+                  for key, words in QUANTITIES.items()]
+        if merged > 1:
+            notes.append(f"A point of the curves by step is the mean of {merged} recorded steps.")
+    return [one for one in drawn if one["lines"]]
+
+
+def panel(title: str, across: str, bands: Sequence[Band]) -> dict[str, Any]:
+    """A panel of `meta`: for each group the mean over seeds, and the range of two or more."""
+    lines = []
+    for one in bands:
+        dash = DASHES[one.line] if isinstance(one.line, str) else " ".join(map(str, one.line[1]))
+        several = len(one.values) > 1
+        lines.append({
+            "label": one.label, "colour": one.colour, "dash": dash, "x": one.across.tolist(),
+            "mean": rounded(one.values.mean(0).tolist()),
+            "low": rounded(one.values.amin(0).tolist()) if several else None,
+            "high": rounded(one.values.amax(0).tolist()) if several else None})
+    return {"title": title, "across": across, "lines": lines, "log": False}
+
+
+def intervals(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """The paired differences from the first group: mean, half of the interval if any, by seed."""
+    return [{"label": label, "weights": weights, "by_seed": rounded(list(by_seed.values())),
+             "interval": rounded(t_interval(list(by_seed.values()))) if len(by_seed) > 1 else None}
+            for label, weights, by_seed in paired(groups) if by_seed]
+
+
+# ---------------------------------------------------------------------------------------------
+# One run
+# ---------------------------------------------------------------------------------------------
+
+
+def run_view(run: Run, group: Group, *, data_dir: str | None, images: int, weights: str
+             ) -> dict[str, Any]:
+    """What the page shows of one run."""
+    judged = None
+    try:
+        judged = judge(run.path, data_dir, images, weights) if images else None
+        note = "" if images else "left out, as --images 0 asks"
+    except OneLineError as error:
+        note = str(error)
+    try:
+        source = load_recipe(run.source).keys
+        own = run.keys
+        changes = [[key, *(to_toml(keys[key]) if key in keys else "–" for keys in (source, own))]
+                   for key in dict.fromkeys([*source, *own])
+                   if key not in source or key not in own or source[key] != own[key]]
+    except OneLineError as error:
+        changes = str(error)
+    starts = [{key: str(start.get(key, "unknown")) for key in (
+        "time", "device", "processes", "torch", "python", "git_commit")} |
+        {"command": " ".join(map(str, start.get("command", [])))} for start in run.starts]
+    return {"name": run.path.name, "group": group.label, "seed": run.seed, "facts": facts(run),
+            "recipe": run.recipe, "toml": run.files["recipe.toml"].decode(), "changes": changes,
+            "starts": starts, "judged": judged, "note": note}
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """The numbers of a run that stand above all others, in words."""
+    found = [("epochs", f"{len(run.rows)} of {run.epochs}")]
+    for metric, words in (("val_top1", "top-1"), ("ema_top1", "EMA top-1")):
+        if values := run.measured(metric):
+            found += [(f"{words}, last", f"{values[-1]:.2f} %"),
+                      (f"{words}, best epoch", f"{max(values):.2f} %")]
+    if run.rows:
+        rows = run.rows
+        minutes, seconds = divmod(round(sum(row["seconds"] for row in rows)), 60)
+        known = {key: [row[key] for row in rows if row[key] is not None]
+                 for key in ("images_per_second", "waiting", "peak_memory_gib")}
+        found.append(("training", f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else
+                      f"{minutes} min {seconds:02} s"))
+        for key, words, form in (("images_per_second", "images/s, median", "{:,.0f}"),
+                                 ("waiting", "waiting for data", "{:.0%}"),
+                                 ("peak_memory_gib", "peak memory", "{:.2f} GiB")):
+            if known[key]:
+                value = max(known[key]) if "peak" in words else statistics.median(known[key])
+                found.append((words, form.format(value).replace("%", " %")))
+    return found
+
+
+@torch.no_grad()
+def judge(path: Path, data_dir: str | None, images: int, weights: str) -> dict[str, Any]:
+    """How a run's model does on its validation images: who is taken for whom, and the mistakes.
+
+    Raises CheckpointError without weights, and DataError if the images are not at hand or have
+    other classes than the model.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: an archive holds no weights")
+    saved = open_saved(path)
+    recipe = saved.recipe if data_dir is None else with_data(saved.recipe, root=data_dir)
+    own = own_set(recipe.data)
+    source = (own.open() if isinstance(own, TrainingPart) else
+              open_split(*own, "val", recipe.data.num_classes))
+    classes = list(source.classes)
+    if saved.classes is not None and list(saved.classes) != classes:
+        raise DataError(f"{own}: its classes are not those of {saved.name}")
+    every = -(-len(source) // images)
+    views = EvalViews(oriented(source, recipe.data.apply_exif_orientation), rank=0,
+                      world_size=every, size=saved.size, crop_pct=recipe.eval.crop_pct,
+                      interpolation=recipe.eval.interpolation)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = saved.model(weights).eval().to(device)
+    shares, guesses = map(torch.cat, zip(*predictions(model, views, recipe, device, saved.name)))
+    labels = torch.from_numpy(views.labels)                              # (n,)
+    pairs, counts = (labels * len(classes) + guesses).unique(return_counts=True)
+    wrong = (guesses != labels).nonzero()[:, 0]
+    surest = wrong[shares[wrong].sort(descending=True, stable=True).indices[:MISTAKES]]
+    return {"classes": classes, "images": len(labels), "of": len(source), "weights": weights,
+            "set": own.name, "parameters": sum(p.numel() for p in model.parameters()),
+            "pairs": [[pair // len(classes), pair % len(classes), count]
+                      for pair, count in zip(pairs.tolist(), counts.tolist())],
+            "mistakes": [{"source": as_png(views[index][0], SIDE), "truth": int(labels[index]),
+                          "guess": int(guesses[index]), "share": rounded(shares[index].item())}
+                         for index in surest.tolist()]}
+
+
+def predictions(model: nn.Module, views: EvalViews, recipe: Any, device: torch.device, name: str
+                ) -> list[tuple[Tensor, Tensor]]:
+    """For each batch the probability of the likeliest class, and its number: two (B,)."""
+    prepare = ToDevice(device, mean=recipe.data.mean, std=recipe.data.std,
+                       channels_last=recipe.engine.channels_last)
+    batches = EvaluationBatches(KeptViews(views, device, on_device_gib=0.0, cache_gib=0.0),
+                                batch_size=recipe.eval.batch_size, workers=recipe.data.workers,
+                                prepare=prepare)
+    found = []
+    with ProgressBar(f"validate {name}", len(batches)) as bar:
+        for images, _ in bar.over(batches):
+            with autocast(device, recipe.engine.amp):
+                logits = model(images)                                   # (B, K)
+            found.append(tuple(part.cpu() for part in logits.float().softmax(1).max(1)))
+    return found
