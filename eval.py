@@ -49,7 +49,7 @@ from vitinit.runs.report import Finding, report
 from vitinit.runs.trained import Saved, add_options, open_all
 from vitinit.train import distributed
 from vitinit.train.device import describe_device, memory_for
-from vitinit.train.distributed import Processes
+from vitinit.train.distributed import DAY, Processes
 from vitinit.train.engine import Evaluation, evaluate, set_precision
 from vitinit.train.interruption import StopRequest
 from vitinit.train.metrics import ProgressBar
@@ -115,12 +115,15 @@ def open_sets(users: dict[EvaluatedSet, Saved], own: bool, processes: Processes
     """
     folders = dict.fromkeys((one.data.name, one.root) if isinstance(one, TrainingPart) else one
                             for one in users)
-    processes.on_each_machine(lambda: [download(name, root) for name, root in folders
-                                       if name in DATA_SETS])
-    sources: dict[EvaluatedSet, Source] = processes.on_all(lambda: {
-        one: one.open() if isinstance(one, TrainingPart) else
-        open_split(*one, "val", saved.recipe.data.num_classes) if own else open_to_evaluate(*one)
-        for one, saved in users.items()})
+    with processes.together(within=DAY):
+        for name, root in folders:
+            if name in DATA_SETS and processes.local_rank == 0:
+                download(name, root)
+    with processes.together():
+        sources: dict[EvaluatedSet, Source] = {
+            one: one.open() if isinstance(one, TrainingPart) else
+            open_split(*one, "val", saved.recipe.data.num_classes) if own else
+            open_to_evaluate(*one) for one, saved in users.items()}
     for line in dict.fromkeys(source.left_out for source in sources.values() if source.left_out):
         if processes.is_main:
             print(line, flush=True)
@@ -151,9 +154,9 @@ def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor |
 
 def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> None:
     """Evaluate all checkpoints on all data sets and report the results."""
-    opened = processes.on_all(lambda: open_all(
-        args.checkpoint, recipe=args.recipe, changes=overrides(sets=args.set),
-        changeable=EVALUATION_KEYS, image_size=args.image_size))
+    with processes.together():
+        opened = open_all(args.checkpoint, recipe=args.recipe, changes=overrides(sets=args.set),
+                          changeable=EVALUATION_KEYS, image_size=args.image_size)
     checkpoints = opened if args.data_dir is None else [
         saved._replace(recipe=with_data(saved.recipe, root=args.data_dir)) for saved in opened]
     start_fork_server(max(saved.recipe.data.workers for saved in checkpoints))
@@ -161,11 +164,13 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
              for one in sets_of(saved, args)]
     sources = open_sets({one: checkpoints[number] for number, one in pairs}, not args.data,
                         processes)
-    columns = processes.on_all(lambda: {
-        (number, one): columns_of(checkpoints[number], one, sources[one]) for number, one in pairs})
+    with processes.together():
+        columns = {(number, one): columns_of(checkpoints[number], one, sources[one])
+                   for number, one in pairs}
     models, speeds = [], []                          # on the CPU until they are needed
     for saved in checkpoints:
-        own = processes.on_all(lambda: {name: saved.model(name) for name in saved.weights})
+        with processes.together():
+            own = {name: saved.model(name) for name in saved.weights}
         if processes.is_main and not saved.brings_recipe:
             print(saved.assumptions(own["model"]), file=sys.stderr, flush=True)
         models.append({name: torch.compile(model) if saved.recipe.engine.compile else model

@@ -16,6 +16,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,40 +35,33 @@ from vitinit.data.loader import EvalViews, start_fork_server
 from vitinit.data.pipeline import Data, EvaluationBatches, KeptViews, TrainingBatches
 from vitinit.data.sampler import TrainSampler, plan_batches, require_full_batch
 from vitinit.init import INITS
-from vitinit.init.mass import has_targets, mass_on_images
-from vitinit.init.weight_selection import select_weights
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models.layers import draw_drop_path
 from vitinit.recipe.files import dump_recipe, with_data
 from vitinit.recipe.sections import Recipe
-from vitinit.runs import foreign
-from vitinit.runs.folder import RunFolder, read_checkpoint
+from vitinit.runs.folder import RunFolder
 from vitinit.runs.lock import RunLock
 from vitinit.runs.resume import (choose_run, require_same_data, require_same_micro_batch_size,
                                  settings)
-from vitinit.runs.start import (cautions, initialise, open_training_set, rehearsal, summary,
-                                training_views)
-from vitinit.runs.teacher import open_teacher
+from vitinit.runs.start import (cautions, initialise, measure_mass, open_training_set, rehearsal,
+                                summary)
 from vitinit.runs.trained import build
 from vitinit.train import distributed
-from vitinit.train.checkpoint import CheckpointError, model_state
 from vitinit.train.device import describe_device, memory_for, peak_gib
-from vitinit.train.distill import LearnFromTeacher, Teacher
-from vitinit.train.distributed import Processes
+from vitinit.train.distributed import DAY, Processes
 from vitinit.train.ema import Ema
 from vitinit.train.engine import (cross_entropy, evaluate, read_losses, set_precision,
                                   train_epochs, tune_convolutions)
 from vitinit.train.interruption import Interrupted, StopRequest
-from vitinit.train.metrics import (Diverged, Evaluation, Progress, ProgressBar, epoch_line,
-                                   metrics_row)
+from vitinit.train.metrics import (Diverged, Progress, ProgressBar, StepRow, epoch_line,
+                                   metrics_row, training_flops)
 from vitinit.train.optim import learning_rate, optimizer_for, set_learning_rate
-from vitinit.train.profile import LARGEST, MOST_PROFILED, StepProfiler, first_profiled
 from vitinit.train.state import TrainState
-from vitinit.train.throughput import training_flops
-from vitinit.train.transfer import start_from
 
+# Modules that only some runs need are imported where they are used: of fine-tuning, of learning
+# from a teacher, and of profiling.
 REPOSITORY = Path(__file__).resolve().parent
-MASS_IMAGES = 64                # on which the mass on the init's targets is measured
+MOST_PROFILED = 100             # steps; each adds up to a few MB to the trace
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -86,7 +80,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                      help="build everything, print it, run one forward pass, write nothing")
     how.add_argument("--profile", type=integer(1, MOST_PROFILED + 1), default=0, metavar="N",
                      help="write a profiler's trace of N steps after warm-up into the run's "
-                          f"folder and name the {LARGEST} largest operations")
+                          "folder and name the largest operations")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="override any key of the recipe; may be repeated")
     return parser.parse_args(arguments)
@@ -105,16 +99,18 @@ def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool)
     """
     data, optim, augment = recipe.data, recipe.optim, recipe.augment
     start_fork_server(data.workers)
-    if not dry_run:
-        processes.on_each_machine(lambda: download(data.name, root))
-    whole_set, train_set = processes.on_all(lambda: open_training_set(data, root))
-    classes = len(whole_set.classes)
-    if data.held_out_per_class:                      # validate on these; the test set stays unused
-        val_set = processes.on_all(lambda: held_out_part(
-            whole_set, images_per_class=data.held_out_per_class, seed=data.subset_seed))
-    else:
-        val_set = processes.on_all(lambda: oriented(open_split(data.name, root, "val", classes),
-                                                    data.apply_exif_orientation))
+    with processes.together(within=DAY):
+        if processes.local_rank == 0 and not dry_run:
+            download(data.name, root)
+    with processes.together():
+        whole_set, train_set = open_training_set(data, root)
+        classes = len(whole_set.classes)
+        if data.held_out_per_class:                  # validate on these; the test set stays unused
+            val_set = held_out_part(whole_set, images_per_class=data.held_out_per_class,
+                                    seed=data.subset_seed)
+        else:
+            val_set = oriented(open_split(data.name, root, "val", classes),
+                               data.apply_exif_orientation)
 
     # Which images each step uses, and which of them this process loads.
     with building(f"recipe {recipe.name}", "optim"):
@@ -129,10 +125,11 @@ def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool)
                                 recipe.mix)
     as_input = dict(mean=data.mean, std=data.std, channels_last=recipe.engine.channels_last)
     prepare = TrainToDevice(processes.device, augmentation, **as_input, num_classes=classes)
-    with ProgressBar("decode", len(train_set), shown=processes.is_main) as bar:
-        train_batches = processes.on_all(lambda: TrainingBatches(
-            train_set, sampler, prepare, workers=data.workers, advance=bar.advance,
-            budget_gib=0.0 if dry_run else data.on_device_gib))
+    with (ProgressBar("decode", len(train_set), shown=processes.is_main) as bar,
+          processes.together()):
+        train_batches = TrainingBatches(train_set, sampler, prepare, workers=data.workers,
+                                        budget_gib=0.0 if dry_run else data.on_device_gib,
+                                        advance=bar.advance)
 
     # How an image is evaluated.
     views = EvalViews(val_set, rank=processes.rank, world_size=processes.world_size,
@@ -140,9 +137,10 @@ def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool)
                       interpolation=recipe.eval.interpolation)
     kept = KeptViews(views, processes.device, on_device_gib=data.on_device_gib,
                      cache_gib=recipe.eval.cache_gib)
-    val_batches = processes.on_all(lambda: EvaluationBatches(
-        kept, batch_size=recipe.eval.batch_size, workers=data.workers,
-        prepare=ToDevice(processes.device, **as_input)))
+    with processes.together():
+        val_batches = EvaluationBatches(kept, batch_size=recipe.eval.batch_size,
+                                        workers=data.workers,
+                                        prepare=ToDevice(processes.device, **as_input))
     return Data(whole_set, train_set, val_set, plan, train_batches, val_batches)
 
 
@@ -166,15 +164,17 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
     """
     model, notes = build(recipe), []
     if saved is None:
-        processes.on_all(lambda: initialise(model, recipe, train_set))
-        if recipe.init.checkpoint:
-            notes = processes.on_all(lambda: fine_tune(model, recipe))
-        elif processes.is_main:
-            notes = measure_init(model, recipe, train_set)
+        with processes.together():
+            initialise(model, recipe, train_set)
+            if recipe.init.checkpoint:
+                from vitinit.runs.fine_tune import fine_tune
+                notes = fine_tune(model, recipe)
+            elif processes.is_main:
+                notes = measure_mass(model, recipe, train_set)
     model.to(processes.device, memory_format=(
         torch.channels_last if recipe.engine.channels_last else torch.contiguous_format))
     if saved is None:
-        processes.share(model, weights=True)
+        processes.share(model)
     with building(f"recipe {recipe.name}", "optim"):
         optimizer = optimizer_for(model, recipe.optim)
     scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.engine.amp == "fp16")
@@ -183,49 +183,6 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
     if saved is not None:
         state.load_state_dict(saved, path)
     return state, notes
-
-
-def measure_init(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
-    """A line about how much attention lies on the init's targets, in MASS_IMAGES training images.
-
-    An empty list for inits without targets.
-    """
-    name, options = recipe.init.name, recipe.init.options
-    if not has_targets(model, name, options):
-        return []
-    try:
-        images = training_views(recipe, train_set, MASS_IMAGES)
-    except DataError:                                # training will say so when it needs the image
-        return []
-    mass = mass_on_images(model, name, options, images)
-    return [f"mass    {mass}, on {len(images)} training images"]
-
-
-def fine_tune(model: nn.Module, recipe: Recipe) -> list[str]:
-    """Load the weights of init.checkpoint into `model`, which has been initialised.
-
-    The checkpoint is a file, a run folder, or a folder of transformers. Where init.checkpoint_fit
-    is "select", evenly spaced elements of a larger model's weights are taken (`select_weights`).
-
-    Returns lines for the summary: what was loaded and, for another project's checkpoint, what is
-    assumed that tensors do not show. Raises CheckpointError if the checkpoint does not fit.
-    """
-    from vitinit.models.convert import native_tensors    # its names are for checkpoints alone
-    init = recipe.init
-    state, path = read_checkpoint(Path(init.checkpoint))
-    tensors = native_tensors(model_state(state, path, init.checkpoint_weights))
-    notes = []
-    if "recipe" not in state:
-        description = foreign.read_description(path, str(state.get("arch", "")))
-        foreign.require_same_function(description, recipe)
-        notes = [f"note    {foreign.assumptions(model, recipe, description)}"]
-    if init.checkpoint_fit == "select":
-        try:
-            tensors = select_weights(model, tensors)
-        except ValueError as error:
-            raise CheckpointError(f"{path}: {error}") from None
-    transfer = start_from(model, tensors, path, state.get("grid"))
-    return [f"start   {init.checkpoint}, {init.checkpoint_fit}: {transfer}", *notes]
 
 
 def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
@@ -244,14 +201,17 @@ def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
     return forward, measured
 
 
-def objective_of(recipe: Recipe, model: nn.Module, teacher: Teacher | None, device: torch.device
-                 ) -> Callable[..., Tensor]:
-    """The loss of a micro-batch: from the labels and, if there is a teacher, from it."""
-    if teacher is None:
-        return cross_entropy
-    return LearnFromTeacher(teacher, recipe.distill, mean=recipe.data.mean, std=recipe.data.std,
-                            size=recipe.data.image_size, device=device,
-                            two_heads=getattr(model, "distilled", False),
+def teacher_of(recipe: Recipe, classes: list[str], device: torch.device
+               ) -> Callable[..., Tensor] | None:
+    """A micro-batch's loss with the recipe's teacher, a `LearnFromTeacher`; None without one."""
+    if not recipe.distill.teacher:
+        return None
+    from vitinit.runs.teacher import open_teacher
+    from vitinit.train.distill import LearnFromTeacher
+    data = recipe.data
+    return LearnFromTeacher(open_teacher(recipe, classes, device), recipe.distill, mean=data.mean,
+                            std=data.std, size=data.image_size, device=device,
+                            two_heads=recipe.model.options.get("distilled", False),
                             compile=recipe.engine.compile)
 
 
@@ -272,119 +232,130 @@ def drop_path_of(model: nn.Module, recipe: Recipe) -> Callable[[int], Tensor | N
 
 def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     """Do one run, from the parsed command line to the last line printed; return the exit status."""
-    say = partial(print, flush=True) if processes.is_main else lambda *_: None
-
     # Recipe: of a new run, or of one to resume. --------------------------------------------------
-    chosen = choose_run(args, processes, lock, say)
+    chosen = choose_run(args, processes, lock, processes.say)
     if chosen is None:
         return 0
     folder, saved, recipe, root = chosen
+    resumed = saved is not None
     processes.require_equal(settings(recipe))
 
-    # Data. --------------------------------------------------------------------------------------
+    # Data, and the teacher of its classes. -------------------------------------------------------
     with building(f"recipe {recipe.name}", "data"):
         data = open_data(recipe, root, processes, dry_run=args.dry_run)
     classes, per_epoch = list(map(str, data.whole_set.classes)), data.train_batches.steps_per_epoch
     recipe = with_data(recipe, num_classes=len(classes))
-    teacher = processes.on_all(lambda: open_teacher(recipe, classes, processes.device))
+    with processes.together():
+        teacher = teacher_of(recipe, classes, processes.device)
     seen = {"training images": len(data.train_set), "validation images": len(data.val_set),
             "files and labels": fingerprint(data.train_set, root) + fingerprint(data.val_set, root),
-            "teacher": teacher.digest if teacher else "none"}
+            "teacher": teacher.teacher.digest if teacher else "none"}
     processes.require_equal(seen)
     seen["root"] = root and str(folder_of(root).absolute())
-    if saved is not None:
-        processes.on_all(lambda: require_same_data(folder, saved, classes, seen))
+    if resumed:
+        with processes.together():
+            require_same_data(folder, saved, classes, seen)
 
     # Model, init and optimiser. -----------------------------------------------------------------
     state, notes = initial_state(recipe, processes, saved, folder.read_from, data.train_set)
     require_same_micro_batch_size(state.model, data.plan.micro_batch_size, saved)
-    objective = objective_of(recipe, state.model, teacher, processes.device)
-    notes += [f"teacher {objective}"] if teacher else []
-    resumed = saved is not None
+    state.about = {"recipe": recipe.as_dict(), "micro_batch": data.plan.micro_batch_size,
+                   "classes": classes}
+    notes += [f"teacher {teacher}"] if teacher else []
     chosen = saved = None                            # frees the second copy of its tensors
     progress = state.progress
     lr_at = partial(learning_rate, schedule=recipe.schedule, steps_per_epoch=per_epoch,
                     peak=recipe.optim.peak_lr)
-    if resumed and progress.step:                    # for a checkpoint before the next step
+    if progress.step:                                # for a checkpoint before the next step
         set_learning_rate(state.optimizer, lr_at(progress.step - 1))
     set_precision(recipe.engine.tf32)
     tune_convolutions(state.model)
-    first = first_profiled(args.profile, done=progress.step, per_epoch=per_epoch,
-                           total=recipe.schedule.total_epochs * per_epoch)
-    say(summary(recipe, data, state.model, notes, state.optimizer, lr_at, processes))
+    profiler = None
+    if args.profile:
+        from vitinit.train.profile import StepProfiler
+        profiler = StepProfiler(args.profile, done=progress.step, per_epoch=per_epoch,
+                                total=recipe.schedule.total_epochs * per_epoch, folder=folder.path,
+                                device=processes.device, say=processes.say)
+    processes.say(summary(recipe, data, state.model, notes, state.optimizer, lr_at, processes))
     for caution in cautions(recipe, data):
-        say(f"warning {caution}")
+        processes.say(f"warning {caution}")
     if args.dry_run:
-        say(rehearsal(recipe, data, state, objective))
+        processes.say(rehearsal(recipe, data, state, teacher))
         return 0
 
     # Run folder and engine: from here on there is something to save. ----------------------------
-    about = {"recipe": recipe.as_dict(), "micro_batch": data.plan.micro_batch_size,
-             "classes": classes}                     # in every checkpoint, beside the state
-
-    def set_up_folder() -> None:
-        folder.make()
-        lock.take(folder.path, say)
-        if resumed:
-            folder.tidy(epochs=progress.epochs, steps=progress.step, say=say)
-        else:
-            folder.require_unused(starts_again=args.resume is not None)
-        folder.record_recipe(dump_recipe(recipe))
-        if not resumed:                              # so that a restart finds a run to resume
-            folder.save(state.state_dict() | about, folder.last)
-        if progress.step == 0 and 0 in recipe.checkpoint.keep_epochs:
-            folder.save(state.weights() | about, folder.kept(0))
-        folder.record_start(REPOSITORY, processes=processes.world_size,
-                            device=describe_device(processes.device), data=seen)
-
-    with (StopRequest() as stop,
-          StepProfiler(args.profile * processes.is_main, first, folder=folder.path,
-                       device=processes.device, say=say) as profiler):
-        processes.on_main(set_up_folder)
-        say(f"run     {folder.path}" + (f", resumed at step {progress.step:,}" if resumed else ""))
-        return run_epochs(recipe, data, state, objective, lr_at, folder, about, processes, stop,
-                          profiler, say)
+    with StopRequest() as stop, (profiler or nullcontext()):
+        with processes.together():
+            if processes.is_main:
+                folder.make()
+                lock.take(folder.path, processes.say)
+                if resumed:
+                    folder.tidy(epochs=progress.epochs, steps=progress.step, say=processes.say)
+                else:
+                    folder.require_unused(starts_again=args.resume is not None)
+                folder.record_recipe(dump_recipe(recipe))
+                if not resumed:                      # so that a restart finds a run to resume
+                    folder.save(state.state_dict(), folder.last)
+                if progress.step == 0 and 0 in recipe.checkpoint.keep_epochs:
+                    folder.save(state.weights(), folder.kept(0))
+                folder.record_start(REPOSITORY, processes=processes.world_size,
+                                    device=describe_device(processes.device), data=seen)
+        processes.say(f"run     {folder.path}"
+                      + (f", resumed at step {progress.step:,}" if resumed else ""))
+        return run_epochs(recipe, data, state, folder, processes, stop, lr_at=lr_at,
+                          teacher=teacher, profiler=profiler if processes.is_main else None)
 
 
-def run_epochs(recipe: Recipe, data: Data, state: TrainState, objective: Callable[..., Tensor],
-               lr_at: Callable[[int], float], folder: RunFolder, about: dict[str, Any],
-               processes: Processes, stop: StopRequest,
-               profiler: StepProfiler, say: Callable[[str], object]) -> int:
-    """Train, evaluate and save until the run ends or is stopped; return the exit status.
+def save_last(state: TrainState, folder: RunFolder, processes: Processes) -> None:
+    """Write last.pt; all processes wait until the main one has written it."""
+    read_losses(state, processes)
+    with processes.together():
+        if processes.is_main:
+            folder.save(state.state_dict(), folder.last)
 
-    about: what every checkpoint holds beside the state.
-    """
+
+def run_epochs(recipe: Recipe, data: Data, state: TrainState, folder: RunFolder,
+               processes: Processes, stop: StopRequest, *, lr_at: Callable[[int], float],
+               teacher: Callable[..., Tensor] | None, profiler: Any) -> int:
+    """Train, evaluate and save until the run ends or is stopped; return the exit status."""
     progress, epochs = state.progress, recipe.schedule.total_epochs
+    best_by, batch = recipe.checkpoint.best_by, recipe.optim.global_batch
     flops = training_flops(state.model, data.plan.micro_batch_size, recipe.data.image_size)
     forward, measured = wrap_models(state, recipe, processes)
 
-    def save_last() -> None:
-        """Write last.pt; all processes wait until the main one has written it."""
-        read_losses(state, processes)
-        processes.on_main(lambda: folder.save(state.state_dict() | about, folder.last))
+    def record(row: StepRow) -> None:
+        with processes.together():
+            if processes.is_main:
+                folder.steps.append(row._asdict())
 
     def finish_epoch(epoch: int) -> None:
-        evaluated = (epoch + 1) % recipe.eval.every_epochs == 0 or epoch + 1 == epochs
-        save_due = (epoch + 1) % recipe.checkpoint.every_epochs == 0 or epoch + 1 == epochs
-        if evaluated and save_due:
-            save_last()                              # an error in evaluation then loses no training
-        results = validate(measured, data, recipe, processes, stop) if evaluated else []
+        evaluated = epoch % recipe.eval.every_epochs == 0 or epoch == epochs
+        save_due = epoch % recipe.checkpoint.every_epochs == 0 or epoch == epochs
+        results = []
+        if evaluated and save_due:                   # an error in evaluation then loses no training
+            save_last(state, folder, processes)
+        if evaluated:
+            processes.share(*measured)
+            with (ProgressBar("validate", len(data.val_batches), shown=processes.is_main) as bar,
+                  memory_for("eval.batch_size", recipe.eval.batch_size, processes.rank)):
+                results = evaluate(measured, bar.over(data.val_batches), amp=recipe.engine.amp,
+                                   num_classes=recipe.data.num_classes, processes=processes,
+                                   stop=stop)
         row = metrics_row(progress, results, lr=lr_at(progress.step - 1), flops=flops,
-                          global_batch=recipe.optim.global_batch, processes=processes)
+                          global_batch=batch, processes=processes)
         progress.finish_epoch()
-        say(epoch_line(row, epochs))
-        is_best = progress.improves(row[recipe.checkpoint.best_by], recipe.checkpoint.best_by)
-
-        def record() -> None:
-            # Metrics first: if the run dies before last.pt is written, resuming removes the line.
-            folder.metrics.append(row)
-            if is_best:
-                folder.save(state.weights() | about, folder.best)
-            if epoch + 1 in recipe.checkpoint.keep_epochs:
-                folder.save(state.weights() | about, folder.kept(epoch + 1))
-        processes.on_main(record)
+        processes.say(epoch_line(row, epochs))
+        is_best = progress.improves(row[best_by], best_by)
+        with processes.together():
+            if processes.is_main:
+                # If the run dies before last.pt is written, resuming removes the line of metrics.
+                folder.metrics.append(row)
+                if is_best:
+                    folder.save(state.weights(), folder.best)
+                if epoch in recipe.checkpoint.keep_epochs:
+                    folder.save(state.weights(), folder.kept(epoch))
         if save_due:
-            save_last()
+            save_last(state, folder, processes)
 
     try:
         try:
@@ -392,45 +363,33 @@ def run_epochs(recipe: Recipe, data: Data, state: TrainState, objective: Callabl
                             processes.rank):
                 train_epochs(
                     state, forward, data.train_batches.steps, epochs=epochs, lr_at=lr_at,
-                    global_batch=recipe.optim.global_batch, amp=recipe.engine.amp,
-                    drop_path_at=drop_path_of(state.model, recipe), objective=objective,
-                    clip_norm=recipe.optim.clip_norm, processes=processes, stop=stop,
-                    record=lambda row: processes.on_main(
-                        lambda: folder.steps.append(row._asdict())),
-                    save_every=recipe.checkpoint.every_steps, save=save_last,
-                    finish_epoch=finish_epoch, profiler=profiler,
+                    global_batch=batch, amp=recipe.engine.amp,
+                    drop_path_at=drop_path_of(state.model, recipe),
+                    objective=teacher or cross_entropy, clip_norm=recipe.optim.clip_norm,
+                    processes=processes, stop=stop, record=record,
+                    save_every=recipe.checkpoint.every_steps,
+                    save=partial(save_last, state, folder, processes), finish_epoch=finish_epoch,
+                    profiler=profiler,
                     bar_total=data.train_batches.steps_per_epoch * processes.is_main)
         except (Interrupted, DataError):
-            save_last()                              # they come between two steps
+            save_last(state, folder, processes)      # they come between two steps
             raise
     except Interrupted as request:
-        say(f"stopped by signal {request.number} after step {progress.step:,}; go on with "
-            f"--resume {folder.path}")
+        processes.say(f"stopped by signal {request.number} after step {progress.step:,}; go on "
+                      f"with --resume {folder.path}")
         return 128 + request.number
     except DataError:
-        say(f"the run is safe at step {progress.step:,}; once the data is mended, go on with "
-            f"--resume {folder.path}")
+        processes.say(f"the run is safe at step {progress.step:,}; once the data is mended, go on "
+                      f"with --resume {folder.path}")
         raise
     except Diverged as diverged:
-        fault = ""
-        if isinstance(objective, LearnFromTeacher):
-            fault = objective.fault(processes, data.plan.accumulation)
+        fault = teacher.fault(processes, data.plan.accumulation) if teacher else ""
         left = fault or (folder.what_is_left() if processes.is_main else "")
         raise Diverged(f"{diverged}{left}") from None
     best = "none" if progress.best is None else f"{progress.best:.2f}"
-    say(f"done    {epochs} epochs, best {recipe.checkpoint.best_by} {best}, peak memory "
-        f"{peak_gib(processes.device):.2f} GiB; everything is in {folder.path}")
+    processes.say(f"done    {epochs} epochs, best {best_by} {best}, peak memory "
+                  f"{peak_gib(processes.device):.2f} GiB; everything is in {folder.path}")
     return 0
-
-
-def validate(models: list[nn.Module], data: Data, recipe: Recipe, processes: Processes,
-             stop: StopRequest) -> list[Evaluation]:
-    """Loss and accuracy of each model on the validation images."""
-    with (ProgressBar("validate", len(data.val_batches), shown=processes.is_main) as bar,
-          memory_for("eval.batch_size", recipe.eval.batch_size, processes.rank)):
-        processes.share(*models)
-        return evaluate(models, bar.over(data.val_batches), amp=recipe.engine.amp,
-                        num_classes=recipe.data.num_classes, processes=processes, stop=stop)
 
 
 def main(arguments: list[str] | None = None) -> int:

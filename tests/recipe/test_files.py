@@ -21,7 +21,7 @@ from vitinit.recipe.files import (RECIPES, Override, RecipeError, dump_recipe, f
                                   load_recipe, parse_override)
 from vitinit.recipe.sections import SECTIONS, VERSION, Recipe
 from vitinit.recipe.values import to_toml
-from vitinit.train.distill import NO_TEACHER
+from vitinit.train.optim import NO_TEACHER
 
 SHIPPED = sorted(RECIPES.glob("*.toml"))
 QUICKSTART = RECIPES / "quickstart.toml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -121,7 +122,7 @@ def test_all_processes_must_read_a_checkpoint_of_one_step(train_program, stopped
     """A folder that the machines do not share may hold an older one on one of them."""
     folder, _ = stopped()
     facts: list[dict] = []
-    processes = SimpleNamespace(is_main=True, on_all=lambda action: action(),
+    processes = SimpleNamespace(is_main=True, together=contextlib.nullcontext,
                                 maximum=lambda task: task, require_equal=facts.append)
     with RunLock() as lock:
         choose_run(train_program.parse_arguments(["--resume", str(folder)]), processes, lock, print)

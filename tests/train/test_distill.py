@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.functional import interpolate
 
 import vitinit
-from vitinit.train.distill import Distill, LearnFromTeacher, Teacher, distillation_loss
+from vitinit.train.distill import LearnFromTeacher, Teacher, distillation_loss
 from vitinit.train.distributed import Processes
+from vitinit.train.optim import Distill
 
 CPU, MEAN, STD = torch.device("cpu"), (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=CPU)

@@ -18,18 +18,11 @@ from vitinit.train.interruption import Interrupted, StopRequest
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 
-def raising(error: Exception):
-    def action() -> None:
-        raise error
-    return action
-
-
 def test_a_single_process_needs_no_agreement():
     values = torch.tensor([1.0, 2.0])
     assert ALONE.sum(values) is values and ALONE.maximum(7) == 7 and ALONE.is_main
-    assert ALONE.on_all(lambda: 3) == 3
-    with pytest.raises(LaunchError, match="mine"):
-        ALONE.on_all(raising(LaunchError("mine")))
+    with pytest.raises(LaunchError, match="mine"), ALONE.together():
+        raise LaunchError("mine")
 
 
 def agreements(processes: Processes) -> list[str]:
@@ -38,16 +31,12 @@ def agreements(processes: Processes) -> list[str]:
     lines = [str(processes.sum(torch.tensor([rank + 1.0])).item()),
              str(processes.maximum(15 * rank))]
     for broken in (0, 1):                            # the error of either is raised on both
-        def action(broken=broken):
-            if rank == broken:
-                raise LaunchError(f"folder of {rank}")
-            return "fine"
         try:
-            lines.append(processes.on_all(action))
+            with processes.together():
+                if rank == broken:
+                    raise LaunchError(f"folder of {rank}")
         except OneLineError as error:
             lines.append(error.args[0])
-    lines.append(str(processes.on_all(lambda: rank)))
-    processes.on_main(lambda: lines.append("written"))
     norm = torch.nn.BatchNorm1d(3)
     norm.running_mean.fill_(rank + 5.0)
     processes.share(torch.nn.Sequential(norm))
@@ -102,8 +91,9 @@ def waits_in_vain(processes: Processes) -> str:
     if processes.rank == 0:
         dist.new_group(backend="gloo", timeout=brief)        # and nothing else that the other waits for
     else:
-        with pytest.raises(distributed.SilentProcess) as caught:
-            processes.on_all(lambda: None, within=brief)
+        with (pytest.raises(distributed.SilentProcess) as caught, distributed.connection(),
+              processes.together(within=brief)):
+            pass
         assert caught.value.of_one_process
         line = str(caught.value)
     processes.maximum(0)                             # the first waits here, with more patience
@@ -118,8 +108,7 @@ def test_two_processes_agree_on_sums_items_signals_errors_and_on_silence(in_two_
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv(distributed.PATIENCE, "7")
     (first, items, _), (second, other_items, line) = in_two_processes(everything)
-    assert first == ["3.0", "15", "folder of 0", "folder of 1", "0", "written", "[5.0, 5.0, 5.0]"]
-    assert second == ["3.0", "15", "folder of 0", "folder of 1", "1", "[5.0, 5.0, 5.0]"]
+    assert first == second == ["3.0", "15", "folder of 0", "folder of 1", "[5.0, 5.0, 5.0]"]
     assert items == ["[0, 1, None, None, None] end", "[0, 1, 2] broken after 3",
                      "[0] broken after 1", "[0, 1] stopped by SIGUSR1",
                      "[0, None, None] stopped by SIGUSR1", "[0, 1] broken after 2"]
@@ -129,18 +118,6 @@ def test_two_processes_agree_on_sums_items_signals_errors_and_on_silence(in_two_
     assert line.startswith("process 1 waited in vain for another one, which hangs, or whose machine "
                            "or network is down (Timed out waiting 200ms for ")
     assert line.endswith(f"; {distributed.PATIENCE} is 7)") and "\n" not in line
-
-
-def test_others_wait_a_day_for_a_download(monkeypatch):
-    groups = []
-    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: timeout)
-    monkeypatch.setattr(dist, "all_gather_object", lambda _, own, group: groups.append(group))
-    monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
-    done = []
-    for local_rank in (0, 1):
-        Processes(3 + local_rank, local_rank, 8, torch.device("cpu")).on_each_machine(
-            lambda local_rank=local_rank: done.append(local_rank))
-    assert groups == [timedelta(days=1)] * 2 and done == [0]
 
 
 def test_the_environment_says_how_long_to_wait(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,25 +37,28 @@ def test_more_steps_than_there_are_is_one_line(count, done, words):
     assert str(caught.value) == words
 
 
+def of_steps(count: int, first: int, folder: Path) -> StepProfiler:
+    return StepProfiler(count, done=first - 10, per_epoch=1000, total=1000, folder=folder,
+                        device=torch.device("cpu"))
+
+
 def test_the_steps_are_under_the_profiler_and_no_others(tmp_path, capsys):
     """Each step is a matrix product of its own shape."""
     def step(number: int) -> None:
         profiler.begin(number)
         torch.ones(number) @ torch.ones(number)
         profiler.end(number)
-    with StepProfiler(3, 29, folder=tmp_path) as profiler:
+    with of_steps(3, 29, tmp_path) as profiler:
         for number in range(21, 57):
             step(number)
     trace = gzip.decompress((tmp_path / "profile_000029.json.gz").read_bytes())
     assert json.dumps(json.loads(trace)).count('"aten::dot"') == 3
     assert capsys.readouterr().out.startswith("profile 3 step(s) from step 29 on, ")
-    with StepProfiler(3, 29, folder=tmp_path / "stopped") as profiler:   # in the midst of them
+    with of_steps(3, 29, tmp_path / "stopped") as profiler:              # in the midst of them
         step(29)
-    with StepProfiler(1, 7, folder=tmp_path) as profiler:                # so another can be started
-        step(7)
-    assert "profile 1 step(s) from step 7 on" in capsys.readouterr().out
-    with StepProfiler() as profiler:
-        step(0)
+    with of_steps(1, 17, tmp_path) as profiler:                          # so another can be started
+        step(17)
+    assert "profile 1 step(s) from step 17 on" in capsys.readouterr().out
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -74,10 +78,10 @@ def test_the_largest_on_a_gpu_are_its_kernels_alone():
 
 
 def test_a_trace_that_cannot_be_written_costs_no_training(tmp_path, capsys):
-    profiler = StepProfiler(1, 1, folder=tmp_path / "gone")
-    profiler.begin(1)
+    profiler = of_steps(1, 11, tmp_path / "gone")
+    profiler.begin(11)
     torch.ones(3) @ torch.ones(3)
-    profiler.end(1)
+    profiler.end(11)
     printed = capsys.readouterr().out
-    assert printed.startswith(f"warning {tmp_path / 'gone'}/profile_000001.json.gz: cannot be written")
+    assert printed.startswith(f"warning {tmp_path / 'gone'}/profile_000011.json.gz: cannot be written")
     assert "call(s): aten::dot" in printed

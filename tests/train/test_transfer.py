@@ -14,6 +14,7 @@ import vitinit
 from vitinit.models.layers import sincos_position_embedding
 from vitinit.recipe.files import RECIPES, load_recipe
 from vitinit.recipe.sections import Recipe
+from vitinit.runs.fine_tune import fine_tune
 from vitinit.train.checkpoint import CheckpointError, save_atomically
 from vitinit.train.ema import Ema
 from vitinit.train.transfer import Transfer, change_size, start_from
@@ -332,7 +333,7 @@ def starting_from(path: Path, weights: str) -> Recipe:
 
 
 @pytest.mark.parametrize("weights", ["model", "ema"])
-def test_a_runs_folder_means_its_last_checkpoint_with_its_grid(train_program, tmp_path, weights):
+def test_a_runs_folder_means_its_last_checkpoint_with_its_grid(tmp_path, weights):
     trained, average = vit(1, grid=(3, 5)), vit(2, grid=(3, 5))
     save_atomically({"model": trained.state_dict(), "grid": trained.grid,
                      "ema": Ema(average, decay=0.5, warmup=False).state_dict()},
@@ -342,6 +343,6 @@ def test_a_runs_folder_means_its_last_checkpoint_with_its_grid(train_program, tm
     start_from(expected, source.state_dict(), PATH, (3, 5))
     for path in (tmp_path, tmp_path / "last.pt"):
         model = vit(0, grid=(5, 3))
-        [line] = train_program.fine_tune(model, starting_from(path, weights))[:1]
+        [line] = fine_tune(model, starting_from(path, weights))[:1]
         assert_equal(model, expected.state_dict())
         assert "pos_embed 3×5 → 5×3 resized" in line

@@ -17,7 +17,7 @@ from ..runs.start import without_data
 from ..train.device import matrix_rate, peak_gib
 from ..train.engine import AMP_DTYPES, autocast, cross_entropy
 from ..train.optim import hidden_matrices, optimizer_for
-from ..train.throughput import training_flops
+from ..train.metrics import training_flops
 from .launches import launches_of
 from .report import Row
 from .timing import clock_of, interleave, times_as_fast
@@ -54,7 +54,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     clock, amp, count = clock_of(device), recipe.engine.amp, STEPS[device.type]
     state, forward = set_up(recipe, device)
     part = synthetic_batch(recipe, batch, device)
-    objective = objective_for(recipe, state.model, device)
+    objective = objective_for(recipe, device)
 
     def engine(steps: int = count, objective: Callable[..., Tensor] = objective) -> None:
         train_on(state, [given_step(number, [part]) for number in range(steps)], forward=forward,

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ..messages import OneLineError
 from ..recipe.files import fresh_recipe
 from ..recipe.sections import Recipe
-from ..runs.teacher import open_teacher
 from ..train.distributed import Processes
 from ..train.ema import Ema
 from ..train.engine import cross_entropy, set_precision, train_epochs, tune_convolutions
@@ -74,10 +73,10 @@ def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, Callable[.
     return state, program.wrap_models(state, recipe, alone(device))[0]
 
 
-def objective_for(recipe: Recipe, model: nn.Module, device: torch.device) -> Callable[..., Tensor]:
+def objective_for(recipe: Recipe, device: torch.device) -> Callable[..., Tensor]:
     """A micro-batch's loss as train.py computes it, with the recipe's teacher if there is one."""
-    teacher = open_teacher(recipe, [*map(str, range(recipe.data.num_classes))], device)
-    return train_program().objective_of(recipe, model, teacher, device)
+    classes = [*map(str, range(recipe.data.num_classes))]
+    return train_program().teacher_of(recipe, classes, device) or cross_entropy
 
 
 class GivenPart(NamedTuple):

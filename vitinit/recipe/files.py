@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from ..init import GIVEN, INITS, init_function
 from ..messages import OneLineError
 from ..models import MODELS, model_class
-from ..train.distill import NO_TEACHER
+from ..train.optim import NO_TEACHER
 from .sections import SECTIONS, VERSION, Recipe, contradictions
 from .values import convert, describe, nearest, plain, show, to_toml
 

@@ -14,8 +14,7 @@ from typing import Any, Literal
 from ..bounds import COUNT, LARGEST, PAIR, TINIEST, number
 from ..data.draw import Augment, RandAugment
 from ..data.mix import Mix
-from ..train.distill import Distill
-from ..train.optim import Optim, Schedule
+from ..train.optim import Distill, Optim, Schedule
 from .values import flat, plain
 
 VERSION = 12                    # of the keys; a change of keys, or of an option's default, adds one

@@ -31,7 +31,7 @@ from typing import Any
 from ..messages import in_brief
 from ..recipe.values import flat
 from ..train.checkpoint import CheckpointError, shortened, written_atomically
-from ..train.distill import NO_TEACHER
+from ..train.optim import NO_TEACHER
 from ..train.distributed import warn
 from ..train.metrics import METRICS
 from .folder import by_name, parse_lines, parse_starts, read_bytes

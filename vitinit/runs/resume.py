@@ -60,9 +60,9 @@ def choose_run(args: argparse.Namespace, processes: Processes, lock: RunLock, sa
         raise RecipeError("--dry-run and --resume exclude each other; --dry-run shows a new run")
     recipe = None
     if args.resume in (None, "auto"):
-        recipe = processes.on_all(lambda: fresh_recipe(
-            args.recipe, init=args.init, seed=args.seed, data_dir=args.data_dir, sets=args.set,
-            say=say))
+        with processes.together():
+            recipe = fresh_recipe(args.recipe, init=args.init, seed=args.seed,
+                                  data_dir=args.data_dir, sets=args.set, say=say)
         folder = RunFolder(args.out_dir or Path("runs") /
                            f"{recipe.name}-{recipe.init.name}-s{recipe.run.seed}")
     else:
@@ -78,12 +78,15 @@ def choose_run(args: argparse.Namespace, processes: Processes, lock: RunLock, sa
         if folder.path.is_dir():
             lock.take(folder.path, say)
         return task_in(folder, recipe, say)
-    decided = processes.maximum(processes.on_all(decide))
+    with processes.together():
+        decided = decide()
+    decided = processes.maximum(decided)
     if decided == DONE:
         return None
     if decided == NEW:
         return Chosen(folder, None, recipe, recipe.data.root)
-    chosen = processes.on_all(lambda: resumed_run(args, folder, recipe, say))
+    with processes.together():
+        chosen = resumed_run(args, folder, recipe, say)
     # A folder that the machines do not share may hold an older checkpoint on one of them.
     processes.require_equal({f"the step of {folder.path}": folder.step})
     return chosen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +15,18 @@ from ..data.datasets import DATA_SETS, Source, open_split, oriented, stratified_
 from ..data.images import DataError
 from ..data.pipeline import Data
 from ..init import init_weights, reads_images
+from ..init.mass import has_targets, mass_on_images
 from ..keys import Stream, keyed_generator
 from ..recipe.files import with_data
 from ..recipe.sections import DataSection, Recipe
 from ..recipe.values import to_toml
 from ..train.device import describe_device
-from ..train.distill import LearnFromTeacher
 from ..train.distributed import Processes
 from ..train.state import TrainState
 from .trained import as_input, evaluation_view
 
 INIT_IMAGES = 512               # training images that an init may read
+MASS_IMAGES = 64                # on which the mass on the init's targets is measured
 FEW_UPDATES = 2_000             # steps; fewer than that from scratch give a warning
 
 
@@ -87,6 +89,22 @@ def initialise(model: nn.Module, recipe: Recipe, source: Source | None) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+def measure_mass(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
+    """A line about how much attention lies on the init's targets, in MASS_IMAGES training images.
+
+    An empty list for inits without targets.
+    """
+    name, options = recipe.init.name, recipe.init.options
+    if not has_targets(model, name, options):
+        return []
+    try:
+        images = training_views(recipe, train_set, MASS_IMAGES)
+    except DataError:                                # training will say so when it needs the image
+        return []
+    mass = mass_on_images(model, name, options, images)
+    return [f"mass    {mass}, on {len(images)} training images"]
+
+
 def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
             optimizer: torch.optim.Optimizer, lr_at: Callable[[int], float], processes: Processes
             ) -> str:
@@ -146,16 +164,15 @@ def cautions(recipe: Recipe, data: Data) -> list[str]:
     return lines
 
 
-def rehearsal(recipe: Recipe, data: Data, state: TrainState, objective: Callable[..., Tensor]
-              ) -> str:
+def rehearsal(recipe: Recipe, data: Data, state: TrainState, teacher: Any) -> str:
     """The last lines of a dry run: the disk space of the checkpoints, and one forward pass.
 
-    Of a teacher, too, with what its passes add to training.
+    teacher: a `LearnFromTeacher`, of which a line says what its passes add to training; or None.
     """
     with building(f"recipe {recipe.name}", "model"), torch.no_grad():
         images = next(iter(data.val_batches))[0][:data.plan.micro_batch_size]
         logits = state.model.eval()(images)
-        cost = teacher_cost(objective, images) if isinstance(objective, LearnFromTeacher) else ""
+        cost = teacher_cost(teacher, images) if teacher else ""
     space = disk_space(state.model, state.optimizer, ema=state.ema is not None,
                        kept=len(recipe.checkpoint.keep_epochs))
     return (f"{cost}disk    {space}\n"
@@ -163,15 +180,15 @@ def rehearsal(recipe: Recipe, data: Data, state: TrainState, objective: Callable
             "written")
 
 
-def teacher_cost(objective: LearnFromTeacher, images: Tensor) -> str:
+def teacher_cost(learning: Any, images: Tensor) -> str:
     """A line on what the teacher's pass over these images (B, 3, H, W) costs, with a line break."""
     with FlopCounterMode(display=False) as counter:
-        objective.teacher.model(objective.inputs(images))
-    objective.logits(images)                         # compiles and warms up
+        learning.teacher.model(learning.inputs(images))
+    learning.logits(images)                         # compiles and warms up
     began = time.perf_counter()
-    objective.logits(images).sum().item()            # waits for the device
+    learning.logits(images).sum().item()            # waits for the device
     seconds = time.perf_counter() - began
-    weights = sum(value.nbytes for value in objective.teacher.model.state_dict().values())
+    weights = sum(value.nbytes for value in learning.teacher.model.state_dict().values())
     return (f"cost    the teacher adds {counter.get_total_flops() / len(images) / 1e9:,.3f} GFLOP "
             f"and {1e3 * seconds / len(images):,.2f} ms per image, and {weights / 1e6:,.1f} MB of "
             "weights\n")

@@ -9,32 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..bounds import LARGEST, number
 from .distributed import Processes
+from .optim import Distill
 
 LONGEST = 2**31                 # more than the images of a micro-batch
-
-
-@dataclass(frozen=True)
-class Distill:
-    """The teacher, and how much is learned from it."""
-
-    teacher: str                # a run, a checkpoint, a model in recipes/trained, a program (.pt2)
-                                # of torch.export, or torchvision:NAME; "": none
-    weights: str                # torchvision: the file of weights; a run: "model" or "ema"; or ""
-    kind: Literal["hard", "soft"]                    # learn its decision, or its probabilities
-    alpha: float = number(minimum=0.0, maximum=1.0)  # the teacher's share of the loss
-    tau: float = number(above=0.0, below=LARGEST)    # soft: the temperature of both
-
-
-# The section of a recipe that states none: the constants of DeiT's code, for a --set of a teacher.
-NO_TEACHER = dict(teacher="", weights="", kind="hard", alpha=0.5, tau=1.0)
 
 
 @dataclass(frozen=True)

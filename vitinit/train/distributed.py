@@ -10,11 +10,11 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from .interruption import Interrupted, StopRequest
 BROKEN_DATA = 1_000             # this process's data cannot be read; overrides any signal
 ALL_DONE = -1                   # no more items here; anything else overrides it
 PATIENCE = "VITINIT_TIMEOUT_MINUTES"    # environment variable: how long a process waits for others
+DAY = timedelta(days=1)         # how long the others wait while one process downloads
 T = TypeVar("T")
 
 
@@ -57,6 +58,11 @@ class Processes:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def say(self, line: str) -> None:
+        """Print a line at once, by the main process alone."""
+        if self.is_main:
+            print(line, flush=True)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum `values` over all processes, in place. CPU tensors use gloo, CUDA tensors NCCL."""
@@ -89,70 +95,45 @@ class Processes:
                 raise LaunchError(f"process {other} has {name} = {values[other]} and process 0 has "
                                   f"{values[0]}; all processes of a run need the same")
 
-    def share(self, *models: torch.nn.Module, weights: bool = False) -> None:
-        """Copy the main process's buffers of the models, or all tensors, to every process.
+    def share(self, *models: torch.nn.Module) -> None:
+        """Copy the main process's tensors of the models to every process.
 
-        The buffers are BatchNorm's running statistics. Within a step each process updates them from
-        its own images, but all processes must evaluate the model that the main process saves.
-
-        weights: copy the parameters, too. Initial weights may differ, although all processes run
-            the same code with the same seed, if the processes have different numbers of threads or
-            different CPUs.
+        Before training, since initial weights may differ although all processes run the same code
+        with the same seed, if they have different numbers of threads or different CPUs. Before an
+        evaluation, since BatchNorm's running statistics follow the images of each process, and all
+        are to evaluate the model that the main process saves.
         """
         if self.world_size > 1:
             for model in models:
-                for tensor in (*(model.parameters() if weights else ()), *model.buffers()):
-                    dist.broadcast(tensor.detach(), src=0)
+                for tensor in model.state_dict().values():
+                    dist.broadcast(tensor, src=0)
 
-    def on_all(self, action: Callable[[], Any], *, within: timedelta | None = None) -> Any:
-        """Run `action` on every process and return its result there.
+    @contextmanager
+    def together(self, *, within: timedelta | None = None) -> Iterator[None]:
+        """A context that all processes leave together; a OneLineError of one is raised on all.
 
-        If it raises a OneLineError on one process, that error is raised on all of them (the one of
-        the lowest rank, if there are several). So a folder that is missing on one machine ends the
-        run everywhere with one message, and no process waits for ever for another.
+        Of several such errors it is that of the lowest rank. So a folder that is missing on one
+        machine ends the run everywhere with one message, and no process waits for ever for another.
+        Inside, `if processes.is_main` does something on the main process alone, such as writing a
+        file, while the others wait.
 
-        within: how long processes whose action has ended wait for the others; None: `patience`.
+        within: how long processes that are done wait for the others; None: `patience`.
         """
-        result = failure = group = None
+        failure = group = None
         if within is not None and self.world_size > 1:
-            with connection():
-                group = dist.new_group(backend="gloo", timeout=within)
+            group = dist.new_group(backend="gloo", timeout=within)
         try:
-            result = action()
+            yield
         except OneLineError as error:
             failure = error
-        self.raise_together(failure, group)
-        return result
-
-    def raise_together(self, failure: OneLineError | None,
-                       group: dist.ProcessGroup | None = None) -> None:
-        """Raise on all processes the first of their errors; return if none of them has one.
-
-        group: of all processes, through which they agree, and which is then dissolved.
-        """
         if self.world_size > 1:
             failures: list[OneLineError | None] = [None] * self.world_size
-            with connection():
-                dist.all_gather_object(failures, failure, group=group)
-                if group is not None:
-                    dist.destroy_process_group(group)
+            dist.all_gather_object(failures, failure, group=group)
+            if group is not None:
+                dist.destroy_process_group(group)
             failure = next(filter(None, failures), None)
         if failure is not None:
             raise failure from None
-
-    def on_main(self, action: Callable[[], Any]) -> None:
-        """Run `action` on the main process alone, such as writing a file; the others wait.
-
-        A OneLineError that it raises is raised on all processes.
-        """
-        self.on_all(action if self.is_main else lambda: None)
-
-    def on_each_machine(self, action: Callable[[], Any]) -> None:
-        """Run `action`, such as a download, on one process of each machine; the others wait a day.
-
-        A OneLineError that it raises is raised on all processes.
-        """
-        self.on_all(action if self.local_rank == 0 else lambda: None, within=timedelta(days=1))
 
 
 def agreed(items: Iterable[T], processes: Processes, stop: StopRequest) -> Iterator[T | None]:
@@ -174,7 +155,9 @@ def agreed(items: Iterable[T], processes: Processes, stop: StopRequest) -> Itera
         if verdict == ALL_DONE:
             return
         if verdict == BROKEN_DATA:
-            processes.raise_together(problem)
+            with processes.together():
+                if problem:
+                    raise problem
         if verdict:
             raise Interrupted(verdict)
         yield item

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from .distributed import Processes, agreed
 from .interruption import StopRequest
 from .metrics import STEPS_PER_ROW, Diverged, Evaluation, ProgressBar, StepRow
 from .optim import set_learning_rate
-from .profile import StepProfiler
 from .state import TrainState
 
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,7 +92,7 @@ def train_epochs(
         record: Callable[[StepRow], object] = lambda row: None,
         save_every: int = 0, save: Callable[[], object] = lambda: None,
         finish_epoch: Callable[[int], object] = lambda epoch: None,
-        profiler: StepProfiler = StepProfiler(), bar_total: int = 0) -> None:
+        profiler: Any = None, bar_total: int = 0) -> None:
     """Train from where `state` is to the end of epoch number `epochs`.
 
     The loss is the mean of `objective` over the micro-batches of the global batch.
@@ -112,7 +111,8 @@ def train_epochs(
         objective: the loss of a micro-batch; called as `cross_entropy`, within autocast.
         record: called on every process with a row after every tenth step of the run.
         save: called after each step whose number, from 1, is a multiple of `save_every` (0: never).
-        finish_epoch: called with the number of each epoch, from 0, after its last step.
+        finish_epoch: called with the number of each epoch, from 1, after its last step.
+        profiler: a `StepProfiler`, or None.
         bar_total: steps per epoch, for a progress bar; 0 for none.
 
     Raises Diverged if a loss or a weight is infinite or NaN, Interrupted after a signal, and the
@@ -132,7 +132,8 @@ def train_epochs(
             steps = steps_of(epoch, progress.epoch_steps)
             for step, micro_batches in agreed(steps, processes, stop):
                 progress.waiting_seconds += time.perf_counter() - idle_since
-                profiler.begin(step)
+                if profiler is not None:
+                    profiler.begin(step)
                 lr = lr_at(step)
                 set_learning_rate(state.optimizer, lr)
                 drop_path = drop_path_at(step)                       # (branches, global batch)
@@ -159,12 +160,13 @@ def train_epochs(
                 if save_every and (step + 1) % save_every == 0:
                     save()
                     progress.clock = time.perf_counter()             # saving is not training
-                profiler.end(step)
+                if profiler is not None:
+                    profiler.end(step)
                 bar.advance(note)
                 idle_since = time.perf_counter()
         read_losses(state, processes)
         progress.clock = None                                        # nor is evaluating
-        finish_epoch(epoch)
+        finish_epoch(epoch + 1)
 
 
 def update(state: TrainState, clip_norm: float, *, measure: bool

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..messages import OneLineError
 from .device import matrix_rate, peak_gib
@@ -20,6 +22,7 @@ from .distributed import Processes
 METRICS = ("epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
            "ema_top1", "ema_top5", "skipped_steps", "seconds", "waiting", "tflops_per_device",
            "share_of_rate", "peak_memory_gib")
+BACKWARD_COST = 2               # in forward passes: gradients of the inputs and of the weights
 STEPS_PER_ROW = 10              # steps between two rows of steps.jsonl; a row waits for the device
 LINE_SECONDS = {True: 0.1, False: 30.0}     # between two progress lines: on a terminal, elsewhere
 T = TypeVar("T")
@@ -132,6 +135,32 @@ class Progress:
         self.epochs += 1
         self.epoch_steps, self.loss_sum, self.seconds, self.waiting_seconds = 0, 0.0, 0.0, 0.0
         self.at_last_row = 0, 0.0, 0.0
+
+
+@torch.no_grad()
+def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:
+    """The number of floating-point operations of one forward pass over images (B, 3, H, W).
+
+    shape: (B, 3, H, W). A multiplication followed by an addition counts as two operations. torch
+    counts matrix products, attention and convolutions from the shapes of their operands; all other
+    operations are negligible. The pass runs on the meta device: nothing is computed, and the
+    model's weights are not changed.
+    """
+    weights = {name: torch.empty_like(value, device="meta")
+               for name, value in (*model.named_parameters(), *model.named_buffers())}
+    with FlopCounterMode(display=False) as counter:
+        functional_call(model, weights, (torch.empty(*shape, device="meta"),))
+    return counter.get_total_flops()
+
+
+def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> float:
+    """The model FLOPs of training per image: its share of one forward and one backward pass.
+
+    size: (H, W). Operations that activation checkpointing or a kernel repeats do not count, as in
+    PaLM's "model FLOPs utilization" (arXiv 2204.02311, appendix B).
+    """
+    forward = forward_flops(model, (batch_size, 3, *size)) / batch_size
+    return (1 + BACKWARD_COST) * forward
 
 
 @dataclass(frozen=True)

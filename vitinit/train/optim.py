@@ -1,4 +1,4 @@
-"""[optim] and [schedule] of a recipe: parameter groups, optimiser, and a step's learning rate."""
+"""[optim], [schedule] and [distill] of a recipe; parameter groups, optimiser, learning rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ..bounds import COUNT, LARGEST, TINIEST, number
-from .muon import MuonWithAdamW
 
 LINEAR_SCALING_BATCH = 512      # base_lr is for this global batch (DeiT, arXiv 2012.12877, §6)
 
@@ -73,6 +72,22 @@ class Schedule:
     def total_epochs(self) -> int:
         """How many epochs the run trains for, the cool-down included."""
         return self.epochs + self.cooldown_epochs
+
+
+@dataclass(frozen=True)
+class Distill:
+    """The teacher, and how much is learned from it."""
+
+    teacher: str                # a run, a checkpoint, a model in recipes/trained, a program (.pt2)
+                                # of torch.export, or torchvision:NAME; "": none
+    weights: str                # torchvision: the file of weights; a run: "model" or "ema"; or ""
+    kind: Literal["hard", "soft"]                    # learn its decision, or its probabilities
+    alpha: float = number(minimum=0.0, maximum=1.0)  # the teacher's share of the loss
+    tau: float = number(above=0.0, below=LARGEST)    # soft: the temperature of both
+
+
+# The section of a recipe that states none: the constants of DeiT's code, for a --set of a teacher.
+NO_TEACHER = dict(teacher="", weights="", kind="hard", alpha=0.5, tau=1.0)
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
@@ -156,6 +171,7 @@ def optimizer_for(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
                               muon=optim.name == "muon")
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
+    from .muon import MuonWithAdamW      # which not every run needs
     return MuonWithAdamW(groups, factor=optim.muon_factor, momentum=optim.muon_momentum, lr=0.0,
                          betas=optim.betas, eps=optim.eps)
 

@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity
 from ..messages import OneLineError, in_brief
 
 WARMUP_STEPS = 10               # before the first profiled step, if the run is long enough
-MOST_PROFILED = 100             # steps; each adds up to a few MB to the trace
 LARGEST = 10                    # operations that are printed
 LONGEST_NAME = 80               # characters; the name of a CUDA kernel may have hundreds
 
@@ -41,21 +40,22 @@ def first_profiled(count: int, *, done: int, per_epoch: int, total: int) -> int:
 
 
 class StepProfiler:
-    """Writes the trace of `count` steps of a run, from step `first` on, into `folder` (0: none).
+    """Writes the trace of `count` steps of a run, from step `first` on, into `folder`.
 
     On leaving its context, a trace that is not complete is dropped.
     """
 
-    def __init__(self, count: int = 0, first: int = 0, *, folder: Path = Path(),
-                 device: torch.device = torch.device("cpu"),
-                 say: Callable[[str], object] = print) -> None:
-        self.count, self.first, self.folder = count, first, folder
+    def __init__(self, count: int, *, done: int, per_epoch: int, total: int, folder: Path,
+                 device: torch.device, say: Callable[[str], object] = print) -> None:
+        """done, per_epoch, total: see `first_profiled`, which chooses the first step."""
+        self.first = first_profiled(count, done=done, per_epoch=per_epoch, total=total)
+        self.count, self.folder = count, folder
         self.device, self.say = device, say
         self.running: torch.profiler.profile | None = None
 
     def begin(self, step: int) -> None:
         """To be called before each step."""
-        if self.count and step == self.first:
+        if step == self.first:
             activities = [ProfilerActivity.CPU]
             if self.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)

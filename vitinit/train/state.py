@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class TrainState:
     scaler: torch.amp.GradScaler         # disabled unless engine.amp is "fp16"
     ema: Ema | None
     progress: Progress
+    about: dict[str, Any] = field(default_factory=dict)  # further entries of every checkpoint
 
     def weights(self) -> dict[str, Any]:
         """The part of the state that evaluation and fine-tuning need: the models and the progress.
@@ -34,7 +35,7 @@ class TrainState:
         """
         return {"model": self.model.state_dict(),
                 "ema": self.ema.state_dict() if self.ema else None, "grid": self.model.grid,
-                "step": self.progress.step, "progress": asdict(self.progress)}
+                "step": self.progress.step, "progress": asdict(self.progress), **self.about}
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, from which training can resume. The tensors are not copies."""
