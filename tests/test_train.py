@@ -541,14 +541,9 @@ def test_a_run_under_the_profiler_is_the_run_without(train_program, stop_before,
     assert train_program.main(small_run(seen, "--profile", "3")) == 0
     assert_same_run(straight, seen)
     assert (seen / "profile_000009.json.gz").exists()
-    lines = capsys.readouterr().out.splitlines()
-    title, = [number for number, line in enumerate(lines) if line.startswith("profile 3 step(s) from")]
-    largest = lines[title + 1:title + 11]
-    assert all(re.match(r" +\d+\.\d % +\d+\.\d{3} ms per step in [\d.]+ call\(s\): \S", line)
-               for line in largest)
-    assert lines[title + 11].startswith("epoch 3/3 ")
-    shares = [float(line.split("%")[0]) for line in largest]
-    assert shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 100
+    printed = capsys.readouterr().out
+    assert printed.index("profile 3 step(s) from step 9 on") < printed.index("Self CPU %") < (
+        printed.index("epoch 3/3 "))
 
     with monkeypatch.context() as patch:
         # Two epochs, the three micro-batches of step 8, the end of that part, and those of step 9.

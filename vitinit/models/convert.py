@@ -7,29 +7,21 @@ ConvMixer's authors and DINOv2's authors. The tables of torchvision and transfor
 write checkpoints (`vitinit.export --names`).
 
 All layouts order heads and merged patches as this package does. Where queries, keys and values are
-three layers, they are stacked into one. Two further differences between ViTs have an exact
-equivalent here:
+three layers, they are stacked into one. LayerScale has an exact equivalent here: DINOv2, DeiT-III
+and others multiply the output of attention and MLP by a vector γ. As γ ⊙ (W x + b) = (γ ⊙ W) x + γ
+⊙ b, γ is multiplied into the rows of the last layer.
 
-    LayerScale            DINOv2, DeiT-III and others multiply the output of attention and MLP by a
-                          vector γ. As γ ⊙ (W x + b) = (γ ⊙ W) x + γ ⊙ b, γ is multiplied into the
-                          rows of the last layer.
-    entries of pos_embed  DeiT-III adds positions to the patches alone, DINOv2 with registers to the
-                          class token and the patches. Here every token has an entry, so the missing
-                          ones become zeros.
-
-Tensors that still do not fit are reported, on both sides, by the code that loads the checkpoint.
+Tensors that still do not fit are adapted, or reported on both sides, by the code that loads the
+checkpoint (train/transfer.py): so are position embeddings that some tokens lack.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from math import isqrt
 
 import torch
 from torch import Tensor
-
-from .vit import PREFIX_TOKENS
 
 # Our names → theirs, up to any dot; {} is the number of a block or stage. Of several entries that
 # match, the first counts; names without an entry stay. Our one layer may be several of theirs,
@@ -176,12 +168,12 @@ SCALED_LAYER = {"1": "attn.proj", "2": "mlp.fc2"}
 
 
 def native_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under this package's names, with LayerScale and missing positions converted.
+    """The tensors under this package's names, with LayerScale multiplied into other weights.
 
     The model that they make computes the same function. Tensors of an unknown layout are returned
     unchanged.
     """
-    return fold_layer_scale(add_prefix_positions(native_names(tensors)))
+    return fold_layer_scale(native_names(tensors))
 
 
 def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -265,25 +257,3 @@ def fold_layer_scale(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 kind = torch.promote_types(value.dtype, torch.float32)
                 folded[f"{layer}.{part}"] = scaled.to(kind)
     return folded
-
-
-def add_prefix_positions(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Extend pos_embed to one entry per prefix token, with zeros where the checkpoint has none.
-
-    It changes something only if the checkpoint shows that entries are missing: it has registers or
-    LayerScale, and its patch entries form a square grid only on the assumption that some or all
-    prefix tokens have no entry.
-    """
-    pos_embed, registers = tensors.get("pos_embed"), tensors.get("reg_token")
-    scaled = any(map(LAYER_SCALE.match, tensors))
-    if pos_embed is None or pos_embed.ndim != 3 or (registers is None and not scaled):
-        return dict(tensors)
-    before = sum(tensors[name].shape[1] for name in PREFIX_TOKENS if name in tensors)
-    registers = 0 if registers is None else registers.shape[1]
-    for entries in (before, before - registers, 0):  # with entries: all, all but registers, none
-        patches = pos_embed.shape[1] - entries
-        if patches > 0 and isqrt(patches) ** 2 == patches:
-            zeros = pos_embed.new_zeros(1, before - entries, pos_embed.shape[2])
-            pos_embed = torch.cat([pos_embed[:, :entries], zeros, pos_embed[:, entries:]], dim=1)
-            return {**tensors, "pos_embed": pos_embed}
-    return dict(tensors)

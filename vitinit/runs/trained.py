@@ -34,7 +34,7 @@ from ..recipe.files import overrides as parse_overrides, with_data
 from ..recipe.sections import Recipe
 from ..recipe.values import nearest, plain
 from ..train.checkpoint import CheckpointError, model_state, require_finite
-from ..train.transfer import change_size, load_exactly
+from ..train.transfer import load_exactly, start_from
 from . import foreign
 from .folder import BOXED, RunFolder, read_checkpoint
 
@@ -111,9 +111,10 @@ class Saved(NamedTuple):
         load_exactly(model, tensors, self.path)
         if self.size == recipe.data.image_size:
             return model
+        height, width = self.size
         resized = build(with_data(recipe, image_size=self.size),
-                        f"{self.path} at {self.size[0]}×{self.size[1]}")
-        change_size(model, resized, self.path)
+                        f"{self.path} at {height}×{width}")
+        start_from(resized, model.state_dict(), f"{self.path} at {height}×{width}", model.grid)
         return resized
 
     def assumptions(self, model: nn.Module) -> str:

@@ -24,7 +24,7 @@ from ..messages import OneLineError, in_brief
 PREFIXES = re.compile(r"^((module|_orig_mod)\.)+")    # DistributedDataParallel's, torch.compile's
 HEADS = ("head.weight", "head.fc.weight")   # ends of the classifier's name
 DEEPEST = 100                       # most containers inside one another in a checkpoint
-MOST_PARTS = 10**7                  # most values, counting what is shared wherever it is used
+MOST_PARTS = 10**6                  # most values, counting what is shared wherever it is used
 
 
 class CheckpointError(OneLineError):
@@ -194,26 +194,21 @@ def _require_plain_parts(state: Any, path: Path) -> None:
     """Raise Damaged for a tensor that is not dense, and for containers that have no end.
 
     In a file of a few hundred bytes, lists can share their parts so often that to copy or print
-    them takes for ever. So each part is walked once, and counted wherever it is used.
+    them takes for ever. Here a part counts wherever it is used.
     """
-    known: dict[int, tuple[int, int]] = {}   # id of a part → number of its values, and its depth
-
-    def extent(part: Any, outer: int) -> tuple[int, int]:
-        if id(part) not in known:
-            if isinstance(part, Tensor):
-                _require_dense(part, path)
-            inner = (part.values() if isinstance(part, Mapping) else
-                     vars(part).values() if isinstance(part, argparse.Namespace) else
-                     part if isinstance(part, (list, tuple, set)) else ())
-            extents = [extent(value, outer + 1) for value in inner] if outer < DEEPEST else []
-            count = 1 + sum(count for count, _ in extents)
-            depth = 1 + max((depth for _, depth in extents), default=0)
-            if max(outer, depth) >= DEEPEST or count > MOST_PARTS:
-                raise Damaged(f"{path}: its containers hold one another, {DEEPEST} deep or more, "
-                              f"or {MOST_PARTS:,} values in all")
-            known[id(part)] = count, depth
-        return known[id(part)]
-    extent(state, 0)
+    waiting, count = [(state, 0)], 0                 # parts and their depths; values so far
+    while waiting:
+        part, depth = waiting.pop()
+        if isinstance(part, Tensor):
+            _require_dense(part, path)
+        inner = (list(part.values()) if isinstance(part, Mapping) else
+                 list(vars(part).values()) if isinstance(part, argparse.Namespace) else
+                 part if isinstance(part, (list, tuple, set)) else ())
+        count += len(inner)
+        if depth >= DEEPEST or count > MOST_PARTS:
+            raise Damaged(f"{path}: its containers hold one another, {DEEPEST} deep or more, or "
+                          f"{MOST_PARTS:,} values in all")
+        waiting += [(value, depth + 1) for value in inner]
 
 
 def _require_dense(value: Tensor, path: Path) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 # The quintic polynomial of the iteration, p(s) = a s + b s³ + c s⁵, has a large slope at 0, so that
 # small singular values grow fast. Large ones end between .7 and 1.2 and not at 1 (Jordan et al.).
@@ -48,7 +47,7 @@ def orthogonalised(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(matrices.dtype)
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
+class MuonWithAdamW(torch.optim.AdamW):
     """Muon for the parameter groups with "muon": True, fused AdamW for the others.
 
     The update of a weight matrix W with gradient G at learning rate η is
@@ -69,9 +68,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], *, factor: float, momentum: float, lr: float,
                  betas: tuple[float, float], eps: float) -> None:
         """factor, momentum: of Muon. lr: of both. betas, eps: of AdamW."""
-        super().__init__(groups, dict(lr=lr, fused=True))
-        self.factor, self.momentum, self.betas, self.eps = factor, momentum, betas, eps
-        self._step_supports_amp_scaling = True       # GradScaler leaves both of its tasks to `step`
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
+        self.factor, self.momentum = factor, momentum
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -80,48 +78,40 @@ class MuonWithAdamW(torch.optim.Optimizer):
         GradScaler sets two scalars on the device around this call: `grad_scale`, by which gradients
         are to be divided, unless they have been, and `found_inf`, not 0 if they overflowed.
         """
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        for group in self.param_groups:
-            if not group["muon"]:
-                self._step_adamw(group, scale, found_inf)
-        self._step_matrices(scale, None if found_inf is None else found_inf != 0)
-
-    def _step_adamw(self, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None
-                    ) -> None:
-        """AdamW's update of one group, by torch's fused kernel."""
-        trained = [p for p in group["params"] if p.grad is not None]
-        states = [self.state[p] for p in trained]
-        for parameter, state in zip(trained, states):
-            if not state:
-                state["step"] = torch.zeros((), device=parameter.device)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-        adamw(trained, [p.grad for p in trained], [state["exp_avg"] for state in states],
-              [state["exp_avg_sq"] for state in states], [], [state["step"] for state in states],
-              fused=True, grad_scale=scale, found_inf=found_inf, amsgrad=False, maximize=False,
-              beta1=self.betas[0], beta2=self.betas[1], eps=self.eps, lr=group["lr"],
-              weight_decay=group["weight_decay"])
+        groups = self.param_groups
+        try:                                         # AdamW's step is of its own groups alone
+            self.param_groups = [group for group in groups if not group["muon"]]
+            super().step()
+        finally:
+            self.param_groups = groups
+        found_inf = getattr(self, "found_inf", None)
+        self._step_matrices(getattr(self, "grad_scale", None),
+                            None if found_inf is None else found_inf != 0)
 
     def _step_matrices(self, scale: Tensor | None, skipped: Tensor | None) -> None:
         """Muon's update: one iteration per shape of matrix, and all else for all matrices together.
 
         skipped: a boolean on the device; gradients may then hold infinities and are replaced before
-            they are used.
+            they are used. None without loss scaling.
         """
         shapes: dict[torch.Size, list[tuple[nn.Parameter, float]]] = {}
         for group in self.param_groups:
             trained = [p for p in group["params"] if group["muon"] and p.grad is not None]
             for parameter in trained:
                 shapes.setdefault(parameter.shape, []).append((parameter, group["lr"]))
+                if not self.state[parameter]:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
             if trained:
-                decay_weights(trained, group["lr"] * group["weight_decay"], skipped)
+                share = group["lr"] * group["weight_decay"]
+                torch._foreach_mul_(trained, 1.0 - share if skipped is None else
+                                    (1.0 - share * (~skipped).double()).to(trained[0].dtype))
         if not shapes:
             return
 
         momenta, directions, batches = [], [], []
         for together in shapes.values():
             gradients = torch.stack([p.grad.flatten(1) for p, _ in together])   # (B, rows, columns)
-            own = [self._momentum(p).flatten(1) for p, _ in together]            # views
+            own = [self.state[p]["momentum_buffer"].flatten(1) for p, _ in together]     # views
             if scale is not None:
                 gradients /= scale
             if skipped is not None:                  # with this gradient the momentum stays
@@ -143,19 +133,3 @@ class MuonWithAdamW(torch.optim.Optimizer):
             steps += [-size * lr for _, lr in together]
         torch._foreach_mul_(updates, steps)
         torch._foreach_add_(weights, updates)
-
-    def _momentum(self, parameter: nn.Parameter) -> Tensor:
-        """The momentum of a parameter, which starts at 0."""
-        state = self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        return state["momentum_buffer"]
-
-
-def decay_weights(weights: list[nn.Parameter], share: float, skipped: Tensor | None) -> None:
-    """Multiply the weights by 1 − share; skipped: a boolean on the device, whether by 1 instead."""
-    if skipped is None:
-        torch._foreach_mul_(weights, 1.0 - share)
-    else:
-        kept = 1.0 - share * (~skipped).double()
-        torch._foreach_mul_(weights, kept.to(weights[0].dtype))

@@ -10,14 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from ..messages import OneLineError, in_brief
+from ..messages import OneLineError
 
 WARMUP_STEPS = 10               # before the first profiled step, if the run is long enough
 LARGEST = 10                    # operations that are printed
-LONGEST_NAME = 80               # characters; the name of a CUDA kernel may have hundreds
 
 
 def first_profiled(count: int, *, done: int, per_epoch: int, total: int) -> int:
@@ -79,34 +77,16 @@ class StepProfiler:
             self.running.stop()
 
     def _report(self, profiler: torch.profiler.profile) -> None:
-        """Write the trace and print the most expensive operations.
+        """Write the trace and print torch's table of the largest operations.
 
-        If the trace cannot be written, a warning is printed and training goes on.
+        They are sorted by the time spent in themselves, without the operations that they call. If
+        the trace cannot be written, a warning is printed and training goes on.
         """
         path = self.folder / f"profile_{self.first:06d}.json.gz"
         try:
             profiler.export_chrome_trace(str(path))
         except OSError as error:
             self.say(f"warning {path}: cannot be written: {error.strerror or error}")
-        on = "GPU" if self.device.type == "cuda" else "CPU"
-        self.say("\n".join([f"profile {self.count} step(s) from step {self.first:,} on, {path}; "
-                            f"operations by their own time on the {on}:",
-                            *largest(profiler, self.count, self.device)]))
-
-
-def largest(profiler: torch.profiler.profile, steps: int, device: torch.device) -> list[str]:
-    """One line for each of the most expensive operations, by time spent in the operation itself.
-
-    The time spent in operations that it calls is not included. On a GPU the operations are kernels
-    and copies on the GPU; the host's time is not counted.
-    """
-    events = list(profiler.key_averages())
-    if device.type == "cuda":
-        own = [(event.self_device_time_total, event) for event in events
-               if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
-    else:
-        own = [(event.self_cpu_time_total, event) for event in events]
-    total = sum(time for time, _ in own) or 1.0                          # microseconds
-    return [f"{100 * time / total:8.1f} %  {time / steps / 1e3:10.3f} ms per step in "
-            f"{event.count / steps:.4g} call(s): {in_brief(event.key, LONGEST_NAME)}"
-            for time, event in sorted(own, key=lambda pair: -pair[0])[:LARGEST]]
+        on = "device" if self.device.type == "cuda" else "cpu"
+        table = profiler.key_averages().table(sort_by=f"self_{on}_time_total", row_limit=LARGEST)
+        self.say(f"profile {self.count} step(s) from step {self.first:,} on, {path}\n{table}")
