@@ -543,7 +543,7 @@ def test_a_run_under_the_profiler_is_the_run_without(train_program, stop_before,
     assert (seen / "profile_000009.json.gz").exists()
     printed = capsys.readouterr().out
     assert printed.index("profile 3 step(s) from step 9 on") < printed.index("Self CPU %") < (
-        printed.index("epoch 3/3 "))
+        printed.rindex("epoch 3/3 "))
 
     with monkeypatch.context() as patch:
         # Two epochs, the three micro-batches of step 8, the end of that part, and those of step 9.

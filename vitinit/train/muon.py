@@ -71,6 +71,10 @@ class MuonWithAdamW(torch.optim.AdamW):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
         self.factor, self.momentum = factor, momentum
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a state that was loaded; AdamW's own method expects its moments in all of it."""
+        torch.optim.Optimizer.__setstate__(self, state)
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Do one update of all weights. If gradients overflowed in fp16, nothing changes.
