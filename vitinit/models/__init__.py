@@ -21,9 +21,6 @@ FAMILIES = {"vit": "VisionTransformer", "swin": "SwinTransformer", "mlp_mixer": 
 __all__ = ["FAMILIES", "MODELS", "build_model", "model_class", *FAMILIES.values()]
 
 GIB = 2**30
-# Approximate size of a layer's Python objects. Without it, a depth of 10**9 would pass the check of
-# memory below if the layers were narrow enough.
-LAYER_BYTES = 4096
 
 VIT_TINY = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
 VIT_SMALL = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
@@ -102,17 +99,15 @@ def build_model(name: str, *, num_classes: int, image_size: int | tuple[int, int
 def _require_memory(name: str, model: type[nn.Module], arguments: dict[str, Any]) -> None:
     """Raise ValueError if the weights would exceed the machine's memory, before any is allocated.
 
-    The size is measured on a model without storage that has one block per stage; the other blocks
+    Their size is measured on a model without storage that has one block per stage; the other blocks
     of a stage are as large as the first.
     """
-    staged = "depths" in arguments
-    depths = arguments["depths"] if staged else (arguments["depth"],)
-    if not all(depth > 0 for depth in depths):
-        return                                       # the constructor raises for it
+    depths = arguments.get("depths") or (arguments["depth"],)
+    one_each = {"depths": (1,) * len(depths)} if "depths" in arguments else {"depth": 1}
     with torch.device("meta"):
-        probe = model(**arguments | ({"depths": (1,) * len(depths)} if staged else {"depth": 1}))
+        probe = model(**arguments | one_each)
     needed = _bytes(probe) + sum((depth - 1) * _bytes(stage.blocks[0]) for depth, stage in
-                                 zip(depths, probe.layers if staged else [probe]))
+                                 zip(depths, getattr(probe, "layers", [probe])))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         raise ValueError(f"{name} with these sizes has weights of {needed // GIB:,} GiB, and this "
@@ -120,7 +115,4 @@ def _require_memory(name: str, model: type[nn.Module], arguments: dict[str, Any]
 
 
 def _bytes(module: nn.Module) -> int:
-    """The bytes of the weights, and an estimate for the Python objects of the layers."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return (sum(tensor.numel() * tensor.element_size() for tensor in tensors) +
-            LAYER_BYTES * sum(1 for _ in module.modules()))
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .layers import (Classifier, Features, block_numbers, make_head, map_tokens, patch_grid,
-                     require_image_size, to_pair)
+                     require_choice, require_image_size, to_pair)
 
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
 
@@ -79,13 +79,10 @@ class ConvMixer(Classifier):
                  train_filters: bool = True) -> None:
         super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
                          embed_dim=embed_dim, depth=depth, kernel_size=kernel_size)
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation is {activation!r}, expected one of "
-                             f"{', '.join(ACTIVATIONS)}")
+        require_choice("activation", activation, tuple(ACTIVATIONS))
         if not 0 <= num_filters <= embed_dim:
             raise ValueError(f"num_filters is {num_filters}, expected 0 ≤ num_filters ≤ embed_dim "
-                             f"= "
-                             f"{embed_dim}")
+                             f"= {embed_dim}")
         act, self.kernel_size = ACTIVATIONS[activation], kernel_size
         self.patch_size = to_pair(patch_size)
         self.grid = patch_grid(to_pair(image_size), self.patch_size)
@@ -107,11 +104,10 @@ class ConvMixer(Classifier):
         size = tuple(images.shape[-2:])
         require_image_size(images, size)
         patch_grid(size, self.patch_size)            # otherwise the stem would drop the last rows
-        wanted, seen = block_numbers(blocks, len(self.blocks)), {}
+        wanted, seen = block_numbers(blocks, len(self.blocks)), []
         x = self.stem(images)                                            # (B, C, h, w)
-        for number, layers in enumerate(self.blocks):
-            x = layers(x)
-            if number in wanted:
-                seen[number] = map_tokens(x.movedim(1, -1))
+        for block in self.blocks:
+            x = block(x)
+            seen.append(map_tokens(x.movedim(1, -1)) if len(seen) in wanted else None)
         return Features(tuple(seen[number] for number in wanted), map_tokens(x.movedim(1, -1)),
                         x.mean(dim=(2, 3)))

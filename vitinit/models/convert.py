@@ -30,91 +30,66 @@ Names = dict[str, str | tuple[str, ...]]
 
 STAGES = range(9)               # more than any Swin has
 
+
+def within(ours: str, theirs: str, names: Mapping[str, str]) -> Names:
+    """Entries whose names, ours and theirs, begin with these."""
+    return {f"{ours}.{name}": f"{theirs}.{other}" for name, other in names.items()}
+
+
 TORCHVISION_VIT: Names = {
-    "cls_token": "class_token",
-    "pos_embed": "encoder.pos_embedding",
-    "patch_embed.proj": "conv_proj",
-    "blocks.{}.norm1": "encoder.layers.encoder_layer_{}.ln_1",
-    "blocks.{}.attn.qkv.weight": "encoder.layers.encoder_layer_{}.self_attention.in_proj_weight",
-    "blocks.{}.attn.qkv.bias": "encoder.layers.encoder_layer_{}.self_attention.in_proj_bias",
-    "blocks.{}.attn.proj": "encoder.layers.encoder_layer_{}.self_attention.out_proj",
-    "blocks.{}.norm2": "encoder.layers.encoder_layer_{}.ln_2",
-    "blocks.{}.mlp.fc1": "encoder.layers.encoder_layer_{}.mlp.0",
-    "blocks.{}.mlp.fc2": "encoder.layers.encoder_layer_{}.mlp.3",
-    "norm": "encoder.ln",
-    "head": "heads.head",
-}
-TORCHVISION_VIT_BEFORE_0_12: Names = TORCHVISION_VIT | {
-    f"blocks.{{}}.mlp.fc{layer}": f"encoder.layers.encoder_layer_{{}}.mlp.linear_{layer}"
-    for layer in (1, 2)}
+    "cls_token": "class_token", "pos_embed": "encoder.pos_embedding",
+    "patch_embed.proj": "conv_proj", "norm": "encoder.ln", "head": "heads.head",
+} | within("blocks.{}", "encoder.layers.encoder_layer_{}", {
+    "norm1": "ln_1", "norm2": "ln_2", "mlp.fc1": "mlp.0", "mlp.fc2": "mlp.3",
+    "attn.qkv.weight": "self_attention.in_proj_weight",
+    "attn.qkv.bias": "self_attention.in_proj_bias", "attn.proj": "self_attention.out_proj"})
+TORCHVISION_VIT_BEFORE_0_12: Names = TORCHVISION_VIT | within(
+    "blocks.{}.mlp", "encoder.layers.encoder_layer_{}.mlp", {"fc1": "linear_1", "fc2": "linear_2"})
 
 # features: 0 is the patch embedding; 1, 3, 5, 7 are the stages; 2, 4, 6 the merges before stages
 # 1, 2, 3.
 TORCHVISION_SWIN: Names = {
-    "patch_embed.proj": "features.0.0",
-    "patch_embed.norm": "features.0.2",
+    "patch_embed.proj": "features.0.0", "patch_embed.norm": "features.0.2", "head.fc": "head",
+    **{f"layers.{stage}.downsample": f"features.{2 * stage}" for stage in STAGES[1:]},
     **{f"layers.{stage}.blocks.{{}}.{ours}": f"features.{2 * stage + 1}.{{}}.{theirs}"
        for stage in STAGES for ours, theirs in {
            "norm1": "norm1", "attn": "attn", "norm2": "norm2", "mlp.fc1": "mlp.0",
            "mlp.fc2": "mlp.3"}.items()},
-    **{f"layers.{stage}.downsample": f"features.{2 * stage}" for stage in STAGES[1:]},
-    "head.fc": "head",
 }
 
 # Microsoft merges at the end of a stage, timm at the beginning of the next.
-MICROSOFT_SWIN: Names = {
-    **{f"layers.{stage}.downsample": f"layers.{stage - 1}.downsample" for stage in STAGES[1:]},
-    "head.fc": "head",
-}
+MICROSOFT_SWIN: Names = {"head.fc": "head"} | {
+    f"layers.{stage}.downsample": f"layers.{stage - 1}.downsample" for stage in STAGES[1:]}
 
 DINOV2: Names = {"reg_token": "register_tokens"}             # placed after the class token
 
-TRANSFORMERS_EMBEDDINGS: Names = {
-    "cls_token": "embeddings.cls_token",
-    "dist_token": "embeddings.distillation_token",
-    "reg_token": "embeddings.register_tokens",
-    "mask_token": "embeddings.mask_token",
-    "pos_embed": "embeddings.position_embeddings",
-    "patch_embed.proj": "embeddings.patch_embeddings.projection",
-}
-TRANSFORMERS_ATTENTION: Names = {
+TRANSFORMERS_VIT: Names = within("blocks.{}", "encoder.layer.{}", {
+    "norm1": "layernorm_before", "norm2": "layernorm_after", "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense", "attn.proj": "attention.output.dense",
+}) | {
     "blocks.{}.attn.qkv": tuple(f"encoder.layer.{{}}.attention.attention.{part}"
                                 for part in ("query", "key", "value")),
-    "blocks.{}.attn.proj": "encoder.layer.{}.attention.output.dense",
-}
-TRANSFORMERS_VIT: Names = TRANSFORMERS_EMBEDDINGS | TRANSFORMERS_ATTENTION | {
-    "blocks.{}.norm1": "encoder.layer.{}.layernorm_before",
-    "blocks.{}.norm2": "encoder.layer.{}.layernorm_after",
-    "blocks.{}.mlp.fc1": "encoder.layer.{}.intermediate.dense",
-    "blocks.{}.mlp.fc2": "encoder.layer.{}.output.dense",
-    "norm": "layernorm",
-    "head": "classifier",
-    "head_dist": "distillation_classifier",
+    "cls_token": "embeddings.cls_token", "dist_token": "embeddings.distillation_token",
+    "reg_token": "embeddings.register_tokens", "mask_token": "embeddings.mask_token",
+    "pos_embed": "embeddings.position_embeddings",
+    "patch_embed.proj": "embeddings.patch_embeddings.projection",
+    "norm": "layernorm", "head": "classifier", "head_dist": "distillation_classifier",
 }
 WITH_TEACHER: Names = {"head": "cls_classifier"}             # beside a distillation_classifier
-TRANSFORMERS_DINOV2: Names = TRANSFORMERS_EMBEDDINGS | TRANSFORMERS_ATTENTION | {
-    "blocks.{}.ls1.gamma": "encoder.layer.{}.layer_scale1.lambda1",
-    "blocks.{}.ls2.gamma": "encoder.layer.{}.layer_scale2.lambda1",
-    "blocks.{}": "encoder.layer.{}",                         # norm1, norm2, mlp
-    "norm": "layernorm",
-    "head": "classifier",
-}
-TRANSFORMERS_SWIN: Names = {
-    "patch_embed.proj": "embeddings.patch_embeddings.projection",
-    "patch_embed.norm": "embeddings.norm",
-    **{f"layers.{{}}.blocks.{{}}.{ours}": f"encoder.layers.{{}}.blocks.{{}}.{theirs}"
-       for ours, theirs in {
-           "norm1": "layernorm_before", "norm2": "layernorm_after", "mlp.fc1": "intermediate.dense",
-           "mlp.fc2": "output.dense", "attn.proj": "attention.output.dense",
-           "attn.relative_position_bias_table": "attention.self.relative_position_bias_table",
-       }.items()},
+TRANSFORMERS_DINOV2: Names = TRANSFORMERS_VIT | within("blocks.{}", "encoder.layer.{}", {
+    "norm1": "norm1", "norm2": "norm2", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2",
+    "ls1.gamma": "layer_scale1.lambda1", "ls2.gamma": "layer_scale2.lambda1"})
+TRANSFORMERS_SWIN: Names = within("layers.{}.blocks.{}", "encoder.layers.{}.blocks.{}", {
+    "norm1": "layernorm_before", "norm2": "layernorm_after", "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense", "attn.proj": "attention.output.dense",
+    "attn.relative_position_bias_table": "attention.self.relative_position_bias_table",
+}) | {
     "layers.{}.blocks.{}.attn.qkv": tuple(f"encoder.layers.{{}}.blocks.{{}}.attention.self.{part}"
                                           for part in ("query", "key", "value")),
-    **{f"layers.{stage}.downsample": f"encoder.layers.{stage - 1}.downsample"
-       for stage in STAGES[1:]},
-    "norm": "layernorm",
-    "head.fc": "classifier",
-}
+    "patch_embed.proj": "embeddings.patch_embeddings.projection",
+    "patch_embed.norm": "embeddings.norm", "norm": "layernorm", "head.fc": "classifier",
+} | {f"layers.{stage}.downsample": f"encoder.layers.{stage - 1}.downsample"
+     for stage in STAGES[1:]}
 
 # transformers 5 writes the names above to files; in memory its modules have these.
 IN_MEMORY = {
@@ -182,25 +157,22 @@ def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     A layer of ours that is several of theirs and of which one is missing becomes too narrow, so
     that loading it fails visibly.
     """
-    bare = {TRANSFORMERS_PREFIX.sub("", name): value for name, value in tensors.items()}
+    rest = {TRANSFORMERS_PREFIX.sub("", name): value for name, value in tensors.items()}
     names = (conv_mixer_names(tensors) if "3.0.fn.0.weight" in tensors else
-             next((names for mark, names in LAYOUTS.items() if mark in bare), None))
+             next((names for mark, names in LAYOUTS.items() if mark in rest), None))
     if names is None:
         return dict(tensors)
-    if "cls_classifier.weight" in bare:
+    if "cls_classifier.weight" in rest:
         names = names | WITH_TEACHER
-    rules = [(_pattern(part), ours, index) for ours, theirs in names.items()
-             for index, part in enumerate(_parts(theirs))]
-    found: dict[str, dict[int, Tensor]] = {}         # our name → which part of it → the tensor
-    for name, value in bare.items():
-        if not DROPPED.search(name):
-            ours, index = next(((ours.format(*match.groups()) + name[match.end():], index)
-                                for pattern, ours, index in rules
-                                if (match := pattern.match(name))),
-                               (name, 0))
-            found.setdefault(ours, {})[index] = value
-    return {name: torch.cat([parts[index] for index in sorted(parts)]) if len(parts) > 1 else
-            next(iter(parts.values())) for name, parts in found.items()}
+    rest = {name: value for name, value in rest.items() if not DROPPED.search(name)}
+    found: dict[str, list[Tensor]] = {}              # our name → its parts, one after another
+    for ours, theirs in names.items():
+        for pattern in map(_pattern, _parts(theirs)):
+            for match in list(filter(None, map(pattern.match, rest))):
+                place = ours.format(*match.groups()) + match.string[match.end():]
+                found.setdefault(place, []).append(rest.pop(match.string))
+    return rest | {place: torch.cat(parts) if len(parts) > 1 else parts[0]
+                   for place, parts in found.items()}
 
 
 def conv_mixer_names(tensors: Mapping[str, Tensor]) -> Names:

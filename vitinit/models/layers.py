@@ -15,8 +15,6 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-LARGEST = 2**63         # sizes of tensors are below this
-
 
 class Tokens(NamedTuple):
     """The tokens after a layer: patch tokens on their grid, and the prefix tokens before them."""
@@ -59,10 +57,9 @@ class Classifier(nn.Module):
         sizes: by name; raises ValueError unless all are above 0.
         """
         super().__init__()
-        if not 0 <= num_classes < LARGEST:
+        if num_classes < 0:
             raise ValueError(f"num_classes is {num_classes}, expected at least 0 (a model without "
-                             f"a "
-                             "head)")
+                             "a head)")
         require_positive(**sizes)
         self.num_classes = num_classes
 
@@ -72,8 +69,8 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor, drop_path: Tensor | None = None) -> Tensor:
         """The logits, (B, num_classes), of images (B, 3, H, W); drop_path: see `Classifier`."""
-        given = () if drop_path is None else (drop_path,)
-        return self.classify(self.features(images, *given))
+        return self.classify(self.features(images) if drop_path is None else
+                             self.features(images, drop_path))
 
 
 def map_tokens(map: Tensor) -> Tokens:
@@ -107,13 +104,16 @@ def to_pair(value: int | Sequence[int]) -> tuple[int, int]:
 
 
 def require_positive(**sizes: float | Sequence[int]) -> None:
-    """Raise ValueError, with the name of the size, unless all sizes are above 0 and below 2**63."""
+    """Raise ValueError, with the name of the size, unless all sizes are above 0."""
     for name, value in sizes.items():
-        for part in value if isinstance(value, Sequence) else [value]:
-            if not part > 0:                         # also refuses NaN
-                raise ValueError(f"{name} is {value}, expected more than 0")
-            if part >= LARGEST:
-                raise ValueError(f"{name} is {value}, expected less than 2**63")
+        if not all(part > 0 for part in (value if isinstance(value, Sequence) else [value])):
+            raise ValueError(f"{name} is {value}, expected more than 0")     # also for NaN
+
+
+def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ValueError unless an option called `name` has one of the values `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
 
 
 def hidden_width(dim: int, ratio: float, name: str) -> int:
@@ -131,8 +131,7 @@ def patch_grid(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tupl
     """The patches down and across. Raises ValueError if they do not tile the image."""
     if any(size % patch for size, patch in zip(image_size, patch_size)):
         raise ValueError(f"patches of {patch_size[0]}×{patch_size[1]} pixels do not tile an image "
-                         f"of "
-                         f"{image_size[0]}×{image_size[1]}; image_size must be a multiple of "
+                         f"of {image_size[0]}×{image_size[1]}; image_size must be a multiple of "
                          "patch_size on both sides")
     return image_size[0] // patch_size[0], image_size[1] // patch_size[1]
 
@@ -209,6 +208,15 @@ def draw_drop_path(rates: Sequence[float], batch: int, rng: np.random.Generator)
     return torch.from_numpy((kept / (1.0 - rates)).astype(np.float32))
 
 
+def scales_by_block(drop_path: Tensor | None, depth: int
+                    ) -> Tensor | list[tuple[None, None]]:
+    """The drop-path scales of both branches of each block: (depth, 2, B), or None for each.
+
+    drop_path: (2·depth, B), or None where no branch is dropped.
+    """
+    return [(None, None)] * depth if drop_path is None else drop_path.unflatten(0, (depth, 2))
+
+
 def add_branch(x: Tensor, branch: Tensor, scale: Tensor | None) -> Tensor:
     """x + scale · branch. x, branch: (B, …); scale: (B,), or None for no scaling."""
     if scale is None:
@@ -229,8 +237,7 @@ def sincos_position_embedding(grid: tuple[int, int], dim: int, temperature: floa
     multiple of 4.
     """
     if dim % 4:
-        raise ValueError(f"2-D sin-cos position embeddings need an embed_dim that 4 divides, not "
-                         f"{dim}")
+        raise ValueError(f"sin-cos position embeddings need an embed_dim that 4 divides, not {dim}")
     frequencies = sincos_frequencies(dim, temperature)
     rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
     column_angles = columns.flatten()[:, None] * frequencies             # (N, dim/4)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from .layers import (Classifier, Features, Mlp, PatchEmbed, add_branch, block_numbers,
-                     drop_path_rates, hidden_width, make_head, map_tokens, to_pair)
+                     drop_path_rates, hidden_width, make_head, map_tokens, scales_by_block, to_pair)
 
 NORM_EPS = 1e-6
 
@@ -37,9 +37,9 @@ class MixerBlock(nn.Module):
         """(B, N, C) → the same: the MLP acts along the tokens, alike for all channels."""
         return self.mlp_tokens(x.mT).mT                                  # via (B, C, N)
 
-    def forward(self, x: Tensor, drop_path: Tensor | None = None) -> Tensor:
-        """x: (B, N, C); drop_path: (2, B), drop-path scales of the two branches, or None."""
-        tokens_scale, channels_scale = (None, None) if drop_path is None else drop_path
+    def forward(self, x: Tensor, drop_path: Sequence[Tensor | None] = (None, None)) -> Tensor:
+        """x: (B, N, C); drop_path: the scales of the two branches, each (B,) or None."""
+        tokens_scale, channels_scale = drop_path
         x = add_branch(x, self.token_mixing(self.norm1(x)), tokens_scale)
         return add_branch(x, self.mlp_channels(self.norm2(x)), channels_scale)
 
@@ -75,13 +75,11 @@ class MlpMixer(Classifier):
     def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
         """See `Classifier`; drop_path: (2·depth, B) or None."""
-        wanted, seen = block_numbers(blocks, len(self.blocks)), {}
-        scales = [None] * len(self.blocks) if drop_path is None else drop_path.unflatten(0, (-1, 2))
+        wanted, seen = block_numbers(blocks, len(self.blocks)), []
         x = self.stem(images)                                            # (B, N, C)
-        for number, (block, scale) in enumerate(zip(self.blocks, scales)):
-            x = block(x, scale)
-            if number in wanted:
-                seen[number] = map_tokens(x.unflatten(1, self.grid))
+        for block, scales in zip(self.blocks, scales_by_block(drop_path, len(self.blocks))):
+            x = block(x, scales)
+            seen.append(map_tokens(x.unflatten(1, self.grid)) if len(seen) in wanted else None)
         x = self.norm(x)
         return Features(tuple(seen[number] for number in wanted),
                         map_tokens(x.unflatten(1, self.grid)), x.mean(dim=1))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from .attention import attention_weights
 from .layers import (Classifier, Features, Mlp, block_numbers, hidden_width, make_head, map_tokens,
-                     patch_grid, require_image_size, sincos_position_embedding, to_pair)
+                     patch_grid, require_choice, require_image_size, sincos_position_embedding,
+                     to_pair)
 
 Reading = Literal["content", "mixed", "position", "free"]
 
@@ -91,8 +92,9 @@ class SimpleAttention(nn.Module):
         """
         if self.reads == "free":
             return self.query[None], self.key[None]
-        z = {"content": lambda: x, "position": lambda: pos_embed[None],
-             "mixed": lambda: self.alpha * x + (1.0 - self.alpha) * pos_embed}[self.reads]()
+        z = x if self.reads == "content" else pos_embed[None]
+        if self.reads == "mixed":
+            z = self.alpha * x + (1.0 - self.alpha) * pos_embed
         query, key = rearrange(self.qk(z), "b n (two h d) -> two b h n d", two=2, h=self.num_heads)
         return query, key
 
@@ -158,17 +160,13 @@ class SimpleViT(Classifier):
                  train_qk: bool = True, logit_scale: float = 0.0) -> None:
         super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
                          embed_dim=embed_dim, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio)
-        if reads not in ("content", "mixed", "position", "free"):
-            raise ValueError(f'reads is {reads!r}, expected "content", "mixed", "position" or '
-                             f'"free"')
+        require_choice("reads", reads, get_args(Reading))
         if not (0.0 <= alpha <= 1.0 and 0.0 <= logit_scale < math.inf and head_dim >= 0):
-            raise ValueError(f"alpha is {alpha}, logit_scale {logit_scale} and head_dim "
-                             f"{head_dim}; "
-                             "expected 0 ≤ alpha ≤ 1, the others ≥ 0 and finite")
+            raise ValueError(f"alpha is {alpha}, logit_scale {logit_scale} and head_dim {head_dim};"
+                             " expected 0 ≤ alpha ≤ 1, the others ≥ 0 and finite")
         if input_pos_embed and reads != "content":
             raise ValueError(f'reads = "{reads}" brings the position embedding into attention; '
-                             f'expected '
-                             "input_pos_embed = false")
+                             "expected input_pos_embed = false")
         if not head_dim and embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} does not divide into num_heads {num_heads}")
         self.alpha, self.input_pos_embed = alpha, input_pos_embed
@@ -189,14 +187,13 @@ class SimpleViT(Classifier):
     def features(self, images: Tensor, *, blocks: Sequence[int] = ()) -> Features:
         """See `Classifier`."""
         require_image_size(images, self.image_size)
-        wanted, seen = block_numbers(blocks, len(self.blocks)), {}
+        wanted, seen = block_numbers(blocks, len(self.blocks)), []
         x = self.patch_embed(images)                                     # (B, N, C)
         if self.input_pos_embed:
             x = self.alpha * x + (1.0 - self.alpha) * self.pos_embed
-        for number, block in enumerate(self.blocks):
+        for block in self.blocks:
             x = block(x, self.pos_embed)
-            if number in wanted:
-                seen[number] = map_tokens(x.unflatten(1, self.grid))
+            seen.append(map_tokens(x.unflatten(1, self.grid)) if len(seen) in wanted else None)
         x = self.norm(x)
         return Features(tuple(seen[number] for number in wanted),
                         map_tokens(x.unflatten(1, self.grid)), x.mean(dim=1))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .attention import Attention, attention_weights
 from .layers import (Classifier, Features, Mlp, PatchEmbed, add_branch, block_numbers,
-                     drop_path_rates, hidden_width, make_head, map_tokens, to_pair)
+                     drop_path_rates, hidden_width, make_head, map_tokens, scales_by_block, to_pair)
 
 MASKED = -100.0                 # added to the logits of tokens that only the shift made neighbours
 
@@ -136,9 +136,9 @@ class SwinBlock(nn.Module):
                       a=self.grid[0] // height, b=self.grid[1] // width)
         return x.roll((down, right), dims=(1, 2)) if any(self.shift) else x
 
-    def forward(self, x: Tensor, drop_path: Tensor | None = None) -> Tensor:
-        """x: (B, H, W, C); drop_path: (2, B), drop-path scales of the two branches, or None."""
-        attention_scale, mlp_scale = (None, None) if drop_path is None else drop_path
+    def forward(self, x: Tensor, drop_path: Sequence[Tensor | None] = (None, None)) -> Tensor:
+        """x: (B, H, W, C); drop_path: the scales of the two branches, each (B,) or None."""
+        attention_scale, mlp_scale = drop_path
         x = add_branch(x, self.mix_windows(self.norm1(x)), attention_scale)
         return add_branch(x, self.mlp(self.norm2(x)), mlp_scale)
 
@@ -211,7 +211,6 @@ class SwinTransformer(Classifier):
             raise ValueError(f"depths has {len(depths)} stages and num_heads {len(num_heads)}; "
                              "expected as many")
         self.drop_path_rates = drop_path_rates(drop_path, sum(depths))
-        self.depths = tuple(depths)
         self.patch_embed = SwinPatchEmbed(image_size=to_pair(image_size),
                                           patch_size=to_pair(patch_size), embed_dim=embed_dim)
         self.grid = self.patch_embed.grid
@@ -231,16 +230,14 @@ class SwinTransformer(Classifier):
 
         Blocks are counted through all stages. Feature maps of later stages are smaller and wider.
         """
-        wanted, seen, number = block_numbers(blocks, sum(self.depths)), {}, 0
-        scales = [None] * sum(self.depths) if drop_path is None else drop_path.unflatten(0, (-1, 2))
+        depth, seen = sum(len(stage.blocks) for stage in self.layers), []
+        wanted, scales = block_numbers(blocks, depth), scales_by_block(drop_path, depth)
         x = self.patch_embed(images)                                     # (B, H, W, C)
         for stage in self.layers:
             x = stage.downsample(x)
             for block in stage.blocks:
-                x = block(x, scales[number])
-                if number in wanted:
-                    seen[number] = map_tokens(x)
-                number += 1
+                x = block(x, scales[len(seen)])
+                seen.append(map_tokens(x) if len(seen) in wanted else None)
         x = self.norm(x)
         return Features(tuple(seen[number] for number in wanted), map_tokens(x),
                         x.mean(dim=(1, 2)))
@@ -253,7 +250,7 @@ def stage_grids(grid: tuple[int, int], stages: int) -> list[tuple[int, int]]:
         height, width = grids[-1]
         if height % 2 or width % 2:
             raise ValueError(f"stage {stage} has a grid of {height}×{width} tokens, which does not "
-                             f"merge into 2×2; image_size must be a multiple of patch_size · "
+                             "merge into 2×2; image_size must be a multiple of patch_size · "
                              f"{2**(stages - 1)}")
         grids.append((height // 2, width // 2))
     return grids
@@ -264,7 +261,6 @@ def window_on(grid: tuple[int, int], window: Sequence[int], stage: int) -> tuple
     height, width = (min(w, side) for w, side in zip(window, grid))
     if grid[0] % height or grid[1] % width:
         raise ValueError(f"stage {stage + 1} has a grid of {grid[0]}×{grid[1]} tokens, which "
-                         f"windows "
-                         f"of {height}×{width} do not tile; choose window_size or image_size so "
-                         "that they do")
+                         f"windows of {height}×{width} do not tile; choose window_size or "
+                         "image_size so that they do")
     return height, width

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention
-from .layers import (LARGEST, Classifier, Features, Mlp, PatchEmbed, Tokens, add_branch,
-                     block_numbers, drop_path_rates, hidden_width, make_head,
-                     sincos_position_embedding, to_pair)
+from .layers import (Classifier, Features, Mlp, PatchEmbed, Tokens, add_branch,
+                     block_numbers, drop_path_rates, hidden_width, make_head, require_choice,
+                     scales_by_block, sincos_position_embedding, to_pair)
 
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patches, in this order
 
@@ -34,9 +34,9 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio, "mlp_ratio"))
 
-    def forward(self, x: Tensor, drop_path: Tensor | None = None) -> Tensor:
-        """x: (B, N, C); drop_path: (2, B), drop-path scales of the two branches, or None."""
-        attention_scale, mlp_scale = (None, None) if drop_path is None else drop_path
+    def forward(self, x: Tensor, drop_path: Sequence[Tensor | None] = (None, None)) -> Tensor:
+        """x: (B, N, C); drop_path: the scales of the two branches, each (B,) or None."""
+        attention_scale, mlp_scale = drop_path
         x = add_branch(x, self.attn(self.norm1(x)), attention_scale)
         return add_branch(x, self.mlp(self.norm2(x)), mlp_scale)
 
@@ -77,17 +77,14 @@ class VisionTransformer(Classifier):
         super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
                          embed_dim=embed_dim, depth=depth, num_heads=num_heads,
                          mlp_ratio=mlp_ratio, norm_eps=norm_eps)
-        if pool not in ("class", "mean") or pos_embed not in ("learned", "sincos", "none"):
-            raise ValueError(f'pool is {pool!r} and pos_embed is {pos_embed!r}; expected "class" '
-                             f'or '
-                             '"mean", and "learned", "sincos" or "none"')
+        require_choice("pool", pool, ("class", "mean"))
+        require_choice("pos_embed", pos_embed, ("learned", "sincos", "none"))
         if distilled and pool != "class":
-            raise ValueError(f'a distillation token stands beside a class token; pool is "{pool}", '
+            raise ValueError('a distillation token stands beside a class token; pool is "mean", '
                              'expected "class"')
         if fc_norm and pool != "mean":
-            raise ValueError(f'fc_norm stands after mean pooling; pool is "{pool}", expected '
-                             f'"mean"')
-        if not 0 <= num_registers < LARGEST:
+            raise ValueError('fc_norm stands after mean pooling; pool is "class", expected "mean"')
+        if num_registers < 0:
             raise ValueError(f"num_registers is {num_registers}, expected at least 0")
         self.pool, self.distilled = pool, distilled
         self.drop_path_rates = drop_path_rates(drop_path, depth)
@@ -136,13 +133,11 @@ class VisionTransformer(Classifier):
     def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
         """See `Classifier`; drop_path: (2·depth, B) or None."""
-        wanted, seen = block_numbers(blocks, len(self.blocks)), {}
-        scales = [None] * len(self.blocks) if drop_path is None else drop_path.unflatten(0, (-1, 2))
-        x = self.embed(images)
-        for number, (block, scale) in enumerate(zip(self.blocks, scales)):
-            x = block(x, scale)                                          # (B, N, C)
-            if number in wanted:
-                seen[number] = self.tokens(x)
+        wanted, seen = block_numbers(blocks, len(self.blocks)), []
+        x = self.embed(images)                                           # (B, N, C)
+        for block, scales in zip(self.blocks, scales_by_block(drop_path, len(self.blocks))):
+            x = block(x, scales)
+            seen.append(self.tokens(x) if len(seen) in wanted else None)
         x = self.norm(x)
         return Features(tuple(seen[number] for number in wanted), self.tokens(x), self.pooled(x))
 
