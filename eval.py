@@ -46,7 +46,7 @@ from vitinit.data.pipeline import EvaluationBatches, KeptViews
 from vitinit.recipe.files import RecipeError, overrides, with_data
 from vitinit.recipe.values import nearest
 from vitinit.runs.report import Finding, report
-from vitinit.runs.trained import Saved, add_options, open_all
+from vitinit.runs.saved import Saved, add_options, open_all
 from vitinit.train import distributed
 from vitinit.train.device import describe_device, memory_for
 from vitinit.train.distributed import DAY, Processes

@@ -43,9 +43,8 @@ from vitinit.runs.folder import RunFolder
 from vitinit.runs.lock import RunLock
 from vitinit.runs.resume import (choose_run, require_same_data, require_same_micro_batch_size,
                                  settings)
-from vitinit.runs.start import (cautions, initialise, measure_mass, open_training_set, rehearsal,
-                                summary)
-from vitinit.runs.trained import build
+from vitinit.runs.start import (build, cautions, initialise, measure_mass, open_training_set,
+                                rehearsal, summary)
 from vitinit.train import distributed
 from vitinit.train.device import describe_device, memory_for, peak_gib
 from vitinit.train.distributed import DAY, Processes

@@ -18,7 +18,7 @@ from vitinit.data.eval_sets import imagenet_wnids
 from vitinit.data.datasets import ImageFiles, open_split
 from vitinit.data.images import resize_and_centre_crop
 from vitinit.runs import folder as run_folder
-from vitinit.runs.trained import open_saved
+from vitinit.runs.saved import open_saved
 
 SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)
 

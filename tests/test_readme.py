@@ -21,7 +21,7 @@ from vitinit import export, predict
 from vitinit.compare import mean_and_std, t_interval
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.records import read_archive
-from vitinit.runs.trained import build
+from vitinit.runs.start import build
 
 
 def run(words: list[str], cwd: Path) -> subprocess.CompletedProcess:

@@ -49,7 +49,8 @@ from .recipe.sections import Recipe
 from .runs.folder import RunFolder
 from .runs.foreign import preprocessor_config
 from .runs.records import portable, without_paths
-from .runs.trained import Trained, add_run, as_input, load, load_run
+from .runs.start import as_input
+from .runs.trained import Trained, add_run, load, load_run
 from .train.checkpoint import (CheckpointError, load as load_checkpoint, save_atomically,
                                sync_folder, write_text_atomically, written_atomically)
 

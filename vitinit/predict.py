@@ -36,7 +36,8 @@ from .data.images import DataError, decode_image
 from .data.loader import Loader
 from .figures.sheet import Tile, attended, draw_sheet, require_attention
 from .recipe.sections import Recipe
-from .runs.trained import Trained, add_run, as_input, evaluation_view, load_run
+from .runs.start import as_input, evaluation_view
+from .runs.trained import Trained, add_run, load_run
 from .train.checkpoint import write_text_atomically
 from .train.metrics import ProgressBar
 

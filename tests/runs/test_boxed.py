@@ -10,9 +10,9 @@ import vitinit
 from vitinit import predict
 from vitinit.figures.__main__ import main as figures
 from vitinit.recipe.files import fresh_recipe
-from vitinit.runs.folder import RunFolder
+from vitinit.runs.folder import BOXED, RunFolder
 from vitinit.runs.records import read_run
-from vitinit.runs.trained import BOXED, build
+from vitinit.runs.start import build
 
 BOX = BOXED / "cifar10_small"
 TWIN = BOXED / "cifar10_small-default"              # the same from the init default; no weights

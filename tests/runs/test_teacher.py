@@ -84,10 +84,10 @@ def test_what_cannot_teach_is_one_line_that_says_why(tmp_path):
             teacher="torchvision:regnet_y_16g"),
         "distill.weights is empty; expected the file": dict(teacher="torchvision:resnet18"),
         "weights.pth": dict(teacher="torchvision:resnet18", weights=str(tmp_path / "weights.pth")),
-        "cannot be read as a program of torch.export": dict(teacher=str(tmp_path / "text.pt2")),
-        "takes batches of 2 alone": dict(teacher=write_program(
+        "not a program of torch.export from any batch": dict(teacher=str(tmp_path / "text.pt2")),
+        "(Guard failed: input.size()[0] == 2)": dict(teacher=write_program(
             tmp_path / "fixed.pt2", (2, 3, 8, 8), batch_is_free=False)),
-        "expected a program from images (B, 3, H, W)": dict(teacher=write_program(
+        "to logits (B, K), such as vitinit.export writes": dict(teacher=write_program(
             tmp_path / "flat.pt2", (2, 192), batch_is_free=True)),
         "has 3 classes without names, and the student 2": dict(classes=["a", "b"], teacher=write_program(
             tmp_path / "free.pt2", (2, 3, 8, 8), batch_is_free=True)),

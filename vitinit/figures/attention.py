@@ -10,7 +10,7 @@ from torch import Tensor
 from ..data.images import decode_image
 from ..mixing import block_grids, mixing_matrices
 from ..models import SimpleViT, SwinTransformer, VisionTransformer
-from ..runs.trained import as_input, evaluation_view
+from ..runs.start import as_input, evaluation_view
 from .plot import OVERLAY, FigureError, pyplot, save
 from .subjects import Subject, require_family, require_indices
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..mixing import block_grids, mixing_matrices
 from ..models import SimpleViT, SwinTransformer, VisionTransformer
-from ..runs.trained import Trained, as_input
+from ..runs.start import as_input
+from ..runs.trained import Trained
 from .attention import HEAT, LUMA
 from .plot import BLUE, OVERLAY, VERMILION, FigureError, pyplot, save
 

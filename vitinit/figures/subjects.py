@@ -19,8 +19,9 @@ from ..models import MODELS, SimpleViT, VisionTransformer
 from ..recipe.files import RecipeError, fresh_recipe, with_data
 from ..recipe.sections import Recipe
 from ..runs.folder import RunFolder
-from ..runs.start import initialise, open_training_set, without_data
-from ..runs.trained import as_input, build, evaluation_view, open_saved
+from ..runs.saved import open_saved
+from ..runs.start import (as_input, build, evaluation_view, initialise, open_training_set,
+                          without_data)
 from ..train.checkpoint import CheckpointError
 from .plot import FigureError
 

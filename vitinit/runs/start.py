@@ -11,19 +11,20 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..command_line import building
+from ..data.augment import normalise
 from ..data.datasets import DATA_SETS, Source, open_split, oriented, stratified_part
-from ..data.images import DataError
+from ..data.images import DataError, resize_and_centre_crop
 from ..data.pipeline import Data
 from ..init import init_weights, reads_images
 from ..init.mass import has_targets, mass_on_images
 from ..keys import Stream, keyed_generator
+from ..models import build_model
 from ..recipe.files import with_data
 from ..recipe.sections import DataSection, Recipe
 from ..recipe.values import to_toml
 from ..train.device import describe_device
 from ..train.distributed import Processes
 from ..train.state import TrainState
-from .trained import as_input, evaluation_view
 
 INIT_IMAGES = 512               # training images that an init may read
 MASS_IMAGES = 64                # on which the mass on the init's targets is measured
@@ -50,6 +51,21 @@ def open_training_set(data: DataSection, root: str) -> tuple[Source, Source]:
                                   held_out=data.held_out_per_class, seed=data.subset_seed)
 
 
+def evaluation_view(image: Tensor, recipe: Recipe, size: tuple[int, int] | None = None) -> Tensor:
+    """Resize and centre-crop an image as the recipe's evaluation does.
+
+    image: (3, H, W) uint8. size: (height, width); None: the recipe's image size. Returns
+    (3, height, width) uint8.
+    """
+    return resize_and_centre_crop(image, size or recipe.data.image_size, recipe.eval.crop_pct,
+                                  recipe.eval.interpolation)
+
+
+def as_input(views: Tensor, recipe: Recipe) -> Tensor:
+    """Normalise views (B, 3, H, W) uint8 by the recipe's mean and std → (B, 3, H, W) float32."""
+    return normalise(views, recipe.data.mean, recipe.data.std)
+
+
 def training_views(recipe: Recipe, source: Source, count: int) -> Tensor:
     """`count` training images, or all if there are fewer: normalised evaluation views (n, 3, H, W).
 
@@ -58,6 +74,16 @@ def training_views(recipe: Recipe, source: Source, count: int) -> Tensor:
     order = keyed_generator(recipe.run.seed, Stream.INIT_IMAGES).permutation(len(source))
     return as_input(torch.stack([evaluation_view(source.image(int(index)), recipe)
                                  for index in order[:count]]), recipe)
+
+
+def build(recipe: Recipe, source: str = "") -> nn.Module:
+    """The recipe's model, as its constructor draws it.
+
+    Raises RecipeError, which begins with `source`, by default "recipe NAME".
+    """
+    with building(source or f"recipe {recipe.name}", "model"):
+        return build_model(recipe.model.name, num_classes=recipe.data.num_classes,
+                           image_size=recipe.data.image_size, **recipe.model.options)
 
 
 def without_data(recipe: Recipe) -> Recipe:

@@ -119,30 +119,27 @@ def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
     One that `vitinit.export` wrote contains its classes, mean and std. Any other is taken to read
     the student's views as they are.
     """
-    notes = {"vitinit.json": ""}
+    notes, data = {"vitinit.json": ""}, recipe.data
     try:
         exported = torch.export.load(path, extra_files=notes)
+        described = json.loads(notes["vitinit.json"] or "{}")
+        images = next(node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"
+                      and node.name in exported.graph_signature.user_inputs)
+        size = tuple(side if isinstance(side, int) else own
+                     for side, own in zip(images.shape[2:], data.image_size, strict=True))
+        exported = move_to_device_pass(exported, device)
+        model = exported.module()
+        with torch.no_grad():
+            shapes = [model(torch.zeros(batch, 3, *size, device=device)).shape for batch in (2, 3)]
+        if [len(shape) for shape in shapes] != [2, 2]:
+            raise ValueError(f"its output is {tuple(shapes[0])}")
     except Exception as error:                       # of many classes, for a file that is none
-        raise TeacherError(f"{path}: cannot be read as a program of torch.export "
-                           f"({in_brief(error)})") from None
-    inputs = [node.meta["val"] for node in exported.graph.nodes
-              if node.op == "placeholder" and node.name in exported.graph_signature.user_inputs]
-    outputs, = (node.args[0] for node in exported.graph.nodes if node.op == "output")
-    logits = [value.meta["val"] for value in outputs[-1:]]
-    if [value.ndim for value in (*inputs, *logits)] != [4, 2] or inputs[0].dtype != torch.float32:
-        raise TeacherError(f"{path}: expected a program from images (B, 3, H, W) float32 to logits "
-                           "(B, K); vitinit.export writes one without --normalise")
-    if isinstance(inputs[0].shape[0], int):
-        raise TeacherError(f"{path}: takes batches of {inputs[0].shape[0]} alone; export it with a "
-                           "dynamic batch size, as vitinit.export does")
-    described = json.loads(notes["vitinit.json"] or "{}")
-    data = recipe.data
-    exported = move_to_device_pass(exported, device)
-    size = tuple(side if isinstance(side, int) else own
-                 for side, own in zip(inputs[0].shape[2:], data.image_size))
-    return Opened(exported.module(), described.get("mean", data.mean),
-                  described.get("std", data.std), size, described.get("classes"),
-                  int(logits[0].shape[1]))
+        raise TeacherError(
+            f"{path}: not a program of torch.export from any batch of images (B, 3, H, W) float32 "
+            f"to logits (B, K), such as vitinit.export writes without --normalise "
+            f"({in_brief(error)})") from None
+    return Opened(model, described.get("mean", data.mean), described.get("std", data.std), size,
+                  described.get("classes"), shapes[0][1])
 
 
 def columns_for(name: str, opened: Opened, classes: Sequence[str]) -> tuple[list[int], str]:
