@@ -8,7 +8,6 @@ import math
 import tomllib
 import typing
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -178,14 +177,10 @@ def test_other_ways_to_write_a_value():
     ("[ema]\n", "[ema]\nxyz = 3\n", "[ema] has no key 'xyz'; valid: decay, warmup"),
     ("[ema]\n", "[schedul]\na = 3\n[ema]\n",
      "'schedul' is no section of a recipe; did you mean 'schedule'?"),
-    ("[run]\n", "x = 3\n[run]\n",
-     f"'x' is no section of a recipe; valid: {', '.join(sorted(SECTIONS))}"),
-    ("[ema]\n", "[[ema]]\n", "'ema' is no section of a recipe; valid: "),
     ("[run]\n", '[run]\n"a\\nb" = 3\n', "[run] has no key 'a\\nb'; valid: seed"),
     ("[run]\n", "version = 13\n[run]\n", "a recipe of version 13, and this code reads 12; commit "
      "bb39c50 reads those of versions 1 to 11"),
     ("[ema]\n", f"[{'.'.join('a' * 900)}]\n[ema]\n", "not valid TOML: maximum recursion depth"),
-    ("[ema]\n", f"[ema]\nx = {'[' * 900}{']' * 900}\n", "not valid TOML: maximum recursion depth"),
     ("[ema]\n", "[ema\n", "not valid TOML: Expected ']' at the end of a table declaration"),
     ("[ema]\n", "[ema]\ndecay = 0.0\n", "not valid TOML: Cannot overwrite a value")])
 def test_a_wrong_table_is_refused_with_the_nearest_right_one(tmp_path, old, new, words):
@@ -247,13 +242,13 @@ def test_a_key_takes_values_of_its_kind_within_its_bounds(key, words, good, bad)
         assert message.startswith(f"{key} is ") and f", expected {words}" in message
 
 
-@pytest.mark.parametrize("written, words", [
-    ("engine.amp=bf6", "engine.amp is 'bf6'; did you mean 'bf16'?"),
-    ("engine.amp=[1]", "engine.amp is [1]; valid: bf16, fp16, off"),
-    ("rand_augment.operations=['Invert', 'Shear_X']",
-     "rand_augment.operations is ['Invert', 'Shear_X'], with 'Shear_X'; did you mean 'ShearX'?")])
-def test_a_choice_of_words_has_a_hint(written, words):
-    assert set_refusal(written) == words
+def test_a_choice_of_words_has_a_hint():
+    for written, words in {
+            "engine.amp=bf6": "engine.amp is 'bf6'; did you mean 'bf16'?",
+            "engine.amp=[1]": "engine.amp is [1]; valid: bf16, fp16, off",
+            "rand_augment.operations=['Invert', 'Shear_X']": "rand_augment.operations is ['Invert',"
+            " 'Shear_X'], with 'Shear_X'; did you mean 'ShearX'?"}.items():
+        assert set_refusal(written) == words
 
 
 def test_every_bound_is_checked_in_every_place_of_a_list():
@@ -277,40 +272,31 @@ def test_every_bound_is_checked_in_every_place_of_a_list():
     assert checked > 80
 
 
-OPERATIONS = "rand_augment.operations=[]"
+PEAK = 1e-3 * 47 / 512          # base_lr · global_batch / 512
 
 
 @pytest.mark.parametrize("wrong, right, words", [
     (["augment.crop_scale=[0.5, 0.25]"], "augment.crop_scale=[0.5, 0.5]",
      "augment.crop_scale = [0.5, 0.25]; expected the smaller value first"),
-    (["augment.crop_ratio=[1.5, 0.5]"], "augment.crop_ratio=[1.5, 1.5]",
-     "augment.crop_ratio = [1.5"),
-    (["augment.erase_area=[0.3, 0.25]"], "augment.erase_area=[0.3, 0.3]",
-     "augment.erase_area = [0.3"),
-    (["augment.erase_ratio=[3.5, 0.5]"], "augment.erase_ratio=[1, 1]",
-     "augment.erase_ratio = [3.5"),
-    (["rand_augment.layers=2", OPERATIONS], "rand_augment.operations=['Invert']",
+    (["augment.erase_ratio=[3.5, 0.5]"], "augment.erase_ratio=[1, 1]", "augment.erase_ratio = [3"),
+    (["rand_augment.layers=2", "rand_augment.operations=[]"], "rand_augment.layers=0",
      "rand_augment.operations = [] with rand_augment.layers = 2; expected some, or 0 layers"),
-    ([OPERATIONS, "rand_augment.layers=2"], "rand_augment.layers=0",
-     "rand_augment.operations = [] with"),
     (["data.subset=0.5", "data.images_per_class=3"], "data.images_per_class=0",
      "data.images_per_class = 3 with data.subset = 0.5; expected 0, or a subset of 1.0"),
     (["data.root=''"], "data.name=shapes",
-     'data.root = "" with data.name = "image_folder"; expected a'),
+     'data.root = "" with data.name = "image_folder"; expected a folder, given by --data-dir'),
     (["schedule.epochs=3", "schedule.warmup_epochs=4"], "schedule.warmup_epochs=3",
      "schedule.warmup_epochs = 4 with schedule.epochs = 3; expected no more"),
     (["schedule.warmup_epochs=1", "schedule.shape=one_cycle"], "schedule.shape=cosine",
      'schedule.warmup_epochs = 1 with schedule.shape = "one_cycle"; expected 0'),
     (["optim.base_lr=1e-3", "optim.lr_scaling=linear", "optim.global_batch=47",
-      "schedule.min_lr=1e-4"],
-     f"schedule.min_lr={1e-3 * 47 / 512!r}", "schedule.min_lr = 0.0001 with optim.base_lr = 0.001, "
-     'optim.lr_scaling = "linear", optim.global_batch = 47; expected at most the learning '
-     "rate's peak, 9.17969e-05"),
-    (["schedule.warmup_lr=2e-3", "optim.lr_scaling=none", "optim.base_lr=1e-3"],
-     "optim.base_lr=2e-3",
-     "schedule.warmup_lr = 0.002 with"),
+      "schedule.min_lr=1e-4"], f"schedule.min_lr={PEAK!r}",
+     "schedule.min_lr = 0.0001 with optim.base_lr = 0.001, optim.lr_scaling = \"linear\", "
+     "optim.global_batch = 47; expected at most the learning rate's peak, 9.17969e-05"),
     (["optim.base_lr=1e-12"], "optim.base_lr=1e-3",
      "schedule.warmup_lr = 1e-06 with optim.base_lr = 1e-12"),
+    (["distill.weights=ema"], "distill.teacher=runs/a",
+     'distill.weights = "ema" with distill.teacher = ""; expected none'),
     (["ema.decay=0.0", "ema.warmup=true"], "ema.warmup=false",
      "ema.warmup = true with ema.decay = 0.0"),
     (["ema.decay=0.0", "ema.warmup=false", "checkpoint.best_by=ema_top1"], "ema.decay=0.5",
@@ -353,24 +339,20 @@ def test_set_replaces_values_options_and_whole_tables_in_the_order_given():
     assert type(recipe.init.options["qk_norm"]) is float
 
 
-@pytest.mark.parametrize("text, words", [
-    ("run.seed", "expected section.key=value, for example --set schedule.epochs=10"),
-    ("seed=3", "expected section.key=value, for example --set schedule.epochs=10"),
-    ("run.=3", "[run] has no key ''; valid: seed"),
-    ("scedule.epochs=3", "there is no table 'scedule'; did you mean 'schedule'?"),
-    ("model.option.depth=3", "there is no table 'option'; did you mean 'options'?"),
-    ("run.seed.x=3", "there is no table 'seed'; it takes none"),
-    ("model.options={" + ".".join("a" * 900) + "=1}", "pos_embed, qkv_bias"),
-    ("model.name=vit_tinny", "model.name is 'vit_tinny'; did you mean 'vit_tiny'?"),
-    ("init.name=impuls", "init.name is 'impuls'; did you mean 'impulse'?"),
-    ("model.options.depht=3",
-     "[model.options] of vit_tiny has no key 'depht'; did you mean 'depth'?"),
-    ("model.options.depth=2.5", "model.options.depth is 2.5, expected an integer"),
-    ("init.options={rnk = 3}", "[init.options] of impulse has no key 'rnk'; did you mean 'rank'?"),
-    ("init.options.generator=3", "has no key 'generator'"),
-    ("model.options.num_classes=3", "has no key 'num_classes'")])
-def test_what_set_gets_wrong_is_named_with_what_was_written(text, words):
-    assert words in set_refusal("init.options.rank=3", text)
+def test_what_set_gets_wrong_is_named_with_what_was_written():
+    for text, words in {
+            "seed=3": "expected section.key=value, for example --set schedule.epochs=10",
+            "run.=3": "[run] has no key ''; valid: seed",
+            "scedule.epochs=3": "there is no table 'scedule'; did you mean 'schedule'?",
+            "run.seed.x=3": "there is no table 'seed'; it takes none",
+            "model.options={" + ".".join("a" * 900) + "=1}": "pos_embed, qkv_bias",
+            "model.name=vit_tinny": "model.name is 'vit_tinny'; did you mean 'vit_tiny'?",
+            "init.name=impuls": "init.name is 'impuls'; did you mean 'impulse'?",
+            "model.options.depth=2.5": "model.options.depth is 2.5, expected an integer",
+            "init.options={rnk = 3}":
+            "[init.options] of impulse has no key 'rnk'; did you mean 'rank'?",
+            "init.options.generator=3": "has no key 'generator'"}.items():
+        assert words in set_refusal("init.options.rank=3", text)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -391,16 +373,14 @@ def test_awkward_folders_and_values_write_back_to_equal_ones(tmp_path):
         assert found == value and repr(found) == repr(value)
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda table: table.update(version=7),
-     "a recipe of version 7, and this code reads 12; commit bb39c50"),
-    (lambda table: table.pop("version"), "a recipe of version None, and"),
-    (lambda table: table["model"]["options"].update(past=3),
-     "[model.options] of vit_tiny has no key 'past'")])
-def test_a_checkpoints_recipe_is_checked_under_the_name_of_its_file(change, words):
+def test_a_checkpoints_recipe_is_checked_under_the_name_of_its_file():
     table = with_sets().as_dict()
-    change(table)
-    assert refusal(from_dict, table, "last.pt").startswith(f"last.pt: {words}")
+    for change, words in (
+            ({"version": 7}, "a recipe of version 7, and this code reads 12; commit bb39c50"),
+            ({"version": None}, "a recipe of version None, and"),
+            ({"model": table["model"] | {"options": {"past": 3}}},
+             "[model.options] of vit_tiny has no key 'past'")):
+        assert refusal(from_dict, table | change, "last.pt").startswith(f"last.pt: {words}")
     assert "its recipe is [1], expected a table" in refusal(from_dict, [1], "last.pt")
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from vitinit.runs.folder import RunFolder
-from vitinit.runs.groups import finished_runs
 from vitinit.runs.records import FILES, LARGEST, read_runs, write_archive
 from vitinit.train.checkpoint import CheckpointError
 
@@ -80,15 +79,6 @@ def test_a_path_is_a_folder_an_archive_or_an_archive_with_a_pattern(packed, tmp_
     out = tmp_path / "odd.tar.xz"
     write_archive(read_runs([written_run("a[1]", [1.0]), written_run("a1", [1.0], seed=1)]), out)
     assert chosen(out / "a[1]") == ["odd.tar.xz/a[1]"] and chosen(out / "?1") == ["odd.tar.xz/a1"]
-
-
-def test_a_missing_file_is_left_out(packed, tmp_path, written_run):
-    cut = written_run("cut", [1.0], epochs=2, seed=3)
-    (cut / "run.json").unlink()
-    write_archive(read_runs([tmp_path / "a-s1", cut]), packed)
-    runs, unfinished = finished_runs(read_runs([packed]))
-    assert [run.path for run in runs] == [packed / "a-s1"]
-    assert unfinished == [f"left out, not finished: {packed / 'cut'}, 1 of 2 epochs"]
 
 
 # ---------------------------------------------------------------------------------------------

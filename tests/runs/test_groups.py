@@ -26,14 +26,11 @@ def test_a_real_run_is_read_without_its_checkpoints(train_program, small_run, tm
     assert len(run.measured("val_top1")) == 2
 
 
-def test_a_recipe_goes_by_the_name_on_the_command_line(written_run):
+def test_a_run_is_known_by_its_command_and_ends_with_its_cool_down(written_run):
     for words, name in ((["--recipe", "deit_base"], "deit_base"), ([], "recipe"),
                         (["--recipe=runs/a.b/trial.toml"], "trial")):
         assert read_run(written_run(name, [1.0],
                                     start={"command": ["train.py", *words]})).recipe == name
-
-
-def test_cooldown_epochs_belong_to_a_run(written_run):
     sets = ("schedule.cooldown_epochs=2",)
     assert not read_run(written_run("a", [1.0, 2.0, 3.0], sets=sets)).finished
     assert read_run(written_run("b", [1.0, 2.0, 3.0], epochs=1, sets=sets)).finished
@@ -117,11 +114,9 @@ def test_a_label_names_only_the_keys_that_differ(written_run):
         "default, mix.cutmix_alpha = 1.0, optim.eps = 1e-06",
         "default, mix.cutmix_alpha = 0.0, optim.eps = 1e-06",
         "mimetic, mix.cutmix_alpha = 0.0, optim.eps = 1e-08"]
-
-
-def test_recipes_are_named_where_there_are_several_and_not_compared_key_by_key(written_run):
-    assert list(grouped(written_run("a", [1.0], recipe="one"),
-                        written_run("b", [1.0, 2.0], recipe="two"))) == ["one, default",
+    # Different recipes are not compared key by key.
+    assert list(grouped(written_run("g", [1.0], recipe="one"),
+                        written_run("h", [1.0, 2.0], recipe="two"))) == ["one, default",
                                                                          "two, default"]
 
 

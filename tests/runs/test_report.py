@@ -46,14 +46,6 @@ def test_one_finding_is_a_line_for_each_weights_and_json(capsys):
         {"class": "cat", "correct": 246, "total": 999}]}
 
 
-def test_top_5_of_few_classes_is_left_out(capsys):
-    few = dataclasses.replace(MODEL, top5=None)
-    report([finding(model=few)], per_class=False, json_file=None)
-    line, row = capsys.readouterr().out.splitlines()
-    assert line == "model  top-1 50.000 %  loss 1.2500  over 1,004 images"
-    assert json.loads(row)["model"]["top5"] is None
-
-
 def test_classes_are_sorted_by_what_the_model_knows_of_them(capsys):
     report([finding()], per_class=True, json_file=None)
     printed = capsys.readouterr().out
