@@ -28,7 +28,7 @@ from ..recipe.files import load_recipe, with_data
 from ..recipe.values import to_toml
 from ..runs.groups import Group, finished_runs, group_runs
 from ..runs.records import Run, read_runs
-from ..runs.trained import open_saved
+from ..runs.saved import open_saved
 from ..train.checkpoint import CheckpointError
 from ..train.engine import autocast
 from ..train.metrics import ProgressBar

@@ -12,7 +12,6 @@ What no file states is assumed from the recipe, and `assumptions` says what that
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,10 +21,11 @@ from torch import nn
 
 from ..messages import in_brief
 from ..models.layers import hidden_width, to_pair
+from ..models.libraries import SWIN_OPTIONS, VIT_OPTIONS
 from ..recipe.files import Override
 from ..recipe.sections import Recipe
 from ..train.checkpoint import CheckpointError
-from .folder import FOREIGN_WEIGHTS, read_bytes
+from .folder import FOREIGN_WEIGHTS, parse_json, read_bytes
 
 # Whole words of a checkpoint's name whose models have our tensors' names and shapes, but compute
 # something else.
@@ -108,17 +108,13 @@ def read_description(path: Path, architecture: str = "") -> Description | None:
 
 def _table(file: Path) -> dict[str, Any]:
     """The object in a file of JSON; {} if there is no file."""
-    try:
-        table = json.loads(read_bytes(file, b"{}"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from None
+    table = parse_json(read_bytes(file, b"{}"))
     if not isinstance(table, dict):
-        raise CheckpointError(f"{file}: holds a {type(table).__name__}, expected an object")
+        raise CheckpointError(f"{file}: is no object of JSON")
     return table
 
 
 def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
-    from ..models.libraries import SWIN_OPTIONS, VIT_OPTIONS       # with the names of all layers
     kind, name = config["model_type"], (config.get("architectures") or ["no architecture"])[0]
     if name not in ARCHITECTURES.get(kind, ()):
         reason = ("its classifier reads the class token and the mean of the patches together; its "

@@ -27,7 +27,6 @@ from ..train.distributed import Processes
 from ..train.engine import normalises_over_images
 from .folder import RunFolder, Say
 from .lock import RunLock
-from .records import read_run
 
 NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes do the largest
 # Keys that may differ between the processes of a run, and those that may change on resume.
@@ -106,6 +105,7 @@ def task_in(folder: RunFolder, recipe: Recipe | None, say: Say) -> int:
                               "that started it, with --resume auto, starts it again")
     if not results and not folder.recipe.exists():
         return NEW
+    from .records import read_run                    # only where there is no checkpoint any more
     run = read_run(folder.path)
     if recipe is not None:
         require_same_recipe(folder.path, run.keys, recipe.keys)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..command_line import Parser
+from ..models.convert import native_tensors
 from ..models.layers import to_pair
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe, with_data
 from ..recipe.sections import Recipe
@@ -64,7 +65,6 @@ class Saved(NamedTuple):
         the recipe's model, are infinite or NaN, or depend on the image size, and RecipeError if
         the model cannot be built.
         """
-        from ..models.convert import native_tensors      # its names are for checkpoints alone
         recipe, tensors = self.recipe, model_state(self.state, self.path, weights)
         require_finite(tensors, weights, self.path)
         tensors = native_tensors(tensors)
