@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from vitinit.init.mass import mass_on_images
+from vitinit.runs import start
 from vitinit.train.distributed import Processes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -19,7 +20,6 @@ def started(processes: Processes) -> dict:
     sys.path.insert(0, str(REPOSITORY))
     import train
     from vitinit.recipe.files import load_recipe, parse_override
-    from vitinit.runs import start
 
     drawn = {}
 
@@ -54,13 +54,13 @@ def test_all_processes_and_their_moving_averages_start_with_the_main_ones_weight
 
 def test_the_mass_on_the_targets_in_training_images_stands_below_the_init(
         train_program, small_run, tmp_path, monkeypatch, capsys):
-    """Block 0 has a head whose target is its own token, and block 1 has none."""
+    """Baselines, and runs that start from a checkpoint, have no such line."""
     found = []
 
     def measured(model, name, options, images):
         found.append((mass_on_images(model, name, options, images), images))
         return found[-1][0]
-    monkeypatch.setattr(train_program, "mass_on_images", measured)
+    monkeypatch.setattr(start, "mass_on_images", measured)
     arguments = small_run(tmp_path / "run", "--dry-run", init="deep_impulse",
                           model__options__patch_size="2", model__options__embed_dim="48")
     assert train_program.main(arguments) == 0
@@ -68,16 +68,10 @@ def test_the_mass_on_the_targets_in_training_images_stands_below_the_init(
     init = next(number for number, line in enumerate(lines) if line.startswith("init "))
     (mass, images), = found
     assert lines[init + 1] == f"mass    {mass}, on {len(images)} training images"
-    assert lines[init + 2].startswith("batch ")
-    assert images.shape == (51, 3, 8, 8)             # all there are
+    assert lines[init + 2].startswith("batch ") and images.shape == (51, 3, 8, 8)    # all there are
 
-
-def test_baselines_and_runs_that_start_from_a_checkpoint_have_no_such_line(train_program, small_run,
-                                                                           tmp_path, capsys):
-    assert train_program.main(small_run(tmp_path / "run", init="default",
-                                        schedule__epochs="1")) == 0
-    assert train_program.main(small_run(
-        tmp_path / "tuned", "--dry-run", "--set", f"init.checkpoint={tmp_path / 'run'}",
-        init="mimetic")) == 0
+    assert train_program.main(small_run(tmp_path / "run", init="default", schedule__epochs="1")) == 0
+    assert train_program.main(small_run(tmp_path / "tuned", "--dry-run", "--set",
+                                        f"init.checkpoint={tmp_path / 'run'}", init="mimetic")) == 0
     printed = capsys.readouterr().out
     assert "\nstart   " in printed and "mass  " not in printed
