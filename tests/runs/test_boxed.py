@@ -10,6 +10,7 @@ import vitinit
 from vitinit import predict
 from vitinit.figures.__main__ import main as figures
 from vitinit.recipe.files import fresh_recipe
+from vitinit.runs.fine_tune import fine_tune
 from vitinit.runs.folder import BOXED, RunFolder
 from vitinit.runs.records import read_run
 from vitinit.runs.start import build
@@ -48,11 +49,11 @@ def test_its_twin_differs_in_the_init_alone_and_is_worse():
     assert tops[0] >= 75.0 and tops[0] > tops[1] + 1.0
 
 
-def test_a_recipe_starts_from_it_by_its_name(train_program, tmp_path, monkeypatch):
+def test_a_recipe_starts_from_it_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = fresh_recipe("cifar10_small", say=print, data_dir="data",
                           sets=["init.checkpoint=cifar10_small"])
-    line, = train_program.fine_tune(build(recipe), recipe)
+    line, = fine_tune(build(recipe), recipe)
     assert line.startswith("start   cifar10_small, exact: ")
 
 
