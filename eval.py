@@ -14,10 +14,6 @@ the model, unless it is a folder of transformers with its config.json; a line sa
 that tensors do not show. Without --data each checkpoint is evaluated on the validation set of its
 recipe. A single result is printed as a line, several as a table. One JSON object per checkpoint and
 data set follows, or is written to the FILE of --json.
-
-Two further sets are parts of a run's own training set, and go by names of their own: `train`, the
-images that it was trained on, without augmentation (--train-images); and `held_out`, the validation
-set of a run with data.held_out_per_class, whose test images go by --data like any other set.
 """
 
 from __future__ import annotations
@@ -37,9 +33,9 @@ from torch import Tensor, nn
 
 from vitinit.command_line import Parser, run_program
 from vitinit.data.augment import ToDevice
-from vitinit.data.datasets import DATA_SETS, Source, download, is_wnid, open_split, oriented
+from vitinit.data.datasets import DATA_SETS, Source, download, is_wnid, oriented
 from vitinit.data.eval_sets import (EVAL_SETS, EvaluatedSet, NamedSet, TrainingPart, class_indices,
-                                    imagenet_wnids, open_to_evaluate, own_set)
+                                    imagenet_wnids, own_set)
 from vitinit.data.images import DataError
 from vitinit.data.loader import EvalViews, start_fork_server
 from vitinit.data.pipeline import EvaluationBatches, KeptViews
@@ -50,7 +46,7 @@ from vitinit.runs.saved import Saved, add_options, open_all
 from vitinit.train import distributed
 from vitinit.train.device import describe_device, memory_for
 from vitinit.train.distributed import DAY, Processes
-from vitinit.train.engine import Evaluation, evaluate, set_precision
+from vitinit.train.engine import evaluate, set_precision
 from vitinit.train.interruption import StopRequest
 from vitinit.train.metrics import ProgressBar
 from vitinit.train.throughput import TIMED_PASSES, WARMUP_PASSES, Throughput, throughput
@@ -79,14 +75,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=named_set, nargs="+", action="extend", metavar="NAME=DIR",
                         help=f"data sets: {', '.join([*DATA_SETS, *EVAL_SETS])}")
     parser.add_argument("--train-images", action="store_true",
-                        help="evaluate each model on the images that it was trained on, without "
-                             "augmentation; with --data, on these too")
+                        help="evaluate on the images that each was trained on; with --data, too")
     parser.add_argument("--data-dir", help="data.root: folder of the recipe's own data set")
     add_options(parser, EVALUATION_KEYS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON to this file")
     parser.add_argument("--per-class", action="store_true", help="print top-1 of every class")
     parser.add_argument("--throughput", action="store_true",
-                        help="print images/s of each model's forward pass, and its memory")
+                        help="print images/s of each forward pass, and its memory")
     args = parser.parse_args(arguments)
     if args.data and args.data_dir is not None and not args.train_images:
         raise RecipeError(f"--data-dir {args.data_dir}: the folder of the recipe's own data set, "
@@ -96,38 +91,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def sets_of(saved: Saved, args: argparse.Namespace) -> list[EvaluatedSet]:
-    """What a checkpoint is evaluated on: its training images, the sets of --data, or both.
-
-    Without both options it is the validation set of its recipe.
-    """
-    data = saved.recipe.data
-    chosen = [TrainingPart("train", data)] * args.train_images + (args.data or [])
-    return list(dict.fromkeys(chosen or [own_set(data)]))
-
-
-def open_sets(users: dict[EvaluatedSet, Saved], own: bool, processes: Processes
-              ) -> dict[EvaluatedSet, Source]:
-    """Open each data set; one that can be downloaded is, if it is not there.
-
-    users: for each set a checkpoint that is evaluated on it. own: whether they are the recipes' own
-    validation sets, which must then have the model's number of classes.
-    """
-    folders = dict.fromkeys((one.data.name, one.root) if isinstance(one, TrainingPart) else one
-                            for one in users)
+def open_set(one: EvaluatedSet, processes: Processes) -> Source:
+    """Open a data set; it is downloaded first if it is not there and can be."""
+    name = one.data.name if isinstance(one, TrainingPart) else one.name
     with processes.together(within=DAY):
-        for name, root in folders:
-            if name in DATA_SETS and processes.local_rank == 0:
-                download(name, root)
+        if name in DATA_SETS and processes.local_rank == 0:
+            download(name, one.root)
     with processes.together():
-        sources: dict[EvaluatedSet, Source] = {
-            one: one.open() if isinstance(one, TrainingPart) else
-            open_split(*one, "val", saved.recipe.data.num_classes) if own else
-            open_to_evaluate(*one) for one, saved in users.items()}
-    for line in dict.fromkeys(source.left_out for source in sources.values() if source.left_out):
-        if processes.is_main:
-            print(line, flush=True)
-    return sources
+        source = one.open()
+    if source.left_out and processes.is_main:
+        print(source.left_out, flush=True)
+    return source
 
 
 def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor | None:
@@ -155,18 +129,21 @@ def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor |
 def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> None:
     """Evaluate all checkpoints on all data sets and report the results."""
     with processes.together():
-        opened = open_all(args.checkpoint, recipe=args.recipe, changes=overrides(sets=args.set),
-                          changeable=EVALUATION_KEYS, image_size=args.image_size)
-    checkpoints = opened if args.data_dir is None else [
-        saved._replace(recipe=with_data(saved.recipe, root=args.data_dir)) for saved in opened]
+        checkpoints = open_all(args.checkpoint, recipe=args.recipe, changes=overrides(
+            sets=args.set), changeable=EVALUATION_KEYS, image_size=args.image_size)
+    if args.data_dir is not None:
+        checkpoints = [saved._replace(recipe=with_data(saved.recipe, root=args.data_dir))
+                       for saved in checkpoints]
     start_fork_server(max(saved.recipe.data.workers for saved in checkpoints))
-    pairs = [(number, one) for number, saved in enumerate(checkpoints)
-             for one in sets_of(saved, args)]
-    sources = open_sets({one: checkpoints[number] for number, one in pairs}, not args.data,
-                        processes)
+    pairs = []                                       # of a data set and the number of a checkpoint
+    for number, saved in enumerate(checkpoints):
+        data = saved.recipe.data
+        chosen = [TrainingPart("train", data)] * args.train_images + (args.data or [])
+        pairs += [(one, number) for one in dict.fromkeys(chosen or [own_set(data)])]
+    sources = {one: open_set(one, processes) for one in dict(pairs)}
     with processes.together():
-        columns = {(number, one): columns_of(checkpoints[number], one, sources[one])
-                   for number, one in pairs}
+        columns = {(one, number): columns_of(checkpoints[number], one, sources[one])
+                   for one, number in pairs}
     models, speeds = [], []                          # on the CPU until they are needed
     for saved in checkpoints:
         with processes.together():
@@ -177,29 +154,36 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
                        for name, model in own.items()})
         speeds.append(speed(saved, models[-1]["model"], processes) if args.throughput else None)
 
-    findings: dict[tuple[int, EvaluatedSet], Finding] = {}
-    for eval_set, source in sources.items():
+    findings = {}
+    for one, source in sources.items():
         kept: dict[tuple, KeptViews] = {}            # how views are made → the views, decoded once
         for number, saved in enumerate(checkpoints):
-            if (number, eval_set) in columns:
-                results = evaluate_on(eval_set.name, source, saved, models[number],
-                                      columns[number, eval_set], kept, processes, stop)
-                findings[number, eval_set] = Finding(
-                    saved.name, saved.recipe.name, eval_set, saved.size,
-                    saved.recipe.data.num_classes, list(source.classes), speeds[number], results)
+            if (one, number) in columns:
+                batches, engine = batches_of(source, saved, kept, processes), saved.recipe.engine
+                set_precision(engine.tf32)
+                with (ProgressBar(f"validate {one.name}", len(batches),
+                                  shown=processes.is_main) as bar,
+                      memory_for("eval.batch_size", batches.batch_size, processes.rank)):
+                    on_device = [model.to(processes.device, memory_format=batches.prepare.format)
+                                 for model in models[number].values()]
+                    results = evaluate(on_device, bar.over(batches), columns=columns[one, number],
+                                       num_classes=len(source.classes), amp=engine.amp,
+                                       processes=processes, stop=stop)
+                findings[one, number] = Finding(
+                    saved.name, saved.recipe.name, one, saved.size, saved.recipe.data.num_classes,
+                    list(source.classes), speeds[number], dict(zip(models[number], results)))
     if processes.is_main:
         report([findings[pair] for pair in pairs], per_class=args.per_class, json_file=args.json)
 
 
-def evaluate_on(title: str, source: Source, saved: Saved, models: dict[str, nn.Module],
-                columns: Tensor | None, kept: dict[tuple, KeptViews], processes: Processes,
-                stop: StopRequest) -> dict[str, Evaluation]:
-    """Evaluate a checkpoint's models in one pass over a data set.
+def batches_of(source: Source, saved: Saved, kept: dict[tuple, KeptViews], processes: Processes
+               ) -> EvaluationBatches:
+    """The images of a data set as a checkpoint's model takes them.
 
-    columns: see `columns_of`. kept: the views that were made of the set so far, by how; those of
-    this pass are added. What fits in data.on_device_gib or eval.cache_gib is decoded only once.
+    kept: the views that were made of the set so far, by how; those of this checkpoint are added.
+    What fits in data.on_device_gib or eval.cache_gib is decoded only once.
     """
-    data, how, engine = saved.recipe.data, saved.recipe.eval, saved.recipe.engine
+    data, how = saved.recipe.data, saved.recipe.eval
     view = dict(size=saved.size, crop_pct=how.crop_pct, interpolation=how.interpolation)
     key = (*view.values(), data.apply_exif_orientation)
     if key not in kept:
@@ -208,17 +192,9 @@ def evaluate_on(title: str, source: Source, saved: Saved, models: dict[str, nn.M
         kept[key] = KeptViews(views, processes.device, on_device_gib=data.on_device_gib,
                               cache_gib=how.cache_gib)
     prepare = ToDevice(processes.device, mean=data.mean, std=data.std,
-                       channels_last=engine.channels_last)
-    batches = EvaluationBatches(kept[key], batch_size=how.batch_size, workers=data.workers,
-                                prepare=prepare)
-    set_precision(engine.tf32)
-    with (ProgressBar(f"validate {title}", len(batches), shown=processes.is_main) as bar,
-          memory_for("eval.batch_size", how.batch_size, processes.rank)):
-        on_device = [model.to(processes.device, memory_format=prepare.format)
-                     for model in models.values()]
-        found = evaluate(on_device, bar.over(batches), columns=columns, stop=stop,
-                         amp=engine.amp, num_classes=len(source.classes), processes=processes)
-    return dict(zip(models, found))
+                       channels_last=saved.recipe.engine.channels_last)
+    return EvaluationBatches(kept[key], batch_size=how.batch_size, workers=data.workers,
+                             prepare=prepare)
 
 
 def speed(saved: Saved, model: nn.Module, processes: Processes) -> Throughput:
@@ -231,10 +207,10 @@ def speed(saved: Saved, model: nn.Module, processes: Processes) -> Throughput:
                            channels_last=engine.channels_last, bar=bar)
     model.cpu()                                      # the next one's memory is to be its own
     if processes.is_main:
-        print(f"{saved.name}  {found.images_per_second:.1f} images/s, {found.milliseconds:.2f} "
-              f"ms per batch of {found.batch_size} at {saved.size[0]}×{saved.size[1]}, amp "
-              f"{engine.amp}, median of {TIMED_PASSES} passes after {WARMUP_PASSES}; peak "
-              f"memory {found.peak_memory}, {describe_device(device)}", flush=True)
+        height, width = saved.size
+        print(f"{saved.name}  {found.images_per_second:.1f} images/s, {found.milliseconds:.2f} ms "
+              f"per batch of {found.batch_size} at {height}×{width}, amp {engine.amp}; peak memory "
+              f"{found.peak_memory}, {describe_device(device)}", flush=True)
     return found
 
 

@@ -8,16 +8,14 @@ come in the order given, those of a folder sorted by name. If the folder that an
 name of a class, that class counts as the truth, and the last line says how many images were
 classified correctly. An image that cannot be read is named and skipped, and the exit status is 1.
 
---json FILE writes one JSON object per image and line; --csv FILE writes one row per image.
---sheet FILE.png draws a contact sheet of the images with their predictions, marked as right or
-wrong; --attention adds a map of what the model attends to. --sheet needs the extra `figures`.
+--json FILE writes one JSON object per image and line. --sheet FILE.png draws a contact sheet of the
+images with their predictions, marked as right or wrong; --attention adds a map of what the model
+attends to. --sheet needs the extra `figures`.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import os
 import sys
@@ -56,11 +54,6 @@ class Guess(NamedTuple):
     def right(self) -> bool | None:
         """Whether the likeliest class is the true one; None if the truth is not known."""
         return None if self.truth is None or self.problem else self.ranked[0][0] == self.truth
-
-    def line(self) -> str:
-        """The printed line: path, then classes with their probabilities in percent."""
-        guesses = "  ".join(f"{name} {100 * share:.1f} %" for name, share in self.ranked)
-        return f"{self.path}  {guesses}"
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object of --json."""
@@ -143,18 +136,6 @@ def guesses(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int
                 yield Guess(path, truth, next(ranked)), next(readable)
 
 
-def as_csv(found: Sequence[Guess], top: int) -> str:
-    """The table of --csv: a heading, then one row per image; unknown cells are empty."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["image", "truth", "problem", *(f"{title}_{rank}" for rank in range(1, top + 1)
-                                                  for title in ("class", "probability"))])
-    for guess in found:
-        cells = [cell for pair in guess.ranked for cell in pair] or [""] * 2 * top
-        rows.writerow([guess.path, guess.truth or "", guess.problem, *cells])
-    return text.getvalue()
-
-
 def summary(found: Sequence[Guess]) -> str:
     """How many predictions were right, and how many files could not be read; "" for neither."""
     judged = [guess.right for guess in found if guess.right is not None]
@@ -183,7 +164,8 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
             if view is None:
                 print(f"vitinit.predict: {guess.problem}", file=sys.stderr, flush=True)
             else:
-                print(guess.line())
+                print(guess.path, *(f"{name} {100 * share:.1f} %" for name, share in guess.ranked),
+                      sep="  ")
                 if args.sheet is not None and len(found) in on_sheet:
                     heat = attended(trained, view) if args.attention else None
                     tiles.append(Tile(guess.path, view, heat, guess.truth, *guess.ranked[0]))
@@ -194,25 +176,22 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
     if args.json is not None:
         lines = (json.dumps(guess.as_dict()) + "\n" for guess in found)
         write_text_atomically("".join(lines), args.json)
-    if args.csv is not None:
-        write_text_atomically(as_csv(found, top), args.csv)
     if args.sheet is not None:
         draw_sheet(args.sheet, tiles, heading=f"{trained.path.parent.name}, {len(tiles)} of "
                    f"{len(paths):,} images{last_line and ': '}{last_line}")
-    for file in filter(None, (args.json, args.csv, args.sheet)):
+    for file in filter(None, (args.json, args.sheet)):
         print(f"wrote {file}")
     return int(any(guess.problem for guess in found))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the program with these arguments (default: the command line); return the exit status."""
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; RecipeError for files that cannot be written."""
     parser = Parser(prog="python -m vitinit.predict", description=__doc__)
     add_run(parser)
     parser.add_argument("images", nargs="+", metavar="IMAGE|FOLDER")
     parser.add_argument("--top", type=integer(1), default=5, help="classes per image (5)")
     parser.add_argument("--json", type=Path, metavar="FILE",
                         help="write one JSON object per image and line")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write one row per image")
     parser.add_argument("--sheet", type=Path, metavar="FILE.png",
                         help=f"draw a contact sheet of at most {SHEET} images, evenly chosen")
     parser.add_argument("--attention", action="store_true",
@@ -220,15 +199,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=integer(1), default=64, help="images at a time (64)")
     parser.add_argument("--workers", type=integer(0), default=min(8, os.cpu_count() or 1),
                         help="processes that decode images")
+    args = parser.parse_args(arguments)
+    if args.attention and args.sheet is None:
+        parser.error("--attention is drawn on a contact sheet; give --sheet FILE.png, too")
+    for flag, file in (("json", args.json), ("sheet", args.sheet)):
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            parser.error(f"--{flag} {file}: expected a file in a folder that exists")
+    return args
 
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the program with these arguments (default: the command line); return the exit status."""
     def program() -> int:
-        args = parser.parse_args(arguments)
-        if args.attention and args.sheet is None:
-            parser.error("--attention is drawn on a contact sheet; give --sheet FILE.png, too")
-        for flag in ("json", "csv", "sheet"):
-            file = getattr(args, flag)
-            if file is not None and (file.is_dir() or not file.parent.is_dir()):
-                parser.error(f"--{flag} {file}: expected a file in a folder that exists")
+        args = parse_arguments(arguments)
         trained = load_run(args, device="cuda" if torch.cuda.is_available() else "cpu")
         if args.attention:
             require_attention(trained)

@@ -68,6 +68,10 @@ class NamedSet(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name}={self.root}" if self.root else self.name
 
+    def open(self) -> Source:
+        """Open the set to evaluate; see `open_to_evaluate`."""
+        return open_to_evaluate(self.name, self.root)
+
 
 class TrainingPart(NamedTuple):
     """Images of a run's own training set: those that it trains on, or those that it holds out."""
