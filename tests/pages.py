@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vitinit import sweep
-from vitinit.init import INITS
+from vitinit.init import INITS, init_function
 from vitinit.messages import OneLineError
 from vitinit.models import FAMILIES, model_class
 from vitinit.recipe.files import fresh_recipe
@@ -137,7 +137,8 @@ def known_keys() -> set[str]:
     """All keys of recipes, each of which states all, with the options of every model and init."""
     tables = [tomllib.loads(path.read_text("utf-8")) for path in RECIPES.glob("*.toml")]
     functions = {"model": list(map(model_class, FAMILIES)),
-                 "init": [init for families in INITS.values() for init in families.values()]}
+                 "init": [init_function(init, family) for init, families in INITS.items()
+                          for family in families]}
     return {f"{section}.{key}" for table in tables for section in table
             for key in (table[section] if isinstance(table[section], dict) else ())} | {
         f"{section}.options.{name}" for section in functions for function in functions[section]

@@ -32,9 +32,8 @@ def kernel_offsets(kernel_size: int) -> list[Offset]:
     """The offset of every cell of a kernel, row-major: [(-1, -1), (-1, 0), …] for 3×3."""
     if kernel_size < 1:
         raise ValueError(f"kernel_size is {kernel_size}, expected at least 1")
-    centre = (kernel_size - 1) // 2
-    return [(row - centre, column - centre)
-            for row in range(kernel_size) for column in range(kernel_size)]
+    first = -((kernel_size - 1) // 2)
+    return list(product(range(first, first + kernel_size), repeat=2))
 
 
 def ordered_offsets(kernel_size: int) -> list[Offset]:
@@ -45,7 +44,7 @@ def ordered_offsets(kernel_size: int) -> list[Offset]:
     """
     offsets = kernel_offsets(kernel_size)
     if kernel_size == 3:
-        return [offsets[cell] for cell in RELEASED_ORDER_3X3]
+        return list(map(offsets.__getitem__, RELEASED_ORDER_3X3))
     return sorted(offsets, key=lambda offset: offset[0] ** 2 + offset[1] ** 2)   # a stable sort
 
 
@@ -58,10 +57,11 @@ def head_offsets(num_heads: int, cells: list[Offset], offsets: str, generator: t
     first: number of heads in all blocks before this one, from which "rotating" goes on counting.
     """
     if offsets == "random":
-        draws = torch.randint(len(cells), (num_heads,), generator=generator)
-        return [cells[draw] for draw in draws]
-    start = first if offsets == "rotating" else 0
-    return [cells[(start + head) % len(cells)] for head in range(num_heads)]
+        chosen = torch.randint(len(cells), (num_heads,), generator=generator)
+    else:
+        start = first if offsets == "rotating" else 0
+        chosen = torch.arange(start, start + num_heads) % len(cells)
+    return list(map(cells.__getitem__, chosen))
 
 
 def offsets_on_grid(kernel_size: int, grid: tuple[int, int]) -> list[Offset]:
@@ -69,8 +69,7 @@ def offsets_on_grid(kernel_size: int, grid: tuple[int, int]) -> list[Offset]:
     largest = 2 * min(grid) - 1
     if kernel_size > largest:
         raise ValueError(f"kernel_size is {kernel_size}, but beyond {largest} its outer offsets "
-                         f"have "
-                         f"no target on the {grid[0]}×{grid[1]} grid")
+                         f"have no target on the {grid[0]}×{grid[1]} grid")
     return ordered_offsets(kernel_size)
 
 
@@ -113,6 +112,15 @@ def shift_targets(offset: Offset, grid: tuple[int, int], *, circular: bool = Fal
         rows, columns = rows % height, columns % width
     inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
     return torch.where(inside, rows * width + columns, -1).flatten()     # (N,)
+
+
+def shift_matrix(offset: Offset, grid: tuple[int, int]) -> Tensor:
+    """The (N, N) matrix of the impulse at `offset`: 1 at each token's target, 0 elsewhere."""
+    targets = shift_targets(offset, grid)
+    rows = (targets >= 0).nonzero()[:, 0]
+    matrix = torch.zeros(len(targets), len(targets))
+    matrix[rows, targets[rows]] = 1.0
+    return matrix
 
 
 def convolution_matrix(kernel: Tensor, grid: tuple[int, int], *, circular: bool = False) -> Tensor:

@@ -18,18 +18,53 @@ part of M.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from .filters import Offset, convolution_matrix, shift_targets
 
+AT_ONCE = 8             # images per forward pass, whose attention matrices are all computed
 TINY = torch.finfo(torch.float32).tiny      # stands for values that have rounded to zero
+
+Reader = Callable[..., Tensor]       # (heads, *inputs of the mixer) → (B, len(heads), N, N)
+
+
+# ---------------------------------------------------------------------------------------------
+# Forward passes that are looked into
+# ---------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
+def run(model: nn.Module, images: Tensor, *,
+        before: Mapping[nn.Module, Callable[[Tensor], None]] | None = None,
+        after: Mapping[nn.Module, Callable[[tuple, Any], None]] | None = None) -> None:
+    """Pass images through a model in evaluation mode, which is left as it was.
+
+    before: by module, what is called with the module's input. after: with all its inputs and its
+    output. PyTorch takes its fast paths for whole layers, which call no module, only without hooks.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    hooks = []
+    try:
+        for module, call in (before or {}).items():
+            hooks.append(module.register_forward_pre_hook(
+                lambda _, inputs, call=call: call(inputs[0])))
+        for module, call in (after or {}).items():
+            hooks.append(module.register_forward_hook(
+                lambda _, inputs, output, call=call: call(inputs, output)))
+        model.eval()
+        model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes:
+            module.training = training
+
+
 def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] | None = None,
                     heads: Sequence[int] | None = None,
                     summarise: Callable[[Tensor], Tensor] | None = None) -> dict[int, Tensor]:
@@ -55,94 +90,101 @@ def mixing_matrices(model: nn.Module, images: Tensor, *, blocks: Iterable[int] |
     chosen = slice(None) if heads is None else list(heads)
     matrices: dict[int, Tensor] = {}
 
-    def record(block: int, read: Callable):
-        def hook(module, arguments):
-            found = read(chosen, *arguments)
-            matrices[block] = found if summarise is None else summarise(found)
-        return hook
-
-    # The hook receives exactly the input of the block's spatial mixer.
-    hooks = [readers[block][0].register_forward_pre_hook(record(block, readers[block][1]))
-             for block in wanted]
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        model(images)
-    finally:
-        for module, training in modes:
-            module.training = training
-        for hook in hooks:
-            hook.remove()
+    def record(block: int, inputs: tuple, _: Tensor) -> None:
+        found = readers[block][1](chosen, *inputs)
+        matrices[block] = found if summarise is None else summarise(found)
+    run(model, images, after={readers[block][0]: partial(record, block) for block in wanted})
     return matrices
+
+
+def mean_shares(model: nn.Module, images: Tensor,
+                readers: Sequence[tuple[nn.Module, Callable[[tuple, Tensor], Tensor]]],
+                grids: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """By block, the `shares_of_patches` on its grid, (h, N, N), averaged over images and windows.
+
+    readers: by block, a module and a function of its inputs and its output that gives attention
+        weights, (n, h, N, N). images: (B, 3, H, W), of which AT_ONCE go through the model at once.
+    """
+    means: list[Any] = [0.0] * len(readers)
+
+    def add(block: int, weight: float, inputs: tuple, output: Tensor) -> None:
+        weights = readers[block][1](inputs, output)
+        means[block] = means[block] + weight * shares_of_patches(weights, grids[block]).mean(0)
+    for batch in images.split(AT_ONCE):
+        weight = len(batch) / len(images)
+        run(model, batch, after={module: partial(add, block, weight)
+                                 for block, (module, _) in enumerate(readers)})
+    return means
+
+
+# ---------------------------------------------------------------------------------------------
+# The mixers of the families
+# ---------------------------------------------------------------------------------------------
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model of this package, those of a Swin through all its stages."""
+    if model.family == "swin":
+        return [block for stage in model.layers for block in stage.blocks]
+    return list(model.blocks)
 
 
 def block_grids(model: nn.Module) -> list[tuple[int, int]]:
     """The grid of patch tokens that each block mixes."""
     if model.family == "swin":
-        return [block.grid for stage in model.layers for block in stage.blocks]
+        return [block.grid for block in blocks_of(model)]
     return [model.grid] * len(model.blocks)
-
-
-Reader = Callable[..., Tensor]       # (heads, *inputs of the mixer) → (B, len(heads), N, N)
 
 
 def mixers(model: nn.Module) -> list[tuple[nn.Module, Reader]]:
     """Each block's spatial mixer, and a function that computes its matrices from its input."""
     family = getattr(model, "family", type(model).__name__)
     if family in ("vit", "simple_vit"):
-        return [(block.attn, _attention_reader(block.attn)) for block in model.blocks]
+        return [(block.attn, partial(_read_attention, block.attn)) for block in model.blocks]
     if family == "swin":
-        return [(block.attn, _window_reader(block))
-                for stage in model.layers for block in stage.blocks]
+        return [(block.attn, partial(_read_windows, block)) for block in blocks_of(model)]
     if family == "mlp_mixer":
-        return [(block.mlp_tokens, _token_mlp_reader(block.mlp_tokens)) for block in model.blocks]
+        return [(block.mlp_tokens, partial(_read_token_mlp, block.mlp_tokens))
+                for block in model.blocks]
     if family == "conv_mixer":
-        return [(model.depthwise(block), _depthwise_reader(model.depthwise(block)))
+        return [(model.depthwise(block), partial(_read_depthwise, model.depthwise(block)))
                 for block in model.blocks]
     raise ValueError(f"spatial mixing of a {type(model).__name__} is not defined here")
 
 
-def _attention_reader(attention: nn.Module) -> Reader:
-    def read(heads, x: Tensor, *pos_embed: Tensor) -> Tensor:
-        weights = attention.mixing_weights(x, *pos_embed)[:, heads]
-        return weights.expand(len(x), -1, -1, -1)    # some SimpleViTs have one for all images
-    return read
+def _read_attention(attention: nn.Module, heads: Any, x: Tensor, *pos_embed: Tensor) -> Tensor:
+    weights = attention.mixing_weights(x, *pos_embed)[:, heads]
+    return weights.expand(len(x), -1, -1, -1)        # some SimpleViTs have one for all images
 
 
-def _window_reader(block: nn.Module) -> Reader:
-    """Reads the matrices of all windows as one (N, N), by token number on the unshifted map."""
+def _read_windows(block: nn.Module, heads: Any, x: Tensor, mask: Tensor | None) -> Tensor:
+    """The matrices of all windows as one (N, N), by token number on the unshifted map."""
+    from einops import rearrange     # which a trainer that only calls an init need not import
     height, width = block.window
-
-    def read(heads, x: Tensor, mask: Tensor | None) -> Tensor:
-        weights = block.attn.mixing_weights(x, mask)[:, heads]           # (B·M, h, w², w²)
-        # The token numbers, on the unshifted map, of each window: (M, w²).
-        tokens = torch.arange(block.grid[0] * block.grid[1], device=x.device).view(block.grid)
-        tokens = tokens.roll([-shift for shift in block.shift], dims=(0, 1))
-        tokens = rearrange(tokens, "(a h) (b w) -> (a b) (h w)", h=height, w=width)
-        weights = rearrange(weights, "(n m) h q k -> n h m q k", m=len(tokens))
-        matrices = weights.new_zeros(*weights.shape[:2], tokens.numel(), tokens.numel())
-        matrices[:, :, tokens[:, :, None], tokens[:, None]] = weights
-        return matrices
-    return read
+    weights = block.attn.mixing_weights(x, mask)[:, heads]               # (B·M, h, w², w²)
+    # The token numbers, on the unshifted map, of each window: (M, w²).
+    tokens = torch.arange(block.grid[0] * block.grid[1], device=x.device).view(block.grid)
+    tokens = tokens.roll([-shift for shift in block.shift], dims=(0, 1))
+    tokens = rearrange(tokens, "(a h) (b w) -> (a b) (h w)", h=height, w=width)
+    weights = rearrange(weights, "(n m) h q k -> n h m q k", m=len(tokens))
+    matrices = weights.new_zeros(*weights.shape[:2], tokens.numel(), tokens.numel())
+    matrices[:, :, tokens[:, :, None], tokens[:, None]] = weights
+    return matrices
 
 
-def _token_mlp_reader(mlp: nn.Module) -> Reader:
+def _read_token_mlp(mlp: nn.Module, channels: Any, x: Tensor) -> Tensor:
     """J = fc2 · diag(GELU′(fc1 x + b)) · fc1, with each channel's own x."""
-    def read(channels, x: Tensor) -> Tensor:
-        hidden = mlp.fc1(x[:, channels])                                 # (B, c, hidden)
-        with torch.enable_grad():
-            hidden = hidden.detach().requires_grad_(True)
-            slopes, = torch.autograd.grad(mlp.act(hidden).sum(), hidden)
-        return torch.einsum("nh, bch, hm -> bcnm", mlp.fc2.weight, slopes, mlp.fc1.weight)
-    return read
+    hidden = mlp.fc1(x[:, channels])                                     # (B, c, hidden)
+    with torch.enable_grad():
+        hidden = hidden.detach().requires_grad_(True)
+        slopes, = torch.autograd.grad(mlp.act(hidden).sum(), hidden)
+    return torch.einsum("nh, bch, hm -> bcnm", mlp.fc2.weight, slopes, mlp.fc1.weight)
 
 
-def _depthwise_reader(mixing: nn.Module) -> Reader:
-    def read(channels, x: Tensor) -> Tensor:
-        matrices = [convolution_matrix(kernel, x.shape[-2:])
-                    for kernel in mixing.kernels()[channels, 0]]
-        return torch.stack(matrices).expand(len(x), -1, -1, -1)          # the same for all images
-    return read
+def _read_depthwise(mixing: nn.Module, channels: Any, x: Tensor) -> Tensor:
+    matrices = [convolution_matrix(kernel, x.shape[-2:])
+                for kernel in mixing.kernels()[channels, 0]]
+    return torch.stack(matrices).expand(len(x), -1, -1, -1)              # the same for all images
 
 
 # ---------------------------------------------------------------------------------------------
@@ -150,22 +192,17 @@ def _depthwise_reader(mixing: nn.Module) -> Reader:
 # ---------------------------------------------------------------------------------------------
 
 
-def among_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
-    """(..., N, N) → (..., cells, cells): without the prefix tokens, in float32 or higher precision.
+def shares_of_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
+    """(..., N, N) → (..., cells, cells): without the prefix tokens, each row divided by its sum.
 
-    Raises ValueError if N is less than the number of cells of the grid.
+    In float32 or higher precision. A row that is all on prefix tokens is 0. Raises ValueError if N
+    is less than the number of cells of the grid.
     """
     cells = grid[0] * grid[1]
     if weights.ndim < 2 or min(weights.shape[-2:]) < cells:
         raise ValueError(f"weights have the shape {tuple(weights.shape)}, expected (..., N, N) "
-                         f"with N "
-                         f"at least {cells}, the cells of a {grid[0]}×{grid[1]} grid")
-    return weights[..., -cells:, -cells:].to(torch.promote_types(weights.dtype, torch.float32))
-
-
-def shares_of_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
-    """`among_patches`, each row divided by its sum; a row that is all on prefix tokens is 0."""
-    patches = among_patches(weights, grid)
+                         f"with N at least {cells}, the cells of a {grid[0]}×{grid[1]} grid")
+    patches = weights[..., -cells:, -cells:].to(torch.promote_types(weights.dtype, torch.float32))
     return patches / patches.sum(dim=-1, keepdim=True).clamp(min=TINY)
 
 

@@ -47,9 +47,11 @@ def built(family: str) -> nn.Module:
 def tries() -> Iterator[tuple[str, str, str, Any, dict]]:
     """(family, init, option, value, other options): every numeric option, at extreme values."""
     for family, (name, _) in MODELS_TRIED.items():
-        for init, functions in INITS.items():
-            function = functions.get(MODELS[name][0])
-            for option, parameter in inspect.signature(function).parameters.items() if function else ():
+        for init in INITS:
+            if MODELS[name][0] not in INITS[init]:
+                continue
+            function = init_function(init, MODELS[name][0])
+            for option, parameter in inspect.signature(function).parameters.items():
                 values = {float: NUMBERS, int: INTEGERS,
                           tuple: [(number, 0.02) for number in NUMBERS]}.get(type(parameter.default), [])
                 for value in values if option != "steps" else (0, -1):
@@ -134,7 +136,7 @@ def test_subclasses_and_compiled_models_get_the_weights_of_the_model_itself(init
     for other in (child, wrapped):
         assert all(torch.equal(value, other.state_dict()[key])
                    for key, value in plain.state_dict().items())
-    assert init_function(init, child.family) is INITS[init]["vit"]
+    assert init_function(init, child.family) is init_function(init, "vit")
 
 
 def test_other_classes_are_told_which_inits_their_ancestor_has():

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import vitinit
-from vitinit.init import INITS
+from vitinit.init import INITS, init_function
 from vitinit.models import MODELS
 from vitinit.models.attention import Attention
 from vitinit.models.simple_vit import SimpleAttention
@@ -66,10 +66,11 @@ QUICK = {"impulse_gd": dict(steps=5)}                # a thousand steps by defau
 def small_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
     """Every init on every small model of its families, by default and with each variant."""
     for family, (name, sizes) in SMALL.items():
-        for init, functions in INITS.items():
-            function = functions.get(MODELS[name][0])
-            known = inspect.signature(function).parameters if function else ()
-            for options in [{}, *VARIANTS.get(init, [])] if function else []:
+        for init in INITS:
+            if MODELS[name][0] not in INITS[init]:
+                continue
+            known = inspect.signature(init_function(init, MODELS[name][0])).parameters
+            for options in [{}, *VARIANTS.get(init, [])]:
                 if options.keys() <= set(known):
                     yield (f"{family}: {init} {options or ''}".strip(), name,
                            sizes | dict(image_size=(20, 28)), init, QUICK.get(init, {}) | options)
@@ -92,7 +93,7 @@ def recipe_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
         own = recipe["init"].get("options", {})      # of the recipe's init, such as base = "torch"
         vit = MODELS[name][0] == "vit"
         for init in ("impulse", "deep_impulse") if vit else ("impulse",):
-            known = inspect.signature(INITS[init][MODELS[name][0]]).parameters
+            known = inspect.signature(init_function(init, MODELS[name][0])).parameters
             options = {key: value for key, value in own.items() if key in known}
             if init not in ("impulse", recipe["init"]["name"]) and own:
                 continue

@@ -16,43 +16,49 @@ seed; in train.py the first process sends its weights to all others.
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..messages import in_brief
 from ..models import FAMILIES
-from .baseline import default, lecun, torch_default
-from .deep_impulse import deep_impulse
-from .filters_conv_mixer import filters_conv_mixer
-from .impulse import impulse
-from .impulse_conv_mixer import impulse_conv_mixer
-from .impulse_gd import impulse_gd
-from .impulse_mixer import impulse_mixer
-from .impulse_simple_vit import impulse_simple_vit
-from .impulse_swin import impulse_swin
-from .in_place import call, deep_impulse_, describe, impulse_, init_, mimetic_
-from .mimetic import mimetic, mimetic_simple_vit
-from .norm_matched import norm_matched
 
 __all__ = ["GIVEN", "INITS", "deep_impulse_", "describe", "impulse_", "init_", "init_function",
            "init_weights", "mimetic_", "reads_images"]
 
 GIVEN = ("generator", "images")       # parameters of inits that a caller gives; they are no options
-INITS: dict[str, dict[str, Callable[..., None]]] = {
-    "default": dict.fromkeys(FAMILIES, default),
-    "torch": dict.fromkeys(FAMILIES, torch_default),
-    "lecun": dict.fromkeys(FAMILIES, lecun),
-    "mimetic": {"vit": mimetic, "swin": mimetic, "simple_vit": mimetic_simple_vit},
-    "impulse": {"vit": impulse, "swin": impulse_swin, "mlp_mixer": impulse_mixer,
-                "conv_mixer": impulse_conv_mixer, "simple_vit": impulse_simple_vit},
-    "deep_impulse": {"vit": deep_impulse},
-    "norm_matched": {"vit": norm_matched},
-    "filters": {"conv_mixer": filters_conv_mixer},
-    "impulse_gd": {"vit": impulse_gd, "simple_vit": impulse_gd},
+
+# By init and family, a function, or where it is, as "module.function" of this package. Modules are
+# imported when their init is used.
+INITS: dict[str, dict[str, str | Callable[..., None]]] = {
+    "default": {"vit": "baseline.default", "swin": "baseline.default",
+                "mlp_mixer": "baseline.mixer_default", "conv_mixer": "baseline.torch_default",
+                "simple_vit": "baseline.torch_default"},
+    "torch": dict.fromkeys(FAMILIES, "baseline.torch_default"),
+    "lecun": dict.fromkeys(FAMILIES, "baseline.lecun"),
+    "mimetic": {"vit": "mimetic.mimetic", "swin": "mimetic.mimetic",
+                "simple_vit": "mimetic.mimetic_simple_vit"},
+    "impulse": {"vit": "impulse.impulse", "swin": "impulse_swin.impulse_swin",
+                "mlp_mixer": "impulse_mixer.impulse_mixer",
+                "conv_mixer": "impulse_conv_mixer.impulse_conv_mixer",
+                "simple_vit": "impulse_simple_vit.impulse_simple_vit"},
+    "deep_impulse": {"vit": "deep_impulse.deep_impulse"},
+    "norm_matched": {"vit": "norm_matched.norm_matched"},
+    "filters": {"conv_mixer": "filters_conv_mixer.filters_conv_mixer"},
+    "impulse_gd": {"vit": "impulse_gd.impulse_gd", "simple_vit": "impulse_gd.impulse_gd"},
 }
+BASES = ("default", "torch", "lecun")                # what an init's option `base` may be
+IN_PLACE = ("deep_impulse_", "describe", "impulse_", "init_", "mimetic_")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in IN_PLACE:
+        raise AttributeError(f"module 'vitinit.init' has no attribute '{name}'")
+    return getattr(importlib.import_module(".in_place", __name__), name)
 
 
 def family_of(model: nn.Module) -> str:
@@ -68,11 +74,15 @@ def init_function(name: str, family: str) -> Callable[..., None]:
     if name not in INITS:
         near = difflib.get_close_matches(name, INITS, n=3) or sorted(INITS)
         raise ValueError(f"there is no init '{name}'; near: {', '.join(near)}")
-    if family in INITS[name]:
-        return INITS[name][family]
-    others = [other for other, families in INITS.items() if family in families]
-    raise ValueError(f"init '{name}' is not defined for a {FAMILIES.get(family, family)}; it has: "
-                     f"{', '.join(others) or 'none'}")
+    if family not in INITS[name]:
+        others = [other for other, families in INITS.items() if family in families]
+        raise ValueError(f"init '{name}' is not defined for a {FAMILIES.get(family, family)}; it "
+                         f"has: {', '.join(others) or 'none'}")
+    function = INITS[name][family]
+    if isinstance(function, str):
+        module, _, function = function.partition(".")
+        function = getattr(importlib.import_module(f".{module}", __name__), function)
+    return function
 
 
 def reads_images(name: str, family: str) -> bool:
@@ -95,15 +105,37 @@ def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,
     """
     model = getattr(model, "_orig_mod", model)       # the model that torch.compile wrapped
     function = init_function(name, family_of(model))
-    if generator.device.type != "cpu":
-        raise ValueError(f"the generator is on {generator.device}; inits draw on the CPU: use "
-                         "torch.Generator()")
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point() and (tensor.device.type != "cpu"
                                            or tensor.dtype not in (torch.float32, torch.float64)):
             raise ValueError(f"{tensor_name} is {str(tensor.dtype).removeprefix('torch.')} on "
                              f"{tensor.device}; inits draw and solve on the CPU in float32 or "
-                             f"float64: "
-                             "call init_weights before .half(), .bfloat16() or .to(device)")
-    read = {"images": images} if reads_images(name, family_of(model)) else {}
-    call(function, model, name, options, generator=generator, **read)
+                             "float64: call init_weights before .half(), .bfloat16() or "
+                             ".to(device)")
+    read = {"images": images} if "images" in inspect.signature(function).parameters else {}
+    apply(function, model, model, options, name=name, generator=generator, **read)
+
+
+def apply(function: Callable[..., None], model: nn.Module, target: Any,
+          options: Mapping[str, Any], *, name: str, generator: torch.Generator,
+          **given: Any) -> None:
+    """Let an init write to `target`, a model or its layout; every weight must then be finite.
+
+    Raises ValueError where they cannot be computed or are not, and for a generator of a device.
+    """
+    if generator.device.type != "cpu":
+        raise ValueError(f"the generator is on {generator.device}; inits draw on the CPU: use "
+                         "torch.Generator()")
+    numbers = ", ".join(f"{key}={value}" for key, value in options.items()
+                        if not isinstance(value, (bool, str)))
+    what = f"init '{name}'" + (f" with {numbers}" if numbers else "")
+    try:
+        function(target, generator=generator, **given, **options)
+    except (ArithmeticError, RuntimeError) as error:     # overflow, or a failed decomposition
+        raise ValueError(f"{what} cannot be computed ({in_brief(error, 60)}); use values nearer "
+                         "to the defaults") from error
+    for tensor_name, tensor in model.named_parameters():
+        # A NaN or an infinity shows in the extremes: an eighth of the time of isfinite().all().
+        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+            raise ValueError(f"{what} makes {tensor_name} infinite or NaN; use values nearer to "
+                             "the defaults")

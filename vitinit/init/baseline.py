@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..models.layers import Classifier
+from ..models import FAMILIES
+from . import BASES, family_of, init_function
 
 EMBED_STD = 0.02            # std of position embeddings and class tokens in ViT, DeiT and timm
 CUT_NORMAL_STD = 0.87962566103423978    # std of a standard normal truncated at ± 2
@@ -17,6 +19,47 @@ EMBEDDINGS = {"pos_embed", "cls_token", "dist_token", "reg_token", "relative_pos
 SAME = {"class_token": "cls_token", "distillation_token": "dist_token",      # in other libraries
         "register_tokens": "reg_token", "pos_embedding": "pos_embed",
         "position_embeddings": "pos_embed"}
+Base = Literal["default", "torch", "lecun"]
+
+
+def draw_base(model: nn.Module, base: Base | None, generator: torch.Generator) -> None:
+    """Draw every parameter by the baseline named `base`; raises ValueError for an unknown name.
+
+    The models of other libraries are drawn as a ViT. None, which only `init_` of in_place.py gives,
+    leaves the model as it is.
+    """
+    if base is None:
+        return
+    if base not in BASES:
+        raise ValueError(f"base is {base!r}, expected one of {', '.join(BASES)}")
+    family = family_of(model) if family_of(model) in FAMILIES else "vit"
+    init_function(base, family)(model, generator=generator)
+
+
+def drawn_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """What an init draws, in the model's order: (kind, weight, bias). Norms are reset on the way.
+
+    kind: "linear", "conv", or an embedding's name in this package. Raises ValueError for a
+    parameter of one of our models that no rule here covers. Those of other libraries, such as
+    LayerScale, are left out, and stay as they are.
+    """
+    for module in model.modules():
+        if isinstance(module, (nn.LayerNorm, nn.BatchNorm2d)):
+            module.reset_parameters()
+        elif isinstance(module, nn.MultiheadAttention):
+            yield "linear", module.in_proj_weight, module.in_proj_bias
+        elif isinstance(module, (nn.Linear, nn.Conv2d)):
+            kind = "linear" if isinstance(module, nn.Linear) else "conv"
+            yield kind, module.weight, module.bias
+        elif isinstance(module, nn.Embedding):
+            yield "pos_embed", module.weight, None
+        else:
+            for name, parameter in module.named_parameters(recurse=False):
+                kind = SAME.get(name, name)
+                if kind in EMBEDDINGS:
+                    yield kind, parameter, None
+                elif family_of(module) in FAMILIES:
+                    raise ValueError(f"no rule for {name} of {type(module).__name__}")
 
 
 @torch.no_grad()
@@ -41,9 +84,7 @@ def truncated_normal_(tensor: Tensor, *, std: float, cut: float,
 
 @torch.no_grad()
 def default(model: nn.Module, *, generator: torch.Generator) -> None:
-    """Draw all weights as the paper of the model's family does.
-
-    ViT as in DeiT (arXiv 2012.12877), and Swin (arXiv 2103.14030):
+    """Draw the weights of a ViT as DeiT (arXiv 2012.12877), of a Swin as its paper (2103.14030).
 
     | tensor                                      | value                                       |
     |---------------------------------------------|---------------------------------------------|
@@ -57,7 +98,23 @@ def default(model: nn.Module, *, generator: torch.Generator) -> None:
     Both papers' code calls trunc_normal_(std=.02), which truncates at an absolute ±2, that is, at
     100 standard deviations. In effect this is a normal distribution, so it is drawn as one here.
 
-    MLP-Mixer as in its authors' code (arXiv 2105.01601) and timm:
+    ConvMixer (arXiv 2201.09792) and SimpleViT (arXiv 2401.12511) use PyTorch's own init, `torch`,
+    and MLP-Mixer that of `mixer_default`.
+    """
+    for kind, weight, bias in drawn_tensors(model):
+        if kind == "linear":
+            weight.normal_(std=0.02, generator=generator)
+            if bias is not None:
+                bias.zero_()
+        elif kind == "conv":
+            uniform_by_fan_in(weight, bias, generator)
+        else:
+            weight.normal_(std=EMBED_STD, generator=generator)
+
+
+@torch.no_grad()
+def mixer_default(model: nn.Module, *, generator: torch.Generator) -> None:
+    """Draw the weights of an MLP-Mixer as its authors' code (arXiv 2105.01601) and timm do.
 
     | tensor                                      | value                                       |
     |---------------------------------------------|---------------------------------------------|
@@ -66,48 +123,19 @@ def default(model: nn.Module, *, generator: torch.Generator) -> None:
     | stem.proj                                   | weight LeCun normal, cut at 2 std; bias 0   |
     | head                                        | 0                                           |
     | LayerNorm                                   | weight 1, bias 0                            |
-
-    ConvMixer (arXiv 2201.09792) and SimpleViT (arXiv 2401.12511) use PyTorch's own init: `torch`.
     """
-    family = getattr(model, "family", None)
-    if family in ("conv_mixer", "simple_vit"):
-        torch_default(model, generator=generator)
-    elif family == "mlp_mixer":
-        _mixer_default(model, generator)
-    else:
-        _vit_default(model, generator)
-
-
-def _vit_default(model: nn.Module, generator: torch.Generator) -> None:
-    for module in _modules_with_parameters(model):
-        if isinstance(module, nn.Linear):
-            module.weight.normal_(std=0.02, generator=generator)
-            if module.bias is not None:
-                module.bias.zero_()
-        elif isinstance(module, nn.Conv2d):
-            _uniform_by_fan_in(module, generator)
-        elif isinstance(module, (nn.LayerNorm, nn.BatchNorm2d)):
-            module.reset_parameters()
+    for kind, weight, bias in drawn_tensors(model):
+        if weight is model.head.weight:
+            weight.zero_()
+            bias.zero_()
+        elif kind == "linear":
+            nn.init.xavier_uniform_(weight, generator=generator)
+            bias.normal_(std=1e-6, generator=generator)
         else:
-            for parameter in _embeddings(module).values():
-                parameter.normal_(std=EMBED_STD, generator=generator)
-
-
-def _mixer_default(model: nn.Module, generator: torch.Generator) -> None:
-    for module in _modules_with_parameters(model):
-        if module is model.head:
-            module.weight.zero_()
-            module.bias.zero_()
-        elif isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight, generator=generator)
-            module.bias.normal_(std=1e-6, generator=generator)
-        elif isinstance(module, nn.Conv2d):
             # Truncation at ± 2 std leaves .8796 of the std; the result is to be 1/√fan_in.
-            std = (1.0 / module.weight[0].numel()) ** 0.5 / CUT_NORMAL_STD
-            truncated_normal_(module.weight, std=std, cut=2 * std, generator=generator)
-            module.bias.zero_()
-        else:
-            module.reset_parameters()                # LayerNorm
+            std = (1.0 / fan_in(weight)) ** 0.5 / CUT_NORMAL_STD
+            truncated_normal_(weight, std=std, cut=2 * std, generator=generator)
+            bias.zero_()
 
 
 @torch.no_grad()
@@ -126,20 +154,16 @@ def torch_default(model: nn.Module, *, generator: torch.Generator) -> None:
     | query, key of a SimpleViT, if free          | U(±1/√N)                                    |
     | LayerNorm, BatchNorm                        | weight 1, bias 0, running mean 0, variance 1 |
     """
-    for module in _modules_with_parameters(model):
-        if isinstance(module, (nn.Linear, nn.Conv2d)):
-            _uniform_by_fan_in(module, generator)
-        elif isinstance(module, (nn.LayerNorm, nn.BatchNorm2d)):
-            module.reset_parameters()
+    for kind, weight, bias in drawn_tensors(model):
+        if kind in ("linear", "conv"):
+            uniform_by_fan_in(weight, bias, generator)
+        elif kind in ("cls_token", "dist_token"):
+            weight.zero_()
+        elif kind in ("query", "key"):
+            bound = weight.shape[1] ** -0.5
+            weight.uniform_(-bound, bound, generator=generator)
         else:
-            for name, parameter in _embeddings(module).items():
-                if name in ("cls_token", "dist_token"):
-                    parameter.zero_()
-                elif name in ("query", "key"):
-                    bound = parameter.shape[1] ** -0.5
-                    parameter.uniform_(-bound, bound, generator=generator)
-                else:
-                    parameter.normal_(std=EMBED_STD, generator=generator)
+            weight.normal_(std=EMBED_STD, generator=generator)
 
 
 @torch.no_grad()
@@ -156,68 +180,21 @@ def lecun(model: nn.Module, *, generator: torch.Generator) -> None:
     MLP behind a LayerNorm, the GELU then receives values that are large enough to bend it.
     """
     torch_default(model, generator=generator)
-    for layer in _modules_with_parameters(model):
-        if isinstance(layer, (nn.Linear, nn.Conv2d)):
-            layer.weight.normal_(std=_fan_in(layer) ** -0.5, generator=generator)
-            if layer.bias is not None:
-                layer.bias.zero_()
+    for kind, weight, bias in drawn_tensors(model):
+        if kind in ("linear", "conv"):
+            weight.normal_(std=fan_in(weight) ** -0.5, generator=generator)
+            if bias is not None:
+                bias.zero_()
 
 
-BASES = {"default": default, "torch": torch_default, "lecun": lecun}
-Base = Literal["default", "torch", "lecun"]         # what an init's option `base` may be
-
-
-def draw_base(model: nn.Module, base: str | None, generator: torch.Generator) -> None:
-    """Draw every parameter by the baseline named `base`; raises ValueError for an unknown name.
-
-    None, which only `init_` of in_place.py gives, leaves the model as it is.
-    """
-    if base is None:
-        return
-    if base not in BASES:
-        raise ValueError(f"base is {base!r}, expected one of {', '.join(BASES)}")
-    BASES[base](model, generator=generator)
-
-
-def _modules_with_parameters(model: nn.Module) -> list[nn.Module]:
-    modules = [module for module in model.modules()
-               if next(module.parameters(recurse=False), None) is not None]
-    return [_packed_layer(module) if isinstance(module, nn.MultiheadAttention) else module
-            for module in modules]
-
-
-def _packed_layer(attention: nn.MultiheadAttention) -> nn.Linear:
-    """A layer that shares the packed weights of Q, K and V, which nn.MultiheadAttention owns."""
-    layer = nn.Linear(1, 1, device="meta")
-    layer.weight, layer.bias = attention.in_proj_weight, attention.in_proj_bias
-    return layer
-
-
-def _embeddings(module: nn.Module) -> dict[str, Tensor]:
-    """The embeddings that a module owns directly, by their names in this package.
-
-    Raises ValueError for a parameter of one of our models that no rule here covers. Those of other
-    libraries, such as LayerScale, are left out, and stay as they are.
-    """
-    if isinstance(module, nn.Embedding):
-        return {"pos_embed": module.weight}
-    own = {SAME.get(name, name): parameter
-           for name, parameter in module.named_parameters(recurse=False)}
-    unknown = own.keys() - EMBEDDINGS
-    if unknown and isinstance(module, Classifier):
-        raise ValueError(f"no rule for {', '.join(sorted(unknown))} of {type(module).__name__}")
-    return {name: parameter for name, parameter in own.items() if name in EMBEDDINGS}
-
-
-def _uniform_by_fan_in(layer: nn.Linear | nn.Conv2d,
-                       generator: torch.Generator) -> None:
+def uniform_by_fan_in(weight: Tensor, bias: Tensor | None, generator: torch.Generator) -> None:
     """U(±1/√fan_in) for weight and bias, which PyTorch's reset_parameters amounts to."""
-    bound = 1.0 / math.sqrt(_fan_in(layer))
-    layer.weight.uniform_(-bound, bound, generator=generator)
-    if layer.bias is not None:
-        layer.bias.uniform_(-bound, bound, generator=generator)
+    bound = 1.0 / math.sqrt(fan_in(weight))
+    weight.uniform_(-bound, bound, generator=generator)
+    if bias is not None:
+        bias.uniform_(-bound, bound, generator=generator)
 
 
-def _fan_in(layer: nn.Linear | nn.Conv2d) -> int:
+def fan_in(weight: Tensor) -> int:
     """The number of inputs of which each output of a layer is a sum."""
-    return layer.weight[0].numel()
+    return weight[0].numel()

@@ -19,6 +19,7 @@ frozen. No paper describes this initialisation.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -26,8 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from ..filters import head_offsets, logit_for, offsets_on_grid
+from ..mixing import run
 from .baseline import Base, draw_base
-from .layout import Layout, layout_of, run
+from .layout import Layout, block_paths, layout_of, noise_images, patch_embedding
 from .mimetic import write_values
 
 WAVES = ((1, 0), (0, 1), (1, 1), (1, -1))   # turns over the height, and over the width, of the grid
@@ -37,6 +39,45 @@ CODE_RMS = 0.36         # of what the code adds to pos_embed, over all channels;
 CONSTANT_SHARE = 0.95   # of the tokens' variance before the first block
 MOST_IMAGES, NOISE_IMAGES = 512, 64             # used of those given; drawn where none are
 LEAST_MASS = 1.25       # in units of uniform attention, where Q, K and their gradients are 0
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What `deep_impulse` writes beside attention.
+
+    writers: weights and biases, the first dimension D, of the layers that write to the stream: of
+        the patch embedding and of each block's MLP. norms: the other LayerNorms of the blocks.
+        ends: those outside, of which the first after the blocks counts.
+    """
+
+    writers: tuple[Tensor, ...]
+    norms: tuple[nn.Module, ...]
+    ends: tuple[nn.Module, ...]
+
+
+def stream_of(vit: Layout) -> Stream:
+    """Find the stream of a ViT in its modules; raises ValueError if it is not all there."""
+    modules, dim = dict(vit.model.named_modules()), vit.blocks[0].proj.shape[0]
+    inside, last = set(), []
+    for attention, path in block_paths(vit.model).items():
+        of_attention = set(modules[attention].modules())
+        mlp = [layer for layer in modules[path].modules() if layer not in of_attention
+               and isinstance(layer, nn.Linear) and layer.out_features == dim]
+        last += mlp[-1:]
+        inside.update(modules[path].modules())
+    outside = [module for module in modules.values() if module not in inside]
+    writers = [*patch_embedding(outside, dim)[-1:], *last]
+    skipped = {*writers, *(block.norm for block in vit.blocks)}
+    norms = [module for module in modules.values() if isinstance(module, nn.LayerNorm)
+             and module.normalized_shape == (dim,) and module not in skipped]
+    others = tuple(norm for norm in norms if norm in inside)
+    if len(writers) != len(vit.blocks) + 1 or len(others) != len(vit.blocks) or any(
+            norm.weight is None for norm in (*norms, *(block.norm for block in vit.blocks))):
+        raise ValueError("init 'deep_impulse' writes the patch embedding, the last layer of each "
+                         "MLP and a LayerNorm before it, and finds no such in the model")
+    return Stream(tuple(tensor.detach() for layer in writers
+                        for tensor in (layer.weight, layer.bias) if tensor is not None),
+                  others, tuple(norm for norm in norms if norm not in inside))
 
 
 def waves_of(vit: Layout) -> tuple[Tensor, Tensor]:
@@ -54,13 +95,14 @@ def waves_of(vit: Layout) -> tuple[Tensor, Tensor]:
     return 2.0 * math.pi * torch.tensor(WAVES[:count]) / torch.tensor(vit.grid), cells
 
 
-def write_positions(vit: Layout, waves: Tensor, cells: Tensor, first: int) -> None:
+def write_positions(vit: Layout, stream: Stream, waves: Tensor, cells: Tensor,
+                    first: int) -> None:
     """Write the code into pos_embed, and zero what else writes to the channels before `first`."""
     angles = cells @ waves.T + PHASE * torch.arange(len(waves))          # (N, K)
     amplitude = CODE_RMS * math.sqrt(vit.pos_embed.shape[1] / len(waves))
     vit.pos_embed[:, :first] = 0.0
     vit.positions[:, :2 * len(waves)] = amplitude * torch.cat([angles.cos(), angles.sin()], 1)
-    for tensor in (*vit.writers, *(tensor for block in vit.blocks
+    for tensor in (*stream.writers, *(tensor for block in vit.blocks
                                    for tensor in (block.proj, block.proj_bias))):
         if tensor is not None:
             tensor[:first] = 0.0
@@ -101,6 +143,7 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
         raise ValueError(f"target_mass is {target_mass} and value_init {value_init!r}; expected "
                          '0 < mass < 1 in the first block and in the last, and "mimetic" or "base"')
     vit = layout_of(model)
+    stream = stream_of(vit)
     (waves, cells), offsets = waves_of(vit), offsets_on_grid(kernel_size, vit.grid)
     shape = (cells @ waves.T).cos().mean(1).double()                     # (N,), target at cell 0
     floor = min(LEAST_MASS / len(cells), 0.999)
@@ -112,11 +155,11 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
     code, first = 2 * len(waves), 2 * len(waves) + 2     # channels of the code; where others begin
     draw_base(vit.model, base, generator)
 
-    write_positions(vit, waves, cells, first)
+    write_positions(vit, stream, waves, cells, first)
 
     # Measure and write, block by block, while the images pass through the model.
     if images is None:
-        images = torch.randn(NOISE_IMAGES, *vit.image_shape, generator=generator)
+        images = noise_images(vit, NOISE_IMAGES, generator)
     state = {"block": 0, "ended": False}
 
     def variance(tokens: Tensor) -> float:
@@ -148,7 +191,7 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
                              f"position embedding, and before block {number} something did")
         scale(vit.blocks[number].norm, x)
 
-    def write_attention(number: int, y: Tensor) -> None:
+    def write_attention(number: int, _: tuple, y: Tensor) -> None:
         block = vit.blocks[number]
         block.v[..., :first] = 0.0
         if value_init == "mimetic":
@@ -177,7 +220,7 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
     run(vit.model, images[:MOST_IMAGES].to(vit.pos_embed),
         before={**{block.norm: partial(before_attention, number)
                    for number, block in enumerate(vit.blocks)},
-                **{norm: partial(scale, norm) for norm in vit.norms},
-                **{norm: partial(after_blocks, norm) for norm in vit.ends}},
+                **{norm: partial(scale, norm) for norm in stream.norms},
+                **{norm: partial(after_blocks, norm) for norm in stream.ends}},
         after={block.norm: partial(write_attention, number)
                for number, block in enumerate(vit.blocks)})

@@ -38,8 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..filters import (OFFSETS, Offset, convolution_matrix, head_offsets, impulse_kernel,
-                       offsets_on_grid)
+from ..filters import OFFSETS, Offset, head_offsets, offsets_on_grid, shift_matrix
 from .baseline import Base, draw_base, truncated_normal_
 from .layout import Layout, layout_of
 from .mimetic import write_values
@@ -84,14 +83,12 @@ def impulse(model: nn.Module | Layout, *, generator: torch.Generator,
         _refuse(vit.positions, "the model's fixed position embedding")
     if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
         raise ValueError(f"offsets is {offsets!r} and value_init is {value_init!r}; expected one "
-                         f"of "
-                         f"{', '.join(OFFSETS)}, and mimetic or base")
+                         f"of {', '.join(OFFSETS)}, and mimetic or base")
     if not (rank >= 0 and qk_norm > 0 and impulse_scale > 0
             and noise_scale >= 0 and noise_std >= 0 and value_alpha >= 0):
         raise ValueError(f"rank is {rank}, qk_norm {qk_norm}, impulse_scale {impulse_scale}, "
-                         f"noise_scale "
-                         f"{noise_scale}, noise_std {noise_std} and value_alpha {value_alpha}; "
-                         f"expected "
+                         f"noise_scale {noise_scale}, noise_std {noise_std} and value_alpha "
+                         f"{value_alpha}; expected "
                          "qk_norm and impulse_scale > 0 and the others ≥ 0")
     cells = offsets_on_grid(kernel_size, vit.grid)       # checks kernel_size, before any draw
     draw_base(vit.model, base, generator)
@@ -108,13 +105,12 @@ def impulse(model: nn.Module | Layout, *, generator: torch.Generator,
     # The same impulse maps recur in every block; only their noise is drawn anew.
     @cache
     def impulse_map(cell: Offset) -> Tensor:
-        kernel = impulse_kernel(cell, kernel_size).to(positions.dtype)
-        return impulse_scale * convolution_matrix(kernel, vit.grid)      # (N, N)
+        return impulse_scale * shift_matrix(cell, vit.grid).to(positions.dtype)      # (N, N)
 
     for number, block in enumerate(vit.blocks):
         cells_of_heads = head_offsets(len(block.q), cells, offsets, generator,
                                       first=number * len(block.q))
-        impulses = torch.stack([impulse_map(cell) for cell in cells_of_heads])       # (h, N, N)
+        impulses = torch.stack(list(map(impulse_map, cells_of_heads)))       # (h, N, N)
         query, key = query_key_factors(with_noise(impulses, noise_scale, noise_std, generator),
                                        basis, head_dim, qk_norm)         # each (h, d, D)
         block.q.copy_(query)
@@ -211,10 +207,8 @@ def _refuse_uniform(weights: Tensor, impulses: Tensor) -> None:
     best = ((weights * targets).sum((1, 2)) / targets.sum((1, 2))).max().item()
     if not best >= min(NEAR_UNIFORM * uniform, 0.5 + 0.5 * uniform):     # also refuses NaN
         raise ValueError(f"init 'impulse' gives nearly uniform attention in all heads: at best "
-                         f"{best:.2g} "
-                         f"of a head's attention is on its target, where {uniform:.2g} is uniform; "
-                         f"use "
-                         "more, narrower heads, a larger qk_norm, or init 'deep_impulse'")
+                         f"{best:.2g} of a head's attention is on its target, where {uniform:.2g} "
+                         "is uniform; use more, narrower heads, a larger qk_norm, or init 'deep_impulse'")
 
 
 def _refuse(positions: Tensor, what: str) -> None:

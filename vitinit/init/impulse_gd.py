@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..filters import convolution_matrix, head_offsets, impulse_kernel, offsets_on_grid
+from ..filters import head_offsets, offsets_on_grid, shift_matrix
 from .baseline import Base, draw_base
 from .layout import Block, Layout, layout_of
 
@@ -63,18 +63,17 @@ def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator,
     if pseudo_input not in PSEUDO_INPUTS:
         raise ValueError(f"pseudo_input is {pseudo_input!r}, expected one of "
                          f"{', '.join(PSEUDO_INPUTS)}")
-    simple = getattr(model, "family", None) == "simple_vit"
+    simple = getattr(model, "family", "") == "simple_vit"
     vit = model if simple else layout_of(model)
     if not simple and vit.tokens and not vit.learned:
         raise ValueError("init 'impulse_gd' solves on the patches' fixed position embedding, and "
-                         "the class "
-                         'token, which has none, would draw the attention; set pool = "mean"')
+                         "the class token, which has none, would draw the attention; set pool = "
+                         '"mean"')
     if offsets not in ("ordered", "random"):
         raise ValueError(f'offsets is {offsets!r}, expected "ordered" or "random"')
     if steps < 1 or not step_size > 0 or renorm_every < 0:
         raise ValueError(f"steps is {steps}, step_size {step_size} and renorm_every "
-                         f"{renorm_every}; "
-                         "expected steps ≥ 1, step_size > 0 and renorm_every ≥ 0")
+                         f"{renorm_every};expected steps ≥ 1, step_size > 0 and renorm_every ≥ 0")
     cells = offsets_on_grid(kernel_size, vit.grid)       # checks kernel_size, before any draw
     draw_base(model if simple else vit.model, base, generator)
 
@@ -84,8 +83,7 @@ def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator,
         query, key, scale, free = queries_keys(block)
         if solution is None or not share_blocks:
             heads = head_offsets(len(query), cells, offsets, generator)
-            maps = torch.stack([convolution_matrix(impulse_kernel(cell, kernel_size), vit.grid)
-                                for cell in heads]).to(positions.dtype)  # (h, N, N)
+            maps = torch.stack([shift_matrix(cell, vit.grid) for cell in heads]).to(positions.dtype)  # (h, N, N)
             tokens = None if free else draw_pseudo_input(positions, pseudo_input, generator)
             solution = solve(maps, tokens, rank=query.shape[1], logit_scale=scale, steps=steps,
                              step_size=step_size, renorm_every=renorm_every, generator=generator)

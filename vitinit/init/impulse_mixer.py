@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from ..filters import convolution_matrix, head_offsets, impulse_kernel, offsets_on_grid
+from ..filters import head_offsets, offsets_on_grid, shift_matrix
 from ..models.layers import Mlp
 from ..models.mlp_mixer import MlpMixer
 from .baseline import Base, draw_base
@@ -46,8 +46,7 @@ def impulse_mixer(model: MlpMixer, *, generator: torch.Generator,
         raise ValueError(f'offsets is {offsets!r}, expected "ordered" or "random"')
     if gain == 0 or not linear_bias > 0:             # GELU is nearly linear only well above 0
         raise ValueError(f"gain is {gain} and linear_bias {linear_bias}; expected a gain other "
-                         f"than 0, at "
-                         "which no token is shifted, and linear_bias > 0")
+                         "than 0, at which no token is shifted, and linear_bias > 0")
     tokens = model.grid[0] * model.grid[1]
     hidden = model.blocks[0].mlp_tokens.fc1.out_features
     if hidden < tokens:
@@ -58,7 +57,7 @@ def impulse_mixer(model: MlpMixer, *, generator: torch.Generator,
 
     for block, offset in zip(model.blocks, head_offsets(len(model.blocks), cells, offsets,
                                                         generator)):
-        shift = convolution_matrix(impulse_kernel(offset, kernel_size), model.grid)
+        shift = shift_matrix(offset, model.grid)
         write_linear_map(block.mlp_tokens, shift, gain=gain, linear_bias=float(linear_bias))
 
 

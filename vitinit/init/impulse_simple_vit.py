@@ -89,13 +89,11 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator,
     free, share = first.reads == "free", 1.0 if first.reads == "free" else position_share(model)
     if share == 0.0:
         raise ValueError("init 'impulse' works on the position embedding, which this model's "
-                         "queries do "
-                         "not see; set input_pos_embed = true, alpha < 1, or another reads")
+                         "queries do not see; set input_pos_embed = true, alpha < 1, or another reads")
     limit = first.head_dim // 4                      # pairs for rows, and as many for columns
     if limit < 1:
         raise ValueError(f"head_dim is {first.head_dim}, and init 'impulse' needs 4 or more: a "
-                         f"pair "
-                         "for rows and a pair for columns")
+                         "pair for rows and a pair for columns")
     cells = offsets_on_grid(kernel_size, model.grid)     # checks kernel_size, before any draw
     axes = [sharpest_axis((torch.arange(1, max(size, 2)).double() * math.pi / size if free else
                            sincos_frequencies(model.pos_embed.shape[1]))[:limit],
@@ -148,10 +146,8 @@ def sharpest_axis(frequencies: Tensor, size: int, mass: float) -> Axis:
             axes.append(Axis(frequencies[:count], logit))
     if not axes:
         raise ValueError(f"init 'impulse' cannot give one of {size} positions along an axis a mass "
-                         f"of "
-                         f"{mass:g} with {len(frequencies)} pair(s) of sine and cosine; raise "
-                         f"head_dim or "
-                         "lower target_mass")
+                         f"of {mass:g} with {len(frequencies)} pair(s) of sine and cosine; raise "
+                         "head_dim or lower target_mass")
     return min(axes, key=lambda axis: axis.logit)
 
 

@@ -6,16 +6,16 @@ import math
 from typing import Literal
 
 import torch
+from torch import nn
 
 from ..filters import OFFSETS, head_offsets, ordered_offsets
-from ..models.swin import SwinTransformer
 from .baseline import Base, draw_base
-from .layout import block_of
+from .layout import Layout, layout_of
 from .mimetic import write_values
 
 
 @torch.no_grad()
-def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
+def impulse_swin(model: nn.Module | Layout, *, generator: torch.Generator,
                  base: Base = "default",
                  kernel_size: int = 3,
                  offsets: Literal["ordered", "rotating", "random"] = "ordered",
@@ -46,31 +46,26 @@ def impulse_swin(model: SwinTransformer, *, generator: torch.Generator,
     """
     if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
         raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected one '
-                         f'of '
-                         f'{", ".join(OFFSETS)}, and "mimetic" or "base"')
+                         f'of {", ".join(OFFSETS)}, and "mimetic" or "base"')
     if not 0.0 < target_mass < 1.0:
         raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
-    blocks = [block for stage in model.layers for block in stage.blocks]
-    narrowest = min(min(block.window) for block in blocks)
+    vit = layout_of(model)
+    narrowest = min(min(block.window) for block in vit.blocks)
     if kernel_size // 2 >= narrowest:
         raise ValueError(f"kernel_size is {kernel_size}, but its outer offsets leave a window "
                          f"{narrowest} tokens wide from every token in it")
     cells = ordered_offsets(kernel_size)             # also checks kernel_size, before any draw
-    draw_base(model, base, generator)
+    draw_base(vit.model, base, generator)
 
     heads_before = 0
-    for block in blocks:
-        attention = block.attn
-        height, width = attention.window
-        tokens = height * width
-        table = attention.relative_position_bias_table.zero_()
-        chosen = head_offsets(attention.num_heads, cells, offsets, generator, first=heads_before)
-        heads_before += attention.num_heads
-        for head, (down, right) in enumerate(chosen):
-            # The table's rows count query − key, and the key is wanted at query + offset.
-            row = (height - 1 - down) * (2 * width - 1) + width - 1 - right
-            if tokens > 1:                           # a token alone in its window attends to itself
-                table[row, head] = math.log(target_mass * (tokens - 1) / (1.0 - target_mass))
+    for block in vit.blocks:
+        heads, tokens = len(block.q), len(block.bias_rows)
+        chosen = head_offsets(heads, cells, offsets, generator, first=heads_before)
+        heads_before += heads
+        block.bias_table.zero_()
+        if tokens > 1:                               # a token alone in its window attends to itself
+            beta = math.log(target_mass * (tokens - 1) / (1.0 - target_mass))
+            for head, offset in enumerate(chosen):
+                block.bias_table[block.bias_row(offset), head] = beta
         if value_init == "mimetic":
-            write_values(block_of(attention, block.norm1), alpha=value_alpha, beta=value_beta,
-                         generator=generator)
+            write_values(block, alpha=value_alpha, beta=value_beta, generator=generator)

@@ -1,4 +1,4 @@
-"""The mass that an init reached: the share of each head's attention on its target, on images.
+"""The mass that an init reached: the share of each head's attention on its target.
 
 Inits that write attention aim each head at one neighbour, its target. Whether the head reaches it
 depends on the grid, the number of heads, the width and the images, and no loss shows it. train.py
@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
-from ..filters import Offset
-from ..mixing import mixers, shares_of_patches, target_mass
+from ..filters import Offset, head_offsets, ordered_offsets
+from ..mixing import block_grids, blocks_of, mean_shares, mixers, target_mass
 from . import family_of, init_function
-from .in_place import AIMED, AT_ONCE, decimal, targets_of
+
+AIMED = ("impulse", "impulse_gd", "deep_impulse", "mimetic")         # have a target per head
+ALIKE = 0.05            # blocks whose masses differ by less are shown by their mean
 
 
 class Mass(NamedTuple):
@@ -34,14 +35,16 @@ class Mass(NamedTuple):
         The numbers are means over the blocks, or one for each block where they differ by more than
         0.05, with "–" for a block that has no such head.
         """
-        kinds = {kind: (values, known)
-                 for kind, values in (("centre", self.centre), ("other", self.others))
-                 if (known := [value for value in values if not math.isnan(value)])}
-        shown = [decimal(_mean(known)) if max(known) - min(known) <= 0.05 else
-                 " ".join("–" if math.isnan(value) else decimal(value) for value in values)
-                 for values, known in kinds.values()]
-        return (f"{' / '.join(shown)} (uniform {decimal(_mean(self.uniform))}) on the targets of "
-                f"{' / '.join(kinds)} heads")
+        shown, kinds = [], []
+        for kind, values in (("centre", self.centre), ("other", self.others)):
+            known = [value for value in values if not math.isnan(value)]
+            if known:
+                alike = max(known) - min(known) <= ALIKE
+                kinds.append(kind)
+                shown.append(" ".join(map(decimal, [sum(known) / len(known)] if alike else values)))
+        uniform = decimal(sum(self.uniform) / len(self.uniform))
+        return (f"{' / '.join(shown)} (uniform {uniform}) on the targets of {' / '.join(kinds)} "
+                "heads")
 
 
 def has_targets(model: nn.Module, name: str, options: Mapping[str, Any]) -> bool:
@@ -51,10 +54,45 @@ def has_targets(model: nn.Module, name: str, options: Mapping[str, Any]) -> bool
     tokens have no position embedding, and for queries and keys left as the base drew them.
     """
     families = ("vit", "simple_vit") + ("swin",) * (name != "mimetic")
-    return name in AIMED and family_of(model) in families and options.get("qk_init") != "base"
+    return (name in AIMED and options.get("qk_init") != "base"
+            and family_of(model) in families)
 
 
-@torch.no_grad()
+def targets_of(name: str, options: Mapping[str, Any], heads: Sequence[int]
+               ) -> list[list[list[Offset]]]:
+    """The offsets among which the target of each head of each block is: one, unless it was drawn.
+
+    options: all options of the init. heads: their number by block.
+    """
+    if name == "mimetic":
+        return [[[(0, 0)]] * count for count in heads]
+    cells, assignment = ordered_offsets(options["kernel_size"]), options.get("offsets", "rotating")
+    if assignment == "random":
+        return [[cells] * count for count in heads]
+    targets, before = [], 0
+    for count in heads:
+        chosen = head_offsets(count, cells, assignment, Generator(), first=before)
+        targets.append([[offset] for offset in chosen])
+        before += count
+    return targets
+
+
+def masses_on(targets: list[list[list[Offset]]], shares: list[Tensor],
+              grids: Sequence[tuple[int, int]]) -> list[list[tuple[Offset, float]]]:
+    """The target of each head of each block, that with the largest mass, and the mass on it.
+
+    targets: see `targets_of`. shares: by block, attention among the patches of its grid, (h, N, N).
+    """
+    found = []
+    for of_block, weights, grid in zip(targets, shares, grids):
+        found.append([])
+        for head, offsets in enumerate(of_block):
+            masses = target_mass(weights[[head] * len(offsets)], offsets, grid)
+            best = int(masses.argmax())
+            found[-1].append((offsets[best], masses[best].item()))
+    return found
+
+
 def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], images: Tensor) -> Mass:
     """The masses that an init reached in a forward pass of `images`, (n, 3, H, W), normalised.
 
@@ -63,54 +101,27 @@ def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], imag
     itself. If offsets were drawn at random, the target of a head is the offset of the kernel to
     which it attends most.
     """
-    swin = family_of(model) == "swin"
-    parameters = inspect.signature(init_function(name, family_of(model))).parameters
-    chosen = {key: parameter.default for key, parameter in parameters.items()} | dict(options)
-    masses, layers = Mass([], [], []), [mixer for mixer, _ in mixers(model)]
-    found = mean_attention(model, layers, images)
-    aims, cells = targets_of(name, chosen, [len(weights) for weights in found])
-    for layer, weights, targets in zip(layers, found, aims):
-        grid = layer.window if swin else model.grid
-        centre, others = [], []
-        for head, target in enumerate(targets):
-            offset, mass = reached(weights[head:head + 1], [target] if target else cells, grid)
-            (centre if offset == (0, 0) else others).append(mass)
-        masses.centre.append(_mean(centre))
-        masses.others.append(_mean(others))
-        masses.uniform.append(1.0 / math.prod(grid))
-    return masses
+    chosen = dict(options)
+    for key, parameter in inspect.signature(init_function(name, family_of(model))).parameters.items():
+        chosen.setdefault(key, parameter.default)
+    readers = [(mixer, lambda inputs, _, mixer=mixer: mixer.mixing_weights(*inputs))
+               for mixer, _ in mixers(model)]
+    grids = ([block.window for block in blocks_of(model)] if family_of(model) == "swin"
+             else block_grids(model))
+    shares = mean_shares(model, images, readers, grids)
+    targets = targets_of(name, chosen, list(map(len, shares)))
+    mass = Mass([], [], [])
+    for grid, of_block in zip(grids, masses_on(targets, shares, grids)):
+        for part, is_centre in ((mass.centre, True), (mass.others, False)):
+            values = [value for offset, value in of_block if (offset == (0, 0)) is is_centre]
+            part.append(sum(values) / len(values) if values else math.nan)
+        mass.uniform.append(1.0 / (grid[0] * grid[1]))
+    return mass
 
 
-def mean_attention(model: nn.Module, layers: list[nn.Module], images: Tensor) -> list[Tensor]:
-    """Each layer's attention among the patches, (h, N, N), averaged over images and windows."""
-    means: list[Tensor] = [images.new_zeros(())] * len(layers)
-
-    def record(number: int) -> Callable:
-        def hook(layer: nn.Module, arguments: tuple) -> None:
-            weights = layer.mixing_weights(*arguments)   # of images, or their windows
-            grid = layer.window if family_of(model) == "swin" else model.grid
-            means[number] = means[number] + len(batch) / len(images) * shares_of_patches(
-                weights, grid).mean(0)
-        return hook
-    hooks = [layer.register_forward_pre_hook(record(number)) for number, layer in enumerate(layers)]
-    training = model.training
-    model.eval()
-    for batch in images.split(AT_ONCE):
-        model(batch)
-    model.train(training)
-    for hook in hooks:
-        hook.remove()
-    return means
-
-
-def reached(weights: Tensor, offsets: list[Offset], grid: tuple[int, int]) -> tuple[Offset, float]:
-    """The offset with the largest mass in weights, (1, N, N), and that mass, NaN without one."""
-    masses = [target_mass(weights, [offset], grid).item() for offset in offsets]
-    best = max(range(len(offsets)),
-               key=lambda index: (not math.isnan(masses[index]), masses[index]))
-    return offsets[best], masses[best]
-
-
-def _mean(values: list[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
+def decimal(value: float) -> str:
+    """For example .99, .05, .0013: two decimals, or, below 0.1, two digits; "–" for NaN."""
+    if math.isnan(value):
+        return "–"
+    text = f"{value:.2f}" if value >= 0.0995 else f"{float(f'{value:.2g}'):.6f}".rstrip("0")
+    return text.removeprefix("0")

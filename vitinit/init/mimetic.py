@@ -48,8 +48,7 @@ def mimetic(model: nn.Module | Layout, *, generator: torch.Generator,
     """
     if qk_init not in ("mimetic", "base") or value_init not in ("mimetic", "untransposed", "base"):
         raise ValueError(f'qk_init is {qk_init!r} and value_init is {value_init!r}; expected '
-                         f'"mimetic" '
-                         'or "base", and for value_init also "untransposed"')
+                         '"mimetic" or "base", and for value_init also "untransposed"')
     vit = layout_of(model)
     draw_base(vit.model, base, generator)
     for block in vit.blocks:
@@ -71,6 +70,8 @@ def mimetic_simple_vit(model: nn.Module, *, generator: torch.Generator,
     | attn.qk.weight                  | rank-d factors of qk_alpha · Z + qk_beta · I, (C, C)     |
     | attn.query, attn.key, if free   | such factors of matrices (N, N), which are the logits    |
     | everything else                 | as `base` drew it, including V and proj                  |
+
+    model: a SimpleViT.
     """
     draw_base(model, base, generator)
     for attention in (block.attn for block in model.blocks):
@@ -120,8 +121,7 @@ def write_values(block: Block, *, alpha: float, beta: float, generator: torch.Ge
     if not transposed:
         if inner != dim:
             raise ValueError(f'value_init "untransposed" needs as many channels in the heads as in '
-                             f'the '
-                             f"stream, and the model has {inner} and {dim}")
+                             f"the stream, and the model has {inner} and {dim}")
         value, projection = value.mT, projection.mT
     order = torch.randperm(inner, generator=generator) if first else torch.arange(inner)
     order = order[:value.shape[1]]

@@ -56,8 +56,7 @@ def select_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
         selected[name] = value
     if narrower:
         raise ValueError("weights are selected from a larger model, but this one is narrower than "
-                         "the "
-                         f"model: {', '.join(narrower[:3])}" +
+                         f"the model: {', '.join(narrower[:3])}" +
                          (f" and {len(narrower) - 3} more" if len(narrower) > 3 else ""))
     return selected
 
