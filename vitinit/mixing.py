@@ -192,17 +192,21 @@ def _read_depthwise(mixing: nn.Module, channels: Any, x: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------
 
 
-def shares_of_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
-    """(..., N, N) → (..., cells, cells): without the prefix tokens, each row divided by its sum.
+def among_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
+    """(..., N, N) → (..., cells, cells): without the prefix tokens, in float32 or higher precision.
 
-    In float32 or higher precision. A row that is all on prefix tokens is 0. Raises ValueError if N
-    is less than the number of cells of the grid.
+    Raises ValueError if N is less than the number of cells of the grid.
     """
     cells = grid[0] * grid[1]
     if weights.ndim < 2 or min(weights.shape[-2:]) < cells:
         raise ValueError(f"weights have the shape {tuple(weights.shape)}, expected (..., N, N) "
                          f"with N at least {cells}, the cells of a {grid[0]}×{grid[1]} grid")
-    patches = weights[..., -cells:, -cells:].to(torch.promote_types(weights.dtype, torch.float32))
+    return weights[..., -cells:, -cells:].to(torch.promote_types(weights.dtype, torch.float32))
+
+
+def shares_of_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:
+    """`among_patches`, each row divided by its sum; a row that is all on prefix tokens is 0."""
+    patches = among_patches(weights, grid)
     return patches / patches.sum(dim=-1, keepdim=True).clamp(min=TINY)
 
 
