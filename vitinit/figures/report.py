@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ..compare import origin, paired, report, t_interval
 from ..data.augment import ToDevice
-from ..data.datasets import open_split, oriented
-from ..data.eval_sets import TrainingPart, own_set
+from ..data.datasets import oriented
+from ..data.eval_sets import own_set
 from ..data.images import DataError
 from ..data.loader import EvalViews
 from ..data.pipeline import EvaluationBatches, KeptViews
@@ -177,10 +177,9 @@ def judge(path: Path, data_dir: str | None, images: int, weights: str) -> dict[s
     saved = open_saved(path)
     recipe = saved.recipe if data_dir is None else with_data(saved.recipe, root=data_dir)
     own = own_set(recipe.data)
-    source = (own.open() if isinstance(own, TrainingPart) else
-              open_split(*own, "val", recipe.data.num_classes))
+    source = own.open()
     classes = list(source.classes)
-    if saved.classes is not None and list(saved.classes) != classes:
+    if list(saved.classes or classes) != classes or len(classes) != recipe.data.num_classes:
         raise DataError(f"{own}: its classes are not those of {saved.name}")
     every = -(-len(source) // images)
     views = EvalViews(oriented(source, recipe.data.apply_exif_orientation), rank=0,
