@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -152,46 +151,6 @@ def test_lines_after_the_checkpoint_are_cut_back_and_those_that_cannot_be_read_s
     assert train_program.main(["--resume", str(stopped)]) == 0
     assert [row["step"] for row in steps(stopped)] == [10, 20, 30]
     assert_same_run(straight, stopped)
-
-
-def test_workers_change_nothing(train_program, small_run, tmp_path):
-    for workers in ("0", "2"):
-        assert train_program.main(small_run(tmp_path / workers, data__workers=workers,
-                                            schedule__epochs="2")) == 0
-    first, second = (without_times(checkpoint(tmp_path / workers)) for workers in ("0", "2"))
-    assert_identical(first["model"], second["model"])
-
-
-def test_resume_auto_starts_fresh_and_then_continues(train_program, stop_before, small_run, tmp_path,
-                                                     monkeypatch, capsys):
-    folder = tmp_path / "run"
-    arguments = small_run(folder, "--resume", "auto")
-    with monkeypatch.context() as patch:
-        patch.setattr(train_program, "StopRequest", stop_before(3))
-        assert train_program.main(arguments) == 128 + signal.SIGTERM
-    assert f"go on with --resume {folder}" in capsys.readouterr().out
-    assert train_program.main(arguments) == 0
-    assert "resumed at step 3" in capsys.readouterr().out
-    assert len(metrics(folder)) == 3
-    assert train_program.main(arguments) == 0        # nothing left to do, nothing done
-    assert len(metrics(folder)) == 3
-
-
-def test_a_folder_with_a_run_is_never_overwritten(train_program, small_run, tmp_path, capsys):
-    folder = tmp_path / "run"
-    train_program.main(small_run(folder, schedule__epochs="1", schedule__warmup_epochs="0"))
-    before = (folder / "last.pt").read_bytes()
-    hints = []
-    for longer in (small_run(folder), ["--resume", str(folder), "--set", "schedule.epochs=3"]):
-        assert train_program.main(longer) == 2
-        hints += re.findall(r"starts from its weights with (--set init.checkpoint=\S+)\n$",
-                            capsys.readouterr().err)
-    assert len(hints) == 2 and len(set(hints)) == 1
-    assert (folder / "last.pt").read_bytes() == before
-    assert train_program.main(small_run(tmp_path / "longer", *hints[0].split())) == 0    # as was said
-    (folder / "metrics.jsonl").write_text("")        # an unfinished run
-    assert train_program.main(small_run(folder)) == 2
-    assert f"{folder}: already holds a run (last.pt, previous.pt, best.pt" in capsys.readouterr().err
 
 
 def test_resuming_what_is_not_there_is_one_line(train_program, tmp_path, capsys):
@@ -507,18 +466,6 @@ def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, e
     train_program.StopRequest = stop_before(2)
     assert train_program.main(arguments(stopped)) == 128 + signal.SIGTERM
     train_program.StopRequest = stop_before(10**6)
-
-    # Only a model with BatchNorm depends on the micro-batch size.
-    saved = checkpoint(stopped)
-    assert saved["micro_batch"] == 4
-    torch.save(saved | {"micro_batch": 6}, stopped / "last.pt")
-    if model == "convmixer_256_8":
-        capsys.readouterr()
-        assert train_program.main(["--resume", str(stopped)]) == 2
-        error = capsys.readouterr().err
-        assert "micro-batches of 6 images, and they would have 4" in error
-        assert error.count("\n") == 1
-        torch.save(saved, stopped / "last.pt")
     assert train_program.main(["--resume", str(stopped)]) == 0
     assert_same_run(straight, stopped)
     capsys.readouterr()

@@ -136,15 +136,6 @@ def test_the_environment_says_how_long_to_wait(monkeypatch):
     assert waits == [timedelta(minutes=30), timedelta(minutes=5)]
 
 
-def test_start_reads_the_launchers_environment(monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    processes = distributed.start()
-    assert (processes.rank, processes.local_rank, processes.world_size) == (0, 0, 1)
-    monkeypatch.setenv("RANK", "5")
-    assert distributed.environment_rank() == 5
-
-
 def test_more_processes_than_gpus_is_one_line(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import signal
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -144,31 +142,6 @@ def test_it_is_the_loop_that_one_would_write_by_hand_and_rows_tell_of_it(clip_no
         assert told[3] > 0.3                         # so that clipping shows
 
 
-@pytest.mark.parametrize("size", [GLOBAL_BATCH, 4])
-def test_the_loss_is_the_mean_of_minus_target_times_log_softmax(size):
-    """So is its gradient: a step of plain SGD equals one by the formula in float64."""
-    by_hand, losses, steps = small_model().double(), [], batches(soft=True)
-    for images, targets in steps:
-        logits = by_hand(images.double())
-        log_softmax = logits - logits.exp().sum(dim=1, keepdim=True).log()
-        losses.append(-(targets.double() * log_softmax).sum() / GLOBAL_BATCH)
-
-    # At a learning rate of 0 the weights stay, and the loss of every step is that of the first
-    # weights.
-    frozen = trained(steps, size=size, lr_at=lambda step: 0.0)
-    assert_close(frozen.model, small_model(), atol=0)
-    assert frozen.progress.loss_sum == pytest.approx(sum(losses).item(), rel=1e-6)
-
-    losses[0].backward()
-    with torch.no_grad():
-        for parameter in by_hand.parameters():
-            parameter -= 0.3 * parameter.grad
-    model = small_model()
-    train(state_of(model, optimizer=torch.optim.SGD(model.parameters())), steps[:1], size=size,
-          lr_at=lambda step: 0.3)
-    assert_close(model, by_hand.float(), atol=1e-6)
-
-
 @pytest.mark.parametrize("size", [1, 4])
 def test_accumulation_equals_the_whole_batch_drop_path_included(size):
     whole, parts = trained(drop_path=0.5), trained(drop_path=0.5, size=size)
@@ -238,15 +211,6 @@ def test_rows_in_fp16_give_the_scale_and_no_norm_where_it_overflowed(clip_norm):
     assert rows[1].grad_norm == pytest.approx(plain[1].grad_norm, rel=0.2)
 
 
-@pytest.mark.parametrize("amp, atol", [("bf16", 0.05), ("fp16", 0.01)])
-def test_mixed_precision_stays_near_full_precision(amp, atol):
-    full = trained().progress
-    scaler = torch.amp.GradScaler("cpu", enabled=amp == "fp16", init_scale=64.0)
-    mixed = trained(amp=amp, scaler=scaler).progress
-    assert mixed.loss_sum / STEPS == pytest.approx(full.loss_sum / STEPS, abs=atol)
-    assert mixed.loss_sum != full.loss_sum and mixed.skipped_steps == 0
-
-
 # ---------------------------------------------------------------------------------------------
 # Ends between two steps
 # ---------------------------------------------------------------------------------------------
@@ -290,13 +254,6 @@ def bits(value, path: str = "") -> dict[str, object]:
         return {name: leaf for key, part in value.items() if not str(key).endswith("seconds")
                 for name, leaf in bits(part, f"{path}/{key}").items()}
     return {path: value.detach().numpy().tobytes() if isinstance(value, torch.Tensor) else value}
-
-
-def test_a_request_during_the_last_step_is_not_lost(stop_before):
-    progress = Progress()
-    with pytest.raises(Interrupted) as caught:
-        trained(progress=progress, stop=stop_before(STEPS))
-    assert caught.value.number == signal.SIGTERM and len(progress.losses) == STEPS
 
 
 def test_checkpoints_are_saved_when_due_with_complete_sums_and_epochs_end():
@@ -361,15 +318,6 @@ def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evalua
 # ---------------------------------------------------------------------------------------------
 # Evaluation
 # ---------------------------------------------------------------------------------------------
-
-
-def test_broken_data_is_raised_by_evaluation():
-    def broken():
-        yield torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.long)
-        raise OneLineError("image 7")
-    with pytest.raises(OneLineError, match="image 7"):
-        evaluate([small_model()], broken(), num_classes=CLASSES, amp="off", processes=ALONE,
-                 stop=StopRequest())
 
 
 def evaluated(models, images, labels, size: int, num_classes: int = CLASSES, columns=None):
@@ -450,36 +398,10 @@ def test_top_5_is_measured_only_of_more_than_five_classes():
 # ---------------------------------------------------------------------------------------------
 
 
-class Wrapped:
-    """Like DistributedDataParallel: gradients are exchanged in each backward pass outside no_sync."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model, self.calls, self.silent = model, [], False
-
-    def train(self) -> None:
-        self.model.train()
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self.silent = True
-        yield
-        self.silent = False
-
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        self.calls.append(self.silent)
-        return self.model(images)
-
-
 def train_twice(model: torch.nn.Module, forward=None) -> None:
     """Two steps of SGD in micro-batches of 4."""
     train(state_of(model, optimizer=torch.optim.SGD(model.parameters())), batches()[:2], size=4,
           forward=forward, lr_at=lambda step: 0.1)
-
-
-def test_gradients_are_exchanged_once_per_step():
-    forward = Wrapped(small_model())
-    train_twice(forward.model, forward)
-    assert forward.calls == [True, True, False] * 2
 
 
 def test_it_trains_in_training_mode_whatever_mode_the_model_was_in():

@@ -100,23 +100,6 @@ def tensors(state: TrainState) -> dict[str, torch.Tensor]:
     return state.model.state_dict() | average | moments
 
 
-def weights_of_each(processes: Processes) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: trained(processes, name)[0].model.state_dict() for name in MODELS}
-
-
-def test_two_processes_train_as_one(in_two_processes):
-    first, second = in_two_processes(weights_of_each)
-    for name in MODELS:
-        weights = {key for key, _ in fresh(name).model.named_parameters()}
-        assert all(torch.equal(first[name][key], second[name][key]) for key in weights)
-        before = fresh(name).model.state_dict()
-        assert all(not torch.equal(first[name][key], before[key]) for key in weights)
-    # Without BatchNorm it does not matter which process trains on which image.
-    alone = trained(ALONE, "vit_tiny")[0].model.state_dict()
-    for key, value in alone.items():
-        torch.testing.assert_close(first["vit_tiny"][key], value, rtol=0, atol=1e-5)
-
-
 def ended(processes: Processes) -> list[tuple[str, int, list[str], int]]:
     """Why this process stopped, its steps, tensors that differ from those before, gradients left.
 
