@@ -37,14 +37,14 @@ from vitinit.data.sampler import TrainSampler, plan_batches, require_full_batch
 from vitinit.init import INITS
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models.layers import draw_drop_path
-from vitinit.recipe.files import dump_recipe, with_data
+from vitinit.recipe.files import with_data
 from vitinit.recipe.sections import Recipe
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.lock import RunLock
 from vitinit.runs.resume import (choose_run, require_same_data, require_same_micro_batch_size,
                                  settings)
 from vitinit.runs.start import (build, cautions, initialise, measure_mass, open_training_set,
-                                rehearsal, summary)
+                                rehearsal, set_up_folder, summary)
 from vitinit.train import distributed
 from vitinit.train.device import describe_device, memory_for, peak_gib
 from vitinit.train.distributed import DAY, Processes
@@ -152,14 +152,12 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
                   path: Path, train_set: Source) -> tuple[TrainState, list[str]]:
     """The state that training starts from, and lines for the terminal about it.
 
+    In a new run the weights are those of the init, or, where the recipe names a checkpoint, those
+    of the checkpoint. All processes take the main one's, before the moving average copies them: on
+    other CPUs, or with other numbers of threads, single factors of an init may differ in sign.
+
     saved: the contents of the checkpoint at `path`, to resume from; None for a new run.
     train_set: the training images, which some inits read.
-
-    In a new run the weights are those of the init, or, where the recipe names a checkpoint, those
-    of the checkpoint. The init draws on the CPU from its own generator. With equal numbers of
-    threads and equal CPUs it gives the same bits in every process. Otherwise the products Q·Kᵀ and
-    V·proj agree to 1e-4, but single factors may differ in sign; therefore all processes copy the
-    main process's weights before the moving average is created.
     """
     model, notes = build(recipe), []
     if saved is None:
@@ -200,20 +198,6 @@ def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
     return forward, measured
 
 
-def teacher_of(recipe: Recipe, classes: list[str], device: torch.device
-               ) -> Callable[..., Tensor] | None:
-    """A micro-batch's loss with the recipe's teacher, a `LearnFromTeacher`; None without one."""
-    if not recipe.distill.teacher:
-        return None
-    from vitinit.runs.teacher import open_teacher
-    from vitinit.train.distill import LearnFromTeacher
-    data = recipe.data
-    return LearnFromTeacher(open_teacher(recipe, classes, device), recipe.distill, mean=data.mean,
-                            std=data.std, size=data.image_size, device=device,
-                            two_heads=recipe.model.options.get("distilled", False),
-                            compile=recipe.engine.compile)
-
-
 def drop_path_of(model: nn.Module, recipe: Recipe) -> Callable[[int], Tensor | None]:
     """The function step → drop-path scales (branches, global batch); None for a model without."""
     def drop_path_at(step: int) -> Tensor | None:
@@ -244,8 +228,11 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
         data = open_data(recipe, root, processes, dry_run=args.dry_run)
     classes, per_epoch = list(map(str, data.whole_set.classes)), data.train_batches.steps_per_epoch
     recipe = with_data(recipe, num_classes=len(classes))
-    with processes.together():
-        teacher = teacher_of(recipe, classes, processes.device)
+    teacher = None                                   # of the loss; see vitinit/train/distill.py
+    if recipe.distill.teacher:
+        from vitinit.runs.teacher import learn_from_teacher
+        with processes.together():
+            teacher = learn_from_teacher(recipe, classes, processes.device)
     seen = {"training images": len(data.train_set), "validation images": len(data.val_set),
             "files and labels": fingerprint(data.train_set, root) + fingerprint(data.val_set, root),
             "teacher": teacher.teacher.digest if teacher else "none"}
@@ -286,17 +273,8 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     with StopRequest() as stop, (profiler or nullcontext()):
         with processes.together():
             if processes.is_main:
-                folder.make()
-                lock.take(folder.path, processes.say)
-                if resumed:
-                    folder.tidy(epochs=progress.epochs, steps=progress.step, say=processes.say)
-                else:
-                    folder.require_unused(starts_again=args.resume is not None)
-                folder.record_recipe(dump_recipe(recipe))
-                if not resumed:                      # so that a restart finds a run to resume
-                    folder.save(state.state_dict(), folder.last)
-                if progress.step == 0 and 0 in recipe.checkpoint.keep_epochs:
-                    folder.save(state.weights(), folder.kept(0))
+                set_up_folder(folder, lock, recipe, state, resumed=resumed,
+                              starts_again=args.resume is not None, say=processes.say)
                 folder.record_start(REPOSITORY, processes=processes.world_size,
                                     device=describe_device(processes.device), data=seen)
         processes.say(f"run     {folder.path}"

@@ -164,17 +164,24 @@ def test_resuming_what_is_not_there_is_one_line(train_program, tmp_path, capsys)
 
 
 def test_a_run_starts_from_another_runs_weights(train_program, stop_before, small_run, tmp_path, capsys):
-    """At another resolution, from the moving average; when resumed, it does not read them again."""
-    first, second = tmp_path / "first", tmp_path / "second"
+    """At another resolution, from the moving average, with two heads, and the first as teacher.
+
+    When resumed, it does not read the weights again.
+    """
+    first, second, teacher = tmp_path / "first", tmp_path / "second", tmp_path / "teacher"
     assert train_program.main(small_run(first)) == 0
+    shutil.copytree(first, teacher)
     capsys.readouterr()
     how = dict(init__checkpoint=str(first), init__checkpoint_weights="ema", data__image_size="12",
-               checkpoint__keep_epochs="[0]")
+               checkpoint__keep_epochs="[0]", model__name="vit_tiny_distilled",
+               model__options__pool="class", distill__teacher=str(teacher))
     train_program.StopRequest = stop_before(5)
     assert train_program.main(small_run(second, **how)) == 128 + signal.SIGTERM
-    assert "tensors loaded; pos_embed 2×2 → 3×3 resized" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "tensors loaded; pos_embed 2×2 → 3×3 resized" in printed
+    assert "views resized to 8×8; the second head learns its decisions" in printed
     before, after = checkpoint(first)["ema"]["model"], checkpoint(second, "epoch_0000.pt")["model"]
-    assert after["pos_embed"].shape == (1, 9, 12)
+    assert after["pos_embed"].shape == (1, 2 + 9, 12)
     for name, value in before.items():
         assert name == "pos_embed" or torch.equal(after[name], value)
     (first / "last.pt").unlink()

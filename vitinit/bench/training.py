@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..messages import OneLineError
 from ..recipe.files import fresh_recipe
 from ..recipe.sections import Recipe
+from ..runs.teacher import learn_from_teacher
 from ..train.distributed import Processes
 from ..train.ema import Ema
 from ..train.engine import cross_entropy, set_precision, train_epochs, tune_convolutions
@@ -76,7 +77,7 @@ def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, Callable[.
 def objective_for(recipe: Recipe, device: torch.device) -> Callable[..., Tensor]:
     """A micro-batch's loss as train.py computes it, with the recipe's teacher if there is one."""
     classes = [*map(str, range(recipe.data.num_classes))]
-    return train_program().teacher_of(recipe, classes, device) or cross_entropy
+    return learn_from_teacher(recipe, classes, device) or cross_entropy
 
 
 class GivenPart(NamedTuple):

@@ -19,12 +19,14 @@ from ..init import init_weights, reads_images
 from ..init.mass import has_targets, mass_on_images
 from ..keys import Stream, keyed_generator
 from ..models import build_model
-from ..recipe.files import with_data
+from ..recipe.files import dump_recipe, with_data
 from ..recipe.sections import DataSection, Recipe
 from ..recipe.values import to_toml
 from ..train.device import describe_device
 from ..train.distributed import Processes
 from ..train.state import TrainState
+from .folder import RunFolder, Say
+from .lock import RunLock
 
 INIT_IMAGES = 512               # training images that an init may read
 MASS_IMAGES = 64                # on which the mass on the init's targets is measured
@@ -129,6 +131,27 @@ def measure_mass(model: nn.Module, recipe: Recipe, train_set: Source) -> list[st
         return []
     mass = mass_on_images(model, name, options, images)
     return [f"mass    {mass}, on {len(images)} training images"]
+
+
+def set_up_folder(folder: RunFolder, lock: RunLock, recipe: Recipe, state: TrainState, *,
+                  resumed: bool, starts_again: bool, say: Say) -> None:
+    """Lock a run's folder, and write what it holds before the first step.
+
+    In a resumed run, what is newer than its checkpoint is removed. starts_again: a new run may find
+    recipe.toml and run.json there. Raises CheckpointError if the folder cannot be used.
+    """
+    progress = state.progress
+    folder.make()
+    lock.take(folder.path, say)
+    if resumed:
+        folder.tidy(epochs=progress.epochs, steps=progress.step, say=say)
+    else:
+        folder.require_unused(starts_again=starts_again)
+    folder.record_recipe(dump_recipe(recipe))
+    if not resumed:                                  # so that a restart finds a run to resume
+        folder.save(state.state_dict(), folder.last)
+    if progress.step == 0 and 0 in recipe.checkpoint.keep_epochs:
+        folder.save(state.weights(), folder.kept(0))
 
 
 def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],

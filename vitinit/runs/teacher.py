@@ -19,7 +19,7 @@ from ..messages import OneLineError, in_brief
 from ..recipe.sections import Recipe
 from ..recipe.values import nearest
 from ..train.checkpoint import model_state, require_finite
-from ..train.distill import Teacher
+from ..train.distill import LearnFromTeacher, Teacher
 from ..train.transfer import load_exactly
 from .folder import read_checkpoint
 from .trained import load
@@ -86,6 +86,15 @@ def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device) -
         model = model.to(memory_format=torch.channels_last)
     return Teacher(model, tuple(opened.mean), tuple(opened.std), opened.size, digest,
                    f"{name}, {opened.outputs} classes {order}")
+
+
+def learn_from_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device
+                       ) -> LearnFromTeacher | None:
+    """A micro-batch's loss with the recipe's teacher; None, and errors, as in `open_teacher`."""
+    teacher, data = open_teacher(recipe, classes, device), recipe.data
+    return teacher and LearnFromTeacher(
+        teacher, recipe.distill, mean=data.mean, std=data.std, size=data.image_size, device=device,
+        two_heads=recipe.model.options.get("distilled", False), compile=recipe.engine.compile)
 
 
 def of_torchvision(name: str, weights: str) -> Opened:
