@@ -93,8 +93,7 @@ def test_an_update_is_its_formula_in_float64(family):
     """The class's docstring, with layer decay; and torch's AdamW for all other parameters."""
     model, theirs = built(family), built(family)
     optimizer = muon(model, layer_decay=0.7, **OPTIONS)
-    names = [name for name, _ in model.named_parameters()]
-    numbers = dict(zip(names, layer_numbers(names)))
+    numbers = layer_numbers(name for name, _ in model.named_parameters())
     matrices, last = hidden_matrices(model), max(numbers.values())
     others = torch.optim.AdamW([
         {"params": [p], "weight_decay": 0.3 if p.ndim > 1 and "pos_embed" not in name and not

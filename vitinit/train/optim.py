@@ -100,19 +100,19 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim > 1 and leaf != "bias" and leaf not in UNDECAYED_NAMES
 
 
-def layer_numbers(names: Iterable[str]) -> list[int]:
-    """The layer number of each parameter, given all names in the model's order.
+def layer_numbers(names: Iterable[str]) -> dict[str, int]:
+    """The layer number of each parameter, by name, given all names in the model's order.
 
     Layer 0 is everything before the first block, layer i the i-th block together with what is
     between it and the previous block (Swin's patch merging), and layer L + 1 everything after the
     last of L blocks.
     """
     seen: dict[str, int] = {}
-    numbers = []
+    numbers = {}
     for name in names:
         block = BLOCK.match(name)
-        numbers.append(seen.setdefault(block[1], len(seen) + 1) if block else
-                       len(seen) + 1 if seen else 0)
+        numbers[name] = (seen.setdefault(block[1], len(seen) + 1) if block else
+                         len(seen) + 1 if seen else 0)
     return numbers
 
 
@@ -122,9 +122,8 @@ def hidden_matrices(model: nn.Module) -> set[str]:
     These are the weights of linear layers and of 1×1 convolutions from the first block to the last,
     Swin's patch merging included, and neither the patch embedding nor the classifier.
     """
-    names = [name for name, _ in model.named_parameters()]
-    layers = dict(zip(names, layer_numbers(names)))
-    last = max((layers[name] for name in names if BLOCK.match(name)), default=0)
+    layers = layer_numbers(name for name, _ in model.named_parameters())
+    last = max((layers[name] for name in layers if BLOCK.match(name)), default=0)
     return {f"{name}.weight" for name, module in model.named_modules()
             if (isinstance(module, nn.Linear) or isinstance(module, nn.Conv2d)
                 and module.kernel_size == (1, 1) and module.groups == 1)
@@ -133,32 +132,28 @@ def hidden_matrices(model: nn.Module) -> set[str]:
 
 def parameter_groups(model: nn.Module, weight_decay: float, *, layer_decay: float = 1.0,
                      muon: bool = False) -> list[dict[str, Any]]:
-    """Parameter groups for an optimiser: the decayed parameters, then the exempt ones.
+    """Parameter groups for an optimiser: Muon's, then the decayed parameters, then the exempt ones.
 
     model: the bare model, since a wrapper such as DistributedDataParallel changes the names that
         `decays` compares. Parameters that do not require gradients are in no group.
     layer_decay: splits the groups by layer. A parameter of layer i of `layer_numbers` has the
         factor layer_decay ** (L + 1 − i) on its learning rate, for L blocks (ELECTRA, arXiv
         2003.10555; for ViT: BEiT, arXiv 2106.08254). Each group states it as "layer_factor".
-    muon: whether the weights of `hidden_matrices` are in groups of their own, which come first;
-        each group states whether it is one of them as "muon".
+    muon: whether the weights of `hidden_matrices` are in groups of their own; each group states
+        whether it is one of them as "muon".
     """
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    names = [name for name, _ in model.named_parameters()]
-    layers = dict(zip(names, layer_numbers(names)))
+    layers = layer_numbers(name for name, _ in model.named_parameters())
     last, matrices = max(layers.values(), default=0), hidden_matrices(model) if muon else set()
-    groups = []
-    for by_muon, decayed in ((True, True), (False, True), (False, False)):
-        by_factor: dict[float, list[nn.Parameter]] = {}
-        for name, parameter in named.items():
-            if (name in matrices) == by_muon and decays(name, parameter) == decayed:
-                by_factor.setdefault(layer_decay ** (last - layers[name]), []).append(parameter)
-        if not by_factor and not by_muon:
-            by_factor = {1.0: []}                    # AdamW always has a group of either kind
-        groups += [{"params": parameters, "weight_decay": weight_decay if decayed else 0.0,
-                    "layer_factor": factor, "muon": by_muon}
-                   for factor, parameters in by_factor.items()]
-    return groups
+    members: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = (name not in matrices, not decays(name, parameter),
+                    layer_decay ** (last - layers[name]))
+            members.setdefault(kind, []).append(parameter)
+    return [{"params": members[kind], "weight_decay": 0.0 if exempt else weight_decay,
+             "layer_factor": factor, "muon": not by_adamw}
+            for kind in sorted(members, key=lambda kind: kind[:2])       # keeps the layers' order
+            for by_adamw, exempt, factor in [kind]]
 
 
 def optimizer_for(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:

@@ -107,31 +107,36 @@ def require_like(found: Any, expected: Any, path: Path, key: str) -> None:
 
     path, key: the file and the part of it that `found` is, for the message.
     """
-    def refuse(what: str, wanted: object) -> None:
-        raise CheckpointError(f"{path}: {key} is {what}, expected {wanted}")
-    if isinstance(expected, Mapping):
-        if not isinstance(found, Mapping):
-            refuse(in_brief(found), "a dictionary")
-        missing, surplus = ([str(name) for name in one if name not in other]
-                            for one, other in ((expected, found), (found, expected)))
-        if missing or surplus:
-            words = [f"{word} {shortened(names)}" for word, names in
-                     (("lacks", missing), ("has also", surplus)) if names]
-            raise CheckpointError(f"{path}: {key} does not fit: it {' and '.join(words)}")
-        for name, value in expected.items():
-            require_like(found[name], value, path, f"{key}.{name}")
-    elif isinstance(expected, Tensor):
-        if not isinstance(found, Tensor):
-            refuse(in_brief(found), "a tensor")
-        if (found.shape, found.dtype) != (expected.shape, expected.dtype):
-            refuse(f"{tuple(found.shape)} {found.dtype}",
-                   f"{tuple(expected.shape)} {expected.dtype}")
-        if found.is_floating_point() and not found.isfinite().all():
-            refuse("not finite", "finite numbers; the run diverged before it was written")
-    elif isinstance(expected, (list, tuple)):
-        if found != expected:
-            refuse(in_brief(found), in_brief(expected))
-    elif found is not None or expected is not None:
-        kinds = (int, float) if expected is None else (type(expected),)
-        if type(found) not in kinds or not (math.isfinite(found) and found >= 0):
-            refuse(in_brief(found), f"{' or '.join(kind.__name__ for kind in kinds)} from 0 on")
+    theirs, ours = flat(found, key), flat(expected, key)
+    missing, surplus = ([name for name in one if name not in other]
+                        for one, other in ((ours, theirs), (theirs, ours)))
+    if missing or surplus:
+        words = [f"{word} {shortened(names)}" for word, names in
+                 (("lacks", missing), ("has also", surplus)) if names]
+        raise CheckpointError(f"{path}: {key} does not fit: it {' and '.join(words)}")
+    for name, wanted in ours.items():
+        value, needed = theirs[name], in_brief(wanted)
+        if isinstance(wanted, Tensor):
+            needed = f"a tensor {tuple(wanted.shape)} {wanted.dtype} of finite numbers"
+            fits = isinstance(value, Tensor) and (value.shape, value.dtype) == (
+                wanted.shape, wanted.dtype) and bool(value.isfinite().all())
+        elif wanted is None or isinstance(wanted, (int, float)):
+            kinds = (int, float) if wanted is None else (type(wanted),)
+            needed = f"{' or '.join(kind.__name__ for kind in kinds)} from 0 on"
+            fits = value is wanted is None or type(value) in kinds and 0 <= value < math.inf
+        else:
+            fits = value == wanted
+        if not fits:
+            found = in_brief(value)
+            if isinstance(value, Tensor):
+                found = (f"{tuple(value.shape)} {value.dtype}"
+                         f"{'' if value.isfinite().all() else ', not finite'}")
+            raise CheckpointError(f"{path}: {name} is {found}; expected {needed}")
+
+
+def flat(value: Any, name: str) -> dict[str, Any]:
+    """Nested dictionaries as a single one, such as {"model.head.bias": …}."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    return {place: leaf for key, part in value.items()
+            for place, leaf in flat(part, f"{name}.{key}").items()}
