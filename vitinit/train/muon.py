@@ -72,7 +72,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         self.factor, self.momentum = factor, momentum
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a state that was loaded; AdamW's own method expects its moments in all of it."""
+        """Take over a loaded state; AdamW's own method expects its moments in all of it."""
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
