@@ -163,7 +163,7 @@ def test_wrapped_for_several_processes_a_step_is_the_bare_one(
     torch.compiler.reset()
     counters.clear()
     if device.type == "cuda":
-        a_vit = build_model("vit_small", num_classes=CLASSES, image_size=16, patch_size=4)
+        a_vit = build_model("vit_small", num_classes=CLASSES, image_size=16, patch_size=4, depth=4)
     backend = "inductor" if device.type == "cuda" else "aot_eager"
 
     def wrap(model: nn.Module) -> nn.Module:

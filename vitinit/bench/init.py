@@ -34,9 +34,9 @@ def transcribed_impulse(model: torch.nn.Module) -> None:
             torch.linalg.svd(inverse @ maps @ inverse.T)
 
 
-def init_rows(name: str) -> list[Row]:
+def init_rows(name: str, image_size: int = 224) -> list[Row]:
     """Seconds that each init of a model takes, on one core of the CPU."""
-    model = build_model(name, num_classes=1000, image_size=224)
+    model = build_model(name, num_classes=1000, image_size=image_size)
 
     def one(init: str, **options: str) -> Callable[[], object]:
         return lambda: init_weights(model, init, generator=torch.Generator().manual_seed(0),

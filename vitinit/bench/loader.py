@@ -97,9 +97,9 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
     pipeline = torchvisions_pipeline(recipe.data.image_size)
     source = train_program().open_data(recipe, str(root), alone(device), dry_run=False).train_set
 
-    def prepared(*more: str) -> Callable[[], None]:
+    def prepared(*more: str) -> Callable[[], object]:
         steps = steps_of(recipe_of(name, [*sets, *batches, *more]), device)
-        return lambda: [None for micro_batch in next(steps)[1] if micro_batch.prepare()] and None
+        return lambda: [micro_batch.prepare() for micro_batch in next(steps)[1]]
     seconds = interleave({
         "decoding alone": lambda: [source.image(index) for index in range(BATCH)],
         "+ crop, flip, normalise: a worker's part": prepared(*PLAIN),

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -84,43 +84,40 @@ def processor() -> str:
 # ---------------------------------------------------------------------------------------------
 
 
-def speeds(device: str, data: Sequence[str]) -> Iterator[list[str]]:
-    """The commands of `bench all` after the checks, in the order in which they run.
+def speeds(device: str, data: Sequence[str]) -> list[list[str]]:
+    """The commands of `bench all` after the checks, the most important ones first.
 
     data: ["--data-dir", FOLDER], or nothing. On a CPU their sizes are tiny.
     """
-    bench = ["-m", "vitinit.bench"]
+    bench, eager = ["-m", "vitinit.bench"], ["--set", "engine.compile=false"]
+    last = [[*bench, "init", "--model", "vit_tiny"], [*bench, "memory", "--recipe", *RECIPES]]
     if device == "cpu":
-        small = ["--device", "cpu", "--set", "engine.amp=off", "--set", "engine.compile=false"]
-        yield [*bench, "step", "--recipe", "deit_tiny", "--batch", "2", *small]
-        yield [*bench, "loader", "--recipe", "deit_tiny", "--batch", "2", "--workers", "0", "1",
-               *small, *data]
-        yield [*bench, "init", "--model", "vit_tiny"]
-        yield [*bench, "memory", "--recipe", "deit_tiny"]
-        return
-    yield [*bench, "step", "--recipe", "deit_base"]
-    yield [*bench, "step", "--recipe", "deit_base", "--set", "engine.compile=false"]
-    yield [*bench, "loader", "--recipe", "deit_small", *data]
-    yield ["train.py", "--recipe", "quickstart", "--init", "impulse"]
-    for name in RECIPES[1:]:
-        yield [*bench, "step", "--recipe", name]
-    yield [*bench, "init"]
-    yield [*bench, "memory", "--recipe", *RECIPES]
+        small = ["--batch", "2", "--device", "cpu", "--set", "engine.amp=off", *eager]
+        return [[*bench, "step", "--recipe", "deit_tiny", *small],
+                [*bench, "loader", "--recipe", "deit_tiny", "--workers", "0", "1", *small, *data],
+                *last]
+    return [[*bench, "step", "--recipe", RECIPES[0], *eager],
+            [*bench, "step", "--recipe", RECIPES[0]],
+            [*bench, "loader", "--recipe", "deit_small", *data],
+            ["train.py", "--recipe", "quickstart", "--init", "impulse"], *last,
+            *([*bench, "step", "--recipe", name] for name in RECIPES[1:])]
 
 
 def bench_all(out: Path, *, device: torch.device, photographs: Path | None, minutes: float) -> int:
     """Run the checks of tests/gpu, then measure speeds, and write a report as results come in.
 
-    Each command is a process of its own, so that a crash, a hang or a lost GPU ends that one only;
-    what does not end within `minutes` is ended. Returns 1 if a check or a command failed, else 0.
-    Raises OneLineError if `out` exists, or if the repository's tests are not there.
+    Each command is a process of its own, so that a crash, a hang or a lost GPU ends that one only.
+    After `minutes` the command that runs is ended, and further ones are not begun, which is no
+    failure. Returns 1 if a check or a command failed, else 0. Raises OneLineError if `out` exists,
+    or if the repository's tests are not there.
     """
     if out.exists():
         raise OneLineError(f"{out} exists already; choose another --out")
     if not CHECKS.is_dir():
         raise OneLineError(f"{CHECKS}: not there; bench all needs the repository around vitinit/")
-    deadline, failed = time.monotonic() + 60 * minutes, 0
+    deadline = time.monotonic() + 60 * minutes
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {})
+    data = ["--data-dir", str(photographs.resolve())] if photographs else []
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(out, "x", encoding="utf-8") as file, tempfile.TemporaryDirectory() as scratch:
         def tell(text: str) -> None:
@@ -128,28 +125,37 @@ def bench_all(out: Path, *, device: torch.device, photographs: Path | None, minu
             print(text, end="\n\n", flush=True)
         tell("# What vitinit does on this machine")
         tell("\n".join(f"- {name}: {value}" for name, value in machine(device).items()))
-        data = ["--data-dir", str(photographs.resolve())] if photographs else []
         xml = Path(scratch) / "checks.xml"
-        checks = ["-m", "pytest", "-q", "-o", "junit_family=xunit1", f"--junitxml={xml}",
-                  str(CHECKS)]
-        for number, words in enumerate([checks, *speeds(device.type, data)]):
-            if words[0] == "train.py":
-                words = [*words, "--out-dir", str(Path(scratch) / "run")]
-            status, printed = run_within(words, deadline - time.monotonic(), environment)
-            failed += status != 0
-            tell(f"## {'Is it right?' if number == 0 else '`python ' + ' '.join(words) + '`'}")
-            tell(checks_table(xml) if number == 0 and xml.exists() else
-                 printed.strip() if words[0] == "-m" and status == 0 else
-                 "```\n" + "\n".join(printed.strip().splitlines()[-5:]) + "\n```")
-            if status:
-                tell(f"**Failed**: {outcome(status)}.")
-    return min(failed, 1)
+        status, printed = run_within(["-m", "pytest", "-q", "-o", "junit_family=xunit1",
+                                      f"--junitxml={xml}", str(CHECKS)],
+                                     deadline - time.monotonic(), environment)
+        tell("## Is it right?")
+        tell((checks_table(xml) if xml.exists() else last_lines(printed)) + outcome(status))
+        failed = status != 0
+        for words in speeds(device.type, data):
+            tell(f"## `python {' '.join(words)}`")
+            if time.monotonic() > deadline:
+                tell("Not begun: the time is over.")
+                continue
+            trains = words[0] == "train.py"
+            status, printed = run_within(
+                [*words, *["--out-dir", str(Path(scratch) / "run")] * trains],
+                deadline - time.monotonic(), environment)
+            tell((last_lines(printed) if trains or status else printed.strip()) + outcome(status))
+            failed |= status != 0
+    return int(failed)
+
+
+def last_lines(printed: str) -> str:
+    """The end of what a command printed, as a block."""
+    return "```\n" + "\n".join(printed.strip().splitlines()[-5:]) + "\n```"
 
 
 def outcome(status: int) -> str:
-    """How a command with this exit status, or negative signal number, ended, in words."""
-    return "the time ran out" if status == -signal.SIGKILL else (
-        f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}")
+    """How a command with this exit status, or negative signal number, failed; "" if it did not."""
+    how = ("the time ran out" if status == -signal.SIGKILL else f"exit status {status}"
+           if status > 0 else f"ended by {signal.Signals(abs(status) or 1).name}")
+    return f"\n\n**Failed**: {how}." if status else ""
 
 
 def run_within(words: Sequence[str], seconds: float, environment: dict[str, str]
@@ -158,13 +164,11 @@ def run_within(words: Sequence[str], seconds: float, environment: dict[str, str]
 
     When its time has run out, it is killed with all processes that it has started.
     """
-    if seconds <= 0:
-        return -signal.SIGKILL, ""
     process = subprocess.Popen([sys.executable, *words], cwd=REPOSITORY, env=environment, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                start_new_session=True)
     try:
-        printed, _ = process.communicate(timeout=seconds)
+        printed, _ = process.communicate(timeout=max(seconds, 0.0))
     except BaseException as error:                   # also Ctrl-C, which does not reach its session
         os.killpg(process.pid, signal.SIGKILL)
         printed, _ = process.communicate()

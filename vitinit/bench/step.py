@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 
+from ..models.layers import draw_drop_path
 from ..recipe.sections import Recipe
 from ..runs.start import without_data
 from ..train.device import matrix_rate, peak_gib
@@ -24,7 +26,7 @@ from .timing import clock_of, interleave, times_as_fast
 from .training import Part, given_step, objective_for, set_up, train_on
 
 THEIRS = {"vit_base": "vit_b_16", "swin_tiny": "swin_t"}       # models that torchvision has as well
-STEPS = {"cuda": 20, "cpu": 1}                                 # of each measurement
+STEPS = {"cuda": 10, "cpu": 1}                                 # of each measurement
 SIDES = {"cuda": 8192, "cpu": 1024}                            # of a large product's matrices
 
 
@@ -53,12 +55,14 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     """A row about one step of `batch` images; see `step_rows`."""
     clock, amp, count = clock_of(device), recipe.engine.amp, STEPS[device.type]
     state, forward = set_up(recipe, device)
-    part = synthetic_batch(recipe, batch, device)
+    part, rates = synthetic_batch(recipe, batch, device), state.model.drop_path_rates
+    drop_path = draw_drop_path(rates, batch, np.random.default_rng(0)) if any(rates) else None
     objective = objective_for(recipe, device)
 
     def engine(steps: int = count, objective: Callable[..., Tensor] = objective) -> None:
         train_on(state, [given_step(number, [part]) for number in range(steps)], forward=forward,
-                 amp=amp, clip_norm=recipe.optim.clip_norm, objective=objective)
+                 drop_path=drop_path, amp=amp, clip_norm=recipe.optim.clip_norm,
+                 objective=objective)
     engine()
     operations = 0 if recipe.engine.compile else launches_of(lambda: engine(1)).count
     if device.type == "cuda":

@@ -16,11 +16,11 @@ def clock_of(device: torch.device) -> Clock:
     """A clock in seconds for the work of this process on a device.
 
     On a GPU it is the wall clock, read when the GPU has done all its work. On a CPU it is the
-    processor time of this process, which other programs hardly change; with more than one thread
-    it would count each of them, so bench uses one.
+    processor time of this process, which other programs hardly change. It counts each thread, and
+    rows are about one core, so torch is given a single one.
     """
+    torch.set_num_threads(1)
     if device.type == "cpu":
-        torch.set_num_threads(1)
         return time.process_time
 
     def read() -> float:
