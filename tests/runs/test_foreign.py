@@ -164,9 +164,8 @@ def test_a_folder_of_transformers_is_its_function_here(name, their_folder, capsy
                                                                    (0.3, 0.4, 0.7))
     assert (trained.recipe.eval.crop_pct, trained.recipe.eval.interpolation) == (0.75, "bilinear")
     line = capsys.readouterr().err
-    for part in (f"{HEADS} heads", "exact GELU", "class token pooled", f"norm eps {EPS}",
-                 "crop 0.75",
-                 "mean 0.5 0.25 0.125"):
+    for part in (f"num_heads {HEADS}", "exact GELU", 'pool "class"', f"norm_eps {EPS}",
+                 "crop_pct 0.75", "mean [0.5, 0.25, 0.125]"):
         assert part in line
     assert line.count("\n") == 1
     if not has_classifier:
@@ -315,7 +314,7 @@ def test_fine_tuning_refuses_other_heads_and_says_how_images_were_prepared(
     assert "expected --set model.options.num_heads=3" in capsys.readouterr().err
     assert start(f"model.options.norm_eps={EPS}") == 0
     printed = capsys.readouterr().out
-    assert "3 heads" in printed and "data.mean is [0.5, 0.25, 0.125] in config.json" in printed
+    assert "num_heads 3" in printed and "data.mean is [0.5, 0.25, 0.125] in config.json" in printed
 
 
 def test_overrides_change_how_images_are_prepared_and_nothing_else_of_a_run(capsys):

@@ -61,7 +61,7 @@ def parse_override(text: str) -> Override:
 
     A value that is not valid TOML, such as a word without quotes, is a string. Raises RecipeError.
     """
-    key, equals, written = (part.strip() for part in text.partition("="))
+    key, equals, written = map(str.strip, text.partition("="))
     if not equals or "." not in key:
         raise RecipeError(f"--set {text}: expected section.key=value, for example "
                           "--set schedule.epochs=10")
@@ -74,10 +74,12 @@ def parse_override(text: str) -> Override:
 def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str | None = None,
               sets: Sequence[str]) -> list[Override]:
     """All changes that the command line makes to a recipe, in the order in which they apply."""
-    flags = [("data.root", "--data-dir", data_dir), ("init.name", "--init", init),
-             ("run.seed", "--seed", seed)]
-    return [Override(key, value, f"{flag} {value}") for key, flag, value in flags
-            if value is not None] + [parse_override(text) for text in sets]
+    changes = list(map(parse_override, sets))
+    for key, flag, value in (("run.seed", "--seed", seed), ("init.name", "--init", init),
+                             ("data.root", "--data-dir", data_dir)):
+        if value is not None:
+            changes.insert(0, Override(key, value, f"{flag} {value}"))
+    return changes
 
 
 # ---------------------------------------------------------------------------------------------
@@ -189,7 +191,9 @@ def _sections(tables: dict[str, Any], changes: Sequence[Override]) -> dict[str, 
     for title, body in tables.items():
         if title not in SECTIONS or not isinstance(body, dict):
             raise Mistake(f"'{title}' is no section of a recipe{nearest(title, SECTIONS)}")
-    tables = {title: {} for title in SECTIONS} | {"distill": dict(NO_TEACHER)} | tables
+    tables.setdefault("distill", dict(NO_TEACHER))
+    for title in SECTIONS:
+        tables.setdefault(title, {})
     for title in ("model", "init"):                  # an empty table may be left out
         tables[title].setdefault("options", {})
     for change in changes:
@@ -211,23 +215,25 @@ def _checked(body: Mapping[str, Any], title: str, takes: Callable, given: Sequen
     takes: the dataclass of a section, or a function with keyword-only parameters. given: those of
         them that are no keys. title, of: "init.options" and " of impulse", for error messages.
     """
-    fields = dataclasses.fields(takes) if dataclasses.is_dataclass(takes) else ()
-    hints, bounds = typing.get_type_hints(takes), {field.name: field.metadata for field in fields}
-    known = {name: parameter for name, parameter in inspect.signature(takes).parameters.items()
-             if name not in given and (fields or parameter.kind is parameter.KEYWORD_ONLY)}
-    values = {name: parameter.default for name, parameter in known.items()
-              if parameter.default is not parameter.empty}
+    fields, hints = getattr(takes, "__dataclass_fields__", {}), typing.get_type_hints(takes)
+    kinds, values = {}, {}                           # key → what `convert` takes; key → value
+    for name, parameter in inspect.signature(takes).parameters.items():
+        if name not in given and (fields or parameter.kind is parameter.KEYWORD_ONLY):
+            kinds[name] = hints[name], fields[name].metadata if fields else {}
+            if parameter.default is not parameter.empty:
+                values[name] = parameter.default
     for key, value in body.items():
-        if key not in known:
-            raise Mistake(f"[{title}]{of} has no key '{key}'{nearest(key, known)}",
+        if key not in kinds:
+            raise Mistake(f"[{title}]{of} has no key '{key}'{nearest(key, kinds)}",
                           f"{title}.{key}")
         try:
-            values[key] = convert(value, hints[key], bounds.get(key, {}))
+            values[key] = convert(value, *kinds[key])
         except TypeError as error:
             raise Mistake(f"{title}.{key} is {error}", f"{title}.{key}") from None
-    for key in [key for key in known if key not in values][:1]:
-        raise Mistake(f"[{title}]{of} lacks the key '{key}' "
-                      f"({describe(hints[key], bounds.get(key, {}))})", f"{title}.{key}")
+    for key, kind in kinds.items():
+        if key not in values:
+            raise Mistake(f"[{title}]{of} lacks the key '{key}' ({describe(*kind)})",
+                          f"{title}.{key}")
     return values
 
 

@@ -7,7 +7,7 @@ stand in that module, such as `Optim` in train/optim.py.
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -139,45 +139,46 @@ class Recipe:
 
 SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items() if name != "name"}
 
+SMALLER_FIRST = "the smaller value first"
 # Keys that describe the machine and not the experiment: they may change when a run is resumed.
 MACHINE_KEYS = ("data.workers", "data.on_device_gib", "eval.batch_size", "eval.cache_gib",
                 "optim.max_batch_per_process", "engine.compile", "checkpoint.every_steps")
 
 
-def contradictions(recipe: Recipe) -> list[tuple[list[str], str]]:
+def contradictions(recipe: Recipe) -> Iterator[tuple[list[str], str]]:
     """Values that are valid on their own but contradict each other.
 
-    Returns for each contradiction the keys, and what is expected of the first of them where the
+    Yields for each contradiction the keys, and what is expected of the first of them where the
     others are as they are.
     """
     data, augment, schedule, ema = recipe.data, recipe.augment, recipe.schedule, recipe.ema
-    peak, best_by = recipe.optim.peak_lr, recipe.checkpoint.best_by
-    rules = {
-        **{f"augment.{key}": (low > high, "the smaller value first")
-           for key in ("crop_scale", "crop_ratio", "erase_area", "erase_ratio")
-           for low, high in [getattr(augment, key)]},
-        "rand_augment.operations rand_augment.layers": (
-            recipe.rand_augment.layers and not recipe.rand_augment.operations, "some, or 0 layers"),
-        "data.images_per_class data.subset": (
-            data.images_per_class and data.subset < 1.0, "0, or a subset of 1.0"),
-        "data.root data.name": (
-            not data.root and data.name != "shapes", "a folder, given by --data-dir"),
-        "schedule.warmup_epochs schedule.epochs": (
-            schedule.warmup_epochs > schedule.epochs, "no more than these"),
-        "schedule.warmup_epochs schedule.shape": (
-            schedule.warmup_epochs and schedule.shape == "one_cycle",
-            "0, as it has a warm-up of its own"),
-        **{f"schedule.{key} optim.base_lr optim.lr_scaling optim.global_batch": (
-            getattr(schedule, key) > peak, f"at most the learning rate's peak, {peak:g}")
-           for key in ("warmup_lr", "min_lr")},
-        "distill.weights distill.teacher": (
-            recipe.distill.weights and not recipe.distill.teacher, "none, as there is no teacher"),
-        "ema.warmup ema.decay": (
-            ema.warmup and not ema.decay, "false, as no moving average is kept"),
-        "checkpoint.best_by ema.decay": (
-            best_by == "ema_top1" and not ema.decay, "another one, as no moving average is kept"),
-        "checkpoint.keep_epochs schedule.epochs schedule.cooldown_epochs": (
-            max(recipe.checkpoint.keep_epochs, default=0) > schedule.total_epochs,
-            "none after the last epoch"),
-    }
-    return [(keys.split(), expected) for keys, (wrong, expected) in rules.items() if wrong]
+    checkpoint, peak = recipe.checkpoint, recipe.optim.peak_lr
+    of_peak = "optim.base_lr optim.lr_scaling optim.global_batch"
+    no_more, no_average = f"at most the learning rate's peak, {peak:g}", "no moving average is kept"
+    for wrong, keys, expected in [
+            (augment.crop_scale[0] > augment.crop_scale[1], "augment.crop_scale", SMALLER_FIRST),
+            (augment.crop_ratio[0] > augment.crop_ratio[1], "augment.crop_ratio", SMALLER_FIRST),
+            (augment.erase_area[0] > augment.erase_area[1], "augment.erase_area", SMALLER_FIRST),
+            (augment.erase_ratio[0] > augment.erase_ratio[1], "augment.erase_ratio", SMALLER_FIRST),
+            (recipe.rand_augment.layers and not recipe.rand_augment.operations,
+             "rand_augment.operations rand_augment.layers", "some, or 0 layers"),
+            (data.images_per_class and data.subset < 1.0, "data.images_per_class data.subset",
+             "0, or a subset of 1.0"),
+            (not data.root and data.name != "shapes", "data.root data.name",
+             "a folder, given by --data-dir"),
+            (schedule.warmup_epochs > schedule.epochs, "schedule.warmup_epochs schedule.epochs",
+             "no more than these"),
+            (schedule.warmup_epochs and schedule.shape == "one_cycle",
+             "schedule.warmup_epochs schedule.shape", "0, as it has a warm-up of its own"),
+            (schedule.warmup_lr > peak, f"schedule.warmup_lr {of_peak}", no_more),
+            (schedule.min_lr > peak, f"schedule.min_lr {of_peak}", no_more),
+            (recipe.distill.weights and not recipe.distill.teacher,
+             "distill.weights distill.teacher", "none, as there is no teacher"),
+            (ema.warmup and not ema.decay, "ema.warmup ema.decay", f"false, as {no_average}"),
+            (checkpoint.best_by == "ema_top1" and not ema.decay, "checkpoint.best_by ema.decay",
+             f"another one, as {no_average}"),
+            (max(checkpoint.keep_epochs, default=0) > schedule.total_epochs,
+             "checkpoint.keep_epochs schedule.epochs schedule.cooldown_epochs",
+             "none after the last epoch")]:
+        if wrong:
+            yield keys.split(), expected

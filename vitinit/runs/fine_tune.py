@@ -31,7 +31,7 @@ def fine_tune(model: nn.Module, recipe: Recipe) -> list[str]:
     if "recipe" not in state:
         description = foreign.read_description(path, str(state.get("arch", "")))
         foreign.require_same_function(description, recipe)
-        notes = [f"note    {foreign.assumptions(model, recipe, description)}"]
+        notes = [f"note    {foreign.assumptions(recipe, description)}"]
     if init.checkpoint_fit == "select":
         try:
             tensors = select_weights(model, tensors)

@@ -13,17 +13,16 @@ What no file states is assumed from the recipe, and `assumptions` says what that
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from torch import nn
 
 from ..messages import in_brief
 from ..models.layers import hidden_width, to_pair
 from ..models.libraries import SWIN_OPTIONS, VIT_OPTIONS
 from ..recipe.files import Override
 from ..recipe.sections import Recipe
+from ..recipe.values import to_toml
 from ..train.checkpoint import CheckpointError
 from .folder import FOREIGN_WEIGHTS, parse_json, read_bytes
 
@@ -32,6 +31,9 @@ from .folder import FOREIGN_WEIGHTS, parse_json, read_bytes
 TRAPS = {"rope": "rotary positions", "rpn": "norms after attention and MLP in place of before them"}
 RESAMPLE = {2: "bilinear", 3: "bicubic"}                # Pillow's numbers
 PREPARATION = ("data.mean", "data.std", "eval.crop_pct", "eval.interpolation")   # of images
+# Keys of a recipe that no tensor shows.
+UNSEEN = (*(f"model.options.{key}" for key in ("num_heads", "norm_eps", "activation", "pool",
+                                               "pos_embed", "window_size")), *PREPARATION)
 
 # The architectures of transformers that load: model_type → names of classes.
 ARCHITECTURES = {
@@ -187,24 +189,11 @@ def _preparation(file: Path, image_size: Any) -> tuple[dict[str, Any], tuple[str
 # ---------------------------------------------------------------------------------------------
 
 
-def assumptions(model: nn.Module, recipe: Recipe, description: Description | None) -> str:
-    """One line on all that the tensors do not show, as the built `model` and its recipe have it."""
-    options, kinds = recipe.model.options, {type(module) for module in model.modules()}
-    epsilons = sorted({module.eps for module in model.modules() if hasattr(module, "eps")})
-    heads = options.get("num_heads")
-
-    def joined(values: Iterable[object], between: str = " ") -> str:
-        return between.join(map(str, values))
-    parts = [heads and f"{joined(heads, '-') if isinstance(heads, list) else heads} heads",
-             joined((name for kind, name in ((nn.GELU, "exact GELU"), (nn.ReLU, "ReLU"))
-                     if kind in kinds), " and "),
-             ("class token" if options.get("pool") == "class" else "mean") + " pooled",
-             "window_size" in options and f"windows of {options['window_size']}",
-             "pos_embed" in options and ("learned" if model.learns_positions else "fixed")
-             + " positions",
-             f"norm eps {joined(epsilons, ' and ')}",
-             f"mean {joined(recipe.data.mean)}", f"std {joined(recipe.data.std)}",
-             f"crop {recipe.eval.crop_pct:g}", recipe.eval.interpolation]
+def assumptions(recipe: Recipe, description: Description | None) -> str:
+    """One line on all that tensors do not show: what the recipe says of it, by its keys."""
+    parts = [f"{key} {to_toml(value)}" for key, value in recipe.keys.items() if key in UNSEEN]
+    if recipe.model.options.get("activation", "gelu") == "gelu":
+        parts.insert(0, "the exact GELU")
     source, notes = f"recipe {recipe.name}", []
     if description is not None:
         source += f" and {description.file.name}"
@@ -212,8 +201,7 @@ def assumptions(model: nn.Module, recipe: Recipe, description: Description | Non
                  *(f"{key} is {value} in {description.file.name}"
                    for key, value in description.values.items()
                    if key in PREPARATION and recipe.keys[key] != value)]
-    found = f"{', '.join(filter(None, parts))} ({source})"
-    return f"assumed, as tensors do not show it: {'; '.join([found, *notes])}"
+    return "; ".join([f"assumed, as tensors do not show it: {', '.join(parts)} ({source})", *notes])
 
 
 def require_same_function(description: Description | None, recipe: Recipe) -> None:
@@ -230,11 +218,6 @@ def require_same_function(description: Description | None, recipe: Recipe) -> No
                 f"{description.file}: {key} is {theirs[key]}, in the recipe {ours}, and no tensor "
                 f"would show it; expected --set model.options.{key}="
                 f"{str(theirs[key]).replace(' ', '')}")
-
-
-# ---------------------------------------------------------------------------------------------
-# Writing
-# ---------------------------------------------------------------------------------------------
 
 
 def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from ..train.checkpoint import CheckpointError
 from .folder import Say, in_one_line
 
 
-class RunLock:
+class RunLock(ExitStack):
     """Locks a run's folder for this process, from `take` until the `with` block ends.
 
     It is a record lock (fcntl.lockf) on the file run.lock. The kernel releases it however the
@@ -27,15 +27,7 @@ class RunLock:
     outlive its parent, would keep that lock, so it closes its handle.
     """
 
-    def __init__(self) -> None:
-        self._handles: list[int] = []                # of run.lock and of the folder
-
-    def __enter__(self) -> RunLock:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        while self._handles:
-            os.close(self._handles.pop())
+    taken = False
 
     def take(self, folder: Path, say: Say) -> None:
         """Lock the folder; raise CheckpointError, which names the holder, if another process has.
@@ -43,31 +35,33 @@ class RunLock:
         If the file system has no locks, `say` is called with a warning and the folder stays
         unlocked.
         """
-        if self._handles:
+        if self.taken:
             return
+        handles, locked = [], 0
         with in_one_line(folder):
-            self._handles.append(os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o666))
-            self._handles.append(os.open(folder, os.O_RDONLY))
-        os.register_at_fork(after_in_child=self.__exit__)
-        file, locked = self._handles[0], 0
-        for handle, lock in zip(self._handles, (fcntl.lockf, fcntl.flock)):
+            for path, flags in ((folder / "run.lock", os.O_RDWR | os.O_CREAT), (folder, os.O_RDONLY)):
+                handles.append(os.open(path, flags, 0o666))
+                self.callback(os.close, handles[-1])
+        os.register_at_fork(after_in_child=self.close)
+        for handle, lock in zip(handles, (fcntl.lockf, fcntl.flock)):
             try:
                 lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 locked += 1
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     continue
-                holder = os.pread(file, 200, 0).decode(errors="replace").strip()
-                self.__exit__()
+                holder = os.pread(handles[0], 200, 0).decode(errors="replace").strip()
+                self.close()
                 raise CheckpointError(
                     f"{folder}: another run is writing here "
                     f"({holder or 'its run.lock was deleted'}); wait until it ends, or end it, or "
                     "choose another --out-dir") from None
+        self.taken = True
         if not locked:
             say(f"lock    {folder}: this file system has no locks, so nothing keeps a second run "
                 "out")
         since = datetime.now(UTC).isoformat(timespec="seconds")
         with suppress(OSError):                      # the disk is full; the lock holds nevertheless
-            os.ftruncate(file, 0)
+            os.ftruncate(handles[0], 0)
             holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
-            os.write(file, holder.encode())
+            os.write(handles[0], holder.encode())

@@ -79,9 +79,9 @@ class Saved(NamedTuple):
         start_from(resized, model.state_dict(), place, model.grid)
         return resized
 
-    def assumptions(self, model: nn.Module) -> str:
+    def assumptions(self) -> str:
         """A line on what is assumed of the model of a checkpoint that contains no recipe."""
-        return f"{self.path}: {foreign.assumptions(model, self.recipe, self.description)}"
+        return f"{self.path}: {foreign.assumptions(self.recipe, self.description)}"
 
 
 def open_all(paths: Sequence[Path], *, recipe: str | None, changes: Sequence[Override],

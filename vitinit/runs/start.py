@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -231,16 +230,12 @@ def rehearsal(recipe: Recipe, data: Data, state: TrainState, teacher: Any) -> st
 
 def teacher_cost(learning: Any, images: Tensor) -> str:
     """A line on what the teacher's pass over these images (B, 3, H, W) costs, with a line break."""
+    model = learning.teacher.model
     with FlopCounterMode(display=False) as counter:
-        learning.teacher.model(learning.inputs(images))
-    learning.logits(images)                         # compiles and warms up
-    began = time.perf_counter()
-    learning.logits(images).sum().item()            # waits for the device
-    seconds = time.perf_counter() - began
-    weights = sum(value.nbytes for value in learning.teacher.model.state_dict().values())
+        model(learning.inputs(images))
+    weights = sum(value.nbytes for value in model.state_dict().values())
     return (f"cost    the teacher adds {counter.get_total_flops() / len(images) / 1e9:,.3f} GFLOP "
-            f"and {1e3 * seconds / len(images):,.2f} ms per image, and {weights / 1e6:,.1f} MB of "
-            "weights\n")
+            f"per image, and {weights / 1e6:,.1f} MB of weights\n")
 
 
 def disk_space(model: nn.Module, optimizer: torch.optim.Optimizer, *, ema: bool, kept: int) -> str:
