@@ -41,7 +41,7 @@ from vitinit.recipe.files import with_data
 from vitinit.recipe.sections import Recipe
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.lock import RunLock
-from vitinit.runs.resume import (choose_run, require_same_data, require_same_micro_batch_size,
+from vitinit.runs.resume import (choose_run, require_same_data, require_same_micro_batch,
                                  settings)
 from vitinit.runs.start import (build, cautions, initialise, measure_mass, open_training_set,
                                 rehearsal, set_up_folder, summary)
@@ -244,7 +244,8 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
 
     # Model, init and optimiser. -----------------------------------------------------------------
     state, notes = initial_state(recipe, processes, saved, folder.read_from, data.train_set)
-    require_same_micro_batch_size(state.model, data.plan.micro_batch_size, saved)
+    if resumed:
+        require_same_micro_batch(folder, state.model, saved, data.plan.micro_batch_size)
     state.about = {"recipe": recipe.as_dict(), "micro_batch": data.plan.micro_batch_size,
                    "classes": classes}
     notes += [f"teacher {teacher}"] if teacher else []

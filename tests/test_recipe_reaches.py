@@ -132,32 +132,25 @@ def test_compile_compiles_what_trains_and_what_is_measured(train_program, small_
     assert len(compiled) == 3                        # the model to train, and model and average
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_tf32_is_switched_where_it_says(wanted):
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+def test_switches_of_torch_are_set_where_the_recipe_says():
+    """cuDNN times its kernels for convolutional models, unless bits matter."""
+    before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32,
+              torch.backends.cudnn.benchmark)
     try:
-        set_precision(wanted)
-        assert torch.get_float32_matmul_precision() == ("high" if wanted else "highest")
-        assert torch.backends.cudnn.allow_tf32 is wanted
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
-
-
-@pytest.mark.parametrize("name, tuned", [
-    ("vit_tiny", False), ("convmixer_256_8", True), ("swin_tiny", False)])
-def test_cudnn_times_its_kernels_for_convolutional_models_unless_bits_matter(name, tuned):
-    model = vitinit.build_model(name, num_classes=3, image_size=224)
-    before = torch.backends.cudnn.benchmark
-    try:
-        tune_convolutions(model)
-        assert torch.backends.cudnn.benchmark is tuned
-        torch.use_deterministic_algorithms(True)
-        tune_convolutions(model)
-        assert torch.backends.cudnn.benchmark is False
+        for wanted in (True, False):
+            set_precision(wanted)
+            assert torch.get_float32_matmul_precision() == ("high" if wanted else "highest")
+            assert torch.backends.cudnn.allow_tf32 is wanted
+        for name, tuned in (("vit_tiny", False), ("convmixer_256_8", True), ("swin_tiny", False)):
+            model = vitinit.build_model(name, num_classes=3, image_size=224)
+            for exact in (False, True):
+                torch.use_deterministic_algorithms(exact)
+                tune_convolutions(model)
+                assert torch.backends.cudnn.benchmark is (tuned and not exact)
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.benchmark = before
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = before[1:]
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])

@@ -46,23 +46,21 @@ def test_a_new_folder_holds_the_recipe_once_and_every_start(tmp_path, monkeypatc
         assert starts[-1]["processes"] == 3 and starts[-1]["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize("name, again", [("previous.pt", False), ("epoch_0003.pt", False),
-                                         ("steps.jsonl", False), ("run.json", True)])
-def test_a_file_of_a_run_keeps_a_new_one_out(tmp_path, name, again):
+def test_a_file_of_a_run_keeps_a_new_one_out(tmp_path):
     """A recipe, a start and an empty file of lines are no results: such a run starts again."""
     folder = RunFolder(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "notes.txt").write_text("mine")
     folder.require_unused()
-    (tmp_path / name).write_text("x")
-    assert folder.results() == ([] if again else [name])
-    for starts_again in (False, True)[:2 - again]:
-        with pytest.raises(CheckpointError,
-                           match=f"already holds a run \\({name}\\); --resume auto goes"):
-            folder.require_unused(starts_again=starts_again)
-    if again:
-        folder.require_unused(starts_again=True)
-    assert (tmp_path / name).read_text() == "x"
+    for name in ("run.json", "previous.pt", "epoch_0003.pt", "steps.jsonl"):
+        if name != "run.json":
+            folder.require_unused(starts_again=True)
+        (tmp_path / name).write_text("x")
+        for starts_again in (False, True)[:1 if name == "run.json" else 2]:
+            with pytest.raises(CheckpointError,
+                               match=rf"already holds a run \({name}\); --resume auto goes"):
+                folder.require_unused(starts_again=starts_again)
+        (tmp_path / name).unlink()
 
 
 def test_a_record_of_starts_that_is_none_is_one_line_and_stays(tmp_path):

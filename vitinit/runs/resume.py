@@ -1,10 +1,10 @@
 """Decide which run train.py does: a new one, or one to go on with.
 
     --out-dir F                 a new run; F may hold nothing that a run writes
-    --out-dir F --resume auto   goes on with F's run; a new one if F holds none; done if it is
-    finished --resume F                  goes on with F's run; done if it is finished
+    --out-dir F --resume auto   goes on with F's run; a new one if F holds none
+    --resume F                  goes on with F's run
 
-A run goes on as it began: by its own recipe, of which only what describes the machine may change,
+A finished run is done. A run goes on as it began: by its own recipe, of which only what describes the machine may change,
 and with the same images. Results are never overwritten.
 """
 
@@ -57,28 +57,22 @@ def choose_run(args: argparse.Namespace, processes: Processes, lock: RunLock, sa
     """
     if args.dry_run and args.resume not in (None, "auto"):
         raise RecipeError("--dry-run and --resume exclude each other; --dry-run shows a new run")
-    recipe = None
-    if args.resume in (None, "auto"):
-        with processes.together():
+    recipe, decided = None, NEW
+    with processes.together():
+        if args.resume in (None, "auto"):
             recipe = fresh_recipe(args.recipe, init=args.init, seed=args.seed,
                                   data_dir=args.data_dir, sets=args.set, say=say)
-        folder = RunFolder(args.out_dir or Path("runs") /
-                           f"{recipe.name}-{recipe.init.name}-s{recipe.run.seed}")
-    else:
-        folder = RunFolder(Path(args.resume))
-
-    def decide() -> int:
-        """The main process's view of the disk decides for all processes."""
-        if not processes.is_main or args.dry_run:
-            return NEW
-        if args.resume is None:
+            folder = RunFolder(args.out_dir or Path("runs") /
+                               f"{recipe.name}-{recipe.init.name}-s{recipe.run.seed}")
+        else:
+            folder = RunFolder(Path(args.resume))
+        # The main process's view of the disk decides for all processes.
+        if processes.is_main and args.resume is None and not args.dry_run:
             folder.require_unused()
-            return NEW
-        if folder.path.is_dir():
-            lock.take(folder.path, say)
-        return task_in(folder, recipe, say)
-    with processes.together():
-        decided = decide()
+        elif processes.is_main and not args.dry_run:
+            if folder.path.is_dir():
+                lock.take(folder.path, say)
+            decided = task_in(folder, recipe, say)
     decided = processes.maximum(decided)
     if decided == DONE:
         return None
@@ -184,17 +178,15 @@ def require_same_recipe(run: Path, own: Mapping[str, Any], asked: Mapping[str, A
                         for keys in (own, asked)))
 
 
-def require_same_micro_batch_size(model: nn.Module, now: int, saved: Mapping[str, Any] | None
-                                  ) -> None:
+def require_same_micro_batch(folder: RunFolder, model: nn.Module, saved: Mapping[str, Any], now: int
+                             ) -> None:
     """Raise RecipeError if a model with BatchNorm would resume with another micro-batch size.
 
-    now: the micro-batch size. saved: the checkpoint to resume from; None for a new run.
+    saved: the checkpoint to resume from. now: the micro-batch size.
     """
-    before = (saved or {}).get("micro_batch", now)
-    if now != before and normalises_over_images(model):
-        raise RecipeError(f"this run's BatchNorm has seen micro-batches of {before} images, and "
-                          f"they would have {now} now; go on with as many processes and the same "
-                          "optim.max_batch_per_process as before")
+    if normalises_over_images(model):
+        fact = "images per micro-batch, which its BatchNorm sees"
+        require_same(folder.path, {fact: saved.get("micro_batch", now)}, {fact: now})
 
 
 def require_same_data(folder: RunFolder, saved: Mapping[str, Any], classes: Sequence[str],
