@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import importlib.util
 import inspect
 import os
 import re
@@ -12,12 +10,11 @@ import runpy
 import shlex
 import subprocess
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from vitinit import sweep
 from vitinit.init import INITS, init_function
 from vitinit.messages import OneLineError
 from vitinit.models import FAMILIES, model_class
@@ -56,9 +53,9 @@ class Page(NamedTuple):
         assert found, f"{self.name} has no section {title!r}"
         return Page(self.path, rest.partition("\n## ")[0])
 
-    def commands(self, language: str = "bash") -> list[list[str]]:
-        """The words of each line of these blocks; continued lines are joined, no comments."""
-        lines = "\n".join(self.blocks(language)).replace("\\\n", " ").splitlines()
+    def commands(self) -> list[list[str]]:
+        """The words of each line of the bash blocks; continued lines are joined, no comments."""
+        lines = "\n".join(self.blocks("bash")).replace("\\\n", " ").splitlines()
         return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
 
     def code_spans(self) -> list[str]:
@@ -85,7 +82,7 @@ PAGES = [read_page(path) for pattern in ("*.md", "recipes/**/*.md", "vitinit/**/
 README = next(page for page in PAGES if page.name == "README.md")
 
 
-def broken_links(page: Page) -> Iterator[str]:
+def bad_links(page: Page) -> Iterator[str]:
     """Links to files, and to headings of pages, that do not exist."""
     for link in page.links():
         path, _, anchor = link.partition("#")
@@ -96,29 +93,25 @@ def broken_links(page: Page) -> Iterator[str]:
             yield f"{link}: no such heading"
 
 
-def missing_files(page: Page) -> Iterator[str]:
-    """Files of ours in backticks that are not beside the page, in the package or at the top."""
+def bad_files(page: Page) -> Iterator[str]:
+    """Files in backticks that do not exist, and Python files beside the page that it omits."""
     tops = {path.name for path in REPOSITORY.iterdir() if path.is_dir()} - {"runs", "data"}
-    for code in page.code_spans():
+    spans = page.code_spans()
+    for code in spans:
         ours = code.endswith((".py", ".md", ".toml")) or code.split("/")[0] in tops and "/" in code
         if ours and re.fullmatch(r"[\w./-]+", code) and code not in WRITTEN and not any(
                 (folder / code).exists() for folder in (page.path.parent, PACKAGE, REPOSITORY)):
             yield f"{code}: no such file"
-
-
-def unlisted_files(page: Page) -> Iterator[str]:
-    """Python files beside a page of the package that it does not name."""
     if page.path.name == "README.md" and page.path.is_relative_to(PACKAGE):
-        listed = {code.rpartition("/")[2] for code in page.code_spans()} | {"__init__.py"}
+        listed = {code.rpartition("/")[2] for code in spans} | {"__init__.py"}
         yield from (f"{path.name}: not listed" for path in page.path.parent.glob("*.py")
                     if path.name not in listed)
 
 
-def missing_commits(page: Page) -> Iterator[str]:
+def bad_commits(page: Page) -> Iterator[str]:
     """Commits that the history lacks; nothing where there is no whole history."""
     if (REPOSITORY / ".git").exists() and not (REPOSITORY / ".git" / "shallow").exists():
-        words = " ".join(page.prose.split())
-        for commit in re.findall(r"\bcommit `?([0-9a-f]{7,40})\b", words, flags=re.IGNORECASE):
+        for commit in re.findall(r"\bcommit\s+`?([0-9a-f]{7,40})\b", page.prose, re.IGNORECASE):
             if subprocess.run(["git", "-C", REPOSITORY, "cat-file", "-e", f"{commit}^{{commit}}"],
                               capture_output=True).returncode:
                 yield f"{commit}: no such commit"
@@ -127,9 +120,9 @@ def missing_commits(page: Page) -> Iterator[str]:
 @cache
 def known_options() -> set[str]:
     """The options of all our programs, as their sources name them, and others'."""
-    paths = [*PACKAGE.rglob("*.py"), *REPOSITORY.glob("*.py")]
-    sources = "".join(path.read_text("utf-8") for path in paths)
-    return OTHERS | set(re.findall(r"[\"'](--[a-z][a-z-]*)[\"']", sources))
+    sources = [*PACKAGE.rglob("*.py"), *REPOSITORY.glob("*.py")]
+    return OTHERS | {word for path in sources for word in
+                     re.findall(r"[\"'](--[a-z][a-z-]*)[\"']", path.read_text("utf-8"))}
 
 
 @cache
@@ -146,7 +139,7 @@ def known_keys() -> set[str]:
 
 
 def bad_words(page: Page) -> Iterator[str]:
-    """In backticks: options that no program has, keys that no recipe has, unknown programs."""
+    """In backticks: options that no program has, and keys that no recipe has."""
     sections = "|".join(sorted({key.partition(".")[0] for key in known_keys()}))
     for code in page.code_spans():
         if re.match("python|torchrun|--", code):
@@ -156,9 +149,6 @@ def bad_words(page: Page) -> Iterator[str]:
         for key in re.findall(rf"(?:^|[\s\"'])((?:{sections})\.[a-z_.]+)(?=$|[\s\"'=])", code):
             if key not in known_keys() and not key.endswith((".py", ".toml", ".json", "tensors")):
                 yield f"{key}: no such key"
-        found = re.match(r"python -m (vitinit\.[\w.]+)", code)
-        if found and importlib.util.find_spec(found[1]) is None:
-            yield f"{code}: no program {found[1]}"
 
 
 def program_of(words: list[str]) -> tuple[str, list[str]] | None:
@@ -168,8 +158,28 @@ def program_of(words: list[str]) -> tuple[str, list[str]] | None:
                  or word.startswith("vitinit.") and words[place - 1] == "-m"), None)
 
 
+def bad_commands(page: Page) -> Iterator[str]:
+    """Commands in bash blocks whose arguments, recipe, init or overrides a program of ours refuses.
+    """
+    for words in page.commands():
+        program, arguments = program_of(words) or ("", [])
+        try:
+            if program:
+                args = vars(parser_of(program)([*map(os.path.expandvars, arguments)]))
+                lists = {name: value.split(",") if isinstance(value, str) else value or []
+                         for name, value in args.items() if name in ("recipe", "init")}
+                sets = (args.get("set") or []) + [text for _, *sets in args.get("variant") or []
+                                                  for text in sets]
+                for recipe in lists.get("recipe", []):
+                    for init in lists.get("init") or [None]:
+                        fresh_recipe(recipe, say=lambda line: None, init=init, sets=sets,
+                                     data_dir=args.get("data_dir"))
+        except (OneLineError, ImportError) as error:
+            yield f"{' '.join(words)}: {error}"
+
+
 @cache
-def parser_of(program: str) -> Callable[[list[str]], argparse.Namespace]:
+def parser_of(program: str):
     """The function `parse_arguments` of a program such as "train.py" or "vitinit.figures"."""
     if program.endswith(".py"):                      # it belongs to no package
         return runpy.run_path(str(REPOSITORY / program))["parse_arguments"]
@@ -178,37 +188,4 @@ def parser_of(program: str) -> Callable[[list[str]], argparse.Namespace]:
             module).parse_arguments
 
 
-def require_startable(program: str, arguments: list[str]) -> None:
-    """Raise OneLineError, or ImportError, if a program would not start with these arguments.
-
-    predict and export, which tests start as the pages do, are asked for their options alone.
-    """
-    if program == "vitinit.sweep":
-        data = [] if "--data-dir" in arguments else ["--data-dir", "data"]
-        if sweep.main([*arguments, *data, "--dry-run"]) != 0:
-            raise OneLineError("the sweep does not start")
-    elif program in ("vitinit.predict", "vitinit.export"):
-        if unknown := {word for word in arguments if word.startswith("--")} - known_options():
-            raise OneLineError(f"no option {unknown}")
-    else:
-        args = parser_of(program)(arguments)
-        recipes, inits = ([value] if value is None or isinstance(value, str) else value
-                          for value in (getattr(args, name, None) for name in ("recipe", "init")))
-        for recipe in filter(None, recipes):
-            for init in inits:
-                fresh_recipe(recipe, say=lambda line: None, init=init,
-                             sets=getattr(args, "set", None) or [])
-
-
-def bad_commands(page: Page) -> Iterator[str]:
-    """Commands in bash blocks that start a program of ours and that it would refuse."""
-    for words in page.commands():
-        program, arguments = program_of(words) or ("", [])
-        try:
-            if program:
-                require_startable(program, [*map(os.path.expandvars, arguments)])
-        except (OneLineError, ImportError) as error:
-            yield f"{' '.join(words)}: {error}"
-
-
-CHECKS = (broken_links, missing_files, unlisted_files, missing_commits, bad_words, bad_commands)
+CHECKS = (bad_links, bad_files, bad_commits, bad_words, bad_commands)
