@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from vitinit.command_line import Parser, complain
 from vitinit.recipe.files import RecipeError, fresh_recipe, overrides
 from vitinit.recipe.values import to_toml
-from vitinit.train.distributed import LostProcess
+from vitinit.train.distributed import LostProcess, Processes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FLAGS = ["--recipe", "--init", "--data-dir", "--out-dir", "--seed", "--resume", "--dry-run",
@@ -242,44 +242,37 @@ def test_under_torchrun_the_line_is_the_last_that_is_said_and_workers_exit_with_
     assert list(tmp_path.iterdir()) == []
 
 
-def two_workers(program: Path, folder: Path, *arguments: list[str]) -> list[tuple[int, str]]:
-    """Exit status and output of two processes, each with arguments of its own, started as torchrun
-    starts them; but none is ended because the other one has failed."""
+def test_each_process_tells_the_others_its_settings_and_its_images(train_program, small_run,
+                                                                   tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(Processes, "require_equal", lambda self, facts: told.append(dict(facts)))
+    assert train_program.main(small_run(tmp_path / "run", "--seed", "5", "--dry-run")) == 0
+    assert told[0]["run.seed"] == "5" and "data.root" not in told[0]
+    assert told[1].keys() >= {"training images", "validation images", "files and labels"}
+
+
+def test_processes_that_were_given_different_images_end_before_the_first_step(
+        repository, tmp_path, small_run, image_tree):
+    """Started on two machines, say, one of which has another copy of the data, in which one image
+    is in another class. Both end with 2, and the main process alone prints the line."""
+    other = Path(shutil.copytree(image_tree, tmp_path / "other"))
+    (other / "train" / "red" / "03.png").rename(other / "train" / "green" / "99.png")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    workers = [subprocess.Popen(
-        [sys.executable, str(program), *of_rank], cwd=folder,
+    ours = small_run(tmp_path / "run")
+    workers = [subprocess.Popen(                     # as torchrun starts them
+        [sys.executable, str(repository / "train.py"), *arguments], cwd=tmp_path, text=True,
         env=environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
-                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)), stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True) for rank, of_rank in enumerate(arguments)]
+                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for rank, arguments in enumerate((ours, [*ours, "--set", f"data.root={other}"]))]
     try:
         printed = [worker.communicate(timeout=240)[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    return [(worker.returncode, text) for worker, text in zip(workers, printed)]
-
-
-def test_every_process_exits_with_2_and_the_first_alone_prints_the_line(repository, tmp_path):
-    assert two_workers(repository / "train.py", tmp_path, MISSPELT, MISSPELT) == [
-        (2, COMPLAINT + "\n"), (2, "")]
-
-
-@pytest.mark.parametrize("differs, words", [
-    ("seed", "process 1 has run.seed = 1 and process 0 has 0"),
-    ("label", "process 1 has files and labels = ")])
-def test_processes_that_were_given_different_work_end_before_the_first_step(
-        repository, tmp_path, small_run, image_tree, differs, words):
-    """Started on two machines, say, one of which has another recipe or another copy of the data."""
-    ours = small_run(tmp_path / "run")
-    theirs = [*ours, "--seed", "1"]
-    if differs == "label":
-        other = Path(shutil.copytree(image_tree, tmp_path / "other"))
-        (other / "train" / "red" / "03.png").rename(other / "train" / "green" / "99.png")
-        theirs = [*ours, "--set", f"data.root={other}"]
-    found = two_workers(repository / "train.py", tmp_path, ours, theirs)
-    assert [status for status, _ in found] == [2, 2]
-    assert re.fullmatch(rf"train.py: {re.escape(words)}[^\n]*; all processes of a run need the same\n",
-                        found[0][1]) and found[1][1] == ""
+    assert [worker.returncode for worker in workers] == [2, 2]
+    assert re.fullmatch(r"train.py: process 1 has files and labels = [^\n]*; all processes of a run "
+                        r"need the same\n", printed[0]) and printed[1] == ""
     assert not (tmp_path / "run").exists()
