@@ -175,7 +175,8 @@ def outcome(name: str, run: Callable[[list[str]], int], arguments: list[str], fo
     one_line = message[:-1].isprintable() and message.startswith(f"{name}: ") and message[-1] == "\n"
     if status != 2 or not one_line:
         return f"status {status}: {message}"[:500]
-    short = len(message.partition("; valid: ")[0]) <= WORDY + quoted + sum(map(len, arguments))
+    own = re.split("; valid: | .choose from ", message)[0]
+    short = len(own) <= WORDY + quoted + sum(map(len, arguments))
     return "refused" if short else f"wordy: {message}"
 
 

@@ -70,7 +70,8 @@ def test_the_mass_on_the_targets_in_training_images_stands_below_the_init(
     assert lines[init + 1] == f"mass    {mass}, on {len(images)} training images"
     assert lines[init + 2].startswith("batch ") and images.shape == (51, 3, 8, 8)    # all there are
 
-    assert train_program.main(small_run(tmp_path / "run", init="default", schedule__epochs="1")) == 0
+    assert train_program.main(small_run(tmp_path / "run", init="default",
+                                        schedule__epochs="1")) == 0
     assert train_program.main(small_run(tmp_path / "tuned", "--dry-run", "--set",
                                         f"init.checkpoint={tmp_path / 'run'}", init="mimetic")) == 0
     printed = capsys.readouterr().out

@@ -298,16 +298,15 @@ def test_timms_trainer_and_hub_state_the_architecture_and_the_preparation(tmp_pa
 def test_fine_tuning_refuses_other_heads_and_says_how_images_were_prepared(
         train_program, their_folder, image_tree, tmp_path, capsys):
     def start(*changes: str) -> int:
-        sets = [f"model.options.{key}" for key in (f"embed_dim={WIDTH}", f"patch_size={PATCH}",
-                                                   "depth=2",
-                                                   f"mlp_ratio={(HIDDEN + 0.5) / WIDTH}")]
+        sets = [f"model.options.{key}" for key in (
+            f"embed_dim={WIDTH}", f"patch_size={PATCH}", "depth=2",
+            f"mlp_ratio={(HIDDEN + 0.5) / WIDTH}")]
         sets += ["data.num_classes=3", f"data.image_size={SIDE}", "optim.global_batch=2",
-                 "optim.base_lr=0.5", "mix.group=2",
-                 "engine.compile=false", "engine.amp=off", "data.workers=0", "eval.batch_size=3",
-                 f"init.checkpoint={their_folder('ViT')}", *changes]
-        return train_program.main(["--recipe", "deit_tiny", "--data-dir", str(image_tree),
-                                   "--dry-run",
-                                   *(word for one in sets for word in ("--set", one))])
+                 "optim.base_lr=0.5", "mix.group=2", "engine.compile=false", "engine.amp=off",
+                 "data.workers=0", "eval.batch_size=3", f"init.checkpoint={their_folder('ViT')}"]
+        return train_program.main([
+            "--recipe", "deit_tiny", "--data-dir", str(image_tree), "--dry-run",
+            *(word for one in (*sets, *changes) for word in ("--set", one))])
     assert start() == 2
     assert f"norm_eps is {EPS}, in the recipe 1e-06" in capsys.readouterr().err
     assert start(f"model.options.norm_eps={EPS}", "model.options.num_heads=7") == 2
@@ -326,9 +325,3 @@ def test_overrides_change_how_images_are_prepared_and_nothing_else_of_a_run(caps
         with pytest.raises(ValueError, match=f"{key}=.*brings its own recipe"):
             vitinit.load(RUN, overrides={key: value})
     assert capsys.readouterr().err == ""             # nothing is assumed of a run's own model
-
-
-def test_weights_in_several_files_are_one_line(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="split over several files"):
-        vitinit.load(tmp_path, recipe="deit_tiny")

@@ -161,9 +161,11 @@ def _recipe(tables: dict[str, Any], name: str, source: str, changes: Sequence[Ov
                 function = init_function(init.name, family)
             except ValueError as error:
                 raise Mistake(str(error), "init.name") from None
-            options, known = dict(init.options), inspect.signature(function).parameters
-            lacking = {key: options.pop(key) for key in init.options if set_aside is not None
-                       and key not in known and where(f"init.options.{key}") == source}
+            options, lacking = dict(init.options), {}
+            for key in init.options:
+                if (set_aside is not None and key not in inspect.signature(function).parameters
+                        and where(f"init.options.{key}") == source):
+                    lacking[key] = options.pop(key)
             if lacking:
                 set_aside(f"--init {init.name} has none of these options of the recipe, which are "
                           f"set aside: {to_toml(lacking)}")
@@ -200,10 +202,10 @@ def _sections(tables: dict[str, Any], changes: Sequence[Override]) -> dict[str, 
         *parents, last = change.key.split(".")
         place = tables
         for parent in parents:
-            inner = {key: table for key, table in place.items() if isinstance(table, dict)}
-            if parent not in inner:
-                raise Mistake(f"there is no table '{parent}'{nearest(parent, inner)}", change.key)
-            place = inner[parent]
+            if not isinstance(place.get(parent), dict):
+                tables = [key for key, table in place.items() if isinstance(table, dict)]
+                raise Mistake(f"there is no table '{parent}'{nearest(parent, tables)}", change.key)
+            place = place[parent]
         place[last] = change.value
     return {title: kind(**_checked(tables[title], title, kind)) for title, kind in SECTIONS.items()}
 
@@ -255,5 +257,6 @@ def dump_recipe(recipe: Recipe) -> str:
         options = {f"{title}.options": body.pop("options")} if "options" in body else {}
         for header, table in ({title: body} | options).items():
             lines += ["", f"[{header}]"]
-            lines += [f"{key} = {to_toml(value)}" for key, value in table.items()]
+            for key, value in table.items():
+                lines.append(f"{key} = {to_toml(value)}")
     return "\n".join(lines) + "\n"

@@ -134,10 +134,13 @@ class Recipe:
     @property
     def keys(self) -> dict[str, Any]:
         """"section.key" → value, and "model.options.key" → value, in the order of the file."""
-        return flat({title: plain(getattr(self, title)) for title in SECTIONS})
+        table = plain(self)
+        del table["name"]
+        return flat(table)
 
 
-SECTIONS = {name: kind for name, kind in typing.get_type_hints(Recipe).items() if name != "name"}
+SECTIONS = typing.get_type_hints(Recipe)             # title → dataclass, in the order of the file
+del SECTIONS["name"]
 
 SMALLER_FIRST = "the smaller value first"
 # Keys that describe the machine and not the experiment: they may change when a run is resumed.

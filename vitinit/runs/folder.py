@@ -146,8 +146,8 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.last, self.previous, self.best = (path / f"{name}.pt"
-                                               for name in ("last", "previous", "best"))
+        self.last, self.previous = path / "last.pt", path / "previous.pt"
+        self.best = path / "best.pt"
         self.recipe, self.info = path / "recipe.toml", path / "run.json"
         self.metrics = Lines(path / "metrics.jsonl", "epoch")
         self.steps = Lines(path / "steps.jsonl", "step")
@@ -175,8 +175,9 @@ class RunFolder:
         starts_again: allow those that a run writes before its first checkpoint, recipe.toml and
             run.json.
         """
-        found = self.results() + [path.name for path in (self.recipe, self.info)
-                                  if not starts_again and os.path.exists(path)]
+        found = self.results()
+        for path in () if starts_again else (self.recipe, self.info):
+            found += [path.name] * os.path.exists(path)
         if found:
             raise CheckpointError(
                 f"{self.path}: already holds a run ({', '.join(found)}); --resume auto goes on "
@@ -307,10 +308,6 @@ def read_checkpoint(path: Path, *, say: Say = warn, mmap: bool = False, verify: 
         if not any(map(os.path.exists, files)):
             files = [path / name for name in FOREIGN_WEIGHTS if os.path.exists(path / name)
                      ][:1] or files
-            for split in path.glob("*.index.json"):
-                raise CheckpointError(
-                    f"{split}: the weights are split over several files; expected one, as "
-                    "save_pretrained(FOLDER, max_shard_size='100GB') writes it")
     for file in files:
         try:
             state = load(file, mmap=mmap, verify=verify)

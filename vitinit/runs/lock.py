@@ -39,7 +39,8 @@ class RunLock(ExitStack):
             return
         handles, locked = [], 0
         with in_one_line(folder):
-            for path, flags in ((folder / "run.lock", os.O_RDWR | os.O_CREAT), (folder, os.O_RDONLY)):
+            for path, flags in {folder / "run.lock": os.O_RDWR | os.O_CREAT,
+                                folder: os.O_RDONLY}.items():
                 handles.append(os.open(path, flags, 0o666))
                 self.callback(os.close, handles[-1])
         os.register_at_fork(after_in_child=self.close)

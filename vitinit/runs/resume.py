@@ -4,8 +4,8 @@
     --out-dir F --resume auto   goes on with F's run; a new one if F holds none
     --resume F                  goes on with F's run
 
-A finished run is done. A run goes on as it began: by its own recipe, of which only what describes the machine may change,
-and with the same images. Results are never overwritten.
+A finished run is done. A run goes on as it began: by its own recipe, of which only what describes
+the machine may change, and with the same images. Results are never overwritten.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The start of a run: its training images, its model, and what is printed then."""
+"""The start of a run: its images, its model, its folder, and what is printed then."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FEW_UPDATES = 2_000             # steps; fewer than that from scratch give a war
 
 
 # ---------------------------------------------------------------------------------------------
-# The model
+# The images and the model
 # ---------------------------------------------------------------------------------------------
 
 
@@ -111,27 +111,6 @@ def initialise(model: nn.Module, recipe: Recipe, source: Source | None) -> None:
                      generator=torch.Generator().manual_seed(recipe.run.seed))
 
 
-# ---------------------------------------------------------------------------------------------
-# What train.py prints before training
-# ---------------------------------------------------------------------------------------------
-
-
-def measure_mass(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
-    """A line about how much attention lies on the init's targets, in MASS_IMAGES training images.
-
-    An empty list for inits without targets.
-    """
-    name, options = recipe.init.name, recipe.init.options
-    if not has_targets(model, name, options):
-        return []
-    try:
-        images = training_views(recipe, train_set, MASS_IMAGES)
-    except DataError:                                # training will say so when it needs the image
-        return []
-    mass = mass_on_images(model, name, options, images)
-    return [f"mass    {mass}, on {len(images)} training images"]
-
-
 def set_up_folder(folder: RunFolder, lock: RunLock, recipe: Recipe, state: TrainState, *,
                   resumed: bool, starts_again: bool, say: Say) -> None:
     """Lock a run's folder, and write what it holds before the first step.
@@ -151,6 +130,27 @@ def set_up_folder(folder: RunFolder, lock: RunLock, recipe: Recipe, state: Train
         folder.save(state.state_dict(), folder.last)
     if progress.step == 0 and 0 in recipe.checkpoint.keep_epochs:
         folder.save(state.weights(), folder.kept(0))
+
+
+# ---------------------------------------------------------------------------------------------
+# What train.py prints before training
+# ---------------------------------------------------------------------------------------------
+
+
+def measure_mass(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:
+    """A line about how much attention lies on the init's targets, in MASS_IMAGES training images.
+
+    An empty list for inits without targets.
+    """
+    name, options = recipe.init.name, recipe.init.options
+    if not has_targets(model, name, options):
+        return []
+    try:
+        images = training_views(recipe, train_set, MASS_IMAGES)
+    except DataError:                                # training will say so when it needs the image
+        return []
+    mass = mass_on_images(model, name, options, images)
+    return [f"mass    {mass}, on {len(images)} training images"]
 
 
 def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
