@@ -25,7 +25,6 @@ Offset = tuple[int, int]
 RELEASED_ORDER_3X3 = (4, 1, 5, 3, 7, 0, 2, 6, 8)
 STEEPEST = 1e3          # a mass that needs a larger logit than this counts as out of reach
 BISECTIONS = 60         # more than a double has significant bits
-OFFSETS = ("ordered", "rotating", "random")     # to heads: see head_offsets
 
 
 def kernel_offsets(kernel_size: int) -> list[Offset]:

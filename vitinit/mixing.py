@@ -105,16 +105,17 @@ def mean_shares(model: nn.Module, images: Tensor,
     readers: by block, a module and a function of its inputs and its output that gives attention
         weights, (n, h, N, N). images: (B, 3, H, W), of which AT_ONCE go through the model at once.
     """
-    means: list[Any] = [0.0] * len(readers)
+    sums: list[Any] = [0.0] * len(readers)
 
-    def add(block: int, weight: float, inputs: tuple, output: Tensor) -> None:
-        weights = readers[block][1](inputs, output)
-        means[block] = means[block] + weight * shares_of_patches(weights, grids[block]).mean(0)
+    def add(block: int, read: Callable, inputs: tuple, output: Tensor) -> None:
+        shares = shares_of_patches(read(inputs, output), grids[block])   # of images, or windows
+        sums[block] = sums[block] + len(batch) / len(images) * shares.mean(0)
+    after = {}
+    for block, (module, read) in enumerate(readers):
+        after[module] = partial(add, block, read)
     for batch in images.split(AT_ONCE):
-        weight = len(batch) / len(images)
-        run(model, batch, after={module: partial(add, block, weight)
-                                 for block, (module, _) in enumerate(readers)})
-    return means
+        run(model, batch, after=after)
+    return sums
 
 
 # ---------------------------------------------------------------------------------------------

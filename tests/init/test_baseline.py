@@ -136,28 +136,6 @@ def test_lecun_is_normal_by_fan_in_without_biases(family):
     assert layers > 4
 
 
-@pytest.mark.parametrize("name, family", [("default", "vit"), ("torch", "distilled"), ("default", "mixer"),
-                                          ("lecun", "swin"), ("torch", "conv_mixer")])
-def test_a_baseline_draws_everything_from_its_generator_alone(name, family):
-    """`drawn_by` has filled the model with NaN before; the global generator is left alone."""
-    states = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(len(states))
-        states.append(drawn_by(name, seed, family))
-    first, again, other = states
-    assert all(value.isfinite().all() for value in first.values())
-    assert all(torch.equal(first[key], again[key]) for key in first)
-    same = {key for key in first if torch.equal(first[key], other[key])}
-    assert same == {key for key, value in first.items() if (value == value.flatten()[0]).all()}
-
-
-@pytest.mark.parametrize("name", ["default", "torch", "lecun"])
-def test_batch_statistics_start_anew(name):
-    state = drawn_by(name, family="conv_mixer")
-    counts = [value for key, value in state.items() if key.endswith("num_batches_tracked")]
-    assert len(counts) == 5 and not any(counts)
-
-
 @pytest.mark.parametrize("name", VIT_INITS)
 def test_the_generator_alone_decides(name):
     """Neither what constructors drew nor the global generator, which is left alone; another seed does."""
@@ -171,28 +149,6 @@ def test_the_generator_alone_decides(name):
     second = drawn_by(name, seed=1)
     for key in ("pos_embed", "head.weight", "blocks.1.attn.qkv.weight"):
         assert not torch.equal(first[key], second[key]), key
-
-
-@pytest.mark.parametrize("base, name, options, touched", [
-    ("default", "mimetic", {}, {"attn.qkv.weight", "attn.proj.weight"}),
-    ("torch", "impulse", {}, {"attn.qkv.weight", "attn.proj.weight", "pos_embed"}),
-    ("lecun", "impulse", {"value_init": "base"}, {"attn.qkv.weight", "pos_embed"}),
-])
-def test_inits_touch_what_their_tables_list_and_nothing_else(base, name, options, touched):
-    reference, state = drawn_by(base), drawn_by(name, base=base, **options)
-    for key, value in state.items():
-        listed = any(key.endswith(part) for part in touched)
-        assert torch.equal(value, reference[key]) != listed, key
-    if options:                                      # V keeps the base's draw, to the bit
-        rows = slice(2 * 66, None)
-        key = "blocks.1.attn.qkv.weight"
-        assert torch.equal(state[key][rows], reference[key][rows])
-
-
-def test_a_base_that_does_not_exist_is_an_error():
-    model = vitinit.build_model("vit_tiny", **SIZES)
-    with pytest.raises(ValueError, match="base is 'zeros', expected one of default, torch, lecun"):
-        vitinit.init_weights(model, "mimetic", generator=torch.Generator(), base="zeros")
 
 
 def test_a_parameter_that_no_rule_covers_is_an_error():

@@ -41,21 +41,6 @@ def test_a_box_is_the_given_number_of_equal_cells_anywhere(cells):
     assert abs(used - share).max() < 4.5 * math.sqrt(share * (1 - share) / 1009) + 1e-6
 
 
-def test_a_box_of_all_cells_is_a_multiple_of_the_mean():
-    """So all filters of a block are the same: the subject of corollary 3 of arXiv 2401.12511."""
-    kernels = filters(conv_mixer(17), kind="box", cells=25)
-    assert torch.linalg.matrix_rank(kernels.flatten(1)) == 1
-
-
-def test_a_gaussian_is_centred_on_a_cell_and_has_the_wanted_width():
-    kernels = filters(conv_mixer(), kind="gaussian", sigma=1.3)
-    peaks = kernels.flatten(1).argmax(1)
-    assert set(peaks.tolist()) == set(range(25))
-    central = kernels[peaks == 12][0]                # around the middle cell: filters.py's Gaussian
-    squares = torch.cartesian_prod(torch.arange(-2, 3), torch.arange(-2, 3)).square().sum(1)
-    torch.testing.assert_close(central / central.sum(), (-squares / (2 * 1.3**2)).softmax(0).view(5, 5))
-
-
 def test_a_placed_gaussian_is_its_formula():
     for seed in range(7):
         kernel = placed_gaussian(5, 0.7, generator=torch.Generator().manual_seed(seed))
@@ -71,31 +56,3 @@ def test_random_filters_are_uniform_within_one_over_k():
     kernels = filters(conv_mixer(), kind="random")
     assert kernels.abs().max() <= 0.2 and kernels.abs().max() > 0.199
     assert kernels.var().item() == pytest.approx(0.04 / 3, rel=0.03)
-
-
-@pytest.mark.parametrize("kind", ["random", "box", "gaussian"])
-def test_only_the_depthwise_weights_differ_from_the_base(kind):
-    model, base = conv_mixer(17), conv_mixer(17)
-    filters(model, kind=kind)
-    vitinit.init_weights(base, "default", generator=torch.Generator().manual_seed(0))
-    for name, value in base.state_dict().items():
-        same = torch.equal(value, model.state_dict()[name])
-        assert same != (name == "blocks.0.0.fn.0.weight"), name
-
-
-def test_shared_filters_are_drawn_once_each():
-    assert filters(conv_mixer(17, num_filters=3), kind="box").shape == (3, 5, 5)
-
-
-@pytest.mark.parametrize("options, message", [
-    (dict(kind="boxes"), "kind is 'boxes'"), (dict(cells=0), "cells is 0"),
-    (dict(cells=26), "expected 1 ≤ cells ≤ 25"), (dict(sigma=float("nan")), "sigma nan")])
-def test_what_cannot_be_is_refused_in_one_line_before_anything_is_drawn(options, message):
-    model, generator = conv_mixer(17), torch.Generator().manual_seed(0)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = generator.get_state()
-    with pytest.raises(ValueError, match=message) as error:
-        vitinit.init_weights(model, "filters", generator=generator, **options)
-    assert "\n" not in str(error.value)
-    assert torch.equal(generator.get_state(), state)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

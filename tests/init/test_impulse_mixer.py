@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 import vitinit
-from vitinit.filters import convolution_matrix, impulse_kernel, ordered_offsets
 from vitinit.init.impulse_mixer import write_linear_map
 from vitinit.models.layers import Mlp
 
@@ -25,10 +24,6 @@ def initialised(hidden: int, name: str = "impulse", seed: int = 0, **options) ->
 
 def drawn(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def shift(offset: tuple[int, int], size: int = 3) -> Tensor:
-    return convolution_matrix(impulse_kernel(offset, size).double(), GRID)
 
 
 @pytest.fixture(scope="module")
@@ -81,73 +76,3 @@ def test_the_narrow_error_on_standard_normal_tokens_is_the_integral(nodes, bias,
     torch.testing.assert_close(rms, integral.expand(10), rtol=1e-6, atol=0)
     assert integral.item() == pytest.approx(measured, rel=1e-3)
     assert integral.item() == pytest.approx(stated, rel=0.05)            # as the docstring has it
-
-
-@pytest.mark.parametrize("hidden, kind", [(2 * TOKENS, "wide"), (2 * TOKENS - 1, "narrow"),
-                                          (TOKENS, "narrow")])
-def test_twice_the_tokens_is_where_wide_begins(hidden, kind):
-    bias = initialised(hidden).blocks[0].mlp_tokens.fc1.bias
-    assert (bias[:TOKENS] == (0.0 if kind == "wide" else 4.0)).all()
-
-
-def test_fewer_hidden_units_than_tokens_are_refused_before_anything_is_drawn():
-    model = vitinit.build_model("mixer_s16", num_classes=7, embed_dim=TOKENS - 1, **SIZES)
-    generator = torch.Generator().manual_seed(0)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    state = generator.get_state()
-    with pytest.raises(ValueError, match="as tokens, 15, and it has 14; raise tokens_ratio or"):
-        vitinit.init_weights(model, "impulse", generator=generator)
-    assert torch.equal(generator.get_state(), state)
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-
-
-# ---------------------------------------------------------------------------------------------
-# What is written
-# ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("hidden, used, base", [(WIDE, 2 * TOKENS, "default"), (NARROW, TOKENS, "torch")])
-def test_spare_units_keep_the_bases_rows_of_fc1_and_get_zero_columns_in_fc2(hidden, used, base):
-    reference, model = initialised(hidden, base), initialised(hidden, base=base)
-    for ours, theirs in zip(model.blocks, reference.blocks):
-        ours, theirs = ours.mlp_tokens, theirs.mlp_tokens
-        assert torch.equal(ours.fc1.weight[used:], theirs.fc1.weight[used:])
-        assert torch.equal(ours.fc1.bias[used:], theirs.fc1.bias[used:])
-        assert (ours.fc1.weight[used:] != 0).all()   # not dead: fc2's columns can learn
-        assert (ours.fc2.weight[:, used:] == 0).all()
-
-
-@pytest.mark.parametrize("hidden, base", [(WIDE, "torch"), (NARROW, "default")])
-def test_the_token_mlps_are_all_that_is_written(hidden, base):
-    reference = initialised(hidden, base).state_dict()
-    for key, value in initialised(hidden, base=base).state_dict().items():
-        assert torch.equal(value, reference[key]) != ("mlp_tokens" in key), key
-
-
-# ---------------------------------------------------------------------------------------------
-# Options
-# ---------------------------------------------------------------------------------------------
-
-
-def found_offsets(model: nn.Module, kernel_size: int = 3) -> list[tuple[int, int]]:
-    """The offset of each block, read from the first N rows of fc1."""
-    shifts = {offset: shift(offset, kernel_size) for offset in ordered_offsets(kernel_size)}
-    return [next(offset for offset, matrix in shifts.items()
-                 if torch.equal(matrix, block.mlp_tokens.fc1.weight[:TOKENS]))
-            for block in model.blocks]
-
-
-def test_random_offsets_are_drawn_for_each_block_from_the_generator():
-    found = [found_offsets(initialised(WIDE, seed=seed, offsets="random")) for seed in (0, 0, 1)]
-    assert found[0] == found[1] != found[2]
-    assert len(set(found[0])) > 2 and found[0] != (2 * ordered_offsets(3))[:11]
-
-
-@pytest.mark.parametrize("options, message", [
-    (dict(kernel_size=0), "kernel_size is 0"),
-    (dict(kernel_size=6), "kernel_size is 6, but beyond 5 its outer offsets have no target on the "
-                          "3×5 grid"),
-    (dict(offsets="spiral"), "offsets is 'spiral'"), (dict(base="zeros"), "base is 'zeros'")])
-def test_impossible_options_are_errors(options, message):
-    with pytest.raises(ValueError, match=message):
-        initialised(WIDE, **options)

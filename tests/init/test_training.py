@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 
 import numpy as np
 import pytest
@@ -81,13 +80,3 @@ def test_no_family_is_left_out():
 def test_an_init_that_is_not_there_names_those_that_are(name, model_name, message):
     with pytest.raises(ValueError, match=message):
         init_function(name, MODELS[model_name][0])
-
-
-@torch.no_grad()
-def test_what_an_init_is_not_defined_for_is_left_as_it_was():
-    model, generator = built("mixer, wide"), torch.Generator().manual_seed(0)
-    before, state = copy.deepcopy(model.state_dict()), generator.get_state()
-    with pytest.raises(ValueError, match="not defined for a MlpMixer"):
-        vitinit.init_weights(model, "mimetic", generator=generator)
-    assert torch.equal(generator.get_state(), state)
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())

@@ -19,7 +19,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -51,7 +51,7 @@ INITS: dict[str, dict[str, str | Callable[..., None]]] = {
     "filters": {"conv_mixer": "filters_conv_mixer.filters_conv_mixer"},
     "impulse_gd": {"vit": "impulse_gd.impulse_gd", "simple_vit": "impulse_gd.impulse_gd"},
 }
-BASES = ("default", "torch", "lecun")                # what an init's option `base` may be
+BASES = ("default", "torch", "lecun")
 IN_PLACE = ("deep_impulse_", "describe", "impulse_", "init_", "mimetic_")
 
 
@@ -121,21 +121,24 @@ def apply(function: Callable[..., None], model: nn.Module, target: Any,
           **given: Any) -> None:
     """Let an init write to `target`, a model or its layout; every weight must then be finite.
 
-    Raises ValueError where they cannot be computed or are not, and for a generator of a device.
+    Raises ValueError where they cannot be computed or are not, for a generator of a device, and for
+    words that an option does not have.
     """
+    for key, kind in get_type_hints(function).items():
+        if get_origin(kind) is Literal and options.get(key, get_args(kind)[0]) not in get_args(kind):
+            raise ValueError(f"{key} is {options[key]!r}, expected one of "
+                             f"{', '.join(get_args(kind))}")
     if generator.device.type != "cpu":
         raise ValueError(f"the generator is on {generator.device}; inits draw on the CPU: use "
                          "torch.Generator()")
-    numbers = ", ".join(f"{key}={value}" for key, value in options.items()
-                        if not isinstance(value, (bool, str)))
-    what = f"init '{name}'" + (f" with {numbers}" if numbers else "")
     try:
         function(target, generator=generator, **given, **options)
+        for tensor_name, tensor in model.named_parameters():
+            # A NaN or an infinity shows in the extremes: an eighth of the time of isfinite().all().
+            if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+                raise ArithmeticError(f"{tensor_name} would be infinite or NaN")
     except (ArithmeticError, RuntimeError) as error:     # overflow, or a failed decomposition
-        raise ValueError(f"{what} cannot be computed ({in_brief(error, 60)}); use values nearer "
-                         "to the defaults") from error
-    for tensor_name, tensor in model.named_parameters():
-        # A NaN or an infinity shows in the extremes: an eighth of the time of isfinite().all().
-        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
-            raise ValueError(f"{what} makes {tensor_name} infinite or NaN; use values nearer to "
-                             "the defaults")
+        numbers = ", ".join(f"{key}={value}" for key, value in options.items()
+                            if not isinstance(value, (bool, str)))
+        raise ValueError(f"init '{name}'{' with ' * bool(numbers)}{numbers} cannot be computed: "
+                         f"{in_brief(error, 80)}; use values nearer to the defaults") from error

@@ -139,9 +139,9 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
     images: (n, 3, H, W), normalised training images; white noise, if there are none. train.py gives
         them: they are no option.
     """
-    if not all(0.0 < mass < 1.0 for mass in target_mass) or value_init not in ("mimetic", "base"):
-        raise ValueError(f"target_mass is {target_mass} and value_init {value_init!r}; expected "
-                         '0 < mass < 1 in the first block and in the last, and "mimetic" or "base"')
+    if not all(0.0 < mass < 1.0 for mass in target_mass):
+        raise ValueError(f"target_mass is {target_mass}; expected 0 < mass < 1 in the first block "
+                         "and in the last")
     vit = layout_of(model)
     stream = stream_of(vit)
     (waves, cells), offsets = waves_of(vit), offsets_on_grid(kernel_size, vit.grid)

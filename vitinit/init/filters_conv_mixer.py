@@ -11,7 +11,6 @@ from ..filters import random_kernel
 from ..models.conv_mixer import ConvMixer
 from .baseline import Base, draw_base
 
-KINDS = ("random", "box", "gaussian")
 ENERGY = 1 / 3          # expected Σ w² of PyTorch's draw: k² cells of variance 1 / (3 k²)
 
 
@@ -44,8 +43,6 @@ def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
     the init `impulse`. Raises ValueError for values out of range.
     """
     size = model.kernel_size
-    if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}, expected one of {', '.join(KINDS)}")
     if not 1 <= cells <= size**2 or not sigma > 0:
         raise ValueError(f"cells is {cells} and sigma {sigma}; expected 1 ≤ cells ≤ {size**2}, the "
                          "cells of the model's kernel, and sigma > 0")

@@ -30,7 +30,6 @@ value_alpha, value_beta: of the mimetic V·proj (arXiv 2305.09828).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -38,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..filters import OFFSETS, Offset, head_offsets, offsets_on_grid, shift_matrix
+from ..filters import Offset, head_offsets, offsets_on_grid, shift_matrix
 from .baseline import Base, draw_base, truncated_normal_
 from .layout import Layout, layout_of
 from .mimetic import write_values
@@ -81,9 +80,6 @@ def impulse(model: nn.Module | Layout, *, generator: torch.Generator,
     vit = layout_of(model)
     if not vit.learned:
         _refuse(vit.positions, "the model's fixed position embedding")
-    if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
-        raise ValueError(f"offsets is {offsets!r} and value_init is {value_init!r}; expected one "
-                         f"of {', '.join(OFFSETS)}, and mimetic or base")
     if not (rank >= 0 and qk_norm > 0 and impulse_scale > 0
             and noise_scale >= 0 and noise_std >= 0 and value_alpha >= 0):
         raise ValueError(f"rank is {rank}, qk_norm {qk_norm}, impulse_scale {impulse_scale}, "
@@ -111,8 +107,11 @@ def impulse(model: nn.Module | Layout, *, generator: torch.Generator,
         cells_of_heads = head_offsets(len(block.q), cells, offsets, generator,
                                       first=number * len(block.q))
         impulses = torch.stack(list(map(impulse_map, cells_of_heads)))       # (h, N, N)
-        query, key = query_key_factors(with_noise(impulses, noise_scale, noise_std, generator),
-                                       basis, head_dim, qk_norm)         # each (h, d, D)
+        noise = torch.zeros_like(impulses)
+        if noise_std > 0:                            # truncated_normal_ divides by it
+            truncated_normal_(noise, std=noise_std, cut=2.0, generator=generator)
+        maps = torch.where(impulses == 0, noise_scale * noise, impulses)
+        query, key = query_key_factors(maps, basis, head_dim, qk_norm)   # each (h, d, D)
         block.q.copy_(query)
         block.k.copy_(key)
         if number == 0:
@@ -133,31 +132,12 @@ def default_rank(tokens: int, dim: int) -> int:
     return max(min(max(RELEASED_RANK, tokens // 2), dim // 3), 1)
 
 
-def with_noise(maps: Tensor, scale: float, std: float, generator: torch.Generator) -> Tensor:
-    """`maps` with noise where they are zero: `scale` times a normal of std `std`, cut at ±2."""
-    noise = torch.zeros_like(maps)
-    if std > 0:                                      # truncated_normal_ divides by std
-        truncated_normal_(noise, std=std, cut=2.0, generator=generator)
-    return torch.where(maps == 0, scale * noise, maps)
+def position_basis(positions: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The part of a position embedding that can be inverted: its `rank` largest directions.
 
-
-@dataclass(frozen=True)
-class PositionBasis:
-    """The part of a position embedding that can be inverted.
-
-    Let X = LayerNorm(P), (N, D), and XᵀX = W diag(s) Wᵀ, cut to the `rank` largest eigenvalues s.
-    `directions` is W, (D, rank), with orthonormal columns. `inverse` is diag(1/s) Wᵀ Xᵀ, (rank, N),
-    so that W @ inverse is the pseudo-inverse of X at that rank.
-    """
-
-    directions: Tensor
-    inverse: Tensor
-
-
-def position_basis(positions: Tensor, rank: int) -> PositionBasis:
-    """The basis of the `rank` largest directions of a position embedding.
-
-    positions: (N, D), after LayerNorm. rank: at most the numerical rank.
+    positions: X, (N, D), after LayerNorm. rank: at most the numerical rank. Let XᵀX = W diag(s) Wᵀ,
+    cut to the `rank` largest eigenvalues s. Returns W, (D, rank), with orthonormal columns, and
+    diag(1/s) Wᵀ Xᵀ, (rank, N), whose product is the pseudo-inverse of X at that rank.
 
     The truncation is essential. LayerNorm makes the rows of X sum to zero, so that XᵀX is singular.
     And the smallest directions, each divided by its s, would take most of the norm of Q and K,
@@ -167,7 +147,7 @@ def position_basis(positions: Tensor, rank: int) -> PositionBasis:
     # The SVD of X gives √s and W without squaring the condition number, as XᵀX would.
     _, values, directions = torch.linalg.svd(positions, full_matrices=False)
     values, directions = values[:rank], directions[:rank].mT             # (r,), (D, r)
-    return PositionBasis(directions, (positions @ directions / values**2).mT)
+    return directions, (positions @ directions / values**2).mT
 
 
 def numerical_rank(positions: Tensor) -> int:
@@ -175,26 +155,26 @@ def numerical_rank(positions: Tensor) -> int:
     return int(torch.linalg.matrix_rank(positions))
 
 
-def query_key_factors(maps: Tensor, basis: PositionBasis, width: int,
+def query_key_factors(maps: Tensor, basis: tuple[Tensor, Tensor], width: int,
                       norm: float) -> tuple[Tensor, Tensor]:
     """Q and K, each (..., width, D), for which X Qᵀ K Xᵀ is nearest to `maps` at the basis' rank.
 
-    maps: (..., N, N). width: rows of Q and K, the head's width; rows beyond the rank are zero.
+    maps: (..., N, N). basis: see `position_basis`. width: rows of Q and K, the head's width; rows beyond the rank are zero.
     norm: the Frobenius norm of Q and of K.
 
     This is Algorithm 1 of arXiv 2505.19985: M̂ = X⁺ M X⁺ᵀ = U S Vᵀ, Qᵀ = U√S and Kᵀ = V√S, each
     divided by its Frobenius norm and multiplied by `norm`. Since M̂ = W C Wᵀ with orthonormal W, it
     suffices to compute the SVD of the (rank, rank) matrix C.
     """
-    core = basis.inverse @ maps @ basis.inverse.mT                       # (..., r, r)
-    left, values, right = torch.linalg.svd(core)
+    directions, inverse = basis
+    left, values, right = torch.linalg.svd(inverse @ maps @ inverse.mT)  # (..., r, r)
     roots = values[..., None, :width].sqrt()
-    query = basis.directions @ (left[..., :width] * roots)               # (..., D, ≤ width)
-    key = basis.directions @ (right.mT[..., :width] * roots)
-    padding = (0, width - query.shape[-1])
-    return tuple(F.pad(
-        norm * factor / torch.linalg.matrix_norm(factor, keepdim=True), padding).mT
-        for factor in (query, key))
+    factors = []
+    for vectors in (left, right.mT):
+        factor = directions @ (vectors[..., :width] * roots)             # (..., D, ≤ width)
+        factor = norm * factor / torch.linalg.matrix_norm(factor, keepdim=True)
+        factors.append(F.pad(factor, (0, width - factor.shape[-1])).mT)
+    return tuple(factors)
 
 
 def _refuse_uniform(weights: Tensor, impulses: Tensor) -> None:

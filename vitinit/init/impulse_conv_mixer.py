@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from ..filters import OFFSETS, head_offsets, impulse_kernel, ordered_offsets
+from ..filters import head_offsets, impulse_kernel, ordered_offsets
 from ..models.conv_mixer import ConvMixer
 from .baseline import Base, draw_base
 
@@ -35,8 +35,6 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
 
     Raises ValueError for options out of range.
     """
-    if offsets not in OFFSETS:
-        raise ValueError(f'offsets is {offsets!r}, expected one of {", ".join(OFFSETS)}')
     if gain == 0:
         raise ValueError("gain is 0, so that no filter picks a neighbour; expected another number")
     size = model.kernel_size

@@ -42,8 +42,6 @@ def impulse_mixer(model: MlpMixer, *, generator: torch.Generator,
     arXiv 2505.19985 reports results for Mixer without a construction; this one is ours. Raises
     ValueError for options out of range and for fewer hidden units than tokens.
     """
-    if offsets not in ("ordered", "random"):
-        raise ValueError(f'offsets is {offsets!r}, expected "ordered" or "random"')
     if gain == 0 or not linear_bias > 0:             # GELU is nearly linear only well above 0
         raise ValueError(f"gain is {gain} and linear_bias {linear_bias}; expected a gain other "
                          "than 0, at which no token is shifted, and linear_bias > 0")

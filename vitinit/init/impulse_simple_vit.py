@@ -83,8 +83,6 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator,
     """
     if not 0.0 < target_mass < 1.0:
         raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
-    if offsets not in ("ordered", "random"):
-        raise ValueError(f'offsets is {offsets!r}, expected "ordered" or "random"')
     first = model.blocks[0].attn
     free, share = first.reads == "free", 1.0 if first.reads == "free" else position_share(model)
     if share == 0.0:

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..filters import OFFSETS, head_offsets, ordered_offsets
+from ..filters import head_offsets, ordered_offsets
 from .baseline import Base, draw_base
 from .layout import Layout, layout_of
 from .mimetic import write_values
@@ -44,9 +44,6 @@ def impulse_swin(model: nn.Module | Layout, *, generator: torch.Generator,
     value_init: "base", as the paper's text says, or "mimetic": V·proj as in the paper's code for
         ViT.
     """
-    if offsets not in OFFSETS or value_init not in ("mimetic", "base"):
-        raise ValueError(f'offsets is {offsets!r} and value_init is {value_init!r}; expected one '
-                         f'of {", ".join(OFFSETS)}, and "mimetic" or "base"')
     if not 0.0 < target_mass < 1.0:
         raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
     vit = layout_of(model)

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from ..messages import in_brief
-from ..mixing import mean_shares, run
+from ..mixing import run
 from . import BASES, apply, init_function
 from .baseline import EMBED_STD
 from .deep_impulse import stream_of
 from .layout import Block, Layout, image_shape_of, layout_of, noise_images
-from .mass import AIMED, masses_on, targets_of
-from .report import Description, Report, patterns
+from .mass import with_defaults
+from .report import Description, Report, attention, measured, patterns, projected
 
 DRAWS_POSITIONS = ("impulse", "norm_matched")    # scale pos_embed, so that it has to be drawn
 NOISE_IMAGES = 64       # on which deep_impulse's mass is measured, where no images are given
@@ -259,18 +259,6 @@ def require_formula(vit: Layout) -> int:
     return read[vit.blocks[0].norm].shape[1] - cells
 
 
-def with_defaults(function: Callable, options: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of an init; raises TypeError for one that it does not have."""
-    known = {name: parameter.default for name, parameter in
-             inspect.signature(function).parameters.items()
-             if parameter.kind is parameter.KEYWORD_ONLY}
-    unknown = options.keys() - known.keys()
-    if unknown:
-        raise TypeError(f"{function.__name__} has no option {', '.join(sorted(unknown))}; it has: "
-                        f"{', '.join(known.keys() - {'generator', 'images'})}")
-    return known | dict(options)
-
-
 # ---------------------------------------------------------------------------------------------
 # Before the init, and after
 # ---------------------------------------------------------------------------------------------
@@ -320,52 +308,3 @@ def write_back(model: nn.Module, work: nn.Module) -> tuple[tuple[str, ...], tupl
              f"computed in float32 and rounded to {', '.join(sorted(half))}; the mass is that "
              "before": half}
     return names, tuple(line for line, about in notes.items() if about)
-
-
-# ---------------------------------------------------------------------------------------------
-# The mass
-# ---------------------------------------------------------------------------------------------
-
-
-def projected(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Queries, keys or values of each head: y (n, T, D), weight (h, d, D) → (n, h, T, d)."""
-    return y[:, None] @ weight.mT + (0.0 if bias is None else bias[:, None])
-
-
-def attention(block: Block, y: Tensor) -> Tensor:
-    """softmax(Q Kᵀ / √d) of a norm's output y, (n, T, D): (n, h, T, T)."""
-    query, key = projected(y, block.q, block.q_bias), projected(y, block.k, block.k_bias)
-    return (query @ key.mT * block.q.shape[1] ** -0.5).softmax(-1)
-
-
-@torch.no_grad()
-def measured(vit: Layout, name: str, options: Mapping[str, Any], images: Tensor | None
-             ) -> dict[str, tuple]:
-    """The fields `targets`, `mass` and `mass_on_images` of a Report.
-
-    options: all options of the init. Where offsets were drawn at random, a head's target is the
-    offset to which it attends most on positions alone.
-    """
-    fields = dict.fromkeys(("targets", "mass", "mass_on_images"), ())
-    if name not in AIMED or options.get("qk_init") == "base" or (
-            vit.in_windows and name == "mimetic"):
-        return fields
-    if vit.in_windows:
-        grids = [block.window for block in vit.blocks]
-        shares = [block.bias_table[block.bias_rows].softmax(1).movedim(2, 0)
-                  for block in vit.blocks]
-    else:
-        grids, y = [vit.grid] * len(vit.blocks), vit.positions[None]
-        shares = [attention(block, block.norm(y))[0] for block in vit.blocks]
-    targets = targets_of(name, options, [len(block.q) for block in vit.blocks])
-    found = masses_on(targets, shares, grids)
-    fields["mass"] = tuple(tuple(mass for _, mass in block) for block in found)
-    fields["targets"] = tuple(tuple(offset for offset, _ in block) for block in found)
-    if images is not None:
-        shares = mean_shares(vit.model, images.detach().to(vit.pos_embed), [
-            (block.norm, lambda _, y, block=block: attention(block, y)) for block in vit.blocks],
-            grids)
-        targets = [[[offset] for offset in block] for block in fields["targets"]]
-        fields["mass_on_images"] = tuple(tuple(mass for _, mass in block)
-                                         for block in masses_on(targets, shares, grids))
-    return fields

@@ -22,8 +22,9 @@ a window.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
+from itertools import accumulate
 from math import isqrt
 from typing import Any
 
@@ -132,10 +133,9 @@ def layout_of(model: nn.Module | Layout) -> Layout:
     """
     if isinstance(model, Layout):
         return model
-    modules = dict(model.named_modules())
-    paths = block_paths(model)
-    blocks = []
+    modules, paths, lists, blocks = dict(model.named_modules()), block_paths(model), set(), []
     for path, block in paths.items():
+        lists.add(block.rpartition(".")[0])
         attention, owner, norm = modules[path], path, None
         while norm is None and len(owner) > len(block):
             owner = owner.rpartition(".")[0]         # outwards
@@ -145,24 +145,24 @@ def layout_of(model: nn.Module | Layout) -> Layout:
             norm = attention.norm                    # of vit-pytorch
         blocks.append(block_of(attention, norm))
 
-    dim = blocks[0].proj.shape[0]
-    positions, tokens = [], []
+    dim, positions, tokens, prefix = blocks[0].proj.shape[0], [], [], 0
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         name = name.removesuffix(".weight").rpartition(".")[2]           # .weight: nn.Embedding
-        if tensor.ndim > 1 and tensor.shape[-1] == dim:
-            positions += [tensor] * (name in POSITIONS)
-            tokens += [tensor.detach()] * (name in PREFIX_TOKENS)
-    lists = len({path.rpartition(".")[0] for path in paths.values()})
+        if tensor.ndim > 1 and tensor.shape[-1] == dim and name in POSITIONS:
+            positions.append(tensor)
+        elif tensor.ndim > 1 and tensor.shape[-1] == dim and name in PREFIX_TOKENS:
+            tokens.append(tensor.detach())
+            prefix += tensor.shape[-2]
     pos_embed = grid = None
-    if lists > 1:
-        missing = (f"the model has {lists} lists of blocks: several grids of tokens, parallel "
+    if len(lists) > 1:
+        missing = (f"the model has {len(lists)} lists of blocks: several grids of tokens, parallel "
                    "blocks, or an encoder and a decoder")
     elif len(positions) != 1:
         missing = (f"the model has {len(positions) or 'no'} learned position embedding"
                    f"{'s' * (len(positions) > 1)}, expected one, by which heads find their target")
     else:
         pos_embed = positions[0].detach().flatten(0, -2)
-        grid = _grid(modules.values(), len(pos_embed), sum(token.shape[-2] for token in tokens))
+        grid = _grid(modules.values(), len(pos_embed), prefix)
         missing = (f"the grid is not known: the position embedding has {len(pos_embed)} rows; "
                    "describe the model by a Layout")
     return Layout(model, tuple(blocks), pos_embed, grid, missing=missing, tokens=tuple(tokens),
@@ -173,23 +173,25 @@ def block_paths(model: nn.Module) -> dict[str, str]:
     """The path of each attention in the model, and of the block around it.
 
     A block is the largest module that holds one attention alone and lies in a list, an
-    nn.ModuleList or nn.Sequential. Raises ValueError if an attention is in none.
+    nn.ModuleList or nn.Sequential. Attentions outside lists, such as those that pool, are left out.
+    Raises ValueError if there are no others.
     """
-    modules = dict(model.named_modules())
-    paths = {path: "" for path, module in modules.items()
-             if isinstance(module, nn.MultiheadAttention) or _layers(module)}
-    for path in paths:
-        steps = path.split(".")
-        for end in range(len(steps), 0, -1):         # outwards
-            block, around = ".".join(steps[:end]), ".".join(steps[:end - 1])
-            if sum(f"{other}.".startswith(f"{block}.") for other in paths) > 1:
+    modules, around, held = dict(model.named_modules()), {}, Counter()
+    for path, module in modules.items():
+        if isinstance(module, nn.MultiheadAttention) or _layers(module):
+            around[path] = list(accumulate(path.split("."), "{}.{}".format))      # inwards
+            held.update(around[path])
+    blocks = {}
+    for path, owners in around.items():
+        for owner in owners:
+            if held[owner] == 1 and isinstance(modules[owner.rpartition(".")[0]],
+                                               (nn.ModuleList, nn.Sequential)):
+                blocks[path] = owner
                 break
-            if isinstance(modules[around], (nn.ModuleList, nn.Sequential)):
-                paths[path] = block
-    if not all(paths.values()) or not paths:
+    if not blocks:
         raise ValueError(f"a {type(model).__name__} has no list of blocks with one attention each, "
                          "of a layout known here")
-    return paths
+    return blocks
 
 
 def block_of(attention: nn.Module, norm: nn.Module) -> Block:
@@ -197,48 +199,50 @@ def block_of(attention: nn.Module, norm: nn.Module) -> Block:
 
     Raises ValueError for another layout, and for layers that are not nn.Linear.
     """
-    kind = type(attention).__name__
+    kind, weights, biases = type(attention).__name__, [], []
     if isinstance(attention, nn.MultiheadAttention):
         if not attention._qkv_same_embed_dim or attention.bias_k is not None:
             raise ValueError("an nn.MultiheadAttention with kdim, vdim or add_bias_kv is not known "
                              "here")
-        parts, proj = [(attention.in_proj_weight, attention.in_proj_bias)], attention.out_proj
+        proj, weights, biases = (attention.out_proj, [attention.in_proj_weight],
+                                 [attention.in_proj_bias])
     else:
-        layers = _layers(attention) or [attention]
-        for layer in layers:
+        *layers, proj = _layers(attention) or [attention]
+        for layer in (*layers, proj):
             if not isinstance(layer, nn.Linear):
                 library = type(layer).__module__.partition(".")[0]
                 raise ValueError(f"{kind} has {library}'s {type(layer).__name__} where nn.Linear "
                                  "is expected for Q, K, V or proj")
-        *layers, proj = layers
-        parts = [(layer.weight, layer.bias) for layer in layers]
-    owners = (attention, getattr(attention, "attention", None))          # transformers 4: inside
-    heads = [getattr(owner, name) for owner in owners for name in HEADS if hasattr(owner, name)]
-    if not heads:
+        for layer in layers:
+            weights.append(layer.weight)
+            biases.append(layer.bias)
+    heads = None
+    for owner in (attention, getattr(attention, "attention", None)):     # transformers 4: inside
+        for name in HEADS:
+            heads = getattr(owner, name, heads)
+    if heads is None:
         raise ValueError(f"{kind} does not say how many heads it has: {', '.join(HEADS)}")
 
-    if len(parts) == 1:                              # Q, K and V in one
-        weight, bias = parts[0]
-        parts = list(zip(weight.chunk(3), (None,) * 3 if bias is None else bias.chunk(3)))
-    q, k, v = (weight.detach().unflatten(0, (heads[0], -1)) for weight, _ in parts)
-    biases = (bias if bias is None else bias.detach().view(heads[0], -1) for _, bias in parts)
-    return Block(q, k, v, proj.weight.detach().unflatten(1, (heads[0], -1)), *biases,
+    if len(weights) == 1:                            # Q, K and V in one
+        weights = weights[0].chunk(3)
+        biases = [None] * 3 if biases[0] is None else biases[0].chunk(3)
+    views = [None if tensor is None else tensor.detach().unflatten(0, (heads, -1))
+             for tensor in (*weights, *biases)]
+    table = getattr(attention, "relative_position_bias_table", None)
+    return Block(*views[:3], proj.weight.detach().unflatten(1, (heads, -1)), *views[3:],
                  None if proj.bias is None else proj.bias.detach(), norm, attention,
-                 **_window_bias(attention, heads[0]))
+                 **(_window_bias(attention, table) if isinstance(table, nn.Parameter) else {}))
 
 
-def _window_bias(attention: nn.Module, heads: int) -> dict[str, Any]:
-    """The fields of a Swin's block: empty where there is no table of the size of its windows."""
-    table, rows, window = (getattr(attention, name, None) for name in (
-        "relative_position_bias_table", "relative_position_index", "window_size"))
-    window = _pair(window or getattr(attention, "window", ()))
-    if not isinstance(table, nn.Parameter) or rows is None or len(window) != 2:
-        return {}
-    count = window[0] * window[1]
-    if table.shape != ((2 * window[0] - 1) * (2 * window[1] - 1), heads) or (
-            rows.numel() != count**2):
+def _window_bias(attention: nn.Module, table: nn.Parameter) -> dict[str, Any]:
+    """The fields of a Swin's block: empty where the table is not of the size of its windows."""
+    window = _pair(getattr(attention, "window_size", getattr(attention, "window", ())))
+    rows = getattr(attention, "relative_position_index", None)
+    if rows is None or len(window) != 2 or rows.numel() != (window[0] * window[1])**2 or (
+            len(table) != (2 * window[0] - 1) * (2 * window[1] - 1)):
         return {}                                    # BEiT's has rows for the class token, too
-    return dict(window=window, bias_table=table.detach(), bias_rows=rows.view(count, count))
+    return dict(window=window, bias_table=table.detach(),
+                bias_rows=rows.view(window[0] * window[1], -1))
 
 
 def _layers(attention: nn.Module) -> list[nn.Module]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Generator, Tensor, nn
 
 from ..filters import Offset, head_offsets, ordered_offsets
-from ..mixing import block_grids, blocks_of, mean_shares, mixers, target_mass
+from ..mixing import blocks_of, mean_shares, target_mass
 from . import family_of, init_function
 
 AIMED = ("impulse", "impulse_gd", "deep_impulse", "mimetic")         # have a target per head
@@ -64,17 +65,26 @@ def targets_of(name: str, options: Mapping[str, Any], heads: Sequence[int]
 
     options: all options of the init. heads: their number by block.
     """
-    if name == "mimetic":
-        return [[[(0, 0)]] * count for count in heads]
-    cells, assignment = ordered_offsets(options["kernel_size"]), options.get("offsets", "rotating")
-    if assignment == "random":
-        return [[cells] * count for count in heads]
-    targets, before = [], 0
+    targets, before, cells = [], 0, [(0, 0)]
+    if name != "mimetic":
+        cells = ordered_offsets(options["kernel_size"])
     for count in heads:
-        chosen = head_offsets(count, cells, assignment, Generator(), first=before)
-        targets.append([[offset] for offset in chosen])
+        if options.get("offsets") == "random":
+            targets.append([cells] * count)
+        else:
+            chosen = head_offsets(count, cells, options.get("offsets", "rotating"), Generator(),
+                                  first=before)
+            targets.append([[offset] for offset in chosen])
         before += count
     return targets
+
+
+def with_defaults(function: Callable, options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of an init, by name: those given, and the defaults of the others."""
+    chosen = dict(options)
+    for key, parameter in inspect.signature(function).parameters.items():
+        chosen.setdefault(key, parameter.default)
+    return chosen
 
 
 def masses_on(targets: list[list[list[Offset]]], shares: list[Tensor],
@@ -101,22 +111,26 @@ def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], imag
     itself. If offsets were drawn at random, the target of a head is the offset of the kernel to
     which it attends most.
     """
-    chosen = dict(options)
-    for key, parameter in inspect.signature(init_function(name, family_of(model))).parameters.items():
-        chosen.setdefault(key, parameter.default)
-    readers = [(mixer, lambda inputs, _, mixer=mixer: mixer.mixing_weights(*inputs))
-               for mixer, _ in mixers(model)]
-    grids = ([block.window for block in blocks_of(model)] if family_of(model) == "swin"
-             else block_grids(model))
+    chosen = with_defaults(init_function(name, family_of(model)), options)
+    readers, grids = [], []
+    for block in blocks_of(model):
+        readers.append((block.attn, partial(_read, block.attn)))
+        grids.append(block.window if model.family == "swin" else model.grid)
     shares = mean_shares(model, images, readers, grids)
     targets = targets_of(name, chosen, list(map(len, shares)))
     mass = Mass([], [], [])
     for grid, of_block in zip(grids, masses_on(targets, shares, grids)):
-        for part, is_centre in ((mass.centre, True), (mass.others, False)):
-            values = [value for offset, value in of_block if (offset == (0, 0)) is is_centre]
-            part.append(sum(values) / len(values) if values else math.nan)
+        centre, others = [], []
+        for offset, value in of_block:
+            (others if any(offset) else centre).append(value)
+        mass.centre.append(sum(centre) / len(centre) if centre else math.nan)
+        mass.others.append(sum(others) / len(others) if others else math.nan)
         mass.uniform.append(1.0 / (grid[0] * grid[1]))
     return mass
+
+
+def _read(mixer: nn.Module, inputs: tuple, _: Tensor) -> Tensor:
+    return mixer.mixing_weights(*inputs)
 
 
 def decimal(value: float) -> str:

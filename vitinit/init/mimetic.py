@@ -46,9 +46,6 @@ def mimetic(model: nn.Module | Layout, *, generator: torch.Generator,
     that code, every head has its own Z and pos_embed is left alone (the mimetic paper adds sin-cos
     embeddings).
     """
-    if qk_init not in ("mimetic", "base") or value_init not in ("mimetic", "untransposed", "base"):
-        raise ValueError(f'qk_init is {qk_init!r} and value_init is {value_init!r}; expected '
-                         '"mimetic" or "base", and for value_init also "untransposed"')
     vit = layout_of(model)
     draw_base(vit.model, base, generator)
     for block in vit.blocks:

@@ -37,8 +37,6 @@ def norm_matched(model: nn.Module | Layout, *, generator: torch.Generator, base:
 
     Norms are Frobenius norms. Raises ValueError as `like` does.
     """
-    if like not in ("impulse", "mimetic"):
-        raise ValueError(f'like is {like!r}, expected "impulse" or "mimetic"')
     vit = layout_of(model)
     structured = layout_of(copy.deepcopy(vit.model))
     init = impulse if like == "impulse" else mimetic

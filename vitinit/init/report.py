@@ -1,13 +1,19 @@
-"""What `init_` and `describe` say about a model: numbers, and the receipt as their text."""
+"""What `init_` and `describe` say of a model: what was measured, and the receipt as its text."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..filters import Offset
-from .mass import decimal
+from ..mixing import mean_shares
+from .layout import Block, Layout
+from .mass import AIMED, decimal, masses_on, targets_of
 
 Masses = tuple[tuple[float, ...], ...]           # by block and head
 
@@ -74,3 +80,52 @@ class Report(Description):
 def patterns(names: Iterable[str]) -> str:
     """Names with * for the numbers of blocks, each once."""
     return ", ".join(dict.fromkeys(re.sub(r"(?<![a-z])\d+", "*", name) for name in names))
+
+
+# ---------------------------------------------------------------------------------------------
+# The mass
+# ---------------------------------------------------------------------------------------------
+
+
+def projected(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Queries, keys or values of each head: y (n, T, D), weight (h, d, D) → (n, h, T, d)."""
+    return y[:, None] @ weight.mT + (0.0 if bias is None else bias[:, None])
+
+
+def attention(block: Block, y: Tensor) -> Tensor:
+    """softmax(Q Kᵀ / √d) of a norm's output y, (n, T, D): (n, h, T, T)."""
+    query, key = projected(y, block.q, block.q_bias), projected(y, block.k, block.k_bias)
+    return (query @ key.mT * block.q.shape[1] ** -0.5).softmax(-1)
+
+
+@torch.no_grad()
+def measured(vit: Layout, name: str, options: Mapping[str, Any], images: Tensor | None
+             ) -> dict[str, tuple]:
+    """The fields `targets`, `mass` and `mass_on_images` of a Report.
+
+    options: all options of the init. Where offsets were drawn at random, a head's target is the
+    offset to which it attends most on positions alone.
+    """
+    fields = dict.fromkeys(("targets", "mass", "mass_on_images"), ())
+    if name not in AIMED or options.get("qk_init") == "base" or (
+            vit.in_windows and name == "mimetic"):
+        return fields
+    if vit.in_windows:
+        grids = [block.window for block in vit.blocks]
+        shares = [block.bias_table[block.bias_rows].softmax(1).movedim(2, 0)
+                  for block in vit.blocks]
+    else:
+        grids, y = [vit.grid] * len(vit.blocks), vit.positions[None]
+        shares = [attention(block, block.norm(y))[0] for block in vit.blocks]
+    targets = targets_of(name, options, [len(block.q) for block in vit.blocks])
+    found = masses_on(targets, shares, grids)
+    fields["mass"] = tuple(tuple(mass for _, mass in block) for block in found)
+    fields["targets"] = tuple(tuple(offset for offset, _ in block) for block in found)
+    if images is not None:
+        shares = mean_shares(vit.model, images.detach().to(vit.pos_embed), [
+            (block.norm, lambda _, y, block=block: attention(block, y)) for block in vit.blocks],
+            grids)
+        targets = [[[offset] for offset in block] for block in fields["targets"]]
+        fields["mass_on_images"] = tuple(tuple(mass for _, mass in block)
+                                         for block in masses_on(targets, shares, grids))
+    return fields
