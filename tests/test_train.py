@@ -260,25 +260,6 @@ def test_a_dry_run_shows_everything_and_writes_nothing(train_program, small_run,
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_subset_is_cut_from_the_training_split_by_the_subset_seed_alone(
-        train_program, small_run, tmp_path, monkeypatch, capsys):
-    batches, seen = train_program.TrainingBatches, []
-
-    def looked_at(source, *others, **options):
-        seen.append(list(source.paths))
-        return batches(source, *others, **options)
-    monkeypatch.setattr(train_program, "TrainingBatches", looked_at)
-    for seed, subset_seed in ((0, 0), (1, 0), (0, 1)):
-        assert train_program.main(small_run(
-            tmp_path / "run", "--dry-run", run__seed=str(seed), data__subset_seed=str(subset_seed),
-            data__subset="0.5")) == 0
-        assert "27 of 51 to train on, 21 to validate, 3 classes" in capsys.readouterr().out
-    assert seen[0] == seen[1] != seen[2] and len(seen[2]) == 27
-    assert train_program.main(small_run(tmp_path / "run", "--dry-run",
-                                        data__images_per_class="5")) == 0
-    assert "15 of 51 to train on, 21 to validate, 3 classes" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name, step", [("train/green/05.png", 5), ("val/blue/03.png", 4)])
 def test_a_broken_image_costs_no_step_and_no_epoch(train_program, small_run, image_tree, tmp_path,
                                                    capsys, name, step):

@@ -94,7 +94,7 @@ def test_a_run_is_evaluated_as_it_measured_itself(device, train_program, eval_pr
 
 
 def test_two_gpus_train_as_one(cuda, repository, small_run, tmp_path, record_property):
-    """Within rounding, as they sum gradients in another order. See train/test_two_processes.py."""
+    """Within rounding, as they sum gradients in another order."""
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU")
     one, two = tmp_path / "one", tmp_path / "two"

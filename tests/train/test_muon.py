@@ -12,7 +12,6 @@ from optimisers import muon
 
 from vitinit import models
 from vitinit.bench.launches import launches_of
-from vitinit.train import muon as muon_module
 from vitinit.train.muon import COEFFICIENTS, orthogonalised
 from vitinit.train.optim import hidden_matrices, layer_numbers, set_learning_rate
 
@@ -118,32 +117,6 @@ def test_an_update_is_its_formula_in_float64(family):
                 weight.data = weight.data * (1 - 0.3 * eta) - size * direction.view_as(weight)
     for (name, ours), other in zip(model.named_parameters(), theirs.parameters()):
         torch.testing.assert_close(ours, other, rtol=0, atol=1e-5, msg=lambda m: f"{name}: {m}")
-
-
-def test_in_bfloat16_it_is_torchs(monkeypatch):
-    """torch.optim.Muon iterates in bfloat16; on gradients whose singular values are alike both round
-    to nearly the same."""
-    monkeypatch.setattr(muon_module, "iteration_dtype", lambda device: torch.bfloat16)
-    model = built("vit", torch.float32)
-    theirs = copy.deepcopy(model)
-    names = hidden_matrices(model)
-    optimizer = muon(model, **OPTIONS | dict(factor=1.0))
-    other = torch.optim.Muon([p for name, p in theirs.named_parameters() if name in names],
-                             lr=0.01, weight_decay=0.3, momentum=0.83,
-                             adjust_lr_fn="match_rms_adamw")
-    before = copy.deepcopy(model)
-    set_learning_rate(optimizer, 0.01)
-    for step in range(3):
-        for target in (model, theirs):
-            put_gradients(target, step)
-            for p in target.parameters():
-                if p.ndim == 2:
-                    p.grad = nn.init.orthogonal_(p.grad, generator=torch.Generator().manual_seed(step))
-        optimizer.step()
-        other.step()
-    for name in names:
-        ours, expected, start = (m.get_parameter(name) for m in (model, theirs, before))
-        assert (ours - expected).norm() < 0.02 * (expected - start).norm(), name
 
 
 # ---------------------------------------------------------------------------------------------

@@ -203,11 +203,13 @@ def _grid_and_entries(count: int, saved: Mapping[str, int], wanted: tuple[int, i
     """
     total = sum(saved.values())
     possible = (total, total - saved.get("reg_token", 0), 0)
-    sides = [isqrt(max(count - entries, 0)) for entries in possible]
-    squares = [((side, side), entries) for side, entries in zip(sides, possible)] * (grid is None)
-    stated = [] if grid is None else [(grid, entries) for entries in possible]
-    for (rows, columns), entries in [*stated, *squares[:1], *((wanted, n) for n in possible),
-                                     *squares]:
+    candidates = [(wanted, entries) for entries in possible]
+    if grid is None:
+        squares = [((isqrt(max(count - entries, 0)),) * 2, entries) for entries in possible]
+        candidates = [squares[0], *candidates, *squares[1:]]
+    else:
+        candidates = [*((grid, entries) for entries in possible), *candidates]
+    for (rows, columns), entries in candidates:
         if rows and rows * columns == count - entries:
             return (rows, columns), entries
     shape = "square" if grid is None else f"{grid[0]}×{grid[1]}"
