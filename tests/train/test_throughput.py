@@ -8,7 +8,7 @@ from torch import nn
 
 from vitinit.models import build_model
 from vitinit.train import throughput as module
-from vitinit.train.metrics import ProgressBar, forward_flops, training_flops
+from vitinit.train.metrics import ProgressBar, training_flops
 
 CPU = torch.device("cpu")
 
@@ -88,7 +88,6 @@ def position_flops(tokens: int, width: int, inner: int) -> int:
 def test_forward_flops_are_those_of_the_products_that_the_formulas_name(family):
     model, side, expected = family()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert forward_flops(model, (3, 3, side, side)) == 3 * expected
     assert training_flops(model, 3, (side, side)) == 3 * expected     # thrice, for one image
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -97,5 +96,4 @@ def test_what_a_batch_computes_once_is_shared_by_its_images():
     """Queries and keys that depend on positions alone are the same for all images."""
     model, side, expected = simple_vit("position")
     once = 2 * position_flops(25, 28, 20)
-    assert forward_flops(model, (5, 3, side, side)) == 5 * expected + once
     assert training_flops(model, 5, (side, side)) == pytest.approx(3 * (expected + once / 5))

@@ -138,29 +138,20 @@ class Progress:
 
 
 @torch.no_grad()
-def forward_flops(model: nn.Module, shape: Sequence[int]) -> int:
-    """The number of floating-point operations of one forward pass over images (B, 3, H, W).
+def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> float:
+    """The model FLOPs of training per image: its share of one forward and one backward pass.
 
-    shape: (B, 3, H, W). A multiplication followed by an addition counts as two operations. torch
-    counts matrix products, attention and convolutions from the shapes of their operands; all other
+    size: (H, W). A multiplication followed by an addition counts as two operations. torch counts
+    matrix products, attention and convolutions from the shapes of their operands; all other
     operations are negligible. The pass runs on the meta device: nothing is computed, and the
-    model's weights are not changed.
+    model's weights are not changed. Operations that activation checkpointing or a kernel repeats do
+    not count, as in PaLM's "model FLOPs utilization" (arXiv 2204.02311, appendix B).
     """
     weights = {name: torch.empty_like(value, device="meta")
                for name, value in (*model.named_parameters(), *model.named_buffers())}
     with FlopCounterMode(display=False) as counter:
-        functional_call(model, weights, (torch.empty(*shape, device="meta"),))
-    return counter.get_total_flops()
-
-
-def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> float:
-    """The model FLOPs of training per image: its share of one forward and one backward pass.
-
-    size: (H, W). Operations that activation checkpointing or a kernel repeats do not count, as in
-    PaLM's "model FLOPs utilization" (arXiv 2204.02311, appendix B).
-    """
-    forward = forward_flops(model, (batch_size, 3, *size)) / batch_size
-    return (1 + BACKWARD_COST) * forward
+        functional_call(model, weights, (torch.empty(batch_size, 3, *size, device="meta"),))
+    return (1 + BACKWARD_COST) * counter.get_total_flops() / batch_size
 
 
 @dataclass(frozen=True)
