@@ -104,7 +104,7 @@ torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet"
 processes = distributed.Processes(int(rank), int(rank), 2, torch.device("cpu"))
 found = getattr(module, name)(processes)
 pathlib.Path(folder, f"found{rank}").write_bytes(pickle.dumps(found))
-distributed.stop()
+torch.distributed.destroy_process_group()
 """
 
 

@@ -69,7 +69,7 @@ def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[Bina
     cannot be written.
     """
     target = Path(os.path.realpath(path))
-    temporary = _beside(target)
+    temporary = target.with_name(f"{target.name}.partial")   # a resumed run removes one
     try:
         stream = _open_in_place(path)
         with stream or open(temporary, "wb") as file:
@@ -93,11 +93,6 @@ def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[Bina
         raise
 
 
-def _beside(path: Path) -> Path:
-    """Where a file is written before it takes its place at `path`; a resumed run removes it."""
-    return path.with_name(f"{path.name}.partial")
-
-
 def _open_in_place(path: Path) -> BinaryIO | None:
     """What is at `path`, open for writing, if it is not to be replaced."""
     for stream in (sys.stdout, sys.stderr):
@@ -110,7 +105,7 @@ def _open_in_place(path: Path) -> BinaryIO | None:
 
 def _keep(path: Path, keep: Path) -> None:
     """Make the file at `path` that at `keep` as well; `path` is never absent."""
-    link = _beside(keep)
+    link = keep.with_name(f"{keep.name}.partial")
     with suppress(OSError):
         link.unlink()                                # of a process that was killed here
     try:

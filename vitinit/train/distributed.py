@@ -222,38 +222,33 @@ def patience() -> timedelta:
 
 
 @contextmanager
-def connection() -> Iterator[None]:
-    """A context that raises LaunchError if the connection to another process breaks or is mute."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = re.sub(r"^\[\S+\] ", "", str(error))      # gloo starts with a place in its own code
-        if re.search(r"tim(ed|ing) out|timeout", text, flags=re.IGNORECASE):
-            raise SilentProcess(
-                f"process {environment_rank()} waited in vain for another one, which hangs, or "
-                f"whose machine or network is down ({in_brief(text)}; {PATIENCE} is "
-                f"{patience() // timedelta(minutes=1)})") from None
-        if not isinstance(error, dist.DistError) and "by peer" not in text:
-            raise
-        raise LostProcess(f"another process of the run has ended, and says why itself "
-                          f"({in_brief(text)})") from None
-
-
-@contextmanager
 def joined() -> Iterator[Processes]:
-    """A context that calls `start`, and `stop` at the end; errors are those of `connection`."""
+    """A context that calls `start` and at its end leaves the process group, if one was joined.
+
+    Raises LaunchError if the connection to another process breaks or is mute.
+    """
     try:
-        with connection():
-            yield start()
+        yield start()
+    except RuntimeError as error:
+        raise (connection_error(error) or error) from None
     finally:
-        stop()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            # The model that trained holds the group, whose threads go on as long. After a stopped
+            # step it is in a reference cycle with the exception; if Python ends beside the threads,
+            # it may abort ("terminate called without an active exception").
+            gc.collect()
 
 
-def stop() -> None:
-    """Leave the process group, if one was joined."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        # The model that trained holds the group, whose threads go on as long. After a stopped step
-        # it is in a reference cycle with the exception; if Python ends beside the threads, it may
-        # abort ("terminate called without an active exception").
-        gc.collect()
+def connection_error(error: RuntimeError) -> LaunchError | None:
+    """The error in words if it is one of the connection to another process, else None."""
+    text = re.sub(r"^\[\S+\] ", "", str(error))          # gloo starts with a place in its own code
+    if re.search(r"tim(ed|ing) out|timeout", text, flags=re.IGNORECASE):
+        return SilentProcess(
+            f"process {environment_rank()} waited in vain for another one, which hangs, or whose "
+            f"machine or network is down ({in_brief(text)}; {PATIENCE} is "
+            f"{patience() // timedelta(minutes=1)})")
+    if isinstance(error, dist.DistError) or "by peer" in text:
+        return LostProcess("another process of the run has ended, and says why itself "
+                           f"({in_brief(text)})")
+    return None

@@ -18,9 +18,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,14 +32,6 @@ from .optim import set_learning_rate
 from .state import TrainState
 
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class MicroBatch(Protocol):
-    """What one forward and one backward pass work on; its images have been loaded."""
-
-    positions: np.ndarray                                # (B,), of its images in the global batch
-    def prepare(self) -> tuple[Tensor, Tensor]: ...      # images (B, 3, H, W) and targets (B, K),
-                                                         # class probabilities, on the device
 
 
 def set_precision(tf32: bool) -> None:
@@ -90,7 +81,7 @@ def cross_entropy(forward: Callable[..., Tensor], images: Tensor, scales: Sequen
 
 def train_epochs(
         state: TrainState, forward: Callable[..., Tensor],
-        steps_of: Callable[[int, int], Iterable[tuple[int, Sequence[MicroBatch]]]], *, epochs: int,
+        steps_of: Callable[[int, int], Iterable[tuple[int, Sequence[Any]]]], *, epochs: int,
         global_batch: int, lr_at: Callable[[int], float],
         drop_path_at: Callable[[int], Tensor | None], amp: str, clip_norm: float,
         processes: Processes, stop: StopRequest, objective: Callable[..., Tensor] = cross_entropy,
@@ -107,7 +98,9 @@ def train_epochs(
         forward: the state's model, possibly compiled or wrapped in DistributedDataParallel. Called
             as forward(images (B, 3, H, W), drop_path scales (branches, B)) or forward(images).
         steps_of: (epoch from 0, steps of it already done) → the number of each further step within
-            the run, from 0, and this process's micro-batches of it.
+            the run, from 0, and this process's micro-batches of it, which have been loaded. Each
+            has `positions`, (B,), of its images in the global batch, and `prepare()` → images (B,
+            3, H, W) and targets (B, K), class probabilities, on the device.
         global_batch: images of a step, over all processes.
         lr_at: step number → learning rate.
         drop_path_at: step number → drop-path scales (branches, global batch), or None.
@@ -210,6 +203,7 @@ def update(state: TrainState, clip_norm: float, *, measure: bool
     return norm, scale, skipped
 
 
+@torch.no_grad()
 def read_losses(state: TrainState, processes: Processes) -> None:
     """Bring the progress up to date before a checkpoint or an evaluation.
 
@@ -217,7 +211,7 @@ def read_losses(state: TrainState, processes: Processes) -> None:
     infinite or NaN, so that no good checkpoint is overwritten.
     """
     state.progress.read_losses(processes)
-    norms = torch._foreach_norm([p.detach() for p in state.model.parameters()])
+    norms = torch._foreach_norm(list(state.model.parameters()))
     if not torch.stack(norms).isfinite().all():
         raise Diverged(f"the weights after step {state.progress.step} are not finite")
 

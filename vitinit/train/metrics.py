@@ -186,7 +186,7 @@ def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float,
         "tflops_per_device": tflops, "share_of_rate": tflops / peak if peak else None,
         "peak_memory_gib": peak_gib(processes.device)}
     for result in results[:1]:
-        row |= {f"val_{key}": getattr(result, key) for key in ("loss", "top1", "top5")}
+        row |= {"val_loss": result.loss, "val_top1": result.top1, "val_top5": result.top5}
     for result in results[1:]:
         row |= {"ema_top1": result.top1, "ema_top5": result.top5}
     return row

@@ -122,7 +122,7 @@ def hidden_matrices(model: nn.Module) -> set[str]:
     These are the weights of linear layers and of 1×1 convolutions from the first block to the last,
     Swin's patch merging included, and neither the patch embedding nor the classifier.
     """
-    layers = layer_numbers(name for name, _ in model.named_parameters())
+    layers = layer_numbers(dict(model.named_parameters()))
     last = max((layers[name] for name in layers if BLOCK.match(name)), default=0)
     return {f"{name}.weight" for name, module in model.named_modules()
             if (isinstance(module, nn.Linear) or isinstance(module, nn.Conv2d)
@@ -142,7 +142,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, layer_decay: floa
     muon: whether the weights of `hidden_matrices` are in groups of their own; each group states
         whether it is one of them as "muon".
     """
-    layers = layer_numbers(name for name, _ in model.named_parameters())
+    layers = layer_numbers(dict(model.named_parameters()))
     last, matrices = max(layers.values(), default=0), hidden_matrices(model) if muon else set()
     members: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -150,10 +150,10 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, layer_decay: floa
             kind = (name not in matrices, not decays(name, parameter),
                     layer_decay ** (last - layers[name]))
             members.setdefault(kind, []).append(parameter)
-    return [{"params": members[kind], "weight_decay": 0.0 if exempt else weight_decay,
+    ordered = sorted(members.items(), key=lambda item: item[0][:2])      # keeps the layers' order
+    return [{"params": parameters, "weight_decay": 0.0 if exempt else weight_decay,
              "layer_factor": factor, "muon": not by_adamw}
-            for kind in sorted(members, key=lambda kind: kind[:2])       # keeps the layers' order
-            for by_adamw, exempt, factor in [kind]]
+            for (by_adamw, exempt, factor), parameters in ordered]
 
 
 def optimizer_for(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
