@@ -12,33 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from same_run import assert_same_run, checkpoint as left_in, rows_of
 
 from vitinit.data import augment, datasets
 from vitinit.train import checkpoint, engine
 from vitinit.train.interruption import STOP_SIGNALS
-
-TRAINED = ("model", "ema", "optimizer", "scaler", "step")
-TIMES = ("seconds", "images_per_second", "waiting", "tflops_per_device", "peak_memory_gib")
-
-
-def left_by(folder: Path) -> tuple[dict, list[dict]]:
-    """The state and the lines of metrics that a run leaves, without times."""
-    state = torch.load(folder / "last.pt", weights_only=True)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return ({key: state[key] for key in TRAINED},
-            [{key: value for key, value in row.items() if key not in TIMES} for row in rows])
-
-
-def same(first: object, second: object) -> bool:
-    """Whether nested containers and tensors are equal to the bit."""
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(same, first, second))
-    return first == second
-
 
 def signalling(function: Callable, call: int, number: int) -> Callable:
     """Wrap `function` so that call number `call`, from 1, sends this process the signal."""
@@ -85,7 +63,7 @@ def test_a_signal_in_any_phase_costs_nothing(train_program, small_run, tmp_path,
         if step is not None:
             assert torch.load(folder / "last.pt", weights_only=True)["step"] == step, phase
         assert train_program.main(["--resume", str(folder)]) == 0
-        assert same(left_by(straight), left_by(folder)), phase
+        assert_same_run(straight, folder)
 
 
 def test_ctrl_c_while_starting_leaves_nothing(train_program, small_run, tmp_path, monkeypatch, capsys):
@@ -126,7 +104,7 @@ def test_a_killed_worker_is_one_line_and_costs_no_step(train_program, small_run,
     assert "lower data.workers, now 1" in output.err and output.err.count("\n") == 1
     assert f"--resume {killed}" in output.out
     assert train_program.main(["--resume", str(killed)]) == 0
-    assert same(left_by(straight), left_by(killed))
+    assert_same_run(straight, killed)
 
 
 @pytest.mark.parametrize("where, key, value", [
@@ -213,7 +191,7 @@ def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
     assert "12 = 2 process(es) × 3 micro-batch(es) × 2 images" in result.stdout
     assert result.stdout.count("profile 2 step(s) from step 6 on") == 1      # by the main one
     assert [path.name for path in two.glob("profile_*")] == ["profile_000006.json.gz"]
-    (ours, rows), (theirs, their_rows) = left_by(one), left_by(two)
+    (ours, rows), (theirs, their_rows) = ((left_in(run), rows_of(run)) for run in (one, two))
     for name, value in ours["model"].items():
         torch.testing.assert_close(theirs["model"][name], value, rtol=0, atol=8 * 1e-5)
     for first, second in zip(rows, their_rows, strict=True):
@@ -242,4 +220,4 @@ def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
     assert 'train.py", line' not in result.stderr    # torchrun's report has a traceback of its own
     result = run_two(tmp_path, repository, *NOWHERE, "--resume", stopped)
     assert result.returncode == 0, result.stderr
-    assert same(left_by(two), left_by(stopped))
+    assert_same_run(two, stopped)

@@ -14,61 +14,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from same_run import assert_identical, assert_same_run, checkpoint, rows_of
 
 from vitinit.data import datasets
 from vitinit.recipe.files import fresh_recipe, load_recipe
 from vitinit.runs.records import read_run
 from vitinit.runs.resume import require_same_recipe
 
-TIMES = ("seconds", "images_per_second", "waiting_seconds", "waiting", "tflops_per_device",
-         "peak_memory_gib")
 ROW = ["epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
        "ema_top1", "ema_top5", "skipped_steps", "seconds", "waiting", "tflops_per_device",
        "share_of_rate", "peak_memory_gib"]
 STEP = ["step", "loss", "lr", "grad_norm", "scale", "images_per_second", "waiting"]
-
-
-def metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def steps(folder: Path) -> list[dict]:
-    """The rows of steps.jsonl; [] for a run of fewer than ten steps."""
-    file = folder / "steps.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def checkpoint(folder: Path, name: str = "last.pt") -> dict:
-    return torch.load(folder / name, weights_only=True)
-
-
-def without_times(value):
-    """The parts of a checkpoint, or of metrics, that must be reproduced to the bit."""
-    if isinstance(value, dict):
-        return {key: without_times(item) for key, item in value.items() if key not in TIMES}
-    return [without_times(item) for item in value] if isinstance(value, list) else value
-
-
-def assert_identical(first, second, where: str = "") -> None:
-    """Nested containers and tensors are equal to the bit."""
-    if isinstance(first, torch.Tensor):
-        assert torch.equal(first, second), where
-    elif isinstance(first, dict):
-        assert first.keys() == second.keys(), where
-        for key in first:
-            assert_identical(first[key], second[key], f"{where}.{key}")
-    elif isinstance(first, (list, tuple)):
-        assert len(first) == len(second), where
-        for index, pair in enumerate(zip(first, second)):
-            assert_identical(*pair, f"{where}[{index}]")
-    else:
-        assert first == second, where
-
-
-def assert_same_run(first: Path, second: Path) -> None:
-    assert_identical(without_times(checkpoint(first)), without_times(checkpoint(second)))
-    assert_identical(without_times(metrics(first)), without_times(metrics(second)))
-    assert_identical(without_times(steps(first)), without_times(steps(second)))
 
 
 # How often a run of `small_run` looks for a signal per epoch: at four steps and their end, at six
@@ -84,14 +40,14 @@ def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_r
     assert sorted(os.listdir(folder)) == ["best.pt", "epoch_0000.pt", "epoch_0002.pt", "last.pt",
                                           "metrics.jsonl", "previous.pt", "recipe.toml",
                                           "run.json", "run.lock", "steps.jsonl"]
-    rows = metrics(folder)
+    rows = rows_of(folder)
     assert [list(row) for row in rows] == [ROW] * 3
     assert [row["epoch"] for row in rows] == [1, 2, 3]
     assert all(isinstance(row[key], float) for row in rows for key in ROW if key not in
                ("epoch", "skipped_steps", "share_of_rate", "val_top5", "ema_top5"))
     for key in ("share_of_rate", "val_top5", "ema_top5"):        # on a CPU, and of three classes
         assert [row[key] for row in rows] == [None] * 3
-    step, = steps(folder)                            # one row for twelve steps
+    step, = rows_of(folder, "steps")                            # one row for twelve steps
     assert list(step) == STEP and step["step"] == 10 and step["scale"] is None
     assert rows[2]["lr"] < step["lr"] < rows[1]["lr"]
     last = checkpoint(folder)
@@ -138,7 +94,7 @@ def test_lines_after_the_checkpoint_are_cut_back_and_those_that_cannot_be_read_s
     with monkeypatch.context() as patch:
         patch.setattr(train_program, "StopRequest", stop_before(3 * LOOKS + 2))
         assert train_program.main(small_run(stopped, **longer)) == 128 + signal.SIGTERM
-    assert [row["step"] for row in steps(stopped)] == [10] and len(metrics(stopped)) == 3
+    assert [row["step"] for row in rows_of(stopped, "steps")] == [10] and len(rows_of(stopped)) == 3
     before = (stopped / "steps.jsonl").read_text()
     (stopped / "steps.jsonl").write_text('{"step": 10}\n{"step": 10}\n')
     capsys.readouterr()
@@ -149,7 +105,7 @@ def test_lines_after_the_checkpoint_are_cut_back_and_those_that_cannot_be_read_s
     with open(stopped / "metrics.jsonl", "a") as file:
         file.write('{"epoch": 4}\n{"epoch": 5}\n')
     assert train_program.main(["--resume", str(stopped)]) == 0
-    assert [row["step"] for row in steps(stopped)] == [10, 20, 30]
+    assert [row["step"] for row in rows_of(stopped, "steps")] == [10, 20, 30]
     assert_same_run(straight, stopped)
 
 
@@ -329,7 +285,7 @@ def test_one_folder_without_val_is_trained_on_and_evaluated(train_program, eval_
     assert lines.count(f"left out: 2 .mov in {phone}") == 2  # by the dry run and the run
     assert "num_classes = 2" in (folder / "recipe.toml").read_text(encoding="utf-8")
     assert checkpoint(folder)["recipe"]["data"]["num_classes"] == 2
-    assert metrics(folder)[0]["val_top5"] is None and not any("top-5" in line for line in lines)
+    assert rows_of(folder)[0]["val_top5"] is None and not any("top-5" in line for line in lines)
 
     # The command that began the run, with its 0, goes on with it.
     assert train_program.main(command) == 0
@@ -340,7 +296,7 @@ def test_one_folder_without_val_is_trained_on_and_evaluated(train_program, eval_
     assert eval_program.main([str(folder)]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == f"left out: 2 .mov in {phone}"
-    assert json.loads(last)["model"]["top1"] == metrics(folder)[0]["val_top1"]
+    assert json.loads(last)["model"]["top1"] == rows_of(folder)[0]["val_top1"]
 
 
 def test_the_recipes_orientation_is_that_of_training_and_of_evaluation(
@@ -459,8 +415,8 @@ def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, e
     capsys.readouterr()
     assert eval_program.main([str(straight)]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["model"]["top1"] == pytest.approx(metrics(straight)[-1]["val_top1"])
-    assert found["ema"]["top1"] == pytest.approx(metrics(straight)[-1]["ema_top1"])
+    assert found["model"]["top1"] == pytest.approx(rows_of(straight)[-1]["val_top1"])
+    assert found["ema"]["top1"] == pytest.approx(rows_of(straight)[-1]["ema_top1"])
 
 
 # ---------------------------------------------------------------------------------------------
