@@ -88,7 +88,11 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path | str
             value, change = _fit_pos_embed(own, tensors, model.grid, grid, path)
             resized += [f"pos_embed {change}"] * bool(change)
         if name not in own:
-            (dropped if _may_lack(name, own, tensors, new_head) else surplus).append(name)
+            # With fc_norm the classifier read the patches alone, and the class token acted through
+            # attention only: without it the function would change for a model that pools alike.
+            may_lack = name in PREFIX_TOKENS[:2] and "fc_norm.weight" not in tensors
+            may_lack |= bool(UNREAD.search(name)) or _may_differ(name, own, new_head)
+            (dropped if may_lack else surplus).append(name)
         elif value.shape != own[name].shape and name.startswith("head"):
             dropped.append(f"{name} {tuple(value.shape)}")
         else:
@@ -97,7 +101,9 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path | str
         raise CheckpointError(f"{path}: none of its tensors fits the model; it holds "
                               f"{shortened(list(tensors))}")
     kept = [name for name in own if name not in loaded]
-    missing = [name for name in kept if not _may_draw(name, model, tensors, new_head)]
+    missing = [name for name in kept if not (
+        name in PREFIX_TOKENS or name == "pos_embed" and not model.learns_positions
+        or name.endswith("num_batches_tracked") or _may_differ(name, tensors, new_head))]
     _require_fit(own, path, missing=missing, surplus=surplus, loaded=loaded)
     model.load_state_dict(own | loaded)
     return Transfer([name for name in loaded if not (resized and name == "pos_embed")], resized,
@@ -222,30 +228,15 @@ def _grid_and_entries(count: int, saved: Mapping[str, int], wanted: tuple[int, i
 # ---------------------------------------------------------------------------------------------
 
 
-def _may_lack(name: str, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
-              new_head: bool) -> bool:
-    """Whether fine-tuning may drop this tensor, which only the checkpoint has."""
-    if name in ("cls_token", "dist_token"):
-        # With fc_norm the classifier read the patches alone, and this token acted through attention
-        # only: without it the function would change even for a model that pools the same way.
-        return "fc_norm.weight" not in tensors
-    return bool(name.startswith("head") or UNREAD.search(name) or _is_of_deeper_block(name, own)
-                or new_head and _other_norm(name) in own)
+def _may_differ(name: str, others: Mapping[str, Tensor], new_head: bool) -> bool:
+    """Whether the checkpoint or the model may have this tensor, which the other lacks.
 
-
-def _may_draw(name: str, model: nn.Module, tensors: Mapping[str, Tensor], new_head: bool) -> bool:
-    """Whether fine-tuning may leave this tensor, which only the model has, as its init drew it."""
-    return (name.startswith("head") or name in PREFIX_TOKENS
-            or name == "pos_embed" and not model.learns_positions
-            or name.endswith("num_batches_tracked") or _is_of_deeper_block(name, tensors)
-            or new_head and _other_norm(name) in tensors)
-
-
-def _other_norm(name: str) -> str | None:
-    """norm.weight → fc_norm.weight and vice versa: a model has only one of them; else None."""
+    Of norm and fc_norm a model has one; the other may take its place before a new classifier.
+    """
     layer, _, part = name.partition(".")
     other = {"norm": "fc_norm", "fc_norm": "norm"}.get(layer)
-    return other and f"{other}.{part}"
+    return (name.startswith("head") or _is_of_deeper_block(name, others)
+            or new_head and f"{other}.{part}" in others)
 
 
 def _is_of_deeper_block(name: str, others: Mapping[str, Tensor]) -> bool:
