@@ -78,7 +78,7 @@ from vitinit import predict, sweep
 from vitinit.lessons.__main__ import main
 from vitinit.recipe.files import RECIPES
 assert all(str(path).startswith({str(tmp_path)!r}) for path in (vitinit.__file__, RECIPES))
-assert predict.main(["cifar10_small", {str(photograph)!r}, "--workers", "0"]) == 0
+assert predict.main(["cifar10_small", {str(photograph)!r}]) == 0
 assert main(["2"]) == 0
 assert sweep.main(["--recipe", "quickstart", "--seeds", "0", "--dry-run"]) == 2
 """

@@ -58,7 +58,7 @@ def test_the_model_in_the_box_predicts_what_the_readme_shows(monkeypatch, capsys
     monkeypatch.chdir(REPOSITORY)
     section = README.section("Use it")
     command = next(words for words in section.commands() if "vitinit.predict" in words)
-    assert predict.main([*command[3:command.index("--sheet")], "--workers", "0"]) == 0
+    assert predict.main([*command[3:command.index("--sheet")]]) == 0
     printed = capsys.readouterr().out.splitlines()
     number = re.compile(r"\d+\.\d+")
     shown = [line for line in section.blocks("")[0].splitlines() if line != "…"]

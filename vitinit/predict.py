@@ -21,20 +21,18 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from .command_line import Parser, integer, run_program
 from .data.folders import images_below, in_words
-from .data.images import DataError, decode_image
-from .data.loader import Loader
+from .data.images import DataError
 from .figures.sheet import Tile, attended, draw_sheet, require_attention
-from .recipe.sections import Recipe
-from .runs.start import as_input, evaluation_view
+from .runs.start import as_input
 from .runs.trained import Trained, add_run, load_run
 from .train.checkpoint import write_text_atomically
 from .train.metrics import ProgressBar
@@ -85,55 +83,33 @@ def images_of(arguments: Sequence[str]) -> list[str]:
     return paths
 
 
-class Views(Dataset):
-    """The evaluation views of image files, (3, *size) uint8; for a broken file, its error."""
-
-    def __init__(self, paths: Sequence[str], recipe: Recipe, size: tuple[int, int]) -> None:
-        self.paths, self.recipe, self.size = paths, recipe, size
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> Tensor | str:
-        try:
-            return evaluation_view(decode_image(self.paths[index]), self.recipe, self.size)
-        except DataError as error:
-            return str(error)
-
-
-def stacked(found: list[Tensor | str]) -> tuple[Tensor, list[str]]:
-    """A batch of `Views`: those that there are, (B, 3, H, W), and for each file its error or "".
-
-    As one tensor they take one handle of shared memory on their way from a worker.
-    """
-    views = [view for view in found if isinstance(view, Tensor)]
-    return (torch.stack(views) if views else torch.empty(0),
-            [view if isinstance(view, str) else "" for view in found])
-
-
 def guesses(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int, workers: int
             ) -> Iterator[tuple[Guess, Tensor | None]]:
     """Yield for each file, in order, its prediction and the view it was made from.
 
     The view is (3, H, W) uint8, or None for a file that could not be read. top: classes per image.
-    workers: processes that decode images.
+    workers: threads that decode images.
     """
-    loader = Loader(Views(paths, trained.recipe, trained.image_size), collate_fn=stacked,
-                    workers=min(workers, -(-len(paths) // batch_size)), batch_size=batch_size,
-                    pin_memory=trained.device.type == "cuda")
-    names, waiting = set(trained.classes), iter(paths)
-    for views, problems in loader:
-        inputs = as_input(views.to(trained.device), trained.recipe) if len(views) else None
-        ranked = iter([] if inputs is None else trained.ranked(trained.probabilities(inputs), top))
-        readable = iter(views)
-        for problem in problems:
-            path = next(waiting)
-            folder = os.path.basename(os.path.dirname(os.path.abspath(path)))
-            truth = folder if folder in names else None
-            if problem:
-                yield Guess(path, truth, [], problem), None
-            else:
-                yield Guess(path, truth, next(ranked)), next(readable)
+    def view_of(path: str) -> Tensor | str:
+        try:
+            return trained.view(path)
+        except DataError as error:
+            return str(error)
+    names = set(trained.classes)
+    with ThreadPoolExecutor(workers) as pool:
+        for start in range(0, len(paths), batch_size):
+            chunk = paths[start:start + batch_size]
+            views = list(pool.map(view_of, chunk))   # decoding does not hold Python's lock
+            readable = [view for view in views if isinstance(view, Tensor)]
+            ranked = iter(trained.ranked(trained.probabilities(as_input(
+                torch.stack(readable).to(trained.device), trained.recipe)), top) if readable else [])
+            for path, view in zip(chunk, views):
+                folder = os.path.basename(os.path.dirname(os.path.abspath(path)))
+                truth = folder if folder in names else None
+                if isinstance(view, str):
+                    yield Guess(path, truth, [], view), None
+                else:
+                    yield Guess(path, truth, next(ranked)), view
 
 
 def summary(found: Sequence[Guess]) -> str:
@@ -197,8 +173,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--attention", action="store_true",
                         help="add to the sheet what the model attends to")
     parser.add_argument("--batch-size", type=integer(1), default=64, help="images at a time (64)")
-    parser.add_argument("--workers", type=integer(0), default=min(8, os.cpu_count() or 1),
-                        help="processes that decode images")
+    parser.add_argument("--workers", type=integer(1), default=min(8, os.cpu_count() or 1),
+                        help="threads that decode images")
     args = parser.parse_args(arguments)
     if args.attention and args.sheet is None:
         parser.error("--attention is drawn on a contact sheet; give --sheet FILE.png, too")

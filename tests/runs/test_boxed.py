@@ -71,11 +71,11 @@ def test_it_is_called_by_its_name(eval_program, tmp_path, monkeypatch, capsys):
 def test_a_laptop_predicts_images_that_it_was_not_trained_on_and_draws(tmp_path, monkeypatch,
                                                                        capsys):
     monkeypatch.chdir(tmp_path)
-    assert predict.main(["cifar10_small", str(IMAGES), "--workers", "0"]) == 0
+    assert predict.main(["cifar10_small", str(IMAGES)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     right = int(last.partition(" of 50 images are classified")[0])
     assert right >= 35
-    assert predict.main(["cifar10_small", str(IMAGES / "ship"), "--workers", "0",
+    assert predict.main(["cifar10_small", str(IMAGES / "ship"),
                          "--sheet", "sheet.png", "--attention"]) == 0
     figures(["attention", str(IMAGES / "cat" / "0000.jpg"), "--run", "cifar10_small", "--out",
              "a.png"])
