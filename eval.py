@@ -33,12 +33,13 @@ from torch import Tensor, nn
 
 from vitinit.command_line import Parser, run_program
 from vitinit.data.augment import ToDevice
-from vitinit.data.datasets import DATA_SETS, Source, download, is_wnid, oriented
+from vitinit.data.datasets import DATA_SETS, download, is_wnid
 from vitinit.data.eval_sets import (EVAL_SETS, EvaluatedSet, NamedSet, TrainingPart, class_indices,
                                     imagenet_wnids, own_set)
 from vitinit.data.images import DataError
 from vitinit.data.loader import EvalViews, start_fork_server
 from vitinit.data.pipeline import EvaluationBatches, KeptViews
+from vitinit.data.sources import Source, oriented
 from vitinit.recipe.files import RecipeError, overrides, with_data
 from vitinit.recipe.values import nearest
 from vitinit.runs.report import Finding, report

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitinit.command_line import Parser, building, integer, run_program
 from vitinit.data.augment import ToDevice, TrainToDevice
-from vitinit.data.datasets import (Source, download, fingerprint, folder_of, held_out_part,
-                                   open_split, oriented)
+from vitinit.data.datasets import download, open_split
+from vitinit.data.sources import Source, fingerprint, folder_of, held_out_part, oriented
 from vitinit.data.draw import Augmentation
 from vitinit.data.images import DataError
 from vitinit.data.loader import EvalViews, start_fork_server

@@ -15,7 +15,8 @@ from PIL import Image
 import vitinit
 from vitinit.data.augment import normalise
 from vitinit.data.eval_sets import imagenet_wnids
-from vitinit.data.datasets import ImageFiles, open_split
+from vitinit.data.datasets import open_split
+from vitinit.data.sources import ImageFiles
 from vitinit.data.images import resize_and_centre_crop
 from vitinit.runs import folder as run_folder
 from vitinit.runs.saved import open_saved

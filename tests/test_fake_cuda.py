@@ -26,8 +26,8 @@ from vitinit import models
 from vitinit.bench.launches import Launches
 from vitinit.bench.training import given_step
 from vitinit.data.augment import IMAGENET_MEAN, IMAGENET_STD, ToDevice, TrainToDevice
-from vitinit.data.datasets import ImagesInMemory
-from vitinit.data.draw import Augmentation, Draws, SampleKey, Samples
+from vitinit.data.sources import ImagesInMemory
+from vitinit.data.draw import Augmentation, SampleKey, Samples
 from vitinit.data.loader import Batch
 from vitinit.data.pipeline import TrainingBatches
 from vitinit.data.sampler import BatchPlan, TrainSampler
@@ -113,9 +113,8 @@ def loaded() -> Iterator[Batch]:
     """Batches as a loader yields them: images and labels on the host, and all random draws."""
     for step in itertools.count():
         with unset_fake_temporarily():               # the host reads the draws
-            drawn = AUGMENTATION.draws(Samples(
-                step, [SampleKey(step, image) for image in range(BATCH)], np.zeros(BATCH)))
-            drawn = Draws(*map(OnHost, drawn))
+            drawn = OnHost(AUGMENTATION.draws(Samples(
+                step, [SampleKey(step, image) for image in range(BATCH)], np.zeros(BATCH))))
         yield Batch(torch.zeros(BATCH, 3, SIZE, SIZE, dtype=torch.uint8),
                     torch.zeros(BATCH, dtype=torch.int64),
                     drawn)

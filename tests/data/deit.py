@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from vitinit.data import augment
-from vitinit.data.draw import Augmentation, Draws, RandAugment, SampleKey, Samples, draw_operations
+from vitinit.data.draw import Augmentation, Draws, SampleKey, Samples, unpack
 from vitinit.data.mix import MixDraw
-from vitinit.data.operations import rand_augment
+from vitinit.data.rand_augment import RandAugment, describe, draw_operations, rand_augment
 from vitinit.recipe.files import RECIPES, load_recipe
 
 _DEIT = load_recipe(RECIPES / "deit_base.toml")
@@ -30,8 +30,9 @@ def noisy_batch(count: int, height: int, width: int, seed: int = 0) -> Tensor:
 
 def augmented(images: Tensor, operations: np.ndarray | Tensor,
               fill: Sequence[int] = RAND_AUGMENT.fill, *, few_launches: bool = False) -> Tensor:
-    """RandAugment of images (B, 3, H, W); operations: (B, L, 3), as in `draw.Draws`."""
-    return rand_augment(images, np.asarray(operations), fill, few_launches=few_launches)
+    """RandAugment of images (B, 3, H, W); operations: (B, L, 3 or more), as in `draw.Draws`."""
+    described = describe(np.asarray(operations)[..., :3].astype(float), images.shape[2:])
+    return rand_augment(images, torch.from_numpy(described), fill, few_launches=few_launches)
 
 
 def random_operations(count: int, settings: RandAugment, seed: int = 0) -> np.ndarray:
@@ -48,15 +49,22 @@ def samples(keys: Sequence[SampleKey], groups: Sequence[int] | None = None, step
 
 def draws_of(augmentation: Augmentation, keys: Sequence[SampleKey]) -> Draws:
     """What is drawn for samples of one group in step 0."""
-    return augmentation.draws(samples(keys))
+    return unpack(augmentation.draws(samples(keys)))
 
 
 def erase(images: Tensor, erased: np.ndarray | Tensor, fill: str) -> Tensor:
     """Copies of float32 images with their boxes filled; erased: (B, 5), as in `draw.Draws`."""
     erased = torch.as_tensor(erased)
+    if erased.dtype == torch.int64:
+        erased = torch.cat([erased[:, :4].double(), erased[:, 4:].view(torch.float64)], 1)
     count = int(3 * (erased[:, 2] * erased[:, 3]).sum())
     images = images.clone(memory_format=torch.contiguous_format)
     return augment.erase(images, erased, count, fill, augment.normal_quantiles())
+
+
+def box_and_key(erased: Tensor) -> list[int]:
+    """Top, left, height, width and the noise's key of a row of `draw.Draws.erased`."""
+    return [*erased[:4].long().tolist(), erased[4].view(torch.int64).item()]
 
 
 def as_drawn(mixes: Sequence[MixDraw]) -> Tensor:

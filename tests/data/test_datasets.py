@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from vitinit.data import shapes
-from vitinit.data.datasets import (DATA_SETS, IN_MEMORY, ImageFiles, ImageFolder, LooseImages,
-                                   download, fingerprint, open_split, oriented)
+from vitinit.data.datasets import DATA_SETS, IN_MEMORY, download, open_split
+from vitinit.data.sources import ImageFiles, ImageFolder, LooseImages, fingerprint, oriented
 from vitinit.data.images import DataError
 
 

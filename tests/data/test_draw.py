@@ -13,11 +13,12 @@ import pytest
 import torch
 from torchvision.transforms import RandomErasing, RandomResizedCrop
 
-from deit import AUGMENT, MIX, RAND_AUGMENT, SHIFT, draws_of as drawn, samples
+from deit import AUGMENT, MIX, RAND_AUGMENT, SHIFT, box_and_key, draws_of as drawn, samples
 from vitinit.data import draw
-from vitinit.data.draw import (ALL_OPERATIONS, NOTHING, Augmentation, Draws, Operation, SampleKey,
-                               View, draw_crop, draw_erasing, epoch_order)
+from vitinit.data.draw import (Augmentation, Draws, SampleKey, View, draw_crop,
+                               draw_erasing, epoch_order, unpack)
 from vitinit.data.images import Box
+from vitinit.data.rand_augment import ALL_OPERATIONS, Operation
 from vitinit.keys import Stream, keyed_generator
 
 KS_LIMIT = 1.95          # for √n times the Kolmogorov-Smirnov distance; exceeded once in a thousand
@@ -49,7 +50,7 @@ def many_draws() -> Draws:
 
 def columns(draws: Draws) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes, arguments and bicubic, (B, L) each."""
-    return tuple(np.moveaxis(draws.operations.numpy(), 2, 0))
+    return tuple(np.moveaxis(draws.operations.numpy()[..., :3], 2, 0))
 
 
 def boxes_of(count: int, height: int, width: int, **changes) -> np.ndarray:
@@ -291,7 +292,7 @@ def test_a_quarter_of_the_images_are_erased_whatever_their_operations():
     assert not erased[~hit, :4].any()
     shares = erased[hit, 2] * erased[hit, 3] / (HEIGHT * WIDTH)
     assert abs(shares.mean() - 0.176) < 4 * shares.std() / hit.sum()**0.5
-    keys = erased[hit, 4]
+    keys = erased[hit, 4].view(np.int64)
     assert len(set(keys.tolist())) == len(keys)
     assert distance_from_uniform(keys / 2.0**63, 0.0, 1.0) < KS_LIMIT
 
@@ -347,7 +348,7 @@ def test_a_batch_draws_what_a_generator_of_its_own_gives_each_sample(name):
         draw.draw_view(own(Stream.CROP_AND_FLIP, key), draws.augment, *size)
         for key, size in zip(keys, sizes)]
     groups = [number % 7 for number in range(503)]
-    found = draws.draws(samples(keys, groups, step=29))
+    found = unpack(draws.draws(samples(keys, groups, step=29)))
     for key, group, operations, erased, mixed in zip(keys, groups, *found):
         rng, settings = own(Stream.RAND_AUGMENT, key), draws.rand_augment
         chosen = rng.integers(len(settings.operations), size=settings.layers)
@@ -358,12 +359,11 @@ def test_a_batch_draws_what_a_generator_of_its_own_gives_each_sample(name):
         codes[chances >= settings.probability] = 0
         arguments = settings.arguments(codes, magnitudes.clip(0, 10), np.where(signs < 0.5, -1, 1))
         share = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}[settings.interpolation]
-        assert np.array_equal(operations, np.stack([codes, arguments, kinds < share], 1))
+        assert np.array_equal(operations[:, :3], np.stack([codes, arguments, kinds < share], 1))
         box, noise_key = draw_erasing(own(Stream.ERASE, key), draws.augment, *draws.size)
-        assert erased.tolist() == [*box, noise_key]
+        assert box_and_key(erased) == [*box, noise_key]
         share, box = MIX.draw(keyed_generator(draws.seed, Stream.MIX, 29, group), *draws.size)
         assert mixed.tolist() == [share, *box]
-    assert found.operations.dtype == torch.float64 and found.erased.dtype == torch.int64
 
 
 @pytest.mark.parametrize("index, repeat, view, operations, arguments, bicubic, erased", [
@@ -385,9 +385,9 @@ def test_the_draws_of_seed_0_are_those_of_runs_on_disk(index, repeat, view, oper
     assert views(draws, [key]) == [view]
     found = drawn(draws, [key])
     # Compilers may round a product and a sum once or twice.
-    assert found.operations[0].T.numpy() == pytest.approx(np.array([operations, arguments, bicubic]),
-                                                          rel=1e-12)
-    assert found.erased[0].tolist() == erased
+    assert found.operations[0, :, :3].T.numpy() == pytest.approx(
+        np.array([operations, arguments, bicubic]), rel=1e-12)
+    assert box_and_key(found.erased[0]) == erased
 
 
 def test_values_of_operations_are_those_of_runs_on_disk():

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from deit import AUGMENT, RAND_AUGMENT, augmented, noisy_batch, random_operations
-from vitinit.data.draw import Operation, draw_erasing, draw_view
+from vitinit.data.draw import draw_erasing, draw_view
 from vitinit.data.images import crop_and_flip
+from vitinit.data.rand_augment import Operation
 
 TINY, HUGE = 5e-324, sys.float_info.max
 SHAPES = ((1, 1), (1, 5003), (5003, 1), (2, 2), (3, 7))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torchvision.datasets.folder import make_dataset
 
-from vitinit.data.datasets import ImageFiles, ImageFolder, LooseImages
+from vitinit.data.sources import ImageFiles, ImageFolder, LooseImages
 from vitinit.data.folders import EXTENSIONS, class_folders, images_below, in_words
 from vitinit.data.images import HEIF_REMEDY, DataError
 

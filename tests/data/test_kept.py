@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitinit.data.augment import ToDevice
-from vitinit.data.datasets import ImageFolder
+from vitinit.data.augment import ToDevice, normalise
+from vitinit.data.sources import ImageFolder
 from vitinit.data.images import DataError, resize_and_centre_crop
 from vitinit.data.loader import EvalViews
 from vitinit.data.pipeline import GIB, EvaluationBatches, KeptViews
@@ -77,7 +77,7 @@ def test_every_pass_gives_the_views_as_they_are_decoded(folder, rank, world_size
     for indices in torch.arange(rank, COUNT, world_size).split(5):
         images = torch.stack([resize_and_centre_crop(source.image(index), SIZE, 0.875, "bicubic")
                               for index in indices.tolist()])
-        expected.append((PREPARE.normalise(images), torch.from_numpy(source.labels)[indices]))
+        expected.append((normalise(images, *PREPARE.statistics), torch.from_numpy(source.labels)[indices]))
     for place in (CPU, None):
         batches = batches_of(kept_on(views, place), workers=workers)
         assert len(batches) == len(expected)

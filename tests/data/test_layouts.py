@@ -21,7 +21,8 @@ import torchvision
 from PIL import Image
 from torch.utils.data import ConcatDataset
 
-from vitinit.data.datasets import DATA_SETS, ImagesInMemory, LabelledSTL10, download, open_split
+from vitinit.data.datasets import DATA_SETS, LabelledSTL10, download, open_split
+from vitinit.data.sources import ImagesInMemory
 from vitinit.data.images import DataError
 
 

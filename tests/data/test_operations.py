@@ -16,9 +16,9 @@ from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
 from deit import RAND_AUGMENT, augmented, noisy_batch, random_operations
-from vitinit.data import operations, shapes
-from vitinit.data.draw import ALL_OPERATIONS, Operation
+from vitinit.data import rand_augment, shapes
 from vitinit.data.images import from_pillow
+from vitinit.data.rand_augment import ALL_OPERATIONS, Operation
 from vitinit.keys import Stream, keyed_generator
 
 FILL = RAND_AUGMENT.fill
@@ -181,11 +181,6 @@ def test_positions_that_are_nearly_whole_pixels_are_interpolated_alike_at_once(n
         assert (ours.int() - pillows.int()).abs().max() <= 1
 
 
-def test_the_product_for_sharpness_is_a_division_rounded_to_the_nearest():
-    sums = torch.arange(13 * 255 + 1, dtype=torch.int16)
-    assert torch.equal(operations.nearest_of_13th(sums), (2 * sums.int() + 13) // 26)
-
-
 # ---------------------------------------------------------------------------------------------
 # Batches
 # ---------------------------------------------------------------------------------------------
@@ -204,7 +199,7 @@ def test_an_image_has_the_same_bits_in_any_batch_and_in_parts_of_any_size(monkey
             alone = augmented(images[number:number + 1], drawn[number:number + 1], few_launches=few_launches)
             assert torch.equal(together[number], alone[0])
         for most in (0, 3 * height * width, 2**40):
-            monkeypatch.setattr(operations, "CPU_CHUNK", most)
+            monkeypatch.setattr(rand_augment, "CPU_CHUNK", most)
             assert torch.equal(augmented(images, drawn, few_launches=few_launches), together)
 
 

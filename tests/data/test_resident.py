@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from deit import AUGMENT, CPU, MIX, RAND_AUGMENT, SHIFT as ONLY_SHIFT
-from vitinit.data.datasets import ImageFolder, ImagesInMemory
+from vitinit.data.sources import ImageFolder, ImagesInMemory
 from vitinit.data.draw import Augmentation, SampleKey
 from vitinit.data.images import Box, DataError, crop_and_flip
 from vitinit.data.loader import TrainViews

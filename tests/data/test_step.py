@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deit import AUGMENT, MIX, RAND_AUGMENT, SHIFT, augmented, draws_of, erase
 from vitinit.data.augment import TrainToDevice, normalise
-from vitinit.data.datasets import ImagesInMemory
+from vitinit.data.sources import ImagesInMemory
 from vitinit.data.draw import Augmentation, SampleKey, epoch_order
 from vitinit.data.images import DataError, crop_and_flip
 from vitinit.data.mix import UNMIXED, MixDraw, smooth_one_hot

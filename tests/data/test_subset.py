@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vitinit.data.datasets import ImageFolder, ImagesInMemory, held_out_part, stratified_part
+from vitinit.data.sources import ImageFolder, ImagesInMemory, held_out_part, stratified_part
 from vitinit.data.images import DataError
 from vitinit.keys import Stream, keyed_generator
 

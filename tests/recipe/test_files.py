@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torchvision
 
-from vitinit.data import datasets, draw
+from vitinit.data import datasets, rand_augment
 from vitinit.recipe import sections
 from vitinit.recipe.files import (RECIPES, Override, RecipeError, dump_recipe, from_dict,
                                   load_recipe, parse_override)
@@ -89,8 +89,8 @@ def test_orientation_is_left_as_stored_where_a_paper_s_loader_left_it():
         ("deit_", "imagenet_", "structured_", "swin_", "mixer_", "convmixer_", "tiny_imagenet_"))}
 
 
-def argument_of(settings: draw.RandAugment, name: str, magnitude: float) -> float:
-    code = np.array(draw.Operation[name])
+def argument_of(settings: rand_augment.RandAugment, name: str, magnitude: float) -> float:
+    code = np.array(rand_augment.Operation[name])
     return float(settings.arguments(code, np.array(magnitude), np.array(1.0)))
 
 

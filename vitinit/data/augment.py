@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .draw import Augmentation
+from .draw import Augmentation, unpack
 from .loader import Batch
 from .mix import mix_images, mix_targets, smooth_one_hot
-from .operations import CPU_CHUNK, rand_augment, upload
+from .operations import GROUP
+from .rand_augment import CPU_CHUNK, rand_augment
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -25,27 +26,16 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # ---------------------------------------------------------------------------------------------
 
 
-class Normalise:
-    """Map (B, 3, H, W) uint8 to float32: (value / 255 - mean) / std, per channel.
-
-    mean, std: three numbers each, of values in [0, 1]. device: that of the images.
-    """
-
-    def __init__(self, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor,
-                 device: torch.device) -> None:
-        mean, std = (torch.as_tensor(values, dtype=torch.float64, device=device).view(3, 1, 1)
-                     for values in (mean, std))
-        # Written as one product and one difference, because devices divide in different ways.
-        self.scale, self.shift = (1.0 / (255.0 * std)).float(), (mean / std).float()
-
-    def __call__(self, images: Tensor) -> Tensor:
-        return (images * self.scale).sub_(self.shift)
-
-
 def normalise(images: Tensor, mean: Sequence[float] | Tensor,
               std: Sequence[float] | Tensor) -> Tensor:
-    """Normalise one batch; see `Normalise`, which is cheaper for many."""
-    return Normalise(mean, std, images.device)(images)
+    """Map (B, 3, H, W) uint8 to float32: (value / 255 - mean) / std, per channel.
+
+    mean, std: three numbers each, of values in [0, 1].
+    """
+    mean = torch.as_tensor(mean, dtype=torch.float64, device=images.device).view(3, 1, 1)
+    std = torch.as_tensor(std, dtype=torch.float64, device=images.device).view(3, 1, 1)
+    # One product and one difference, because devices divide float32 in different ways.
+    return (images * (1.0 / (255.0 * std)).float()).sub_((mean / std).float())
 
 
 # ---------------------------------------------------------------------------------------------
@@ -89,21 +79,23 @@ def erase(images: Tensor, erased: Tensor, count: int, fill: str, quantiles: Tens
     if not count:
         return images
     area, across = images.shape[2] * images.shape[3], images.shape[3]
-    top, left, height, width, key = erased.unbind(1)                     # (B,) each
-    rows = torch.arange(len(images), device=images.device)
+    top, left, height, width = erased[:, :4].long().unbind(1)            # (B,) each
     sizes = 3 * height * width
-    corners = 3 * area * rows + across * top + left
-    box = torch.repeat_interleave(rows, sizes, output_size=count)        # of each value
+    corners = torch.arange(0, 3 * area * len(images), 3 * area, device=images.device)
+    corners = corners + across * top + left
+    box = torch.repeat_interleave(sizes, output_size=count)              # of each value
     starts, corners, pixels, widths, keys = (
         column.index_select(0, box)                                      # (count,) each
-        for column in (sizes.cumsum(0) - sizes, corners, height * width, width, key))
+        for column in (sizes.cumsum(0) - sizes, corners, height * width, width,
+                       erased[:, 4].view(torch.int64)))
     position = torch.arange(count, device=images.device).sub_(starts)    # in its box
     channel = position // pixels
     row = (position - channel * pixels) // widths
     # A value's place: as in an image of the box's size, but for what lies beside the box.
     index = corners.add_(position).add_(channel * (area - pixels)).add_(row * (across - widths))
-    values = torch.zeros(count, device=images.device)
-    if fill != "const":
+    if fill == "const":
+        values = torch.zeros(count, device=images.device)
+    else:
         bits = hashed(keys, channel if fill == "rand" else position)
         values = quantiles.index_select(0, bits & (len(quantiles) - 1))
     images.view(-1).scatter_(0, index, values)
@@ -124,12 +116,12 @@ class ToDevice:
     def __init__(self, device: torch.device, *, mean: Sequence[float], std: Sequence[float],
                  channels_last: bool) -> None:
         self.device = device
-        self.normalise = Normalise(mean, std, device)
+        self.statistics = torch.tensor([mean, std], dtype=torch.float64, device=device)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
 
     def __call__(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         images, labels = (part.to(self.device, non_blocking=True) for part in batch)
-        return self.normalise(images).contiguous(memory_format=self.format), labels
+        return normalise(images, *self.statistics).contiguous(memory_format=self.format), labels
 
 
 class TrainToDevice(ToDevice):
@@ -146,26 +138,29 @@ class TrainToDevice(ToDevice):
         super().__init__(device, mean=mean, std=std, channels_last=channels_last)
         self.augmentation, self.num_classes = augmentation, num_classes
         self.chunk = chunk if chunk is not None else CPU_CHUNK if device.type == "cpu" else 2**62
+        self.fill = torch.tensor(augmentation.rand_augment.fill, dtype=torch.uint8, device=device)
         self.quantiles = normal_quantiles().to(device)
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Augment a micro-batch, which holds every image with its mixing partner."""
-        images, labels, erased, mixed = (part.to(self.device, non_blocking=True) for part in (
-            batch.images, batch.labels, batch.draws.erased, batch.draws.mixed))
-        settings = self.augmentation
-        images = rand_augment(images, batch.draws.operations.numpy(), settings.rand_augment.fill)
-        targets = smooth_one_hot(labels, self.num_classes, settings.mix.label_smoothing)
-        if settings.mix.mixes:
-            targets = mix_targets(targets, mixed)
+        images, labels, draws = (part.to(self.device, non_blocking=True) for part in batch)
+        draws, on_host = unpack(draws), unpack(batch.draws.numpy())
+        images = rand_augment(images, draws.operations, self.fill,
+                              groups=on_host.operations[..., GROUP])
+        mix = self.augmentation.mix
+        targets = smooth_one_hot(labels, self.num_classes, mix.label_smoothing)
+        if mix.mixes:
+            targets = mix_targets(targets, draws.mixed)
         count, _, height, width = images.shape
-        values = 3 * batch.draws.erased.numpy()[:, 2:4].prod(1)          # (B,), erased of each
+        values = 3 * on_host.erased[:, 2] * on_host.erased[:, 3]         # (B,), erased of each
         if count * height * width <= self.chunk:
-            return self.finish(images, erased, int(values.sum()), mixed), targets
+            return self.finish(images, draws.erased, int(values.sum()), draws.mixed), targets
         done = torch.empty(images.shape, memory_format=self.format, device=self.device)
         for chunk in pairs_in_chunks(count, self.chunk // (height * width)):
-            rows = upload(chunk, self.device)
+            rows = torch.from_numpy(chunk).to(self.device)
             done.index_copy_(0, rows, self.finish(
-                images.index_select(0, rows), erased[rows], int(values[chunk].sum()), mixed[rows]))
+                images.index_select(0, rows), draws.erased[rows], int(values[chunk].sum()),
+                draws.mixed[rows]))
         return done, targets
 
     def finish(self, images: Tensor, erased: Tensor, count: int, mixed: Tensor) -> Tensor:
@@ -178,7 +173,8 @@ class TrainToDevice(ToDevice):
         augment, mixes = self.augmentation.augment, self.augmentation.mix.mixes
         if mixes and augment.erase_after_mix:
             images = mix_images(images, mixed)
-        images = erase(self.normalise(images), erased, count, augment.erase_fill, self.quantiles)
+        images = normalise(images, *self.statistics)
+        images = erase(images, erased, count, augment.erase_fill, self.quantiles)
         if mixes and not augment.erase_after_mix:
             images = mix_images(images, mixed)
         return images.contiguous(memory_format=self.format)

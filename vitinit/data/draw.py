@@ -10,7 +10,7 @@ draws of all others as they were.
     erasing         applied to whole batches there, after normalisation            ├ → Draws
     mixing          likewise; drawn for a group of samples, by (seed, step, group) ┘
 
-`Augment` and `RandAugment` are the sections of a recipe with these names.
+`Augment` is the section of a recipe with this name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -29,41 +28,14 @@ from ..bounds import COUNT, number
 from ..keys import Stream, keyed_generator, keyed_generators
 from .images import Box
 from .mix import UNMIXED, Mix
+from .operations import COLUMNS
+from .rand_augment import RandAugment, describe, draw_operations
 
 ATTEMPTS = 10                   # boxes tried before the centre is taken, or nothing is erased; as
                                 # in torchvision and timm
 BEYOND = 1e15                   # longer than the side of any image, in pixels; a box's sides are
                                 # cut to this, because infinity cannot be made an integer
-MAX_MAGNITUDE = 10.0            # the magnitude at which RandAugment's operations are strongest
 NOTHING = Box(0, 0, 0, 0)       # the box of an image of which nothing is erased
-
-
-class Operation(IntEnum):
-    """RandAugment's operations, by the names that papers and recipes use. Values never change.
-
-    The comments say what the argument of each operation means.
-    """
-
-    NONE = 0
-    AutoContrast = 1
-    Equalize = 2
-    Invert = 3
-    Rotate = 4          # degrees, counter-clockwise
-    Posterize = 5       # how many of the 8 bits are kept
-    Solarize = 6        # the level from which on pixels are inverted
-    SolarizeAdd = 7     # what is added to pixels below 128
-    Color = 8           # a factor, for this and the next three; 1 changes nothing
-    Contrast = 9
-    Brightness = 10
-    Sharpness = 11
-    ShearX = 12         # shift in columns per row
-    ShearY = 13         # shift in rows per column
-    TranslateX = 14     # shift as a share of the width
-    TranslateY = 15     # shift as a share of the height
-
-
-ALL_OPERATIONS = tuple(operation.name for operation in Operation if operation)
-OperationName = Literal[ALL_OPERATIONS]
 
 
 @dataclass(frozen=True)
@@ -85,59 +57,6 @@ class Augment:
     erase_ratio: tuple[float, float] = number(above=0.0)              # height over width
     erase_fill: Literal["pixel", "rand", "const"]   # noise per value, noise per channel, zeros
     erase_after_mix: bool                           # false: before mixing, as in DeiT
-
-
-@dataclass(frozen=True)
-class RandAugment:
-    """RandAugment (Cubuk et al., arXiv 1909.13719) with the settings of timm's.
-
-    DeiT uses timm's `rand-m9-mstd0.5-inc1`. In each of `layers` layers, one of `operations` is
-    drawn, with replacement, and applied with `probability`. Its magnitude is normally distributed
-    around `magnitude` with standard deviation `magnitude_std`, clipped to [0, 10]. Where an
-    operation has a direction, its sign is + or −, each with probability one half. As "inc1" says,
-    every operation gets stronger with its magnitude: the keys after `operations` say how strong it
-    is at magnitude 10, and its strength is proportional to its magnitude. layers = 0: none.
-    """
-
-    layers: int = number(minimum=0, below=2**16)    # operations drawn per image
-    probability: float = number(minimum=0.0, maximum=1.0)  # that a drawn operation is applied
-    magnitude: float = number(minimum=0.0, maximum=MAX_MAGNITUDE)     # mean of the magnitude
-    magnitude_std: float = number(minimum=0.0)             # its standard deviation
-    fill: tuple[int, int, int] = number(minimum=0, maximum=255)  # colour of pixels from outside
-    interpolation: Literal["bilinear", "bicubic", "random"]     # random: drawn per application
-    operations: tuple[OperationName, ...]
-    rotate_degrees: float = number(minimum=0.0)     # ± the angle
-    shear_factor: float = number(minimum=0.0)       # ± the shear
-    translate_share: float = number(minimum=0.0)    # ± the shift, as a share of the image's side
-    enhance_factor: float = number(minimum=0.0)     # Color, Contrast, Brightness and Sharpness use
-                                                    # the factor 1 ± this, at least 0.1
-    posterize_bits: int = number(minimum=0, maximum=8)      # kept at magnitude 0; at 10 none is
-    solarize_levels: int = number(minimum=0, maximum=256)   # the threshold is 256 minus this
-    solarize_add_levels: int = number(minimum=0, maximum=255)   # what is added, at most 128
-
-    def arguments(self, codes: np.ndarray, magnitudes: np.ndarray, signs: np.ndarray) -> np.ndarray:
-        """The arguments of operations at magnitudes in [0, 10], as float64.
-
-        signs: -1 or 1, used only by operations that have a direction. All four arrays, the result
-        included, have the same shape.
-        """
-        strengths = magnitudes / MAX_MAGNITUDE
-        signed = signs * strengths
-        values = np.zeros(codes.shape)
-        for operations, candidates in [
-                ([Operation.Rotate], signed * self.rotate_degrees),
-                ([Operation.ShearX, Operation.ShearY], signed * self.shear_factor),
-                ([Operation.TranslateX, Operation.TranslateY], signed * self.translate_share),
-                ([Operation.Color, Operation.Contrast, Operation.Brightness, Operation.Sharpness],
-                 np.maximum(0.1, 1.0 + signed * self.enhance_factor)),
-                ([Operation.Posterize],
-                 self.posterize_bits - np.trunc(strengths * self.posterize_bits)),
-                ([Operation.Solarize],
-                 256 - np.minimum(256, np.trunc(strengths * self.solarize_levels))),
-                ([Operation.SolarizeAdd],
-                 np.minimum(128, np.trunc(strengths * self.solarize_add_levels)))]:
-            values = np.where(np.isin(codes, operations), candidates, values)
-        return values
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
@@ -211,34 +130,6 @@ def draw_crop(rng: np.random.Generator, height: int, width: int, *, scale: tuple
     return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
 
 
-def draw_operations(generators: Iterable[np.random.Generator], count: int, settings: RandAugment
-                    ) -> np.ndarray:
-    """Draw RandAugment's operations of `count` samples; each sample has a generator of its own.
-
-    Returns `Draws.operations` for L = settings.layers. Every number is drawn whether it is used or
-    not, so that settings do not change which numbers other draws get.
-    """
-    layers = settings.layers
-    chosen = np.empty((count, layers), np.int64)
-    chances, normals = np.empty((2, count, layers))
-    signs_and_kinds = np.empty((count, 2, layers))
-    for rng, which, chance, normal, rest in zip(generators, chosen, chances, normals,
-                                                signs_and_kinds):
-        which[:] = [rng.integers(len(settings.operations)) for _ in range(layers)]
-        rng.random(out=chance)
-        rng.standard_normal(out=normal)
-        rng.random(out=rest)
-    signs, kinds = signs_and_kinds.swapaxes(0, 1)                        # (B, L) each
-    known = np.array([Operation[name] for name in settings.operations], np.int64)
-    codes = np.where(chances < settings.probability, known[chosen], Operation.NONE)
-    with np.errstate(over="ignore"):                 # an infinite magnitude is clipped, too
-        magnitudes = settings.magnitude + settings.magnitude_std * normals
-    arguments = settings.arguments(codes, magnitudes.clip(0.0, MAX_MAGNITUDE),
-                                   np.where(signs < 0.5, -1.0, 1.0))
-    share_bicubic = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}[settings.interpolation]
-    return np.stack([codes, arguments, kinds < share_bicubic], axis=2)
-
-
 def draw_erasing(rng: np.random.Generator, augment: Augment, height: int, width: int
                  ) -> tuple[Box, int]:
     """Draw what is erased of an image of height × width pixels (Zhong et al., arXiv 1708.04896).
@@ -280,14 +171,23 @@ class Samples(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """What happens to the B samples of a micro-batch on the device, as tensors on the host."""
+    """What happens to the B samples of a micro-batch on the device, as float64.
 
-    operations: Tensor          # (B, L, 3) float64: for each of RandAugment's layers the code of
-                                # the operation (0 for none), its argument, and 1 if it is bicubic
-    erased: Tensor              # (B, 5) int64: top, left, height and width of the box that is
-                                # erased (height 0: none), and the key of the noise in it
-    mixed: Tensor               # (B, 5) float64: a `MixDraw`, the same for two partners: λ, then
-                                # top, left, height and width of the box (0: none)
+    Whole numbers are exact in float64, except for the key of the noise: its 64 bits stand in its
+    place as they are, to be read by `view(torch.int64)`.
+    """
+
+    operations: Tensor          # (B, L, COLUMNS): RandAugment's, of L layers, as by `describe`
+    erased: Tensor              # (B, 5): top, left, height and width of the box that is erased
+                                # (height 0: none), and the key of the noise in it
+    mixed: Tensor               # (B, 5): a `MixDraw`, the same for two partners: λ, then top, left,
+                                # height and width of the box (0: none)
+
+
+def unpack(draws: Tensor) -> Draws:
+    """The parts of `Augmentation.draws`, as views; so also of an array."""
+    layers = (draws.shape[1] - 10) // COLUMNS
+    return Draws(draws[:, 10:].reshape(len(draws), layers, COLUMNS), draws[:, :5], draws[:, 5:10])
 
 
 @dataclass(frozen=True)
@@ -305,20 +205,21 @@ class Augmentation:
         for rng, size in zip(keyed_generators(self.seed, Stream.CROP_AND_FLIP, keys), sizes):
             yield draw_view(rng, self.augment, *size)
 
-    def draws(self, samples: Samples) -> Draws:
-        """Draw what is applied to a micro-batch on the device."""
+    def draws(self, samples: Samples) -> Tensor:
+        """Draw what is applied to a micro-batch on the device: `Draws` in one tensor, (B, …)."""
         step, keys, groups = samples
         operations = draw_operations(keyed_generators(self.seed, Stream.RAND_AUGMENT, keys),
                                      len(keys), self.rand_augment)
-        erased = np.zeros((len(keys), 5), np.int64)
+        operations = describe(operations, self.size).reshape(len(keys), -1)
+        erased = np.zeros((len(keys), 5))
         if self.augment.erase_probability > 0.0:
             for row, rng in zip(erased, keyed_generators(self.seed, Stream.ERASE, keys)):
                 box, noise_key = draw_erasing(rng, self.augment, *self.size)
-                row[:] = *box, noise_key
+                row[:4], row.view(np.int64)[4] = box, noise_key
         mixed = np.tile([UNMIXED.share, *UNMIXED.box], (len(keys), 1))
         if self.mix.mixes:
             for group in set(groups.tolist()):
                 share, box = self.mix.draw(
                     keyed_generator(self.seed, Stream.MIX, step, group), *self.size)
                 mixed[groups == group] = share, *box
-        return Draws(*map(torch.from_numpy, (operations, erased, mixed)))
+        return torch.from_numpy(np.concatenate([erased, mixed, operations], 1))

@@ -33,8 +33,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..keys import Stream, keyed_generators
 from ..messages import own_words
-from .datasets import Source
-from .draw import Augmentation, Draws, SampleKey, Samples, draw_view
+from .sources import Source
+from .draw import Augmentation, SampleKey, Samples, draw_view
 from .images import DataError, crop_and_flip, resize_and_centre_crop
 
 GRACE_SECONDS = 60          # how long a worker lives on after a SIGTERM
@@ -50,7 +50,7 @@ class Batch(NamedTuple):
     images: Tensor          # (B, 3, H, W) uint8, cropped and flipped; or (B, 4) int64, descriptions
                             # of views that the device cuts out, see `TrainViews`
     labels: Tensor          # (B,) int64
-    draws: Draws
+    draws: Tensor           # (B, …) float64, see `Augmentation.draws`
 
 
 class TrainViews(Dataset):

@@ -89,10 +89,10 @@ def mix_images(images: Tensor, mixed: Tensor) -> Tensor:
     share, top, left, height, width = mixed.view(-1, 5, 1, 1, 1).unbind(1)   # (B, 1, 1, 1) each
     rows = torch.arange(images.shape[2], device=images.device)[:, None]
     columns = torch.arange(images.shape[3], device=images.device)
-    inside = (((rows >= top) & (rows < top + height)).float()            # (B, 1, H, W)
-              * ((columns >= left) & (columns < left + width)).float())
+    inside = (((rows >= top) & (rows < top + height))
+              & ((columns >= left) & (columns < left + width))).float()  # (B, 1, H, W)
     # An image that has a box stays as it is around it: weights of 1 and 0 change no bit.
-    share = torch.where((height > 0) & (width > 0), 1.0, share)
+    share = share.masked_fill(height * width > 0, 1.0)
     blended = blend(images, share.float() - inside, (1.0 - share).float() + inside)
     return blended if images.is_floating_point() else blended.round_().to(images.dtype)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .augment import ToDevice, TrainToDevice
-from .datasets import Source
+from .sources import Source
 from .draw import Augment
 from .loader import Batch, EvalViews, Loader, TrainViews, unchanged
 from .sampler import BatchPlan, TrainSampler

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from ..data.augment import IMAGENET_MEAN, IMAGENET_STD, TrainToDevice
-from ..data.datasets import LooseImages
-from ..data.draw import Augmentation, Operation, SampleKey, Samples
+from ..data.sources import LooseImages
+from ..data.draw import Augmentation, SampleKey, Samples, unpack
 from ..data.images import decode_image, resize_and_centre_crop
 from ..data.loader import TrainViews
-from ..data.operations import rand_augment
+from ..data.rand_augment import Operation, describe, rand_augment
 from ..recipe.files import RECIPES, load_recipe
 from .plot import pyplot, save
 
@@ -30,8 +30,9 @@ def draw_operations(out: Path, photograph: Path, *, magnitude: float) -> None:
     operations = np.array(Operation)                 # the first, NONE, is the photograph
     ones = np.ones(operations.shape)
     arguments = settings.arguments(operations, magnitude * ones, ones)
-    images = rand_augment(image.expand(len(operations), -1, -1, -1),
-                          np.stack([operations, arguments, ones], 1)[:, None], settings.fill)
+    described = describe(np.stack([operations, arguments, ones], 1)[:, None], (224, 224))
+    images = rand_augment(image.expand(len(operations), -1, -1, -1), torch.from_numpy(described),
+                          settings.fill)
     figure, axes = plt.subplots(4, 4, figsize=(9.0, 9.7), layout="constrained")
     for axis, tile, operation, argument in zip(axes.flat, images, Operation, arguments):
         axis.imshow(tile.permute(1, 2, 0).numpy())
@@ -63,7 +64,7 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
         # Undo the normalisation; noise in erased boxes is clamped to black and white.
         mixed = images * torch.tensor(IMAGENET_STD).view(3, 1, 1)
         mixed = (mixed + torch.tensor(IMAGENET_MEAN).view(3, 1, 1)).clamp(0, 1)
-        share = batch.draws.mixed[0, 0].item()
+        share = unpack(batch.draws).mixed[0, 0].item()
         for column, (axis, tile) in enumerate(zip(row, mixed)):
             axis.imshow(tile.permute(1, 2, 0).numpy())
             axis.set_title(f"{share:.2f} × {column + 1} + {1 - share:.2f} × {count - column}",

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from ..compare import origin, paired, report, t_interval
 from ..data.augment import ToDevice
-from ..data.datasets import oriented
 from ..data.eval_sets import own_set
 from ..data.images import DataError
 from ..data.loader import EvalViews
 from ..data.pipeline import EvaluationBatches, KeptViews
+from ..data.sources import oriented
 from ..messages import OneLineError
 from ..recipe.files import load_recipe, with_data
 from ..recipe.values import to_toml

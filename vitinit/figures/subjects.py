@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..data.datasets import LooseImages, folder_of, open_split
+from ..data.datasets import open_split
+from ..data.sources import LooseImages, folder_of
 from ..init import reads_images
 from ..models import MODELS, SimpleViT, VisionTransformer
 from ..recipe.files import RecipeError, fresh_recipe, with_data

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..bounds import COUNT, LARGEST, PAIR, TINIEST, number
-from ..data.draw import Augment, RandAugment
+from ..data.draw import Augment
 from ..data.mix import Mix
+from ..data.rand_augment import RandAugment
 from ..train.optim import Distill, Optim, Schedule
 from .values import flat, plain
 

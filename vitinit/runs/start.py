@@ -11,9 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..command_line import building
 from ..data.augment import normalise
-from ..data.datasets import DATA_SETS, Source, open_split, oriented, stratified_part
+from ..data.datasets import DATA_SETS, open_split
 from ..data.images import DataError, resize_and_centre_crop
 from ..data.pipeline import Data
+from ..data.sources import Source, oriented, stratified_part
 from ..init import init_weights, reads_images
 from ..init.mass import has_targets, mass_on_images
 from ..keys import Stream, keyed_generator

@@ -13,7 +13,7 @@ import torchvision
 from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 
-from ..data.datasets import DataError
+from ..data.images import DataError
 from ..data.eval_sets import class_indices, imagenet_wnids
 from ..messages import OneLineError, in_brief
 from ..recipe.sections import Recipe

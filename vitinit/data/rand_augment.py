@@ -1,0 +1,234 @@
+"""RandAugment: what is drawn for an image, and the way of a batch through its operations.
+
+`draw_operations` draws, and `describe` adds to each drawn operation all that a device needs to
+apply it; both happen where the batch is loaded. `rand_augment` applies them on the device, by the
+three functions of operations.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..bounds import number
+from .operations import COLUMNS, GROUP, affine, enhance, map_levels
+
+MAX_MAGNITUDE = 10.0            # the magnitude at which operations are strongest
+# The most pixels that go through a function at once. CPUs: what fits into the cache, 2.6 images of
+# 224×224. GPUs: a bicubic affine map takes about 250 bytes of memory per pixel, so these take 4 GiB.
+CPU_CHUNK, GPU_CHUNK = 2**17, 2**24
+
+
+class Operation(IntEnum):
+    """RandAugment's operations, by the names that papers and recipes use. Values never change.
+
+    The comments say what the argument of each operation means.
+    """
+
+    NONE = 0
+    AutoContrast = 1
+    Equalize = 2
+    Invert = 3
+    Rotate = 4          # degrees, counter-clockwise
+    Posterize = 5       # how many of the 8 bits are kept
+    Solarize = 6        # the level from which on pixels are inverted
+    SolarizeAdd = 7     # what is added to pixels below 128
+    Color = 8           # a factor, for this and the next three; 1 changes nothing
+    Contrast = 9
+    Brightness = 10
+    Sharpness = 11
+    ShearX = 12         # shift in columns per row
+    ShearY = 13         # shift in rows per column
+    TranslateX = 14     # shift as a share of the width
+    TranslateY = 15     # shift as a share of the height
+
+
+ALL_OPERATIONS = tuple(operation.name for operation in Operation if operation)
+OperationName = Literal[ALL_OPERATIONS]
+
+
+@dataclass(frozen=True)
+class RandAugment:
+    """RandAugment (Cubuk et al., arXiv 1909.13719) with the settings of timm's.
+
+    DeiT uses timm's `rand-m9-mstd0.5-inc1`. In each of `layers` layers, one of `operations` is
+    drawn, with replacement, and applied with `probability`. Its magnitude is normally distributed
+    around `magnitude` with standard deviation `magnitude_std`, clipped to [0, 10]. Where an
+    operation has a direction, its sign is + or −, each with probability one half. As "inc1" says,
+    every operation gets stronger with its magnitude: the keys after `operations` say how strong it
+    is at magnitude 10, and its strength is proportional to its magnitude. layers = 0: none.
+    """
+
+    layers: int = number(minimum=0, below=2**16)    # operations drawn per image
+    probability: float = number(minimum=0.0, maximum=1.0)  # that a drawn operation is applied
+    magnitude: float = number(minimum=0.0, maximum=MAX_MAGNITUDE)     # mean of the magnitude
+    magnitude_std: float = number(minimum=0.0)             # its standard deviation
+    fill: tuple[int, int, int] = number(minimum=0, maximum=255)  # colour of pixels from outside
+    interpolation: Literal["bilinear", "bicubic", "random"]     # random: drawn per application
+    operations: tuple[OperationName, ...]
+    rotate_degrees: float = number(minimum=0.0)     # ± the angle
+    shear_factor: float = number(minimum=0.0)       # ± the shear
+    translate_share: float = number(minimum=0.0)    # ± the shift, as a share of the image's side
+    enhance_factor: float = number(minimum=0.0)     # Color, Contrast, Brightness and Sharpness use
+                                                    # the factor 1 ± this, at least 0.1
+    posterize_bits: int = number(minimum=0, maximum=8)      # kept at magnitude 0; at 10 none is
+    solarize_levels: int = number(minimum=0, maximum=256)   # the threshold is 256 minus this
+    solarize_add_levels: int = number(minimum=0, maximum=255)   # what is added, at most 128
+
+    def arguments(self, codes: np.ndarray, magnitudes: np.ndarray, signs: np.ndarray) -> np.ndarray:
+        """The arguments of operations at magnitudes in [0, 10], as float64.
+
+        signs: -1 or 1, used only by operations that have a direction. All four arrays, the result
+        included, have the same shape.
+        """
+        strengths = magnitudes / MAX_MAGNITUDE
+        signed = signs * strengths
+        values = np.zeros(codes.shape)
+        for operations, candidates in [
+                ([Operation.Rotate], signed * self.rotate_degrees),
+                ([Operation.ShearX, Operation.ShearY], signed * self.shear_factor),
+                ([Operation.TranslateX, Operation.TranslateY], signed * self.translate_share),
+                ([Operation.Color, Operation.Contrast, Operation.Brightness, Operation.Sharpness],
+                 np.maximum(0.1, 1.0 + signed * self.enhance_factor)),
+                ([Operation.Posterize],
+                 self.posterize_bits - np.trunc(strengths * self.posterize_bits)),
+                ([Operation.Solarize],
+                 256 - np.minimum(256, np.trunc(strengths * self.solarize_levels))),
+                ([Operation.SolarizeAdd],
+                 np.minimum(128, np.trunc(strengths * self.solarize_add_levels)))]:
+            values = np.where(np.isin(codes, operations), candidates, values)
+        return values
+
+
+# ---------------------------------------------------------------------------------------------
+# On the host: drawing
+# ---------------------------------------------------------------------------------------------
+
+
+def draw_operations(generators: Iterable[np.random.Generator], count: int, settings: RandAugment
+                    ) -> np.ndarray:
+    """Draw the operations of `count` samples; each sample has a generator of its own.
+
+    Returns (count, layers, 3) float64: the code of the operation (0 for none), its argument, and 1
+    if it is bicubic. Every number is drawn whether it is used or not, so that settings do not
+    change which numbers other draws get.
+    """
+    layers = settings.layers
+    chosen = np.empty((count, layers), np.int64)
+    chances, normals = np.empty((2, count, layers))
+    signs_and_kinds = np.empty((count, 2, layers))
+    for rng, which, chance, normal, rest in zip(generators, chosen, chances, normals,
+                                                signs_and_kinds):
+        which[:] = [rng.integers(len(settings.operations)) for _ in range(layers)]
+        rng.random(out=chance)
+        rng.standard_normal(out=normal)
+        rng.random(out=rest)
+    signs, kinds = signs_and_kinds.swapaxes(0, 1)                        # (B, L) each
+    known = np.array([Operation[name] for name in settings.operations], np.int64)
+    codes = np.where(chances < settings.probability, known[chosen], Operation.NONE)
+    with np.errstate(over="ignore"):                 # an infinite magnitude is clipped, too
+        magnitudes = settings.magnitude + settings.magnitude_std * normals
+    arguments = settings.arguments(codes, magnitudes.clip(0.0, MAX_MAGNITUDE),
+                                   np.where(signs < 0.5, -1.0, 1.0))
+    share_bicubic = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}[settings.interpolation]
+    return np.stack([codes, arguments, kinds < share_bicubic], axis=2)
+
+
+# The groups of operations that are treated alike, in the order in which images are sorted: three
+# of `map_levels`, four of `enhance`, three of `affine`, these again where they are bicubic, none.
+GROUPS = [[Operation.AutoContrast], [Operation.Equalize],
+          [Operation.Invert, Operation.Posterize, Operation.Solarize, Operation.SolarizeAdd],
+          [Operation.Color], [Operation.Contrast], [Operation.Brightness], [Operation.Sharpness],
+          [Operation.ShearX, Operation.TranslateX], [Operation.ShearY, Operation.TranslateY],
+          [Operation.Rotate], [], [], [], [Operation.NONE]]
+GROUP_OF = np.empty(len(Operation), np.int64)
+for _group, _operations in enumerate(GROUPS):
+    GROUP_OF[_operations] = _group
+
+
+def describe(operations: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """All that the device needs to know, (B, L, COLUMNS) float64: see operations.py.
+
+    operations: of `draw_operations`. size: (height, width) of the views.
+    """
+    codes, arguments, bicubic = np.moveaxis(operations, 2, 0)            # (B, L) each
+    codes = codes.astype(np.int64)
+    groups = GROUP_OF[codes]
+    groups = groups + 3 * ((bicubic > 0) & (groups >= 7) & (groups < 10))
+    add, posterize = codes == Operation.SolarizeAdd, codes == Operation.Posterize
+    maps = [np.select([add, posterize, codes == Operation.Solarize], [128, 256, arguments], 0),
+            np.where(add, arguments, 0), np.where(add, 0, 255),          # threshold, addend, flip
+            256 - 2 ** (8 - np.where(posterize, arguments, 8))]          # mask
+    matrices = affine_matrices(codes, arguments, *size).reshape(*codes.shape, 6)
+    return np.concatenate([operations, np.stack([groups, *maps], 2), matrices], 2)
+
+
+def affine_matrices(codes: np.ndarray, arguments: np.ndarray, height: int, width: int
+                    ) -> np.ndarray:
+    """The matrices that map (x, y, 1) in the new image to (x, y) in the old one, (…, 2, 3) float64.
+
+    codes, arguments: (…). Coordinates are in pixels from the top left corner. Operations that are
+    not geometric have the identity.
+    """
+    matrices = np.tile(np.eye(2, 3), (*codes.shape, 1, 1))
+    with np.errstate(over="ignore"):
+        for operation, (row, column), scale in [
+                (Operation.ShearX, (0, 1), 1), (Operation.ShearY, (1, 0), 1),
+                (Operation.TranslateX, (0, 2), width), (Operation.TranslateY, (1, 2), height)]:
+            chosen = codes == operation
+            matrices[chosen, row, column] = arguments[chosen] * scale
+    centre = np.array([width / 2.0, height / 2.0])
+    for place in zip(*np.nonzero(codes == Operation.Rotate)):            # about the centre
+        angle = -math.radians(arguments[place])
+        turn = np.array([[math.cos(angle), math.sin(angle)],
+                         [-math.sin(angle), math.cos(angle)]]).round(15)     # as Pillow does
+        matrices[place] = np.column_stack([turn, centre - (turn * centre).sum(1)])
+    return matrices
+
+
+# ---------------------------------------------------------------------------------------------
+# On the device: applying
+# ---------------------------------------------------------------------------------------------
+
+
+def rand_augment(images: Tensor, operations: Tensor, fill: Sequence[int] | Tensor, *,
+                 groups: np.ndarray | None = None, few_launches: bool | None = None) -> Tensor:
+    """Apply to each image of (n, 3, H, W) uint8 its operations; returns new images.
+
+    operations: (n, L, COLUMNS), of `describe`, on the images' device. fill: the colour of pixels
+        from outside (three values, 0 to 255).
+    groups: (n, L), the column GROUP of `operations` on the host; without it a GPU is waited for.
+    few_launches: all groups of a function go through it together, as a GPU needs, which has a fixed
+        cost per launch; else one after the other, which takes least arithmetic and memory. By
+        default what suits the device; the bits are the same.
+    """
+    on_cpu = images.device.type == "cpu"
+    few_launches = not on_cpu if few_launches is None else few_launches
+    groups = operations[..., GROUP].cpu().numpy() if groups is None else groups
+    starts = (groups[..., None] < np.arange(len(GROUPS))).sum(0).tolist()    # (L, groups)
+    orders = operations[..., GROUP].argsort(dim=0, stable=True)          # (n, L)
+    fill = torch.as_tensor(fill, dtype=torch.uint8, device=images.device).view(3, 1, 1)
+    move = partial(affine, fill=fill, few_launches=few_launches)
+    most = max(1, (CPU_CHUNK if on_cpu else GPU_CHUNK) // (images.shape[2] * images.shape[3]))
+    images = images.clone(memory_format=torch.contiguous_format)
+    for layer, order, bounds in zip(operations.unbind(1), orders.unbind(1), starts):
+        layer = layer.index_select(0, order)                             # (n, COLUMNS), sorted
+        for function, begin, end in ((map_levels, 0, 3), (enhance, 3, 7), (move, 7, 13)):
+            limits = bounds[begin:end + 1]           # of the function's groups
+            for first, last in [limits[::len(limits) - 1]] if few_launches else pairwise(limits):
+                for at in range(first, last, most):
+                    some = slice(at, min(at + most, last))
+                    counts = [max(0, min(b, some.stop) - max(a, at)) for a, b in pairwise(limits)]
+                    rows = order[some]
+                    part = function(images.index_select(0, rows), counts, layer[some])
+                    images.index_copy_(0, rows, part)
+    return images
