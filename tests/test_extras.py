@@ -45,15 +45,16 @@ def as_in_a_wheel(setup: configparser.ConfigParser, repository: Path) -> dict[st
 
 def test_a_wheel_contains_all_code_recipes_models_and_lessons(setup, repository):
     found = set(as_in_a_wheel(setup, repository).values())
-    for pattern in ("vitinit/**/*.py", "vitinit/**/*.txt", "recipes/*.toml", "recipes/trained/*/*",
-                    "vitinit/lessons/*.md", "vitinit/lessons/images/*", "tests/data/cifar10/*/*"):
+    for pattern in ("vitinit/**/*.py", "vitinit/**/*.txt", "recipes/*.toml", "recipes/*.tar.xz",
+                    "recipes/trained/*/*", "vitinit/lessons/*.md", "vitinit/lessons/images/*",
+                    "tests/data/cifar10/*/*"):
         files = set(repository.glob(pattern))
         assert files and files <= found, pattern
     assert len([path for path in found if path.suffix == ".jpg"]) == 50
 
 
 def test_an_installed_package_works_without_the_repository(setup, repository, tmp_path):
-    """Predictions need the trained model, lesson 2 the photographs. A sweep needs train.py.
+    """Predictions need the trained model, lesson 3 the photographs. A sweep needs train.py.
 
     An init for another trainer, which comes first, imports no data pipeline.
     """
@@ -79,7 +80,7 @@ from vitinit.lessons.__main__ import main
 from vitinit.recipe.files import RECIPES
 assert all(str(path).startswith({str(tmp_path)!r}) for path in (vitinit.__file__, RECIPES))
 assert predict.main(["cifar10_small", {str(photograph)!r}]) == 0
-assert main(["2"]) == 0
+assert main(["3"]) == 0
 assert sweep.main(["--recipe", "quickstart", "--seeds", "0", "--dry-run"]) == 2
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=elsewhere, text=True, timeout=240,

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from vitinit.lessons import FOLDER, IMAGES, lesson_paths
+from vitinit.lessons import __main__ as command
 from vitinit.lessons.__main__ import main
 from vitinit.lessons.notebook import notebook
 from vitinit.lessons.page import PICTURE, difference, read_page
@@ -45,14 +46,15 @@ def test_code_prints_and_draws_what_the_page_shows(path, tmp_path):
 
 
 @lessons
-def test_a_page_is_short_and_ends_in_two_exercises_with_answers_that_run(path):
-    text = path.read_text(encoding="utf-8")
-    assert read_page(path).minutes <= 15 and read_page(path).text() == text
-    exercises = text.partition("\n## Exercises\n")[2]
-    assert re.findall(r"^\*\*(\d)\.\*\*", exercises, flags=re.MULTILINE) == ["1", "2"]
-    answers = re.findall(r"^<details>\n<summary>Answer</summary>\n\n(.*?)^</details>$", exercises,
-                         flags=re.DOTALL | re.MULTILINE)
-    assert len(answers) == 2 and all("```python\n" in answer for answer in answers)
+def test_a_page_is_short_and_ends_in_one_exercise_with_a_hidden_answer_that_runs(path):
+    text, page = path.read_text(encoding="utf-8"), read_page(path)
+    assert page.minutes <= 15 and page.text() == text
+    before, _, exercise = text.partition("\n## Exercise\n")
+    assert text.count("<details>") == text.count("</details>") == 1 and "<details>" not in before
+    answer = exercise.partition("<details>\n<summary>Answer</summary>\n\n")[2]
+    assert "```python" in answer and answer.endswith("\n\n</details>\n")
+    for code in page.codes:
+        assert ("steps=" in code.source and not code.pictures) or not code.trains
 
 
 def test_lessons_are_numbered_and_every_picture_belongs_to_one():
@@ -136,7 +138,7 @@ def test_code_runs_as_one_program_in_a_folder(written_page, tmp_path):
     page = written_page(PAGE.replace("raise ValueError", "return ") + "\n```python\n"
                         "from pathlib import Path\nPath('note').write_text(str(a))\n```\n")
     (tmp_path / "inside").mkdir()
-    assert [printed for _, printed in run_page(page, tmp_path / "inside")] == [
+    assert [printed for _, printed in run_page(page, tmp_path / "inside", train=False)] == [
         "0.42857142857142855\n", "", ""]
     assert (tmp_path / "inside" / "note").read_text() == "3"
 
@@ -145,7 +147,7 @@ def test_code_that_fails_is_named_by_its_line(written_page, tmp_path):
     page = written_page(PAGE + "\n```python\nfails()\n```\n")
     with pytest.raises(LessonError, match=r"^7_page\.md:24: the code fails: ValueError: too many$"
                        ) as caught:
-        list(run_page(page, tmp_path))
+        list(run_page(page, tmp_path, train=False))
     lines = []
     trace = caught.value.__cause__.__traceback__
     while trace:
@@ -154,9 +156,7 @@ def test_code_that_fails_is_named_by_its_line(written_page, tmp_path):
     assert lines[-2:] == [(str(page.path), 24), (str(page.path), 18)]
 
 
-def test_a_picture_must_be_drawn_and_an_output_be_the_pages(written_page, tmp_path):
-    with pytest.raises(LessonError, match=r"^7_page\.md:17: the code does not draw 7_x\.png"):
-        list(run_page(written_page(PAGE + "\n![x](images/7_x.png)\n"), tmp_path))
+def test_an_output_must_be_the_pages(written_page, tmp_path):
     with pytest.raises(LessonError, match=r"^7_page\.md:4: line 1 of the output is '0\.4.*0\.45'"):
         list(check_page(written_page(PAGE.replace("0.43", "0.45")), tmp_path))
 
@@ -169,13 +169,24 @@ def test_an_update_writes_what_code_prints(written_page, tmp_path):
         "print(a)\n```\n", "print(a)\n```\n\n```text\n3.5\n```\n")
 
 
+def test_code_that_trains_takes_two_steps_unless_asked_and_is_not_compared(written_page, tmp_path):
+    page = written_page(PAGE + "\n```python train\nprint(dict(steps=1200, images=1000), a)\n```\n\n"
+                        "```text\nold\n```\n")
+    assert [code.trains for code in page.codes] == [False, False, True]
+    for train, printed in ((False, "{'steps': 2, 'images': 2} 3\n"),
+                           (True, "{'steps': 1200, 'images': 1000} 3\n")):
+        assert [out for _, out in check_page(page, tmp_path, train=train)][2] == printed
+        text = updated_page(page, tmp_path, train=train).text().replace("0.42857142857142855", "0.43")
+        assert text == page.text().replace("old\n", printed if train else "old\n")
+
+
 # ---------------------------------------------------------------------------------------------
 # Notebooks and the command
 # ---------------------------------------------------------------------------------------------
 
 
 @lessons
-def test_a_notebook_has_the_pages_code_outputs_and_pictures(path):
+def test_a_notebook_has_the_pages_code_outputs_and_pictures_and_hides_its_answer(path):
     page, book = read_page(path), notebook(read_page(path))
     assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
     cells = {kind: [cell for cell in book["cells"] if cell["cell_type"] == kind]
@@ -191,15 +202,23 @@ def test_a_notebook_has_the_pages_code_outputs_and_pictures(path):
         if code.output:
             assert "".join(cell["outputs"][0]["text"]) == code.output
     prose = "".join("".join(cell["source"]) for cell in cells["markdown"])
-    assert not re.search(r"<details>|</details>|!\[|\]\((?!http)", prose)
-    assert prose.count("**Answer**") == 2
+    assert not re.search(r"!\[|\]\((?!http)", prose)
+    # From the first cell of the answer to the end, each is collapsed; before it, none is.
+    sources = ["".join(cell["source"]) for cell in book["cells"]]
+    asked, = (number for number, source in enumerate(sources) if "## Exercise\n" in source)
+    for number, (cell, source) in enumerate(zip(book["cells"], sources)):
+        folded = re.fullmatch(r"<details>\n<summary>Answer</summary>\n\n.+\n\n</details>", source,
+                              flags=re.DOTALL)
+        hidden = cell["metadata"].get("jupyter") == {"source_hidden": True, "outputs_hidden": True}
+        assert bool(folded) == (number > asked and cell["cell_type"] == "markdown")
+        assert hidden == (number > asked and cell["cell_type"] == "code")
 
 
 def test_the_command_lists_lessons(capsys):
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("1  A convolution is a sum of shifts: ")
-    assert len(lines) == len(PATHS) and lines[0].endswith("/lessons/1_convolution_as_shifts.md")
+    assert lines[1].startswith("2  A convolution is a sum of shifts: ")
+    assert len(lines) == len(PATHS) and lines[1].endswith("/lessons/2_convolution_as_shifts.md")
 
 
 def test_the_command_writes_a_notebook(tmp_path, capsys):
@@ -209,17 +228,24 @@ def test_the_command_writes_a_notebook(tmp_path, capsys):
     assert capsys.readouterr().out == f"{file}\n"
 
 
-def test_the_command_runs_a_lesson(capsys):
-    assert main(["1"]) == 0
-    out = capsys.readouterr().out
-    assert "    impulse  rank 9\n" in out and "    1_matrices.png\n" in out
-    assert re.search(r"^\d+ blocks of code print what the page shows, in \d+ s$", out, re.MULTILINE)
+def test_the_command_runs_a_lesson(capsys, monkeypatch, written_page):
+    page = written_page(PAGE.replace("raise ValueError", "return ")
+                        + "\n```python train\nprint(dict(steps=1200))\n```\n")
+    monkeypatch.setattr(command, "lesson_paths", lambda: {7: page.path})
+    for flags, words in (([], "line 24 trains: not compared with the page, two steps\n"
+                          "    {'steps': 2}\n"),
+                         (["--train"], "line 24 trains: not compared with the page\n"
+                          "    {'steps': 1200}\n")):
+        assert main(["7", *flags]) == 0
+        assert re.fullmatch(r"line 4\n    0\.428\d+\nline 17\n" + re.escape(words)
+                            + r"2 blocks of code print what the page shows, in \d+ s\n",
+                            capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("arguments, words", [
     ("0", "0: expected an integer ≥ 1"), ("99", "there is no lesson 99; expected 1 to"),
     ("--update", "--update needs the number of a lesson"),
-    ("--notebook x", "--notebook needs the number of a lesson"),
+    ("1 --notebook x --train", "--notebook runs nothing, so it goes without --train"),
     ("1 --notebook no/such/folder/x.ipynb",
      "no/such/folder/x.ipynb: cannot be written: No such file or directory")])
 def test_wrong_arguments_are_one_line(capsys, arguments, words):

@@ -141,7 +141,7 @@ def position_basis(positions: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
     The truncation is essential. LayerNorm makes the rows of X sum to zero, so that XᵀX is singular.
     And the smallest directions, each divided by its s, would take most of the norm of Q and K,
-    which flattens the map even without noise (lesson 2 shows it). The released code truncates, too;
+    which flattens the map even without noise (lesson 3 shows it). The released code truncates, too;
     the paper does not mention it.
     """
     # The SVD of X gives √s and W without squaring the condition number, as XᵀX would.

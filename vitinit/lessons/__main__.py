@@ -1,10 +1,12 @@
-"""Lessons: how attention can be a convolution, and how a vision transformer is trained.
+"""Lessons: how a vision transformer is trained, and how its attention can be a convolution.
 
     python -m vitinit.lessons                            list them
     python -m vitinit.lessons 1                          run one's code, and compare with its page
+    python -m vitinit.lessons 1 --train                  and train for as long as the page did
     python -m vitinit.lessons 1 --notebook lesson.ipynb  write one as a Jupyter notebook
 
 The lessons are pages to read, in vitinit/lessons. Their code needs matplotlib, the extra `figures`.
+Without --train, blocks of code that train for minutes take two steps.
 """
 
 from __future__ import annotations
@@ -29,33 +31,31 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="python -m vitinit.lessons", description=__doc__)
     parser.add_argument("lesson", type=integer(1), nargs="?", metavar="NUMBER",
                         help="number of a lesson; without one, the lessons are listed")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--notebook", type=Path, metavar="FILE",
-                      help="write it as a Jupyter notebook")
-    what.add_argument("--update", action="store_true",
-                      help="for authors: write what its code prints and draws now into the page")
+    parser.add_argument("--notebook", type=Path, metavar="FILE",
+                        help="write it as a Jupyter notebook, and run nothing")
+    parser.add_argument("--update", action="store_true",
+                        help="for authors: write what its code prints and draws now into the page")
+    parser.add_argument("--train", action="store_true", help="train for as long as the page did")
     options = parser.parse_args(arguments)
-    if options.lesson is None and (options.notebook or options.update):
-        parser.error(f"{'--notebook' if options.notebook else '--update'} needs the number of a "
-                     "lesson")
+    given = [flag for flag in ("notebook", "update", "train") if getattr(options, flag)]
+    if given and options.lesson is None:
+        parser.error(f"--{given[0]} needs the number of a lesson")
+    if options.notebook and len(given) > 1:
+        parser.error(f"--notebook runs nothing, so it goes without --{given[1]}")
     return options
 
 
-def list_lessons(paths: dict[int, Path]) -> None:
-    for number, path in paths.items():
-        page = read_page(path)
-        print(f"{number}  {page.title}: {page.minutes} minutes, {_shown(path)}")
-
-
-def run_lesson(page: Page) -> None:
+def run_lesson(page: Page, *, train: bool) -> None:
     """Run a lesson's code and print what it prints, block by block."""
-    start = time.perf_counter()
+    start, compared = time.perf_counter(), 0
     with tempfile.TemporaryDirectory() as folder:
-        for code, printed in check_page(page, Path(folder)):
-            print(f"line {code.line}", flush=True)
+        for code, printed in check_page(page, Path(folder), train=train):
+            note = " trains: not compared with the page" + ", two steps" * (not train)
+            print(f"line {code.line}{note if code.trains else ''}", flush=True)
             print("".join(f"    {line}\n" for line in (printed.splitlines() + list(code.pictures))),
                   end="", flush=True)
-    print(f"{len(page.codes)} blocks of code print what the page shows, "
+            compared += not code.trains
+    print(f"{compared} blocks of code print what the page shows, "
           f"in {time.perf_counter() - start:.0f} s")
 
 
@@ -64,7 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
         options = parse_arguments(arguments)
         paths = lesson_paths()
         if options.lesson is None:
-            return list_lessons(paths)
+            for number, path in paths.items():
+                page = read_page(path)
+                print(f"{number}  {page.title}: {page.minutes} minutes, {path}")
+            return
         if options.lesson not in paths:
             raise OneLineError(f"there is no lesson {options.lesson}; expected 1 to {max(paths)}")
         page = read_page(paths[options.lesson])
@@ -73,17 +76,12 @@ def main(arguments: list[str] | None = None) -> int:
                                   options.notebook)
             print(options.notebook)
         elif options.update:
-            page = updated_page(page, page.path.parent / IMAGES)
+            page = updated_page(page, page.path.parent / IMAGES, train=options.train)
             write_text_atomically(page.text(), page.path)
-            print(_shown(page.path))
+            print(page.path)
         else:
-            run_lesson(page)
+            run_lesson(page, train=options.train)
     return run_program("vitinit.lessons", program)
-
-
-def _shown(path: Path) -> str:
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 if __name__ == "__main__":

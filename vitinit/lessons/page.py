@@ -1,8 +1,11 @@
 """A lesson as text: a Markdown page, taken apart into prose and code, and put together again.
 
-The format is Markdown as GitHub shows it, with three conventions:
+The format is Markdown as GitHub shows it, with four conventions:
 
 - A fence ```python is code. All code of a page runs in order, as one program.
+- A fence ```python train is code that trains for minutes, in as many steps and measured on as many
+  images as its `steps=1200` and `images=1000` say. It draws nothing, and no other code reads what
+  it has trained.
 - A fence ```text directly after it is what that code prints. Code without one prints nothing.
 - A picture ![…](images/NAME.png) in the prose that follows is one that the code draws, by
   `figure.savefig("NAME.png")`.
@@ -18,8 +21,8 @@ from pathlib import Path
 
 from . import IMAGES
 
-CODE = re.compile(r"^```python\n(?P<source>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?",
-                  flags=re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^```python(?P<trains> train)?\n(?P<source>.*?)^```\n"
+                  r"(?:\n```text\n(?P<output>.*?)^```\n)?", flags=re.DOTALL | re.MULTILINE)
 PICTURE = re.compile(rf"!\[[^\]]*\]\({IMAGES}/(?P<name>[^)/]+\.png)\)")
 NUMBER = re.compile(r"(?<![\w.])[-−+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?", flags=re.IGNORECASE)
 WORDS_PER_MINUTE = 150          # of prose with formulas; a line of code counts as LINE words
@@ -31,6 +34,7 @@ class Code:
     """A block of code: its source, its line on the page, and what it prints and draws."""
 
     source: str
+    trains: bool                # for minutes
     line: int                   # of the source's first line, counted from 1
     output: str                 # "" if it prints nothing
     pictures: tuple[str, ...]   # names of files
@@ -47,8 +51,7 @@ class Page:
     @property
     def title(self) -> str:
         """The text of the first heading, without the number."""
-        heading = self.prose[0].partition("\n")[0]
-        return heading.lstrip("# ").partition(". ")[2] or heading.lstrip("# ")
+        return self.prose[0].partition("\n")[0].partition(". ")[2]
 
     @property
     def minutes(self) -> int:
@@ -59,13 +62,11 @@ class Page:
 
     def text(self) -> str:
         """The page as Markdown; the inverse of `read_page`."""
-        parts = [self.prose[0]]
+        text = self.prose[0]
         for code, prose in zip(self.codes, self.prose[1:]):
-            parts.append(f"```python\n{code.source}```\n")
-            if code.output:
-                parts.append(f"\n```text\n{code.output}```\n")
-            parts.append(prose)
-        return "".join(parts)
+            text += f"```python{' train' * code.trains}\n{code.source}```\n"
+            text += f"\n```text\n{code.output}```\n{prose}" if code.output else prose
+        return text
 
 
 def read_page(path: Path) -> Page:
@@ -75,7 +76,8 @@ def read_page(path: Path) -> Page:
     ends = [0, *(match.end() for match in matches)]
     starts = [*(match.start() for match in matches), len(text)]
     prose = tuple(text[end:start] for end, start in zip(ends, starts))
-    codes = tuple(Code(source=match["source"], line=text.count("\n", 0, match.start("source")) + 1,
+    codes = tuple(Code(source=match["source"], trains=match["trains"] is not None,
+                       line=text.count("\n", 0, match.start("source")) + 1,
                        output=match["output"] or "",
                        pictures=tuple(picture["name"] for picture in PICTURE.finditer(after)))
                   for match, after in zip(matches, prose[1:]))
@@ -102,12 +104,8 @@ def _agree(wanted: str, found: str) -> bool:
     """Whether two lines agree, as `difference` describes."""
     if NUMBER.sub("#", wanted).split() != NUMBER.sub("#", found).split():
         return False
-    return all(abs(_value(a) - _value(b)) <= _unit(a) * (1 + 1e-9)
-               for a, b in zip(NUMBER.findall(wanted), NUMBER.findall(found), strict=True))
-
-
-def _value(number: str) -> float:
-    return float(number.replace("−", "-"))
+    pairs = zip(NUMBER.findall(wanted.replace("−", "-")), NUMBER.findall(found.replace("−", "-")))
+    return all(abs(float(a) - float(b)) <= _unit(a) * (1 + 1e-9) for a, b in pairs)
 
 
 def _unit(number: str) -> float:
