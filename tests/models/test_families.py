@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import math
 
 import pytest
 import torch
+from redrawn import redraw
 from torch import nn
 
 import vitinit
-from vitinit.models import MODELS, SwinTransformer, model_class
-from vitinit.models.layers import block_numbers
+from vitinit.models import MODELS, model_class
 
 VIT = dict(patch_size=(4, 5), embed_dim=22, depth=3, num_heads=2)
 FAMILIES = {        # name in the table, sizes for images of 12×20 pixels, tokens before the patches
@@ -38,6 +39,11 @@ def built(family: str, **sizes) -> nn.Module:
     return model.eval()
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    stages = model.layers if model.family == "swin" else [model]
+    return [block for stage in stages for block in stage.blocks]
+
+
 def drawn_images(batch: int = 3, height: int = 12, width: int = 20) -> torch.Tensor:
     return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(batch))
 
@@ -51,9 +57,7 @@ def drawn_images(batch: int = 3, height: int = 12, width: int = 20) -> torch.Ten
 @torch.no_grad()
 def test_features_are_what_leaves_the_blocks_and_enters_the_head(family):
     model, seen, read = built(family), [], []
-    blocks = (model.blocks if not isinstance(model, SwinTransformer) else
-              [block for stage in model.layers for block in stage.blocks])
-    for block in blocks:
+    for block in blocks_of(model):
         block.register_forward_hook(lambda module, inputs, output: seen.append(output))
     for head in (getattr(model, name) for name in ("head", "head_dist") if hasattr(model, name)):
         head.register_forward_pre_hook(lambda module, inputs: read.append(inputs[0]))
@@ -84,12 +88,27 @@ def test_features_are_what_leaves_the_blocks_and_enters_the_head(family):
 
 @pytest.mark.parametrize("family", ["vit, distilled", "swin", "mixer"])
 @torch.no_grad()
-def test_features_take_the_drop_path_scales_of_forward(family):
-    model = built(family)
-    drop_path = torch.rand(6, 3, generator=torch.Generator().manual_seed(7)) * 2
-    features = model.features(drawn_images(), drop_path)
-    assert torch.equal(model.classify(features), model(drawn_images(), drop_path))
-    assert not torch.equal(features.pooled, model.features(drawn_images()).pooled)
+def test_a_dropped_branch_is_one_that_adds_nothing_to_its_image(family):
+    """The scales are a table of two branches per block; ones change nothing, nor does order."""
+    model = redraw(built(family, drop_path=0.4))
+    images, branches = drawn_images().double(), [
+        branch for block in blocks_of(model) for branch in
+        ((block.mlp_tokens, block.mlp_channels) if family == "mixer" else (block.attn, block.mlp))]
+    assert model.drop_path_rates == pytest.approx((0.4,) * 6 if family == "mixer" else
+                                                  (0, 0, 0.2, 0.2, 0.4, 0.4))
+    logits, ones = model(images), torch.ones(6, 3)
+    torch.testing.assert_close(model(images, ones), logits)
+    for number, branch in enumerate(branches):
+        hook = branch.register_forward_hook(lambda module, inputs, output: 0 * output)
+        without = model(images)
+        hook.remove()
+        scales = ones.clone()
+        scales[number, 2] = 0
+        found = model(images, scales)
+        torch.testing.assert_close(found, torch.stack([*logits[:2], without[2]]))
+        assert (found[2] - logits[2]).abs().max() > 1e-3
+        features = model.features(images, scales)
+        assert torch.equal(model.classify(features), found)
 
 
 @each_family
@@ -104,10 +123,6 @@ def test_a_model_without_classes_gives_what_the_head_would_read(family):
     assert bare(drawn_images()).isfinite().all()
     with pytest.raises(ValueError, match=r"num_classes is -1, expected at least 0 \(a model without"):
         built(family, num_classes=-1)
-
-
-def test_block_numbers_count_from_either_end():
-    assert block_numbers([0, -1, 4, -5], 5) == [0, 4, 4, 0]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -177,6 +192,55 @@ def test_an_exported_model_takes_any_batch(family):
 
 
 # ---------------------------------------------------------------------------------------------
+# Names and sizes, as in checkpoints
+# ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name, options, parameters, digest", [
+    ("vit_tiny", {}, 5_717_416, "1d65166950a3"),
+    ("vit_small", {}, 22_050_664, "fbab3dc48cc8"),
+    ("vit_base", {}, 86_567_656, "44990fd9c1aa"),
+    ("vit_tiny_distilled", {}, 5_910_800, "65c9f7da3355"),
+    ("vit_small_distilled", {}, 22_436_432, "85898f97b758"),
+    ("vit_base_distilled", {}, 87_338_192, "c8e860622395"),
+    ("vit_tiny", dict(pool="mean", fc_norm=True, num_registers=4, qkv_bias=False),
+     5_711_656, "05a0b56412fd"),
+    ("swin_tiny", {}, 28_288_354, "29a380cbce8e"),
+    ("swin_small", {}, 49_606_258, "301da032e9f3"),
+    ("swin_base", {}, 87_768_224, "680483e9115d"),
+    ("mixer_s32", {}, 19_104_624, "d70ed7593fc6"),
+    ("mixer_s16", {}, 18_528_264, "8b771ba903ae"),
+    ("mixer_b32", {}, 60_293_428, "5266520dfef1"),
+    ("mixer_b16", {}, 59_880_472, "8b4513ba4f93"),
+    ("mixer_l16", {}, 208_196_168, "929d86a84850"),
+    ("convmixer_1536_20", {}, 51_625_960, "6d1b6698dba2"),
+    ("convmixer_1024_20", {}, 24_383_464, "f78788ec5721"),
+    ("convmixer_768_32", {}, 21_110_248, "74f9257fcda1"),
+    ("convmixer_512_8", {}, 2_744_808, "5ad2141e3d49"),
+    ("convmixer_256_8", {}, 848_616, "93cac92d4ffd"),
+    ("simple_vit", {}, 9_977_344, "834901039c25"),
+    ("simple_vit", dict(reads="free", input_pos_embed=False), 8_404_480, "f6133cb786a6"),
+    ("simple_vit", dict(values=False), 8_404_480, "07f9929686d8"),
+])
+def test_names_and_sizes_are_those_of_checkpoints(name, options, parameters, digest):
+    """The number of parameters, as published, and all names and shapes of the state dict in order.
+
+    The names and shapes were found equal to timm's, where timm has the model.
+    """
+    size = 32 if MODELS[name][1]["patch_size"] == 2 else 224
+    with torch.device("meta"):                       # shapes and no values
+        model = vitinit.build_model(name, num_classes=1000, image_size=size, **options)
+        assert model(torch.empty(2, 3, size, size)).shape == (2, 1000)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    shapes = "\n".join(f"{name} {tuple(value.shape)}" for name, value in model.state_dict().items())
+    assert hashlib.sha256(shapes.encode()).hexdigest().startswith(digest)
+    assert model.family == MODELS[name][0] and type(model) is model_class(model.family)
+    assert (name == "convmixer_768_32") == any(isinstance(part, nn.ReLU) for part in model.modules())
+    # One rate for each of the two branches per block, if `forward` can drop branches at all.
+    drops = "drop_path" in inspect.signature(type(model).features).parameters
+    assert len(model.drop_path_rates) == 2 * len(blocks_of(model)) * drops
+
+
+# ---------------------------------------------------------------------------------------------
 # Sizes that cannot be
 # ---------------------------------------------------------------------------------------------
 
@@ -213,19 +277,37 @@ def test_every_numeric_option_builds_or_is_one_line(family):
     ("vit", dict(mlp_ratio=0.01), "mlp_ratio is 0.01, which leaves an MLP of 22 channels no hidden "
                                   "one; expected at least 1 / 22"),
     ("vit", dict(mlp_ratio=math.nan), "mlp_ratio is nan, expected more than 0"),
-    ("mixer", dict(tokens_ratio=0.05), "tokens_ratio is 0.05, which leaves an MLP of 14 channels"),
-    ("swin", dict(depths=(2, 10**9)), r"swin_tiny with these sizes has weights of [\d,]+ GiB"),
-    ("mixer", dict(embed_dim=10**6), r"mixer_s16 with these sizes has weights of [\d,]+ GiB, and this "),
     ("vit", dict(num_registers=-1), "num_registers is -1, expected at least 0"),
-    ("vit", dict(fc_norm=True), 'fc_norm stands after mean pooling; pool is "class", expected "mean"'),
-    ("vit", dict(distilled=True, pool="mean"), 'beside a class token; pool is "mean", expected "class"'),
-    ("vit", dict(pool="max"), "pool is 'max'"),
-    ("vit", dict(num_heads=7), "does not divide into num_heads 7"),
+    ("vit", dict(fc_norm=True), 'fc_norm stands after mean pooling; pool is "class", expected'),
+    ("vit", dict(distilled=True, pool="mean"), 'beside a class token; pool is "mean", expected'),
+    ("vit", dict(pool="max"), "pool is 'max', expected one of class, mean"),
+    ("vit", dict(num_heads=7), "embed_dim 22 does not divide into num_heads 7"),
+    ("vit", dict(image_size=(12, 21)), "patches of 4×5 pixels do not tile an image of 12×21; "
+                                       "image_size must be a multiple of patch_size on both sides"),
+    ("vit", dict(pos_embed="sincos"), "need an embed_dim that 4 divides, not 22"),
     ("mixer", dict(drop_path=1.0), "drop_path is 1.0, expected 0 ≤ drop_path < 1"),
+    ("mixer", dict(embed_dim=10**6), r"mixer_s16 with these sizes has weights of [\d,]+ GiB, and this "),
+    ("swin", dict(depths=(2, 10**9)), r"swin_tiny with these sizes has weights of [\d,]+ GiB"),
+    ("swin", dict(depths=(2, 0)), r"depths is \(2, 0\), expected more than 0"),
+    ("swin", dict(depths=(2, 1, 1)), "depths has 3 stages and num_heads 2; expected as many"),
+    ("swin", dict(image_size=(12, 24)),
+     "stage 1 has a grid of 6×12 tokens, which windows of 3×5 do not tile; choose window_size or "
+     "image_size so that they do"),
+    ("swin", dict(image_size=(12, 10)),
+     "stage 1 has a grid of 6×5 tokens, which does not merge into 2×2; image_size must be a "
+     "multiple of patch_size · 2"),
+    ("conv_mixer", dict(activation="tanh"), "activation is 'tanh', expected one of gelu, relu"),
+    ("conv_mixer", dict(num_filters=12), "num_filters is 12, expected 0 ≤ num_filters ≤ embed_dim = 11"),
+    ("simple_vit", dict(reads="mixed"), 'reads = "mixed" brings the position embedding into attention; '
+                                        "expected input_pos_embed = false"),
+    ("simple_vit", dict(alpha=1.1), "alpha is 1.1, logit_scale 0.0 and head_dim 0; expected 0 ≤ alpha"),
+    ("simple_vit", dict(head_dim=7, values=False), "num_heads · head_dim = 14 must be embed_dim = 28"),
+    ("simple_vit", dict(num_heads=3), "embed_dim 28 does not divide into num_heads 3"),
 ])
 def test_the_line_names_the_option_and_what_would_do(family, sizes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         built(family, **sizes)
+    assert "\n" not in str(error.value)
 
 
 def test_a_ratio_of_exactly_one_hidden_channel_builds():

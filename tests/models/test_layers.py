@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from vitinit.keys import Stream, keyed_generator
-from vitinit.models.layers import (PatchEmbed, add_branch, draw_drop_path, drop_path_rates, patch_grid,
-                                   require_positive, sincos_position_embedding)
+from vitinit.models.layers import (PatchEmbed, add_branch, draw_drop_path, drop_path_rates,
+                                   sincos_position_embedding)
 
 
 def test_patch_embedding_is_a_linear_map_of_each_patch():
@@ -22,22 +22,6 @@ def test_patch_embedding_is_a_linear_map_of_each_patch():
     patch = images[:, :, 2 * row:2 * row + 2, 5 * column:5 * column + 5].flatten(1)
     expected = patch @ embed.proj.weight.flatten(1).T + embed.proj.bias
     torch.testing.assert_close(tokens[:, row * 3 + column], expected)
-
-
-def test_the_grid_counts_patches_down_and_across():
-    assert patch_grid((6, 35), (2, 5)) == (3, 7)
-    with pytest.raises(ValueError, match="2×5 pixels do not tile an image of 6×34; image_size"):
-        patch_grid((6, 34), (2, 5))
-    with pytest.raises(ValueError, match="2×5 pixels do not tile an image of 7×35"):
-        patch_grid((7, 35), (2, 5))
-
-
-def test_sizes_must_be_positive_one_by_one():
-    require_positive(depth=1, depths=(2, 3), ratio=0.5)
-    with pytest.raises(ValueError, match=r"depths is \(2, 0, 3\), expected more than 0"):
-        require_positive(depth=1, depths=(2, 0, 3))
-    with pytest.raises(ValueError, match="ratio is -0.5, expected more than 0"):
-        require_positive(ratio=-0.5)
 
 
 def test_drop_rates_rise_linearly_over_the_blocks():
@@ -83,8 +67,3 @@ def test_sincos_position_embeddings_are_the_formula():
     for quarter, value in enumerate((math.sin(column * frequency), math.cos(column * frequency),
                                      math.sin(row * frequency), math.cos(row * frequency))):
         assert token[7 * quarter + channel].item() == pytest.approx(value, abs=1e-6)
-
-
-def test_sincos_position_embeddings_need_a_width_that_four_divides():
-    with pytest.raises(ValueError, match="4 divides, not 30"):
-        sincos_position_embedding((3, 5), dim=30)

@@ -7,28 +7,12 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from redrawn import assert_same_gradients, drawn, redraw
 from torchvision.models import SwinTransformer as TorchvisionSwin
 
 import vitinit
 from vitinit.models.convert import native_tensors
 from vitinit.models.swin import PatchMerging, SwinBlock, WindowAttention
-
-SMALL = dict(num_classes=5, image_size=(12, 24), patch_size=(2, 3), embed_dim=6, depths=(2, 3),
-             num_heads=(3, 2), window_size=(3, 2))    # grids 6×8 and 3×4: shifts (1, 1) and (0, 1)
-
-
-def drawn(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def redraw(model: torch.nn.Module) -> torch.nn.Module:
-    """New values for every parameter: a table that starts at zero would hide any error in it."""
-    generator = torch.Generator().manual_seed(0)
-    model.double()
-    for parameter in model.parameters():
-        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.data.copy_(values * 0.3 + (parameter.ndim == 1) * 0.5)
-    return model
 
 
 # The whole model --------------------------------------------------------------------------------
@@ -56,53 +40,7 @@ def test_outputs_and_gradients_equal_torchvisions(image_size, patch, window, dep
     logits.square().sum().backward()
     expected.square().sum().backward()
     gradients = native_tensors({name: p.grad for name, p in theirs.named_parameters()})
-    for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-9)
-
-
-def swin_keys(depths: tuple[int, ...]) -> set[str]:
-    keys = {f"{layer}.{part}" for part in ("weight", "bias") for layer in
-            ("patch_embed.proj", "patch_embed.norm", "norm", "head.fc")}
-    for stage, depth in enumerate(depths):
-        if stage > 0:
-            keys |= {f"layers.{stage}.downsample.{name}"
-                     for name in ("norm.weight", "norm.bias", "reduction.weight")}
-        for block in range(depth):
-            prefix = f"layers.{stage}.blocks.{block}"
-            keys |= {f"{prefix}.{layer}.{part}" for part in ("weight", "bias") for layer in
-                     ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
-            keys.add(f"{prefix}.attn.relative_position_bias_table")
-    return keys
-
-
-@pytest.mark.parametrize("name, parameters, keys, depths, width, heads", [
-    ("swin_tiny", 28_288_354, 173, (2, 2, 6, 2), 96, (3, 6, 12, 24)),
-    ("swin_small", 49_606_258, 329, (2, 2, 18, 2), 96, (3, 6, 12, 24)),
-    ("swin_base", 87_768_224, 329, (2, 2, 18, 2), 128, (4, 8, 16, 32))])
-def test_sizes_and_names_are_the_published_ones(name, parameters, keys, depths, width, heads):
-    with torch.device("meta"):
-        model = vitinit.build_model(name, num_classes=1000, image_size=224)
-    state = model.state_dict()
-    assert sum(p.numel() for p in model.parameters()) == parameters
-    assert len(state) == keys and state.keys() == swin_keys(depths)
-    assert state["patch_embed.proj.weight"].shape == (width, 3, 4, 4)
-    assert state["head.fc.weight"].shape == (1000, 8 * width)
-    for stage, count in enumerate(heads):
-        prefix, dim = f"layers.{stage}", width * 2**stage
-        table = state[f"{prefix}.blocks.1.attn.relative_position_bias_table"]
-        assert table.shape == (169, count)
-        assert state[f"{prefix}.blocks.0.attn.qkv.weight"].shape == (3 * dim, dim)
-        if stage > 0:
-            assert state[f"{prefix}.downsample.reduction.weight"].shape == (dim, 2 * dim)
-        shifts = [block.shift for block in model.layers[stage].blocks]
-        assert shifts == [(0, 0), (3, 3) if stage < 3 else (0, 0)] * (depths[stage] // 2)
-
-
-def test_masks_and_indices_are_in_the_model_but_not_in_its_state():
-    model = vitinit.build_model("swin_tiny", **SMALL)
-    buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
-    assert buffers == {"mask", "relative_position_index"}
-    assert model.state_dict().keys() == {name for name, _ in model.named_parameters()}
+    assert_same_gradients(ours, gradients)
 
 
 # Windows ----------------------------------------------------------------------------------------
@@ -174,59 +112,3 @@ def test_a_map_is_merged_upper_left_lower_left_upper_right_lower_right():
         normed = F.layer_norm(four, (12,), merge.norm.weight, merge.norm.bias, eps=1e-5)
         torch.testing.assert_close(y[:, row, column], normed @ merge.reduction.weight.T)
     assert merge.reduction.bias is None
-
-
-# Gradients, stochastic depth, precision ---------------------------------------------------------
-
-
-def test_drop_path_drops_branches_per_image_and_block():
-    model = redraw(vitinit.build_model("swin_tiny", drop_path=0.4, **SMALL))
-    assert model.drop_path_rates == pytest.approx([0, 0, .1, .1, .2, .2, .3, .3, .4, .4])
-    images, ones = drawn(3, 3, 12, 24), torch.ones(10, 3)
-    logits = model(images)
-    torch.testing.assert_close(model(images, ones), logits)
-    drop_path = ones.clone()
-    drop_path[:, 1] = 0                              # image 1 passes the merge and nothing else
-    x = model.layers[1].downsample(model.patch_embed(images))
-    bare = model.head(model.norm(x).mean(dim=(1, 2)))
-    expected = torch.stack([logits[0], bare[1], logits[2]])
-    torch.testing.assert_close(model(images, drop_path), expected)
-    drop_path = ones.clone()
-    drop_path[7, 2] = 0                              # the MLP of block 3, of image 2
-    x = model.patch_embed(images)
-    for block in model.layers[0].blocks:
-        x = block(x)
-    first, second, third = model.layers[1].blocks
-    x = first(model.layers[1].downsample(x))
-    x = third(x + second.mix_windows(second.norm1(x)))
-    expected = torch.stack([*logits[:2], model.head(model.norm(x).mean(dim=(1, 2)))[2]])
-    torch.testing.assert_close(model(images, drop_path), expected)
-
-
-# What does not fit ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sizes, message", [
-    (dict(image_size=(20, 24)),
-     "stage 1 has a grid of 10×8 tokens, which windows of 3×2 do not tile; choose window_size or "
-     "image_size so that they do"),
-    (dict(image_size=(24, 36), window_size=(4, 3)),
-     "stage 2 has a grid of 6×6 tokens, which windows of 4×3 do not tile; choose window_size or "
-     "image_size so that they do"),
-    (dict(image_size=(12, 27), window_size=3),
-     "stage 1 has a grid of 6×9 tokens, which does not merge into 2×2; image_size must be a "
-     "multiple of patch_size · 2"),
-    (dict(depths=(2, 1, 1), num_heads=(3, 2, 2)),
-     "stage 2 has a grid of 3×4 tokens, which does not merge into 2×2; image_size must be a "
-     "multiple of patch_size · 4"),
-    (dict(image_size=(13, 24)),
-     "patches of 2×3 pixels do not tile an image of 13×24; image_size must be a multiple of "
-     "patch_size on both sides"),
-    (dict(depths=(2, 1, 1)), "depths has 3 stages and num_heads 2; expected as many"),
-    (dict(num_heads=(3, 5)), "embed_dim 12 does not divide into num_heads 5"),
-    (dict(depths=(2, 0)), "depths is (2, 0), expected more than 0"),
-])
-def test_sizes_that_do_not_fit_are_errors_of_one_line(sizes, message):
-    with pytest.raises(ValueError) as error:
-        vitinit.build_model("swin_tiny", **SMALL | sizes)
-    assert str(error.value) == message
