@@ -122,7 +122,7 @@ def mixer_default(model: nn.Module, *, generator: torch.Generator) -> None:
     | LayerNorm                                   | weight 1, bias 0                            |
     """
     for kind, weight, bias in drawn_tensors(model):
-        if weight is model.head.weight:
+        if weight is getattr(model.head, "weight", None):      # no classes: an identity
             weight.zero_()
             bias.zero_()
         elif kind == "linear":
