@@ -203,11 +203,14 @@ def _sections(tables: dict[str, Any], changes: Sequence[Override]) -> dict[str, 
         place = tables
         for parent in parents:
             if not isinstance(place.get(parent), dict):
-                tables = [key for key, table in place.items() if isinstance(table, dict)]
-                raise Mistake(f"there is no table '{parent}'{nearest(parent, tables)}", change.key)
+                inner = [key for key, table in place.items() if isinstance(table, dict)]
+                raise Mistake(f"there is no table '{parent}'{nearest(parent, inner)}", change.key)
             place = place[parent]
         place[last] = change.value
-    return {title: kind(**_checked(tables[title], title, kind)) for title, kind in SECTIONS.items()}
+    sections = {}
+    for title, kind in SECTIONS.items():
+        sections[title] = kind(**_checked(tables[title], title, kind))
+    return sections
 
 
 def _checked(body: Mapping[str, Any], title: str, takes: Callable, given: Sequence[str] = (),

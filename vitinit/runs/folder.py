@@ -95,7 +95,7 @@ def parse_lines(text: bytes, source: Path, key: str) -> list[dict[str, Any]]:
 def parse_starts(text: bytes, source: Path) -> list[dict[str, Any]]:
     """The contents of run.json, one dictionary per start; CheckpointError for anything else."""
     starts = parse_json(text)
-    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+    if not isinstance(starts, list) or not set(map(type, starts)) <= {dict}:
         raise CheckpointError(f"{source}: not what a run writes, expected a list of objects; mend "
                               "it or move it away")
     return starts
@@ -166,8 +166,12 @@ class RunFolder:
 
     def results(self) -> list[str]:
         """The names of the files that training has left; an empty file of lines is none."""
-        return [path.name for pattern in RESULTS for path in sorted(self.path.glob(pattern))
-                if path.suffix != ".jsonl" or path.stat().st_size]
+        found = []
+        for pattern in RESULTS:
+            for path in sorted(self.path.glob(pattern)):
+                if path.suffix != ".jsonl" or path.stat().st_size:
+                    found.append(path.name)
+        return found
 
     def require_unused(self, *, starts_again: bool = False) -> None:
         """Raise CheckpointError if the folder already has files that a run writes.
@@ -203,10 +207,13 @@ class RunFolder:
     def make(self) -> None:
         """Create the folder, and those above it, if they do not exist."""
         with in_one_line(self.path):
-            new = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+            folder, changed = self.path, []
+            while not folder.exists():
+                folder = folder.parent
+                changed.append(folder)
             self.path.mkdir(parents=True, exist_ok=True)
-            for folder in new:
-                sync_folder(folder.parent)
+            for folder in changed:
+                sync_folder(folder)
 
     def record_recipe(self, recipe_toml: str) -> None:
         """Write recipe.toml, unless there is one."""

@@ -146,9 +146,11 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | No
 # ---------------------------------------------------------------------------------------------
 
 
-def settings(recipe: Recipe) -> dict[str, str]:
+def settings(recipe: Recipe) -> dict[str, Any]:
     """What all processes of a run must have in common before its data is opened, by name."""
-    keys = {key: to_toml(value) for key, value in recipe.keys.items() if key not in OF_A_PROCESS}
+    keys = recipe.keys
+    for key in OF_A_PROCESS:
+        del keys[key]
     return keys | {"the version of torch": torch.__version__, "the version of vitinit": __version__}
 
 
