@@ -247,7 +247,7 @@ def test_each_process_tells_the_others_its_settings_and_its_images(train_program
     told = []
     monkeypatch.setattr(Processes, "require_equal", lambda self, facts: told.append(dict(facts)))
     assert train_program.main(small_run(tmp_path / "run", "--seed", "5", "--dry-run")) == 0
-    assert told[0]["run.seed"] == "5" and "data.root" not in told[0]
+    assert told[0]["run.seed"] == 5 and "data.root" not in told[0]
     assert told[1].keys() >= {"training images", "validation images", "files and labels"}
 
 

@@ -43,6 +43,10 @@ def test_one_finding_is_a_line_for_each_weights_and_json(capsys):
     assert row["ema"] == {"loss": 1.5, "top1": 25.0, "top5": 100.0, "images": 1004, "per_class": [
         {"class": "ant", "correct": 4, "total": 4}, {"class": "bee", "correct": 1, "total": 1},
         {"class": "cat", "correct": 246, "total": 999}]}
+    report([finding(model=dataclasses.replace(MODEL, top5=None))], per_class=False, json_file=None)
+    line, row = capsys.readouterr().out.splitlines()                 # a set of few classes
+    assert line == "model  top-1 50.000 %  loss 1.2500  over 1,004 images"
+    assert json.loads(row)["model"]["top5"] is None
 
 
 def test_classes_are_sorted_by_what_the_model_knows_of_them(capsys):
