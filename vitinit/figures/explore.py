@@ -99,7 +99,7 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[
     return levels, {
         "name": subject.state, "recipe": recipe.name, "signed": signed, "masses": masses,
         "grids": grids, "prefix": prefix_tokens(model), "images": images,
-        "classes": list(subject.classes) or [f"class {number}" for number in range(model.num_classes)]}
+        "classes": list(subject.classes or (f"class {n}" for n in range(model.num_classes)))}
 
 
 def mean_over_channels(matrices: Tensor) -> Tensor:
