@@ -114,6 +114,8 @@ class OtherViT(nn.Module):
         self.patch_embed.proj, self.patch_embed.grid_size = nn.Conv2d(3, DIM, 4, 4), GRID
         self.blocks = nn.ModuleList(OtherBlock(kind, post_norm, gamma) for _ in range(depth))
         self.norm = nn.LayerNorm(DIM)
+        if kind == "siglip":                         # pools, in no list of blocks
+            self.pool = nn.MultiheadAttention(DIM, HEADS)
         self.head = nn.Linear(DIM, CLASSES)
 
     add_parameter = nn.Module.register_parameter

@@ -131,6 +131,35 @@ def test_torchvisions_own_vit(init):
         assert torch.allclose(single.mean(0), torch.tensor(masses), atol=1e-5, rtol=0)
 
 
+def test_torchvisions_own_swin(monkeypatch):
+    """The mass is that of the softmax which torchvision computes, and only the tables are written."""
+    sizes = dict(patch_size=[2, 2], embed_dim=22, depths=[2, 2], num_heads=[2, 11], window_size=[3, 5])
+    model = torchvision.models.SwinTransformer(**sizes).eval()
+    before, found, softmax = state(model), [], nn.functional.softmax
+    report = impulse_(model, generator=seeded(), target_mass=0.7, offsets="rotating")
+    assert report.written == tuple(name for name in before if name.endswith("bias_table"))
+    assert "windows of 3×5 tokens" in str(report) and "on the relative bias alone: " in str(report)
+    mine = vitinit.build_model("swin_tiny", num_classes=7, image_size=(24, 40), **sizes)
+    init_weights(mine, "impulse", generator=seeded(), target_mass=0.7, offsets="rotating")
+    tables = [[block.bias_table for block in layout_of(each).blocks] for each in (model, mine)]
+    assert all(map(torch.equal, *tables))
+    with torch.no_grad():
+        for block in layout_of(model).blocks:        # so that the logits are the bias and the mask
+            block.q.zero_()
+            block.q_bias.zero_()
+    monkeypatch.setattr(nn.functional, "softmax", lambda *given, **named: (
+        found.append(softmax(*given, **named)), found[-1])[1])
+    model(torch.randn(2, 3, 24, 40, generator=seeded(1)))
+    for weights, targets, masses in list(zip(found, report.targets, report.mass))[::2]:  # not shifted
+        assert torch.allclose(target_mass(weights, list(targets), (3, 5)), torch.tensor(masses), atol=1e-5)
+        assert masses == pytest.approx([0.7] * len(targets))
+    with pytest.raises(ValueError, match="measured on its relative bias alone; leave out images"):
+        impulse_(model, generator=seeded(), images=photographs())
+    with pytest.raises(ValueError, match="'deep_impulse' is not defined for a SwinTransformer"):
+        deep_impulse_(model, generator=seeded())
+    assert dict(describe(model).fits)["impulse"] == ""
+
+
 class Encoder(nn.Module):
     """A model of one's own: PyTorch's encoder on patches."""
 
@@ -203,17 +232,13 @@ def test_wrapped_models_are_unwrapped():
 # ---------------------------------------------------------------------------------------------
 
 
-class Odd(Tensor):
-    """Stands for a tensor that is sharded or packed."""
-
-
-def odd(model: nn.Module) -> None:
-    weight = model.head.weight.detach().as_subclass(Odd)
-    model.head.register_buffer("packed", weight)
-
-
 def with_rotary(model: nn.Module) -> None:
     model.rope = nn.Linear(2, 3)
+
+
+def with_stem(model: nn.Module) -> None:
+    """A stem of convolutions: the last one does not say how large the images are."""
+    model.patch_embed.proj = nn.Sequential(nn.Conv2d(3, 5, 4, 4), nn.Conv2d(5, DIM, 1))
 
 
 def with_q_norm(model: nn.Module) -> None:
@@ -252,7 +277,7 @@ def fixed(model: nn.Module) -> None:
 
 
 REFUSALS: dict[Callable, str] = {
-    odd: "head.packed is a Odd; initialise on the CPU before sharding", with_rotary: "rotary",
+    with_rotary: "rotary", with_stem: "does not pass through the model",
     with_q_norm: "normalises Q and K", otherwise_scaled: "something else than softmax",
     without_positions: "no learned position embedding", with_two_stages: "2 lists of blocks",
     quantised: "head.weight is int8, quantised", computed: "views of parameters",
@@ -269,6 +294,21 @@ def test_what_is_not_covered_is_one_line_and_nothing_has_changed(change):
     assert "\n" not in str(error.value)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert torch.equal(generator.get_state(), drawn)
+
+
+def test_a_model_that_is_really_sharded_is_refused():
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = OtherViT("timm")
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        distributed.fsdp.fully_shard(model, mesh=mesh)
+        before = {name: value.to_local().clone() for name, value in model.named_parameters()}
+        with pytest.raises(ValueError, match="^cls_token is a DTensor; initialise on the CPU before "):
+            impulse_(model, generator=seeded())
+        assert all(torch.equal(value.to_local(), before[name]) for name, value in model.named_parameters())
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("model, words", [

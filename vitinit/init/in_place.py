@@ -250,9 +250,15 @@ def require_formula(vit: Layout) -> int:
                              "post-norm or parallel blocks, another scale)")
         agree.append(block)
 
-    run(vit.model, noise_images(vit, 1, torch.Generator().manual_seed(0)), after={
-        **{block.norm: partial(keep, block.norm) for block in vit.blocks},
-        **{block.attention: partial(compare, block) for block in vit.blocks}})
+    image = noise_images(vit, 1, torch.Generator().manual_seed(0))
+    try:
+        run(vit.model, image, after={
+            **{block.norm: partial(keep, block.norm) for block in vit.blocks},
+            **{block.attention: partial(compare, block) for block in vit.blocks}})
+    except (RuntimeError, TypeError, AssertionError) as error:           # a convolutional stem, say
+        raise ValueError(f"an image of the shape {tuple(image.shape[1:])}, which the patches seem "
+                         f"to be of, does not pass through the model ({in_brief(error, 80)}); "
+                         "describe it by a Layout") from error
     if len(agree) != len(vit.blocks):
         raise ValueError(f"of {len(vit.blocks)} attentions {len(agree)} were called once in a "
                          "forward pass")

@@ -120,8 +120,8 @@ def write_values(block: Block, *, alpha: float, beta: float, generator: torch.Ge
             raise ValueError(f'value_init "untransposed" needs as many channels in the heads as in '
                              f"the stream, and the model has {inner} and {dim}")
         value, projection = value.mT, projection.mT
-    order = torch.randperm(inner, generator=generator) if first else torch.arange(inner)
-    order = order[:value.shape[1]]
+    count = value.shape[1]
+    order = torch.randperm(inner, generator=generator)[:count] if first else slice(count)
     # New tensors, since Q, K and V may lie in one tensor that no flat view of V exists of.
     values, projections = (torch.zeros_like(block.v).flatten(0, 1),
                            block.proj.flatten(1).clone())
