@@ -26,28 +26,24 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitinit.command_line import Parser, building, integer, run_program
-from vitinit.data.augment import ToDevice, TrainToDevice
-from vitinit.data.datasets import download, open_split
-from vitinit.data.sources import Source, fingerprint, folder_of, held_out_part, oriented
-from vitinit.data.draw import Augmentation
 from vitinit.data.images import DataError
-from vitinit.data.loader import EvalViews, start_fork_server
-from vitinit.data.pipeline import Data, EvaluationBatches, KeptViews, TrainingBatches
-from vitinit.data.sampler import TrainSampler, plan_batches, require_full_batch
+from vitinit.data.pipeline import Data
+from vitinit.data.sources import Source, fingerprint, folder_of
 from vitinit.init import INITS
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models.layers import draw_drop_path
 from vitinit.recipe.files import with_data
 from vitinit.recipe.sections import Recipe
+from vitinit.runs.data import open_data
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.lock import RunLock
 from vitinit.runs.resume import (choose_run, require_same_data, require_same_micro_batch,
                                  settings)
-from vitinit.runs.start import (build, cautions, initialise, measure_mass, open_training_set,
-                                rehearsal, set_up_folder, summary)
+from vitinit.runs.start import (build, cautions, initialise, measure_mass, rehearsal,
+                                set_up_folder, summary)
 from vitinit.train import distributed
 from vitinit.train.device import describe_device, memory_for, peak_gib
-from vitinit.train.distributed import DAY, Processes
+from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
 from vitinit.train.engine import (cross_entropy, evaluate, read_losses, set_precision,
                                   train_epochs, tune_convolutions)
@@ -60,7 +56,6 @@ from vitinit.train.state import TrainState
 # Modules that only some runs need are imported where they are used: of fine-tuning, of learning
 # from a teacher, and of profiling.
 REPOSITORY = Path(__file__).resolve().parent
-MOST_PROFILED = 100             # steps; each adds up to a few MB to the trace
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -77,70 +72,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     how = parser.add_mutually_exclusive_group()      # a dry run has no steps to profile
     how.add_argument("--dry-run", action="store_true",
                      help="build everything, print it, run one forward pass, write nothing")
-    how.add_argument("--profile", type=integer(1, MOST_PROFILED + 1), default=0, metavar="N",
+    how.add_argument("--profile", type=integer(1, 101), default=0, metavar="N",
                      help="write a profiler's trace of N steps after warm-up into the run's "
                           "folder and name the largest operations")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="override any key of the recipe; may be repeated")
     return parser.parse_args(arguments)
-
-
-# ---------------------------------------------------------------------------------------------
-# Data
-# ---------------------------------------------------------------------------------------------
-
-
-def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool) -> Data:
-    """Open the data sets of the recipe and build the batches of this process.
-
-    root: the data set's folder. A dry run downloads nothing and does not decode the training set
-    into memory.
-    """
-    data, optim, augment = recipe.data, recipe.optim, recipe.augment
-    start_fork_server(data.workers)
-    with processes.together(within=DAY):
-        if processes.local_rank == 0 and not dry_run:
-            download(data.name, root)
-    with processes.together():
-        whole_set, train_set = open_training_set(data, root)
-        classes = len(whole_set.classes)
-        if data.held_out_per_class:                  # validate on these; the test set stays unused
-            val_set = held_out_part(whole_set, images_per_class=data.held_out_per_class,
-                                    seed=data.subset_seed)
-        else:
-            val_set = oriented(open_split(data.name, root, "val", classes),
-                               data.apply_exif_orientation)
-
-    # Which images each step uses, and which of them this process loads.
-    with building(f"recipe {recipe.name}", "optim"):
-        require_full_batch(len(train_set), augment.repeats, optim.global_batch)
-        plan = plan_batches(optim.global_batch, optim.max_batch_per_process, processes.world_size,
-                            group=recipe.mix.group if recipe.mix.mixes else 1)
-        sampler = TrainSampler(len(train_set), plan, rank=processes.rank, seed=recipe.run.seed,
-                               repeats=augment.repeats)
-
-    # How an image is augmented on its way to the model.
-    augmentation = Augmentation(recipe.run.seed, data.image_size, augment, recipe.rand_augment,
-                                recipe.mix)
-    as_input = dict(mean=data.mean, std=data.std, channels_last=recipe.engine.channels_last)
-    prepare = TrainToDevice(processes.device, augmentation, **as_input, num_classes=classes)
-    with (ProgressBar("decode", len(train_set), shown=processes.is_main) as bar,
-          processes.together()):
-        train_batches = TrainingBatches(train_set, sampler, prepare, workers=data.workers,
-                                        budget_gib=0.0 if dry_run else data.on_device_gib,
-                                        advance=bar.advance)
-
-    # How an image is evaluated.
-    views = EvalViews(val_set, rank=processes.rank, world_size=processes.world_size,
-                      size=data.image_size, crop_pct=recipe.eval.crop_pct,
-                      interpolation=recipe.eval.interpolation)
-    kept = KeptViews(views, processes.device, on_device_gib=data.on_device_gib,
-                     cache_gib=recipe.eval.cache_gib)
-    with processes.together():
-        val_batches = EvaluationBatches(kept, batch_size=recipe.eval.batch_size,
-                                        workers=data.workers,
-                                        prepare=ToDevice(processes.device, **as_input))
-    return Data(whole_set, train_set, val_set, plan, train_batches, val_batches)
 
 
 # ---------------------------------------------------------------------------------------------

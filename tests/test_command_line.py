@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from vitinit.command_line import Parser, complain
 from vitinit.recipe.files import RecipeError, fresh_recipe, overrides
 from vitinit.recipe.values import to_toml
+from vitinit.runs import data
 from vitinit.train.distributed import LostProcess, Processes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -166,12 +167,12 @@ def test_every_key_of_the_augmentation_reaches_what_draws_or_applies_it(
     """The values are all different within each type, and none of them is a default."""
     given = {}
     for name in ("Augmentation", "TrainSampler"):
-        def recorded(*arguments, name=name, real=getattr(train_program, name), **options):
+        def recorded(*arguments, name=name, real=getattr(data, name), **options):
             given.update(options)
             if name == "Augmentation":
                 given.update(zip(("augment", "rand_augment", "mix"), map(vars, arguments[2:])))
             return real(*arguments, **options)
-        monkeypatch.setattr(train_program, name, recorded)
+        monkeypatch.setattr(data, name, recorded)
     written = {
         "augment": dict(repeats=3, crop_scale=(0.37, 0.97), crop_ratio=(0.71, 1.31), crop_padding=2,
                         flip=0.11, interpolation="bilinear", erase_probability=0.13,

@@ -15,6 +15,7 @@ import torch
 from same_run import assert_same_run, checkpoint as left_in, rows_of
 
 from vitinit.data import augment, datasets
+from vitinit.runs import data as opening
 from vitinit.train import checkpoint, engine
 from vitinit.train.interruption import STOP_SIGNALS
 
@@ -68,8 +69,7 @@ def test_a_signal_in_any_phase_costs_nothing(train_program, small_run, tmp_path,
 
 def test_ctrl_c_while_starting_leaves_nothing(train_program, small_run, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
-        patch.setattr(train_program, "open_split",
-                      signalling(train_program.open_split, 1, signal.SIGINT))
+        patch.setattr(opening, "open_split", signalling(opening.open_split, 1, signal.SIGINT))
         assert train_program.main(small_run(tmp_path / "run")) == 128 + signal.SIGINT
     assert capsys.readouterr().err == "train.py: stopped by SIGINT\n"
     assert not (tmp_path / "run").exists()

@@ -15,6 +15,7 @@ import torch
 import vitinit
 from vitinit.recipe import sections
 from vitinit.recipe.values import to_toml
+from vitinit.runs import data
 from vitinit.runs.folder import RunFolder
 from vitinit.train.engine import Evaluation, set_precision, tune_convolutions
 
@@ -40,10 +41,12 @@ def seen(train_program, small_run, tmp_path, monkeypatch) -> dict:
     for name in ("optimizer_for", "plan_batches", "learning_rate", "Ema", "set_precision",
                  "ToDevice", "TrainToDevice", "EvalViews", "KeptViews", "EvaluationBatches",
                  "train_epochs", "evaluate"):
-        def recorded(*arguments, name=name, real=getattr(train_program, name), **options):
+        place = train_program if hasattr(train_program, name) else data
+
+        def recorded(*arguments, name=name, real=getattr(place, name), **options):
             calls.setdefault(name, []).append((arguments, options))
             return real(*arguments, **options)
-        monkeypatch.setattr(train_program, name, recorded)
+        monkeypatch.setattr(place, name, recorded)
     sets = {f"{title}__{key}": to_toml(value) for title, body in WRITTEN.items()
             for key, value in body.items()}
     assert train_program.main(small_run(tmp_path / "run", **sets)) == 0

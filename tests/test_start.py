@@ -10,6 +10,7 @@ import torch
 
 from vitinit.init.mass import mass_on_images
 from vitinit.runs import start
+from vitinit.runs.data import open_training_set
 from vitinit.train.distributed import Processes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -33,7 +34,7 @@ def started(processes: Processes) -> dict:
                                           "ema.decay=0.9", "init.name=impulse",
                                           "data.name=image_folder", "data.num_classes=3",
                                           f"data.root={os.environ['IMAGES']}")])
-    _, images = start.open_training_set(recipe.data, recipe.data.root)
+    _, images = open_training_set(recipe.data, recipe.data.root)
     state, notes = train.initial_state(recipe, processes, None, Path("none"), images)
     return {"drawn": drawn, "model": dict(state.model.state_dict()), "notes": notes,
             "ema": dict(state.ema.model.state_dict())}

@@ -11,16 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..command_line import building
 from ..data.augment import normalise
-from ..data.datasets import DATA_SETS, open_split
+from ..data.datasets import DATA_SETS
 from ..data.images import DataError, resize_and_centre_crop
 from ..data.pipeline import Data
-from ..data.sources import Source, oriented, stratified_part
+from ..data.sources import Source
 from ..init import init_weights, reads_images
 from ..init.mass import has_targets, mass_on_images
 from ..keys import Stream, keyed_generator
 from ..models import build_model
 from ..recipe.files import dump_recipe, with_data
-from ..recipe.sections import DataSection, Recipe
+from ..recipe.sections import Recipe
 from ..recipe.values import to_toml
 from ..train.device import describe_device
 from ..train.distributed import Processes
@@ -36,21 +36,6 @@ FEW_UPDATES = 2_000             # steps; fewer than that from scratch give a war
 # ---------------------------------------------------------------------------------------------
 # The images and the model
 # ---------------------------------------------------------------------------------------------
-
-
-def open_training_set(data: DataSection, root: str) -> tuple[Source, Source]:
-    """The whole training set of a recipe, and the part of it that is trained on.
-
-    root: the data set's folder. Raises DataError if the data set cannot be opened, or has a single
-    class.
-    """
-    whole = oriented(open_split(data.name, root, "train", data.num_classes),
-                     data.apply_exif_orientation)
-    if len(whole.classes) < 2:
-        raise DataError(f"{root}: one class found, '{whole.classes[0]}'; expected two at least, a "
-                        "folder each")
-    return whole, stratified_part(whole, share=data.subset, images_per_class=data.images_per_class,
-                                  held_out=data.held_out_per_class, seed=data.subset_seed)
 
 
 def evaluation_view(image: Tensor, recipe: Recipe, size: tuple[int, int] | None = None) -> Tensor:
