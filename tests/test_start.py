@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 
 from vitinit.init.mass import mass_on_images
-from vitinit.runs import start
-from vitinit.runs.data import open_training_set
+from vitinit.messages import OneLineError
+from vitinit.recipe.files import load_recipe, parse_override
+from vitinit.runs import data, start
 from vitinit.train.distributed import Processes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -20,7 +24,6 @@ def started(processes: Processes) -> dict:
     """What one of two processes starts with. On rank 1 the init draws other weights."""
     sys.path.insert(0, str(REPOSITORY))
     import train
-    from vitinit.recipe.files import load_recipe, parse_override
 
     drawn = {}
 
@@ -34,7 +37,7 @@ def started(processes: Processes) -> dict:
                                           "ema.decay=0.9", "init.name=impulse",
                                           "data.name=image_folder", "data.num_classes=3",
                                           f"data.root={os.environ['IMAGES']}")])
-    _, images = open_training_set(recipe.data, recipe.data.root)
+    _, images = data.open_training_set(recipe.data, recipe.data.root)
     state, notes = train.initial_state(recipe, processes, None, Path("none"), images)
     return {"drawn": drawn, "model": dict(state.model.state_dict()), "notes": notes,
             "ema": dict(state.ema.model.state_dict())}
@@ -77,3 +80,21 @@ def test_the_mass_on_the_targets_in_training_images_stands_below_the_init(
                                         f"init.checkpoint={tmp_path / 'run'}", init="mimetic")) == 0
     printed = capsys.readouterr().out
     assert "\nstart   " in printed and "mass  " not in printed
+
+
+def test_the_others_wait_a_day_for_a_download(monkeypatch):
+    waits = []
+
+    @contextlib.contextmanager
+    def together(processes: Processes, *, within=None):
+        waits.append(within)
+        yield
+
+    def download(*_):
+        raise OneLineError("asked for")
+    monkeypatch.setattr(Processes, "together", together)
+    monkeypatch.setattr(data, "download", download)
+    with pytest.raises(OneLineError, match="asked for"):
+        data.open_data(load_recipe("quickstart"), "", Processes(0, 0, 1, torch.device("cpu")),
+                       dry_run=False)
+    assert waits == [timedelta(days=1)]
