@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import base64
-import html
 import json
+import queue
 import re
 import shutil
 import subprocess
+import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -65,31 +67,63 @@ def contents() -> Callable[[Path], tuple[dict[str, Any], np.ndarray]]:
 
 
 @pytest.fixture
-def in_browser(tmp_path) -> Callable[[Path, str, str], dict[str, Any]]:
+def in_browser(tmp_path) -> Iterator[Callable[[Path, str, str], Any]]:
     """Opens a page at an address and returns what the body of an async function in it returns.
 
-    The page may not write to the console. The function runs once the page has drawn itself. Skips
-    the test without a browser.
+    The function runs once the page has drawn itself, and its page may not write to the console. The
+    page is served by the test, which also waits for the answer. Skips the test without a browser.
     """
     if BROWSER is None:
         pytest.skip("needs a browser (chromium)")
+    answers: queue.Queue[bytes] = queue.Queue()
+    pages = {}
 
-    def call(page: Path, address: str, body: str) -> dict[str, Any]:
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            page = pages.get(self.path, b"")
+            self.send_response(200 if page else 204)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+
+        def do_POST(self) -> None:
+            answers.put(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    def call(page: Path, address: str, body: str) -> Any:
         script = f"""<script>
         addEventListener("load", async () => {{
-          for (let waits = 0; !document.querySelector("#made").textContent || waits < 2; waits++)
-            await new Promise((resolve) => setTimeout(resolve, 100));
-          const found = await (async () => {{ {body} }})();
-          document.body.textContent = "FOUND" + JSON.stringify(found) + "END";
+          while (!document.querySelector("#made").textContent || document.hidden)
+            await new Promise((resolve) => setTimeout(resolve, 20));
+          await new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
+          const found = await (async () => {{ {body} }})().catch((error) => String(error.stack));
+          fetch("/", {{method: "POST", body: JSON.stringify(found)}});
         }});
         </script>"""
-        probe = tmp_path / "probe.html"
-        probe.write_text(page.read_text().replace("</body>", script + "</body>"))
-        done = subprocess.run(
-            [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-             f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=20000", "--dump-dom",
-             "--window-size=1280,900", "--enable-logging=stderr", f"file://{probe}#{address}"],
-            capture_output=True, text=True, timeout=240)
-        assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
-        return json.loads(html.unescape(re.search("FOUND(.*)END", done.stdout, re.DOTALL)[1]))
-    return call
+        pages["/"] = page.read_text().replace("</body>", script + "</body>").encode()
+        with open(tmp_path / "browser.log", "w+") as log:
+            browser = subprocess.Popen(
+                [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-proxy-server",
+                 "--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}",
+                 "--window-size=1280,900", "--enable-logging=stderr",
+                 f"http://127.0.0.1:{server.server_port}/#{address}"], stdout=log, stderr=log)
+            try:
+                answer = answers.get(timeout=120)
+            except queue.Empty:
+                answer = b"null"                     # the console says why
+            finally:
+                browser.terminate()
+                browser.wait(60)
+            log.seek(0)
+            assert [line for line in log if "CONSOLE" in line] == []
+        return json.loads(answer)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield call
+        server.shutdown()
