@@ -156,7 +156,7 @@ def test_reading_leaves_the_model_as_it_was(family):
     with torch.enable_grad():
         found = mixing_matrices(model, drawn_images())
     assert [module.training for module in model.modules()] == modes
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     again = mixing_matrices(model.eval(), drawn_images())
@@ -168,17 +168,16 @@ def test_reading_leaves_the_model_as_it_was(family):
     assert not torch.equal(mixing_matrices(model, drawn_images())[0], found[0])
 
 
-@pytest.mark.parametrize("family", ["vit", "mixer"])
+@pytest.mark.parametrize("family", ["vit"])
 def test_a_forward_pass_that_fails_leaves_no_hooks_and_the_mode_behind(family):
     model = built(family).train()
     with pytest.raises(ValueError, match="built for images of 12×20 pixels"):
         mixing_matrices(model, drawn_images(20, 12))
     assert model.training
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("family, block, last", [("vit", -1, 2), ("swin", 5, 4), ("mixer", 3, 2),
-                                                 ("conv_mixer", 3, 2)])
+@pytest.mark.parametrize("family, block, last", [("vit", -1, 2), ("swin", 5, 4)])
 def test_a_block_that_is_not_there_is_an_error(family, block, last):
     message = f"block {block} is asked for, but the model has blocks 0…{last}"
     with pytest.raises(ValueError, match=message):

@@ -88,21 +88,6 @@ def test_heads_attend_to_their_targets(name, image_size, sizes, centre, shifted)
     assert shifted is None or others.mean().item() == pytest.approx(shifted, abs=0.04)
 
 
-def test_random_offsets_differ_between_blocks_and_follow_the_generator():
-    sizes = dict(patch_size=4, embed_dim=198, num_heads=6, depth=2)
-    model = initialised(built(image_size=32, **sizes), offsets="random")
-    found = []
-    for block in range(2):
-        weights = position_attention(model, block)
-        masses = torch.stack([target_mass(weights, [cell] * 6, model.grid)
-                              for cell in ordered_offsets(3)])            # (9, h)
-        assert masses.max(0).values.min() > 0.6      # every head has one clear offset
-        found.append(masses.argmax(0).tolist())
-    assert found[0] != found[1]
-    again = initialised(built(image_size=32, **sizes), offsets="random")
-    assert torch.equal(again.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight)
-
-
 def test_real_images_leave_the_first_blocks_map_where_their_patches_are_faint():
     """The same through a forward pass; patches of large content swamp the position embedding."""
     model = initialised(built(image_size=32, patch_size=4, embed_dim=96, depth=2, pool="mean"))

@@ -7,14 +7,11 @@ import sys
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm
 
 import vitinit
-from vitinit.filters import (Offset, convolution_matrix, head_offsets, impulse_kernel,
-                             ordered_offsets)
+from vitinit.filters import Offset, convolution_matrix, impulse_kernel, ordered_offsets
 from vitinit.init.impulse_gd import draw_pseudo_input, solve
 from vitinit.mixing import mixing_matrices, target_mass
-from vitinit.models.layers import sincos_position_embedding
 
 GRID = (5, 7)
 OFF_CENTRE = [(-1, 0), (0, 1), (1, 1)]
@@ -33,15 +30,6 @@ def simple_vit(**options) -> torch.nn.Module:
     return vitinit.build_model("simple_vit", num_classes=11, **dict(
         image_size=(10, 21), patch_size=(2, 3), embed_dim=44, depth=2, num_heads=2,
         head_dim=17) | options)
-
-
-FAMILIES = {
-    "two tokens": lambda: vit(distilled=True),
-    "sincos positions": lambda: vit(pos_embed="sincos", pool="mean"),
-    "position": lambda: simple_vit(reads="position", logit_scale=0.1),
-    "frozen": lambda: simple_vit(reads="free", train_qk=False, logit_scale=1.0),
-}
-each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -124,48 +112,7 @@ def test_solutions_equal_steps_written_out(float64, free, renorm_every):
         torch.testing.assert_close(key[head].T, right, rtol=0, atol=1e-9)
 
 
-def sincos_tokens(grid: tuple[int, int] = GRID) -> Tensor:
-    return layer_norm(sincos_position_embedding(grid, 44), (44,), eps=1e-6)
-
-
-def solved_maps(steps: int, *, step_size: float, renorm_every: int, grid=GRID) -> Tensor:
-    tokens = sincos_tokens(grid)
-    query, key = solve(impulse_maps(OFF_CENTRE, grid), tokens, rank=17, logit_scale=17 ** -0.5,
-                       steps=steps, step_size=step_size, renorm_every=renorm_every,
-                       generator=seeded())
-    return ((tokens @ query.mT) @ (tokens @ key.mT).mT * 17 ** -0.5).softmax(-1)
-
-
-def test_it_succeeds_on_the_sincos_embeddings_that_the_closed_form_refuses():
-    with pytest.raises(ValueError, match="numerical rank is"):
-        vitinit.init_weights(vit(pos_embed="sincos"), "impulse", generator=seeded())
-    maps = solved_maps(400, step_size=0.01, renorm_every=0)
-    assert target_mass(maps, OFF_CENTRE, GRID).min() > 0.9
-    untrained = solved_maps(1, step_size=1e-9, renorm_every=0)
-    assert target_mass(untrained, OFF_CENTRE, GRID).max() < 0.1
-
-
 # A whole model ---------------------------------------------------------------------------------
-
-
-@each_family
-def test_queries_and_keys_are_the_solvers_on_the_models_own_scale_and_positions(family):
-    """From the same draws; the solver itself is held to its own transcription above."""
-    model, reference = initialised(FAMILIES[family](), 3), FAMILIES[family]()
-    generator = seeded(3)
-    vitinit.init_weights(reference, "default", generator=generator)
-    offsets = head_offsets(2, ordered_offsets(3), "random", generator)
-    positions = reference.pos_embed.detach()
-    rank = 22 if family.endswith(("positions", "mean", "tokens")) else 17
-    if rank == 22:
-        positions = layer_norm(positions[0, positions.shape[1] - 35:], (44,), eps=1e-6)
-    scale = {"position": 0.1, "free": 1.0, "frozen": 1.0}.get(family, rank ** -0.5)
-    expected = solve(impulse_maps(offsets), None if scale == 1.0 else positions, rank=rank,
-                     logit_scale=scale, steps=2, step_size=1e-4, renorm_every=100,
-                     generator=generator)
-    for block in model.blocks:
-        for found, wanted in zip(query_and_key(block), expected):
-            assert torch.equal(found, wanted)
 
 
 def on_positions_alone(model) -> list[Tensor]:

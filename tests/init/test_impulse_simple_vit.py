@@ -54,18 +54,6 @@ def maps_on_positions(model: SimpleViT, block: int) -> Tensor:
     return model.blocks[block].attn.mixing_weights(seen(model, block)[None], model.pos_embed)[0]
 
 
-@torch.no_grad()
-def logits_on_positions(model: SimpleViT, block: int, shift: float = 0.0) -> Tensor:
-    """(h, N, N), before the softmax; `shift` is added to every channel that Q and K read."""
-    attention = model.blocks[block].attn
-    if attention.reads == "free":
-        return attention.logit_scale * attention.query @ attention.key.mT
-    z = {"content": seen(model, block), "position": model.pos_embed,
-         "mixed": (1 - attention.alpha) * model.pos_embed}[attention.reads] + shift
-    query, key = z @ attention.q_weight.mT, z @ attention.k_weight.mT    # (h, N, d)
-    return attention.logit_scale * query @ key.mT
-
-
 def target(token: int, offset: Offset, grid: tuple[int, int]) -> int | None:
     row, column = token // grid[1] + offset[0], token % grid[1] + offset[1]
     inside = 0 <= row < grid[0] and 0 <= column < grid[1]
@@ -97,20 +85,6 @@ def test_every_row_with_a_target_gives_it_the_wanted_mass(reading, grid, kernel_
         found = masses(maps_on_positions(model, block), in_order(kernel_size, 29), grid)
         assert len(found) >= 29 * grid[0] * grid[1] / 4
         assert min(found) >= target_mass - 1e-6      # the embedding is rounded to float32
-
-
-@pytest.mark.parametrize("reading, logit_scale, kernel_size", [("position", 2.3, 3), ("free", 0.0, 5)])
-def test_offsets_are_drawn_after_the_base_and_anew_in_every_block(reading, logit_scale,
-                                                                  kernel_size):
-    options = dict(num_heads=23, logit_scale=logit_scale)
-    model = initialised(built(reading, **options), 3, kernel_size=kernel_size, offsets="random")
-    generator, cells = seeded(3), ordered_offsets(kernel_size)
-    vitinit.init_weights(built(reading, **options), "default", generator=generator)
-    drawn = [[cells[index] for index in torch.randint(len(cells), (23,), generator=generator)]
-             for _ in range(2)]
-    assert drawn[0] != drawn[1]
-    for block, offsets in enumerate(drawn):
-        assert min(masses(maps_on_positions(model, block), offsets, (5, 7))) >= 0.9 - 1e-6
 
 
 @pytest.mark.parametrize("reading", ["position", "mixed"])
@@ -155,57 +129,6 @@ def logit_needed(frequencies: tuple[float, ...], size: int, mass: float) -> floa
         low, high = ((low, middle) if mass_on_an_axis(middle, frequencies, size) >= mass
                      else (middle, high))
     return high
-
-
-@cache
-def cosines(frequencies: tuple[float, ...], size: int, shift: int, mass: float) -> Tensor:
-    """(size, size): Σ w cos(ω (n + δ − m)) with the first frequencies that need the smallest
-    logits.
-    """
-    prefixes = [frequencies[:count] for count in range(1, len(frequencies) + 1)]
-    logit, prefix = min((logit_needed(prefix, size, mass), prefix) for prefix in prefixes)
-    return torch.tensor([[sum(logit / len(prefix) * math.cos(frequency * (n + shift - m))
-                              for frequency in prefix) for m in range(size)]
-                         for n in range(size)], dtype=torch.float64)
-
-
-@cache
-def written_out(offset: Offset, grid: tuple[int, int], free: bool, mass: float) -> Tensor:
-    """(N, N): logits of rows plus those of columns, for heads of 17 channels: 4 pairs per axis."""
-    rows, columns = (cosines(
-        tuple(count * math.pi / size for count in range(1, size))[:4] if free else
-        tuple(10_000 ** (-index / 19) for index in range(4)), size, shift, math.sqrt(mass))
-        for size, shift in zip(grid, offset))
-    cells = [(row, column) for row in range(grid[0]) for column in range(grid[1])]
-    return torch.stack([torch.stack([rows[n[0], m[0]] + columns[n[1], m[1]] for m in cells])
-                        for n in cells])
-
-
-@pytest.mark.parametrize("reading, logit_scale, grid", [
-    ("position", 0.1, (5, 7)), ("mixed", 0.0, (11, 3)), ("mixed, faint positions", 0.1, (5, 7)),
-    ("free", 0.1, (11, 3))])
-def test_logits_are_the_cosines_of_displacements_from_the_target(reading, logit_scale, grid):
-    model = initialised(built(reading, grid, logit_scale=logit_scale), target_mass=0.8)
-    for block in range(2):
-        found = logits_on_positions(model, block)
-        for head, offset in enumerate(in_order(3, 11)):
-            expected = written_out(offset, grid, reading == "free", 0.8)
-            torch.testing.assert_close(found[head], expected, rtol=0, atol=2e-6 * expected.max())
-
-
-def test_contents_logits_are_these_cosines_times_the_scales_that_layer_norm_gives():
-    """The factor is s² / (sₙ sₘ) ≥ 1, with s the largest standard deviation of a token's embedding.
-
-    The slowest sine, at most .003 on 3 rows, takes up the mean: hence the tolerance.
-    """
-    model = initialised(built("content", (3, 11)), target_mass=0.8)
-    spread = model.pos_embed.std(dim=1, correction=0)
-    scales = spread.max() ** 2 / (spread[:, None] * spread)
-    assert scales.min() >= 1 and scales.max() > 1.1
-    for head, offset in enumerate(in_order(3, 11)):
-        expected = scales * written_out(offset, (3, 11), False, 0.8)
-        found = logits_on_positions(model, 1)[head]
-        torch.testing.assert_close(found, expected, rtol=0, atol=5e-3 * expected.max())
 
 
 # The frequencies of an axis --------------------------------------------------------------------

@@ -13,19 +13,6 @@ from vitinit.models.attention import Attention
 DIM, HEADS = 51, 3
 
 
-@pytest.fixture
-def block() -> torch.nn.Module:
-    model = vitinit.build_model("vit_tiny", num_classes=7, image_size=32, patch_size=4,
-                                embed_dim=DIM, depth=2, num_heads=HEADS).double()
-    vitinit.init_weights(model, "mimetic", generator=torch.Generator().manual_seed(0))
-    return model.blocks[1]
-
-
-def test_the_first_heads_values_carry_the_most(block):
-    energy = block.attn.v_weight.square().sum((1, 2))
-    assert energy[0] > energy[1] > energy[2]
-
-
 def test_untransposed_values_are_the_factors_as_the_released_code_stores_them():
     """qkv.weight's V rows are U√S and proj.weight √S Wᵀ: as numpy and not as nn.Linear reads them."""
     model, paper = (vitinit.build_model("vit_tiny", num_classes=7, image_size=32, patch_size=4,
@@ -96,7 +83,7 @@ def queries_and_keys(block: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor
     return attention.q_weight.mT.detach(), attention.k_weight.mT.detach()
 
 
-@pytest.mark.parametrize("reads, head_dim", [("content", 11), ("mixed", 1), ("free", 11), ("free", 31)])
+@pytest.mark.parametrize("reads, head_dim", [("content", 11), ("free", 31)])
 def test_a_simple_vits_products_are_the_best_low_rank_parts_of_the_matrices_drawn(reads, head_dim):
     model = simple_vit(reads, head_dim, qk_alpha=0.6, qk_beta=0.5)
     generator = torch.Generator().manual_seed(3)

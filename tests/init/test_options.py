@@ -88,18 +88,6 @@ def test_extreme_numbers_give_finite_weights_or_a_line_that_names_the_option():
                     or option.endswith("alpha") and "factor of the noise" in message), f"{case}: {message}"
 
 
-def test_no_noise_at_all_leaves_the_impulses_alone():
-    """There is no noise if either of its two factors is zero."""
-    model = built("vit")
-    init_weights(model, "impulse", generator=torch.Generator().manual_seed(0), noise_std=0.0)
-    scaled = built("vit")
-    init_weights(scaled, "impulse", generator=torch.Generator().manual_seed(0), noise_scale=0.0,
-                 value_init="base")
-    for ours, theirs in zip(model.blocks, scaled.blocks):
-        for part in ("q_weight", "k_weight"):
-            torch.testing.assert_close(getattr(ours.attn, part), getattr(theirs.attn, part))
-
-
 # ---------------------------------------------------------------------------------------------
 # Models
 # ---------------------------------------------------------------------------------------------
@@ -123,19 +111,9 @@ def test_subclasses_and_compiled_models_get_the_weights_of_the_model_itself(init
     assert init_function(init, child.family) is init_function(init, "vit")
 
 
-def test_other_classes_are_told_which_inits_their_ancestor_has():
-    with pytest.raises(ValueError, match="'filters' is not defined for a VisionTransformer; it has: "
-                                         "default, torch"):
-        init_function("filters", Child.family)
-    with pytest.raises(ValueError, match="not defined for a Linear; it has: none"):
-        init_weights(nn.Linear(2, 3), "default", generator=torch.Generator())
-
-
 @pytest.mark.parametrize("change, message", [
     (lambda model: model.half(), "^cls_token is float16 on cpu; .* call init_weights before .half"),
-    (lambda model: model.bfloat16(), "^cls_token is bfloat16 on cpu; "),
-    (lambda model: model.to("meta"), r"^cls_token is float32 on meta; .* or \.to\(device\)"),
-    (lambda model: (model.blocks[1].half(), model)[1], "^blocks.1.norm1.weight is float16 on cpu")])
+    (lambda model: model.to("meta"), r"^cls_token is float32 on meta; .* or \.to\(device\)")])
 def test_models_on_a_device_or_in_half_precision_are_one_line(change, message, init="impulse"):
     model = change(built("vit"))
     generator = torch.Generator()
