@@ -12,10 +12,7 @@ from PIL import Image
 
 from vitinit.figures import __main__ as figures
 from vitinit.figures import augmentation, curves, plot
-from vitinit.figures.curves import draw_curves
 from vitinit.figures.plot import LOOKS
-from vitinit.runs.groups import group_runs
-from vitinit.runs.records import read_run
 
 
 def run(*arguments: object) -> None:
@@ -48,40 +45,26 @@ def test_kernels_show_impulses_and_only_them(tmp_path):
     assert upper.sum() == 0 and lower.sum() > 100
 
 
-def test_curves_show_the_groups_of_finished_runs(tmp_path, written_run, capsys):
-    runs = [written_run("a-0", [10.0, None, 50.0], init="impulse"),
-            written_run("a-1", [20.0, None, 60.0], init="impulse", seed=1),
-            written_run("b-0", [15.0, 30.0, 31.0]), written_run("b-1", [9.0], epochs=3, seed=1)]
-    out = tmp_path / "curves.png"
-    run("curves", *runs, "--out", out)
-    assert Image.open(out).size[0] > 600
-    assert f"left out, not finished: {runs[3]}, 1 of 3 epochs" in capsys.readouterr().out
-
-
 def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_from_lowest_to_highest(
-        tmp_path, written_run, monkeypatch):
-    """What was drawn is read back from matplotlib's own objects."""
-    groups = group_runs([read_run(folder) for folder in (
-        written_run("a-0", [10.0, None, 50.0], init="impulse"),
-        written_run("a-1", [26.0, None, 58.0], init="impulse", seed=1),
-        written_run("b-0", [15.0, 30.0, 31.0]))])
-    drawn = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig",
-                        lambda figure, *_, **__: drawn.append(figure))
-    draw_curves(tmp_path / "curves.png", groups)
-    figure, = drawn
-    axis, = figure.axes
+        tmp_path, written_run, panels, capsys):
+    """What was drawn is read back from matplotlib's own objects; unfinished runs are left out."""
+    runs = [written_run("a-0", [10.0, None, 50.0], init="impulse"),
+            written_run("a-1", [26.0, None, 58.0], init="impulse", seed=1),
+            written_run("b-1", [9.0], epochs=3, seed=1), written_run("b-0", [15.0, 30.0, 31.0])]
+    run("curves", *runs, "--out", tmp_path / "curves.png")
+    assert f"left out, not finished: {runs[2]}, 1 of 3 epochs" in capsys.readouterr().out
+    axis, = panels
     assert [line.get_label() for line in axis.lines] == ["impulse (2 seeds)", "default (1 seed)"]
     assert axis.lines[0].get_xydata().tolist() == [[1.0, 18.0], [3.0, 54.0]]
     assert axis.lines[1].get_xydata().tolist() == [[1.0, 15.0], [2.0, 30.0], [3.0, 31.0]]
     corners = {tuple(corner) for corner in axis.collections[0].get_paths()[0].vertices.tolist()}
     assert corners == {(1.0, 10.0), (1.0, 26.0), (3.0, 50.0), (3.0, 58.0)}
     assert len(axis.collections) == 1                # a single seed has no band
-    assert figure.get_suptitle() == "Top-1 by epoch: mean over seeds, band from lowest to highest"
     assert [(line.get_color(), line.get_linestyle()) for line in axis.lines] == [
         LOOKS["impulse"], LOOKS["default"]]
-    draw_curves(tmp_path / "curves.png", groups[1:])
-    assert drawn[1].get_suptitle() == "Top-1 by epoch"
+    run("curves", runs[3], "--out", tmp_path / "curves.png")
+    assert [axis.figure.get_suptitle() for axis in panels] == [
+        "Top-1 by epoch: mean over seeds, band from lowest to highest", "Top-1 by epoch"]
 
 
 def test_top1_across_a_key_has_a_line_per_experiment_and_a_bar_over_its_seeds(

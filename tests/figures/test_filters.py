@@ -7,7 +7,7 @@ import torch
 
 import vitinit
 from vitinit.figures import kernels
-from vitinit.filters import convolution_matrix, ordered_offsets
+from vitinit.filters import convolution_matrix
 from vitinit.mixing import mixing_matrices
 
 
@@ -24,16 +24,6 @@ def test_a_conv_mixers_filters_are_those_that_it_mixes_with(sizes):
     matrices = mixing_matrices(model, torch.zeros(1, 3, 12, 20), blocks=[1], heads=columns)[1][0]
     for kernel, matrix in zip(kernels.held_kernels(model, 1, columns), matrices, strict=True):
         torch.testing.assert_close(convolution_matrix(kernel, (6, 10)), matrix)
-
-
-def test_a_swins_bias_lies_at_the_keys_offset_from_the_query():
-    model = built("swin_tiny", "impulse", patch_size=2, embed_dim=15, depths=(2,), num_heads=(5,),
-                  window_size=(3, 5))
-    found = kernels.held_kernels(model, 1, [4, 2])
-    assert found.shape == (2, 5, 9)                  # offsets -2…2 down, -4…4 right
-    for kernel, head in zip(found, (4, 2)):
-        down, right = ordered_offsets(3)[head]
-        assert kernel.nonzero().tolist() == [[2 + down, 4 + right]]
 
 
 def test_a_swins_bias_by_offset_is_that_of_every_pair_of_tokens():

@@ -8,7 +8,6 @@ import torch
 
 import vitinit
 from vitinit.figures import maps, plot
-from vitinit.figures.__main__ import main
 from vitinit.mixing import mixing_matrices
 
 
@@ -94,10 +93,3 @@ def test_rows_are_kinds_models_and_blocks_and_columns_heads(draw, sizes, monkeyp
     vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(5))
     assert torch.equal(rows[6].maps, maps.position_maps(model, 1, "softmax")[[2, 0]])
     assert torch.equal(rows[3].maps, maps.position_maps(model, 0, "qk")[[2, 0]])
-
-
-def test_a_missing_folder_is_refused_in_one_line(tmp_path, capsys, sizes):
-    out = tmp_path / "absent" / "a.png"
-    assert main(["maps", "--recipe", "quickstart", *sizes, "--out", str(out)]) == 2
-    assert capsys.readouterr().err == (
-        f"vitinit.figures: {out}: cannot be written: No such file or directory\n")

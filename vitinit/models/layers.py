@@ -195,7 +195,7 @@ def drop_path_rates(rate: float, depth: int, first: float = 0.0) -> tuple[float,
     """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"drop_path is {rate}, expected 0 ≤ drop_path < 1")
-    return tuple(float(r) for r in np.linspace(first, rate, depth) for _ in range(2))
+    return tuple(np.linspace(first, rate, depth).repeat(2).tolist())
 
 
 def draw_drop_path(rates: Sequence[float], batch: int, rng: np.random.Generator) -> Tensor:

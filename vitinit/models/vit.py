@@ -126,9 +126,9 @@ class VisionTransformer(Classifier):
     def embed(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) → (B, N, C): prefix tokens and patches, plus the position embedding."""
         x = self.patch_embed(images)                                     # (B, patches, C)
-        before = [getattr(self, name) for name in PREFIX_TOKENS if hasattr(self, name)]
-        x = torch.cat([*(token.expand(x.shape[0], -1, -1) for token in before), x], dim=1)
-        return x + self.pos_embed
+        prefix = [getattr(self, name).expand(x.shape[0], -1, -1)         # each (B, 1, C) or more
+                  for name in PREFIX_TOKENS if hasattr(self, name)]
+        return torch.cat([*prefix, x], dim=1) + self.pos_embed
 
     def features(self, images: Tensor, drop_path: Tensor | None = None, *,
                  blocks: Sequence[int] = ()) -> Features:
