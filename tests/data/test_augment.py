@@ -36,15 +36,6 @@ def test_normalise_equals_float64_arithmetic():
     assert torch.equal(images, noisy_batch(5, 7, 11))
 
 
-def test_normalised_mean_and_one_deviation_are_zero_and_one():
-    at_mean = torch.tensor([51, 102, 153], dtype=torch.uint8).view(1, 3, 1, 1)
-    std = (0.2, 0.4, 0.1)
-    mean = tuple(value / 255 for value in (51, 102, 153))
-    assert torch.allclose(normalise(at_mean, mean, std), torch.zeros(1, 3, 1, 1), atol=1e-6)
-    mean = tuple(m - s for m, s in zip(mean, std))
-    assert torch.allclose(normalise(at_mean, mean, std), torch.ones(1, 3, 1, 1), atol=1e-6)
-
-
 # ---------------------------------------------------------------------------------------------
 # Noise and erasing
 # ---------------------------------------------------------------------------------------------
@@ -104,11 +95,6 @@ def inside(image: Tensor, box: Box) -> Tensor:
     return image[:, box.top:box.top + box.height, box.left:box.left + box.width]
 
 
-def erased_box(box: Box, key: int, fill: str = "pixel") -> Tensor:
-    """The pixels in the box of an image that is erased alone, (3, box.height, box.width)."""
-    return inside(erase(floats(1), erasing([box], [key]), fill)[0], box)
-
-
 @pytest.mark.parametrize("fill", ["pixel", "rand", "const"])
 def test_the_box_changes_and_nothing_else(fill):
     images = floats(len(BOXES))
@@ -131,46 +117,3 @@ def test_noise_equals_its_definition_in_plain_integers(fill):
         expected = (QUANTILES[indices[:values.numel()]].view(values.shape) if fill == "pixel"
                     else QUANTILES[indices[:3]].view(3, 1, 1).expand_as(values))
         assert torch.equal(values, expected)
-
-
-def test_pixel_noise_is_standard_normal_and_differs_by_value():
-    count, box = 41, Box(1, 2, 23, 27)
-    images = erase(floats(count), erasing([box] * count, list(range(count))), "pixel")
-    values = torch.cat([inside(image, box).flatten() for image in images]).double()
-    n = len(values)                                          # 76,383
-    assert abs(values.mean()) < 4 / n**0.5
-    assert abs(values.square().mean() - 1) < 4 * (2 / n)**0.5
-    ranks = torch.special.ndtr(values).sort().values
-    steps = (torch.arange(n, dtype=torch.float64) + 0.5) / n
-    assert (ranks - steps).abs().max() < 1.95 / n**0.5       # Kolmogorov-Smirnov, one in a thousand
-    # Neighbours along every axis, and the same position in two images, are uncorrelated.
-    noise = torch.stack([inside(image, box) for image in images]).double()
-    for dim in range(4):
-        length = noise.shape[dim] - 1
-        products = noise.narrow(dim, 0, length) * noise.narrow(dim, 1, length)
-        assert abs(products.mean()) < 4 / products.numel()**0.5
-    # 65,536 quantiles: a value comes twice in a box of 1863 only by chance.
-    assert len(inside(images[0], box).unique()) > 1863 - 100
-
-
-def test_rand_noise_is_one_number_per_channel_and_differs_between_channels():
-    numbers = []
-    for key in range(101):
-        values = erased_box(Box(3, 5, 7, 11), key, "rand")
-        assert (values == values[:, :1, :1]).all()
-        numbers.append(values[:, 0, 0])
-    assert len(torch.cat(numbers).unique()) >= 303 - 5
-    assert abs(torch.cat(numbers).mean()) < 4 / 303**0.5
-    assert abs(torch.cat(numbers).square().mean() - 1) < 4 * (2 / 303)**0.5
-
-
-@pytest.mark.parametrize("fill", ["pixel", "rand"])
-def test_noise_depends_on_the_key_alone_and_not_on_the_batch_or_the_position(fill):
-    erased = erase(floats(len(BOXES)), erasing(BOXES, NOISE_KEYS), fill)
-    for image, box, key in zip(erased, BOXES, NOISE_KEYS):
-        if box != NOWHERE:
-            moved = Box(29 - box.height, 31 - box.width, box.height, box.width)
-            assert torch.equal(inside(image, box), erased_box(box, key, fill))
-            assert torch.equal(inside(image, box), erased_box(moved, key, fill))
-    other = erased_box(BOXES[0], NOISE_KEYS[0] + 1, fill)
-    assert (inside(erased[0], BOXES[0]) == other).double().mean() < 0.02

@@ -89,29 +89,6 @@ def test_batches_are_those_of_the_functions_by_hand_whatever_the_chunks_and_layo
             assert all(map(torch.equal, batch, unused))
 
 
-def test_training_with_nothing_to_do_sees_what_evaluation_sees():
-    settings = augmentation(UNMIXED_ALWAYS)
-    batch = batch_of(settings)
-    never = replace(settings, augment=replace(settings.augment, erase_probability=0.0),
-                    rand_augment=replace(settings.rand_augment, probability=0.0))
-    images, _ = prepared(never, batch._replace(draws=batch_of(never).draws))
-    assert torch.equal(images, normalise(batch.images, MEAN, STD))
-
-
-@pytest.mark.parametrize("mix", [MIXUP, CUTMIX])
-def test_what_is_erased_after_mixing_is_zero_and_what_is_erased_before_is_mixed(mix):
-    found = []
-    for after in (False, True):
-        settings = augmentation(mix, erase_fill="const", erase_after_mix=after)
-        batch = batch_of(settings)
-        images, _ = prepared(settings, batch)
-        boxes = unpack(batch.draws).erased[:, :4].long().tolist()
-        found.append([image[:, top:top + height, left:left + width]
-                      for image, (top, left, height, width) in zip(images, boxes) if height])
-    assert len(found[1]) > 2 and all((box == 0).all() for box in found[1])
-    assert any((box != 0).any() for box in found[0])
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 13, 14])
 def test_chunks_hold_every_image_once_and_with_its_partner(count):
     for most in (0, 2, 3, 5, 8, count):
@@ -150,11 +127,3 @@ def test_at_most_400_operations_and_two_copies_beside_the_images(count, size, in
         launches = on_fake_gpu(count, size, settings)
         assert 200 < launches.count <= 400
         assert launches.uploads == 3 and launches.downloads == 0
-
-
-def test_nothing_on_the_cpu_would_wait_for_a_gpu():
-    """These operations read values on the host, or make shapes that depend on values."""
-    settings = augmentation()
-    launches = launches_of(lambda: prepared(settings, batch_of(settings, 64), chunk=2**40))
-    assert not {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"} \
-        & set(launches.by_name)

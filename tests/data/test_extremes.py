@@ -55,12 +55,6 @@ def test_of_a_flat_centre_one_row_is_left(ratio, box):
     assert tuple(view.box) == box
 
 
-def test_a_negative_zero_is_a_deviation_of_zero():
-    negative, positive = (random_operations(5, replace(RAND_AUGMENT, magnitude_std=std))
-                          for std in (-0.0, 0.0))
-    assert np.array_equal(negative, positive)
-
-
 @pytest.mark.filterwarnings("error")                 # such as numpy's warnings of overflows
 @pytest.mark.parametrize("extent", [-0.0, TINY, 1e10, 1e38, HUGE])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])

@@ -92,7 +92,7 @@ def test_a_batch_holds_the_views_and_draws_that_its_keys_name(folder, workers):
 
 def test_another_seed_epoch_or_repeat_gives_another_view_and_other_draws_of_an_image(folder):
     def batch(key: SampleKey, seed: int = SEED) -> Batch:
-        return TrainViews(folder, replace(DRAWS, seed=seed)).__getitems__(samples([key]))
+        return TrainViews(folder, replace(DRAWS, seed=seed))[samples([key])]
     one = batch(SampleKey(0, 7))
     for other in (batch(SampleKey(1, 7)), batch(SampleKey(0, 7, 1)), batch(SampleKey(0, 7), SEED + 1)):
         assert torch.equal(one.labels, other.labels) and not torch.equal(one.images, other.images)

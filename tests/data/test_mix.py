@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,9 +16,7 @@ from vitinit.data.images import Box
 from vitinit.data import mix as data_mix
 from vitinit.data.mix import UNMIXED, Mix, MixDraw, smooth_one_hot
 
-KS_LIMIT = 1.95          # of the Kolmogorov-Smirnov distance, times √n: one in a thousand
 NO_BOX = UNMIXED.box
-CUTMIX_ONLY = replace(MIX, mixup_alpha=0.0)
 SIZES = [(224, 224), (31, 37), (47, 11), (1, 1), (2, 3), (1, 101)]
 MIXES = [UNMIXED, MixDraw(0.3137, NO_BOX), MixDraw(0.5, NO_BOX), MixDraw(0.0, NO_BOX),
          MixDraw(1.0 - 20 / 143, Box(3, 5, 4, 5)), MixDraw(0.0, Box(0, 0, 11, 13)),
@@ -38,15 +34,6 @@ def mix_targets(targets: Tensor, mixes: Sequence[MixDraw]) -> Tensor:
 def draws(mixing: Mix, count: int, height: int = 224, width: int = 224) -> list[MixDraw]:
     rng = np.random.default_rng(7)
     return [mixing.draw(rng, height, width) for _ in range(count)]
-
-
-def shares(mixing: Mix, count: int) -> np.ndarray:
-    return np.array([mix.share for mix in draws(mixing, count)])
-
-
-def within(rate: float, expected: float, count: int) -> bool:
-    """Four standard errors of a share of `count` draws."""
-    return abs(rate - expected) <= 4 * math.sqrt(expected * (1 - expected) / count)
 
 
 def timms_box(rng: np.random.Generator, height: int, width: int, lam: float
@@ -121,25 +108,6 @@ def test_a_mix_equals_timms_for_the_same_random_numbers(height, width, options):
         assert {"mixup", "cutmix"} <= kinds and ("none" in kinds) == ("probability" in options)
 
 
-@pytest.mark.parametrize("height, width", SIZES)
-def test_a_box_lies_in_the_image_and_its_area_is_the_partners_share(height, width):
-    for share, (top, left, box_height, box_width) in draws(CUTMIX_ONLY, 503, height, width):
-        assert top >= 0 and left >= 0 and box_height >= 0 and box_width >= 0
-        assert top + box_height <= height and left + box_width <= width
-        assert share == 1.0 - box_height * box_width / (height * width)
-
-
-@pytest.mark.parametrize("alpha", [0.8, 0.2, 3.0])
-def test_the_share_of_mixup_is_beta_distributed(alpha):
-    drawn = np.sort(shares(replace(MIX, mixup_alpha=alpha, cutmix_alpha=0.0), 5003))
-    steps = (np.arange(len(drawn)) + 0.5) / len(drawn)
-    distance = abs(scipy.stats.beta.cdf(drawn, alpha, alpha) - steps).max()
-    assert distance * len(drawn)**0.5 < KS_LIMIT
-    variance = 1 / (4 * (2 * alpha + 1))
-    assert abs(drawn.mean() - 0.5) < 4 * (variance / len(drawn))**0.5
-    assert abs(drawn.var() / variance - 1) < 0.1
-
-
 @pytest.mark.parametrize("probability, switch_probability", [(0.0, 0.5), (0.3, 0.0), (0.8, 0.3),
                                                               (1.0, 1.0)])
 def test_groups_are_mixed_with_the_probabilities_asked_for(probability, switch_probability):
@@ -197,16 +165,6 @@ def test_bytes_are_rounded_to_the_nearest_as_rint_does(share):
 # ---------------------------------------------------------------------------------------------
 # Targets
 # ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("classes, on, off", [(1000, 0.9001, 0.0001), (10, 0.91, 0.01)])
-def test_smoothing_by_a_tenth_gives_deits_values(classes, on, off):
-    labels = torch.tensor([0, 7, classes - 1, 7])
-    targets = smooth_one_hot(labels, classes, 0.1)
-    expected = torch.full((4, classes), off, dtype=torch.float64)
-    expected[range(4), labels] = on
-    assert targets.dtype == torch.float32
-    torch.testing.assert_close(targets.double(), expected, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.3, 1.0])

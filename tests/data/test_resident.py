@@ -114,27 +114,3 @@ def test_workers_that_only_draw_are_not_sent_the_images():
     sent, whole = (len(pickle.dumps(TrainViews(source, DRAWS, decode=decode)))
                    for decode in (False, True))
     assert sent < 3_000 < source.images.nbytes < whole
-
-
-def test_a_run_ends_with_the_same_weights_either_way(train_program, small_run, folder, tmp_path,
-                                                     capsys):
-    """With every augmentation except resizing, two views per image, and accumulation."""
-    images = tmp_path / "both"
-    images.mkdir()
-    for split in ("train", "val"):
-        (images / split).mkdir()
-        for name in ("class_0", "class_1", "class_2"):
-            (images / split / name).symlink_to(folder / name)
-    weights = {}
-    for gib in ("0.0", "1.0"):
-        run = tmp_path / f"run-{gib}"
-        arguments = small_run(run, data__on_device_gib=gib, data__image_size=str(SIDE),
-                              eval__crop_pct="1.0", augment__crop_scale="[1.0, 1.0]",
-                              augment__crop_ratio="[1.0, 1.0]", augment__crop_padding="2",
-                              model__options__patch_size=str(SIDE), schedule__epochs="2")
-        arguments[arguments.index("--data-dir") + 1] = str(images)
-        assert train_program.main(arguments) == 0
-        weights[gib] = torch.load(run / "last.pt", weights_only=True)["model"]
-        assert ("all on the device" in capsys.readouterr().out) == (gib == "1.0")
-    for name, value in weights["0.0"].items():
-        assert torch.equal(value, weights["1.0"][name]), name

@@ -211,15 +211,6 @@ def test_starting_at_a_step_gives_the_tail_of_the_epoch(step):
     assert [samples.step for samples in tail][::3] == list(range(4 * 5 + step, 5 * 5))
 
 
-@pytest.mark.parametrize("repeats", [1, 3])
-@pytest.mark.parametrize("other", [{"epoch": 1, "seed": SEED}, {"epoch": 0, "seed": SEED + 1}])
-def test_epochs_and_seeds_differ(other, repeats):
-    one, two = sampler(0, 1, repeats=repeats), sampler(0, 1, seed=other["seed"], repeats=repeats)
-    two.start(epoch=other["epoch"], step=0)
-    indices = [[key.index for key in share(each)] for each in (one, two)]
-    assert sum(i == j for i, j in zip(*indices)) < 10        # of 90; about one by chance
-
-
 # ---------------------------------------------------------------------------------------------
 # Repeated augmentation
 # ---------------------------------------------------------------------------------------------
@@ -287,11 +278,3 @@ def test_any_set_gives_as_many_whole_batches_as_without_repeats_but_at_least_one
                 assert len(keys) == max(1, count // global_batch) * global_batch
                 assert len(one) == len(list(one)) == len(keys) // one.plan.micro_batch_size
                 assert len(set(keys)) == len(keys)
-
-
-def test_starting_at_a_step_within_an_images_views_goes_on_with_the_others():
-    whole, tail = (sampler(1, 3, repeats=7) for _ in range(2))
-    whole.start(epoch=4, step=0)
-    tail.start(epoch=4, step=1)                              # position 18: the fifth view of seven
-    assert share(tail) == share(whole)[6:]
-    assert share(tail)[0].repeat == (18 + 1) % 7

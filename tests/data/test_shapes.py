@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 
 import numpy as np
 import pytest
@@ -76,18 +75,6 @@ def test_clutter_drawn_in_its_window_equals_clutter_drawn_on_the_whole_canvas(mo
     assert np.array_equal(fast, slow)
 
 
-def test_the_label_names_the_shape_that_is_drawn(monkeypatch):
-    drawn = []
-
-    def recorded(name, shape):
-        return lambda u, v: (drawn.append(name), shape(u, v))[1]
-
-    monkeypatch.setattr(shapes, "SHAPES", {name: recorded(name, shape)
-                                           for name, shape in shapes.SHAPES.items()})
-    labels = [alone(1, index)[1] for index in range(101)]
-    assert drawn == [shapes.CLASSES[label] for label in labels]
-
-
 def test_a_shape_is_lighter_than_its_background_and_of_the_promised_size(monkeypatch):
     # White on black without noise, so the sum of the pixels is the area of the shape, whose radius
     # is 7 to 12 pixels. Its centre is at least 0.8 radii from the edge of the image, which cuts off
@@ -116,11 +103,3 @@ def test_a_shapes_area_is_that_of_its_name():
         inside = mask(name, points=1201)
         assert not inside[[0, -1]].any() and not inside[:, [0, -1]].any()    # all of it is on the grid
         assert inside.mean() * (2 * FAR)**2 == pytest.approx(area, rel=0.005), name
-
-
-def test_two_shapes_differ_at_every_angle():
-    for angle in np.linspace(0, 2 * np.pi, 36, endpoint=False):
-        turned = {name: mask(name, angle, points=101) for name in shapes.CLASSES}
-        for one, two in itertools.combinations(shapes.CLASSES, 2):
-            fixed = mask(one, points=101)
-            assert (fixed & turned[two]).sum() < 0.85 * (fixed | turned[two]).sum(), (one, two)

@@ -78,17 +78,6 @@ def test_a_part_has_the_first_images_of_an_order_keyed_by_seed_and_class():
     assert part.labels.tolist() == source.labels[members(part)].tolist()
 
 
-def test_every_image_is_taken_equally_often():
-    source, seeds = numbered([7, 11]), 1009
-    counts = np.bincount([
-        index for seed in range(seeds)
-        for index in members(stratified_part(source, images_per_class=3, seed=seed))], minlength=18)
-    for label, size in enumerate((7, 11)):
-        chance = 3 / size
-        spread = math.sqrt(seeds * chance * (1 - chance))
-        assert abs(counts[source.labels == label] - seeds * chance).max() < 4 * spread
-
-
 # ---------------------------------------------------------------------------------------------
 # Images that are held out
 # ---------------------------------------------------------------------------------------------

@@ -56,6 +56,8 @@ class Batch(NamedTuple):
 class TrainViews(Dataset):
     """Training batches, indexed by samples: views, labels, and draws for the device.
 
+    A whole batch is drawn at once, which is faster.
+
     decode: False if all images are stored on the device, at the size that the model takes. Then a
         view is not made but described, by (image index, top, left, 1 if it is flipped).
     """
@@ -64,8 +66,7 @@ class TrainViews(Dataset):
         self.augmentation, self.decode, self.labels = augmentation, decode, source.labels
         self.source = source if decode else None     # not sent to workers that need not decode it
 
-    def __getitems__(self, samples: Samples) -> Batch:
-        """A whole batch, which is drawn faster at once. DataLoader calls this if it exists."""
+    def __getitem__(self, samples: Samples) -> Batch:
         keys = samples.keys
         indices = np.array([key.index for key in keys])                  # (B,)
         if self.decode:
@@ -107,11 +108,6 @@ class EvalViews(Dataset):
         image = self.source.image(self.indices[position])
         return (resize_and_centre_crop(image, self.size, self.crop_pct, self.interpolation),
                 int(self.labels[position]))
-
-
-def unchanged(batch: Any) -> Any:
-    """What a Loader collates whose views come in batches."""
-    return batch
 
 
 class Loader(DataLoader):

@@ -23,7 +23,7 @@ from torch import Tensor
 from .augment import ToDevice, TrainToDevice
 from .sources import Source
 from .draw import Augment
-from .loader import Batch, EvalViews, Loader, TrainViews, unchanged
+from .loader import Batch, EvalViews, Loader, TrainViews
 from .sampler import BatchPlan, TrainSampler
 
 MIB, GIB = 2**20, 2**30
@@ -117,19 +117,11 @@ class TrainingBatches:
         workers = min(workers, len(sampler))         # more workers would have nothing to do
         ahead = {"prefetch_factor": max(2, math.ceil(sampler.plan.accumulation / workers)),
                  "persistent_workers": True} if workers else {}
+        self.resident = self.stored is not None      # all images are stored on the device
+        self.steps_per_epoch = sampler.steps_per_epoch
         self.loader = Loader(TrainViews(source, settings, decode=not self.resident),
-                             workers=workers, batch_sampler=sampler, collate_fn=unchanged,
+                             workers=workers, batch_size=None, sampler=sampler,
                              pin_memory=prepare.device.type == "cuda", **ahead)
-
-    @property
-    def resident(self) -> bool:
-        """Whether the whole training set is stored on the device."""
-        return self.stored is not None
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """The number of steps of each epoch, the same on all processes."""
-        return self.sampler.steps_per_epoch
 
     def steps(self, epoch: int, done: int = 0) -> Iterator[tuple[int, list[MicroBatch]]]:
         """Yield the steps of `epoch` (counted from 0), without the first `done`.

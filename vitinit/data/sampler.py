@@ -125,14 +125,6 @@ def plan_batches(global_batch: int, max_batch_per_process: int, world_size: int,
     return BatchPlan(global_batch, world_size, micro_batch_size, group)
 
 
-def require_full_batch(count: int, repeats: int, global_batch: int) -> None:
-    """Raise ValueError unless `count` images with `repeats` views each fill one global batch."""
-    if count * repeats < global_batch:
-        views = f" in {repeats} views each" if repeats > 1 else ""
-        raise ValueError(f"the training set has {count} images{views}, fewer than "
-                         f"optim.global_batch = {global_batch}")
-
-
 class TrainSampler:
     """Yields the samples of each micro-batch of this process, for one epoch at a time.
 
@@ -149,7 +141,10 @@ class TrainSampler:
     """
 
     def __init__(self, count: int, plan: BatchPlan, *, rank: int, seed: int, repeats: int) -> None:
-        require_full_batch(count, repeats, plan.global_batch)
+        if count * repeats < plan.global_batch:
+            views = f" in {repeats} views each" if repeats > 1 else ""
+            raise ValueError(f"the training set has {count} images{views}, fewer than "
+                             f"optim.global_batch = {plan.global_batch}")
         self.count, self.plan, self.rank, self.seed = count, plan, rank, seed
         self.repeats = repeats
         self.steps_per_epoch = max(1, count // plan.global_batch)

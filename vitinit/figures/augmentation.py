@@ -57,8 +57,7 @@ def draw_batch(out: Path, folder: Path, *, seed: int) -> None:
     for step, (row, (kind, mixing)) in enumerate(zip(axes, kinds.items())):
         keys = [SampleKey(0, (step * count + column) % len(source)) for column in range(count)]
         augmentation = Augmentation(seed, size, deit.augment, deit.rand_augment, mixing)
-        batch = TrainViews(source, augmentation).__getitems__(
-            Samples(step, keys, np.zeros(count, np.int64)))
+        batch = TrainViews(source, augmentation)[Samples(step, keys, np.zeros(count, np.int64))]
         images, _ = TrainToDevice(batch.images.device, augmentation, num_classes=1,
                                   mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=False)(batch)
         # Undo the normalisation; noise in erased boxes is clamped to black and white.

@@ -9,7 +9,7 @@ from ..data.draw import Augmentation
 from ..data.images import DataError
 from ..data.loader import EvalViews, start_fork_server
 from ..data.pipeline import Data, EvaluationBatches, KeptViews, TrainingBatches
-from ..data.sampler import TrainSampler, plan_batches, require_full_batch
+from ..data.sampler import TrainSampler, plan_batches
 from ..data.sources import Source, held_out_part, oriented, stratified_part
 from ..recipe.sections import DataSection, Recipe
 from ..train.distributed import DAY, Processes
@@ -54,7 +54,6 @@ def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool)
 
     # Which images each step uses, and which of them this process loads.
     with building(f"recipe {recipe.name}", "optim"):
-        require_full_batch(len(train_set), augment.repeats, optim.global_batch)
         plan = plan_batches(optim.global_batch, optim.max_batch_per_process, processes.world_size,
                             group=recipe.mix.group if recipe.mix.mixes else 1)
         sampler = TrainSampler(len(train_set), plan, rank=processes.rank, seed=recipe.run.seed,
