@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import codecs
 import io
 import json
 import os
@@ -20,10 +19,6 @@ from .recipe.values import convert, describe, nearest
 from .train.device import ran_out_of_memory
 from .train.distributed import LostProcess, environment_rank
 from .train.interruption import Interrupted
-
-# What stands for a character that the encoding of the terminal lacks.
-SPELT_OUT = {"×": "x", "…": "...", "→": "->", "≥": ">=", "≤": "<=", "−": "-", "–": "-", "·": "*",
-             "±": "+-"}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -46,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 def integer(minimum: int, below: int = 2**31) -> Callable[[str], int]:
     """A `type` for add_argument: an integer with minimum ≤ value < below."""
-    return _number_within(int, int, dict(minimum=minimum, below=below))
+    return _number_within(int, dict(minimum=minimum, below=below))
 
 
 def real(**bounds: float) -> Callable[[str], float]:
@@ -54,7 +49,7 @@ def real(**bounds: float) -> Callable[[str], float]:
 
     The bounds mean the same as those of recipe keys; `above` and `below` are exclusive.
     """
-    return _number_within(float, float, bounds)
+    return _number_within(float, bounds)
 
 
 def one_of(words: Collection[str]) -> Callable[[str], str]:
@@ -66,31 +61,14 @@ def one_of(words: Collection[str]) -> Callable[[str], str]:
     return parse
 
 
-def _number_within(read: Callable[[str], Any], kind: type, bounds: dict[str, float]
-                   ) -> Callable[[str], Any]:
-    """A `type` for add_argument: read(text) as `kind`, within the bounds."""
+def _number_within(kind: type, bounds: dict[str, float]) -> Callable[[str], Any]:
+    """A `type` for add_argument: a number of this kind, within the bounds."""
     def parse(text: str) -> Any:
         try:
-            return convert(read(text), kind, bounds)
+            return convert(kind(text), kind, bounds)
         except (ValueError, TypeError):              # not a number, or NaN or infinity
             raise argparse.ArgumentTypeError(f"{text}: expected {describe(kind, bounds)}") from None
     return parse
-
-
-# ---------------------------------------------------------------------------------------------
-# What is printed
-# ---------------------------------------------------------------------------------------------
-
-
-def spelt_out(error: UnicodeError) -> tuple[str, int]:
-    """A handler of encoding errors: × becomes x, → becomes ->; unknown characters are escaped."""
-    text = error.object[error.start:error.end]
-    return "".join(SPELT_OUT.get(character) or
-                   character.encode("ascii", "backslashreplace").decode("ascii")
-                   for character in text), error.end
-
-
-codecs.register_error("vitinit.spelt_out", spelt_out)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -123,13 +101,13 @@ def run_program(name: str, program: Callable[[], int | None]) -> int:
     Errors that the user can correct (OneLineError, OSError) and signals end the program with one
     line on standard error. Any other exception is a defect of the program and is passed on.
 
-    Characters that the terminal's encoding lacks are printed as `spelt_out` writes them.
+    Characters that the terminal's encoding lacks are printed as escape sequences.
 
     name: the program's name, which starts the line.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):     # not so in a notebook
-            stream.reconfigure(errors="vitinit.spelt_out")
+            stream.reconfigure(errors="backslashreplace")
     try:
         return program() or 0
     except (KeyboardInterrupt, Interrupted) as request:
