@@ -14,7 +14,7 @@ import pytest
 import torch
 from same_run import assert_same_run, checkpoint as left_in, rows_of
 
-from vitinit.data import augment, datasets
+from vitinit.data import augment, sources
 from vitinit.runs import data as opening
 from vitinit.train import checkpoint, engine
 from vitinit.train.interruption import STOP_SIGNALS
@@ -35,7 +35,7 @@ def signalling(function: Callable, call: int, number: int) -> Callable:
 # 4 steps of 12 images in micro-batches of 4, and 6 batches of evaluation), and the step that is
 # saved.
 PHASES = {
-    "decode": (datasets.ImageFiles, "image", 51 + 30, 2),    # after 51 that the init's mass is
+    "decode": (sources.ImageFiles, "image", 51 + 30, 2),    # after 51 that the init's mass is
     "step": (engine, "update", 6, 6),                       # measured on
     "save": (checkpoint.torch, "save", 2, None),
     "validation": (augment.ToDevice, "__call__", 3, 4),
@@ -95,8 +95,8 @@ def test_a_killed_worker_is_one_line_and_costs_no_step(train_program, small_run,
     assert train_program.main(small_run(straight, **one_epoch)) == 0
     capsys.readouterr()
     with monkeypatch.context() as patch:             # workers are forks and inherit the patch
-        real = datasets.ImageFiles.image
-        patch.setattr(datasets.ImageFiles, "image",     # 51 are read for the init's mass
+        real = sources.ImageFiles.image
+        patch.setattr(sources.ImageFiles, "image",     # 51 are read for the init's mass
                       signalling(real, 51 + 30, signal.SIGKILL))
         assert train_program.main(small_run(killed, **one_epoch)) == 2
     output = capsys.readouterr()

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from same_run import assert_identical, assert_same_run, checkpoint, rows_of
 
-from vitinit.data import datasets
+from vitinit.data import sources
 from vitinit.recipe.files import fresh_recipe, load_recipe
 from vitinit.runs.records import read_run
 from vitinit.runs.resume import require_same_recipe
@@ -302,13 +302,13 @@ def test_one_folder_without_val_is_trained_on_and_evaluated(train_program, eval_
 def test_the_recipes_orientation_is_that_of_training_and_of_evaluation(
         train_program, eval_program, small_run, phone, tmp_path, monkeypatch, capsys):
     decoded = {True: [], False: []}
-    real, turn = datasets.decode_image, None
+    real, turn = sources.decode_image, None
 
     def recorded(path: str, **options: bool) -> torch.Tensor:
         assert options == {"apply_exif_orientation": turn}
         decoded[turn].append(path)
         return real(path, **options)
-    monkeypatch.setattr(datasets, "decode_image", recorded)
+    monkeypatch.setattr(sources, "decode_image", recorded)
     for turn in decoded:
         for layout in ("one folder", "train and val"):
             held_out = "3" if layout == "one folder" else "0"
