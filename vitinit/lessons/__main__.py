@@ -31,17 +31,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="python -m vitinit.lessons", description=__doc__)
     parser.add_argument("lesson", type=integer(1), nargs="?", metavar="NUMBER",
                         help="number of a lesson; without one, the lessons are listed")
-    parser.add_argument("--notebook", type=Path, metavar="FILE",
-                        help="write it as a Jupyter notebook, and run nothing")
-    parser.add_argument("--update", action="store_true",
-                        help="for authors: write what its code prints and draws now into the page")
-    parser.add_argument("--train", action="store_true", help="train for as long as the page did")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--train", action="store_true", help="train for as long as the page did")
+    what.add_argument("--notebook", type=Path, metavar="FILE",
+                      help="write it as a Jupyter notebook, and run nothing")
+    what.add_argument("--update", action="store_true",
+                      help="for authors: write what its code prints and draws now into the page")
     options = parser.parse_args(arguments)
-    given = [flag for flag in ("notebook", "update", "train") if getattr(options, flag)]
-    if given and options.lesson is None:
-        parser.error(f"--{given[0]} needs the number of a lesson")
-    if options.notebook and len(given) > 1:
-        parser.error(f"--notebook runs nothing, so it goes without --{given[1]}")
+    if options.lesson is None and (options.train or options.notebook or options.update):
+        parser.error("expected the number of a lesson")
     return options
 
 
@@ -76,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
                                   options.notebook)
             print(options.notebook)
         elif options.update:
-            page = updated_page(page, page.path.parent / IMAGES, train=options.train)
+            page = updated_page(page, page.path.parent / IMAGES)
             write_text_atomically(page.text(), page.path)
             print(page.path)
         else:

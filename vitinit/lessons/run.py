@@ -62,11 +62,8 @@ def check_page(page: Page, folder: Path, *, train: bool = False) -> Iterator[tup
             raise LessonError(f"{page.path.name}:{code.line}: {wrong}")
 
 
-def updated_page(page: Page, folder: Path, *, train: bool = False) -> Page:
-    """The page with what its blocks print now; their pictures go to `folder`.
-
-    Without `train`, the output of blocks that train stays.
-    """
-    codes = tuple(code if code.trains and not train else replace(code, output=printed)
-                  for code, printed in run_page(page, folder, train=train))
+def updated_page(page: Page, folder: Path) -> Page:
+    """The page with what its blocks print now, after all training; pictures go to `folder`."""
+    codes = tuple(replace(code, output=printed)
+                  for code, printed in run_page(page, folder, train=True))
     return replace(page, codes=codes)
