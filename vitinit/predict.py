@@ -101,8 +101,10 @@ def guesses(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int
             chunk = paths[start:start + batch_size]
             views = list(pool.map(view_of, chunk))   # decoding does not hold Python's lock
             readable = [view for view in views if isinstance(view, Tensor)]
-            ranked = iter(trained.ranked(trained.probabilities(as_input(
-                torch.stack(readable).to(trained.device), trained.recipe)), top) if readable else [])
+            ranked = iter(())
+            if readable:
+                inputs = as_input(torch.stack(readable).to(trained.device), trained.recipe)
+                ranked = iter(trained.ranked(trained.probabilities(inputs), top))
             for path, view in zip(chunk, views):
                 folder = os.path.basename(os.path.dirname(os.path.abspath(path)))
                 truth = folder if folder in names else None

@@ -160,6 +160,8 @@ def test_wrapped_for_several_processes_a_step_is_the_bare_one(
     None: not compiled. True, False: of the compiler, whether to cut its graph where a bucket of
     gradients ends, of which a model that is large enough has several.
     """
+    if optimize_ddp and device.type == "cpu":
+        pytest.skip("a small model has one bucket, so nothing is cut")
     torch.compiler.reset()
     counters.clear()
     if device.type == "cuda":

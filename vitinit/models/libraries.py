@@ -139,9 +139,9 @@ def counterpart(library: str, family: str, *, image_size: tuple[int, int], **opt
         if not needs:
             return f"{module}.{found.model}", found.arguments(options), found.names
         lacking.append(needs)
-    nearest = min(lacking, key=len, default=["another family"])
-    raise ValueError(f"no model of {library} takes the weights of this {FAMILIES[family]}; expected "
-                     f"{' and '.join(nearest)}")
+    nearest = " and ".join(min(lacking, key=len, default=["another family"]))
+    raise ValueError(f"no model of {library} takes the weights of this {FAMILIES[family]}; "
+                     f"expected {nearest}")
 
 
 def cuts_windows(options: Options) -> bool:
