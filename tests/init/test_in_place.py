@@ -258,6 +258,10 @@ def with_two_stages(model: nn.Module) -> None:
     model.more = nn.ModuleList(OtherViT("timm", 2).blocks)
 
 
+def with_parallel_attentions(model: nn.Module) -> None:
+    model.blocks[0].attn = nn.ModuleList(OtherViT("timm", 1).blocks[0].attn for _ in range(2))
+
+
 def quantised(model: nn.Module) -> None:
     model.head.weight = nn.Parameter(torch.zeros(7, DIM, dtype=torch.int8), requires_grad=False)
 
@@ -280,6 +284,7 @@ REFUSALS: dict[Callable, str] = {
     with_rotary: "rotary", with_stem: "does not pass through the model",
     with_q_norm: "normalises Q and K", otherwise_scaled: "something else than softmax",
     without_positions: "no learned position embedding", with_two_stages: "2 lists of blocks",
+    with_parallel_attentions: "2 lists of blocks",
     quantised: "head.weight is int8, quantised", computed: "views of parameters",
     with_lora: "torch's Sequential where nn.Linear", fixed: "fixed position embedding"}
 
