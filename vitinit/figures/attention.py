@@ -9,13 +9,10 @@ from torch import Tensor
 
 from ..data.images import decode_image
 from ..mixing import block_grids, mixing_matrices
-from ..models import SimpleViT, SwinTransformer, VisionTransformer
 from ..runs.start import as_input, evaluation_view
-from .plot import OVERLAY, FigureError, pyplot, save
+from .plot import FigureError, draw_heat, pyplot, save
 from .subjects import Subject, require_family, require_indices
 
-LUMA = (0.299, 0.587, 0.114)    # weights of red, green and blue in grey (ITU-R BT.601)
-HEAT = 0.7                      # opacity of the heat over the photograph
 PHOTO_DPI = 80                  # makes a photograph 150 pixels wide, enough for 14 patches
 
 
@@ -45,7 +42,7 @@ def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *,
     """
     rows = []
     for subject in subjects:
-        require_family(subject, "attention", VisionTransformer, SimpleViT, SwinTransformer)
+        require_family(subject, "attention", "vit", "simple_vit", "swin")
         grids = block_grids(subject.model)
         require_indices("block", blocks, len(grids))
         image = evaluation_view(decode_image(str(photograph)), subject.recipe)      # (3, H, W)
@@ -66,14 +63,10 @@ def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *,
     for line, (label, image, grid, query, maps) in zip(axes, rows):
         height, width = image.shape[1:]
         down, across = height / grid[0], width / grid[1]                 # a patch in pixels
-        grey = sum(share * plane.float() for share, plane in zip(LUMA, image))
-        extent = (0, width, height, 0)                                   # the same for both layers
-        line[0].imshow(image.permute(1, 2, 0).numpy(), extent=extent)
+        line[0].imshow(image.permute(1, 2, 0).numpy(), extent=(0, width, height, 0))
         line[0].set_ylabel(label, fontsize=9)
         for axis, heat in zip(line[1:], maps):
-            axis.imshow(grey.numpy(), cmap="gray", vmin=0, vmax=255, extent=extent)
-            layer = axis.imshow(heat.numpy(), cmap=OVERLAY, norm=scale, alpha=HEAT,
-                                extent=extent, interpolation="nearest")
+            layer = draw_heat(axis, image, heat, scale)
         for axis in line:
             axis.set(xticks=[], yticks=[])
             corner = (query[1] * across, query[0] * down)

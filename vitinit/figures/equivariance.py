@@ -11,17 +11,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..models import VisionTransformer
-from .plot import FigureError, Line, draw_panels, looks_of
+from .plot import FigureError, draw_panels, lines_of
 from .subjects import Subject, photographs, require_family
 
 BATCH = 8                       # images per forward pass
 
 
 @torch.no_grad()
-def streams(model: VisionTransformer, images: Tensor) -> Tensor:
+def streams(model: nn.Module, images: Tensor) -> Tensor:
     """The patch tokens before the first block and after every block, (depth + 1, B, H, W, C)."""
     found = []
     for batch in images.split(BATCH):
@@ -31,7 +30,7 @@ def streams(model: VisionTransformer, images: Tensor) -> Tensor:
     return torch.cat(found, dim=1)
 
 
-def shift_errors(model: VisionTransformer, images: Tensor, step: tuple[int, int]) -> Tensor:
+def shift_errors(model: nn.Module, images: Tensor, step: tuple[int, int]) -> Tensor:
     """Relative error of equivariance at each depth, (depth + 1,): 0 if tokens move with the image.
 
     For each depth, the tokens of the moved images, T′, are compared with the moved tokens of the
@@ -63,16 +62,12 @@ def draw_equivariance(out: Path, subjects: Iterable[Subject], *, folder: Path | 
         raise FigureError(f"--count {count}: what differs between images takes two at least")
     found: dict[str, list[tuple[Subject, Tensor]]] = defaultdict(list)
     for subject in subjects:
-        require_family(subject, "equivariance", VisionTransformer)
+        require_family(subject, "equivariance", "vit")
         errors = shift_errors(subject.model, photographs(folder, count, subject.recipe), step)
         found[subject.recipe.name].append((subject, errors))
         print(f"{subject.recipe.name}, {subject.state}:", *(f"{error:.3f}" for error in errors))
 
-    panels = {}
-    for name, states in found.items():
-        looks = looks_of([subject.recipe.init.name for subject, _ in states])
-        panels[name] = [Line(errors, subject.state, *look)
-                        for (subject, errors), look in zip(states, looks)]
+    panels = {name: lines_of(states) for name, states in found.items()}
     depth = max(len(errors) for states in found.values() for _, errors in states) - 1
     draw_panels(out, panels, columns=len(panels), across="after block",
                 ticks=["input", *map(str, range(depth))],

@@ -13,7 +13,6 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from ..mixing import mean_kernel, mixing_matrices
-from ..models import ConvMixer, SwinTransformer
 from .plot import Row, draw_grid
 from .subjects import Subject, chosen_heads, photographs, require_family, require_indices
 
@@ -51,7 +50,7 @@ def held_kernels(model: nn.Module, block: int, columns: Sequence[int]) -> Tensor
         whose relative position bias is returned by the key's offset from the query.
     Raises FigureError for an index that is out of range.
     """
-    if isinstance(model, ConvMixer):
+    if model.family == "conv_mixer":
         require_indices("block", [block], len(model.blocks))
         mixing = model.depthwise(model.blocks[block])
         require_indices("channel", columns, mixing.out_channels)
@@ -74,13 +73,13 @@ def draw_filters(out: Path, subjects: Iterable[Subject], *, blocks: Sequence[int
     """
     rows = []
     for subject in subjects:
-        require_family(subject, "filters", ConvMixer, SwinTransformer)
+        require_family(subject, "filters", "conv_mixer", "swin")
         for block in blocks:
             rows.append(Row(f"{subject.state}\nblock {block}",
                             held_kernels(subject.model, block, columns),
-                            "weight" if isinstance(subject.model, ConvMixer) else "bias",
+                            "weight" if subject.model.family == "conv_mixer" else "bias",
                             "tokens down", "tokens right", diverging=True, centred=True))
-    what, column = (("depthwise filters", "channel") if isinstance(subject.model, ConvMixer) else
+    what, column = (("depthwise filters", "channel") if subject.model.family == "conv_mixer" else
                     ("bias on attention's logits by offset of the key", "head"))
     draw_grid(out, rows, [f"{column} {number}" for number in columns],
               f"{subject.recipe.name}: {what}")

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..models import SimpleViT, VisionTransformer
 from ..models.attention import attention_weights
 from .plot import FigureError, Row, draw_grid
 from .subjects import Subject, chosen_heads, require_family, require_indices
@@ -28,10 +27,10 @@ SHOWN = 0.995                   # share of Q Kᵀ's entries within the colour sc
 
 
 @torch.no_grad()
-def position_maps(model: VisionTransformer | SimpleViT, block: int, kind: str) -> Tensor:
+def position_maps(model: nn.Module, block: int, kind: str) -> Tensor:
     """One kind of map for every head of a block.
 
-    kind: one of KINDS.
+    model: a ViT or a SimpleViT. kind: one of KINDS.
     Returns (h, D, D) for "qk", else (h, N, N) with N patch tokens. P, (N, D), is the position
     embedding as it reaches the queries and keys where the content is 0: after the block's own first
     norm, in a SimpleViT also weighted and read as the model does. Biases of queries and keys are
@@ -44,7 +43,7 @@ def position_maps(model: VisionTransformer | SimpleViT, block: int, kind: str) -
             raise FigureError('Q and K of this model (reads = "free") are no weights of channels; '
                               "expected --kinds logits softmax")
         return attention.q_weight.mT @ attention.k_weight                # (h, D, d) @ (h, d, D)
-    if isinstance(model, SimpleViT):
+    if model.family == "simple_vit":
         share = 1.0 - model.alpha if model.input_pos_embed else 0.0      # of P in the input
         x = norm(share * model.pos_embed)[None]                          # (1, N, D)
         if kind == "softmax":

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ..init.mass import Mass, has_targets, mass_on_images
-from .plot import Line, draw_panels, looks_of
+from .plot import Line, draw_panels, lines_of
 from .subjects import Subject, photographs, require_family
 
 
@@ -50,10 +50,8 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, co
         for name, masses in found.items():
             uniform = Line(torch.tensor(masses[0][1].uniform), "uniform attention", "0.8",
                            width=6, marker="")
-            looks = looks_of([subject.recipe.init.name for subject, _ in masses])
-            panels[f"{name}, {words}"] = [uniform, *(
-                Line(torch.tensor(getattr(mass, part)), subject.state, *look)
-                for (subject, mass), look in zip(masses, looks))]
+            panels[f"{name}, {words}"] = [uniform, *lines_of([
+                (subject, torch.tensor(getattr(mass, part))) for subject, mass in masses])]
     blocks = max(len(mass.centre) for masses in found.values() for _, mass in masses)
     draw_panels(out, panels, columns=len(found), across="block", shares=True,
                 ticks=list(map(str, range(blocks))), down="share of attention on the head's target",

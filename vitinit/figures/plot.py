@@ -20,7 +20,12 @@ from ..messages import OneLineError, in_brief
 from ..train.checkpoint import written_atomically
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+    from .subjects import Subject
 
 # Each init has one colour and one line in every picture, here and in the lessons. The colours are
 # those of Okabe and Ito.
@@ -35,6 +40,8 @@ LINES = ("-", "--", "-.", ":")
 SEQUENTIAL = "cividis"          # colour map for values from 0 up
 OVERLAY = "viridis"             # the same over a grey photograph, since cividis contains greys
 DIVERGING = "RdBu_r"            # blue below 0, white at 0, red above; ColorBrewer lists it as safe
+LUMA = (0.299, 0.587, 0.114)    # weights of red, green and blue in grey (ITU-R BT.601)
+HEAT = 0.7                      # opacity of heat over a photograph
 LEVELS = 63                     # colours in a map: odd, so that 0 is white; more make larger files
 DPI = 100
 FEW = 256                       # colours of a picture with photographs or maps of noise
@@ -108,6 +115,16 @@ def add_legend(figure: Figure, handles: dict) -> None:
                   ncols=min(max(columns, 1), 4))
 
 
+def draw_heat(axis: Axes, image: Tensor, heat: Tensor, scale: Normalize) -> AxesImage:
+    """Draw heat (rows, columns) over an image (3, H, W) uint8 in grey; return it for a colour bar."""
+    height, width = image.shape[1:]
+    extent = (0, width, height, 0)                   # the same for both layers
+    grey = sum(share * plane.float() for share, plane in zip(LUMA, image))
+    axis.imshow(grey.numpy(), cmap="gray", vmin=0, vmax=255, extent=extent)
+    return axis.imshow(heat.numpy(), cmap=OVERLAY, norm=scale, alpha=HEAT, extent=extent,
+                       interpolation="nearest")
+
+
 # ---------------------------------------------------------------------------------------------
 # Panels of lines
 # ---------------------------------------------------------------------------------------------
@@ -122,6 +139,12 @@ class Line(NamedTuple):
     line: str | tuple = "-"
     width: float = 1.5
     marker: str = "o"
+
+
+def lines_of(values: Sequence[tuple[Subject, Tensor]]) -> list[Line]:
+    """A line for the values, (points,), of each model, in the look of its init."""
+    looks = looks_of([subject.recipe.init.name for subject, _ in values])
+    return [Line(points, subject.state, *look) for (subject, points), look in zip(values, looks)]
 
 
 def draw_panels(out: Path, panels: dict[str, list[Line]], *, columns: int, across: str, down: str,

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from ..mixing import block_grids, mixing_matrices
-from ..models import SimpleViT, SwinTransformer, VisionTransformer
 from ..runs.start import as_input
 from ..runs.trained import Trained
-from .attention import HEAT, LUMA
-from .plot import BLUE, OVERLAY, VERMILION, FigureError, pyplot, save
+from .plot import BLUE, VERMILION, FigureError, draw_heat, pyplot, save
 
 RIGHT, WRONG, UNKNOWN = BLUE, VERMILION, "0.35"
 COLUMNS = 10                    # tiles per row, at most
@@ -40,7 +38,7 @@ class Tile(NamedTuple):
 
 def require_attention(trained: Trained) -> None:
     """Raise FigureError if the model's family has no attention."""
-    if not isinstance(trained.model, (VisionTransformer, SimpleViT, SwinTransformer)):
+    if trained.model.family not in ("vit", "simple_vit", "swin"):
         raise FigureError(f"--attention: a {type(trained.model).__name__} has no attention; "
                           "expected a ViT, a SimpleViT or a Swin")
 
@@ -57,7 +55,7 @@ def attended(trained: Trained, view: Tensor) -> Tensor:
     inputs = as_input(view[None].to(trained.device), trained.recipe)
     weights = mixing_matrices(model, inputs, blocks=[last])[last][0]     # (h, N, N)
     patches = grid[0] * grid[1]
-    by_class_token = isinstance(model, VisionTransformer) and model.pool == "class"
+    by_class_token = model.family == "vit" and model.pool == "class"
     rows = weights[:, :1] if by_class_token else weights[:, -patches:]   # (h, queries, N)
     return rows[..., -patches:].mean((0, 1)).view(grid).cpu()
 
@@ -89,15 +87,11 @@ def draw_sheet(out: Path, tiles: Sequence[Tile], *, heading: str) -> None:
     for number, tile in enumerate(tiles):
         row, column = divmod(number, columns)
         height, width = tile.view.shape[1:]
-        extent = (0, width, height, 0)               # the same for both layers
         upper, lower = (axes[line, column] for line in (
             images_per_tile * row, images_per_tile * (row + 1) - 1))
-        upper.imshow(tile.view.permute(1, 2, 0).numpy(), extent=extent)
+        upper.imshow(tile.view.permute(1, 2, 0).numpy(), extent=(0, width, height, 0))
         if heats:
-            grey = sum(share * plane.float() for share, plane in zip(LUMA, tile.view))
-            lower.imshow(grey.numpy(), cmap="gray", vmin=0, vmax=255, extent=extent)
-            layer = lower.imshow(heats[number].numpy(), cmap=OVERLAY, vmin=0, vmax=top, alpha=HEAT,
-                                 extent=extent, interpolation="nearest")
+            layer = draw_heat(lower, tile.view, heats[number], plt.Normalize(0.0, top))
         words, colour = f"{shortened(tile.guess)} {100 * tile.share:.0f} %", UNKNOWN
         if tile.truth is not None:
             colour = RIGHT if tile.guess == tile.truth else WRONG

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..data.datasets import open_split
 from ..data.sources import LooseImages, folder_of
 from ..init import reads_images
-from ..models import MODELS, SimpleViT, VisionTransformer
+from ..models import FAMILIES, MODELS
 from ..recipe.files import RecipeError, fresh_recipe, with_data
 from ..recipe.sections import Recipe
 from ..runs.data import open_training_set
@@ -111,16 +111,16 @@ def described(path: Path) -> str:
     return f"epoch {int(number)}" if number.isdigit() else path.name
 
 
-def require_family(subject: Subject, figure: str, *families: type[nn.Module]) -> None:
+def require_family(subject: Subject, figure: str, *families: str) -> None:
     """Raise FigureError unless the model is one of `families`, by default ViT and SimpleViT.
 
     figure: its name in the message.
     """
-    families = families or (VisionTransformer, SimpleViT)
-    if not isinstance(subject.model, families):
+    families = families or ("vit", "simple_vit")
+    if subject.model.family not in families:
         raise FigureError(f"recipe {subject.recipe.name} makes a {type(subject.model).__name__}; "
                           f"figure '{figure}' is defined for "
-                          f"{' and '.join(family.__name__ for family in families)}")
+                          f"{' and '.join(FAMILIES[family] for family in families)}")
 
 
 def require_indices(what: str, indices: Sequence[int], count: int) -> None:
