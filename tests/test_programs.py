@@ -18,7 +18,7 @@ from vitinit.figures import __main__ as figures
 from vitinit.lessons import __main__ as lessons
 from vitinit.messages import OneLineError
 from vitinit.recipe.files import RecipeError
-from vitinit.runs import start, trained
+from vitinit.runs import data, start, trained
 from vitinit.train.interruption import Interrupted
 from vitinit.train.metrics import Diverged
 
@@ -149,7 +149,7 @@ def test_what_does_not_fit_names_the_recipe_before_anything_is_written(
         train_program, monkeypatch, capsys, small_run, tmp_path, target):
     def fault(*arguments, **options):
         raise ValueError("patches do not fit")
-    for module in (train_program, start, trained):
+    for module in (train_program, data, start, trained):
         if hasattr(module, target):
             monkeypatch.setattr(module, target, fault)
     assert train_program.main(small_run(tmp_path / "run")) == 2
