@@ -180,7 +180,8 @@ def test_batch_norm_goes_on_with_its_micro_batch_alone(train_program, tmp_path, 
         assert train_program.main(arguments) == 128 + signal.SIGTERM
     resume = ["--resume", str(folder), "--set"]
     refused(folder, [*resume, "optim.max_batch_per_process=6"],
-            "with images per micro-batch, which its BatchNorm sees = 4 and not 6")
+            "with images per micro-batch of its BatchNorm (from optim.max_batch_per_process and the "
+            "number of processes) = 4 and not 6")
     # 4 are the most that fit.
     assert train_program.main([*resume, "optim.max_batch_per_process=5"]) == 0
 

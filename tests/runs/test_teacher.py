@@ -10,9 +10,9 @@ import pytest
 import torch
 import torchvision
 from torch import nn
+from torch.testing import assert_close as close
 
 import vitinit
-from torch.testing import assert_close as close
 from vitinit import export
 from vitinit.messages import OneLineError
 from vitinit.recipe.files import Override, load_recipe

@@ -187,7 +187,8 @@ def require_same_micro_batch(folder: RunFolder, model: nn.Module, saved: Mapping
     saved: the checkpoint to resume from. now: the micro-batch size.
     """
     if normalises_over_images(model):
-        fact = "images per micro-batch, which its BatchNorm sees"
+        fact = ("images per micro-batch of its BatchNorm (from optim.max_batch_per_process and the "
+                "number of processes)")
         require_same(folder.path, {fact: saved.get("micro_batch", now)}, {fact: now})
 
 

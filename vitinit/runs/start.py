@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -219,9 +220,13 @@ def teacher_cost(learning: Any, images: Tensor) -> str:
     model = learning.teacher.model
     with FlopCounterMode(display=False) as counter:
         model(learning.inputs(images))
+    learning.logits(images)                          # compiles and warms up
+    began = time.perf_counter()
+    learning.logits(images).sum().item()             # waits for the device
+    milliseconds = 1e3 * (time.perf_counter() - began) / len(images)
     weights = sum(value.nbytes for value in model.state_dict().values())
     return (f"cost    the teacher adds {counter.get_total_flops() / len(images) / 1e9:,.3f} GFLOP "
-            f"per image, and {weights / 1e6:,.1f} MB of weights\n")
+            f"and {milliseconds:,.2f} ms per image, and {weights / 1e6:,.1f} MB of weights\n")
 
 
 def disk_space(model: nn.Module, optimizer: torch.optim.Optimizer, *, ema: bool, kept: int) -> str:
