@@ -116,7 +116,7 @@ def add_legend(figure: Figure, handles: dict) -> None:
 
 
 def draw_heat(axis: Axes, image: Tensor, heat: Tensor, scale: Normalize) -> AxesImage:
-    """Draw heat (rows, columns) over an image (3, H, W) uint8 in grey; return it for a colour bar."""
+    """Draw heat (rows, columns) over an image (3, H, W) uint8 in grey; return the heat's layer."""
     height, width = image.shape[1:]
     extent = (0, width, height, 0)                   # the same for both layers
     grey = sum(share * plane.float() for share, plane in zip(LUMA, image))

@@ -48,8 +48,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixer_b16": ("mlp_mixer", dict(patch_size=16, embed_dim=768, depth=12)),
     "mixer_l16": ("mlp_mixer", dict(patch_size=16, embed_dim=1024, depth=24)),
     # arXiv 2201.09792, table 1 (width, depth), and small ones for 32 pixels (arXiv 2401.12511)
-    "convmixer_1536_20": ("conv_mixer", dict(patch_size=7, embed_dim=1536, depth=20, kernel_size=9)),
-    "convmixer_1024_20": ("conv_mixer", dict(patch_size=14, embed_dim=1024, depth=20, kernel_size=9)),
+    "convmixer_1536_20": ("conv_mixer", dict(patch_size=7, embed_dim=1536, depth=20,
+                                              kernel_size=9)),
+    "convmixer_1024_20": ("conv_mixer", dict(patch_size=14, embed_dim=1024, depth=20,
+                                              kernel_size=9)),
     "convmixer_768_32": ("conv_mixer", dict(patch_size=7, embed_dim=768, depth=32, kernel_size=7,
                                          activation="relu")),
     "convmixer_512_8": ("conv_mixer", dict(patch_size=2, embed_dim=512, depth=8, kernel_size=5)),
