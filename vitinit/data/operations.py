@@ -9,8 +9,9 @@ from Pillow's by one level, because they interpolate in float32 and Pillow in fl
     affine       ShearX, ShearY, TranslateX, TranslateY, Rotate: one affine map per image
 
 Every kernel launch has a fixed cost on a GPU, so images with different operations go through such a
-function together. They are sorted by groups (rand_augment.py), and `counts` states how many images there are
-of each group of the function. `columns`, (n, COLUMNS) float64, describes the operation of each.
+function together. They are sorted by groups (rand_augment.py), and `counts` states how many images
+there are of each group of the function. `columns`, (n, COLUMNS) float64, describes the operation of
+each.
 
 A level is one of the 256 values of a channel. The result for an image is the same, bit for bit,
 whatever batch it is in, and whatever the device. To that end all arithmetic is either on integers
@@ -71,7 +72,8 @@ def fixed_tables(columns: Tensor, levels: Tensor) -> Tensor:
     on, levels are inverted if flip is 255, and kept if it is 0. Then only the bits of the mask are
     kept.
     """
-    threshold, addend, flip, mask = columns[:, MAP].to(torch.int16)[..., None].unbind(1)      # (n, 1) each
+    table = columns[:, MAP].to(torch.int16)[..., None]
+    threshold, addend, flip, mask = table.unbind(1)                      # (n, 1) each
     mapped = torch.where(levels < threshold, levels + addend, levels ^ flip)
     return (mapped & mask)[:, None]
 
@@ -251,10 +253,10 @@ def interpolated(words: Tensor, index: Tensor, shares: dict[str, Tensor], bicubi
 
 
 def neighbours(words: Tensor, index: Tensor, down: range, across: range) -> Tensor:
-    """Look up some rows and columns of each pixel's neighbours: (down, across, n, 3, H, W) int16."""
+    """Look up rows and columns of each pixel's neighbours: (down, across, n, 3, H, W) int16."""
     stride, size = words.stride(1), (len(down), len(across))
     words = words.flatten()[down.start * stride + across.start:]
-    if size != (1, 1):                               # all windows of this size, a view: they overlap
+    if size != (1, 1):                               # a view of all windows, which overlap
         words = words.as_strided((len(words) - (size[0] - 1) * stride - size[1] + 1, *size),
                                  (1, stride, 1))
     found = words.index_select(0, index.flatten()).view(torch.uint8)

@@ -24,7 +24,7 @@ from .operations import GROUP, affine, enhance, map_levels
 
 MAX_MAGNITUDE = 10.0            # the magnitude at which operations are strongest
 # The most pixels that go through a function at once. CPUs: what fits into the cache, 2.6 images of
-# 224×224. GPUs: a bicubic map takes, by counting, 250 bytes of memory per pixel, so these take 4 GiB.
+# 224×224. GPUs: a bicubic map takes, by counting, 250 bytes of memory per pixel, hence 4 GiB.
 CPU_CHUNK, GPU_CHUNK = 2**17, 2**24
 
 

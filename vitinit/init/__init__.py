@@ -125,9 +125,10 @@ def apply(function: Callable[..., None], model: nn.Module, target: Any,
     words that an option does not have.
     """
     for key, kind in get_type_hints(function).items():
-        if get_origin(kind) is Literal and options.get(key, get_args(kind)[0]) not in get_args(kind):
+        words = get_args(kind)
+        if get_origin(kind) is Literal and options.get(key, words[0]) not in words:
             raise ValueError(f"{key} is {options[key]!r}, expected one of "
-                             f"{', '.join(get_args(kind))}")
+                             f"{', '.join(words)}")
     if generator.device.type != "cpu":
         raise ValueError(f"the generator is on {generator.device}; inits draw on the CPU: use "
                          "torch.Generator()")

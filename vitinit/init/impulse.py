@@ -159,7 +159,8 @@ def query_key_factors(maps: Tensor, basis: tuple[Tensor, Tensor], width: int,
                       norm: float) -> tuple[Tensor, Tensor]:
     """Q and K, each (..., width, D), for which X Qᵀ K Xᵀ is nearest to `maps` at the basis' rank.
 
-    maps: (..., N, N). basis: see `position_basis`. width: rows of Q and K, the head's width; rows beyond the rank are zero.
+    maps: (..., N, N). basis: see `position_basis`. width: rows of Q and K, the head's width; rows
+    beyond the rank are zero.
     norm: the Frobenius norm of Q and of K.
 
     This is Algorithm 1 of arXiv 2505.19985: M̂ = X⁺ M X⁺ᵀ = U S Vᵀ, Qᵀ = U√S and Kᵀ = V√S, each
@@ -188,7 +189,8 @@ def _refuse_uniform(weights: Tensor, impulses: Tensor) -> None:
     if not best >= min(NEAR_UNIFORM * uniform, 0.5 + 0.5 * uniform):     # also refuses NaN
         raise ValueError(f"init 'impulse' gives nearly uniform attention in all heads: at best "
                          f"{best:.2g} of a head's attention is on its target, where {uniform:.2g} "
-                         "is uniform; use more, narrower heads, a larger qk_norm, or init 'deep_impulse'")
+                         "is uniform; use more, narrower heads, a larger qk_norm, or init "
+                         "'deep_impulse'")
 
 
 def _refuse(positions: Tensor, what: str) -> None:

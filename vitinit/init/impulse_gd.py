@@ -77,7 +77,8 @@ def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator,
         query, key, scale, free = queries_keys(block)
         if solution is None or not share_blocks:
             heads = head_offsets(len(query), cells, offsets, generator)
-            maps = torch.stack([shift_matrix(cell, vit.grid) for cell in heads]).to(positions.dtype)  # (h, N, N)
+            maps = torch.stack([shift_matrix(cell, vit.grid) for cell in heads])     # (h, N, N)
+            maps = maps.to(positions.dtype)
             tokens = None if free else draw_pseudo_input(positions, pseudo_input, generator)
             solution = solve(maps, tokens, rank=query.shape[1], logit_scale=scale, steps=steps,
                              step_size=step_size, renorm_every=renorm_every, generator=generator)

@@ -87,7 +87,8 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator,
     free, share = first.reads == "free", 1.0 if first.reads == "free" else position_share(model)
     if share == 0.0:
         raise ValueError("init 'impulse' works on the position embedding, which this model's "
-                         "queries do not see; set input_pos_embed = true, alpha < 1, or another reads")
+                         "queries do not see; set input_pos_embed = true, alpha < 1, or another "
+                         "reads")
     limit = first.head_dim // 4                      # pairs for rows, and as many for columns
     if limit < 1:
         raise ValueError(f"head_dim is {first.head_dim}, and init 'impulse' needs 4 or more: a "

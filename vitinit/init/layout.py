@@ -4,14 +4,14 @@ A `Layout` names, block by block, views of Q, K, V and proj with their biases an
 the attention, and the position embedding. `layout_of` finds them by their attributes, in the models
 of this package and in those of other libraries, of which it imports none:
 
-| library                     | layers of one attention                          | norm              |
-|-----------------------------|--------------------------------------------------|-------------------|
-| vitinit, timm, DeiT, Swin   | qkv, proj; in timm also q_proj, k_proj, v_proj   | norm1             |
-| transformers 5              | q_proj, k_proj, v_proj, o_proj; SigLIP: out_proj | layernorm_before, |
-| transformers 4              | attention.query, .key, .value, output.dense      |   norm1, …        |
-| torchvision, torch.nn       | nn.MultiheadAttention                            | ln_1, norm1       |
-| vit-pytorch                 | to_qkv, to_out[0]                                | norm inside       |
-| Swin of timm, torchvision   | qkv, proj, relative_position_bias_table          | norm1             |
+| library                    | layers of one attention                          | norm             |
+|----------------------------|--------------------------------------------------|------------------|
+| vitinit, timm, DeiT, Swin  | qkv, proj; in timm also q_proj, k_proj, v_proj   | norm1            |
+| transformers 5             | q_proj, k_proj, v_proj, o_proj; SigLIP: out_proj | layernorm_before,|
+| transformers 4             | attention.query, .key, .value, output.dense      |   norm1, …       |
+| torchvision, torch.nn      | nn.MultiheadAttention                            | ln_1, norm1      |
+| vit-pytorch                | to_qkv, to_out[0]                                | norm inside      |
+| Swin of timm, torchvision  | qkv, proj, relative_position_bias_table          | norm1            |
 
 Any other model is described by hand: a function of the model that returns a `Layout`, whose blocks
 `block_of` makes of an attention with one of these layouts, or `Block` of views.
