@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import vitinit
 from vitinit.init import (deep_impulse_, describe, impulse_, init_, init_weights, mimetic_)
+from vitinit.init.in_place import write_back
 from vitinit.init.layout import Layout, block_of, layout_of
 from vitinit.mixing import target_mass
 
@@ -354,8 +355,31 @@ def test_after_an_error_on_the_way_nothing_has_changed(how, monkeypatch):
     assert torch.equal(generator.get_state(), drawn)
 
 
+@pytest.mark.parametrize("method", ["clone", "copy_"])
+def test_what_was_written_before_an_error_is_written_back(method, monkeypatch):
+    """As when a GPU's memory runs out, or Ctrl-C comes, at the third tensor."""
+    model, work, done, real = OtherViT("timm"), OtherViT("timm"), [], getattr(Tensor, method)
+    before = state(model)
+
+    def stopped(tensor: Tensor, *arguments) -> Tensor:
+        done.append(real(tensor, *arguments))
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return done[-1]
+    monkeypatch.setattr(Tensor, method, stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write_back(model, work)
+    monkeypatch.undo()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
 def test_unknown_names_and_options_are_errors():
     with pytest.raises(ValueError, match="no init 'impulze'; near: impulse"):
         init_(OtherViT("timm"), "impulze", generator=seeded())
-    with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
+    with pytest.raises(TypeError, match="^init 'impulse' got an unexpected keyword argument 'scale'; "
+                                        "it has: base, kernel_size, .*, value_beta$"):
         impulse_(OtherViT("timm"), generator=seeded(), scale=2)
+    with pytest.raises(TypeError, match="argument 'base'; it has: no options"):
+        init_(OtherViT("timm"), "lecun", generator=seeded(), base="torch")
+    with pytest.raises(ValueError, match="base is 'impulse', expected one of default, torch, lecun"):
+        mimetic_(OtherViT("timm"), generator=seeded(), base="impulse")

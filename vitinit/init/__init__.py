@@ -19,7 +19,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from torch import nn
@@ -101,7 +101,8 @@ def init_weights(model: nn.Module, name: str, *, generator: torch.Generator,
     options: keyword options of the init; see its function, `init_function(name, family_of(model))`.
 
     Raises ValueError, with a message of one line, for an unknown name, for a model or values that
-    the init cannot handle, and for values with which weights would not be finite.
+    the init cannot handle, and for values with which weights would not be finite; and TypeError,
+    with one that lists the options, for an unknown option.
     """
     model = getattr(model, "_orig_mod", model)       # the model that torch.compile wrapped
     function = init_function(name, family_of(model))
@@ -122,13 +123,19 @@ def apply(function: Callable[..., None], model: nn.Module, target: Any,
     """Let an init write to `target`, a model or its layout; every weight must then be finite.
 
     Raises ValueError where they cannot be computed or are not, for a generator of a device, and for
-    words that an option does not have.
+    words that an option does not have; TypeError for an unknown option.
     """
-    for key, kind in get_type_hints(function).items():
-        words = get_args(kind)
-        if get_origin(kind) is Literal and options.get(key, words[0]) not in words:
-            raise ValueError(f"{key} is {options[key]!r}, expected one of "
-                             f"{', '.join(words)}")
+    signature = inspect.signature(function, eval_str=True)
+    try:
+        signature.bind(target, generator=generator, **given, **options)
+    except TypeError as error:
+        _, *known = [key for key in signature.parameters if key not in GIVEN]    # less the target
+        raise TypeError(f"init '{name}' {error}; it has: {', '.join(known) or 'no options'}"
+                        ) from None
+    for key, parameter in signature.parameters.items():
+        words = get_args(parameter.annotation)
+        if get_origin(parameter.annotation) is Literal and options.get(key, words[0]) not in words:
+            raise ValueError(f"{key} is {options[key]!r}, expected one of {', '.join(words)}")
     if generator.device.type != "cpu":
         raise ValueError(f"the generator is on {generator.device}; inits draw on the CPU: use "
                          "torch.Generator()")

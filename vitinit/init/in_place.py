@@ -66,10 +66,13 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
         if vit.in_windows and images is not None:
             raise ValueError("a Swin's mass is measured on its relative bias alone; leave out "
                              "images")
-        given = {} if name in BASES else {"base": base}
-        if "images" in inspect.signature(function).parameters:
+        given, parameters = {}, inspect.signature(function).parameters
+        if "images" in parameters:
             given["images"] = None if images is None else images.detach().to(vit.pos_embed)
-        if base is None and name not in BASES:
+        if base is not None:
+            options["base"] = base
+        elif "base" in parameters:
+            given["base"] = None                     # which is no word of the option
             prepare(vit, name, chosen, generator)
         apply(function, work, work if name in BASES else vit, options, name=name,
               generator=generator, **given)
@@ -293,13 +296,12 @@ def write_back(model: nn.Module, work: nn.Module) -> tuple[tuple[str, ...], tupl
         if not new.to(old.dtype).isfinite().all():
             raise ValueError(f"{name} is {str(old.dtype).removeprefix('torch.')}, too narrow for "
                              "what the init writes; initialise in float32 and convert then")
-    before = []
+    before = [old.clone() for _, old, _ in changed]      # all, as memory may run out
     try:
         for _, old, new in changed:
-            before.append((old, old.clone()))
             old.copy_(new)
     except BaseException:
-        for old, value in before[:-1]:
+        for (_, old, _), value in zip(changed, before):
             old.copy_(value)
         raise
     names, ids = tuple(name for name, _, _ in changed), {id(old) for _, old, _ in changed}
