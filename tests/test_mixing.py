@@ -260,6 +260,11 @@ def test_zeros_and_rows_without_mass_are_numbers_in_every_precision(dtype):
     assert (mean_kernel(on_prefix, GRID, radius=1) == 0).all()
 
 
+def test_one_offset_per_head_is_needed():
+    with pytest.raises(ValueError, match="2 heads but 1 offsets"):
+        target_mass(torch.ones(2, 15, 15), [(0, 0)], GRID)
+
+
 def test_an_offset_without_any_target_is_one_line():
     for offset in ((3, 0), (0, -5)):
         with pytest.raises(ValueError, match=r"offset \(.*\) has no target on a 3×5 grid"):

@@ -51,10 +51,15 @@ def test_with_twice_as_many_hidden_units_as_tokens_any_linear_map_is_exact(hidde
 
 @pytest.mark.parametrize("hidden, bias, gain", [(TOKENS, 4.0, 1.0), (NARROW, 8.0, -0.75)])
 def test_with_fewer_hidden_units_the_map_goes_through_gelus_nearly_linear_part(hidden, bias, gain):
-    """gain · (GELU(Hx + b) − b), which is nearly Hx where that is more than −b."""
+    """gain · (GELU(Hx + b) − b), which is nearly Hx where that is more than −b.
+
+    Surplus units are not dead: they keep their inputs, so that their outputs can be learnt.
+    """
     mlp, matrix = Mlp(TOKENS, hidden).double(), drawn(TOKENS, TOKENS)
+    surplus = [tensor[TOKENS:].clone() for tensor in mlp.fc1.parameters()]
     with torch.no_grad():
         write_linear_map(mlp, matrix, gain=gain, linear_bias=bias)
+    assert all(map(torch.equal, surplus, [tensor[TOKENS:] for tensor in mlp.fc1.parameters()]))
     x = 10.0 * drawn(7, TOKENS, seed=2)
     expected = gain * (gelu(x @ matrix.T + bias) - bias)
     torch.testing.assert_close(mlp(x).detach(), expected, rtol=0, atol=1e-11)

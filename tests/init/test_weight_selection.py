@@ -62,6 +62,7 @@ def test_every_tensor_is_every_nth_element_of_the_large_models(family):
 
 def test_packed_thirds_stay_apart_for_widths_that_do_not_divide():
     """A third of even spacing over three thirds is even spacing over the third."""
+    assert evenly_spaced(11, 5).tolist() == [0, 2, 4, 6, 8]
     for large, small in ((18, 12), (35, 21), (128, 96)):
         thirds = evenly_spaced(3 * large, 3 * small).view(3, small)
         assert torch.equal(thirds, evenly_spaced(large, small) + large * torch.arange(3)[:, None])

@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from .datasets import DATA_SETS, open_split
-from .sources import ImageFiles, ImageFolder, Source, folder_of, held_out_part, stratified_part
 from .images import DataError
+from .sources import ImageFiles, ImageFolder, Source, folder_of, held_out_part, stratified_part
 
 WNIDS = Path(__file__).with_name("imagenet_wnids.txt")
 

@@ -33,9 +33,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..keys import Stream, keyed_generators
 from ..messages import own_words
-from .sources import Source
 from .draw import Augmentation, SampleKey, Samples, draw_view
 from .images import DataError, crop_and_flip, resize_and_centre_crop
+from .sources import Source
 
 GRACE_SECONDS = 60          # how long a worker lives on after a SIGTERM
 FILES_PER_WORKER = 8        # open files of the training process per worker: both ends of its queue

@@ -68,9 +68,8 @@ def map_levels(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor
 def fixed_tables(columns: Tensor, levels: Tensor) -> Tensor:
     """The tables of maps that do not depend on the image, (n, 1, 256).
 
-    An addend is added to levels below the threshold, which does not exceed 255. From the threshold
-    on, levels are inverted if flip is 255, and kept if it is 0. Then only the bits of the mask are
-    kept.
+    To levels below the threshold an addend is added; no sum exceeds 255. From the threshold on,
+    levels are inverted if flip is 255, and kept if it is 0. Then only the bits of the mask are kept.
     """
     table = columns[:, MAP].to(torch.int16)[..., None]
     threshold, addend, flip, mask = table.unbind(1)                      # (n, 1) each

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from .augment import ToDevice, TrainToDevice
-from .sources import Source
 from .draw import Augment
 from .loader import Batch, EvalViews, Loader, TrainViews
 from .sampler import BatchPlan, TrainSampler
+from .sources import Source
 
 MIB, GIB = 2**20, 2**30
 
