@@ -195,7 +195,11 @@ def test_resized_positions_are_those_of_the_patches_alone(name):
     report = start_from(model, native_tensors(tensors), PATH, None)
     start_from(same, native_tensors(tensors), PATH, None)
     before = model.num_prefix_tokens
-    assert report.resized == ["pos_embed 5×5 → 3×7"]
+    # The line says which tokens are taken to have no position: the number of them alone shows it.
+    lacking = {"all": [], "class and patches": ["reg_token"], "patches": ["cls_token", "reg_token"]}
+    lacking = [key for key in lacking[LAYOUTS[name]["positions"]] if key in native_tensors(tensors)]
+    without = f" without {', '.join(lacking)}" if lacking else ""
+    assert report.resized == [f"pos_embed 5×5{without} → 3×7"]
     assert torch.equal(model.pos_embed[:, :before], same.pos_embed[:, :before])
     # In the checkpoint the patches' entries come last, after any others.
     image = tensors["pos_embed"][:, -25:].float().mT.unflatten(2, (5, 5))
@@ -307,6 +311,8 @@ def test_a_tensor_on_one_side_only_is_one_line_that_names_it(load):
                      "attn_pool.latent"):
         tensors = theirs("DeiT-III") | {stranger: torch.ones(WIDTH)}
         assert f"surplus: {stranger}" in refusal(load, ours("DeiT-III"), tensors)
+    siglip = theirs("DINOv2") | {"attn_pool.latent": torch.ones(1, 1, WIDTH)}     # no classifier either
+    assert "surplus: attn_pool.latent" in refusal(load, ours("DINOv2"), siglip)
     for lost in ("blocks.0.norm1.bias", "norm.weight", "pos_embed", "patch_embed.proj.bias"):
         tensors = drawn_tensors(grid=(5, 5), positions="all", read="class")
         del tensors[lost]

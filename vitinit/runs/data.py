@@ -53,7 +53,7 @@ def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool)
                                data.apply_exif_orientation)
 
     # Which images each step uses, and which of them this process loads.
-    with building(f"recipe {recipe.name}", "optim"):
+    with processes.together(), building(f"recipe {recipe.name}", "optim"):
         plan = plan_batches(optim.global_batch, optim.max_batch_per_process, processes.world_size,
                             group=recipe.mix.group if recipe.mix.mixes else 1)
         sampler = TrainSampler(len(train_set), plan, rank=processes.rank, seed=recipe.run.seed,

@@ -18,9 +18,7 @@ FREE_KEYS = ("run.seed", "data.root", *MACHINE_KEYS)
 # values.
 CAME_LATER = {"init.options.constant_share": 0.0, "init.options.calibrated": False,
               "model.options.norm_place": "after", "model.options.channel_residual": "mlp",
-              "model.options.norm_eps": 1e-6, "data.apply_exif_orientation": True,
-              "distill.teacher": "", "distill.weights": "", "distill.kind": "hard",
-              "distill.alpha": 0.5, "distill.tau": 1.0}
+              "model.options.norm_eps": 1e-6, "data.apply_exif_orientation": True}
 
 
 @dataclass(frozen=True)

@@ -144,8 +144,8 @@ def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
             raise ValueError(f"its output is {tuple(shapes[0])}")
     except Exception as error:                       # of many classes, for a file that is none
         raise TeacherError(
-            f"{path}: not a program of torch.export from any batch of images (B, 3, H, W) float32 "
-            f"to logits (B, K), such as vitinit.export writes without --normalise "
+            f"{path}: expected a program of torch.export from images (B, 3, H, W) float32, any "
+            "number of them, to logits (B, K), such as vitinit.export writes without --normalise "
             f"({in_brief(error)})") from None
     return Opened(model, described.get("mean", data.mean), described.get("std", data.std), size,
                   described.get("classes"), shapes[0][1])

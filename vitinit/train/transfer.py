@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import isqrt
 from pathlib import Path
 
@@ -23,6 +24,7 @@ PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")     # before the patche
 # Tensors that no forward pass reads: the mask token and the decoder of masked pre-training (DINOv2,
 # iBOT, MAE), and buffers of older Swin checkpoints that follow from the sizes.
 UNREAD = re.compile(r"^(mask_token$|decoder_)|\.(relative_position_index|attn_mask)$")
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -122,15 +124,14 @@ def load_exactly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) ->
     own = model.state_dict()
     tensors = {name: value for name, value in unread_tokens_as_registers(own, tensors).items()
                if name in own or not UNREAD.search(name)}
-    heads = [name for name in own if name.startswith("head")]
-    if heads and not any(name.startswith("head") for name in tensors):
-        raise CheckpointError(f"{path}: holds no classifier ({shortened(heads)}), so that there is "
-                              "nothing to evaluate; init.checkpoint fine-tunes it")
+    missing, surplus = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    if missing and not surplus and missing == sorted(n for n in own if n.startswith("head")):
+        raise CheckpointError(f"{path}: holds no classifier ({shortened(missing)}), so that there "
+                              "is nothing to evaluate; init.checkpoint fine-tunes it")
     if "pos_embed" in own.keys() & tensors.keys() and (
             tensors["pos_embed"].shape != own["pos_embed"].shape and model.learns_positions):
         tensors["pos_embed"], _ = _fit_pos_embed(own, tensors, model.grid, model.grid, path)
-    _require_fit(own, path, missing=sorted(own.keys() - tensors.keys()),
-                 surplus=sorted(tensors.keys() - own.keys()), loaded=tensors)
+    _require_fit(own, path, missing=missing, surplus=surplus, loaded=tensors)
     model.load_state_dict(tensors)
 
 
@@ -173,7 +174,7 @@ def _fit_pos_embed(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
 
     own, wanted: the model's state dict and grid. Tokens before the patches to which the checkpoint
     adds no position get zeros; if it lacks such a token, the model's own entry for it stays. The
-    description is such as "14×14 → 24×24", or empty if nothing was resized.
+    description is such as "14×14 without cls_token → 24×24", or empty if nothing was resized.
     """
     pos_embed, own_pos_embed = tensors["pos_embed"], own["pos_embed"]
     if pos_embed.ndim != 3 or pos_embed.shape[2] != own_pos_embed.shape[2]:
@@ -192,8 +193,11 @@ def _fit_pos_embed(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
     image = rearrange(patches.float(), "1 (h w) d -> 1 d h w", h=grid[0])
     image = F.interpolate(image, wanted, mode="bicubic", antialias=True)
     patches = rearrange(image, "1 d h w -> 1 (h w) d").to(pos_embed)
+    # Which tokens have no position follows from numbers alone, so the user is told.
+    lacking = [name for name, end in zip(saved, accumulate(saved.values())) if end > entries]
+    without = f" without {', '.join(lacking)}" if lacking else ""
     return (torch.cat([*before, patches], dim=1),
-            f"{grid[0]}×{grid[1]} → {wanted[0]}×{wanted[1]}")
+            f"{grid[0]}×{grid[1]}{without} → {wanted[0]}×{wanted[1]}")
 
 
 def _grid_and_entries(count: int, saved: Mapping[str, int], wanted: tuple[int, int],
@@ -205,7 +209,8 @@ def _grid_and_entries(count: int, saved: Mapping[str, int], wanted: tuple[int, i
     registers have (DINOv2), or none has (DeiT-III). Which it is, and the grid where it is not
     stated, must follow from `count`. The first of these that agrees with it is returned: `grid`, or
     if that is None a square and embeddings for all tokens; the model's own grid `wanted`; a square
-    and fewer embeddings. Raises CheckpointError if none agrees.
+    and fewer embeddings. So n² embeddings and a class token are taken for DeiT-III's at n×n, and
+    not for those of a ViT at (n−1)×(n+1). Raises CheckpointError if none agrees.
     """
     total = sum(saved.values())
     possible = (total, total - saved.get("reg_token", 0), 0)
