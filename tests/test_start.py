@@ -32,15 +32,17 @@ def started(processes: Processes) -> dict:
         own_init(model, name, generator=generator, **options)
         drawn.update({key: value.clone() for key, value in model.state_dict().items()})
     own_init, start.init_weights = start.init_weights, init_weights
-    recipe = load_recipe(REPOSITORY / "recipes" / "quickstart.toml", [
-        parse_override(text) for text in ("model.options.depth=1", "model.options.embed_dim=24",
-                                          "ema.decay=0.9", "init.name=impulse",
-                                          "data.name=image_folder", "data.num_classes=3",
-                                          f"data.root={os.environ['IMAGES']}")])
+    recipe, fewer = (load_recipe("quickstart", [*map(parse_override, (
+        "model.options.depth=1", "model.options.embed_dim=24", "ema.decay=0.9", "init.name=impulse",
+        "data.name=image_folder", "data.num_classes=3", f"data.root={os.environ['IMAGES']}",
+        "optim.global_batch=12", "data.workers=0", f"data.images_per_class={count}"))])
+        for count in (0, 1))
+    with pytest.raises(OneLineError) as refused:     # rank 1 has fewer images than a batch
+        data.open_data((recipe, fewer)[processes.rank], recipe.data.root, processes, dry_run=True)
     _, images = data.open_training_set(recipe.data, recipe.data.root)
     state, notes = train.initial_state(recipe, processes, None, Path("none"), images)
     return {"drawn": drawn, "model": dict(state.model.state_dict()), "notes": notes,
-            "ema": dict(state.ema.model.state_dict())}
+            "ema": dict(state.ema.model.state_dict()), "refused": str(refused.value)}
 
 
 def test_all_processes_and_their_moving_averages_start_with_the_main_ones_weights(
@@ -54,6 +56,8 @@ def test_all_processes_and_their_moving_averages_start_with_the_main_ones_weight
             assert torch.equal(found[key], value), key
     assert main["notes"][0].startswith("mass    ")
     assert other["notes"] == []                      # only the main process prints
+    assert main["refused"] == other["refused"]       # and it is to print an error of the other's
+    assert "has 3 images" in main["refused"]
 
 
 def test_the_mass_on_the_targets_in_training_images_stands_below_the_init(
