@@ -39,3 +39,12 @@ def test_the_examples_for_ones_own_code_print_what_the_page_shows(capsys):
     names: dict = {}
     exec(own, names)
     assert names["report"].mass[0][0] > 0.9 and len(names["report"].mass[0]) == 3
+
+
+def test_the_readme_shows_a_part_of_that_page():
+    readme = (HERE.parents[2] / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("\n## Keep your own trainer\n")[2].partition("\n## ")[0]
+    code, output = section.split("```")[1], section.split("```")[3]
+    page = HERE.read_text(encoding="utf-8").replace("import describe, impulse_", "import impulse_")
+    assert all(line in page for line in code.removeprefix("python").splitlines())
+    assert "impulse_(model" in code and output.strip() in page
