@@ -374,6 +374,8 @@ def test_what_was_written_before_an_error_is_written_back(method, monkeypatch):
 
 
 def test_unknown_names_and_options_are_errors():
+    with pytest.raises(ValueError, match="for a OtherViT; models of other libraries .* by vitinit.init.init_$"):
+        init_weights(OtherViT("timm"), "impulse", generator=seeded())
     with pytest.raises(ValueError, match="no init 'impulze'; near: impulse"):
         init_(OtherViT("timm"), "impulze", generator=seeded())
     with pytest.raises(TypeError, match="^init 'impulse' got an unexpected keyword argument 'scale'; "

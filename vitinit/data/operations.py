@@ -69,7 +69,8 @@ def fixed_tables(columns: Tensor, levels: Tensor) -> Tensor:
     """The tables of maps that do not depend on the image, (n, 1, 256).
 
     To levels below the threshold an addend is added; no sum exceeds 255. From the threshold on,
-    levels are inverted if flip is 255, and kept if it is 0. Then only the bits of the mask are kept.
+    levels are inverted if flip is 255, and kept if it is 0. Of the result only the bits of the mask
+    are kept.
     """
     table = columns[:, MAP].to(torch.int16)[..., None]
     threshold, addend, flip, mask = table.unbind(1)                      # (n, 1) each

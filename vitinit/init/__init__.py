@@ -76,8 +76,9 @@ def init_function(name: str, family: str) -> Callable[..., None]:
         raise ValueError(f"there is no init '{name}'; near: {', '.join(near)}")
     if family not in INITS[name]:
         others = [other for other, families in INITS.items() if family in families]
-        raise ValueError(f"init '{name}' is not defined for a {FAMILIES.get(family, family)}; it "
-                         f"has: {', '.join(others) or 'none'}")
+        raise ValueError(f"init '{name}' is not defined for a {FAMILIES.get(family, family)}; " + (
+            f"it has: {', '.join(others)}" if others else
+            "models of other libraries are initialised by vitinit.init.init_"))
     function = INITS[name][family]
     if isinstance(function, str):
         module, _, function = function.partition(".")

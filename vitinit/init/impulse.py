@@ -84,8 +84,8 @@ def impulse(model: nn.Module | Layout, *, generator: torch.Generator,
             and noise_scale >= 0 and noise_std >= 0 and value_alpha >= 0):
         raise ValueError(f"rank is {rank}, qk_norm {qk_norm}, impulse_scale {impulse_scale}, "
                          f"noise_scale {noise_scale}, noise_std {noise_std} and value_alpha "
-                         f"{value_alpha}; expected "
-                         "qk_norm and impulse_scale > 0 and the others ≥ 0")
+                         f"{value_alpha}; expected qk_norm and impulse_scale > 0 and the others "
+                         "≥ 0")
     cells = offsets_on_grid(kernel_size, vit.grid)       # checks kernel_size, before any draw
     draw_base(vit.model, base, generator)
 
@@ -126,8 +126,8 @@ def default_rank(tokens: int, dim: int) -> int:
 
     The rule is ours. With more directions the maps become flat, however wide a head is, because the
     weakest of them take most of the norm of Q and K. 64 is the head_dim of every released model.
-    README.md of this package says what the rule does on a small grid and for models with few wide
-    heads.
+    In commit 09cb91f this package's README.md says what the rule does on a small grid and for
+    models with few wide heads.
     """
     return max(min(max(RELEASED_RANK, tokens // 2), dim // 3), 1)
 

@@ -55,9 +55,9 @@ def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator,
         either way.
 
     The closed forms (`impulse`, `impulse_simple_vit`) give sharper maps and are faster by orders of
-    magnitude; README.md of this package has a table. Raises ValueError for options out of range,
-    and for a fixed position embedding in a model with a class token: the class token has no
-    position there, and would attract all attention.
+    magnitude; this package's README.md in commit 09cb91f has a table. Raises ValueError for options
+    out of range, and for a fixed position embedding in a model with a class token: the class token
+    has no position there, and would attract all attention.
     """
     simple = getattr(model, "family", "") == "simple_vit"
     vit = model if simple else layout_of(model)
@@ -67,7 +67,7 @@ def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator,
                          '"mean"')
     if steps < 1 or not step_size > 0 or renorm_every < 0:
         raise ValueError(f"steps is {steps}, step_size {step_size} and renorm_every "
-                         f"{renorm_every};expected steps ≥ 1, step_size > 0 and renorm_every ≥ 0")
+                         f"{renorm_every}; expected steps ≥ 1, step_size > 0 and renorm_every ≥ 0")
     cells = offsets_on_grid(kernel_size, vit.grid)       # checks kernel_size, before any draw
     draw_base(model if simple else vit.model, base, generator)
 

@@ -77,9 +77,8 @@ def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator,
     position embedding unless alpha is small. The papers' solutions have the same limitation.
 
     arXiv 2401.12511 reaches such maps by gradient descent, which is the init `impulse_gd`; this
-    closed form is ours, sharper and much faster (README.md of this package). Raises ValueError for
-    a model whose queries do not read the position embedding, or which cannot reach target_mass, and
-    for options out of range.
+    closed form is ours, sharper and much faster. Raises ValueError for a model whose queries do not
+    read the position embedding, or which cannot reach target_mass, and for options out of range.
     """
     if not 0.0 < target_mass < 1.0:
         raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
