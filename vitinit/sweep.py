@@ -181,9 +181,9 @@ def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path | None
                                 env=environment | {"PYTHONIOENCODING": "utf-8"})
 
 
-def last_line(log: Path | None, beginning: str) -> str:
-    """The last line of the log that begins so; "" if there is none."""
-    lines = log.read_text("utf-8", "replace").splitlines() if log else []
+def last_line(log: Path, skipped: int, beginning: str) -> str:
+    """The last line that begins so, after the log's first `skipped` bytes; "" if there is none."""
+    lines = log.read_bytes()[skipped:].decode("utf-8", "replace").splitlines()
     return next((line for line in reversed(lines) if line.startswith(beginning)), "")
 
 
@@ -191,35 +191,37 @@ def do_runs(runs: Sequence[PlannedRun], nproc: int, shares: Sequence[dict[str, s
             ) -> tuple[dict[Path, str], int]:
     """Do the runs, as many at a time as there are `shares`; a signal is passed on to all.
 
-    Returns folder → error message of each run that failed, and the signal that stopped all, or 0.
+    Returns folder → error message of each run that failed by itself, and the signal that stopped
+    all, or 0. Signals that were ignored, as under nohup, stay ignored.
     """
     received: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: received.append(number))
-                for number in STOP_SIGNALS}
+                for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
     waiting, free, passed_on = list(runs), list(shares), 0
-    running: dict[subprocess.Popen, tuple[PlannedRun, dict[str, str], Path | None]] = {}
+    running: dict[subprocess.Popen, tuple[PlannedRun, dict[str, str], Path | None, int]] = {}
     failures: dict[Path, str] = {}
     try:
         while running or waiting and not received:
             while waiting and free and not received:
-                run, share, log = waiting.pop(0), free.pop(0), None
+                run, share, log, skipped = waiting.pop(0), free.pop(0), None, 0
                 if len(shares) > 1:
                     log = run.folder.parent / "logs" / f"{run.folder.name}.log"
+                    skipped = log.stat().st_size if log.exists() else 0  # of earlier starts
                 print(f"\nrun     {run.folder}, {len(waiting)} to follow", flush=True)
-                running[start(run, nproc, share, log)] = run, share, log
+                running[start(run, nproc, share, log)] = run, share, log, skipped
             for number in received[passed_on:]:
                 for process in running:              # every version of torchrun handles these two
                     process.send_signal(number if number == signal.SIGINT else signal.SIGTERM)
                 passed_on += 1
             time.sleep(LOOK_EVERY)
             for process in [one for one in running if one.poll() is not None]:
-                run, share, log = running.pop(process)
+                run, share, log, skipped = running.pop(process)
                 free.append(share)
-                if process.returncode:
-                    failures[run.folder] = last_line(log, "train.py: ") or (
+                if process.returncode and not received:
+                    failures[run.folder] = log and last_line(log, skipped, "train.py: ") or (
                         f"ended with status {process.returncode}{f', see {log}' if log else ''}")
-                elif log:
-                    print(f"{run.folder.name}  {last_line(log, 'epoch ')}", flush=True)
+                elif log and (line := last_line(log, skipped, "epoch ")):
+                    print(f"{run.folder.name}  {line}", flush=True)
     finally:
         for process in running:                      # after an error of this program's own
             process.terminate()
