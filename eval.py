@@ -145,7 +145,7 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
     with processes.together():
         columns = {(one, number): columns_of(checkpoints[number], one, sources[one])
                    for one, number in pairs}
-    models, speeds = [], []                          # on the CPU until they are needed
+    models, speeds = [], []                          # on the CPU but while they are at work
     for saved in checkpoints:
         with processes.together():
             own = {name: saved.model(name) for name in saved.weights}
@@ -170,6 +170,8 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
                     results = evaluate(on_device, bar.over(batches), columns=columns[one, number],
                                        num_classes=len(source.classes), amp=engine.amp,
                                        processes=processes, stop=stop)
+                for model in on_device:
+                    model.cpu()                      # or the memory of many would add up
                 findings[one, number] = Finding(
                     saved.name, saved.recipe.name, one, saved.size, saved.recipe.data.num_classes,
                     list(source.classes), speeds[number], dict(zip(models[number], results)))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 import vitinit
 from vitinit.data.augment import normalise
@@ -239,6 +240,7 @@ def test_images_are_decoded_once_for_all_models_that_see_them_alike(
     """Two runs of one crop, that differ in batch size and std, and a third, on two sets.
 
     All results equal those of separate evaluations. Where nothing can be kept, each run decodes.
+    Only the models at work are on the device.
     """
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder, changes in zip(folders, ({}, dict(
@@ -250,6 +252,13 @@ def test_images_are_decoded_once_for_all_models_that_see_them_alike(
     decoded, original = [], ImageFiles.image
     monkeypatch.setattr(ImageFiles, "image", lambda self, index: (
         decoded.append(index), original(self, index))[1])
+    there, to, cpu, real = set(), nn.Module.to, nn.Module.cpu, eval_program.evaluate
+    monkeypatch.setattr(nn.Module, "to", lambda self, *where, **how: (
+        there.add(self), to(self, *where, **how))[1])
+    monkeypatch.setattr(nn.Module, "cpu", lambda self: (there.discard(self), cpu(self))[1])
+    alone_there = []
+    monkeypatch.setattr(eval_program, "evaluate", lambda models, *what, **how: (
+        alone_there.append(there == set(models)), real(models, *what, **how))[1])
     other = write_images(tmp_path / "other", ["blue", "green", "red"], seed=2)
     for gib, decodings in (("0.5", 2), ("0.0", 3)):
         decoded.clear()
@@ -258,7 +267,7 @@ def test_images_are_decoded_once_for_all_models_that_see_them_alike(
                                   "data.on_device_gib=0.0", "--set", f"eval.cache_gib={gib}"]) == 0
         assert len(decoded) == decodings * (21 + 9)
         together = [json.loads(line) for line in (tmp_path / "out.json").read_text().splitlines()]
-        assert together[::2] == alone
+        assert together[::2] == alone and set(alone_there) == {True}
         assert [(row["checkpoint"], row["data_dir"]) for row in together] == [
             (str(folder / "last.pt"), str(root)) for folder in folders for root in (image_tree, other)]
         printed = capsys.readouterr().out.splitlines()
