@@ -48,6 +48,13 @@ def test_lines_are_the_models_guesses_in_order(folder, capsys, workers):
     assert last == f"{right} of 22 images are classified as their folder says ({100 * right / 22:.2f} %)"
 
 
+def test_a_line_stays_one_whatever_a_file_is_called(folder, capsys):
+    file = (folder / "red" / "03.png").rename(folder / "red" / "0\n\x1b[2J.png")
+    assert predicted(RUN, file) == 0
+    line, _ = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{folder}/red/0\\n\\x1b[2J.png  ")
+
+
 def test_what_a_folder_leaves_out_is_named_once(folder, capsys):
     for name in ("a.HEIC", "b.heic", "c.mov", ".d.heic"):
         (folder / "red" / name).touch()

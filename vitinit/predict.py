@@ -32,6 +32,7 @@ from .command_line import Parser, integer, run_program
 from .data.folders import images_below, in_words
 from .data.images import DataError
 from .figures.sheet import Tile, attended, draw_sheet, require_attention
+from .messages import one_line
 from .runs.start import as_input
 from .runs.trained import Trained, add_run, load_run
 from .train.checkpoint import write_text_atomically
@@ -142,8 +143,8 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
             if view is None:
                 print(f"vitinit.predict: {guess.problem}", file=sys.stderr, flush=True)
             else:
-                print(guess.path, *(f"{name} {100 * share:.1f} %" for name, share in guess.ranked),
-                      sep="  ")
+                words = (f"{name} {100 * share:.1f} %" for name, share in guess.ranked)
+                print(one_line("  ".join([guess.path, *words]), longest=2**20))
                 if args.sheet is not None and len(found) in on_sheet:
                     heat = attended(trained, view) if args.attention else None
                     tiles.append(Tile(guess.path, view, heat, guess.truth, *guess.ranked[0]))
