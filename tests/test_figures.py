@@ -88,6 +88,8 @@ def test_top1_across_a_key_has_a_line_per_experiment_and_a_bar_over_its_seeds(
     wrong = ("curves", "--out", tmp_path / "none.png", "--across")
     assert "init.name is 'default' in default" in refusal(capsys, *wrong, "init.name", *runs)
     assert "differ in optim.eps alone" in refusal(capsys, *wrong, "optim.eps", *runs)
+    runs.append(written_run("d-0", [1.0, 2.0], sets=few(20), start={"git_commit": "decaf"}))
+    assert "commit c0ffee and" in refusal(capsys, *wrong, "optim.global_batch", *runs)
 
 
 # ---------------------------------------------------------------------------------------------

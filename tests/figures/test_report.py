@@ -10,6 +10,7 @@ import pytest
 import vitinit
 from vitinit import compare
 from vitinit.figures.__main__ import main
+from vitinit.figures.page import rounded
 from vitinit.runs.groups import group_runs
 from vitinit.runs.records import read_run, write_archive
 
@@ -120,6 +121,11 @@ def test_what_is_not_at_hand_is_left_out_with_a_line(report, contents, four_runs
     assert "no steps on record" in meta["notes"][0]
     assert [panel["across"] for panel in meta["curves"]] == ["epoch"]
     complains("neither a run's folder nor an archive of runs", "report", photographs_of(tmp_path))
+
+
+def test_numbers_that_json_does_not_know_are_left_out():
+    """A page would refuse them; a loss can be infinite where fp16 overflowed."""
+    assert rounded([1.23456, [float("nan"), float("inf"), -float("inf")]]) == [1.235, [None] * 3]
 
 
 def photographs_of(folder: Path) -> Path:

@@ -113,7 +113,7 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
 
     Groups that differ in this key alone are points of one line: mean over seeds, and where there
     are several a bar from the lowest to the highest.
-    Raises FigureError if no line has two points.
+    Raises FigureError if no line has two points, or if a point has two groups.
     """
     lines: dict[str, dict[float, Group]] = {}
     for group in groups:
@@ -121,7 +121,10 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
         if type(value := settings.pop(key, None)) not in (int, float) or value <= 0:
             raise FigureError(f"{key} is {value!r} in {group.label}; expected a key of the recipe "
                               "with a number above 0")
-        lines.setdefault(repr(sorted(settings.items())), {})[value] = group
+        line = lines.setdefault(repr(sorted(settings.items())), {})
+        if line.setdefault(value, group) is not group:
+            raise FigureError(f"{line[value].label} and {group.label} are alike but for the code; "
+                              "expected the runs of one of them")
     if all(len(line) < 2 for line in lines.values()):
         raise FigureError(f"no two of these groups differ in {key} alone")
     figure, axis = pyplot().subplots(figsize=(7.6, 4.2), layout="constrained")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import re
 import zlib
 from pathlib import Path
@@ -48,10 +49,10 @@ def packed(levels: bytes) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Numbers with four digits, in lists of any depth; NaN becomes None, which JSON knows."""
+    """Numbers with four digits, in lists of any depth; None for those that JSON does not know."""
     if isinstance(value, (list, tuple)):
         return [rounded(part) for part in value]
-    return None if value != value else float(f"{value:.4g}")
+    return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 def as_png(view: Tensor, side: int | None = None) -> str:
