@@ -216,7 +216,9 @@ def test_half_precision_is_rounded_once_and_frozen_and_tied_weights_are_told():
     text = str(report)
     assert "frozen, and written nevertheless: pos_embed" in text
     assert "tied to what was written: again.qkv.weight" in text
-    assert "rounded to bfloat16" in text
+    assert "computed in float32 and rounded to bfloat16" in text
+    full.blocks[0].double()
+    assert "computed in float64 and rounded to float32" in str(impulse_(full, generator=seeded(6)))
 
 
 def test_wrapped_models_are_unwrapped():

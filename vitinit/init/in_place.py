@@ -311,8 +311,9 @@ def write_back(model: nn.Module, work: nn.Module) -> tuple[tuple[str, ...], tupl
             if id(tensor) in ids and name not in names]
     half = {str(old.dtype).removeprefix("torch.") for _, old, new in changed
             if old.dtype != new.dtype}
+    wide = "float64" if any(new.dtype == torch.float64 for *_, new in changed) else "float32"
     notes = {f"frozen, and written nevertheless: {patterns(frozen)}": frozen,
              f"tied to what was written: {patterns(tied)}": tied,
-             f"computed in float32 and rounded to {', '.join(sorted(half))}; the mass is that "
+             f"computed in {wide} and rounded to {', '.join(sorted(half))}; the mass is that "
              "before": half}
     return names, tuple(line for line, about in notes.items() if about)
