@@ -311,7 +311,7 @@ def test_a_tensor_on_one_side_only_is_one_line_that_names_it(load):
                      "attn_pool.latent"):
         tensors = theirs("DeiT-III") | {stranger: torch.ones(WIDTH)}
         assert f"surplus: {stranger}" in refusal(load, ours("DeiT-III"), tensors)
-    siglip = theirs("DINOv2") | {"attn_pool.latent": torch.ones(1, 1, WIDTH)}     # no classifier either
+    siglip = theirs("DINOv2") | {"attn_pool.latent": torch.ones(1, 1, WIDTH)}   # no classifier
     assert "surplus: attn_pool.latent" in refusal(load, ours("DINOv2"), siglip)
     for lost in ("blocks.0.norm1.bias", "norm.weight", "pos_embed", "patch_embed.proj.bias"):
         tensors = drawn_tensors(grid=(5, 5), positions="all", read="class")

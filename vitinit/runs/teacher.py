@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import is_zipfile
 
 import torch
 import torchvision
@@ -130,6 +131,8 @@ def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
     """
     notes, data = {"vitinit.json": ""}, recipe.data
     try:
+        if not is_zipfile(path):                     # with which torch would print a traceback, too
+            raise ValueError("there is no such archive")
         exported = torch.export.load(path, extra_files=notes)
         described = json.loads(notes["vitinit.json"] or "{}")
         images = next(node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"
