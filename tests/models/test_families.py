@@ -319,6 +319,11 @@ def test_an_unknown_name_lists_the_near_ones():
         vitinit.build_model("vit_tinny", num_classes=10, image_size=32)
 
 
+def test_a_swin_without_stages_is_refused():
+    with pytest.raises(ValueError, match="depths has 0 stages and num_heads 4"):
+        vitinit.build_model("swin_tiny", num_classes=10, image_size=224, depths=())
+
+
 def test_building_touches_no_random_numbers_but_the_layers_own():
     """The sizes are tried out without storage first, which draws nothing."""
     name, sizes, _ = FAMILIES["vit"]

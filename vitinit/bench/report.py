@@ -153,9 +153,11 @@ def last_lines(printed: str) -> str:
 
 def outcome(status: int) -> str:
     """How a command with this exit status, or negative signal number, failed; "" if it did not."""
+    if not status:
+        return ""
     how = ("the time ran out" if status == -signal.SIGKILL else f"exit status {status}"
-           if status > 0 else f"ended by {signal.Signals(abs(status) or 1).name}")
-    return f"\n\n**Failed**: {how}." if status else ""
+           if status > 0 else f"ended by {signal.Signals(-status).name}")
+    return f"\n\n**Failed**: {how}."
 
 
 def run_within(words: Sequence[str], seconds: float, environment: dict[str, str]

@@ -104,8 +104,9 @@ def _require_memory(name: str, model: type[nn.Module], arguments: dict[str, Any]
     Their size is measured on a model without storage that has one block per stage; the other blocks
     of a stage are as large as the first.
     """
-    depths = arguments.get("depths") or (arguments["depth"],)
-    one_each = {"depths": (1,) * len(depths)} if "depths" in arguments else {"depth": 1}
+    staged = "depths" in arguments
+    depths = arguments["depths"] if staged else (arguments["depth"],)
+    one_each = {"depths": (1,) * len(depths)} if staged else {"depth": 1}
     with torch.device("meta"):
         probe = model(**arguments | one_each)
     needed = _bytes(probe) + sum((depth - 1) * _bytes(stage.blocks[0]) for depth, stage in
