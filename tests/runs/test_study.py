@@ -77,8 +77,8 @@ def test_every_row_of_the_page_is_what_the_records_say(table, top1, records):
 def test_the_commands_of_the_page_compare_the_records(monkeypatch, capsys, repository):
     monkeypatch.chdir(repository)
     commands = [words for words in PAGE.commands() if "vitinit.compare" in words]
-    for words, row in zip(commands, ("| 5 | 60.56 ± 0.60 |",
-                                     "| deep_impulse | 3 | 54.28 ± 0.32 |")):
+    for words, row in zip(commands, ("| deep_impulse | 3 | 54.28 ± 0.32 |",
+                                     "| 5 | 60.56 ± 0.60 |"), strict=True):
         assert main(words[3:]) == 0
         assert row in capsys.readouterr().out
     assert main(["recipes/remaining_gap.tar.xz"]) == 0       # also all 93 runs at once
