@@ -142,12 +142,8 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(values, [f"{value:g}" for value in values], minor=False)
     axis.set(xlabel=key, ylabel="validation top-1 of the last epoch (%)")
-    axis.grid(alpha=0.3)
-    add_legend(figure, dict(zip(*reversed(axis.get_legend_handles_labels()))))
-    several = any(len(group.runs) > 1 for line in drawn for group in line.values())
-    figure.suptitle(f"Top-1 by {key}" + ": mean over seeds, bar from lowest to highest" * several,
-                    fontsize=11)
-    save(figure, out)
+    finish(figure, out, [group for line in drawn for group in line.values()], f"Top-1 by {key}",
+           spread="bar")
 
 
 def looks(groups: Sequence[Group]) -> list[tuple]:
@@ -155,13 +151,15 @@ def looks(groups: Sequence[Group]) -> list[tuple]:
     return looks_of([next(iter(group.runs.values())).keys["init.name"] for group in groups])
 
 
-def finish(figure: Figure, out: Path, groups: Sequence[Group], heading: str) -> None:
-    """Add grids, the legend and a heading, which names the bands where there are any; save."""
+def finish(figure: Figure, out: Path, groups: Sequence[Group], heading: str, *,
+           spread: str = "band") -> None:
+    """Add grids, the legend and a heading, which names the bands or bars if there are any; save."""
     if any(len(group.runs) > 1 for group in groups):
-        heading += ": mean over seeds, band from lowest to highest"
+        heading += f": mean over seeds, {spread} from lowest to highest"
     for axis in figure.axes:
         axis.grid(alpha=0.3)
-    add_legend(figure, {line.get_label(): line for line in figure.axes[0].lines})
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    add_legend(figure, dict(zip(labels, handles)))
     figure.suptitle(heading, fontsize=11)
     save(figure, out)
 
