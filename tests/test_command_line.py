@@ -33,7 +33,7 @@ def saved(folder: Path, *, model: str = "vit_tiny", init: str = "default", **opt
     text = (REPOSITORY / "recipes" / "quickstart.toml").read_text(encoding="utf-8")
     for title, body in (("model", f'name = "{model}"\n'),
                         ("init", f'name = "{init}"\ncheckpoint = ""\ncheckpoint_weights = "model"\n'
-                                 f'checkpoint_fit = "exact"\noptions = {to_toml(options)}\n')):
+                                 f'options = {to_toml(options)}\n')):
         text = re.sub(rf"\[{title}\]\n.*?(\n\[(?!{title}\.))", lambda found: f"[{title}]\n{body}{found[1]}",
                       text, flags=re.DOTALL)
     path = folder / "trial.toml"

@@ -145,23 +145,6 @@ def test_a_run_starts_from_another_runs_weights(train_program, stop_before, smal
     assert train_program.main(["--resume", str(second)]) == 0
 
 
-def test_a_run_starts_from_every_other_element_of_a_wider_and_deeper_run(train_program, small_run,
-                                                                        tmp_path, capsys):
-    large, small = tmp_path / "large", tmp_path / "small"
-    sizes = dict(model__options__embed_dim="24", model__options__depth="3",
-                 model__options__num_heads="6")
-    assert train_program.main(small_run(large, **sizes)) == 0
-    capsys.readouterr()
-    assert train_program.main(small_run(small, init__checkpoint=str(large), data__num_classes="3",
-                                        init__checkpoint_fit="select", schedule__epochs="1",
-                                        checkpoint__keep_epochs="[0]")) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("start"))
-    assert line.startswith(f"start   {large}, select: 29 tensors loaded; dropped: blocks.2.norm1")
-    assert line.endswith("as the init drew them: head.weight, head.bias")
-    teacher, student = checkpoint(large)["model"], checkpoint(small, "epoch_0000.pt")["model"]
-    assert torch.equal(student["pos_embed"], teacher["pos_embed"][..., ::2])
-
-
 @pytest.mark.parametrize("changes, message", [
     (dict(init__checkpoint="nowhere.pt"), "nowhere.pt: no such checkpoint"),
     (dict(init__checkpoint_weights="EMA"), "'EMA'; valid: ema, model"),

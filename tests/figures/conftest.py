@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from PIL import Image
@@ -33,13 +34,24 @@ def sizes() -> list[str]:
 
 
 @pytest.fixture
+def panels(monkeypatch) -> list:
+    """Collects the axes of the figures instead of saving them to files."""
+    found: list = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig",
+                        lambda figure, *_, **__: found.extend(figure.axes))
+    monkeypatch.setattr("vitinit.figures.plot.Image.open", lambda _: Image.new("L", (2, 2)))
+    return found
+
+
+@pytest.fixture
 def draw(tmp_path) -> Callable[..., Path]:
-    """Run a figure's command, check that it wrote an image, and return its path."""
+    """Run a figure's command, check that it wrote an image and kept none, and return its path."""
     def command(*arguments: object) -> Path:
         out = tmp_path / "figure.png"
         assert figures.main([*map(str, arguments), "--out", str(out)]) == 0
         with Image.open(out) as image:
             assert image.format == "PNG" and min(image.size) > 100
+        assert plt.get_fignums() == []
         return out
     return command
 

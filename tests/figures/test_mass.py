@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from vitinit.figures import mass
+from vitinit.figures.__main__ import main
+from vitinit.figures.plot import LOOKS
 from vitinit.figures.subjects import fresh, photographs
 from vitinit.filters import ordered_offsets
 from vitinit.mixing import mixing_matrices, target_mass
@@ -32,20 +33,20 @@ def test_the_masses_are_those_on_the_inits_targets(sizes, init, option):
     assert found.uniform == pytest.approx([1 / 35] * 2)
 
 
-def test_the_numbers_are_printed_and_drawn_by_part_and_init(draw, sizes, monkeypatch, capsys):
-    seen = {}
-    real = mass.draw_panels
-    monkeypatch.setattr(mass, "draw_panels", lambda out, panels, **words: (
-        seen.update(panels), real(out, panels, **words)))
-    draw("mass", "--recipe", "quickstart", "--init", "default", "impulse", *sizes, "--count", 5)
+def test_the_numbers_are_printed_and_drawn_by_part_and_init(panels, sizes, tmp_path, capsys):
+    assert main(["mass", "--recipe", "quickstart", "--init", "default", "impulse", *sizes,
+                 "--count", "5", "--out", str(tmp_path / "mass.png")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [" ".join(line.split()[:3]) for line in lines[:4]] == [
         f"quickstart, {init}: {part}" for init in ("default", "impulse")
         for part in ("centre", "others")]
     default, impulse = (float(lines[row].split()[-2]) for row in (0, 2))    # centre head, block 0
     assert default == pytest.approx(1 / 35, abs=0.01) and impulse > 10 * default
-    assert list(seen) == ["quickstart, centre heads", "quickstart, other heads"]
-    uniform, _, last = seen["quickstart, centre heads"]
-    assert uniform.values.tolist() == pytest.approx([1 / 35] * 2)
-    assert last.label == "impulse" and last.values[0].item() == pytest.approx(impulse, abs=1e-3)
-    assert torch.is_tensor(last.values)
+    assert [axis.get_title() for axis in panels] == ["quickstart, centre heads",
+                                                     "quickstart, other heads"]
+    uniform, _, last = panels[0].lines
+    assert uniform.get_ydata().tolist() == pytest.approx([1 / 35] * 2)
+    assert (last.get_color(), last.get_linestyle()) == LOOKS["impulse"]
+    assert last.get_ydata()[0] == pytest.approx(impulse, abs=1e-3)
+    labels = [text.get_text() for text in panels[0].figure.legends[0].get_texts()]
+    assert labels == ["uniform attention", "default", "impulse"]

@@ -6,8 +6,6 @@
     python -m vitinit.figures attention photograph.jpg --recipe deit_small --out attention.png
     python -m vitinit.figures explore photograph.jpg --run RUN --epochs 0,10 --out explore.html
     python -m vitinit.figures mass --recipe deit_tiny --data-dir photographs --out mass.png
-    python -m vitinit.figures equivariance --recipe deit_tiny --data-dir photographs --out moved.png
-    python -m vitinit.figures spectrum --recipe deit_tiny --data-dir photographs --out spectrum.png
     python -m vitinit.figures filters --recipe cifar10_convmixer --init impulse --out filters.png
     python -m vitinit.figures curves RUN [RUN …] --out curves.png
     python -m vitinit.figures curves --steps RUN [RUN …] --out steps.png
@@ -36,14 +34,12 @@ from ..runs.records import read_runs
 from .attention import draw_attention
 from .augmentation import draw_batch, draw_operations
 from .curves import draw_across, draw_curves, draw_steps
-from .equivariance import draw_equivariance
 from .explore import write_explorer
 from .kernels import draw_filters, draw_kernels
 from .maps import KINDS, draw_maps
 from .mass import draw_mass
 from .plot import FigureError, pyplot
 from .report import write_report
-from .spectrum import draw_spectrum
 from .subjects import Subject, fresh, of_runs
 
 # The figure `kernels` shows this variant of quickstart: a head for each offset of a 3×3 kernel.
@@ -62,7 +58,7 @@ def numbers(text: str) -> list[int] | Literal["all"]:
 
 
 def pair(text: str) -> tuple[int, int]:
-    """Parse "ROW,COLUMN" or "DOWN,RIGHT"."""
+    """Parse "ROW,COLUMN"."""
     try:
         row, column = map(integer(-2**15, 2**15), text.split(","))
     except (argparse.ArgumentTypeError, ValueError):
@@ -129,11 +125,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         "an HTML page of the attention of every head of every block")
     explore.add_argument("photographs", type=Path, nargs="+", metavar="photograph")
     of_images("mass", draw_mass, "share of attention on the heads' targets, by depth")
-    equivariance = of_images("equivariance", draw_equivariance,
-                             "whether tokens move with the image, by depth")
-    equivariance.add_argument("--step", type=pair, default=(1, 1), metavar="DOWN,RIGHT",
-                              help="by how many patches images are moved")
-    of_images("spectrum", draw_spectrum, "singular values and ranks of patch embeddings")
     filters = of_models("filters", draw_filters,
                         "a ConvMixer's depthwise filters or a Swin's position bias")
     filters.add_argument("--columns", nargs="+", type=index, default=[0, 1, 2],

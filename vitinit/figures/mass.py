@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from ..init.mass import Mass, has_targets, mass_on_images
-from .plot import Line, draw_panels, lines_of
+from .plot import add_legend, looks_of, pyplot, save
 from .subjects import Subject, photographs, require_family
 
+PARTS = {"centre": "centre heads", "others": "other heads"}      # of a Mass
 
 def mass_of(subject: Subject, folder: Path | None, count: int) -> Mass:
     """The mass on the targets of the subject's init, on `count` images (see `photographs`).
@@ -34,25 +35,40 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, co
     """Draw two panels per recipe with one line per init, or per run and epoch; print the numbers.
 
     The upper panels show the heads whose target is the query token itself, the lower ones all
-    others. folder, count: see `photographs`.
+    others; blocks without such heads are left out. folder, count: see `photographs`.
     """
     found: dict[str, list[tuple[Subject, Mass]]] = defaultdict(list)
     for subject in subjects:
         require_family(subject, "mass")
         mass = mass_of(subject, folder, count)
-        for part, values in (("centre", mass.centre), ("others", mass.others)):
+        for part in PARTS:
             print(f"{subject.recipe.name}, {subject.state}: {part}",
-                  *(f"{value:.3f}" for value in values))
+                  *(f"{value:.3f}" for value in getattr(mass, part)))
         found[subject.recipe.name].append((subject, mass))
 
-    panels = {}
-    for part, words in (("centre", "centre heads"), ("others", "other heads")):
-        for name, masses in found.items():
-            uniform = Line(torch.tensor(masses[0][1].uniform), "uniform attention", "0.8",
-                           width=6, marker="")
-            panels[f"{name}, {words}"] = [uniform, *lines_of([
-                (subject, torch.tensor(getattr(mass, part))) for subject, mass in masses])]
-    blocks = max(len(mass.centre) for masses in found.values() for _, mass in masses)
-    draw_panels(out, panels, columns=len(found), across="block", shares=True,
-                ticks=list(map(str, range(blocks))), down="share of attention on the head's target",
-                heading=f"Attention on the heads' targets by depth, mean over {count} images")
+    figure, axes = pyplot().subplots(2, len(found), squeeze=False, sharey=True,
+                                     layout="constrained",
+                                     figsize=(max(7.6, 2.4 * len(found) + 0.8), 6.0))
+    legend = {}
+    for column, (name, masses) in zip(axes.T, found.items()):
+        looks = looks_of([subject.recipe.init.name for subject, _ in masses])
+        for axis, (part, words) in zip(column, PARTS.items()):
+            legend["uniform attention"], = axis.plot(masses[0][1].uniform, color="0.8", linewidth=6)
+            for (subject, mass), (colour, line) in zip(masses, looks):
+                values = torch.tensor(getattr(mass, part))
+                known = ~values.isnan()
+                legend[subject.state], = axis.plot(
+                    known.nonzero()[:, 0], values[known], color=colour, linestyle=line, marker="o",
+                    markersize=3)
+            axis.set_title(f"{name}, {words}", fontsize=10)
+            axis.set_xticks(range(len(mass.uniform)))
+            axis.tick_params(labelsize=7)
+            axis.grid(alpha=0.3)
+        axis.set_xlabel("block")
+    axis.set(yscale="log", ylim=(None, 1.2))         # of all panels; with room for markers at 1
+    axis.yaxis.set_major_formatter("{x:g}")
+    add_legend(figure, legend)
+    figure.supylabel("share of attention on the head's target", fontsize=10)
+    figure.suptitle(f"Attention on the heads' targets by depth, mean over {count} images",
+                    fontsize=11)
+    save(figure, out)

@@ -1,4 +1,4 @@
-"""Plotting that all figures share: the look of each init, panels of lines, grids of maps.
+"""Plotting that all figures share: the look of each init, legends, heat, grids of maps.
 
 The colours can be told apart by colour-blind readers.
 """
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
-
-    from .subjects import Subject
 
 # Each init has one colour and one line in every picture, here and in the lessons. The colours are
 # those of Okabe and Ito.
@@ -123,65 +121,6 @@ def draw_heat(axis: Axes, image: Tensor, heat: Tensor, scale: Normalize) -> Axes
     axis.imshow(grey.numpy(), cmap="gray", vmin=0, vmax=255, extent=extent)
     return axis.imshow(heat.numpy(), cmap=OVERLAY, norm=scale, alpha=HEAT, extent=extent,
                        interpolation="nearest")
-
-
-# ---------------------------------------------------------------------------------------------
-# Panels of lines
-# ---------------------------------------------------------------------------------------------
-
-
-class Line(NamedTuple):
-    """A line of a panel: values at x = 0, 1, 2, …"""
-
-    values: Tensor              # (points,); NaN is left out, and the points beside it are joined
-    label: str                  # give lines of the same label the same look in all panels
-    colour: str
-    line: str | tuple = "-"
-    width: float = 1.5
-    marker: str = "o"
-
-
-def lines_of(values: Sequence[tuple[Subject, Tensor]]) -> list[Line]:
-    """A line for the values, (points,), of each model, in the look of its init."""
-    looks = looks_of([subject.recipe.init.name for subject, _ in values])
-    return [Line(points, subject.state, *look) for (subject, points), look in zip(values, looks)]
-
-
-def draw_panels(out: Path, panels: dict[str, list[Line]], *, columns: int, across: str, down: str,
-                heading: str, ticks: Sequence[str], shares: bool = False) -> None:
-    """Draw panels of lines in rows of `columns` with one vertical scale and one legend.
-
-    panels: title → lines. across, down: labels of the horizontal and the vertical axis.
-    ticks: what stands at x = 0, 1, 2, … of every panel.
-    shares: the scale is logarithmic and ends at 1; if not, it is linear and starts at 0.
-    """
-    rows = -(-len(panels) // columns)
-    width = max(7.6, 2.4 * columns + 0.8)            # inches
-    figure, axes = pyplot().subplots(rows, columns, squeeze=False, sharey=True,
-                                     layout="constrained", figsize=(width, 2.2 * rows + 1.6))
-    legend = {}
-    for axis, (title, lines) in zip(axes.flat, panels.items()):
-        for line in lines:
-            known = (~line.values.isnan()).nonzero()[:, 0]
-            legend[line.label], = axis.plot(known, line.values[known], color=line.colour,
-                                            linestyle=line.line, linewidth=line.width,
-                                            marker=line.marker, markersize=3, label=line.label)
-        axis.set_title(title, fontsize=10)
-        axis.set_xticks(range(len(ticks)), ticks)
-        axis.tick_params(labelsize=7)
-        axis.grid(alpha=0.3)
-    for axis in axes[-1]:
-        axis.set_xlabel(across)
-    figure.supylabel(down, fontsize=10)
-    if shares:
-        axes[0, 0].set_yscale("log")
-        axes[0, 0].set_ylim(None, 1.2)               # room for markers at 1
-        axes[0, 0].yaxis.set_major_formatter("{x:g}")
-    else:
-        axes[0, 0].set_ylim(0.0, None)
-    add_legend(figure, legend)
-    figure.suptitle(heading, fontsize=11)
-    save(figure, out)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -198,6 +198,9 @@ def _sections(tables: dict[str, Any], changes: Sequence[Override]) -> dict[str, 
         tables.setdefault(title, {})
     for title in ("model", "init"):                  # an empty table may be left out
         tables[title].setdefault("options", {})
+    # The recipes of runs state a key that chose weight selection, which is no more.
+    if tables["init"].get("checkpoint_fit") == "exact":
+        del tables["init"]["checkpoint_fit"]
     for change in changes:
         *parents, last = change.key.split(".")
         place = tables

@@ -76,7 +76,6 @@ class InitSection:
     name: str
     checkpoint: str                                 # weights to start from; "": none
     checkpoint_weights: Literal["model", "ema"]     # which weights in the checkpoint
-    checkpoint_fit: Literal["exact", "select"]      # select: weight selection from a larger model
     options: Mapping[str, Any]                      # keyword arguments of that init
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from torch import nn
 
-from ..init.weight_selection import select_weights
 from ..models.convert import native_tensors
 from ..recipe.sections import Recipe
-from ..train.checkpoint import CheckpointError, model_state
+from ..train.checkpoint import model_state
 from ..train.transfer import start_from
 from . import foreign
 from .folder import read_checkpoint
@@ -18,8 +17,7 @@ from .folder import read_checkpoint
 def fine_tune(model: nn.Module, recipe: Recipe) -> list[str]:
     """Load the weights of init.checkpoint into `model`, which has been initialised.
 
-    The checkpoint is a file, a run folder, or a folder of transformers. Where init.checkpoint_fit
-    is "select", evenly spaced elements of a larger model's weights are taken (`select_weights`).
+    The checkpoint is a file, a run folder, or a folder of transformers.
 
     Returns lines for the summary: what was loaded and, for another project's checkpoint, what is
     assumed that tensors do not show. Raises CheckpointError if the checkpoint does not fit.
@@ -32,10 +30,5 @@ def fine_tune(model: nn.Module, recipe: Recipe) -> list[str]:
         description = foreign.read_description(path, str(state.get("arch", "")))
         foreign.require_same_function(description, recipe)
         notes = [f"note    {foreign.assumptions(recipe, description)}"]
-    if init.checkpoint_fit == "select":
-        try:
-            tensors = select_weights(model, tensors)
-        except ValueError as error:
-            raise CheckpointError(f"{path}: {error}") from None
     transfer = start_from(model, tensors, path, state.get("grid"))
-    return [f"start   {init.checkpoint}, {init.checkpoint_fit}: {transfer}", *notes]
+    return [f"start   {init.checkpoint}: {transfer}", *notes]

@@ -14,11 +14,12 @@ from .records import Run
 
 # The keys in which runs of one experiment may differ: seed, folder of the data, and machine.
 FREE_KEYS = ("run.seed", "data.root", *MACHINE_KEYS)
-# Options that came after the first records in recipes/ were made; records without them are of these
-# values.
-CAME_LATER = {"init.options.constant_share": 0.0, "init.options.calibrated": False,
-              "model.options.norm_place": "after", "model.options.channel_residual": "mlp",
-              "model.options.norm_eps": 1e-6, "data.apply_exif_orientation": True}
+# Keys that came after the first records in recipes/ were made, or went after them; records without
+# them are of these values.
+CAME_OR_WENT = {"init.options.constant_share": 0.0, "init.options.calibrated": False,
+                "model.options.norm_place": "after", "model.options.channel_residual": "mlp",
+                "model.options.norm_eps": 1e-6, "data.apply_exif_orientation": True,
+                "init.checkpoint_fit": "exact"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def experiment(run: Run) -> dict[str, Any]:
     # The BatchNorm of a ConvMixer sees the images of a micro-batch.
     convolves = run.keys["model.name"].startswith("convmixer_")
     matter = ("optim.max_batch_per_process",) * convolves
-    return {key: value for key, value in (CAME_LATER | run.keys).items()
+    return {key: value for key, value in (CAME_OR_WENT | run.keys).items()
             if key not in FREE_KEYS or key in matter}
 
 

@@ -25,15 +25,6 @@ def refusal(capsys, *arguments: object) -> str:
     return line
 
 
-@pytest.fixture
-def panels(monkeypatch) -> list:
-    """Collects the axes of the figures instead of saving them to files."""
-    found: list = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig",
-                        lambda figure, *_, **__: found.extend(figure.axes))
-    return found
-
-
 def test_kernels_show_impulses_and_only_them(tmp_path):
     out = tmp_path / "kernels.png"
     run("kernels", "--init", "default", "impulse", "--count", 3, "--out", out)
