@@ -29,7 +29,7 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitinit.command_line import Parser, run_program
 from vitinit.data.augment import ToDevice
@@ -45,12 +45,11 @@ from vitinit.recipe.values import nearest
 from vitinit.runs.report import Finding, report
 from vitinit.runs.saved import Saved, add_options, open_all
 from vitinit.train import distributed
-from vitinit.train.device import describe_device, memory_for
-from vitinit.train.distributed import DAY, Processes
+from vitinit.train.device import memory_for
+from vitinit.train.distributed import Processes
 from vitinit.train.engine import evaluate, set_precision
 from vitinit.train.interruption import StopRequest
 from vitinit.train.metrics import ProgressBar
-from vitinit.train.throughput import TIMED_PASSES, WARMUP_PASSES, Throughput, throughput
 
 # The keys that --set may change in a recipe that a checkpoint contains: how it is evaluated.
 EVALUATION_KEYS = ("eval.crop_pct", "eval.interpolation", "eval.batch_size", "eval.cache_gib",
@@ -81,8 +80,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add_options(parser, EVALUATION_KEYS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON to this file")
     parser.add_argument("--per-class", action="store_true", help="print top-1 of every class")
-    parser.add_argument("--throughput", action="store_true",
-                        help="print images/s of each forward pass, and its memory")
     args = parser.parse_args(arguments)
     if args.data and args.data_dir is not None and not args.train_images:
         raise RecipeError(f"--data-dir {args.data_dir}: the folder of the recipe's own data set, "
@@ -95,7 +92,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def open_set(one: EvaluatedSet, processes: Processes) -> Source:
     """Open a data set; it is downloaded first if it is not there and can be."""
     name = one.data.name if isinstance(one, TrainingPart) else one.name
-    with processes.together(within=DAY):
+    with processes.together():
         if name in DATA_SETS and processes.local_rank == 0:
             download(name, one.root)
     with processes.together():
@@ -145,7 +142,7 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
     with processes.together():
         columns = {(one, number): columns_of(checkpoints[number], one, sources[one])
                    for one, number in pairs}
-    models, speeds = [], []                          # on the CPU but while they are at work
+    models = []                                      # on the CPU but while they are at work
     for saved in checkpoints:
         with processes.together():
             own = {name: saved.model(name) for name in saved.weights}
@@ -153,7 +150,6 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
             print(saved.assumptions(), file=sys.stderr, flush=True)
         models.append({name: torch.compile(model) if saved.recipe.engine.compile else model
                        for name, model in own.items()})
-        speeds.append(speed(saved, models[-1]["model"], processes) if args.throughput else None)
 
     findings = {}
     for one, source in sources.items():
@@ -174,7 +170,7 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
                     model.cpu()                      # or the memory of many would add up
                 findings[one, number] = Finding(
                     saved.name, saved.recipe.name, one, saved.size, saved.recipe.data.num_classes,
-                    list(source.classes), speeds[number], dict(zip(models[number], results)))
+                    list(source.classes), dict(zip(models[number], results)))
     if processes.is_main:
         report([findings[pair] for pair in pairs], per_class=args.per_class, json_file=args.json)
 
@@ -198,23 +194,6 @@ def batches_of(source: Source, saved: Saved, kept: dict[tuple, KeptViews], proce
                        channels_last=saved.recipe.engine.channels_last)
     return EvaluationBatches(kept[key], batch_size=how.batch_size, workers=data.workers,
                              prepare=prepare)
-
-
-def speed(saved: Saved, model: nn.Module, processes: Processes) -> Throughput:
-    """Measure and print the speed of a model's forward pass, alone on the device."""
-    engine, device = saved.recipe.engine, processes.device
-    set_precision(engine.tf32)
-    with ProgressBar("throughput", WARMUP_PASSES + TIMED_PASSES, shown=processes.is_main) as bar:
-        found = throughput(model.to(device), batch_size=saved.recipe.eval.batch_size,
-                           size=saved.size, device=device, amp=engine.amp,
-                           channels_last=engine.channels_last, bar=bar)
-    model.cpu()                                      # the next one's memory is to be its own
-    if processes.is_main:
-        height, width = saved.size
-        print(f"{saved.name}  {found.images_per_second:.1f} images/s, {found.milliseconds:.2f} ms "
-              f"per batch of {found.batch_size} at {height}×{width}, amp {engine.amp}; peak memory "
-              f"{found.peak_memory}, {describe_device(device)}", flush=True)
-    return found
 
 
 def main(arguments: list[str] | None = None) -> int:

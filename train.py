@@ -16,7 +16,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import argparse
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,8 +52,7 @@ from vitinit.train.metrics import (Diverged, Progress, ProgressBar, StepRow, epo
 from vitinit.train.optim import learning_rate, optimizer_for, set_learning_rate
 from vitinit.train.state import TrainState
 
-# Modules that only some runs need are imported where they are used: of fine-tuning, of learning
-# from a teacher, and of profiling.
+# Modules that only some runs need, for fine-tuning and a teacher, are imported where they are used.
 REPOSITORY = Path(__file__).resolve().parent
 
 
@@ -69,12 +67,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=integer(0, 2**63), help="run.seed")
     parser.add_argument("--resume", metavar="RUN",
                         help="continue the run in this folder; 'auto': the one in --out-dir if any")
-    how = parser.add_mutually_exclusive_group()      # a dry run has no steps to profile
-    how.add_argument("--dry-run", action="store_true",
-                     help="build everything, print it, run one forward pass, write nothing")
-    how.add_argument("--profile", type=integer(1, 101), default=0, metavar="N",
-                     help="write a profiler's trace of N steps after warm-up into the run's "
-                          "folder and name the largest operations")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="build everything, print it, run one forward pass, write nothing")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="override any key of the recipe; may be repeated")
     return parser.parse_args(arguments)
@@ -194,12 +188,6 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
         set_learning_rate(state.optimizer, lr_at(progress.step - 1))
     set_precision(recipe.engine.tf32)
     tune_convolutions(state.model)
-    profiler = None
-    if args.profile:
-        from vitinit.train.profile import StepProfiler
-        profiler = StepProfiler(args.profile, done=progress.step, per_epoch=per_epoch,
-                                total=recipe.schedule.total_epochs * per_epoch, folder=folder.path,
-                                device=processes.device, say=processes.say)
     processes.say(summary(recipe, data, state.model, notes, state.optimizer, lr_at, processes))
     for caution in cautions(recipe, data):
         processes.say(f"warning {caution}")
@@ -208,7 +196,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
         return 0
 
     # Run folder and engine: from here on there is something to save. ----------------------------
-    with StopRequest() as stop, (profiler or nullcontext()):
+    with StopRequest() as stop:
         with processes.together():
             if processes.is_main:
                 set_up_folder(folder, lock, recipe, state, resumed=resumed,
@@ -218,7 +206,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
         processes.say(f"run     {folder.path}"
                       + (f", resumed at step {progress.step:,}" if resumed else ""))
         return run_epochs(recipe, data, state, folder, processes, stop, lr_at=lr_at,
-                          teacher=teacher, profiler=profiler if processes.is_main else None)
+                          objective=teacher or cross_entropy)
 
 
 def save_last(state: TrainState, folder: RunFolder, processes: Processes) -> None:
@@ -231,7 +219,7 @@ def save_last(state: TrainState, folder: RunFolder, processes: Processes) -> Non
 
 def run_epochs(recipe: Recipe, data: Data, state: TrainState, folder: RunFolder,
                processes: Processes, stop: StopRequest, *, lr_at: Callable[[int], float],
-               teacher: Callable[..., Tensor] | None, profiler: Any) -> int:
+               objective: Callable[..., Tensor]) -> int:
     """Train, evaluate and save until the run ends or is stopped; return the exit status."""
     progress, epochs = state.progress, recipe.schedule.total_epochs
     best_by, batch = recipe.checkpoint.best_by, recipe.optim.global_batch
@@ -273,33 +261,26 @@ def run_epochs(recipe: Recipe, data: Data, state: TrainState, folder: RunFolder,
             save_last(state, folder, processes)
 
     try:
-        try:
-            with memory_for("optim.max_batch_per_process", data.plan.micro_batch_size,
-                            processes.rank):
-                train_epochs(
-                    state, forward, data.train_batches.steps, epochs=epochs, lr_at=lr_at,
-                    global_batch=batch, amp=recipe.engine.amp,
-                    drop_path_at=drop_path_of(state.model, recipe),
-                    objective=teacher or cross_entropy, clip_norm=recipe.optim.clip_norm,
-                    processes=processes, stop=stop, record=record,
-                    save_every=recipe.checkpoint.every_steps,
-                    save=partial(save_last, state, folder, processes), finish_epoch=finish_epoch,
-                    profiler=profiler,
-                    bar_total=data.train_batches.steps_per_epoch * processes.is_main)
-        except (Interrupted, DataError):
-            save_last(state, folder, processes)      # they come between two steps
+        with memory_for("optim.max_batch_per_process", data.plan.micro_batch_size, processes.rank):
+            train_epochs(
+                state, forward, data.train_batches.steps, epochs=epochs, lr_at=lr_at,
+                global_batch=batch, amp=recipe.engine.amp, objective=objective,
+                drop_path_at=drop_path_of(state.model, recipe), clip_norm=recipe.optim.clip_norm,
+                processes=processes, stop=stop, record=record,
+                save_every=recipe.checkpoint.every_steps,
+                save=partial(save_last, state, folder, processes), finish_epoch=finish_epoch,
+                bar_total=data.train_batches.steps_per_epoch * processes.is_main)
+    except (Interrupted, DataError) as ended:        # between two steps
+        save_last(state, folder, processes)
+        if isinstance(ended, DataError):
+            processes.say(f"the run is safe at step {progress.step:,}; once the data is mended, go "
+                          f"on with --resume {folder.path}")
             raise
-    except Interrupted as request:
-        processes.say(f"stopped by signal {request.number} after step {progress.step:,}; go on "
+        processes.say(f"stopped by signal {ended.number} after step {progress.step:,}; go on "
                       f"with --resume {folder.path}")
-        return 128 + request.number
-    except DataError:
-        processes.say(f"the run is safe at step {progress.step:,}; once the data is mended, go on "
-                      f"with --resume {folder.path}")
-        raise
+        return 128 + ended.number
     except Diverged as diverged:
-        fault = teacher.fault(processes, data.plan.accumulation) if teacher else ""
-        left = fault or (folder.what_is_left() if processes.is_main else "")
+        left = folder.what_is_left() if processes.is_main else ""
         raise Diverged(f"{diverged}{left}") from None
     best = "none" if progress.best is None else f"{progress.best:.2f}"
     processes.say(f"done    {epochs} epochs, best {best_by} {best}, peak memory "

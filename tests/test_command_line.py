@@ -22,7 +22,7 @@ from vitinit.train.distributed import LostProcess, Processes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FLAGS = ["--recipe", "--init", "--data-dir", "--out-dir", "--seed", "--resume", "--dry-run",
-         "--profile", "--set"]
+         "--set"]
 MISSPELT = ["--recipe", "quickstart", "--set", "schedule.epoch=3"]
 COMPLAINT = ("train.py: --set schedule.epoch=3: [schedule] has no key 'epoch'; "
              "did you mean 'epochs'?")

@@ -279,14 +279,13 @@ def test_images_are_decoded_once_for_all_models_that_see_them_alike(
             for found in together for name in ("model", "ema")]
 
 
-def test_per_class_and_throughput_are_printed(eval_program, tmp_path, capsys):
-    """The weakest class first."""
+def test_the_weakest_classes_are_printed_first(eval_program, tmp_path, capsys):
     root = write_images(tmp_path / "six", [f"c{number}" for number in range(6)], seed=3)
     model = tiny_vit(6)
     model.head.weight.data *= 30
     torch.save(model.state_dict(), tmp_path / "a.pth")
-    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={root}", "--throughput",
-                              "--per-class", *as_recipe(6)]) == 0
+    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={root}", "--per-class",
+                              *as_recipe(6)]) == 0
     lines = capsys.readouterr().out.splitlines()
     start = lines.index("| class | images | model top-1 |")
     rows = [line.strip("| ").split(" | ") for line in lines[start + 2:start + 8]]
@@ -295,9 +294,6 @@ def test_per_class_and_throughput_are_printed(eval_program, tmp_path, capsys):
                             for row in found["model"]["per_class"]]
     shares = [float(share) for *_, share in rows]
     assert shares == sorted(shares) and shares[0] < shares[-1]
-    assert " images/s, " in lines[0] and "ms per batch of 4 at 8×8, amp off" in lines[0]
-    speed = found["throughput"]
-    assert speed["images_per_second"] == pytest.approx(4e3 / speed["milliseconds"])
 
 
 WRONG = [                   # arguments after a run's folder, part of the error message

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -84,21 +82,3 @@ def test_the_mass_on_the_targets_in_training_images_stands_below_the_init(
                                         f"init.checkpoint={tmp_path / 'run'}", init="mimetic")) == 0
     printed = capsys.readouterr().out
     assert "\nstart   " in printed and "mass  " not in printed
-
-
-def test_the_others_wait_a_day_for_a_download(monkeypatch):
-    waits = []
-
-    @contextlib.contextmanager
-    def together(processes: Processes, *, within=None):
-        waits.append(within)
-        yield
-
-    def download(*_):
-        raise OneLineError("asked for")
-    monkeypatch.setattr(Processes, "together", together)
-    monkeypatch.setattr(data, "download", download)
-    with pytest.raises(OneLineError, match="asked for"):
-        data.open_data(load_recipe("quickstart"), "", Processes(0, 0, 1, torch.device("cpu")),
-                       dry_run=False)
-    assert waits == [timedelta(days=1)]

@@ -41,7 +41,6 @@ from .runs.folder import RunFolder
 from .runs.records import read_run
 from .runs.resume import DONE, require_same_recipe, task_in
 from .train.interruption import STOP_SIGNALS
-from .train.state import restored_progress
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 LOOK_EVERY = 0.2                # seconds between two looks at the runs and at signals
@@ -137,8 +136,7 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
     epochs, run, state = recipe.schedule.total_epochs, RunFolder(folder), "new"
     if run.holds_checkpoint():
         require_same_recipe(folder, read_run(folder).keys, recipe.keys)
-        progress = run.load_last(glance=True)["progress"]
-        done = restored_progress(progress, run.read_from).epochs
+        done = run.load_last(glance=True)["progress"]["epochs"]
         state = "done" if done == epochs else f"to go on after {done} of {epochs} epochs"
     elif task_in(run, recipe, lambda line: None) == DONE:    # its checkpoints may be deleted
         state = "done"

@@ -1,8 +1,7 @@
-"""Whole runs of train.py on the device: resumed, evaluated, profiled, and on two GPUs."""
+"""Whole runs of train.py on the device: resumed, evaluated, traced, and on two GPUs."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import signal
@@ -137,17 +136,17 @@ def test_copies_and_overlap_are_read_from_a_trace():
     assert copies_and_overlap(events) == ({"Memcpy HtoD (Pinned -> Device)"}, 14.0, 3.0)
 
 
-def test_copies_are_pinned_and_batches_are_prepared_beside_training(cuda, repository, tmp_path,
+def test_copies_are_pinned_and_batches_are_prepared_beside_training(cuda, train_program, tmp_path,
                                                                    record_property):
-    """In the trace of `train.py --profile`, with images from loader processes."""
-    folder = tmp_path / "run"
+    """By torch's profiler, with images from loader processes."""
     sets = ("schedule.epochs=1", "schedule.warmup_epochs=0", "data.on_device_gib=0",
             "data.workers=4", "rand_augment.layers=2", "model.options.depth=12")
-    finish(repository, "--recipe", "quickstart", "--init", "default", "--profile", "10",
-           "--out-dir", str(folder), *(word for text in sets for word in ("--set", text)),
-           launcher=())
-    path, = folder.glob("profile_*.json.gz")
-    trace = json.loads(gzip.decompress(path.read_bytes()))
+    with torch.profiler.profile(acc_events=True) as profiler:
+        assert train_program.main([
+            "--recipe", "quickstart", "--init", "default", "--out-dir", str(tmp_path / "run"),
+            *(word for text in sets for word in ("--set", text))]) == 0
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    trace = json.loads((tmp_path / "trace.json").read_bytes())
     kinds, busy, both = copies_and_overlap(trace["traceEvents"])
     record_property("copies", " ".join(sorted(kinds)))
     record_property("µs busy, in two streams", f"{busy:.0f} {both:.0f}")

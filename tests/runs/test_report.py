@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import stat
-import sys
 import tty
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from vitinit.data.eval_sets import NamedSet
 from vitinit.runs.report import Finding, report
 from vitinit.train.checkpoint import CheckpointError, write_text_atomically
 from vitinit.train.engine import Evaluation
-from vitinit.train.throughput import Throughput
 
 MODEL = Evaluation(loss=1.25, top1=50.0, top5=75.0, images=1004, class_hits=[2, 0, 500],
                    class_images=[4, 1, 999])
@@ -25,10 +23,9 @@ EMA = Evaluation(loss=1.5, top1=25.0, top5=100.0, images=1004, class_hits=[4, 1,
 
 
 def finding(data_set: NamedSet = NamedSet("pets", "/data/pets"),
-            throughput: Throughput | None = None,
             model_classes: int = 3, **results: Evaluation) -> Finding:
     return Finding("runs/a/last.pt", "deit_tiny", data_set, (192, 256), model_classes,
-                   ["ant", "bee", "cat"], throughput, results or {"model": MODEL, "ema": EMA})
+                   ["ant", "bee", "cat"], results or {"model": MODEL, "ema": EMA})
 
 
 def test_one_finding_is_a_line_for_each_weights_and_json(capsys):
@@ -61,9 +58,8 @@ def test_classes_are_sorted_by_what_the_model_knows_of_them(capsys):
 
 def test_several_findings_are_a_table_and_a_line_of_json_each(tmp_path, capsys):
     file = tmp_path / "out.json"
-    speed = Throughput(200.0, 20.0, 4, "1.00 GiB")
     few = dataclasses.replace(MODEL, top5=None)
-    report([finding(model=few, throughput=speed), finding(NamedSet("shapes", ""), model_classes=5)],
+    report([finding(model=few), finding(NamedSet("shapes", ""), model_classes=5)],
            per_class=False, json_file=file)
     assert capsys.readouterr().out.splitlines() == [
         "shapes: 3 of the 5 classes of runs/a/last.pt; the others are left out of ranking and loss",
@@ -74,9 +70,7 @@ def test_several_findings_are_a_table_and_a_line_of_json_each(tmp_path, capsys):
         "| runs/a/last.pt | ema | shapes | 25.000 | 100.000 | 1.5000 | 1,004 |",
         f"wrote {file}"]
     first, second = map(json.loads, file.read_text().splitlines())
-    assert first["throughput"] == {"images_per_second": 200.0, "milliseconds": 20.0,
-                                   "batch_size": 4, "peak_memory": "1.00 GiB"}
-    assert "ema" not in first and "throughput" not in second and second["model_classes"] == 5
+    assert "ema" not in first and second["model_classes"] == 5
 
 
 # ---------------------------------------------------------------------------------------------
@@ -108,20 +102,6 @@ def test_a_device_is_written_through(tmp_path):
         assert os.read(master, 100) == b"text\n"
     assert link.is_symlink() and stat.S_ISCHR(os.stat(device).st_mode)
     os.close(master), os.close(slave)
-
-
-def test_where_the_program_prints_to_is_printed_to(tmp_path, monkeypatch):
-    """As in `eval.py --json out.txt > out.txt`: what is printed before and after is kept."""
-    out, link = tmp_path / "out.txt", tmp_path / "link"
-    link.symlink_to(out)
-    with open(out, "w") as file:
-        monkeypatch.setattr(sys, "stdout", file)
-        print("before")
-        for path in (link, out):
-            write_text_atomically(f"{path.name}\n", path)
-        print("after")
-        monkeypatch.undo()
-    assert out.read_text() == "before\nlink\nout.txt\nafter\n"
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path):

@@ -271,7 +271,8 @@ def test_a_broken_file_is_one_line_and_nothing_is_lost(train_program, stopped, r
     (folder / "run.json").write_bytes(good)
     (folder / "last.pt").write_bytes(b"")
     assert train_program.main(arguments) == 0
-    assert "last.pt: not a readable checkpoint (empty file); going on" in capsys.readouterr().out
+    assert ("last.pt: not a readable checkpoint (no pickle of tensors and plain values); going on"
+            in capsys.readouterr().out)
     assert (folder / "damaged.pt").read_bytes() == b""
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from vitinit.messages import OneLineError
 from vitinit.train import distributed
-from vitinit.train.distributed import LaunchError, Processes, agreed
+from vitinit.train.distributed import LaunchError, LostProcess, Processes, agreed
 from vitinit.train.interruption import Interrupted, StopRequest
 
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
@@ -42,11 +40,6 @@ def agreements(processes: Processes) -> list[str]:
     processes.share(torch.nn.Sequential(norm))
     lines.append(str(norm.running_mean.tolist()))
     return lines
-
-
-# ---------------------------------------------------------------------------------------------
-# What processes agree on
-# ---------------------------------------------------------------------------------------------
 
 
 def broken(count: int):
@@ -85,29 +78,12 @@ def what_is_agreed(processes: Processes) -> list[str]:
     return [outcome(case[processes.rank], processes) for case in cases]
 
 
-def waits_in_vain(processes: Processes) -> str:
-    """Run in each of two processes: the line with which the second gives up waiting for the first."""
-    brief, line = timedelta(seconds=0.2), ""
-    if processes.rank == 0:
-        dist.new_group(backend="gloo", timeout=brief)        # and nothing else that the other waits for
-    else:
-        with pytest.raises(RuntimeError) as caught, processes.together(within=brief):
-            pass
-        error = distributed.connection_error(caught.value)
-        assert error.of_one_process
-        line = str(error)
-    processes.maximum(0)                             # the first waits here, with more patience
-    return line
-
-
 def everything(processes: Processes) -> list:
-    return [agreements(processes), what_is_agreed(processes), waits_in_vain(processes)]
+    return [agreements(processes), what_is_agreed(processes)]
 
 
-def test_two_processes_agree_on_sums_items_signals_errors_and_on_silence(in_two_processes, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv(distributed.PATIENCE, "7")
-    (first, items, _), (second, other_items, line) = in_two_processes(everything)
+def test_two_processes_agree_on_sums_items_signals_and_errors(in_two_processes):
+    (first, items), (second, other_items) = in_two_processes(everything)
     assert first == second == ["3.0", "15", "folder of 0", "folder of 1", "[5.0, 5.0, 5.0]"]
     assert items == ["[0, 1, None, None, None] end", "[0, 1, 2] broken after 3",
                      "[0] broken after 1", "[0, 1] stopped by SIGUSR1",
@@ -115,51 +91,42 @@ def test_two_processes_agree_on_sums_items_signals_errors_and_on_silence(in_two_
     assert other_items == ["[0, 1, 2, 3, 4] end", "[0, 1, 2] broken after 3", "[0] broken after 1",
                            "[0, 1] stopped by SIGUSR1", "[0, 1, 2] stopped by SIGUSR1",
                            "[0, 1] broken after 2"]
-    assert line.startswith("process 1 waited in vain for another one, which hangs, or whose machine "
-                           "or network is down (Timed out waiting 200ms for ")
-    assert line.endswith(f"; {distributed.PATIENCE} is 7)") and "\n" not in line
 
 
-def test_the_environment_says_how_long_to_wait(monkeypatch):
-    waits = []
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: waits.append(timeout))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    for text in (None, "5", "0", "5m", ""):
-        if text is not None:
-            monkeypatch.setenv(distributed.PATIENCE, text)
-        if text in (None, "5"):
-            distributed.start()
-            continue
-        with pytest.raises(LaunchError, match=f"{distributed.PATIENCE} is '{text}', expected"):
-            distributed.start()
-    assert waits == [timedelta(minutes=30), timedelta(minutes=5)]
+@pytest.mark.parametrize("error, lost", [
+    (RuntimeError("[../gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:3"), True),
+    (RuntimeError("Timed out waiting 1800000ms for recv"), True),
+    (torch.distributed.DistBackendError("NCCL communicator was aborted"), True),
+    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False)])
+def test_a_connection_that_breaks_is_one_line_of_each_process_and_a_defect_is_none(
+        monkeypatch, error, lost):
+    monkeypatch.setattr(distributed, "start", lambda: ALONE)
+    with pytest.raises(LostProcess if lost else RuntimeError) as caught, distributed.joined():
+        raise error
+    assert isinstance(caught.value, LostProcess) == lost
+    if lost:
+        assert caught.value.of_one_process and "\n" not in str(caught.value)
+        assert str(caught.value).startswith("process 0 lost another one, which has ended")
 
 
-def test_more_processes_than_gpus_is_one_line(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(LaunchError, match="process 2 of this machine has no GPU: 2 are visible"):
-        distributed.start()
-
-
-@pytest.mark.parametrize("environment, tasks", [
-    ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, 4), ({"SLURM_PROCID": "2"}, 3),
-    ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, 0), ({"SLURM_NTASKS": "4", "RANK": "0"}, 0),
-    ({"SLURM_NTASKS": "(null)"}, 0), ({}, 0)])
-def test_tasks_of_slurm_without_ranks_are_one_line_with_the_right_command(monkeypatch, environment,
-                                                                          tasks):
-    """Each would be a run of its own, in the same folder. Only one task prints the error."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_NTASKS", "SLURM_PROCID"):
+def test_what_cannot_be_started_is_one_line(monkeypatch):
+    """More processes than GPUs; and tasks of srun, each of which would be a run of its own."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    if not tasks:
-        assert distributed.start().world_size == 1
-        return
-    with pytest.raises(distributed.LaunchError, match=f"SLURM has {tasks} tasks .* srun "
-                       "--ntasks-per-node=1 torchrun") as caught:
-        distributed.start()
-    assert "\n" not in str(caught.value)
-    assert distributed.environment_rank() == int(environment["SLURM_PROCID"])
+    for tasks, environment, words in (
+            ("4", {}, "several tasks of SLURM, .* srun --ntasks-per-node=1 torchrun"),
+            ("4", {"RANK": "0"}, ""), ("1", {}, ""),
+            ("1", {"LOCAL_RANK": "2"}, "process 2 of this machine has no GPU: 2 are visible")):
+        with monkeypatch.context() as patch:
+            patch.setenv("SLURM_NTASKS", tasks)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            if "LOCAL_RANK" in environment:
+                patch.setattr(torch.cuda, "is_available", lambda: True)
+                patch.setattr(torch.cuda, "device_count", lambda: 2)
+            if not words:
+                assert distributed.start().world_size == 1
+                continue
+            with pytest.raises(LaunchError, match=words) as caught:
+                distributed.start()
+            assert "\n" not in str(caught.value)

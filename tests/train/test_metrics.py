@@ -1,4 +1,4 @@
-"""The epoch's sums, the progress lines."""
+"""The epoch's sums, the progress lines, and FLOPs, which equal the formulas."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import itertools
 import pytest
 import torch
 
+from vitinit.models import build_model
 from vitinit.train import metrics
 from vitinit.train.distributed import Processes
-from vitinit.train.metrics import Diverged, Progress, ProgressBar
+from vitinit.train.metrics import Diverged, Progress, ProgressBar, training_flops
 
 ALONE = Processes(0, 0, 1, torch.device("cpu"))
 
@@ -24,26 +25,32 @@ def added(progress: Progress, losses: list[float], at_once: int = 100) -> Progre
     return progress
 
 
-def test_losses_add_up_in_order_whatever_their_grouping():
+def test_losses_add_up_in_order_until_one_is_not_finite_which_is_named_and_not_counted():
     losses = [0.1 * k for k in range(17)]
     one, many = added(Progress(), losses), added(Progress(), losses, 5)
     assert one == many and one.step == one.epoch_steps == 17
+    for bad in (float("nan"), float("inf")):
+        progress = Progress(step=40)
+        with pytest.raises(Diverged, match="loss of step 42 is"):
+            added(progress, [1.0, 2.0, bad, 3.0])
+        assert progress.step == 42 and progress.loss_sum == 3.0
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_non_finite_loss_names_its_step_and_is_not_counted(bad):
-    progress = Progress(step=40)
-    with pytest.raises(Diverged, match="loss of step 42 is"):
-        added(progress, [1.0, 2.0, bad, 3.0])
-    assert progress.step == 42 and progress.loss_sum == 3.0
+@pytest.mark.parametrize("by, values, better", [
+    ("val_top1", [None, 3.0, 2.0, 3.0, 4.0], [False, True, False, False, True]),
+    ("val_loss", [3.0, 4.0, None, 2.0], [True, False, False, True])])
+def test_the_best_metric_is_the_highest_accuracy_or_the_lowest_loss(by, values, better):
+    progress = Progress()
+    assert [progress.improves(value, by) for value in values] == better
 
 
 def test_without_a_terminal_there_are_plain_lines_now_and_then(capsys, monkeypatch):
     clock = iter(range(0, 1000, 20))                 # each reading is 20 s after the previous one
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
-    with ProgressBar("epoch 1/2", 7, initial=1) as bar:
-        for _ in range(6):
-            bar.advance("loss 2.000")
+    for shown in (True, False):                      # other processes print nothing
+        with ProgressBar("epoch 1/2", 7, initial=1, shown=shown) as bar:
+            for _ in range(6):
+                bar.advance("loss 2.000")
     printed = capsys.readouterr().out.splitlines()
     assert [line.split(" ")[2] for line in printed] == ["3/7,", "5/7,"]
     assert printed[0] == "epoch 1/2: 3/7, loss 2.000, 80 s left"
@@ -58,16 +65,30 @@ def test_on_a_terminal_one_line_is_rewritten_and_erased(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "decode: 1/3, 2 s left\x1b[K\rdecode: 2/3, 1 s left\x1b[K\r\x1b[K")
 
 
-def test_other_processes_print_nothing(capsys, monkeypatch):
-    monkeypatch.setattr(metrics, "LINE_SECONDS", {True: 0.0, False: 0.0})
-    with ProgressBar("epoch 1/2", 7, shown=False) as bar:
-        bar.advance("loss 2.000")
-    assert capsys.readouterr() == ("", "")
+# ---------------------------------------------------------------------------------------------
+# FLOPs
+# ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("by, values, better", [
-    ("val_top1", [None, 3.0, 2.0, 3.0, 4.0], [False, True, False, False, True]),
-    ("val_loss", [3.0, 4.0, None, 2.0], [True, False, False, True])])
-def test_the_best_metric_is_the_highest_accuracy_or_the_lowest_loss(by, values, better):
-    progress = Progress()
-    assert [progress.improves(value, by) for value in values] == better
+def simple_vit_flops(tokens: int, width: int, inner: int) -> tuple[int, int]:
+    """FLOPs per image of two blocks: of all that depends on the image, and of Q, K and Q Kᵀ."""
+    return (2 * (2 * tokens * tokens * inner         # A V
+                 + 2 * 2 * tokens * width * inner    # values, proj
+                 + 2 * 2 * tokens * width * width),  # MLP
+            2 * (2 * tokens * width * 2 * inner + 2 * tokens * tokens * inner))
+
+
+@pytest.mark.parametrize("reads", ["content", "position"])
+def test_flops_are_those_of_the_products_that_the_formulas_name(reads):
+    """Four heads of 5 channels each; the width of the residual stream is 28.
+
+    Queries and keys that depend on positions alone are computed once for all images of a batch.
+    """
+    model = build_model("simple_vit", num_classes=7, image_size=20, patch_size=4, embed_dim=28,
+                        depth=2, num_heads=4, head_dim=5, mlp_ratio=1.0, reads=reads,
+                        input_pos_embed=reads == "content")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    each, of_positions = simple_vit_flops(25, 28, 20)
+    expected = 2 * 25 * 48 * 28 + each + 2 * 28 * 7 + of_positions / (1 if reads == "content" else 3)
+    assert training_flops(model, 3, (20, 20)) == pytest.approx(3 * expected)     # thrice, for one image
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -12,7 +12,7 @@ from ..data.pipeline import Data, EvaluationBatches, KeptViews, TrainingBatches
 from ..data.sampler import TrainSampler, plan_batches
 from ..data.sources import Source, held_out_part, oriented, stratified_part
 from ..recipe.sections import DataSection, Recipe
-from ..train.distributed import DAY, Processes
+from ..train.distributed import Processes
 from ..train.metrics import ProgressBar
 
 
@@ -39,7 +39,7 @@ def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool)
     """
     data, optim, augment = recipe.data, recipe.optim, recipe.augment
     start_fork_server(data.workers)
-    with processes.together(within=DAY):
+    with processes.together():
         if processes.local_rank == 0 and not dry_run:
             download(data.name, root)
     with processes.together():

@@ -8,7 +8,6 @@
     previous.pt       one of an earlier step, read if last.pt is damaged or missing
     best.pt           the weights of the best epoch
     epoch_0007.pt     the weights after each epoch in checkpoint.keep_epochs; 0: as initialised
-    profile_000010.json.gz  a profiler's trace of some steps, from step 10 on, made by --profile
     run.lock          the process that writes here, see lock.py
 
 Whole files are written by `save_atomically` and `write_text_atomically`, lines by `Lines.append`.
@@ -40,8 +39,7 @@ BOXED = RECIPES / "trained"                          # models that come with the
 # The weights in a folder that transformers or timm wrote.
 FOREIGN_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # What training leaves; recipe.toml and run.json do not count.
-RESULTS = ("last.pt", "previous.pt", "best.pt", "epoch_*.pt", "profile_*.json.gz", "metrics.jsonl",
-           "steps.jsonl")
+RESULTS = ("last.pt", "previous.pt", "best.pt", "epoch_*.pt", "metrics.jsonl", "steps.jsonl")
 APART = {"epoch": 1, "step": STEPS_PER_ROW}     # by how much the numbers of a file's lines rise
 Say = Callable[[str], object]
 

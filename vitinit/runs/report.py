@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Any
 from ..data.eval_sets import EvaluatedSet
 from ..train.checkpoint import write_text_atomically
 from ..train.engine import Evaluation
-from ..train.throughput import Throughput
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -32,7 +30,6 @@ class Finding:
     image_size: tuple[int, int]             # (height, width)
     model_classes: int                      # number of logits of the model
     classes: Sequence[str]                  # names of the data set's classes
-    throughput: Throughput | None           # None: not measured
     results: Mapping[str, Evaluation]       # by weights: "model", and "ema" if there are any
 
     def as_dict(self) -> dict[str, Any]:
@@ -46,8 +43,6 @@ class Finding:
                                                      result.class_images)]
             row[name] = {"loss": result.loss, "top1": result.top1, "top5": result.top5,
                          "images": result.images, "per_class": by_class}
-        if self.throughput is not None:
-            row["throughput"] = dataclasses.asdict(self.throughput)
         return row
 
     def by_class(self) -> str:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import pickle
 import re
 import shutil
-import sys
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -22,9 +20,6 @@ from torch import Tensor
 from ..messages import OneLineError, in_brief
 
 PREFIXES = re.compile(r"^((module|_orig_mod)\.)+")    # DistributedDataParallel's, torch.compile's
-HEADS = ("head.weight", "head.fc.weight")   # ends of the classifier's name
-DEEPEST = 100                       # most containers inside one another in a checkpoint
-MOST_PARTS = 10**6                  # most values, counting what is shared wherever it is used
 
 
 class CheckpointError(OneLineError):
@@ -62,22 +57,21 @@ def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[Bina
 
     If writing fails or is interrupted, the old file stays as it was. At every moment there is an
     old or a new file at `path`, also after a power failure. Of a symbolic link, the target is
-    replaced. A pipe, a terminal and /dev/null are written to, not replaced. So is the file that
-    standard output or standard error goes to, under whatever name.
+    replaced. A pipe, a terminal and /dev/null are written to, not replaced.
 
     keep: a path at which the old file is kept. Raises CheckpointError, which names `path`, if it
     cannot be written.
     """
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f"{target.name}.partial")   # a resumed run removes one
+    replaces = os.path.isfile(target) or not os.path.exists(target)
     try:
-        stream = _open_in_place(path)
-        with stream or open(temporary, "wb") as file:
+        with open(temporary if replaces else target, "wb") as file:
             yield file
             file.flush()
-            if stream is None:
+            if replaces:
                 os.fsync(file.fileno())
-        if stream is None:
+        if replaces:
             if keep is not None and target.exists():
                 _keep(target, keep)
             os.replace(temporary, target)
@@ -91,16 +85,6 @@ def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[Bina
         if isinstance(error, Exception) and isinstance(cause, OSError):
             raise CheckpointError(f"{path}: cannot be written: {cause.strerror or cause}") from None
         raise
-
-
-def _open_in_place(path: Path) -> BinaryIO | None:
-    """What is at `path`, open for writing, if it is not to be replaced."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):          # no such file, or a stream without a file
-            if os.path.samestat(os.fstat(stream.fileno()), os.stat(path)):
-                stream.flush()
-                return os.fdopen(os.dup(stream.fileno()), "wb")
-    return open(path, "wb") if path.exists() and not path.is_file() else None
 
 
 def _keep(path: Path, keep: Path) -> None:
@@ -122,17 +106,12 @@ def sync_folder(folder: Path) -> None:
 
     Where that cannot be done for a folder, the file system is left to do it in its own time.
     """
-    try:
+    with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
-    except PermissionError:                          # a folder to write to, whose names are hidden
-        return
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(handle)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -170,7 +149,6 @@ def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, An
         with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
             warnings.simplefilter("ignore")          # of a file that is refused, an error says more
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and archive)
-        _require_plain_parts(state, path)
     except FileNotFoundError:
         raise NoCheckpoint(f"{path}: no such checkpoint") from None
     except CheckpointError:
@@ -178,68 +156,16 @@ def load(path: Path, *, mmap: bool = False, verify: bool = True) -> dict[str, An
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     except Exception as error:                       # zip, pickle and torch errors of many kinds
-        raise Damaged(f"{path}: not a readable checkpoint ({_reason(error, path)})") from None
+        raise Damaged(f"{path}: not a readable checkpoint ({_reason(error)})") from None
     if not isinstance(state, dict):
         raise Damaged(f"{path}: holds a {type(state).__name__}, expected a dictionary")
-    _require_fitting_names(state, path)
     return state
 
 
-def _require_plain_parts(state: Any, path: Path) -> None:
-    """Raise Damaged for a tensor that is not dense, and for containers that have no end.
-
-    In a file of a few hundred bytes, lists can share their parts so often that to copy or print
-    them takes for ever. Here a part counts wherever it is used.
-    """
-    waiting, count = [(state, 0)], 0                 # parts and their depths; values so far
-    while waiting:
-        part, depth = waiting.pop()
-        if isinstance(part, Tensor):
-            _require_dense(part, path)
-        inner = (list(part.values()) if isinstance(part, Mapping) else
-                 list(vars(part).values()) if isinstance(part, argparse.Namespace) else
-                 part if isinstance(part, (list, tuple, set)) else ())
-        count += len(inner)
-        if depth >= DEEPEST or count > MOST_PARTS:
-            raise Damaged(f"{path}: its containers hold one another, {DEEPEST} deep or more, or "
-                          f"{MOST_PARTS:,} values in all")
-        waiting += [(value, depth + 1) for value in inner]
-
-
-def _require_dense(value: Tensor, path: Path) -> None:
-    """Raise Damaged for a sparse or quantised tensor, or one whose elements are not all stored."""
-    if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
-        raise Damaged(f"{path}: holds a tensor that is {str(value.layout).split('.')[-1]} on "
-                      f"{value.device}, expected dense ones")
-    if value.nbytes > value.untyped_storage().nbytes():
-        raise Damaged(f"{path}: holds a tensor of shape {tuple(value.shape)}, {value.nbytes:,} "
-                      f"bytes, of which only {value.untyped_storage().nbytes():,} are in the file")
-
-
-def _require_fitting_names(state: Mapping[str, Any], path: Path) -> None:
-    """Raise Damaged if recorded class names, or the grid, are not what the model can have."""
-    classes, grid, model = state.get("classes"), state.get("grid"), state.get("model", state)
-    if grid is not None and not (isinstance(grid, (list, tuple)) and len(grid) == 2
-                                 and all(type(side) is int and side > 0 for side in grid)):
-        raise Damaged(f"{path}: its grid is {in_brief(grid)}, expected (rows, columns) of patches")
-    if classes is None:
-        return
-    if not isinstance(classes, (list, tuple)) or not all(isinstance(name, str) for name in classes):
-        raise Damaged(f"{path}: its classes are {in_brief(classes)}, expected a list of names")
-    for name, value in model.items() if isinstance(model, Mapping) else ():
-        if str(name).endswith(HEADS) and isinstance(value, Tensor) and (
-                value.shape[:1] != (len(classes),)):
-            raise Damaged(f"{path}: names {len(classes)} classes, and its model's {name} is "
-                          f"{tuple(value.shape)}, expected a row for each")
-
-
-def _reason(error: Exception, path: Path) -> str:
+def _reason(error: Exception) -> str:
     """Why torch cannot read a file, without torch's advice on how to read it unsafely."""
-    wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
-    if wanted:
+    if wanted := re.search(r"GLOBAL ([\w.]+)", str(error)):
         return f"it asks for {wanted[1]}, and only tensors and plain values are read"
-    if path.stat().st_size == 0:
-        return "empty file"
     if "zip archive" in str(error) or isinstance(error, zipfile.BadZipFile):
         return "a damaged archive, or one cut short"
     if isinstance(error, (pickle.UnpicklingError, EOFError)):

@@ -27,23 +27,18 @@ from .interruption import Interrupted, StopRequest
 # largest announcement of all processes decides.
 BROKEN_DATA = 1_000             # this process's data cannot be read; overrides any signal
 ALL_DONE = -1                   # no more items here; anything else overrides it
-PATIENCE = "VITINIT_TIMEOUT_MINUTES"    # environment variable: how long a process waits for others
-DAY = timedelta(days=1)         # how long the others wait while one process downloads
+PATIENCE = timedelta(minutes=30)        # how long a process waits for a silent one
 T = TypeVar("T")
 
 
 class LaunchError(OneLineError):
-    """The processes were started wrongly, or one of them died; a message of one line."""
+    """The processes were started wrongly; a message of one line."""
 
 
-class SilentProcess(LaunchError):
-    """Another process, or the connection to it, was silent for too long."""
+class LostProcess(OneLineError):
+    """Another process has ended, or cannot be reached."""
 
     of_one_process = True       # each prints it: without a connection they cannot agree on who does
-
-
-class LostProcess(LaunchError):
-    """Another process has ended: the consequence of an error, of which that process tells."""
 
 
 @dataclass(frozen=True)
@@ -109,28 +104,22 @@ class Processes:
                     dist.broadcast(tensor, src=0)
 
     @contextmanager
-    def together(self, *, within: timedelta | None = None) -> Iterator[None]:
+    def together(self) -> Iterator[None]:
         """A context that all processes leave together; a OneLineError of one is raised on all.
 
         Of several such errors it is that of the lowest rank. So a folder that is missing on one
         machine ends the run everywhere with one message, and no process waits for ever for another.
         Inside, `if processes.is_main` does something on the main process alone, such as writing a
         file, while the others wait.
-
-        within: how long processes that are done wait for the others; None: `patience`.
         """
-        failure = group = None
-        if within is not None and self.world_size > 1:
-            group = dist.new_group(backend="gloo", timeout=within)
+        failure = None
         try:
             yield
         except OneLineError as error:
             failure = error
         if self.world_size > 1:
             failures: list[OneLineError | None] = [None] * self.world_size
-            dist.all_gather_object(failures, failure, group=group)
-            if group is not None:
-                dist.destroy_process_group(group)
+            dist.all_gather_object(failures, failure)
             failure = next(filter(None, failures), None)
         if failure is not None:
             raise failure from None
@@ -165,19 +154,13 @@ def agreed(items: Iterable[T], processes: Processes, stop: StopRequest) -> Itera
 
 def environment_rank() -> int:
     """The rank of this process by its environment, known before the processes are connected."""
-    return int(os.environ["RANK"]) if "RANK" in os.environ else _number("SLURM_PROCID")
+    return int(os.environ.get("RANK", 0))
 
 
 def warn(line: str) -> None:
     """Print a warning on standard error, by the main process alone."""
     if environment_rank() == 0:
         print(one_line(f"warning {line}"), file=sys.stderr, flush=True)
-
-
-def _number(name: str) -> int:
-    """The environment variable `name` as an integer; 0 if it is not set or no integer."""
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() else 0
 
 
 def start() -> Processes:
@@ -187,11 +170,10 @@ def start() -> Processes:
     Raises LaunchError if a machine has more processes than GPUs, and in tasks of `srun` that have
     no ranks: each would be a run of its own, and all of them would write to one folder.
     """
-    tasks = max(_number("SLURM_NTASKS"), _number("SLURM_PROCID") + 1)
-    if "RANK" not in os.environ and tasks > 1:
+    if "RANK" not in os.environ and os.environ.get("SLURM_NTASKS", "1") != "1":
         raise LaunchError(
-            f"SLURM has {tasks} tasks here, and none has a RANK; start one torchrun per machine: "
-            "srun --ntasks-per-node=1 torchrun --nproc_per_node=GPUS …, or set RANK, WORLD_SIZE, "
+            "several tasks of SLURM, and none has a RANK; start one torchrun per machine: srun "
+            "--ntasks-per-node=1 torchrun --nproc_per_node=GPUS …, or set RANK, WORLD_SIZE, "
             "LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each task (RANK=0 alone: a single process)")
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -204,33 +186,25 @@ def start() -> Processes:
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience())
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
     return Processes(environment_rank(), local_rank, world_size, device)
-
-
-def patience() -> timedelta:
-    """How long a process waits for a silent one: 30 minutes, or what the environment says.
-
-    It belongs to the network and not to the run, and is needed before a recipe can be read. Raises
-    LaunchError for anything but a whole number of minutes.
-    """
-    minutes = os.environ.get(PATIENCE, "30")
-    if not re.fullmatch(r"[1-9]\d{0,5}", minutes, flags=re.ASCII):
-        raise LaunchError(f"{PATIENCE} is '{minutes}', expected a whole number of minutes from 1 "
-                          "on")
-    return timedelta(minutes=int(minutes))
 
 
 @contextmanager
 def joined() -> Iterator[Processes]:
     """A context that calls `start` and at its end leaves the process group, if one was joined.
 
-    Raises LaunchError if the connection to another process breaks or is mute.
+    Raises LostProcess if the connection to another process breaks, or is silent for `PATIENCE`.
     """
     try:
         yield start()
     except RuntimeError as error:
-        raise (connection_error(error) or error) from None
+        text = re.sub(r"^\[\S+\] ", "", str(error))      # gloo starts with a place in its own code
+        if not (isinstance(error, dist.DistError) or re.search(
+                r"by peer|tim(ed|ing) out|timeout", text, flags=re.IGNORECASE)):
+            raise
+        raise LostProcess(f"process {environment_rank()} lost another one, which has ended and "
+                          f"said why, hangs, or cannot be reached ({in_brief(text)})") from None
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -238,17 +212,3 @@ def joined() -> Iterator[Processes]:
             # step it is in a reference cycle with the exception; if Python ends beside the threads,
             # it may abort ("terminate called without an active exception").
             gc.collect()
-
-
-def connection_error(error: RuntimeError) -> LaunchError | None:
-    """The error in words if it is one of the connection to another process, else None."""
-    text = re.sub(r"^\[\S+\] ", "", str(error))          # gloo starts with a place in its own code
-    if re.search(r"tim(ed|ing) out|timeout", text, flags=re.IGNORECASE):
-        return SilentProcess(
-            f"process {environment_rank()} waited in vain for another one, which hangs, or whose "
-            f"machine or network is down ({in_brief(text)}; {PATIENCE} is "
-            f"{patience() // timedelta(minutes=1)})")
-    if isinstance(error, dist.DistError) or "by peer" in text:
-        return LostProcess("another process of the run has ended, and says why itself "
-                           f"({in_brief(text)})")
-    return None

@@ -88,7 +88,7 @@ def train_epochs(
         record: Callable[[StepRow], object] = lambda row: None,
         save_every: int = 0, save: Callable[[], object] = lambda: None,
         finish_epoch: Callable[[int], object] = lambda epoch: None,
-        profiler: Any = None, bar_total: int = 0) -> None:
+        bar_total: int = 0) -> None:
     """Train from where `state` is to the end of epoch number `epochs`.
 
     The loss is the mean of `objective` over the micro-batches of the global batch.
@@ -110,7 +110,6 @@ def train_epochs(
         record: called on every process with a row after every tenth step of the run.
         save: called after each step whose number, from 1, is a multiple of `save_every` (0: never).
         finish_epoch: called with the number of each epoch, from 1, after its last step.
-        profiler: a `StepProfiler`, or None.
         bar_total: steps per epoch, for a progress bar; 0 for none.
 
     Raises Diverged if a loss or a weight is infinite or NaN, Interrupted after a signal, and the
@@ -130,8 +129,6 @@ def train_epochs(
             steps = steps_of(epoch, progress.epoch_steps)
             for step, micro_batches in agreed(steps, processes, stop):
                 progress.waiting_seconds += time.perf_counter() - idle_since
-                if profiler is not None:
-                    profiler.begin(step)
                 lr = lr_at(step)
                 set_learning_rate(state.optimizer, lr)
                 drop_path = drop_path_at(step)                       # (branches, global batch)
@@ -158,8 +155,6 @@ def train_epochs(
                 if save_every and (step + 1) % save_every == 0:
                     save()
                     progress.clock = time.perf_counter()             # saving is not training
-                if profiler is not None:
-                    profiler.end(step)
                 bar.advance(note)
                 idle_since = time.perf_counter()
         read_losses(state, processes)

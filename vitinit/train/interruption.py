@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from typing import Any
 
@@ -29,48 +28,29 @@ class StopRequest:
     """A context in which the signals in `STOP_SIGNALS` are only remembered, as `number`.
 
     The program looks at `number` between two steps and two batches, never within one. A second
-    Ctrl-C ends the program immediately, even while a library does not return. Signals that were
-    ignored when the program started, as under nohup, stay ignored. At the end of the context the
-    old handlers return.
-
-    second_seconds: how long after the first signal a Ctrl-C counts as the second.
+    Ctrl-C ends the program immediately, wherever Python is. Signals that were ignored when the
+    program started, as under nohup, stay ignored. At the end the old handlers return.
     """
 
-    def __init__(self, *, second_seconds: float = SECOND_SECONDS) -> None:
+    def __init__(self) -> None:
         self.number = 0                              # of the first signal that arrived; 0: none
-        self.second_seconds = second_seconds
+        self.since = 0.0                             # when that was
 
     def __enter__(self) -> StopRequest:
         self.handlers = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS
                          if signal.getsignal(number) is not signal.SIG_IGN}
-        # Python runs signal handlers in the main thread, between two bytecode instructions. Python
-        # also writes the number of each signal to a pipe; a second thread reads it there even while
-        # the main thread is stuck in a library.
-        self.reader, self.writer = os.pipe()
-        os.set_blocking(self.writer, False)
-        self.old_writer = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self.old_writer)
-        os.close(self.writer)                        # so the thread reads its end, and ends
 
     def _remember(self, number: int, frame: Any) -> None:
-        self.number = self.number or number
-
-    def _watch(self) -> None:
-        """In a thread: read signal numbers from the pipe; a second Ctrl-C ends the process."""
-        reader, first = self.reader, None            # the time of the first signal
-        while byte := os.read(reader, 1):
-            now = time.monotonic()
-            if first is None and byte[0] in STOP_SIGNALS:
-                first = now
-            if byte[0] == signal.SIGINT and now - first > self.second_seconds:
-                for child in multiprocessing.active_children():
-                    child.kill()
-                os.write(2, b"ended at once by a second Ctrl-C\n")
-                os._exit(128 + signal.SIGINT)
-        os.close(reader)
+        now = time.monotonic()
+        if not self.number:
+            self.number, self.since = number, now
+        elif number == signal.SIGINT and now - self.since > SECOND_SECONDS:
+            for child in multiprocessing.active_children():
+                child.kill()
+            os.write(2, b"ended at once by a second Ctrl-C\n")
+            os._exit(128 + signal.SIGINT)
