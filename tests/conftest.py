@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vitinit.data import shapes
 from vitinit.recipe.files import dump_recipe, load_recipe, overrides
 from vitinit.runs.records import METRICS
 from vitinit.train.distributed import Processes
@@ -48,6 +50,12 @@ def signals_are_heard() -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else
                       signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shapes_are_drawn_once() -> None:
+    """Keep the embedded images, which take seconds to draw, for all tests that read them."""
+    shapes.make_split = cache(shapes.make_split)
 
 
 @pytest.fixture

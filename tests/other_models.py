@@ -8,13 +8,11 @@ from torch import Tensor, nn
 DIM, HEADS, GRID, CLASSES = 66, 3, (5, 7), 7                             # patches of 4 × 4 pixels
 LAYERS = {      # by kind: layers of Q, K, V or one of all, proj, number of heads, norms of a block
     "timm": (["qkv"], "proj", "num_heads", ("norm1", "norm2")),
-    "timm, separate": (["q_proj", "k_proj", "v_proj"], "proj", "num_heads", ("norm1", "norm2")),
     "transformers 5": (["q_proj", "k_proj", "v_proj"], "o_proj", "num_attention_heads",
                        ("layernorm_before", "layernorm_after")),
     "transformers 4": (["attention.query", "attention.key", "attention.value"], "output.dense",
                        "attention.num_attention_heads", ("layernorm_before", "layernorm_after")),
     "siglip": (["k_proj", "v_proj", "q_proj"], "out_proj", "num_heads", ("layer_norm1", "layer_norm2")),
-    "vit-pytorch": (["to_qkv"], "to_out.0", "heads", ("norm", "norm2")),
 }
 
 
@@ -22,12 +20,9 @@ def put(module: nn.Module, path: str, value: object) -> None:
     *parents, last = path.split(".")
     for name in parents:
         if not hasattr(module, name):
-            setattr(module, name, nn.Module() if last != "0" else nn.Sequential())
+            setattr(module, name, nn.Module())
         module = getattr(module, name)
-    if last == "0":
-        module.append(value)
-    else:
-        setattr(module, last, value)
+    setattr(module, last, value)
 
 
 class OtherAttention(nn.Module):
@@ -36,15 +31,12 @@ class OtherAttention(nn.Module):
         names, proj, heads, norms = LAYERS[kind]
         for name in names:
             put(self, name, nn.Linear(DIM, DIM * (3 if len(names) == 1 else 1),
-                                      bias=kind != "vit-pytorch"))
+                                      bias=kind != "transformers 5"))
         put(self, proj, nn.Linear(DIM, DIM))
         put(self, heads, HEADS)
-        if kind == "vit-pytorch":
-            self.norm = nn.LayerNorm(DIM)
         self.names, self.last, self.scale = names, proj, (DIM // HEADS) ** -0.5
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        x = self.norm(x) if hasattr(self, "norm") else x
         found = {name: self.get_submodule(name)(x) for name in self.names}
         if len(found) == 1:
             parts = next(iter(found.values())).chunk(3, -1)
@@ -70,8 +62,7 @@ class OtherBlock(nn.Module):
     def __init__(self, kind: str, post_norm: bool, gamma: float | None) -> None:
         super().__init__()
         self.norms, self.post_norm = LAYERS[kind][3], post_norm
-        if kind != "vit-pytorch":
-            self.add_module(self.norms[0], nn.LayerNorm(DIM))
+        self.add_module(self.norms[0], nn.LayerNorm(DIM))
         self.attn = OtherAttention(kind)
         self.ls1 = nn.Identity() if gamma is None else Scale(gamma)
         self.add_module(self.norms[1], nn.LayerNorm(DIM))
@@ -79,7 +70,7 @@ class OtherBlock(nn.Module):
         self.mlp.fc1, self.mlp.fc2 = nn.Linear(DIM, 31), nn.Linear(31, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        norm = getattr(self, self.norms[0], nn.Identity())
+        norm = getattr(self, self.norms[0])
         if self.post_norm:
             return norm(x + self.attn(x)[0])
         x = x + self.ls1(self.attn(norm(x))[0])
@@ -106,10 +97,8 @@ class OtherViT(nn.Module):
         if kind == "siglip":
             self.position_embedding = nn.Embedding(rows, DIM)
         else:
-            name = ("position_embeddings" if hugging else "pos_embedding" if kind == "vit-pytorch"
-                    else "pos_embed")
-            self.register_parameter(name, nn.Parameter(positions[0] if kind == "vit-pytorch"
-                                                       else positions))
+            self.register_parameter("position_embeddings" if hugging else "pos_embed",
+                                    nn.Parameter(positions))
         self.patch_embed = nn.Module()
         self.patch_embed.proj, self.patch_embed.grid_size = nn.Conv2d(3, DIM, 4, 4), GRID
         self.blocks = nn.ModuleList(OtherBlock(kind, post_norm, gamma) for _ in range(depth))

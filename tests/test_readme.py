@@ -42,7 +42,7 @@ def run(words: list[str], cwd: Path) -> subprocess.CompletedProcess:
 def test_the_quickstart_trains_and_its_run_evaluates(tmp_path, monkeypatch, eval_program, capsys):
     commands = README.section("Three minutes").commands()
     train = next(words for words in commands if "train.py" in words)
-    result = run([*train, "--set", "schedule.epochs=1", "--set", "data.subset=0.2"], tmp_path)
+    result = run([*train, "--set", "schedule.epochs=1", "--set", "data.subset=0.06"], tmp_path)
     assert result.returncode == 0, result.stderr
     last = json.loads((tmp_path / "runs/quickstart-impulse-s0/metrics.jsonl").read_text())
     evaluate = next(words for words in commands if "eval.py" in words)

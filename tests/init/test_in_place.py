@@ -7,25 +7,21 @@ from collections.abc import Callable
 import pytest
 import torch
 import torchvision
+from other_models import CLASSES, DIM, GRID, HEADS, LAYERS, OtherViT
 from torch import Tensor, nn
 
 import vitinit
-from vitinit.init import (deep_impulse_, describe, impulse_, init_, init_weights, mimetic_)
-from vitinit.init.in_place import write_back
+from vitinit.init import deep_impulse_, describe, impulse_, init_, init_weights, mimetic_
 from vitinit.init.layout import Layout, block_of, layout_of
 from vitinit.mixing import target_mass
-
-from other_models import CLASSES, DIM, GRID, HEADS, LAYERS, OtherViT
-
-each_kind = pytest.mark.parametrize("kind", LAYERS)
 
 
 def seeded(seed: int = 5) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def photographs(count: int = 11) -> Tensor:
-    return torch.randn(count, 3, 20, 28, generator=seeded(1))
+def photographs(count: int = 11, *size: int) -> Tensor:
+    return torch.randn(count, 3, *(size or (20, 28)), generator=seeded(1))
 
 
 def ours(**sizes) -> nn.Module:
@@ -45,51 +41,45 @@ def bits(model: nn.Module) -> list[Tensor]:
                               (block.q, block.k, block.v, block.proj)]
 
 
+def mean_mass(maps: Tensor, targets: tuple, grid: tuple[int, int]) -> Tensor:
+    """The masses, (h,), of attention maps (B, h, N, N) that a model has computed itself."""
+    return torch.stack([target_mass(each, list(targets), grid) for each in maps]).mean(0)
+
+
 # ---------------------------------------------------------------------------------------------
 # What is written, and what the receipt says
 # ---------------------------------------------------------------------------------------------
 
 
-@each_kind
-def test_the_mass_is_that_of_the_models_own_forward_pass(kind):
-    """From the attention maps that the model itself computes, in every block and head."""
-    model, images = OtherViT(kind).eval(), photographs()
-    report = impulse_(model, generator=seeded(), images=images)
-    model(images)
-    for block, targets, masses in zip(model.blocks, report.targets, report.mass_on_images):
-        found = target_mass(block.attn.seen, list(targets), GRID)
-        single = torch.stack([target_mass(each, list(targets), GRID) for each in block.attn.seen])
-        assert torch.allclose(single.mean(0), torch.tensor(masses), atol=1e-5, rtol=0), found
+@pytest.mark.parametrize("kind", LAYERS)
+def test_all_layouts_get_the_same_bits_and_the_mass_is_that_of_their_own_forward_pass(kind):
+    for init in (mimetic_, impulse_):
+        model, mine, images = OtherViT(kind).eval(), ours(), photographs()
+        with torch.no_grad():                        # mimetic_ leaves the position embedding alone
+            layout_of(mine).pos_embed.copy_(layout_of(model).pos_embed)
+        before, report = state(model), init(model, generator=seeded(), images=images)
+        init(mine, generator=seeded())
+        assert all(map(torch.equal, bits(model), bits(mine)))
+        assert not any(bias.any() for block in layout_of(model).blocks for bias in
+                       (block.q_bias, block.k_bias, block.v_bias, block.proj_bias)
+                       if bias is not None)
+        changed = {name for name, value in model.state_dict().items()
+                   if not torch.equal(value, before[name])}
+        assert changed == set(report.written) and report.kept == len(before) - len(changed)
+        assert all("attn" in name or "pos" in name for name in changed)
+        model(images)
+        for block, targets, masses in zip(model.blocks, report.targets, report.mass_on_images):
+            found = mean_mass(block.attn.seen, targets, GRID)
+            assert torch.allclose(found, torch.tensor(masses), atol=1e-5, rtol=0)
     assert report.mass[0][0] > 0.9 > 0.2 > report.uniform == 1 / 35
     assert (report.blocks, report.heads, report.head_dim) == (3, HEADS, 22)
     assert (report.grid, report.prefix_tokens, report.images) == (GRID, 1, 11)
     assert "on 11 images: first block" in str(report)
 
 
-@each_kind
-@pytest.mark.parametrize("init", [impulse_, mimetic_])
-def test_all_layouts_get_the_same_bits_and_nothing_else_is_written(kind, init):
-    model, mine = OtherViT(kind), ours()
-    with torch.no_grad():                            # mimetic_ leaves the position embedding alone
-        layout_of(mine).pos_embed.copy_(layout_of(model).pos_embed)
-    before, report = state(model), init(model, generator=seeded())
-    init(mine, generator=seeded())
-    assert all(map(torch.equal, bits(model), bits(mine)))
-    assert not any(bias.any() for block in layout_of(model).blocks for bias in
-                   (block.q_bias, block.k_bias, block.v_bias, block.proj_bias) if bias is not None)
-    changed = {name for name, value in model.state_dict().items()
-               if not torch.equal(value, before[name])}
-    assert changed == set(report.written) and report.kept == len(before) - len(changed)
-    assert all("attn" in name or "pos" in name for name in changed)
-    assert not [name for name in changed if name.endswith("norm.weight")]
-    again = init(model, generator=seeded())
-    assert again.written == () and again.mass == report.mass
-
-
 @pytest.mark.parametrize("name", ["impulse", "mimetic", "deep_impulse", "norm_matched", "lecun"])
-@pytest.mark.parametrize("registers", [0, 2])
-def test_with_a_base_a_vit_of_timm_and_ours_are_equal_to_the_bit(name, registers):
-    base = {} if name == "lecun" else dict(base="lecun")
+def test_with_a_base_a_vit_of_timm_and_ours_are_equal_to_the_bit(name):
+    base, registers = ({}, 0) if name == "lecun" else (dict(base="lecun"), 2)
     model, mine = OtherViT("timm", registers=registers), ours(num_registers=registers)
     init_(model, name, generator=seeded(), **base)
     init_weights(mine, name, generator=seeded(), **base)
@@ -98,10 +88,10 @@ def test_with_a_base_a_vit_of_timm_and_ours_are_equal_to_the_bit(name, registers
     assert all(torch.equal(value, mine.state_dict()[key]) for key, value in theirs.items())
 
 
-@pytest.mark.parametrize("sizes", [dict(), dict(class_token=False), dict(registers=2, gamma=0.1),
-                                   dict(registers=3, no_embed_class=True),
-                                   dict(registers=2, no_embed_class="registers")], ids=str)
-@pytest.mark.parametrize("kind", ["timm", "transformers 4", "vit-pytorch"])
+@pytest.mark.parametrize("kind, sizes", [
+    ("timm", dict(class_token=False)), ("timm", dict(registers=2, gamma=0.1)),
+    ("transformers 4", dict(registers=3, no_embed_class=True)),
+    ("transformers 5", dict(registers=2, no_embed_class="registers"))])
 def test_deep_impulse_reaches_the_mass_that_is_asked_for_in_every_block(kind, sizes):
     model, images = OtherViT(kind, **sizes), photographs(61)
     report = deep_impulse_(model, generator=seeded(), images=images, target_mass=(0.6, 0.1))
@@ -110,36 +100,38 @@ def test_deep_impulse_reaches_the_mass_that_is_asked_for_in_every_block(kind, si
     assert not [name for name in report.written if "fc1" in name or "head" in name]
     assert "on white noise" in str(deep_impulse_(model, generator=seeded()))
     seen = []
-    layout_of(model).blocks[0].norm.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    layout_of(model).blocks[0].norm.register_forward_pre_hook(
+        lambda _, given: seen.append(given[0]))
     model(images)
-    sizes = seen[0][..., 8:10] * torch.tensor([1.0, -1.0])               # the constants, of all tokens
-    assert sizes.min() > 0.1 and torch.allclose(sizes, sizes.flatten()[0])
+    constants = seen[0][..., 8:10] * torch.tensor([1.0, -1.0])           # of all tokens
+    assert constants.min() > 0.1 and torch.allclose(constants, constants.flatten()[0])
 
 
 @pytest.mark.parametrize("init", [impulse_, deep_impulse_])
 def test_torchvisions_own_vit(init):
     """The reference is nn.MultiheadAttention, asked for its weights by hand."""
-    model = torchvision.models.VisionTransformer(
-        image_size=28, patch_size=4, num_layers=3, num_heads=HEADS, hidden_dim=DIM, mlp_dim=31).eval()
-    images, found = torch.randn(11, 3, 28, 28, generator=seeded(1)), []
+    model = torchvision.models.VisionTransformer(image_size=28, patch_size=4, num_layers=3,
+                                                 num_heads=HEADS, hidden_dim=DIM, mlp_dim=31).eval()
+    images, found = photographs(11, 28, 28), []
     report = init(model, generator=seeded(), images=images, base="lecun")
     for layer in model.encoder.layers:
         layer.ln_1.register_forward_hook(lambda _, given, y, layer=layer: found.append(
             layer.self_attention(y, y, y, average_attn_weights=False)[1]))
     model(images)
     for weights, targets, masses in zip(found, report.targets, report.mass_on_images):
-        single = torch.stack([target_mass(each, list(targets), (7, 7)) for each in weights])
-        assert torch.allclose(single.mean(0), torch.tensor(masses), atol=1e-5, rtol=0)
+        assert torch.allclose(mean_mass(weights, targets, (7, 7)), torch.tensor(masses), atol=1e-5,
+                              rtol=0)
 
 
 def test_torchvisions_own_swin(monkeypatch):
-    """The mass is that of the softmax which torchvision computes, and only the tables are written."""
-    sizes = dict(patch_size=[2, 2], embed_dim=22, depths=[2, 2], num_heads=[2, 11], window_size=[3, 5])
+    """The mass is that of torchvision's own softmax, and only the tables are written."""
+    sizes = dict(patch_size=[2, 2], embed_dim=22, depths=[2, 2], num_heads=[2, 11],
+                 window_size=[3, 5])
     model = torchvision.models.SwinTransformer(**sizes).eval()
     before, found, softmax = state(model), [], nn.functional.softmax
     report = impulse_(model, generator=seeded(), target_mass=0.7, offsets="rotating")
     assert report.written == tuple(name for name in before if name.endswith("bias_table"))
-    assert "windows of 3×5 tokens" in str(report) and "on the relative bias alone: " in str(report)
+    assert "windows of 3×5 tokens" in str(report) and "the relative bias alone: " in str(report)
     mine = vitinit.build_model("swin_tiny", num_classes=7, image_size=(24, 40), **sizes)
     init_weights(mine, "impulse", generator=seeded(), target_mass=0.7, offsets="rotating")
     tables = [[block.bias_table for block in layout_of(each).blocks] for each in (model, mine)]
@@ -150,9 +142,10 @@ def test_torchvisions_own_swin(monkeypatch):
             block.q_bias.zero_()
     monkeypatch.setattr(nn.functional, "softmax", lambda *given, **named: (
         found.append(softmax(*given, **named)), found[-1])[1])
-    model(torch.randn(2, 3, 24, 40, generator=seeded(1)))
-    for weights, targets, masses in list(zip(found, report.targets, report.mass))[::2]:  # not shifted
-        assert torch.allclose(target_mass(weights, list(targets), (3, 5)), torch.tensor(masses), atol=1e-5)
+    model(photographs(2, 24, 40))
+    for weights, targets, masses in list(zip(found, report.targets, report.mass))[::2]:
+        mass = target_mass(weights, list(targets), (3, 5))               # of blocks not shifted
+        assert torch.allclose(mass, torch.tensor(masses), atol=1e-5)
         assert masses == pytest.approx([0.7] * len(targets))
     with pytest.raises(ValueError, match="measured on its relative bias alone; leave out images"):
         impulse_(model, generator=seeded(), images=photographs())
@@ -177,7 +170,8 @@ class Encoder(nn.Module):
 
 
 def described(model: Encoder) -> Layout:
-    return Layout(model, tuple(block_of(layer.self_attn, layer.norm1) for layer in model.encoder.layers),
+    return Layout(model, tuple(block_of(layer.self_attn, layer.norm1)
+                               for layer in model.encoder.layers),
                   pos_embed=model.places.detach(), grid=GRID, image_shape=(3, 20, 28))
 
 
@@ -188,46 +182,19 @@ def test_a_model_of_ones_own_is_described_in_five_lines():
     for block, other in zip(described(model).blocks, layout_of(mine).blocks):
         assert torch.equal(block.q, other.q) and torch.equal(block.proj, other.proj)
     assert report.prefix_tokens == 0 and report.mass_on_images[0][0] > 0.2
-
-
-def test_a_layout_of_another_model_and_a_post_norm_one_are_refused():
-    model = Encoder()
     with pytest.raises(ValueError, match="views of parameters of the model"):
         impulse_(Encoder(), generator=seeded(), layout=lambda copy: described(model))
-    with pytest.raises(ValueError, match="does not read the output of the norm"):
+    with pytest.raises(ValueError, match="something else than softmax.* post-norm"):
         impulse_(Encoder(norm_first=False), generator=seeded(), layout=described)
 
 
-# ---------------------------------------------------------------------------------------------
-# Half precision, frozen and tied weights, wrappers
-# ---------------------------------------------------------------------------------------------
-
-
-def test_half_precision_is_rounded_once_and_frozen_and_tied_weights_are_told():
-    torch.manual_seed(3)
+def test_half_precision_is_rounded_once_and_wrapped_models_are_unwrapped():
     half, full = OtherViT("timm").bfloat16(), OtherViT("timm")
-    half.pos_embed.requires_grad_(False)
-    half.again = nn.Module()
-    half.again.qkv = half.blocks[1].attn.qkv         # after the blocks, so that its name comes second
-    report = impulse_(half, generator=seeded())
+    compiled = nn.Module()
+    compiled._orig_mod = nn.DataParallel(half)
+    impulse_(compiled, generator=seeded())
     impulse_(full, generator=seeded())
     assert all(torch.equal(theirs, mine.bfloat16()) for theirs, mine in zip(bits(half), bits(full)))
-    assert half.pos_embed.dtype == torch.bfloat16 and not half.pos_embed.requires_grad
-    text = str(report)
-    assert "frozen, and written nevertheless: pos_embed" in text
-    assert "tied to what was written: again.qkv.weight" in text
-    assert "computed in float32 and rounded to bfloat16" in text
-    full.blocks[0].double()
-    assert "computed in float64 and rounded to float32" in str(impulse_(full, generator=seeded(6)))
-
-
-def test_wrapped_models_are_unwrapped():
-    plain, wrapped = OtherViT("timm"), nn.DataParallel(OtherViT("timm"))
-    compiled = nn.Module()
-    compiled._orig_mod = wrapped
-    impulse_(plain, generator=seeded())
-    impulse_(compiled, generator=seeded())
-    assert all(map(torch.equal, bits(plain), bits(wrapped.module)))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -235,17 +202,9 @@ def test_wrapped_models_are_unwrapped():
 # ---------------------------------------------------------------------------------------------
 
 
-def with_rotary(model: nn.Module) -> None:
-    model.rope = nn.Linear(2, 3)
-
-
 def with_stem(model: nn.Module) -> None:
     """A stem of convolutions: the last one does not say how large the images are."""
     model.patch_embed.proj = nn.Sequential(nn.Conv2d(3, 5, 4, 4), nn.Conv2d(5, DIM, 1))
-
-
-def with_q_norm(model: nn.Module) -> None:
-    model.blocks[1].attn.q_norm = nn.LayerNorm(22)
 
 
 def otherwise_scaled(model: nn.Module) -> None:
@@ -261,12 +220,12 @@ def with_two_stages(model: nn.Module) -> None:
     model.more = nn.ModuleList(OtherViT("timm", 2).blocks)
 
 
-def with_parallel_attentions(model: nn.Module) -> None:
-    model.blocks[0].attn = nn.ModuleList(OtherViT("timm", 1).blocks[0].attn for _ in range(2))
-
-
 def quantised(model: nn.Module) -> None:
     model.head.weight = nn.Parameter(torch.zeros(7, DIM, dtype=torch.int8), requires_grad=False)
+
+
+def without_storage(model: nn.Module) -> None:
+    model.head.to("meta")
 
 
 def computed(model: nn.Module) -> None:
@@ -284,51 +243,26 @@ def fixed(model: nn.Module) -> None:
 
 
 REFUSALS: dict[Callable, str] = {
-    with_rotary: "rotary", with_stem: "does not pass through the model",
-    with_q_norm: "normalises Q and K", otherwise_scaled: "something else than softmax",
+    with_stem: "does not pass through the model", otherwise_scaled: "something else than softmax",
     without_positions: "no learned position embedding", with_two_stages: "2 lists of blocks",
-    with_parallel_attentions: "2 lists of blocks",
-    quantised: "head.weight is int8, quantised", computed: "views of parameters",
-    with_lora: "torch's Sequential where nn.Linear", fixed: "fixed position embedding"}
+    quantised: "head.weight is a Parameter of int8 on cpu; initialise before sharding or quant",
+    without_storage: "head.weight is a Parameter of float32 on meta", fixed: "fixed position",
+    computed: "views of parameters", with_lora: "has a Sequential where nn.Linear"}
 
 
 @pytest.mark.parametrize("change", REFUSALS, ids=lambda change: change.__name__)
 def test_what_is_not_covered_is_one_line_and_nothing_has_changed(change):
-    model, generator = OtherViT("timm"), seeded()
+    model = OtherViT("timm")
     change(model)
-    before, drawn = state(model), generator.get_state()
+    before = state(model)
     with pytest.raises(ValueError, match=REFUSALS[change]) as error:
-        impulse_(model, generator=generator)
+        impulse_(model, generator=seeded())
     assert "\n" not in str(error.value)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert torch.equal(generator.get_state(), drawn)
+    assert all(value.is_meta or torch.equal(value, before[key])
+               for key, value in model.state_dict().items())
 
 
-def test_a_model_that_is_really_sharded_is_refused():
-    distributed = torch.distributed
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = OtherViT("timm")
-        mesh = distributed.init_device_mesh("cpu", (1,))
-        distributed.fsdp.fully_shard(model, mesh=mesh)
-        before = {name: value.to_local().clone() for name, value in model.named_parameters()}
-        with pytest.raises(ValueError, match="^cls_token is a DTensor; initialise on the CPU before "):
-            impulse_(model, generator=seeded())
-        assert all(torch.equal(value.to_local(), before[name]) for name, value in model.named_parameters())
-    finally:
-        distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("model, words", [
-    (OtherViT("timm", post_norm=True), "does not read the output of the norm"),
-    (nn.Sequential(nn.Linear(2, 3)), "has no list of blocks"),
-    (OtherViT("timm", 1).to("meta"), "on the meta device"),
-])
-def test_describe_says_why_a_model_is_not_recognised(model, words):
-    assert words in describe(model).reason and "not recognised" in str(describe(model))
-
-
-def test_describe_is_a_dry_run_that_says_which_inits_fit():
+def test_describe_is_a_dry_run_that_says_which_inits_fit_or_why_none():
     model = OtherViT("transformers 5", registers=2)
     before, found = state(model), describe(model)
     assert str(found).splitlines() == [
@@ -338,52 +272,19 @@ def test_describe_is_a_dry_run_that_says_which_inits_fit():
         block.layernorm_after = nn.Identity()
     assert "finds no such" in dict(describe(model).fits)["deep_impulse"]
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("how", ["not finite", "interrupted", "half"])
-def test_after_an_error_on_the_way_nothing_has_changed(how, monkeypatch):
-    model = OtherViT("timm").to(torch.float16 if how == "half" else torch.float32)
-    before, generator = state(model), seeded()
-    drawn, options = generator.get_state(), {}
-    if how == "interrupted":
-        def stopped(*arguments):
-            raise KeyboardInterrupt
-        monkeypatch.setattr("vitinit.init.in_place.write_back", stopped)
-    else:
-        options = dict(value_beta=1e39 if how == "not finite" else 1e12)
-    with pytest.raises((ValueError, KeyboardInterrupt)):
-        impulse_(model, generator=generator, **options)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert torch.equal(generator.get_state(), drawn)
-
-
-@pytest.mark.parametrize("method", ["clone", "copy_"])
-def test_what_was_written_before_an_error_is_written_back(method, monkeypatch):
-    """As when a GPU's memory runs out, or Ctrl-C comes, at the third tensor."""
-    model, work, done, real = OtherViT("timm"), OtherViT("timm"), [], getattr(Tensor, method)
-    before = state(model)
-
-    def stopped(tensor: Tensor, *arguments) -> Tensor:
-        done.append(real(tensor, *arguments))
-        if len(done) == 3:
-            raise KeyboardInterrupt
-        return done[-1]
-    monkeypatch.setattr(Tensor, method, stopped)
-    with pytest.raises(KeyboardInterrupt):
-        write_back(model, work)
-    monkeypatch.undo()
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    post_norm, none = OtherViT("timm", post_norm=True), nn.Sequential(nn.Linear(2, 3))
+    assert "post-norm" in describe(post_norm).reason
+    assert str(describe(none)).startswith("Sequential: not recognised: a Sequential has no list")
 
 
 def test_unknown_names_and_options_are_errors():
-    with pytest.raises(ValueError, match="for a OtherViT; models of other libraries .* by vitinit.init.init_$"):
-        init_weights(OtherViT("timm"), "impulse", generator=seeded())
+    model = OtherViT("timm")
+    with pytest.raises(ValueError, match="for a OtherViT; models of other libraries .*init.init_$"):
+        init_weights(model, "impulse", generator=seeded())
     with pytest.raises(ValueError, match="no init 'impulze'; near: impulse"):
-        init_(OtherViT("timm"), "impulze", generator=seeded())
-    with pytest.raises(TypeError, match="^init 'impulse' got an unexpected keyword argument 'scale'; "
-                                        "it has: base, kernel_size, .*, value_beta$"):
-        impulse_(OtherViT("timm"), generator=seeded(), scale=2)
-    with pytest.raises(TypeError, match="argument 'base'; it has: no options"):
-        init_(OtherViT("timm"), "lecun", generator=seeded(), base="torch")
-    with pytest.raises(ValueError, match="base is 'impulse', expected one of default, torch, lecun"):
-        mimetic_(OtherViT("timm"), generator=seeded(), base="impulse")
+        init_(model, "impulze", generator=seeded())
+    with pytest.raises(TypeError, match="^init 'impulse' got an unexpected keyword argument "
+                                        "'scale'; it has: base, kernel_size, .*, value_beta$"):
+        impulse_(model, generator=seeded(), scale=2)
+    with pytest.raises(ValueError, match="base is 'impulse', expected one of default, torch, lec"):
+        mimetic_(model, generator=seeded(), base="impulse")

@@ -4,7 +4,7 @@
     print(report)                                   # the receipt: what was written, and the mass
 
 The init is applied to a copy of the model, on the CPU and in float32 (or float64), and the tensors
-that it changed are copied back when all is well. So after an error no tensor has changed, and the
+that it changed are copied back when all is well. So after a refusal no tensor has changed, and the
 model may be on any device and in half precision. The inits are those of this package: a ViT of
 timm and ours of the same size get the same bits from the same generator.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -26,13 +25,12 @@ from ..messages import in_brief
 from ..mixing import run
 from . import BASES, apply, init_function
 from .baseline import EMBED_STD
-from .deep_impulse import stream_of
+from .deep_impulse import NOISE_IMAGES, stream_of
 from .layout import Block, Layout, image_shape_of, layout_of, noise_images
-from .mass import with_defaults
-from .report import Description, Report, attention, measured, patterns, projected
+from .mass import measured, with_defaults
+from .report import Description, Report
 
 DRAWS_POSITIONS = ("impulse", "norm_matched")    # scale pos_embed, so that it has to be drawn
-NOISE_IMAGES = 64       # on which deep_impulse's mass is measured, where no images are given
 OTHERWISE = 1e-3        # by which an attention's output may differ from its formula, relatively
 
 
@@ -54,39 +52,35 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
     options: of the init, see its function; for example `kernel_size`.
 
     Raises ValueError, in one line with the reason, for a model that the init does not cover, and
-    TypeError for unknown options. Then no tensor has changed, nor the generator.
+    TypeError for unknown options. Then no tensor has changed.
     """
-    model, state = unwrapped(model), generator.get_state()
-    try:
-        work = copied(model)
-        vit = layout(work)
-        function = init_function(name, "swin" if vit.in_windows else "vit")
-        chosen = with_defaults(function, options)
-        require_covered(vit, work, name)
-        if vit.in_windows and images is not None:
-            raise ValueError("a Swin's mass is measured on its relative bias alone; leave out "
-                             "images")
-        given, parameters = {}, inspect.signature(function).parameters
-        if "images" in parameters:
-            given["images"] = None if images is None else images.detach().to(vit.pos_embed)
-        if base is not None:
-            options["base"] = base
-        elif "base" in parameters:
-            given["base"] = None                     # which is no word of the option
-            prepare(vit, name, chosen, generator)
-        apply(function, work, work if name in BASES else vit, options, name=name,
-              generator=generator, **given)
-        found = recognised(model, vit)
-        results = dict(images=0 if images is None else len(images))
-        if images is None and name == "deep_impulse":
-            images = noise_images(vit, NOISE_IMAGES, torch.Generator().manual_seed(0))
-        results |= measured(vit, name, chosen, images)
-        written, notes = write_back(model, work)
-    except BaseException:
-        generator.set_state(state)
-        raise
+    model = unwrapped(model)
+    work = copied(model)
+    vit = layout(work)
+    function = init_function(name, "swin" if vit.in_windows else "vit")
+    chosen = with_defaults(function, options)
+    require_covered(vit, work, name)
+    if vit.in_windows and images is not None:
+        raise ValueError("a Swin's mass is measured on its relative bias alone; leave out "
+                         "images")
+    given, parameters = {}, inspect.signature(function).parameters
+    if "images" in parameters:
+        given["images"] = None if images is None else images.detach().to(vit.pos_embed)
+    if base is not None:
+        options["base"] = base
+    elif "base" in parameters:
+        given["base"] = None                         # which is no word of the option
+        prepare(vit, name, chosen, generator)
+    apply(function, work, work if name in BASES else vit, options, name=name,
+          generator=generator, **given)
+    found = recognised(model, vit)
+    results = dict(images=0 if images is None else len(images))
+    if images is None and name == "deep_impulse":
+        images = noise_images(vit, NOISE_IMAGES, torch.Generator().manual_seed(0))
+    results |= measured(vit, name, chosen, images)
+    written = write_back(model, work)
     kept = sum(1 for _ in tensors(model)) - len(written)
-    return Report(**vars(found), init=name, written=written, kept=kept, notes=notes, **results,
+    return Report(**vars(found), init=name, written=written, kept=kept, **results,
                   uniform=1.0 / (found.grid[0] * found.grid[1]))
 
 
@@ -131,16 +125,10 @@ def describe(model: nn.Module, *, layout: Callable[[nn.Module], Layout] = layout
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile, DataParallel, DistributedDataParallel and PEFT's wrappers."""
-    while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-            model = model.get_base_model()
-        else:
-            return model
+    """The model inside torch.compile, DataParallel and DistributedDataParallel."""
+    model = getattr(model, "_orig_mod", model)
+    wrapped = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+    return unwrapped(model.module) if wrapped else model
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -152,30 +140,17 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def copied(model: nn.Module) -> nn.Module:
     """A copy on the CPU, in float64 if the model has such parameters, else in float32.
 
-    Raises ValueError for tensors that cannot be copied or written: without storage, sharded,
-    quantised, computed from others.
+    Raises ValueError for tensors without storage, sharded ones and quantised ones.
     """
     for name, tensor in tensors(model):
         kind = type(tensor).__name__
-        if kind not in ("Tensor", "Parameter", "Buffer"):
-            raise ValueError(f"{name} is a {kind}; initialise on the CPU before sharding or "
-                             "quantising")
-        if tensor.device.type == "meta":
-            raise ValueError(f"{name} is on the meta device, without storage; call "
-                             'model.to_empty(device="cpu") first, with base="default" then')
-        if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
-            raise ValueError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, quantised; "
-                             "initialise before quantising")
-        if tensor.is_inference():
-            raise ValueError(f"{name} was made in inference mode and cannot be written")
-    if any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules()):
-        raise ValueError("the model is sharded by FSDP; initialise on the CPU before sharding")
+        if kind not in ("Tensor", "Parameter", "Buffer") or tensor.device.type == "meta" or (
+                kind == "Parameter" and not tensor.is_floating_point()):
+            raise ValueError(f"{name} is a {kind} of {str(tensor.dtype).removeprefix('torch.')} on "
+                             f"{tensor.device}; initialise before sharding or quantising, and "
+                             'after model.to_empty(device="cpu"), with base="default" then')
     wide = any(tensor.dtype == torch.float64 for tensor in model.parameters())
-    try:
-        work = copy.deepcopy(model)
-    except (RuntimeError, TypeError) as error:       # weights that are computed from others
-        raise ValueError(f"the model cannot be copied ({in_brief(error, 80)})") from error
-    return work.to("cpu", torch.float64 if wide else torch.float32)
+    return copy.deepcopy(model).to("cpu", torch.float64 if wide else torch.float32)
 
 
 def require_covered(vit: Layout, model: nn.Module, name: str) -> None:
@@ -188,17 +163,8 @@ def require_covered(vit: Layout, model: nn.Module, name: str) -> None:
         raise ValueError("not all tensors of the layout are views of parameters of the model that "
                          "the layout is asked for (some weights are computed from others, or are "
                          "another model's)")
-    parts = {path.rpartition(".")[2] for path, module in model.named_modules()
-             if not isinstance(module, nn.Identity)}
-    if any(re.search("(^|_)(rope|rotary)", part) for part in parts):
-        raise ValueError("the model has rotary positions, which turn Q and K; only learned "
-                         "position embeddings, added before the first block, are covered")
-    if parts & {"q_norm", "k_norm", "norm_q", "norm_k", "q_layernorm", "k_layernorm"}:
-        raise ValueError("the model normalises Q and K (q_norm, k_norm), which undoes their scale")
     if vit.in_windows:
         for block in vit.blocks:
-            if block.bias_table is None:
-                raise ValueError("some blocks have a relative position bias and others none")
             block.bias_row((0, 0))                   # raises if the table is of another kind
         return
     if vit.pos_embed is None or vit.grid is None:
@@ -238,19 +204,13 @@ def require_formula(vit: Layout) -> int:
 
     def compare(block: Block, _: tuple, found: Any) -> None:
         found = found[0] if isinstance(found, tuple) else found
-        if block.norm not in read:
-            raise ValueError("an attention does not read the output of the norm before it "
-                             "(post-norm or parallel blocks)")
-        y = read[block.norm]
-        values = projected(y, block.v, block.v_bias)                     # (1, h, T, d)
-        wanted = torch.einsum("bhtd, chd -> btc", attention(block, y) @ values, block.proj)
-        wanted = wanted if block.proj_bias is None else wanted + block.proj_bias
+        wanted = block.output(read[block.norm]) if block.norm in read else found.new_zeros(())
         found = found if found.shape == wanted.shape else found.transpose(0, 1)
         if found.shape != wanted.shape or not (found - wanted).abs().max() <= OTHERWISE * (
                 wanted.abs().max() + 1e-6):
             raise ValueError("an attention computes something else than softmax(Q Kᵀ / √d) V·proj "
-                             "of its norm's output (rotary or relative positions, norms, gates, "
-                             "post-norm or parallel blocks, another scale)")
+                             "of its norm's output (rotary or relative positions, norms of Q and "
+                             "K, gates, post-norm or parallel blocks, another scale)")
         agree.append(block)
 
     image = noise_images(vit, 1, torch.Generator().manual_seed(0))
@@ -288,32 +248,11 @@ def prepare(vit: Layout, name: str, options: Mapping[str, Any],
 
 
 @torch.no_grad()
-def write_back(model: nn.Module, work: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Copy the tensors that differ from `work` to the model: their names, and notes about them."""
-    changed = [(name, old, new) for (name, old), (_, new) in zip(tensors(model), tensors(work))
-               if not torch.equal(old.to(new), new)]
-    for name, old, new in changed:
-        if not new.to(old.dtype).isfinite().all():
-            raise ValueError(f"{name} is {str(old.dtype).removeprefix('torch.')}, too narrow for "
-                             "what the init writes; initialise in float32 and convert then")
-    before = [old.clone() for _, old, _ in changed]      # all, as memory may run out
-    try:
-        for _, old, new in changed:
+def write_back(model: nn.Module, work: nn.Module) -> tuple[str, ...]:
+    """Copy the tensors in which `work` differs to the model; returns their names."""
+    written = []
+    for (name, old), (_, new) in zip(tensors(model), tensors(work)):
+        if not torch.equal(old.to(new), new):
             old.copy_(new)
-    except BaseException:
-        for (_, old, _), value in zip(changed, before):
-            old.copy_(value)
-        raise
-    names, ids = tuple(name for name, _, _ in changed), {id(old) for _, old, _ in changed}
-    frozen = [name for name, old, _ in changed
-              if isinstance(old, nn.Parameter) and not old.requires_grad]
-    tied = [name for name, tensor in model.named_parameters(remove_duplicate=False)
-            if id(tensor) in ids and name not in names]
-    half = {str(old.dtype).removeprefix("torch.") for _, old, new in changed
-            if old.dtype != new.dtype}
-    wide = "float64" if any(new.dtype == torch.float64 for *_, new in changed) else "float32"
-    notes = {f"frozen, and written nevertheless: {patterns(frozen)}": frozen,
-             f"tied to what was written: {patterns(tied)}": tied,
-             f"computed in {wide} and rounded to {', '.join(sorted(half))}; the mass is that "
-             "before": half}
-    return names, tuple(line for line, about in notes.items() if about)
+            written.append(name)
+    return tuple(written)

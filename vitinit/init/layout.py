@@ -6,11 +6,10 @@ of this package and in those of other libraries, of which it imports none:
 
 | library                    | layers of one attention                          | norm             |
 |----------------------------|--------------------------------------------------|------------------|
-| vitinit, timm, DeiT, Swin  | qkv, proj; in timm also q_proj, k_proj, v_proj   | norm1            |
+| vitinit, timm, DeiT, Swin  | qkv, proj                                        | norm1            |
 | transformers 5             | q_proj, k_proj, v_proj, o_proj; SigLIP: out_proj | layernorm_before,|
 | transformers 4             | attention.query, .key, .value, output.dense      |   norm1, …       |
 | torchvision, torch.nn      | nn.MultiheadAttention                            | ln_1, norm1      |
-| vit-pytorch                | to_qkv, to_out[0]                                | norm inside      |
 | Swin of timm, torchvision  | qkv, proj, relative_position_bias_table          | norm1            |
 
 Any other model is described by hand: a function of the model that returns a `Layout`, whose blocks
@@ -23,6 +22,7 @@ a window.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from math import isqrt
@@ -35,12 +35,10 @@ from ..filters import Offset, shift_targets
 
 LAYERS = (                      # the layers of Q, K and V, one where they are packed, and proj
     ("qkv", "proj"),
-    ("q_proj", "k_proj", "v_proj", "proj"),
     ("q_proj", "k_proj", "v_proj", "o_proj"),
     ("q_proj", "k_proj", "v_proj", "out_proj"),
-    ("attention.query", "attention.key", "attention.value", "output.dense"),
-    ("to_qkv", "to_out.0"))
-HEADS = ("num_heads", "num_attention_heads", "heads")
+    ("attention.query", "attention.key", "attention.value", "output.dense"))
+HEADS = ("num_heads", "num_attention_heads")
 NORMS = ("norm1", "layernorm_before", "layer_norm1", "ln_1")         # before the attention
 POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding")
 PREFIX_TOKENS = ("cls_token", "class_token", "dist_token", "distillation_token", "reg_token",
@@ -82,6 +80,22 @@ class Block:
             raise ValueError(f"the relative position bias has {len(rows)} rows for the offset "
                              f"{offset}, expected one")
         return int(rows)
+
+    def mixing_weights(self, y: Tensor) -> Tensor:
+        """softmax(Q Kᵀ / √d) of the norm's output y, (n, T, D): (n, h, T, T)."""
+        query, key = projected(y, self.q, self.q_bias), projected(y, self.k, self.k_bias)
+        return (query @ key.mT * self.q.shape[1] ** -0.5).softmax(-1)
+
+    def output(self, y: Tensor) -> Tensor:
+        """What the attention makes of the norm's output: (n, T, D) → (n, T, D)."""
+        mixed = self.mixing_weights(y) @ projected(y, self.v, self.v_bias)       # (n, h, T, d)
+        found = torch.einsum("bhtd, chd -> btc", mixed, self.proj)
+        return found if self.proj_bias is None else found + self.proj_bias
+
+
+def projected(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Queries, keys or values of each head: y (n, T, D), weight (h, d, D) → (n, h, T, d)."""
+    return y[:, None] @ weight.mT + (0.0 if bias is None else bias[:, None])
 
 
 @dataclass(frozen=True)
@@ -141,8 +155,6 @@ def layout_of(model: nn.Module | Layout) -> Layout:
             owner = owner.rpartition(".")[0]         # outwards
             for name in NORMS:
                 norm = getattr(modules[owner], name, norm)
-        if norm is None and hasattr(attention, "to_qkv"):
-            norm = attention.norm                    # of vit-pytorch
         blocks.append(block_of(attention, norm))
 
     dim, positions, tokens, prefix = blocks[0].proj.shape[0], [], [], 0
@@ -199,30 +211,20 @@ def block_of(attention: nn.Module, norm: nn.Module) -> Block:
 
     Raises ValueError for another layout, and for layers that are not nn.Linear.
     """
-    kind, weights, biases = type(attention).__name__, [], []
     if isinstance(attention, nn.MultiheadAttention):
-        if not attention._qkv_same_embed_dim or attention.bias_k is not None:
-            raise ValueError("an nn.MultiheadAttention with kdim, vdim or add_bias_kv is not known "
-                             "here")
         proj, weights, biases = (attention.out_proj, [attention.in_proj_weight],
                                  [attention.in_proj_bias])
     else:
         *layers, proj = _layers(attention) or [attention]
         for layer in (*layers, proj):
-            if not isinstance(layer, nn.Linear):
-                library = type(layer).__module__.partition(".")[0]
-                raise ValueError(f"{kind} has {library}'s {type(layer).__name__} where nn.Linear "
-                                 "is expected for Q, K, V or proj")
-        for layer in layers:
-            weights.append(layer.weight)
-            biases.append(layer.bias)
-    heads = None
-    for owner in (attention, getattr(attention, "attention", None)):     # transformers 4: inside
-        for name in HEADS:
-            heads = getattr(owner, name, heads)
-    if heads is None:
-        raise ValueError(f"{kind} does not say how many heads it has: {', '.join(HEADS)}")
-
+            if not isinstance(layer, nn.Linear):     # LoRA's, or quantised
+                raise ValueError(f"{type(attention).__name__} has a {type(layer).__name__} where "
+                                 "nn.Linear is expected for Q, K, V or proj")
+        weights, biases = [[getattr(layer, name) for layer in layers] for name in
+                           ("weight", "bias")]
+    inner = getattr(attention, "attention", None)    # where transformers 4 keeps the number
+    heads = next(getattr(owner, name) for owner in (attention, inner) for name in HEADS
+                 if hasattr(owner, name))
     if len(weights) == 1:                            # Q, K and V in one
         weights = weights[0].chunk(3)
         biases = [None] * 3 if biases[0] is None else biases[0].chunk(3)
@@ -255,7 +257,7 @@ def _layers(attention: nn.Module) -> list[nn.Module]:
     return []
 
 
-def _grid(modules: Any, rows: int, prefix: int) -> tuple[int, int] | None:
+def _grid(modules: Iterable[nn.Module], rows: int, prefix: int) -> tuple[int, int] | None:
     """The grid of a model with so many prefix tokens and rows of the position embedding.
 
     Where no attribute gives it, the patches are taken to form a square.
@@ -284,16 +286,11 @@ def image_shape_of(vit: Layout) -> tuple[int, int, int] | None:
     """
     if vit.image_shape or not vit.grid:
         return vit.image_shape
-    layers = patch_embedding(vit.model.modules(), vit.blocks[0].proj.shape[0])
-    if layers and isinstance(layers[0], nn.Conv2d):
-        steps, channels = layers[0].stride, layers[0].in_channels
-    else:
-        steps = _pair(next((module.patch_size for module in vit.model.modules()
-                            if hasattr(module, "patch_size")), ()))
-        if not layers or not steps:
-            return None
-        channels = layers[0].in_features // (steps[0] * steps[1])
-    return channels, vit.grid[0] * steps[0], vit.grid[1] * steps[1]
+    patches = patch_embedding(vit.model.modules(), vit.blocks[0].proj.shape[0])
+    if patches is None:
+        return None
+    down, across = patches.stride
+    return patches.in_channels, vit.grid[0] * down, vit.grid[1] * across
 
 
 def noise_images(vit: Layout, count: int, generator: torch.Generator) -> Tensor:
@@ -301,15 +298,7 @@ def noise_images(vit: Layout, count: int, generator: torch.Generator) -> Tensor:
     return torch.randn(count, *image_shape_of(vit), generator=generator).to(vit.pos_embed)
 
 
-def patch_embedding(modules: Any, dim: int) -> list[nn.Module]:
-    """Its layers, from the one that reads pixels to the one that writes to the stream: a
-    convolution, or a linear layer and a norm.
-    """
-    for module in modules:
-        if isinstance(module, nn.Conv2d) and module.out_channels == dim:
-            return [module]
-        if isinstance(module, nn.Sequential) and isinstance(module[-1], nn.LayerNorm):
-            linear = [layer for layer in module if isinstance(layer, nn.Linear)]
-            if linear:
-                return [linear[0], module[-1]]
-    return []
+def patch_embedding(modules: Iterable[nn.Module], dim: int) -> nn.Conv2d | None:
+    """The convolution among these modules that writes patches to the stream, `dim` channels."""
+    return next((module for module in modules if isinstance(module, nn.Conv2d)
+                 and module.out_channels == dim), None)

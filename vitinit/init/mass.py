@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Generator, Tensor, nn
 
 from ..filters import Offset, head_offsets, ordered_offsets
 from ..mixing import blocks_of, mean_shares, target_mass
 from . import family_of, init_function
+from .layout import Layout
 
 AIMED = ("impulse", "impulse_gd", "deep_impulse", "mimetic")         # have a target per head
 ALIKE = 0.05            # blocks whose masses differ by less are shown by their mean
@@ -131,6 +133,43 @@ def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], imag
 
 def _read(mixer: nn.Module, inputs: tuple, _: Tensor) -> Tensor:
     return mixer.mixing_weights(*inputs)
+
+
+@torch.no_grad()
+def measured(vit: Layout, name: str, options: Mapping[str, Any], images: Tensor | None
+             ) -> dict[str, Any]:
+    """By block and head the target, (down, right), and the mass on it, of a model of any library.
+
+    options: all options of the init. "mass" is that on positions alone, for a Swin on its relative
+    bias alone; "mass_on_images" that in a forward pass of images, if there are any. Where offsets
+    were drawn at random, a head's target is the offset to which it attends most on positions alone.
+    """
+    fields = dict.fromkeys(("targets", "mass", "mass_on_images"), ())
+    if name not in AIMED or options.get("qk_init") == "base" or (
+            vit.in_windows and name == "mimetic"):
+        return fields
+    if vit.in_windows:
+        grids = [block.window for block in vit.blocks]
+        shares = [block.bias_table[block.bias_rows].softmax(1).movedim(2, 0)
+                  for block in vit.blocks]
+    else:
+        grids, y = [vit.grid] * len(vit.blocks), vit.positions[None]
+        shares = [block.mixing_weights(block.norm(y))[0] for block in vit.blocks]
+    found = masses_on(targets_of(name, options, [len(block.q) for block in vit.blocks]), shares,
+                      grids)
+    fields["targets"], fields["mass"] = _apart(found)
+    if images is not None:
+        shares = mean_shares(vit.model, images.detach().to(vit.pos_embed), [
+            (block.norm, lambda _, y, block=block: block.mixing_weights(y))
+            for block in vit.blocks], grids)
+        targets = [[[offset] for offset in block] for block in fields["targets"]]
+        _, fields["mass_on_images"] = _apart(masses_on(targets, shares, grids))
+    return fields
+
+
+def _apart(found: list[list[tuple[Offset, float]]]) -> tuple[tuple, tuple]:
+    """The targets and the masses by block and head."""
+    return tuple(tuple(tuple(head[part] for head in block) for block in found) for part in (0, 1))
 
 
 def decimal(value: float) -> str:
