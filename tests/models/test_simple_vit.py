@@ -154,28 +154,3 @@ def test_frozen_queries_and_keys_alone_leave_the_optimiser(reading, train_qk):
     if reading["reads"] == "free" and train_qk:      # weight decay takes them, as it takes matrices
         decayed = {id(p) for p in parameter_groups(model, 0.3)[0]["params"]}
         assert {id(block.attn.query) for block in model.blocks} <= decayed
-
-
-# Baselines -------------------------------------------------------------------------------------
-
-
-def test_a_baseline_draws_uniformly_by_fan_in_and_free_ones_by_the_tokens():
-    model = SimpleViT(reads="free", input_pos_embed=False, **SIZES | PLAIN)
-    for parameter in model.parameters():
-        parameter.data.fill_(torch.nan)
-    vitinit.init_weights(model, "default", generator=torch.Generator().manual_seed(0))
-    fan_in = {"patch_embed.proj.weight": 18, "proj.weight": 20, "value.weight": 20, "query": 15,
-              "key": 15, "fc1.weight": 20, "fc2.weight": 23, "head.weight": 20}
-    checked = 0
-    for name, value in model.state_dict().items():
-        ending = next((end for end in fan_in if name.endswith(end)), None)
-        assert value.isfinite().all(), name
-        if "norm" in name:
-            assert (value == (1.0 if name.endswith("weight") else 0.0)).all(), name
-        elif ending:
-            bound = fan_in[ending] ** -0.5
-            assert 0.95 * bound < value.abs().max() <= bound, name
-            assert value.std().item() == pytest.approx(bound / 3 ** 0.5, rel=0.15), name
-            assert value.mean().abs() < 0.2 * bound, name
-            checked += 1
-    assert checked == 2 * 6 + 2

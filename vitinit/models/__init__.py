@@ -8,10 +8,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import os
 from typing import Any
 
-import torch
 from torch import nn
 
 # Family, which is the name of its file → the class of its models.
@@ -19,8 +17,6 @@ FAMILIES = {"vit": "VisionTransformer", "swin": "SwinTransformer", "mlp_mixer": 
             "conv_mixer": "ConvMixer", "simple_vit": "SimpleViT"}
 
 __all__ = ["FAMILIES", "MODELS", "build_model", "model_class", *FAMILIES.values()]
-
-GIB = 2**30
 
 VIT_TINY = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
 VIT_SMALL = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
@@ -79,8 +75,8 @@ def build_model(name: str, *, num_classes: int, image_size: int | tuple[int, int
 
     For example `build_model("vit_tiny", num_classes=10, image_size=32, patch_size=2)`.
 
-    Raises ValueError, with a message of one line, for an unknown name, for sizes that do not fit
-    together, and for sizes whose weights alone would exceed this machine's memory.
+    Raises ValueError, with a message of one line, for an unknown name, and for sizes that do not
+    fit together or for whose weights no memory can be had.
     """
     if name not in MODELS:
         near = difflib.get_close_matches(name, MODELS, n=3) or sorted(MODELS)
@@ -90,32 +86,7 @@ def build_model(name: str, *, num_classes: int, image_size: int | tuple[int, int
     arguments = dict(num_classes=num_classes, image_size=image_size, **defaults | sizes)
     inspect.signature(model).bind(**arguments)       # an unknown option raises TypeError
     try:
-        if torch.get_default_device().type != "meta":            # on meta no weights are stored
-            _require_memory(name, model, arguments)
         return model(**arguments)
     except (TypeError, RuntimeError, ArithmeticError, MemoryError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:120]
         raise ValueError(f"{name} cannot be built with these sizes: {reason}") from None
-
-
-def _require_memory(name: str, model: type[nn.Module], arguments: dict[str, Any]) -> None:
-    """Raise ValueError if the weights would exceed the machine's memory, before any is allocated.
-
-    Their size is measured on a model without storage that has one block per stage; the other blocks
-    of a stage are as large as the first.
-    """
-    staged = "depths" in arguments
-    depths = arguments["depths"] if staged else (arguments["depth"],)
-    one_each = {"depths": (1,) * len(depths)} if staged else {"depth": 1}
-    with torch.device("meta"):
-        probe = model(**arguments | one_each)
-    needed = _bytes(probe) + sum((depth - 1) * _bytes(stage.blocks[0]) for depth, stage in
-                                 zip(depths, getattr(probe, "layers", [probe])))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
-        raise ValueError(f"{name} with these sizes has weights of {needed // GIB:,} GiB, and this "
-                         f"machine {memory // GIB:,} GiB of memory")
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

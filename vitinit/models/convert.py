@@ -2,9 +2,9 @@
 
 Checkpoints of DeiT and of timm's ViT, DeiT, Swin, Mixer and ConvMixer need no conversion. Each of
 the other layouts is a table of names, recognised by a name that occurs only in it: those of
-torchvision (ViT, Swin), Hugging Face's transformers (ViT and DeiT, DINOv2, Swin), Microsoft (Swin),
-ConvMixer's authors and DINOv2's authors. The tables of torchvision and transformers also serve to
-write checkpoints (`vitinit.export --names`).
+torchvision (ViT, Swin), Hugging Face's transformers (ViT and DeiT, DINOv2, Swin; as it writes them
+to files), Microsoft (Swin) and DINOv2's authors. The tables of torchvision and transformers also
+serve to write checkpoints (`vitinit.export --names`).
 
 All layouts order heads and merged patches as this package does. Where queries, keys and values are
 three layers, they are stacked into one. LayerScale has an exact equivalent here: DINOv2, DeiT-III
@@ -43,8 +43,6 @@ TORCHVISION_VIT: Names = {
     "norm1": "ln_1", "norm2": "ln_2", "mlp.fc1": "mlp.0", "mlp.fc2": "mlp.3",
     "attn.qkv.weight": "self_attention.in_proj_weight",
     "attn.qkv.bias": "self_attention.in_proj_bias", "attn.proj": "self_attention.out_proj"})
-TORCHVISION_VIT_BEFORE_0_12: Names = TORCHVISION_VIT | within(
-    "blocks.{}.mlp", "encoder.layers.encoder_layer_{}.mlp", {"fc1": "linear_1", "fc2": "linear_2"})
 
 # features: 0 is the patch embedding; 1, 3, 5, 7 are the stages; 2, 4, 6 the merges before stages
 # 1, 2, 3.
@@ -91,44 +89,14 @@ TRANSFORMERS_SWIN: Names = within("layers.{}.blocks.{}", "encoder.layers.{}.bloc
 } | {f"layers.{stage}.downsample": f"encoder.layers.{stage - 1}.downsample"
      for stage in STAGES[1:]}
 
-# transformers 5 writes the names above to files; in memory its modules have these.
-IN_MEMORY = {
-    ".attention.attention.query": ".attention.q_proj", ".attention.self.query": ".attention.q_proj",
-    ".attention.attention.key": ".attention.k_proj", ".attention.self.key": ".attention.k_proj",
-    ".attention.attention.value": ".attention.v_proj", ".attention.self.value": ".attention.v_proj",
-    ".attention.output.dense": ".attention.o_proj", ".intermediate.dense": ".mlp.fc1",
-    ".output.dense": ".mlp.fc2", ".self.relative_position_bias_table":
-    ".relative_position_bias.relative_position_bias_table"}
-
-
-def _parts(theirs: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (theirs,) if isinstance(theirs, str) else theirs
-
-
-def in_memory(names: Names, blocks: str) -> Names:
-    """The names of a table of transformers' files as its modules have them in memory.
-
-    blocks: what a block of a ViT is called there, such as "layers.{}".
-    """
-    def renamed(name: str) -> str:
-        for of_file, of_module in {"encoder.layer.{}": blocks, **IN_MEMORY}.items():
-            name = name.replace(of_file, of_module)
-        return name
-    return {ours: tuple(map(renamed, _parts(theirs))) for ours, theirs in names.items()}
-
-
 # A name that occurs in one layout only → the layout; the first one found counts.
 LAYOUTS: dict[str, Names] = {
-    "encoder.layers.encoder_layer_0.mlp.linear_1.weight": TORCHVISION_VIT_BEFORE_0_12,
     "class_token": TORCHVISION_VIT,
     "features.1.0.attn.relative_position_bias_table": TORCHVISION_SWIN,
     "layers.0.downsample.norm.weight": MICROSOFT_SWIN,
     "register_tokens": DINOV2,
-    "layers.0.layernorm_before.weight": in_memory(TRANSFORMERS_VIT, "layers.{}"),
     "encoder.layer.0.layernorm_before.weight": TRANSFORMERS_VIT,
-    "encoder.layer.0.attention.q_proj.weight": in_memory(TRANSFORMERS_DINOV2, "encoder.layer.{}"),
     "encoder.layer.0.norm1.weight": TRANSFORMERS_DINOV2,
-    "encoder.layers.0.blocks.0.attention.q_proj.weight": in_memory(TRANSFORMERS_SWIN, ""),
     "encoder.layers.0.blocks.0.layernorm_before.weight": TRANSFORMERS_SWIN,
 }
 # transformers puts this before all names but those of the classifiers.
@@ -158,8 +126,7 @@ def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     that loading it fails visibly.
     """
     rest = {TRANSFORMERS_PREFIX.sub("", name): value for name, value in tensors.items()}
-    names = (conv_mixer_names(tensors) if "3.0.fn.0.weight" in tensors else
-             next((names for mark, names in LAYOUTS.items() if mark in rest), None))
+    names = next((names for mark, names in LAYOUTS.items() if mark in rest), None)
     if names is None:
         return dict(tensors)
     if "cls_classifier.weight" in rest:
@@ -173,16 +140,6 @@ def native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 found.setdefault(place, []).append(rest.pop(match.string))
     return rest | {place: torch.cat(parts) if len(parts) > 1 else parts[0]
                    for place, parts in found.items()}
-
-
-def conv_mixer_names(tensors: Mapping[str, Tensor]) -> Names:
-    """The names in the flat nn.Sequential of ConvMixer's authors.
-
-    0 … 2 are the stem, then come the blocks, pooling and flattening, and the head is the last.
-    """
-    head = max(int(name.partition(".")[0]) for name in tensors)
-    return {"stem.0": "0", "stem.2": "2", "head": str(head),
-            **{f"blocks.{layer - 3}": str(layer) for layer in range(3, head)}}
 
 
 def foreign_names(tensors: Mapping[str, Tensor], names: Names, prefix: str = ""
@@ -200,6 +157,10 @@ def foreign_names(tensors: Mapping[str, Tensor], names: Names, prefix: str = ""
             name = part.format(*match.groups()) + ours[match.end():] if match else part
             found[name if "classifier" in name else prefix + name] = rows.contiguous()
     return found
+
+
+def _parts(theirs: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (theirs,) if isinstance(theirs, str) else theirs
 
 
 def _pattern(name: str) -> re.Pattern:

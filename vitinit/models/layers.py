@@ -16,6 +16,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 
+MOST_BLOCKS = 1000
+
+
 class Tokens(NamedTuple):
     """The tokens after a layer: patch tokens on their grid, and the prefix tokens before them."""
 
@@ -54,13 +57,17 @@ class Classifier(nn.Module):
     def __init__(self, num_classes: int, **sizes: float | Sequence[int]) -> None:
         """num_classes: 0 stands for a model without a head, whose output is the pooled features.
 
-        sizes: by name; raises ValueError unless all are above 0.
+        sizes: by name; raises ValueError unless all are above 0, and for more than MOST_BLOCKS.
         """
         super().__init__()
         if num_classes < 0:
             raise ValueError(f"num_classes is {num_classes}, expected at least 0 (a model without "
                              "a head)")
         require_positive(**sizes)
+        blocks = sum(sizes["depths"]) if "depths" in sizes else sizes["depth"]
+        if blocks > MOST_BLOCKS:
+            raise ValueError(f"a model of {blocks} blocks is asked for; expected at most "
+                             f"{MOST_BLOCKS}")
         self.num_classes = num_classes
 
     def classify(self, features: Features) -> Tensor:
