@@ -70,7 +70,6 @@ MISTAKES: list[tuple[str, str, dict, str]] = [
     ("vit", "impulse", dict(value_alpha=math.nan), "value_alpha nan"),
     ("vit, fixed", "impulse", {}, r"numerical rank is \d+ for 35 tokens.*uniform.*learned"),
     ("vit", "mimetic", dict(qk_init="torch"), "qk_init is 'torch', expected one of mimetic, base"),
-    ("vit", "norm_matched", dict(like="lecun"), "like is 'lecun', expected one of impulse, mimetic"),
     ("vit, fixed", "deep_impulse", {}, "a fixed position embedding"),
     ("vit, narrow heads", "deep_impulse", {}, "head_dim 3, embed_dim 51"),
     ("vit", "deep_impulse", dict(target_mass=(0.5, 1.0)), "expected 0 < mass < 1"),

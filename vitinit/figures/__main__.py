@@ -1,4 +1,4 @@
-"""Draw figures of attention, filters, augmentation and training runs.
+"""Draw figures of attention, augmentation and training runs.
 
     python -m vitinit.figures kernels --out kernels.png
     python -m vitinit.figures maps --recipe quickstart --init default impulse --out maps.png
@@ -6,7 +6,6 @@
     python -m vitinit.figures attention photograph.jpg --recipe deit_small --out attention.png
     python -m vitinit.figures explore photograph.jpg --run RUN --epochs 0,10 --out explore.html
     python -m vitinit.figures mass --recipe deit_tiny --data-dir photographs --out mass.png
-    python -m vitinit.figures filters --recipe cifar10_convmixer --init impulse --out filters.png
     python -m vitinit.figures curves RUN [RUN …] --out curves.png
     python -m vitinit.figures curves --steps RUN [RUN …] --out steps.png
     python -m vitinit.figures curves --across data.images_per_class RUN [RUN …] --out worth.png
@@ -35,7 +34,7 @@ from .attention import draw_attention
 from .augmentation import draw_batch, draw_operations
 from .curves import draw_across, draw_curves, draw_steps
 from .explore import write_explorer
-from .kernels import draw_filters, draw_kernels
+from .kernels import draw_kernels
 from .maps import KINDS, draw_maps
 from .mass import draw_mass
 from .plot import FigureError, pyplot
@@ -125,11 +124,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         "an HTML page of the attention of every head of every block")
     explore.add_argument("photographs", type=Path, nargs="+", metavar="photograph")
     of_images("mass", draw_mass, "share of attention on the heads' targets, by depth")
-    filters = of_models("filters", draw_filters,
-                        "a ConvMixer's depthwise filters or a Swin's position bias")
-    filters.add_argument("--columns", nargs="+", type=index, default=[0, 1, 2],
-                         help="channels or heads, default: the first three")
-    for added in (kernels, maps, attention, filters):
+    for added in (kernels, maps, attention):
         added.add_argument("--blocks", nargs="+", type=index, default=[0])
     for added in (kernels, maps, attention):
         added.add_argument("--heads", nargs="+", type=index, help="default: all",

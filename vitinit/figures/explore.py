@@ -83,7 +83,7 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[
     model, recipe = subject.model, subject.recipe
     if isinstance(model, ConvMixer):
         raise FigureError(f"recipe {recipe.name} makes a ConvMixer, whose kernels are the same for "
-                          "every patch of every image; the figure 'filters' draws them")
+                          "every patch of every image")
     signed = isinstance(model, MlpMixer)
     inputs, grids, levels, images = as_input(views, recipe), block_grids(model), [], []
     for image in inputs.split(1):

@@ -124,9 +124,9 @@ def require_family(subject: Subject, figure: str, *families: str) -> None:
 
 
 def require_indices(what: str, indices: Sequence[int], count: int) -> None:
-    """Raise FigureError if an index of a block, head or channel is not in 0 … count - 1.
+    """Raise FigureError if an index of a block or head is not in 0 … count - 1.
 
-    what: "block", "head" or "channel", for the message.
+    what: "block" or "head", for the message.
     """
     for index in indices:
         if not 0 <= index < count:

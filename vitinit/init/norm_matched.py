@@ -1,15 +1,14 @@
-"""A control for structured inits: random weights with their norms, without their structure.
+"""A control for `impulse`: random weights with its norms, without its structure.
 
 The authors of arXiv 2505.19985 asked whether the larger position embedding, queries and keys of
 impulse initialisation explain its gain; their released code multiplies those of the default init
 by constants (`default{p}_{q}_{v}`). Here the factors are not guessed: each tensor gets the norm
-that the structured init would have given it.
+that `impulse` would have given it.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +16,12 @@ from torch import Tensor, nn
 from .baseline import Base, draw_base
 from .impulse import impulse
 from .layout import Layout, layout_of
-from .mimetic import mimetic
 
 
 @torch.no_grad()
-def norm_matched(model: nn.Module | Layout, *, generator: torch.Generator, base: Base = "default",
-                 like: Literal["impulse", "mimetic"] = "impulse") -> None:
-    """Draw the base, and scale what the init `like` would write to the norms that it would have.
+def norm_matched(model: nn.Module | Layout, *, generator: torch.Generator,
+                 base: Base = "default") -> None:
+    """Draw the base, and scale what `impulse` would write to the norms that it would have.
 
     | tensor                                        | value                                   |
     |-----------------------------------------------|-----------------------------------------|
@@ -33,14 +31,13 @@ def norm_matched(model: nn.Module | Layout, *, generator: torch.Generator, base:
     | every block: attn.proj.weight                 | base × one factor                       |
     | everything else                               | as `base` drew it                       |
 
-    base: also the base of the init `like`, which has its own default options otherwise.
+    base: also the base of `impulse`, which has its own default options otherwise.
 
-    Norms are Frobenius norms. Raises ValueError as `like` does.
+    Norms are Frobenius norms. Raises ValueError as `impulse` does.
     """
     vit = layout_of(model)
     structured = layout_of(copy.deepcopy(vit.model))
-    init = impulse if like == "impulse" else mimetic
-    init(structured, generator=generator, base=base)
+    impulse(structured, generator=generator, base=base)
     draw_base(vit.model, base, generator)
     _match_norm(vit.pos_embed, structured.pos_embed)
     for block, example in zip(vit.blocks, structured.blocks):
@@ -51,6 +48,6 @@ def norm_matched(model: nn.Module | Layout, *, generator: torch.Generator, base:
 
 def _match_norm(tensor: Tensor, example: Tensor, dim: tuple[int, ...] | None = None) -> None:
     """Scale `tensor` in place so that its norm over `dim` is that of `example`."""
-    norms = [torch.linalg.vector_norm(each, dim=dim, keepdim=True) for each in (example, tensor)]
-    # A fixed embedding is zero in both, or the same in both.
-    tensor.mul_(torch.where(norms[1] > 0, norms[0] / norms[1], 1.0))
+    wanted, own = (torch.linalg.vector_norm(each, dim=dim, keepdim=True)
+                   for each in (example, tensor))
+    tensor.mul_(wanted / own)
