@@ -68,6 +68,18 @@ def test_a_distilled_vit_is_the_mean_of_two_heads_on_two_tokens():
     torch.testing.assert_close(model(images, apart=True), apart.transpose(0, 1), rtol=0, atol=1e-12)
 
 
+def test_without_positions_patches_could_be_shuffled():
+    """Without positions mean pooling ignores the order of patches; with them it matters."""
+    model, without = (vitinit.build_model("vit_tiny", pool="mean", pos_embed=kind, **SMALL).double()
+                      for kind in ("learned", "none"))
+    without.load_state_dict(redraw(model).state_dict() | {"pos_embed": without.pos_embed})
+    assert model.learns_positions and not without.learns_positions
+    images = drawn(2, 3, 12, 20)
+    swapped = torch.cat([images[..., 4:8], images[..., :4], images[..., 8:]], dim=-1)
+    assert not torch.allclose(model(images), model(swapped), atol=1e-6)
+    torch.testing.assert_close(without(images), without(swapped))
+
+
 @pytest.mark.parametrize("pool, distilled, fc_norm, pos_embed", [
     ("class", False, False, "learned"), ("class", True, False, "sincos"),
     ("mean", False, False, "sincos"), ("mean", False, True, "learned")])

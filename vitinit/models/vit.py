@@ -54,7 +54,8 @@ class VisionTransformer(Classifier):
         head (Darcet et al., "Vision Transformers Need Registers", arXiv 2309.16588, §2.2);
         `reg_token` in the state dict. With mean pooling, an unread class token, as in MAE's
         fine-tuned models, is represented as a register.
-    pos_embed: "learned", or "sincos", which is fixed (a buffer), with zeros for the prefix tokens.
+    pos_embed: "learned"; "sincos", which is fixed (a buffer), with zeros for the prefix tokens; or
+        "none", fixed zeros: a control that knows a patch's content, but not its place.
     distilled: add DeiT's distillation token and a second head, which reads it; the logits are the
         mean of both heads' logits (arXiv 2012.12877, §4). `forward(…, apart=True)` returns
         them apart, for training with a teacher (train/distill.py).
@@ -70,14 +71,14 @@ class VisionTransformer(Classifier):
                  patch_size: int | tuple[int, int], embed_dim: int, depth: int, num_heads: int,
                  mlp_ratio: float = 4.0, qkv_bias: bool = True, drop_path: float = 0.0,
                  pool: Literal["class", "mean"] = "class",
-                 pos_embed: Literal["learned", "sincos"] = "learned",
+                 pos_embed: Literal["learned", "sincos", "none"] = "learned",
                  distilled: bool = False, num_registers: int = 0, fc_norm: bool = False,
                  norm_eps: float = 1e-6) -> None:
         super().__init__(num_classes, image_size=image_size, patch_size=patch_size,
                          embed_dim=embed_dim, depth=depth, num_heads=num_heads,
                          mlp_ratio=mlp_ratio, norm_eps=norm_eps)
         require_choice("pool", pool, ("class", "mean"))
-        require_choice("pos_embed", pos_embed, ("learned", "sincos"))
+        require_choice("pos_embed", pos_embed, ("learned", "sincos", "none"))
         if distilled and pool != "class":
             raise ValueError('a distillation token stands beside a class token; pool is "mean", '
                              'expected "class"')
@@ -103,8 +104,9 @@ class VisionTransformer(Classifier):
         if pos_embed == "learned":
             self.pos_embed = nn.Parameter(positions)
         else:
-            patches = positions[0, self.num_prefix_tokens:]              # (patches, C), a view
-            patches.copy_(sincos_position_embedding(self.grid, embed_dim))
+            if pos_embed == "sincos":
+                patches = positions[0, self.num_prefix_tokens:]          # (patches, C), a view
+                patches.copy_(sincos_position_embedding(self.grid, embed_dim))
             self.register_buffer("pos_embed", positions)
         self.blocks = nn.ModuleList(
             Block(embed_dim, num_heads=num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias,
