@@ -83,9 +83,8 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
                   path: Path, train_set: Source) -> tuple[TrainState, list[str]]:
     """The state that training starts from, and lines for the terminal about it.
 
-    In a new run the weights are those of the init, or, where the recipe names a checkpoint, those
-    of the checkpoint. All processes take the main one's, before the moving average copies them: on
-    other CPUs, or with other numbers of threads, single factors of an init may differ in sign.
+    In a new run the weights are those of the init, or of the checkpoint that the recipe names. All
+    processes take the main one's, before the moving average copies them.
 
     saved: the contents of the checkpoint at `path`, to resume from; None for a new run.
     train_set: the training images, which some inits read.
@@ -115,11 +114,9 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
 
 def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
                 ) -> tuple[nn.Module, list[nn.Module]]:
-    """The state's models as modules to call: one to train, and a list to evaluate.
+    """The state's models as modules to call: the one to train, and a list to evaluate.
 
-    The first is the model, wrapped in DistributedDataParallel if there are several processes. The
-    list holds the model and, if there is one, its moving average. All are compiled if the recipe
-    asks for it. They share their weights with `state`.
+    The list holds the model and, if there is one, its moving average; they share their weights.
     """
     forward, measured = state.model, [state.model, *([state.ema.model] if state.ema else [])]
     if processes.world_size > 1:
@@ -127,16 +124,6 @@ def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
     if recipe.engine.compile:
         forward, measured = torch.compile(forward), [torch.compile(one) for one in measured]
     return forward, measured
-
-
-def drop_path_of(model: nn.Module, recipe: Recipe) -> Callable[[int], Tensor | None]:
-    """The function step → drop-path scales (branches, global batch); None for a model without."""
-    def drop_path_at(step: int) -> Tensor | None:
-        if not any(model.drop_path_rates):
-            return None
-        rng = keyed_generator(recipe.run.seed, Stream.DROP_PATH, step)
-        return draw_drop_path(model.drop_path_rates, recipe.optim.global_batch, rng)
-    return drop_path_at
 
 
 # ---------------------------------------------------------------------------------------------
@@ -226,6 +213,12 @@ def run_epochs(recipe: Recipe, data: Data, state: TrainState, folder: RunFolder,
     flops = training_flops(state.model, data.plan.micro_batch_size, recipe.data.image_size)
     forward, measured = wrap_models(state, recipe, processes)
 
+    def drop_path_at(step: int) -> Tensor | None:    # (branches, global batch)
+        if not any(state.model.drop_path_rates):
+            return None
+        rng = keyed_generator(recipe.run.seed, Stream.DROP_PATH, step)
+        return draw_drop_path(state.model.drop_path_rates, batch, rng)
+
     def record(row: StepRow) -> None:
         with processes.together():
             if processes.is_main:
@@ -265,7 +258,7 @@ def run_epochs(recipe: Recipe, data: Data, state: TrainState, folder: RunFolder,
             train_epochs(
                 state, forward, data.train_batches.steps, epochs=epochs, lr_at=lr_at,
                 global_batch=batch, amp=recipe.engine.amp, objective=objective,
-                drop_path_at=drop_path_of(state.model, recipe), clip_norm=recipe.optim.clip_norm,
+                drop_path_at=drop_path_at, clip_norm=recipe.optim.clip_norm,
                 processes=processes, stop=stop, record=record,
                 save_every=recipe.checkpoint.every_steps,
                 save=partial(save_last, state, folder, processes), finish_epoch=finish_epoch,

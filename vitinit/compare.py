@@ -5,9 +5,9 @@
     python -m vitinit.compare runs/quickstart-* --pack quickstart.tar.xz
     python -m vitinit.compare quickstart.tar.xz/*-default-* quickstart.tar.xz/*-impulse-*
 
-Runs that differ in nothing but the seed form a group. Every other group is compared with the group
-of the run named first, seed by seed. --out writes comparison.md and curves.png into a folder (needs
-the extra `figures`).
+Runs that differ in nothing but the seed form a group. Every other group is compared with that of the
+run named first, seed by seed. --out writes comparison.md and curves.png into a folder (needs the
+extra `figures`).
 
 --pack keeps the runs in one compressed file instead: recipe.toml, run.json and metrics.jsonl of
 each finished one. Such a file stands for all its runs wherever a run's folder is expected here; a
@@ -37,11 +37,6 @@ BISECTIONS = 100                # each halves an interval of doubles, whose mant
 METRICS = {"model": "val_top1", "EMA": "ema_top1"}
 RECORDED = {"git_commit": "commit", "torch": "torch", "python": "Python", "device": "device",
             "processes": "processes"}       # key of run.json → word in the report
-
-
-# ---------------------------------------------------------------------------------------------
-# Statistics
-# ---------------------------------------------------------------------------------------------
 
 
 def share_within(angle: float, degrees: int) -> float:
@@ -79,11 +74,6 @@ def mean_and_std(values: Sequence[float], places: int = 2) -> str:
     return f"{mean} ± {statistics.stdev(values):.{places}f}" if len(values) > 1 else mean
 
 
-# ---------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------
-
-
 def summary(groups: Sequence[Group]) -> str:
     """One row per group: mean ± std over seeds of the last and best epoch, and of the seconds."""
     rows = []
@@ -106,9 +96,9 @@ def by_seed(groups: Sequence[Group]) -> str:
     rows = []
     for group in groups:
         for name, metric in METRICS.items():
-            values = group.last(metric)
-            cells = [f"{values[seed]:.2f}" if seed in values else "–" for seed in seeds]
-            rows += [[group.label, name, *cells]] if values else []
+            if values := group.last(metric):
+                rows.append([group.label, name, *(f"{values[seed]:.2f}" if seed in values else "–"
+                                                  for seed in seeds)])
     return table(["last epoch", "of", *(f"seed {seed}" for seed in seeds)], rows)
 
 
@@ -132,11 +122,9 @@ def paired(groups: Sequence[Group]) -> list[Difference]:
 def differences(groups: Sequence[Group]) -> str:
     """A table of the other groups minus the first one, with intervals over the seeds of both.
 
-    Groups with fewer than two such seeds are named in a sentence instead; "" if there is one group
-    only.
+    Groups with fewer than two such seeds are named in a sentence instead.
     """
-    rows, unpaired = [], []
-    first, *others = groups
+    rows, unpaired, first = [], [], groups[0]
     for label, name, by_seed in paired(groups):
         if len(by_seed) > 1:
             mean, half = t_interval(list(by_seed.values()))
@@ -144,14 +132,11 @@ def differences(groups: Sequence[Group]) -> str:
                          ", ".join(f"{seed}: {value:+.2f}" for seed, value in by_seed.items())])
         elif name == "model":
             unpaired.append(f"`{label}`")
-    parts = []
-    if rows:
-        title = [f"minus {first.label}", "of", "seeds", "mean, 95 % t interval", "seed by seed"]
-        parts.append(table(title, rows))
+    title = [f"minus {first.label}", "of", "seeds", "mean, 95 % t interval", "seed by seed"]
+    parts = [table(title, rows)] if rows else []
     if unpaired:
-        names = "any other group" if len(unpaired) == len(others) > 1 else ", ".join(unpaired)
-        parts.append(f"Fewer than two seeds are shared with `{first.label}` by {names}: no "
-                     "interval.")
+        parts.append(f"Fewer than two seeds are shared with `{first.label}` by "
+                     f"{', '.join(unpaired)}: no interval.")
     return "\n\n".join(parts)
 
 
@@ -181,28 +166,21 @@ def report(groups: Sequence[Group], unfinished: Sequence[str] = ()) -> str:
              "epoch is chosen on the images it is reported on. Seconds are those of training, "
              "without evaluation.",
              summary(groups), by_seed(groups), differences(groups), origin(groups),
-             *map(sentence, unfinished)]
+             *unfinished]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def sentence(line: str) -> str:
-    """A line as a sentence: with a capital letter and a full stop."""
-    return f"{line[0].upper()}{line[1:]}."
 
 
 def compare(paths: Sequence[Path], *, out: Path | None = None, archive: Path | None = None) -> None:
     """Print the comparison of the runs at these paths: run folders and archives of runs.
 
     out: a folder into which the comparison and a figure of the curves are written, too. archive: a
-    file into which the finished runs are packed instead. Raises CheckpointError if there is no run
-    at a path, if no run is finished, or if a file cannot be written.
+    file into which the finished runs are packed instead.
     """
     runs, unfinished = finished_runs(read_runs(paths))
     if archive is not None:
         write_archive(runs, archive)
-        for line in map(sentence, unfinished):
-            print(line)
-        print(f"wrote {archive}: {len(runs)} run(s), {archive.stat().st_size:,} bytes")
+        print(*unfinished, f"wrote {archive}: {len(runs)} run(s), {archive.stat().st_size:,} bytes",
+              sep="\n")
         return
     groups = group_runs(runs)
     text = report(groups, unfinished)

@@ -11,15 +11,12 @@ extra `safetensors`). The file's metadata state the class names, how an image be
 input, the recipe, and which model of timm or torchvision takes these weights. For transformers it
 is a folder, from which AutoModelForImageClassification and AutoImageProcessor load the model.
 torch: a program of torch.export, images → logits, for any batch size. With --normalise it takes
-uint8 images and normalises them itself. The same metadata are in the archive as vitinit.json.
-run: a run folder with one checkpoint, which contains only the weights, in half precision, and with
-copies of the run's recipe, record and metrics. It can be loaded, evaluated and plotted like any
-run, but not resumed.
+uint8 images. The same metadata are in the archive as vitinit.json.
+run: a run folder that holds only the weights, in half precision, with copies of the run's recipe,
+record and metrics. It can be loaded, evaluated and plotted like any run, but not resumed.
 
-No export contains an image, or an absolute path of this machine, of which the last part stays.
-
-Before the command ends, it reads back what it has written and compares it with the model; programs
-and runs are compared on images of noise.
+No export contains an image, or an absolute path of this machine, of which the last part stays. Each
+is compared with the model before the command ends; programs and runs on images of noise.
 """
 
 from __future__ import annotations
@@ -27,10 +24,10 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +41,7 @@ from .data.augment import normalise
 from .models import MODELS
 from .models.convert import Names, foreign_names, native_names
 from .models.libraries import LIBRARIES, counterpart
-from .recipe.files import RecipeError, dump_recipe, from_dict
+from .recipe.files import RecipeError, dump_recipe, from_dict, with_data
 from .recipe.sections import Recipe
 from .runs.folder import RunFolder
 from .runs.foreign import preprocessor_config
@@ -52,21 +49,16 @@ from .runs.records import portable, without_paths
 from .runs.start import as_input
 from .runs.trained import Trained, add_run, load, load_run
 from .train.checkpoint import (CheckpointError, load as load_checkpoint, save_atomically,
-                               sync_folder, write_text_atomically, written_atomically)
+                               write_text_atomically, written_atomically)
 
 BATCHES = (1, 3, 7)             # batch sizes at which a program is compared with its model
 NEAR = 1e-4                     # largest difference of logits, relative to the largest logit
 NEAR_IN_HALF = 0.02             # the same, with weights in half precision
 
 
-# ---------------------------------------------------------------------------------------------
-# What goes with the weights
-# ---------------------------------------------------------------------------------------------
-
-
 def metadata(trained: Trained) -> dict[str, Any]:
     """Everything that is needed beside the weights to use the model, as plain values."""
-    recipe = trained.recipe
+    recipe = with_data(trained.recipe, image_size=trained.image_size)
     return {"made_by": f"vitinit {__version__}", "classes": list(trained.classes),
             "image_size": list(trained.image_size), "mean": list(recipe.data.mean),
             "std": list(recipe.data.std), "crop_pct": recipe.eval.crop_pct,
@@ -82,10 +74,9 @@ def without_folders(recipe: Recipe) -> Recipe:
 
 
 def taken_by(library: str, trained: Trained) -> tuple[dict[str, Any], Names]:
-    """The model of a library that takes the weights, and our names → its own.
+    """The class of a library's model that takes the weights, its arguments, and our names → its.
 
-    The model is a class or function, by name, and its arguments. Raises RecipeError if the library
-    has none.
+    Raises RecipeError if the library has none.
     """
     recipe = trained.recipe
     with building(f"recipe {recipe.name}", "model"):
@@ -94,57 +85,44 @@ def taken_by(library: str, trained: Trained) -> tuple[dict[str, Any], Names]:
     return {"class": name, "arguments": arguments | {"num_classes": len(trained.classes)}}, names
 
 
-# ---------------------------------------------------------------------------------------------
-# The exports: what is written is read back and compared before it takes its place
-# ---------------------------------------------------------------------------------------------
-
-
 def export_weights(trained: Trained, out: Path, library: str | None) -> str:
     """Write the weights to the file `out`; return what was checked, in words.
 
     library: under whose names; None: under ours, and the file says which model of timm takes them,
-    or null. Raises RecipeError if the library has no such model.
+    or null.
     """
-    notes, names = metadata(trained), {}
-    if library is None:
-        notes["timm"] = None
-        with suppress(RecipeError):
-            notes["timm"], _ = taken_by("timm", trained)
-    else:
-        notes[library], names = taken_by(library, trained)
+    notes, names = metadata(trained) | {"timm": None}, {}
+    with suppress(RecipeError) if library is None else nullcontext():
+        notes[library or "timm"], names = taken_by(library or "timm", trained)
     tensors = trained.model.state_dict()
     if library == "torchvision":                     # its Swin's files hold these, which are fixed
         tensors |= {name: index.flatten() for name, index in trained.model.named_buffers()
                     if name.endswith("relative_position_index")}
-    write_weights(trained, foreign_names(tensors, names), {
+    return write_weights(trained, foreign_names(tensors, names), {
         key: value if isinstance(value, str) else json.dumps(value)
         for key, value in notes.items()}, out)
-    return f"{len(tensors)} tensors read back, equal to the bit"
 
 
 def export_transformers(trained: Trained, out: Path) -> str:
     """Write a folder `out` that transformers loads; return what was checked."""
     found, names = taken_by("transformers", trained)
-    labels = dict(enumerate(trained.classes))
     config = found["arguments"] | {"architectures": [found["class"].rpartition(".")[2]],
-                                   "id2label": labels,
-                                   "label2id": {name: index for index, name in labels.items()}}
+                                   "id2label": dict(enumerate(trained.classes)),
+                                   "label2id": {label: number for number, label
+                                                in enumerate(trained.classes)}}
     tensors = foreign_names(trained.model.state_dict(), names, f"{config['model_type']}.")
-    with folder_at(out) as folder:
-        folder.mkdir()
+    with new_folder(out):
         for name, table in (("config.json", config), ("preprocessor_config.json",
                             preprocessor_config(trained.recipe, trained.image_size))):
-            write_text_atomically(json.dumps(table, indent=2) + "\n", folder / name)
-        write_weights(trained, tensors, {"format": "pt"}, folder / "model.safetensors")
-    return f"{len(tensors)} tensors read back, equal to the bit"
+            write_text_atomically(json.dumps(table, indent=2) + "\n", out / name)
+        return write_weights(trained, tensors, {"format": "pt"}, out / "model.safetensors")
 
 
 def write_weights(trained: Trained, tensors: dict[str, Tensor], notes: dict[str, str], out: Path
-                  ) -> None:
-    """Write a file of safetensors with these notes.
+                  ) -> str:
+    """Write a file of safetensors with these notes; return what was checked.
 
-    Raises CheckpointError, and writes none, if what it holds, read back under our names, is not the
-    model's weights to the bit.
+    Raises CheckpointError, and writes none, if it would hold other weights than the model's.
     """
     try:
         from safetensors.torch import load, save
@@ -158,6 +136,7 @@ def write_weights(trained: Trained, tensors: dict[str, Tensor], notes: dict[str,
         raise CheckpointError(f"{out}: would hold other weights than the model's")
     with written_atomically(out) as file:
         file.write(content)
+    return f"{len(tensors)} tensors read back, equal to the bit"
 
 
 class Normalised(nn.Module):
@@ -174,8 +153,6 @@ class Normalised(nn.Module):
 @torch.no_grad()
 def export_program(trained: Trained, out: Path, *, inside: bool) -> str:
     """Write a program images → logits to the file `out`; return its difference from the model.
-
-    The file contains neither images nor a path of this machine.
 
     inside: whether the program normalises its input itself. Raises CheckpointError, and leaves no
     file, if its logits differ from the model's by more than `NEAR`.
@@ -208,54 +185,46 @@ def export_run(trained: Trained, out: Path) -> str:
 
     Its last.pt contains the plain values of the checkpoint, and the weights in float16 under
     "model". The run's text files are copied without absolute paths; if the checkpoint is not from a
-    run, there is only recipe.toml. Raises CheckpointError, and leaves no folder, if a weight is too
-    large for float16, or if rounding changes the logits by more than `NEAR_IN_HALF`.
+    run, there is only recipe.toml. Raises CheckpointError, and leaves no folder, if half precision
+    changes the logits by more than `NEAR_IN_HALF`, as by a weight beyond its range.
     """
     stored, source = load_checkpoint(trained.path, mmap=True), RunFolder(trained.path.parent)
     of_run = "recipe" in stored
     recipe = from_dict(stored["recipe"], str(trained.path)) if of_run else trained.recipe
-    source.starts()                                  # a damaged run.json is an error of one line
-    rounded = {name: value.half() if value.is_floating_point() else value
-               for name, value in trained.model.state_dict().items()}
-    for name, value in rounded.items():
-        if not value.isfinite().all():
-            raise CheckpointError(f"{out}: '{name}' is beyond half precision, which ends at 65504; "
-                                  "nothing was written")
     state = {name: stored[name] for name in ("grid", "step", "progress", "micro_batch")
              if name in stored}
-    state |= {"model": rounded, "ema": None, "classes": list(trained.classes),
+    state |= {"model": {name: value.half() if value.is_floating_point() else value
+                        for name, value in trained.model.state_dict().items()},
+              "ema": None, "classes": list(trained.classes),
               "recipe": without_folders(trained.recipe).as_dict()}
-    with folder_at(out) as place:
-        folder = RunFolder(place)
-        folder.make()
-        for path in (source.info, source.metrics.path, source.steps.path) if of_run else ():
+    with new_folder(out):
+        folder = RunFolder(out)
+        if of_run and source.starts():               # a damaged run.json is an error of one line
+            folder.info.write_bytes(without_paths(source.info.read_bytes()))
+        for path in (source.metrics.path, source.steps.path) if of_run else ():
             if path.exists():
-                with written_atomically(place / path.name) as file:
-                    file.write(without_paths(path.read_bytes()) if path == source.info else
-                               path.read_bytes())
+                shutil.copy(path, out)
         folder.record_recipe(dump_recipe(without_folders(recipe)))
         save_atomically(state, folder.last)
         inputs = as_input(noise(trained), trained.recipe)
-        found = difference(load(place).model(inputs), trained.model(inputs), NEAR_IN_HALF,
+        found = difference(load(out).model(inputs), trained.model(inputs), NEAR_IN_HALF,
                            f"{out}: with weights in half precision,")
     return f"read back and run on {len(inputs)} images: {found}"
 
 
 @contextmanager
-def folder_at(out: Path) -> Iterator[Path]:
-    """A context that yields the path of a folder to make, which in the end becomes `out`."""
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parent:
-        folder = Path(parent) / out.name
-        yield folder
-        folder.rename(out)
-        sync_folder(out.parent)
+def new_folder(out: Path) -> Iterator[None]:
+    """A context that makes a folder, and removes it if an error ends the context."""
+    out.mkdir()
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(out)
+        raise
 
 
 def difference(found: Tensor, logits: Tensor, near: float, whose: str) -> str:
-    """How far `found` is from a model's logits, in words.
-
-    Raises CheckpointError, which begins with `whose`, if that is more than `near` of the largest.
-    """
+    """How far `found` is from a model's logits, in words; an error if over `near` of the largest."""
     far, largest = (found - logits).abs().max().item(), logits.abs().max().item()
     if not far <= near * max(largest, 1.0):
         raise CheckpointError(f"{whose} logits are up to {far:.1e} from the model's, which are up "
@@ -267,11 +236,6 @@ def noise(trained: Trained) -> Tensor:
     """Images of noise on which an export is compared with the model: (7, 3, H, W) uint8."""
     return torch.randint(256, (max(BATCHES), 3, *trained.image_size), dtype=torch.uint8,
                          generator=torch.Generator().manual_seed(0))
-
-
-# ---------------------------------------------------------------------------------------------
-# The command
-# ---------------------------------------------------------------------------------------------
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -287,16 +251,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--normalise", action="store_true",
                         help="the program takes uint8 images and normalises them (--to torch)")
     args = parser.parse_args(arguments)
-    if args.normalise and args.to != "torch" or args.names and args.to != "safetensors":
-        parser.error("--normalise is for --to torch, and --names for --to safetensors")
-    if args.to == "run" and args.image_size:
-        parser.error("--image-size is for the other exports; a run's images are those of its "
-                     "recipe")
+    for flag, fits in (("--normalise", args.to == "torch"), ("--names", args.to == "safetensors"),
+                       ("--image-size", args.to != "run")):
+        if getattr(args, flag[2:].replace("-", "_")) and not fits:
+            parser.error(f"{flag} does not go with --to {args.to}")
     folder = args.to == "run" or args.names == "transformers"
     if not args.out.parent.is_dir() or args.out.exists() and (folder or args.out.is_dir()):
-        parser.error(f"--out {args.out}: expected "
-                     + ("a folder that does not exist yet, in one that does" if folder else
-                        "a file in a folder that exists"))
+        parser.error(f"--out {args.out}: expected a {'new folder' if folder else 'file'} in a "
+                     "folder that exists")
     return args
 
 

@@ -39,6 +39,7 @@ from .train.checkpoint import write_text_atomically
 from .train.metrics import ProgressBar
 
 SHEET = 60                      # most images on a contact sheet; of more, every k-th
+BATCH = 64                      # images at a time
 
 
 class Guess(NamedTuple):
@@ -66,8 +67,7 @@ class Guess(NamedTuple):
 def images_of(arguments: Sequence[str]) -> list[str]:
     """The paths of all images: files as given, and the images below each folder, sorted.
 
-    Prints a line about a folder's files that are no images. Raises DataError for a path that does
-    not exist and for a folder without images.
+    Prints a line about a folder's files that are no images.
     """
     paths = []
     for argument in arguments:
@@ -84,12 +84,11 @@ def images_of(arguments: Sequence[str]) -> list[str]:
     return paths
 
 
-def guesses(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int, workers: int
+def guesses(trained: Trained, paths: Sequence[str], *, top: int
             ) -> Iterator[tuple[Guess, Tensor | None]]:
     """Yield for each file, in order, its prediction and the view it was made from.
 
     The view is (3, H, W) uint8, or None for a file that could not be read. top: classes per image.
-    workers: threads that decode images.
     """
     def view_of(path: str) -> Tensor | str:
         try:
@@ -97,9 +96,9 @@ def guesses(trained: Trained, paths: Sequence[str], *, top: int, batch_size: int
         except DataError as error:
             return str(error)
     names = set(trained.classes)
-    with ThreadPoolExecutor(workers) as pool:
-        for start in range(0, len(paths), batch_size):
-            chunk = paths[start:start + batch_size]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for start in range(0, len(paths), BATCH):
+            chunk = paths[start:start + BATCH]
             views = list(pool.map(view_of, chunk))   # decoding does not hold Python's lock
             readable = [view for view in views if isinstance(view, Tensor)]
             ranked = iter(())
@@ -119,12 +118,9 @@ def summary(found: Sequence[Guess]) -> str:
     """How many predictions were right, and how many files could not be read; "" for neither."""
     judged = [guess.right for guess in found if guess.right is not None]
     broken = sum(bool(guess.problem) for guess in found)
-    parts = []
-    if judged:
-        parts.append(f"{sum(judged):,} of {len(judged):,} images are classified as their folder "
-                     f"says ({100 * sum(judged) / len(judged):.2f} %)")
-    if broken:
-        parts.append(f"{broken:,} of {len(found):,} could not be read")
+    parts = [f"{sum(judged):,} of {len(judged):,} images are classified as their folder says "
+             f"({100 * sum(judged) / len(judged):.2f} %)"] if judged else []
+    parts += [f"{broken:,} of {len(found):,} could not be read"] if broken else []
     return "; ".join(parts)
 
 
@@ -138,8 +134,7 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
     found: list[Guess] = []
     tiles: list[Tile] = []
     with ProgressBar("predict", len(paths), shown=sys.stderr.isatty()) as bar:
-        for guess, view in bar.over(guesses(trained, paths, top=top, batch_size=args.batch_size,
-                                            workers=args.workers)):
+        for guess, view in bar.over(guesses(trained, paths, top=top)):
             if view is None:
                 print(f"vitinit.predict: {guess.problem}", file=sys.stderr, flush=True)
             else:
@@ -153,8 +148,8 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
     if last_line:
         print(last_line, flush=True)
     if args.json is not None:
-        lines = (json.dumps(guess.as_dict()) + "\n" for guess in found)
-        write_text_atomically("".join(lines), args.json)
+        write_text_atomically("".join(json.dumps(guess.as_dict()) + "\n" for guess in found),
+                              args.json)
     if args.sheet is not None:
         draw_sheet(args.sheet, tiles, heading=f"{trained.path.parent.name}, {len(tiles)} of "
                    f"{len(paths):,} images{last_line and ': '}{last_line}")
@@ -175,9 +170,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         help=f"draw a contact sheet of at most {SHEET} images, evenly chosen")
     parser.add_argument("--attention", action="store_true",
                         help="add to the sheet what the model attends to")
-    parser.add_argument("--batch-size", type=integer(1), default=64, help="images at a time (64)")
-    parser.add_argument("--workers", type=integer(1), default=min(8, os.cpu_count() or 1),
-                        help="threads that decode images")
     args = parser.parse_args(arguments)
     if args.attention and args.sheet is None:
         parser.error("--attention is drawn on a contact sheet; give --sheet FILE.png, too")

@@ -11,9 +11,9 @@ finished runs and resumes interrupted ones. On Ctrl-C or SIGTERM the current run
 checkpoints, and the sweep ends. If a run fails, the others go on, and the end says so.
 
 --jobs N does N runs side by side. Each has its own GPUs, or T CPU threads with --threads T, and
-prints to logs/<folder>.log in --out-dir; the terminal shows its last epoch. The number of runs side
-by side does not change the results of a run. On a CPU the number of threads changes their last
-digits: use the same --threads for runs that are to be compared.
+prints to logs/<folder>.log in --out-dir; the terminal shows its last epoch, also of one that fails.
+On a CPU the number of threads changes the last digits of results, that of runs side by side does
+not: use the same --threads for runs that are to be compared.
 
 --only K/N does the K-th of N parts of the plan, for separate jobs on a cluster.
 """
@@ -30,7 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,7 +40,7 @@ from .recipe.files import RecipeError, fresh_recipe
 from .runs.folder import RunFolder
 from .runs.records import read_run
 from .runs.resume import DONE, require_same_recipe, task_in
-from .train.interruption import STOP_SIGNALS
+from .train.interruption import StopRequest
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 LOOK_EVERY = 0.2                # seconds between two looks at the runs and at signals
@@ -49,8 +49,6 @@ PATIENCE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
 
 
 class PlannedRun(NamedTuple):
-    """One run of the sweep."""
-
     folder: Path
     arguments: list[str]        # of train.py
     state: str                  # how much of it is done already, in words
@@ -123,7 +121,7 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
              sets: Sequence[str]) -> PlannedRun:
     """Plan one run: resolve its recipe, and compare that with the run its folder may hold already.
 
-    init: None for the recipe's own. variant: its name, or "". sets: all overrides.
+    init: None for the recipe's own. variant: a name, or "".
     """
     recipe = fresh_recipe(args.recipe, init=init, seed=seed, data_dir=args.data_dir, sets=sets,
                           say=lambda line: None)
@@ -146,22 +144,21 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
 def share_machine(jobs: int, nproc: int, threads: int | None) -> list[dict[str, str]]:
     """Divide the machine among the jobs; return the environment variables of each.
 
-    Every process has one GPU; only jobs of a single process may share one. Without `threads` the
-    machine's are divided among all processes; for a single job, torch's default applies.
+    Every process has one GPU; only jobs of a single process may share one.
     """
     if threads is None and jobs > 1:
         threads = max(1, (os.cpu_count() or 1) // (jobs * nproc))
     share = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES")
-            or ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     if jobs == 1 or not torch.cuda.is_available():
         return [share] * jobs
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
     if nproc > 1 and jobs * nproc > len(gpus):
         raise RecipeError(f"--jobs {jobs} runs of --nproc {nproc} processes need {jobs * nproc} "
                           f"GPUs, and {len(gpus)} are visible")
-    return [share | {"CUDA_VISIBLE_DEVICES": ",".join(
-        gpus[(job * nproc + number) % len(gpus)] for number in range(nproc))}
-        for job in range(jobs)]
+    places = [[gpus[(job * nproc + number) % len(gpus)] for number in range(nproc)]
+              for job in range(jobs)]
+    return [share | {"CUDA_VISIBLE_DEVICES": ",".join(place)} for place in places]
 
 
 def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path | None
@@ -169,19 +166,18 @@ def start(run: PlannedRun, nproc: int, share: dict[str, str], log: Path | None
     """Start train.py, which prints to the file `log`, or to the terminal if that is None."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     command = [sys.executable, *(torchrun if nproc > 1 else []), str(TRAIN), *run.arguments]
-    environment = PATIENCE | os.environ | share
     # In a session of its own, or a terminal's Ctrl-C would reach it beside the one passed on.
+    options: dict[str, Any] = dict(start_new_session=True, env=PATIENCE | os.environ | share)
     if log is None:
-        return subprocess.Popen(command, start_new_session=True, env=environment)
+        return subprocess.Popen(command, **options)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "ab") as output:
-        return subprocess.Popen(command, start_new_session=True, stdout=output, stderr=output,
-                                env=environment | {"PYTHONIOENCODING": "utf-8"})
+    with open(log, "wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, **options)
 
 
-def last_line(log: Path, skipped: int, beginning: str) -> str:
-    """The last line that begins so, after the log's first `skipped` bytes; "" if there is none."""
-    lines = log.read_bytes()[skipped:].decode("utf-8", "replace").splitlines()
+def last_line(log: Path | None, beginning: str) -> str:
+    """The last line of the log that begins so; "" if there is none."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log else []
     return next((line for line in reversed(lines) if line.startswith(beginning)), "")
 
 
@@ -189,43 +185,38 @@ def do_runs(runs: Sequence[PlannedRun], nproc: int, shares: Sequence[dict[str, s
             ) -> tuple[dict[Path, str], int]:
     """Do the runs, as many at a time as there are `shares`; a signal is passed on to all.
 
-    Returns folder → error message of each run that failed by itself, and the signal that stopped
-    all, or 0. Signals that were ignored, as under nohup, stay ignored.
+    Returns folder → error of each run that failed by itself, and the signal that stopped all, or 0.
     """
-    received: list[int] = []
-    handlers = {number: signal.signal(number, lambda number, _: received.append(number))
-                for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
-    waiting, free, passed_on = list(runs), list(shares), 0
-    running: dict[subprocess.Popen, tuple[PlannedRun, dict[str, str], Path | None, int]] = {}
+    waiting, free, told = list(runs), list(shares), False
+    running: dict[subprocess.Popen, tuple[PlannedRun, dict[str, str], Path | None]] = {}
     failures: dict[Path, str] = {}
-    try:
-        while running or waiting and not received:
-            while waiting and free and not received:
-                run, share, log, skipped = waiting.pop(0), free.pop(0), None, 0
-                if len(shares) > 1:
-                    log = run.folder.parent / "logs" / f"{run.folder.name}.log"
-                    skipped = log.stat().st_size if log.exists() else 0  # of earlier starts
-                print(f"\nrun     {run.folder}, {len(waiting)} to follow", flush=True)
-                running[start(run, nproc, share, log)] = run, share, log, skipped
-            for number in received[passed_on:]:
-                for process in running:              # every version of torchrun handles these two
-                    process.send_signal(number if number == signal.SIGINT else signal.SIGTERM)
-                passed_on += 1
-            time.sleep(LOOK_EVERY)
-            for process in [one for one in running if one.poll() is not None]:
-                run, share, log, skipped = running.pop(process)
-                free.append(share)
-                if process.returncode and not received:
-                    failures[run.folder] = log and last_line(log, skipped, "train.py: ") or (
-                        f"ended with status {process.returncode}{f', see {log}' if log else ''}")
-                elif log and (line := last_line(log, skipped, "epoch ")):
-                    print(f"{run.folder.name}  {line}", flush=True)
-    finally:
-        for process in running:                      # after an error of this program's own
-            process.terminate()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    return failures, received[-1] if received else 0
+    with StopRequest() as stop:
+        try:
+            while running or waiting and not stop.number:
+                while waiting and free and not stop.number:
+                    run, share, log = waiting.pop(0), free.pop(0), None
+                    if len(shares) > 1:
+                        log = run.folder.parent / "logs" / f"{run.folder.name}.log"
+                    print(f"\nrun     {run.folder}, {len(waiting)} to follow", flush=True)
+                    running[start(run, nproc, share, log)] = run, share, log
+                if stop.number and not told:         # every version of torchrun handles these two
+                    for process in running:
+                        process.send_signal(signal.SIGINT if stop.number == signal.SIGINT else
+                                            signal.SIGTERM)
+                    told = True
+                time.sleep(LOOK_EVERY)
+                for process in [one for one in running if one.poll() is not None]:
+                    run, share, log = running.pop(process)
+                    free.append(share)
+                    if line := last_line(log, "epoch "):
+                        print(f"{run.folder.name}  {line}", flush=True)
+                    if process.returncode and not stop.number:
+                        failures[run.folder] = last_line(log, "train.py: ") or (
+                            f"ended with status {process.returncode}{f', see {log}' if log else ''}")
+        finally:
+            for process in running:                  # after an error of this program's own
+                process.terminate()
+    return failures, stop.number
 
 
 def sweep(args: argparse.Namespace) -> int:
@@ -250,7 +241,7 @@ def sweep(args: argparse.Namespace) -> int:
     if len(failures) < len(runs):
         print(flush=True)
         compare([run.folder for run in runs if run.folder not in failures])
-    return 1 if failures else 0
+    return int(bool(failures))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -64,9 +64,9 @@ def iterated_singular_values(matrix: Tensor) -> Tensor:
     return left @ torch.diag(values) @ right
 
 
-@pytest.mark.parametrize("rows, columns", [(7, 13), (13, 7), (11, 11), (1, 5)])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-11), (torch.float32, 1e-4),
-                                              (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("rows, columns, dtype, tolerance", [
+    (7, 13, torch.float64, 1e-11), (13, 7, torch.float32, 1e-4), (11, 11, torch.bfloat16, 0.05),
+    (1, 5, torch.float64, 1e-11)])
 def test_the_iteration_maps_singular_values_by_its_polynomial(rows, columns, dtype, tolerance):
     matrices = torch.randn(3, rows, columns, generator=torch.Generator().manual_seed(0)).double()
     matrices[1] *= 1e-4                              # the scale of a matrix does not matter
@@ -166,8 +166,8 @@ def test_an_update_of_vit_b_launches_few_operations():
     assert ours <= 150 and 8 * ours < theirs
 
 
-@pytest.mark.parametrize("clipped", [False, True])
-@pytest.mark.parametrize("bad", ["blocks.1.mlp.fc1.weight", "head.bias", None])
+@pytest.mark.parametrize("bad, clipped", [("blocks.1.mlp.fc1.weight", True), ("head.bias", False),
+                                          (None, False), (None, True)])
 def test_an_overflow_in_either_kind_skips_both(bad, clipped):
     """Through GradScaler: to the bit nothing changes; without an overflow it is the plain update."""
     model, plain = built("vit", torch.float32), built("vit", torch.float32)

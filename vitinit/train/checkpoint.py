@@ -55,12 +55,10 @@ def write_text_atomically(text: str, path: Path) -> None:
 def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[BinaryIO]:
     """A context that yields a file beside `path`; at the end it is on disk and takes its place.
 
-    If writing fails or is interrupted, the old file stays as it was. At every moment there is an
-    old or a new file at `path`, also after a power failure. Of a symbolic link, the target is
-    replaced. A pipe, a terminal and /dev/null are written to, not replaced.
-
-    keep: a path at which the old file is kept. Raises CheckpointError, which names `path`, if it
-    cannot be written.
+    At every moment there is an old or a new file at `path`, also after a power failure. Of a
+    symbolic link, the target is replaced. A pipe, a terminal and /dev/null are written to, not
+    replaced. keep: a path at which the old file is kept. Raises CheckpointError, which names
+    `path`, if it cannot be written.
     """
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f"{target.name}.partial")   # a resumed run removes one
@@ -177,9 +175,8 @@ def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> di
     """The tensors of one model in a checkpoint, without the prefixes that wrappers add to names.
 
     name: "model", which timm's trainer stores as "state_dict"; or "ema" for the moving average,
-    which DeiT stores as "model_ema" and timm as "state_dict_ema". A checkpoint without either of
-    the first two keys is taken to be the model's bare state dict. Raises CheckpointError if the
-    checkpoint holds no such model; `path` is the file that it names.
+    which DeiT stores as "model_ema" and timm as "state_dict_ema". Without any of these keys it is
+    taken for a bare state dict. Raises CheckpointError, which names `path`, if there is none.
     """
     if name == "ema":
         keys = ("ema", "model_ema", "state_dict_ema")
@@ -195,10 +192,7 @@ def model_state(state: Mapping[str, Any], path: Path, name: str = "model") -> di
 
 
 def require_finite(tensors: Mapping[str, Tensor], what: str, path: Path) -> None:
-    """Raise CheckpointError for the first tensor that contains an infinity or a NaN.
-
-    what: the kind of tensors for the message, such as "model" or "ema".
-    """
+    """Raise CheckpointError for the first tensor of a `what` that has an infinity or a NaN."""
     for name, value in tensors.items():
         if value.is_floating_point() and not value.isfinite().all():
             raise CheckpointError(f"{path}: {what} '{name}' is not finite, the run diverged before "

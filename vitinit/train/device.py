@@ -38,10 +38,7 @@ def matrix_rate(device: torch.device) -> float | None:
 
 
 def peak_gib(device: torch.device) -> float:
-    """The largest amount of memory this process has held so far, in GiB.
-
-    On a GPU this is memory that torch allocated there; on a CPU the resident memory of the process.
-    """
+    """The most memory so far in GiB: torch's on the GPU; on a CPU, the process's resident one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20        # from KiB
@@ -69,7 +66,7 @@ class OutOfMemory(OneLineError):
 def memory_for(key: str, value: int, rank: int) -> Iterator[None]:
     """A context that turns running out of memory into OutOfMemory.
 
-    Its message suggests lowering the recipe key `key` (a number of images), which is `value` now.
+    It suggests to lower the recipe key `key` (a number of images), which is `value` now.
     """
     try:
         yield

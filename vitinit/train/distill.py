@@ -56,9 +56,7 @@ class LearnFromTeacher:
     def __init__(self, teacher: Teacher, distill: Distill, *, mean: Sequence[float],
                  std: Sequence[float], size: tuple[int, int], two_heads: bool,
                  device: torch.device, compile: bool = False) -> None:
-        """mean, std, size: of the student's images. two_heads: the student has a head for the
-        teacher, and is called with apart=True. compile: whether to compile the teacher.
-        """
+        """mean, std, size: of the student's images. two_heads: it is called with apart=True."""
         self.forward = torch.compile(teacher.model) if compile else teacher.model
         self.teacher, self.distill, self.two_heads = teacher, distill, two_heads
         self.size = None if teacher.size in (None, size) else teacher.size
@@ -98,8 +96,7 @@ class LearnFromTeacher:
         """What is learned from whom, for the summary of a run."""
         weights = sum(value.numel() for value in self.teacher.model.state_dict().values())
         changes = "" if self.normalised_alike else "; views normalised by its own mean and std"
-        if self.size is not None:
-            changes += f"; views resized to {self.size[0]}×{self.size[1]}"
+        changes += f"; views resized to {self.size[0]}×{self.size[1]}" if self.size else ""
         kind = ("decisions" if self.distill.kind == "hard" else
                 f"probabilities at temperature {self.distill.tau:g}")
         return (f"{self.teacher.name}, {weights:,} weights ({self.teacher.digest}){changes}; "

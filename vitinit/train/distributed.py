@@ -74,11 +74,7 @@ class Processes:
         return int(largest)
 
     def require_equal(self, facts: Mapping[str, object]) -> None:
-        """Raise LaunchError on all processes unless all of them pass the same facts.
-
-        facts: name → value, with the same names on all processes. The message names the first fact
-            that differs.
-        """
+        """Raise LaunchError on all processes, naming the first fact (name → value) that differs."""
         if self.world_size == 1:
             return
         of_each: list[dict[str, object]] = [{}] * self.world_size
@@ -93,10 +89,9 @@ class Processes:
     def share(self, *models: torch.nn.Module) -> None:
         """Copy the main process's tensors of the models to every process.
 
-        Before training, since initial weights may differ although all processes run the same code
-        with the same seed, if they have different numbers of threads or different CPUs. Before an
-        evaluation, since BatchNorm's running statistics follow the images of each process, and all
-        are to evaluate the model that the main process saves.
+        Before training, since an init may draw other weights on another CPU or with more threads.
+        Before an evaluation, since BatchNorm's running statistics follow each process's images, and
+        all are to evaluate the model that the main process saves.
         """
         if self.world_size > 1:
             for model in models:
@@ -107,10 +102,8 @@ class Processes:
     def together(self) -> Iterator[None]:
         """A context that all processes leave together; a OneLineError of one is raised on all.
 
-        Of several such errors it is that of the lowest rank. So a folder that is missing on one
-        machine ends the run everywhere with one message, and no process waits for ever for another.
-        Inside, `if processes.is_main` does something on the main process alone, such as writing a
-        file, while the others wait.
+        So a folder that is missing on one machine ends the run everywhere with one message. Inside,
+        `if processes.is_main` does something on the main process alone, while the others wait.
         """
         failure = None
         try:
@@ -166,7 +159,6 @@ def warn(line: str) -> None:
 def start() -> Processes:
     """Join the process group, if there are several processes, and choose the device.
 
-    The device is the GPU numbered by the local rank if CUDA is available, and otherwise the CPU.
     Raises LaunchError if a machine has more processes than GPUs, and in tasks of `srun` that have
     no ranks: each would be a run of its own, and all of them would write to one folder.
     """

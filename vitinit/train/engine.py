@@ -3,11 +3,10 @@
 This is the only module in which images and the model meet.
 
 A *step* is one update of the weights, computed from one global batch. Each process works through
-its share of the global batch in micro-batches and accumulates their gradients; during the last
-micro-batch DistributedDataParallel averages the gradients over the processes. Up to rounding, the
-result of a step therefore does not depend on the number of processes or on the micro-batch size.
-The exception is a model with BatchNorm, whose statistics depend on which images share a
-micro-batch.
+its share of it in micro-batches and accumulates their gradients; during the last one
+DistributedDataParallel averages the gradients over the processes. Up to rounding, the result does
+therefore not depend on the number of processes or on the micro-batch size, except for a model with
+BatchNorm, whose statistics depend on which images share a micro-batch.
 
 On a GPU the host only launches kernels: nothing within a step waits for a value from the device.
 Only every tenth step (`STEPS_PER_ROW`) are the losses copied to the host.
@@ -48,10 +47,9 @@ def set_precision(tf32: bool) -> None:
 def tune_convolutions(model: nn.Module) -> None:
     """Let cuDNN time its kernels for each convolution and use the fastest (no effect without CUDA).
 
-    This is switched on only for models with a convolution whose stride differs from its kernel
-    size: a patch embedding alone is not worth the timing. Which kernel is fastest can change from
-    run to run, and the last bits of the results with it; the timing therefore stays off under
-    torch.use_deterministic_algorithms.
+    A patch embedding alone, whose stride is its kernel size, is not worth the timing. The fastest
+    kernel, and so the last bits of results, can change from run to run; it therefore stays off
+    under torch.use_deterministic_algorithms.
     """
     convolves = any(isinstance(module, nn.Conv2d) and module.kernel_size != module.stride
                     for module in model.modules())
@@ -95,8 +93,7 @@ def train_epochs(
 
     Args:
         state: what is trained; it is changed in place, and consistent between two steps.
-        forward: the state's model, possibly compiled or wrapped in DistributedDataParallel. Called
-            as forward(images (B, 3, H, W), drop_path scales (branches, B)) or forward(images).
+        forward: the state's model, possibly compiled or wrapped in DistributedDataParallel.
         steps_of: (epoch from 0, steps of it already done) → the number of each further step within
             the run, from 0, and this process's micro-batches of it, which have been loaded. Each
             has `positions`, (B,), of its images in the global batch, and `prepare()` → images (B,
@@ -112,9 +109,8 @@ def train_epochs(
         finish_epoch: called with the number of each epoch, from 1, after its last step.
         bar_total: steps per epoch, for a progress bar; 0 for none.
 
-    Raises Diverged if a loss or a weight is infinite or NaN, Interrupted after a signal, and the
-    OneLineErrors of `steps_of`; each on all processes together, and the latter two between two
-    steps.
+    Raises Diverged if a loss or a weight is infinite or NaN, and, between two steps, Interrupted
+    after a signal and the OneLineErrors of `steps_of`; each on all processes together.
     """
     progress, device = state.progress, processes.device
     # Under no_sync, which DistributedDataParallel has, compiled or not, the gradients of a backward
@@ -171,11 +167,9 @@ def update(state: TrainState, clip_norm: float, *, measure: bool
     Returns scalars on the device: the norm of the gradients before clipping, or None; the loss
     scale of this step, and whether it was skipped, each None without fp16.
 
-    The host never asks whether the step was skipped, since that would wait for the device. The
-    fused optimiser and the moving average read the answer on the device, and skipped steps are
-    counted when the losses are read. In contrast, DeiT uses timm's NativeScaler with an optimiser
-    that is not fused, which waits for the device at every step, and updates its moving average on
-    skipped steps too.
+    The host never asks whether the step was skipped, since that would wait for the device: the
+    fused optimiser and the moving average read the answer there. In contrast, DeiT's code waits for
+    the device at every step, and updates its moving average on skipped steps too.
     """
     scaler, norm, scale, skipped = state.scaler, None, None, None
     if scaler.is_enabled():
@@ -217,10 +211,9 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor
              columns: Tensor | None = None) -> list[Evaluation]:
     """Compute the exact loss and accuracy of each model in one pass over the images.
 
-    Each process counts its own images once; then the counts are summed over the processes. The
-    processes may have different numbers of batches, so a forward pass of `models` must not
-    communicate (do not pass a DistributedDataParallel module). All models are put into evaluation
-    mode.
+    Each process counts its own images once; then the counts are summed over the processes. These
+    may have different numbers of batches, so a forward pass of `models` must not communicate (do
+    not pass a DistributedDataParallel module). All models are put into evaluation mode.
 
     Args:
         models: each maps images (B, 3, H, W) to logits (B, classes of the model).
@@ -231,8 +224,7 @@ def evaluate(models: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor
             remaining logits take no part in ranking and softmax. None: the models have exactly
             these classes, in this order.
 
-    Returns one Evaluation per model, the same on all processes. A OneLineError that `batches`
-    raises on one process, or Interrupted, is raised on all of them.
+    Returns one Evaluation per model, the same on all processes; ends as `agreed` does.
     """
     device = processes.device
     totals = torch.zeros(len(models), 2, dtype=torch.float64, device=device)     # loss, top 5

@@ -31,8 +31,7 @@ T = TypeVar("T")
 class StepRow(NamedTuple):
     """What steps.jsonl records of one step.
 
-    All values but the last two are the same for an interrupted and resumed run as for one that ran
-    through.
+    All values but the last two are the same for a resumed run as for one that ran through.
     """
 
     step: int                   # number of steps done, including this one
@@ -52,12 +51,10 @@ class Diverged(OneLineError):
 
 @dataclass
 class Progress:
-    """How far a run has come, and the sums of its current epoch.
+    """How far a run has come, and the sums of its current epoch; every checkpoint has the fields.
 
-    Every checkpoint contains the fields, so that the sums of an epoch that was interrupted are
-    complete. The loss of a step, and in fp16 whether the step was skipped, stay on the device until
-    `read_losses` is called, so that the host can launch the next step before the device has
-    finished this one.
+    The loss of a step, and in fp16 whether the step was skipped, stay on the device until
+    `read_losses`, so that the host can launch the next step before the device has finished this.
     """
 
     step: int = 0               # global batches since the start of the run, skipped steps included
@@ -89,16 +86,16 @@ class Progress:
         This waits for the device. Raises Diverged, on all processes together, for a loss that is
         infinite or NaN.
         """
-        losses, skipped = [], 0
+        losses = []
         if self.losses:
             mean = processes.sum(torch.stack(self.losses)) / processes.world_size
             losses, self.losses = mean.tolist(), []                      # waits for the device
         if self.skipped:
-            skipped, self.skipped = int(torch.stack(self.skipped).sum()), []
+            self.skipped_steps += int(torch.stack(self.skipped).sum())
+            self.skipped = []
         if self.clock is not None:                   # now the steps are done, and not only launched
             before, self.clock = self.clock, time.perf_counter()
             self.seconds += self.clock - before
-        self.skipped_steps += skipped
         for loss in losses:
             if not math.isfinite(loss):
                 raise Diverged(f"the loss of step {self.step} is {loss}")
@@ -110,9 +107,9 @@ class Progress:
     def step_row(self, lr: float, grad_norm: Tensor, scale: Tensor | None,
                  global_batch: int) -> StepRow:
         """The row of the last step that was read; its rates are those since the previous row."""
-        before, self.at_last_row = self.at_last_row, (self.epoch_steps, self.seconds,
-                                                      self.waiting_seconds)
-        steps, seconds, waiting = (now - then for now, then in zip(self.at_last_row, before))
+        here = self.epoch_steps, self.seconds, self.waiting_seconds
+        steps, seconds, waiting = (now - then for now, then in zip(here, self.at_last_row))
+        self.at_last_row = here
         norm = grad_norm.item()
         return StepRow(self.step, self.last_loss, lr, norm if math.isfinite(norm) else None,
                        None if scale is None else scale.item(), steps * global_batch / seconds,
@@ -142,10 +139,9 @@ def training_flops(model: nn.Module, batch_size: int, size: tuple[int, int]) -> 
     """The model FLOPs of training per image: its share of one forward and one backward pass.
 
     size: (H, W). A multiplication followed by an addition counts as two operations. torch counts
-    matrix products, attention and convolutions from the shapes of their operands; all other
-    operations are negligible. The pass runs on the meta device: nothing is computed, and the
-    model's weights are not changed. Operations that activation checkpointing or a kernel repeats do
-    not count, as in PaLM's "model FLOPs utilization" (arXiv 2204.02311, appendix B).
+    matrix products, attention and convolutions from the shapes of their operands, on the meta
+    device, where nothing is computed; all other operations are negligible. What a kernel repeats
+    does not count, as in PaLM's "model FLOPs utilization" (arXiv 2204.02311, appendix B).
     """
     weights = {name: torch.empty_like(value, device="meta")
                for name, value in (*model.named_parameters(), *model.named_buffers())}
@@ -168,52 +164,45 @@ class Evaluation:
 
 def metrics_row(progress: Progress, results: Sequence[Evaluation], *, lr: float, global_batch: int,
                 flops: float, processes: Processes) -> dict[str, Any]:
-    """The line of metrics.jsonl for the epoch that has just ended.
-
-    Values are None where nothing was evaluated, or where the device's peak rate is not known.
+    """The line of metrics.jsonl for the epoch that has just ended; None stands for "not known".
 
     results: the evaluation of the model and, if there is one, of its moving average; empty if none
-        took place. flops: model FLOPs of training per image (`training_flops`). lr: learning rate
-        of the epoch's last step.
+        took place. flops: see `training_flops`. lr: learning rate of the epoch's last step.
     """
     rate = progress.epoch_steps * global_batch / progress.seconds        # images/s, all processes
     tflops, peak = rate * flops / processes.world_size / 1e12, matrix_rate(processes.device)
-    row = dict.fromkeys(METRICS) | {
-        "epoch": progress.epochs + 1, "lr": lr,
-        "train_loss": progress.loss_sum / progress.epoch_steps,
-        "images_per_second": rate, "skipped_steps": progress.skipped_steps,
-        "seconds": progress.seconds, "waiting": progress.waiting_seconds / progress.seconds,
-        "tflops_per_device": tflops, "share_of_rate": tflops / peak if peak else None,
-        "peak_memory_gib": peak_gib(processes.device)}
-    for result in results[:1]:
-        row |= {"val_loss": result.loss, "val_top1": result.top1, "val_top5": result.top5}
-    for result in results[1:]:
-        row |= {"ema_top1": result.top1, "ema_top5": result.top5}
-    return row
+    row = {"epoch": progress.epochs + 1, "lr": lr,
+           "train_loss": progress.loss_sum / progress.epoch_steps, "images_per_second": rate,
+           "val_loss": results[0].loss if results else None,
+           "skipped_steps": progress.skipped_steps, "seconds": progress.seconds,
+           "waiting": progress.waiting_seconds / progress.seconds, "tflops_per_device": tflops,
+           "share_of_rate": tflops / peak if peak else None,
+           "peak_memory_gib": peak_gib(processes.device)}
+    for name, result in zip(("val", "ema"), results):
+        row |= {f"{name}_top1": result.top1, f"{name}_top5": result.top5}
+    return {key: row.get(key) for key in METRICS}
 
 
 def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
     """A row of metrics as a printed line; what was not measured is left out."""
-    parts = [f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}", f"lr {row['lr']:.2e}",
-             f"train loss {row['train_loss']:.3f}"]
-    for key, text in (("val_loss", "val loss {:.3f}"), ("val_top1", "top-1 {:.2f} %"),
-                      ("val_top5", "top-5 {:.2f} %"), ("ema_top1", "EMA top-1 {:.2f} %")):
-        if row[key] is not None:
-            parts.append(text.format(row[key]))
-    if row["skipped_steps"]:
-        parts.append(f"{row['skipped_steps']} steps skipped")
     rate, share = row["images_per_second"], row["share_of_rate"]
     of_the_card = "" if share is None else f" = {100 * share:.0f} % of its rate"
-    return "  ".join([*parts, f"{rate:.0f} images/s" if rate >= 100 else f"{rate:.2f} images/s",
-                      f"{row['tflops_per_device']:.3g} TFLOP/s/device{of_the_card}",
-                      f"waiting {100 * row['waiting']:.0f} %", f"{row['peak_memory_gib']:.2f} GiB"])
+    texts = {"lr": "lr {:.2e}", "train_loss": "train loss {:.3f}", "val_loss": "val loss {:.3f}",
+             "val_top1": "top-1 {:.2f} %", "val_top5": "top-5 {:.2f} %",
+             "ema_top1": "EMA top-1 {:.2f} %", "skipped_steps": "{} steps skipped",
+             "images_per_second": f"{rate:.{0 if rate >= 100 else 2}f} images/s",
+             "tflops_per_device": f"{{:.3g}} TFLOP/s/device{of_the_card}",
+             "waiting": f"waiting {100 * row['waiting']:.0f} %", "peak_memory_gib": "{:.2f} GiB"}
+    shown = {**row, "skipped_steps": row["skipped_steps"] or None}
+    return "  ".join([f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}",
+                      *(text.format(shown[key]) for key, text in texts.items()
+                        if shown[key] is not None)])
 
 
 class ProgressBar:
     """A line about how far a loop is: rewritten in place on a terminal, elsewhere printed anew.
 
-    what: the words before the numbers. total: the number of items. initial: how many of them are
-    done. shown: whether anything is printed.
+    what: words before the numbers. total: the number of items, of which `initial` are done.
     """
 
     def __init__(self, what: str, total: int, *, initial: int = 0, shown: bool = True) -> None:

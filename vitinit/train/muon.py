@@ -25,16 +25,10 @@ TINIEST_NORM = 1e-7             # a matrix with a smaller norm, such as zeros, i
 ADAMW_RMS = 0.2                 # of AdamW's updates, which Muon's match (arXiv 2502.16982, §2.2)
 
 
-def iteration_dtype(device: torch.device) -> torch.dtype:
-    """The precision of the iteration: bfloat16 where products in it are fast, on CUDA."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
 def orthogonalised(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Replace all singular values of each matrix by values near 1: (B, rows, columns) → the same.
 
-    dtype: in which the products are computed; the result has the dtype of `matrices`. A matrix of
-    zeros stays one.
+    dtype: in which the products are computed. A matrix of zeros stays one.
     """
     a, b, c = COEFFICIENTS
     norms = matrices.norm(dim=(1, 2), keepdim=True).clamp(min=TINIEST_NORM)
@@ -57,9 +51,8 @@ class MuonWithAdamW(torch.optim.AdamW):
 
     with Nesterov's momentum in the argument of NS, the iteration `orthogonalised`. If all singular
     values become 1, the root mean square of the update is .2 · factor · η, as that of AdamW about
-    is at factor 1 (Liu et al., arXiv 2502.16982, §2.2). Each group has its own rate and decay.
-
-    Weights of 1×1 convolutions, (rows, columns, 1, 1), count as matrices.
+    is at factor 1 (Liu et al., arXiv 2502.16982, §2.2). Weights of 1×1 convolutions, (rows, columns,
+    1, 1), count as matrices.
 
     This is one optimiser and not two, so that GradScaler finds an overflow in the gradients of
     either kind and skips both, and it tells so by a tensor, for which the host does not wait.
@@ -79,8 +72,8 @@ class MuonWithAdamW(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:
         """Do one update of all weights. If gradients overflowed in fp16, nothing changes.
 
-        GradScaler sets two scalars on the device around this call: `grad_scale`, by which gradients
-        are to be divided, unless they have been, and `found_inf`, not 0 if they overflowed.
+        Around this call GradScaler sets two scalars on the device: `grad_scale`, by which gradients
+        are to be divided, and `found_inf`, not 0 if they overflowed.
         """
         groups = self.param_groups
         try:                                         # AdamW's step is of its own groups alone
@@ -128,7 +121,7 @@ class MuonWithAdamW(torch.optim.AdamW):
 
         weights, updates, steps = [], [], []
         for together, batch in zip(shapes.values(), batches):
-            update = orthogonalised(batch, iteration_dtype(batch.device))
+            update = orthogonalised(batch, torch.bfloat16 if batch.is_cuda else torch.float32)
             if skipped is not None:
                 update = torch.where(skipped, 0.0, update)
             updates += update.unbind()

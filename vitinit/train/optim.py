@@ -91,11 +91,7 @@ NO_TEACHER = dict(teacher="", weights="", kind="hard", alpha=0.5, tau=1.0)
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies to a parameter.
-
-    Exempt are vectors and scalars, biases, position embeddings, and class, distillation and
-    register tokens.
-    """
+    """Whether weight decay applies: not to vectors, biases, position embeddings and tokens."""
     leaf = name.rpartition(".")[2]
     return parameter.ndim > 1 and leaf != "bias" and leaf not in UNDECAYED_NAMES
 
@@ -103,9 +99,8 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
 def layer_numbers(names: Iterable[str]) -> dict[str, int]:
     """The layer number of each parameter, by name, given all names in the model's order.
 
-    Layer 0 is everything before the first block, layer i the i-th block together with what is
-    between it and the previous block (Swin's patch merging), and layer L + 1 everything after the
-    last of L blocks.
+    Layer 0 is everything before the first block, layer i the i-th block with what lies between it
+    and the block before (Swin's patch merging), and layer L + 1 everything after the last of L.
     """
     seen: dict[str, int] = {}
     numbers = {}
@@ -139,8 +134,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, layer_decay: floa
     layer_decay: splits the groups by layer. A parameter of layer i of `layer_numbers` has the
         factor layer_decay ** (L + 1 − i) on its learning rate, for L blocks (ELECTRA, arXiv
         2003.10555; for ViT: BEiT, arXiv 2106.08254). Each group states it as "layer_factor".
-    muon: whether the weights of `hidden_matrices` are in groups of their own; each group states
-        whether it is one of them as "muon".
+    muon: whether the weights of `hidden_matrices` are in groups of their own, with "muon": True.
     """
     layers = layer_numbers(dict(model.named_parameters()))
     last, matrices = max(layers.values(), default=0), hidden_matrices(model) if muon else set()

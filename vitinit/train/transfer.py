@@ -28,10 +28,7 @@ UNREAD = re.compile(r"^(mask_token$|decoder_)|\.(relative_position_index|attn_ma
 
 @dataclass(frozen=True)
 class Transfer:
-    """What `start_from` did with each tensor of the checkpoint and of the model.
-
-    `str` of it is a summary of one line.
-    """
+    """What `start_from` did with each tensor; `str` of it is a summary of one line."""
 
     loaded: list[str]           # names of tensors copied unchanged
     resized: list[str]          # such as "pos_embed 14×14 → 24×24"
@@ -39,12 +36,10 @@ class Transfer:
     kept: list[str]             # in the model, and left as its init drew them
 
     def __str__(self) -> str:
-        parts = [f"{len(self.loaded)} tensors loaded",
-                 *(f"{name} resized" for name in self.resized)]
-        for title, names in (("dropped", self.dropped), ("as the init drew them", self.kept)):
-            if names:
-                parts.append(f"{title}: {shortened(names)}")
-        return "; ".join(parts)
+        lists = [f"{title}: {shortened(names)}" for title, names in (
+            ("dropped", self.dropped), ("as the init drew them", self.kept)) if names]
+        return "; ".join([f"{len(self.loaded)} tensors loaded",
+                          *(f"{name} resized" for name in self.resized), *lists])
 
 
 @torch.no_grad()
@@ -53,10 +48,9 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path | str
     """Copy those of `tensors` that fit into `model`, to fine-tune it.
 
     Position embeddings for another grid are resized with torch's antialiased bicubic interpolation,
-    as in timm. DeiT's code does not antialias, which gives other values, also when they grow. Those
-    of tokens before the patches (class token and the like) are not resized. The checkpoint and the
-    model may differ in the tensors below. Such a tensor is dropped if only the checkpoint has it,
-    and stays as its init drew it if only the model has it:
+    as in timm (DeiT's code does not antialias). The checkpoint and the model may differ in the
+    tensors below. Such a tensor is dropped if only the checkpoint has it, and stays as its init
+    drew it if only the model has it:
 
         the classifier (`head…`)            another number of classes, or none
         cls_token, dist_token, reg_token    any that only the model has; the first two also if only
@@ -66,16 +60,13 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path | str
         pos_embed                           if the model's is fixed
         tensors no forward pass reads       mask_token, decoder_…, Swin's indices and masks
 
-    Args:
-        model: its init must have run, since some tensors keep their initial values.
-        tensors: the checkpoint's state dict, under this package's names.
-        path: the file that error messages name, or words for it.
-        grid: (rows, columns) of patches in the checkpoint; None: see `_grid_and_entries`.
+    tensors: the checkpoint's state dict, under this package's names. path: the file that error
+    messages name, or words for it. grid: (rows, columns) of patches in the checkpoint; None: see
+    `_grid_and_entries`.
 
-    Returns what was done with each tensor. Raises CheckpointError, listing the names, if nothing
-    but the classifier fits, or if any other tensor has another shape or is on one side only: the
-    model would then compute another function than the one that was trained. The model is unchanged
-    then.
+    Raises CheckpointError, listing the names, and changes nothing, if nothing but the classifier
+    fits, or if any other tensor has another shape or is on one side only: the model would then
+    compute another function than the one that was trained.
     """
     own = model.state_dict()
     tensors = unread_tokens_as_registers(own, tensors)
@@ -114,12 +105,11 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path | str
 
 @torch.no_grad()
 def load_exactly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Copy `tensors` into `model`, to evaluate it: all of them, or none.
+    """Copy `tensors` into `model`, built for the checkpoint's image size, to evaluate it.
 
-    model: built for the checkpoint's own image size. It then computes exactly the function that was
-    trained; if it cannot, CheckpointError lists the tensors that do not fit. Tensors that no
-    forward pass reads are left out (see `start_from`). Position embeddings without entries for the
-    tokens before the patches get entries of zero there, which does not change the function.
+    It then computes exactly the function that was trained; if it cannot, CheckpointError lists the
+    tensors that do not fit. Position embeddings without entries for the tokens before the patches
+    get entries of zero there, which does not change the function.
     """
     own = model.state_dict()
     tensors = {name: value for name, value in unread_tokens_as_registers(own, tensors).items()
@@ -145,11 +135,9 @@ def unread_tokens_as_registers(own: Mapping[str, Tensor],
     """Make tokens of the checkpoint that the model does not read into registers, if it has those.
 
     In a model that averages over the patches alone (fine-tuned MAE, timm's `avg` pooling), the
-    class token takes part in attention but is not read afterwards. It is therefore a register
-    token. So is the distillation token of a DeiT whose only classifier reads the class token, as in
-    transformers.
-    own: the model's state dict. The tokens are renamed if the model has as many registers as there
-    are registers and unread tokens in the checkpoint.
+    class token takes part in attention but is not read afterwards, so it is a register token. So is
+    the distillation token of a DeiT whose only classifier reads the class token. They are renamed
+    if the model, of state dict `own`, has as many registers as the checkpoint has of all these.
     """
     tensors = dict(tensors)
     unread = [name for name in ("cls_token", "dist_token") if name in tensors and name not in own]
@@ -174,7 +162,7 @@ def _fit_pos_embed(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
 
     own, wanted: the model's state dict and grid. Tokens before the patches to which the checkpoint
     adds no position get zeros; if it lacks such a token, the model's own entry for it stays. The
-    description is such as "14×14 without cls_token → 24×24", or empty if nothing was resized.
+    description is such as "14×14 without cls_token → 24×24", or "" if nothing was resized.
     """
     pos_embed, own_pos_embed = tensors["pos_embed"], own["pos_embed"]
     if pos_embed.ndim != 3 or pos_embed.shape[2] != own_pos_embed.shape[2]:
@@ -206,24 +194,19 @@ def _grid_and_entries(count: int, saved: Mapping[str, int], wanted: tuple[int, i
     """The grid of the patches among `count` position embeddings, and the number before the patches.
 
     saved: the checkpoint's tokens before the patches. Either each has an embedding, or all but the
-    registers have (DINOv2), or none has (DeiT-III). Which it is, and the grid where it is not
-    stated, must follow from `count`. The first of these that agrees with it is returned: `grid`, or
-    if that is None a square and embeddings for all tokens; the model's own grid `wanted`; a square
-    and fewer embeddings. So n² embeddings and a class token are taken for DeiT-III's at n×n, and
-    not for those of a ViT at (n−1)×(n+1). Raises CheckpointError if none agrees.
+    registers have (DINOv2), or none has (DeiT-III). Which it is must follow from `count`, by the
+    first of these that agrees: `grid`, or if that is None a square and embeddings for all tokens;
+    the model's own grid `wanted`; a square and fewer embeddings. So n² embeddings and a class token
+    are taken for DeiT-III's at n×n, and not for those of a ViT at (n−1)×(n+1).
     """
     total = sum(saved.values())
     possible = (total, total - saved.get("reg_token", 0), 0)
-    candidates = [(wanted, entries) for entries in possible]
-    if grid is None:
-        squares = [((isqrt(max(count - entries, 0)),) * 2, entries) for entries in possible]
-        candidates = [squares[0], *candidates, *squares[1:]]
-    else:
-        candidates = [*((grid, entries) for entries in possible), *candidates]
-    for (rows, columns), entries in candidates:
+    stated, own = ([(side, entries) for entries in possible] for side in (grid, wanted))
+    for shape, entries in stated + own if grid else stated[:1] + own + stated[1:]:
+        rows, columns = shape or [isqrt(max(count - entries, 0))] * 2    # a square
         if rows and rows * columns == count - entries:
             return (rows, columns), entries
-    shape = "square" if grid is None else f"{grid[0]}×{grid[1]}"
+    shape = "square" if grid is None else "×".join(map(str, grid))
     raise CheckpointError(f"{path}: pos_embed has embeddings for {count - total} patches, which is "
                           f"no {shape} grid; it cannot be resized")
 
