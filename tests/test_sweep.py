@@ -194,16 +194,20 @@ def test_what_a_folder_holds_decides_before_anything_starts(small_run, tmp_path,
 
 
 def test_ctrl_c_ends_the_sweep_once_the_running_runs_have_saved(small_run, tmp_path, repository):
-    """With real programs, two at a time; patches of 5 pixels are refused when a model is built."""
+    """With real programs, two at a time; patches of 5 pixels are refused when a model is built.
+
+    The third starts once the first one's failure has been noticed.
+    """
     arguments = small_run(tmp_path, "--seeds", "0", "--variant", "torn",
                           "model.options.patch_size=5", "--variant", "whole", "optim.eps=1e-3",
-                          "--threads", "1", "--jobs", "2", schedule__epochs="100000")
+                          "--variant", "next", "--threads", "1", "--jobs", "2",
+                          schedule__epochs="100000")
     torn, whole = (tmp_path / f"quickstart-mimetic-{name}-s0" for name in ("torn", "whole"))
     process = subprocess.Popen([sys.executable, "-m", "vitinit.sweep", *arguments], text=True,
                                cwd=repository, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    log = tmp_path / "logs" / f"{whole.name}.log"
+    log, third = (tmp_path / "logs" / f"quickstart-mimetic-{name}-s0.log" for name in ("whole", "next"))
     deadline = time.monotonic() + 240
-    while not (log.exists() and "\nepoch      2/" in log.read_text(encoding="utf-8")):
+    while not (third.exists() and "\nepoch      2/" in log.read_text(encoding="utf-8")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
