@@ -43,7 +43,7 @@ from vitinit.data.sources import Source, oriented
 from vitinit.recipe.files import RecipeError, overrides, with_data
 from vitinit.recipe.values import nearest
 from vitinit.runs.report import Finding, report
-from vitinit.runs.saved import Saved, add_options, open_all
+from vitinit.runs.saved import Saved, add_options, open_saved
 from vitinit.train import distributed
 from vitinit.train.device import memory_for
 from vitinit.train.distributed import Processes
@@ -127,8 +127,9 @@ def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor |
 def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> None:
     """Evaluate all checkpoints on all data sets and report the results."""
     with processes.together():
-        checkpoints = open_all(args.checkpoint, recipe=args.recipe, changes=overrides(
-            sets=args.set), changeable=EVALUATION_KEYS, image_size=args.image_size)
+        checkpoints = [open_saved(path, recipe=args.recipe, changes=overrides(sets=args.set),
+                                  changeable=EVALUATION_KEYS, image_size=args.image_size)
+                       for path in args.checkpoint]
     if args.data_dir is not None:
         checkpoints = [saved._replace(recipe=with_data(saved.recipe, root=args.data_dir))
                        for saved in checkpoints]

@@ -36,8 +36,7 @@ from vitinit.recipe.sections import Recipe
 from vitinit.runs.data import open_data
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.lock import RunLock
-from vitinit.runs.resume import (choose_run, require_same_data, require_same_micro_batch,
-                                 settings)
+from vitinit.runs.resume import choose_run, require_same_data, require_same_micro_batch
 from vitinit.runs.start import (build, cautions, initialise, measure_mass, rehearsal,
                                 set_up_folder, summary)
 from vitinit.train import distributed
@@ -137,13 +136,14 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     chosen = choose_run(args, processes, lock, processes.say)
     if chosen is None:
         return 0
-    folder, saved, recipe, root = chosen
-    resumed = saved is not None
-    processes.require_equal(settings(recipe))
+    folder, saved, recipe = chosen
+    resumed, root = saved is not None, recipe.data.root
+    processes.require_equal(recipe.keys | {"the version of torch": torch.__version__,
+                                           "the step to go on from": folder.step})
 
     # Data, and the teacher of its classes. -------------------------------------------------------
     with building(f"recipe {recipe.name}", "data"):
-        data = open_data(recipe, root, processes, dry_run=args.dry_run)
+        data = open_data(recipe, processes, dry_run=args.dry_run)
     classes, per_epoch = list(map(str, data.whole_set.classes)), data.train_batches.steps_per_epoch
     recipe = with_data(recipe, num_classes=len(classes))
     teacher = None                                   # of the loss; see vitinit/train/distill.py
@@ -179,7 +179,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     for caution in cautions(recipe, data):
         processes.say(f"warning {caution}")
     if args.dry_run:
-        processes.say(rehearsal(recipe, data, state, teacher))
+        processes.say(rehearsal(recipe, data, state))
         return 0
 
     # Run folder and engine: from here on there is something to save. ----------------------------
@@ -273,8 +273,8 @@ def run_epochs(recipe: Recipe, data: Data, state: TrainState, folder: RunFolder,
                       f"with --resume {folder.path}")
         return 128 + ended.number
     except Diverged as diverged:
-        left = folder.what_is_left() if processes.is_main else ""
-        raise Diverged(f"{diverged}{left}") from None
+        raise Diverged(f"{diverged}; {folder.last} is from before, but would go the same way again: "
+                       "start anew with a lower optim.base_lr, say, or optim.clip_norm") from None
     best = "none" if progress.best is None else f"{progress.best:.2f}"
     processes.say(f"done    {epochs} epochs, best {best_by} {best}, peak memory "
                   f"{peak_gib(processes.device):.2f} GiB; everything is in {folder.path}")

@@ -228,7 +228,7 @@ def test_another_resolution_and_crop(eval_program, image_tree, tmp_path, capsys)
     result, = rows_of(eval_program, capsys, tmp_path / "a.pth", "--data",
                       f"image_folder={image_tree}", "--image-size", "12,20", *as_recipe(3), "--set",
                       "eval.crop_pct=1.0")
-    resized = open_saved(tmp_path / "a.pth", recipe="deit_tiny", image_size="12,20",
+    resized = open_saved(tmp_path / "a.pth", recipe="deit_tiny", image_size=(12, 20),
                          changes=overrides(sets=as_recipe(3)[3::2])).model("model")
     source = open_split("image_folder", str(image_tree), "val", 3)
     assert result["model"] == by_hand(resized, source, [0, 1, 2], (12, 20), 1.0)
@@ -309,7 +309,7 @@ WRONG = [                   # arguments after a run's folder, part of the error 
     (["--data", "shapes"], "shapes: class 'disc' is none of the model's 3 classes (blue, green, … "
      "red); the model is"),
     (["--data", "shapes", "--data-dir", "x"], "--data-dir x: the folder of the recipe's own data"),
-    (["--image-size", "8,0"], "the image size is '8,0', expected a number of pixels"),
+    (["--image-size", "8,0"], "the image size is [8, 0], expected an integer or a list of 2"),
     (["--image-size", "10"], "last.pt at 10×10: patches of 4×4 pixels do not tile an image"),
     (["--json", "."], "--json .: expected a file in a folder that exists"),
     (["nowhere.pt"], "nowhere.pt: no such checkpoint"),
@@ -322,20 +322,6 @@ def test_every_wrong_input_is_one_line(eval_program, one_epoch_run, capsys):
         out, error = capsys.readouterr()
         assert error.startswith("eval.py: ") and message in error and error.count("\n") == 1
         assert out == "", arguments
-
-
-def test_a_run_and_a_foreign_checkpoint_go_together(eval_program, one_epoch_run, image_tree,
-                                                    tmp_path, capsys):
-    """--recipe, and overrides of --set that describe a model, apply to the foreign one alone."""
-    torch.save(tiny_vit(3).state_dict(), tmp_path / "a.pth")
-    assert eval_program.main([str(one_epoch_run), str(tmp_path / "a.pth"), *as_recipe(3), "--data",
-                              f"image_folder={image_tree}", "--json", str(tmp_path / "j")]) == 0
-    ours, theirs = map(json.loads, (tmp_path / "j").read_text().splitlines())
-    assert (ours["recipe"], theirs["recipe"]) == ("quickstart", "deit_tiny")
-    source = open_split("image_folder", str(image_tree), "val", 3)
-    assert theirs["model"] == by_hand(tiny_vit(3), source, [0, 1, 2])
-    alone, = rows_of(eval_program, capsys, one_epoch_run)
-    assert ours["model"] == alone["model"] and ours["ema"] == alone["ema"]
 
 
 def test_how_to_evaluate_can_be_set_beside_a_runs_own_recipe(eval_program, one_epoch_run, capsys):

@@ -36,8 +36,8 @@ def started(processes: Processes) -> dict:
         "optim.global_batch=12", "data.workers=0", f"data.images_per_class={count}"))])
         for count in (0, 1))
     with pytest.raises(OneLineError) as refused:     # rank 1 has fewer images than a batch
-        data.open_data((recipe, fewer)[processes.rank], recipe.data.root, processes, dry_run=True)
-    _, images = data.open_training_set(recipe.data, recipe.data.root)
+        data.open_data((recipe, fewer)[processes.rank], processes, dry_run=True)
+    _, images = data.open_training_set(recipe.data)
     state, notes = train.initial_state(recipe, processes, None, Path("none"), images)
     return {"drawn": drawn, "model": dict(state.model.state_dict()), "notes": notes,
             "ema": dict(state.ema.model.state_dict()), "refused": str(refused.value)}

@@ -204,7 +204,7 @@ def export_run(trained: Trained, out: Path) -> str:
         for path in (source.metrics.path, source.steps.path) if of_run else ():
             if path.exists():
                 shutil.copy(path, out)
-        folder.record_recipe(dump_recipe(without_folders(recipe)))
+        write_text_atomically(dump_recipe(without_folders(recipe)), folder.recipe)
         save_atomically(state, folder.last)
         inputs = as_input(noise(trained), trained.recipe)
         found = difference(load(out).model(inputs), trained.model(inputs), NEAR_IN_HALF,

@@ -123,8 +123,7 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
 
     init: None for the recipe's own. variant: a name, or "".
     """
-    recipe = fresh_recipe(args.recipe, init=init, seed=seed, data_dir=args.data_dir, sets=sets,
-                          say=lambda line: None)
+    recipe = fresh_recipe(args.recipe, init=init, seed=seed, data_dir=args.data_dir, sets=sets)
     folder = args.out_dir / "-".join(filter(None, (recipe.name, recipe.init.name, variant,
                                                    f"s{recipe.run.seed}")))
     arguments = ["--recipe", args.recipe, "--seed", str(seed), "--out-dir", str(folder),

@@ -56,7 +56,7 @@ def epochs_of(program, sets: tuple[str, ...], device: torch.device,
     again for a later one.
     """
     recipe = recipe_of("quickstart", sets)
-    data = program.open_data(recipe, recipe.data.root, alone(device), dry_run=False)
+    data = program.open_data(recipe, alone(device), dry_run=False)
     found = []
     for epoch in range(2):
         for _, micro_batches in data.train_batches.steps(epoch):

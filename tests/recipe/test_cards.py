@@ -48,7 +48,7 @@ def test_a_card_says_what_is_so(path, train_program, monkeypatch, tmp_path):
     for words in found:
         if "train.py" in words:
             args = train_program.parse_arguments(started(words, "train.py"))
-            recipe = fresh_recipe(args.recipe, say=print, init=args.init,
+            recipe = fresh_recipe(args.recipe, init=args.init,
                                   seed=args.seed, data_dir=args.data_dir or "data", sets=args.set)
             assert (RECIPES / f"{recipe.name}.toml").is_file()
         else:

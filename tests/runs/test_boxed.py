@@ -51,7 +51,7 @@ def test_its_twin_differs_in_the_init_alone_and_is_worse():
 
 def test_a_recipe_starts_from_it_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipe = fresh_recipe("cifar10_small", say=print, data_dir="data",
+    recipe = fresh_recipe("cifar10_small", data_dir="data",
                           sets=["init.checkpoint=cifar10_small"])
     line, = fine_tune(build(recipe), recipe)
     assert line.startswith("start   cifar10_small: ")

@@ -1,4 +1,4 @@
-"""The run folder: created once, never overwritten, and a record of how the run was started."""
+"""The run folder: its lines and checkpoints, and a record of how the run was started."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitinit.runs.folder import RunFolder, git_commit
+from vitinit.runs.folder import Lines, RunFolder, git_commit
 from vitinit.train.checkpoint import CheckpointError, load
-
-STATE = {"model": {}, "optimizer": {}, "recipe": {}}
 
 
 def training_state(step: int) -> dict:
-    return STATE | {"step": step, "progress": {"step": step},
-                    "weights": torch.full((501,), float(step))}
+    return {"model": {}, "optimizer": {}, "recipe": {}, "step": step, "progress": {"step": step},
+            "weights": torch.full((501,), float(step))}
 
 
 def flip_a_bit(path: Path) -> None:
@@ -31,19 +29,21 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_new_folder_holds_the_recipe_once_and_every_start(tmp_path, monkeypatch):
+def test_every_start_is_recorded(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "runs" / "a")
     folder.make()
-    for text in ("first", "second"):
-        folder.record_recipe(text)
-        assert folder.recipe.read_text() == "first"
     for count in (1, 2):
         monkeypatch.setattr(sys, "argv", ["train.py", f"--start={count}"])
-        folder.record_start(tmp_path, processes=3, device="CPU", data={"training images": 7})
+        folder.record_start(tmp_path, processes=3, device="CPU", data={"training images": count})
         starts = json.loads(folder.info.read_text())
         assert len(starts) == count and starts == folder.starts()
         assert starts[-1]["command"] == ["train.py", f"--start={count}"]
         assert starts[-1]["processes"] == 3 and starts[-1]["torch"] == torch.__version__
+    assert folder.data_of(0) == {"training images": 1}
+    folder.info.write_text('[{"comm')
+    with pytest.raises(CheckpointError, match=r"run\.json: not what a run writes"):
+        folder.record_start(tmp_path, processes=1, device="", data={})
+    assert folder.info.read_text() == '[{"comm'
 
 
 def test_a_file_of_a_run_keeps_a_new_one_out(tmp_path):
@@ -53,8 +53,7 @@ def test_a_file_of_a_run_keeps_a_new_one_out(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     folder.require_unused()
     for name in ("run.json", "previous.pt", "epoch_0003.pt", "steps.jsonl"):
-        if name != "run.json":
-            folder.require_unused(starts_again=True)
+        folder.require_unused(starts_again=True)
         (tmp_path / name).write_text("x")
         for starts_again in (False, True)[:1 if name == "run.json" else 2]:
             with pytest.raises(CheckpointError,
@@ -63,16 +62,22 @@ def test_a_file_of_a_run_keeps_a_new_one_out(tmp_path):
         (tmp_path / name).unlink()
 
 
-def test_a_record_of_starts_that_is_none_is_one_line_and_stays(tmp_path):
-    folder = RunFolder(tmp_path)
-    for content in (b"", b"null", b"[null]", b"\xff[]", b"[" * 10**5):
-        folder.info.write_bytes(content)
-        for action in (folder.starts,
-                       lambda: folder.record_start(tmp_path, processes=1, device="", data={})):
-            with pytest.raises(CheckpointError,
-                               match=r"run\.json: not what a run writes.*move it away"):
-                action()
-        assert folder.info.read_bytes() == content and folder.data_of(-1) == {}
+def test_lines_are_cut_back_to_the_checkpoint(tmp_path):
+    """A last one that a crash cut short counts for nothing; a damaged one before it is named."""
+    file = Lines(tmp_path / "lines.jsonl", "step")
+    file.cut_back(0)
+    assert file.rows() == []                         # nothing there yet
+    for number in range(10, 60, 10):
+        file.append({"step": number, "loss": None})
+    with file.path.open("a") as written:
+        written.write('{"step": 60, "lo')
+    file.cut_back(39)
+    assert [row["step"] for row in file.rows()] == [10, 20, 30]
+    assert file.path.read_text().count("\n") == 3
+    for line in (b'{"epoch": 1}', b"[1]", b"\xff"):
+        file.path.write_bytes(b'{"step": 10}\n' + line + b'\n{"step": 30}\n')
+        with pytest.raises(CheckpointError, match="lines.jsonl: line 2 is no JSON object with its"):
+            file.rows()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -111,18 +116,24 @@ def test_a_flipped_bit_is_noticed_and_the_run_goes_on_from_the_checkpoint_before
     assert "last.pt: damaged after it was written, the checksum of" in line
     assert line.endswith(f"; going on with {folder.previous}")
 
-    # The next save does not replace the good checkpoint by the damaged one either.
+    # The next save does not replace the good checkpoint by the damaged one; the one after it does.
     (tmp_path / "best.pt.partial").write_bytes(b"cut short")
-    folder.tidy(epochs=0, steps=0, say=said.append)
-    folder.save(training_state(5), folder.last)
-    assert sorted(os.listdir(tmp_path)) == ["damaged.pt", "last.pt", "metrics.jsonl", "previous.pt",
-                                            "steps.jsonl"]
-    assert load(folder.previous)["step"] == 0 and RunFolder(tmp_path).load_last()["step"] == 5
-    assert folder.what_is_left().startswith(f"; {folder.last} holds the state after 5 steps")
+    folder.tidy(epochs=0, steps=0)
+    for step, previous in ((5, 0), (6, 5)):
+        folder.save(training_state(step), folder.last)
+        assert load(folder.previous)["step"] == previous
+        assert RunFolder(tmp_path).load_last()["step"] == step
+    assert not list(tmp_path.glob("*.partial"))
 
 
-def test_two_damaged_checkpoints_are_one_line(tmp_path):
+def test_what_cannot_be_resumed_is_one_line(tmp_path):
     folder = RunFolder(tmp_path)
+    for state, part in (({"model": {}, "step": 1}, "optimizer"),
+                        (training_state(1) | {"recipe": [1]}, "recipe")):
+        folder.save(state, folder.last)
+        with pytest.raises(CheckpointError,
+                           match=f"cannot be resumed; expected a dictionary '{part}'"):
+            folder.load_last()
     for step in (0, 1):
         folder.save(training_state(step), folder.last)
     flip_a_bit(folder.last)
@@ -130,41 +141,13 @@ def test_two_damaged_checkpoints_are_one_line(tmp_path):
     with pytest.raises(CheckpointError,
                        match="last.pt: damaged.*previous.pt: not a readable") as caught:
         folder.load_last()
-    assert "\n" not in str(caught.value) and folder.read_from == folder.last
-
-
-def test_what_is_no_checkpoint_of_a_run_is_one_line(tmp_path):
-    folder = RunFolder(tmp_path)
-    for state, part in (({"model": {}}, "optimizer"),
-                        (training_state(1) | {"recipe": [1]}, "recipe")):
-        folder.save(state, folder.last)
-        with pytest.raises(CheckpointError,
-                           match=f"cannot be resumed; expected a dictionary '{part}'"):
-            folder.load_last()
+    assert "\n" not in str(caught.value)
     # An error of the disk, not of the file, may be temporary: the run must not repeat any steps.
-    folder.last.rename(folder.previous)
+    folder.save(training_state(2), folder.previous)
+    folder.last.unlink()
     folder.last.mkdir()
     with pytest.raises(CheckpointError, match=r"last\.pt: cannot be read: Is a directory"):
         folder.load_last()
-
-
-# ---------------------------------------------------------------------------------------------
-# Disks that refuse, and the code's commit
-# ---------------------------------------------------------------------------------------------
-
-
-def test_a_folder_that_cannot_be_synchronised_is_written_nevertheless(tmp_path, monkeypatch):
-    real = os.fsync
-
-    def fsync(handle):
-        if os.path.isdir(f"/proc/self/fd/{handle}"):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        real(handle)
-    monkeypatch.setattr(os, "fsync", fsync)
-    folder = RunFolder(tmp_path / "new")
-    folder.make()
-    folder.save(training_state(1), folder.last)
-    assert folder.load_last()["step"] == 1
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path):
@@ -172,10 +155,8 @@ def test_what_cannot_be_written_is_one_line(tmp_path):
     with pytest.raises(CheckpointError, match="cannot be written: Not a directory"):
         RunFolder(tmp_path / "file" / "run").make()
     folder = RunFolder(tmp_path / "gone")
-    for action in (lambda: folder.save({}, folder.last), lambda: folder.record_recipe(""),
-                   lambda: folder.record_start(tmp_path, processes=1, device="", data={}),
-                   lambda: folder.metrics.append({"epoch": 1}),
-                   lambda: folder.tidy(epochs=1, steps=1, say=print)):
+    for action in (lambda: folder.save({"step": 1}, folder.last),
+                   lambda: folder.metrics.append({"epoch": 1})):
         with pytest.raises(CheckpointError, match="cannot be written: No such file or directory"):
             action()
 

@@ -12,20 +12,6 @@ from vitinit.runs.records import FILES, METRICS, read_run, read_runs
 from vitinit.train.checkpoint import CheckpointError
 
 
-def test_a_real_run_is_read_without_its_checkpoints(train_program, small_run, tmp_path,
-                                                    monkeypatch):
-    arguments = small_run(tmp_path / "run", schedule__epochs="2")
-    monkeypatch.setattr("sys.argv", ["train.py", *arguments])
-    assert train_program.main(arguments) == 0
-    for path in (tmp_path / "run").glob("*.pt"):
-        path.unlink()
-    run = read_run(tmp_path / "run")
-    assert run.finished and run.recipe == "quickstart" and run.seed == 0
-    assert run.keys["model.options.depth"] == 2 and run.keys["init.options.qk_alpha"] == 0.7
-    assert [list(row) for row in run.rows] == [list(METRICS)] * 2
-    assert len(run.measured("val_top1")) == 2
-
-
 def test_a_run_is_known_by_its_command_and_ends_with_its_cool_down(written_run):
     for words, name in ((["--recipe", "deit_base"], "deit_base"), ([], "recipe"),
                         (["--recipe=runs/a.b/trial.toml"], "trial")):
@@ -49,16 +35,14 @@ def test_a_record_of_another_version_lacks_what_was_not_measured_then(written_ru
     assert (run.rows, run.starts, run.finished, run.recipe) == ([], [], False, "recipe")
 
 
-def test_a_broken_folder_is_one_line_that_names_the_file(written_run):
+def test_a_damaged_file_is_one_line_that_names_it(written_run):
     folder = written_run("a", [1.0])
     good = {name: (folder / name).read_bytes() for name in FILES}
     for name, content, words in [
             ("recipe.toml", None, "a: not a run's folder, there is no recipe.toml in it"),
             ("recipe.toml", "seed = ", "recipe.toml: not what a run writes: Invalid value"),
-            ("recipe.toml", "[run]\nseed = true\n",
-             "recipe.toml: run.seed is True, expected a value of"),
-            ("metrics.jsonl", "{}\n", "metrics.jsonl: line 1 is {}, expected a JSON object with"),
-            ("run.json", "[", "run.json: not what a run writes, expected a list of objects")]:
+            ("metrics.jsonl", "{}\n", "metrics.jsonl: line 1 is no JSON object with its epoch"),
+            ("run.json", "[", "run.json: not what a run writes; mend the file or move it away")]:
         (folder / name).unlink() if content is None else (folder / name).write_text(content)
         with pytest.raises(CheckpointError) as caught:
             read_run(folder)
@@ -144,8 +128,6 @@ def test_two_runs_of_one_seed_in_a_group_are_an_error(written_run):
         grouped(first, second)
     assert str(caught.value) == (f"{second}: the same experiment and seed 3 as {first}; expected "
                                  "one run per seed and commit")
-    with pytest.raises(CheckpointError, match="the same experiment and seed 3"):
-        grouped(first, first)
 
 
 def test_one_seed_by_two_commits_is_two_experiments(written_run):

@@ -195,8 +195,12 @@ def test_power_that_fails_at_any_moment_costs_no_line_and_no_checkpoint(disk, tm
             continue
         said = []
         state = folder.load_last(say=said.append)
-        folder.tidy(epochs=state["progress"]["epochs"], steps=state["step"], say=said.append)
         assert said == [] and folder.read_from == folder.last, (moment, sorted(files))
+        epochs, step = state["progress"]["epochs"], state["step"]
+        folder.tidy(epochs=epochs, steps=step)
+        for lines, numbers in ((folder.metrics, range(1, epochs + 1)),
+                               (folder.steps, range(10, step + 1, 10))):
+            assert [row[lines.key] for row in lines.rows()] == list(numbers), (moment, sorted(files))
         assert state["step"] >= (safe or 0) and folder.recipe.exists()
         steps[files["last.pt"]] = state["step"]
         assert "previous.pt" not in files or steps[files["previous.pt"]] <= state["step"]

@@ -1,45 +1,14 @@
-"""The lines of metrics and steps: written, read back, cut back to a checkpoint, and printed."""
+"""A row of metrics, and the line of an epoch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from vitinit.runs.folder import Lines
 from vitinit.train import metrics
-from vitinit.train.checkpoint import CheckpointError
 from vitinit.train.device import MATRIX_RATES, matrix_rate
 from vitinit.train.distributed import Processes
 from vitinit.train.metrics import METRICS, Evaluation, Progress, epoch_line, metrics_row
-
-
-@pytest.mark.parametrize("key, apart", [("epoch", 1), ("step", 10)])
-def test_lines_are_cut_back_to_the_checkpoint(tmp_path, key, apart):
-    """Blank lines count for nothing, and so does a last one that a crash cut short."""
-    file = Lines(tmp_path / "lines.jsonl", key)
-    assert file.cut_back(0) == file.rows() == []     # nothing there yet
-    for number in range(1, 6):
-        file.append({key: number * apart, "val_top1": None})
-    text = file.path.read_text().replace("\n", "\n \n")
-    file.path.write_text(f'\n{text}{{"{key}": 60, "val_t')
-    assert file.cut_back(4 * apart - 1) == []
-    assert [row[key] for row in file.rows()] == [apart, 2 * apart, 3 * apart]
-    assert file.path.read_text().count("\n") == 3
-    file.path.write_text(f'{{"{key}": {2 * apart}}}')             # only the line break is lost
-    assert file.cut_back(3 * apart) == [str(apart), str(3 * apart)]
-    assert [row[key] for row in file.rows()] == [2 * apart]
-
-
-@pytest.mark.parametrize("lines, words", [
-    (b'{"step": 10}\n{"epoch": 1}\n',
-     'line 2 is {"epoch": 1}, expected a JSON object with its step'),
-    (b'{"step": 20}\n\n{"step": 20}\n', "line 3 is .*with its step, larger than 20 before it"),
-    (b"[1]\n", "line 1 is "), (b"\xff\n", "line 1 is "), (b"[" * 10**5 + b"\n", "line 1 is ")])
-def test_lines_that_are_no_runs_are_named(tmp_path, lines, words):
-    (tmp_path / "steps.jsonl").write_bytes(lines)
-    with pytest.raises(CheckpointError,
-                       match=f"steps.jsonl: {words}.*; mend the file or move it away"):
-        Lines(tmp_path / "steps.jsonl", "step").rows()
 
 
 @pytest.mark.parametrize("peak, share", [(None, None), (0.7, 0.5)])

@@ -15,6 +15,7 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
 from ..messages import OneLineError
+from ..recipe.files import with_data
 from ..recipe.sections import Recipe
 from .report import Row
 from .step import synthetic_batch
@@ -68,7 +69,7 @@ def in_batches(batch: int) -> list[str]:
 
 def steps_of(recipe: Recipe, device: torch.device) -> Iterator:
     """The recipe's training steps on one process, epoch after epoch."""
-    data = train_program().open_data(recipe, recipe.data.root, alone(device), dry_run=False)
+    data = train_program().open_data(recipe, alone(device), dry_run=False)
     for epoch in itertools.count():
         yield from data.train_batches.steps(epoch)
 
@@ -93,9 +94,9 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
     clock = clock_of(device)
     batches = [*in_batches(BATCH), "data.workers=0", "data.on_device_gib=0"]
     paths = sorted((root / "train").rglob("*.*"))[:BATCH]
-    recipe = recipe_of(name, [*sets, *batches])
+    recipe = with_data(recipe_of(name, [*sets, *batches]), root=str(root))
     pipeline = torchvisions_pipeline(recipe.data.image_size)
-    source = train_program().open_data(recipe, str(root), alone(device), dry_run=False).train_set
+    source = train_program().open_data(recipe, alone(device), dry_run=False).train_set
 
     def prepared(*more: str) -> Callable[[], object]:
         steps = steps_of(recipe_of(name, [*sets, *batches, *more]), device)

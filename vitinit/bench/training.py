@@ -46,7 +46,7 @@ def recipe_of(name: str, sets: Sequence[str] = ()) -> Recipe:
 
     Of a set whose folder is not given, the recipe has the published number of classes.
     """
-    return fresh_recipe(name, say=lambda line: None, init="default", sets=sets)
+    return fresh_recipe(name, init="default", sets=sets)
 
 
 def alone(device: torch.device) -> Processes:
@@ -77,7 +77,8 @@ def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, Callable[.
 def objective_for(recipe: Recipe, device: torch.device) -> Callable[..., Tensor]:
     """A micro-batch's loss as train.py computes it, with the recipe's teacher if there is one."""
     classes = [*map(str, range(recipe.data.num_classes))]
-    return learn_from_teacher(recipe, classes, device) or cross_entropy
+    return (learn_from_teacher(recipe, classes, device) if recipe.distill.teacher else
+            cross_entropy)
 
 
 class GivenPart(NamedTuple):

@@ -49,7 +49,7 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
     """
     for name in recipes:
         for init in inits:
-            recipe = fresh_recipe(name, say=print, init=init, seed=seed, sets=sets)
+            recipe = fresh_recipe(name, init=init, seed=seed, sets=sets)
             if recipe.init.checkpoint:
                 raise RecipeError(f"recipe {recipe.name} starts from init.checkpoint = "
                                   f"{recipe.init.checkpoint}; show a run of it, by --run and "
@@ -58,7 +58,7 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
             reads = reads_images(recipe.init.name, MODELS[recipe.model.name][0])
             if reads or not recipe.data.num_classes:
                 if folder_of(recipe.data.root).is_dir():
-                    _, source = open_training_set(recipe.data, recipe.data.root)
+                    _, source = open_training_set(recipe.data)
                     recipe = with_data(recipe, num_classes=len(source.classes))
                 elif reads:
                     print(f"note    recipe {recipe.name}: its init reads training images, and "

@@ -6,7 +6,7 @@ A recipe must state every key, and may not have unknown keys or a key twice. So 
 recipes shows every difference between two experiments. Only the tables `[model.options]` and
 `[init.options]` may leave out what has its documented default: the keyword arguments of the
 function that builds the model or does the init, which are added. And a recipe without `[distill]`
-trains without a teacher. Every error is a `RecipeError` of one line that names the file or option,
+trains without a teacher. A mistake is a `RecipeError` of one line that names the file or option,
 the key, what was expected, and the nearest valid key.
 """
 
@@ -33,7 +33,6 @@ PACKAGE = Path(__file__).resolve().parents[1]
 RECIPES = (PACKAGE if (PACKAGE / "recipes").is_dir() else PACKAGE.parent) / "recipes"
 
 SIZES = ("num_classes", "image_size")       # keyword arguments of a model that are no options
-Say = Callable[[str], object]
 
 
 class RecipeError(OneLineError):
@@ -67,7 +66,7 @@ def parse_override(text: str) -> Override:
                           "--set schedule.epochs=10")
     try:
         return Override(key, tomllib.loads(f"value = {written}")["value"], f"--set {text}")
-    except (ValueError, RecursionError):             # not TOML, or nested too deeply to be read
+    except ValueError:                               # not TOML
         return Override(key, written, f"--set {text}")
 
 
@@ -87,28 +86,23 @@ def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str
 # ---------------------------------------------------------------------------------------------
 
 
-def fresh_recipe(name: str | None, *, say: Say, init: str | None = None, seed: int | None = None,
+def fresh_recipe(name: str | None, *, init: str | None = None, seed: int | None = None,
                  data_dir: str | None = None, sets: Sequence[str] = ()) -> Recipe:
     """The recipe of a new run: the file with the changes of the command line.
 
     name: as `load_recipe` takes it. init, seed, data_dir, sets: the values of --init, --seed,
-    --data-dir and of each --set. If `init` is given, only those of the recipe's init options are
-    used that it has, such as `base`; `say` is called with one line about the others. Raises
-    RecipeError.
+    --data-dir and of each --set. Raises RecipeError.
     """
     if name is None:
         raise RecipeError("--recipe is missing; for example --recipe quickstart")
-    return load_recipe(name, overrides(init=init, seed=seed, data_dir=data_dir, sets=sets),
-                       set_aside=None if init is None else say)
+    return load_recipe(name, overrides(init=init, seed=seed, data_dir=data_dir, sets=sets))
 
 
-def load_recipe(name: str | Path, changes: Sequence[Override] = (), *, set_aside: Say | None = None
-                ) -> Recipe:
+def load_recipe(name: str | Path, changes: Sequence[Override] = ()) -> Recipe:
     """Read a recipe, apply `changes` in order, and check everything.
 
-    name: that of a recipe in recipes/, or the path of a .toml file. set_aside: called with a line
-    about the file's init options that its init lacks, which are then not used; None: they are an
-    error. Raises RecipeError.
+    name: that of a recipe in recipes/, or the path of a .toml file. If a change names the init, it
+    keeps only those of the file's init options that it has, such as `base`. Raises RecipeError.
     """
     path = Path(name) if str(name).endswith(".toml") else RECIPES / f"{name}.toml"
     try:
@@ -117,12 +111,10 @@ def load_recipe(name: str | Path, changes: Sequence[Override] = (), *, set_aside
         shipped = [] if path == Path(name) else [file.stem for file in RECIPES.glob("*.toml")]
         hint = nearest(str(name), shipped) if shipped else ""
         raise RecipeError(f"recipe {name}: no such file{hint}") from None
-    except OSError as error:
-        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:    # no TOML or UTF-8, too long a number, too deep
+    except ValueError as error:                      # neither TOML nor UTF-8
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     # A person need not write the version.
-    return _recipe({"version": VERSION} | table, path.stem, str(path), changes, set_aside=set_aside)
+    return _recipe({"version": VERSION} | table, path.stem, str(path), changes)
 
 
 def from_dict(table: Mapping[str, Any], source: str, changes: Sequence[Override] = ()) -> Recipe:
@@ -140,7 +132,7 @@ def from_dict(table: Mapping[str, Any], source: str, changes: Sequence[Override]
 
 
 def _recipe(tables: dict[str, Any], name: str, source: str, changes: Sequence[Override], *,
-            set_aside: Say | None = None, checks_init: bool = True) -> Recipe:
+            checks_init: bool = True) -> Recipe:
     """The recipe of a table of sections; see `load_recipe`. source: how errors call the table."""
     def where(*keys: str) -> str:
         """Where one of these keys, or a table that contains it, was written last."""
@@ -150,7 +142,7 @@ def _recipe(tables: dict[str, Any], name: str, source: str, changes: Sequence[Ov
     try:
         sections = _sections(tables, changes)
         model, init = sections["model"], sections["init"]
-        for title, known in {"model": MODELS, **({"init": INITS} if checks_init else {})}.items():
+        for title, known in (("model", MODELS), ("init", INITS if checks_init else {init.name})):
             if (chosen := sections[title].name) not in known:
                 raise Mistake(f"{title}.name is '{chosen}'{nearest(chosen, known)}",
                               f"{title}.name")
@@ -161,15 +153,10 @@ def _recipe(tables: dict[str, Any], name: str, source: str, changes: Sequence[Ov
                 function = init_function(init.name, family)
             except ValueError as error:
                 raise Mistake(str(error), "init.name") from None
-            options, lacking = dict(init.options), {}
-            for key in init.options:
-                if (set_aside is not None and key not in inspect.signature(function).parameters
-                        and where(f"init.options.{key}") == source):
-                    lacking[key] = options.pop(key)
-            if lacking:
-                set_aside(f"--init {init.name} has none of these options of the recipe, which are "
-                          f"set aside: {to_toml(lacking)}")
-            takers["init"] = function, GIVEN, options
+            has, renamed = inspect.signature(function).parameters, where("init.name") != source
+            takers["init"] = function, GIVEN, {
+                key: value for key, value in init.options.items()
+                if key in has or not renamed or where(f"init.options.{key}") != source}
         for title, (function, given, options) in takers.items():
             values = plain(_checked(options, f"{title}.options", function, given,
                                     f" of {sections[title].name}"))
@@ -193,9 +180,7 @@ def _sections(tables: dict[str, Any], changes: Sequence[Override]) -> dict[str, 
     for title, body in tables.items():
         if title not in SECTIONS or not isinstance(body, dict):
             raise Mistake(f"'{title}' is no section of a recipe{nearest(title, SECTIONS)}")
-    tables.setdefault("distill", dict(NO_TEACHER))
-    for title in SECTIONS:
-        tables.setdefault(title, {})
+    tables = {title: {} for title in SECTIONS} | {"distill": dict(NO_TEACHER)} | tables
     for title in ("model", "init"):                  # an empty table may be left out
         tables[title].setdefault("options", {})
     # The recipes of runs state a key that chose weight selection, which is no more.
@@ -206,14 +191,11 @@ def _sections(tables: dict[str, Any], changes: Sequence[Override]) -> dict[str, 
         place = tables
         for parent in parents:
             if not isinstance(place.get(parent), dict):
-                inner = [key for key, table in place.items() if isinstance(table, dict)]
-                raise Mistake(f"there is no table '{parent}'{nearest(parent, inner)}", change.key)
+                raise Mistake(f"there is no table '{parent}'{nearest(parent, SECTIONS)}",
+                              change.key)
             place = place[parent]
         place[last] = change.value
-    sections = {}
-    for title, kind in SECTIONS.items():
-        sections[title] = kind(**_checked(tables[title], title, kind))
-    return sections
+    return {title: kind(**_checked(tables[title], title, kind)) for title, kind in SECTIONS.items()}
 
 
 def _checked(body: Mapping[str, Any], title: str, takes: Callable, given: Sequence[str] = (),

@@ -142,7 +142,6 @@ class Recipe:
 SECTIONS = typing.get_type_hints(Recipe)             # title → dataclass, in the order of the file
 del SECTIONS["name"]
 
-SMALLER_FIRST = "the smaller value first"
 # Keys that describe the machine and not the experiment: they may change when a run is resumed.
 MACHINE_KEYS = ("data.workers", "data.on_device_gib", "eval.batch_size", "eval.cache_gib",
                 "optim.max_batch_per_process", "engine.compile", "checkpoint.every_steps")
@@ -154,17 +153,14 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[list[str], str]]:
     Yields for each contradiction the keys, and what is expected of the first of them where the
     others are as they are.
     """
-    data, augment, schedule, ema = recipe.data, recipe.augment, recipe.schedule, recipe.ema
-    checkpoint, peak = recipe.checkpoint, recipe.optim.peak_lr
+    data, schedule, ema, peak = recipe.data, recipe.schedule, recipe.ema, recipe.optim.peak_lr
     of_peak = "optim.base_lr optim.lr_scaling optim.global_batch"
     no_more, no_average = f"at most the learning rate's peak, {peak:g}", "no moving average is kept"
+    for key in ("crop_scale", "crop_ratio", "erase_area", "erase_ratio"):
+        low, high = getattr(recipe.augment, key)
+        if low > high:
+            yield [f"augment.{key}"], "the smaller value first"
     for wrong, keys, expected in [
-            (augment.crop_scale[0] > augment.crop_scale[1], "augment.crop_scale", SMALLER_FIRST),
-            (augment.crop_ratio[0] > augment.crop_ratio[1], "augment.crop_ratio", SMALLER_FIRST),
-            (augment.erase_area[0] > augment.erase_area[1], "augment.erase_area", SMALLER_FIRST),
-            (augment.erase_ratio[0] > augment.erase_ratio[1], "augment.erase_ratio", SMALLER_FIRST),
-            (recipe.rand_augment.layers and not recipe.rand_augment.operations,
-             "rand_augment.operations rand_augment.layers", "some, or 0 layers"),
             (data.images_per_class and data.subset < 1.0, "data.images_per_class data.subset",
              "0, or a subset of 1.0"),
             (not data.root and data.name != "shapes", "data.root data.name",
@@ -178,9 +174,9 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[list[str], str]]:
             (recipe.distill.weights and not recipe.distill.teacher,
              "distill.weights distill.teacher", "none, as there is no teacher"),
             (ema.warmup and not ema.decay, "ema.warmup ema.decay", f"false, as {no_average}"),
-            (checkpoint.best_by == "ema_top1" and not ema.decay, "checkpoint.best_by ema.decay",
-             f"another one, as {no_average}"),
-            (max(checkpoint.keep_epochs, default=0) > schedule.total_epochs,
+            (recipe.checkpoint.best_by == "ema_top1" and not ema.decay,
+             "checkpoint.best_by ema.decay", f"another one, as {no_average}"),
+            (max(recipe.checkpoint.keep_epochs, default=0) > schedule.total_epochs,
              "checkpoint.keep_epochs schedule.epochs schedule.cooldown_epochs",
              "none after the last epoch")]:
         if wrong:

@@ -14,6 +14,7 @@ import operator
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 from ..bounds import PAIR
@@ -28,8 +29,7 @@ SIGNS = {"minimum": ("≥", operator.ge), "above": (">", operator.gt),
 def nearest(word: str, valid: Iterable[str]) -> str:
     """A hint for a mistyped word: '; did you mean X?', or all valid words if none is similar."""
     valid = list(valid)
-    close = difflib.get_close_matches(word, valid, n=1)
-    if close and close[0] != word:
+    if close := difflib.get_close_matches(word, valid, n=1):
         return f"; did you mean '{close[0]}'?"
     return f"; valid: {', '.join(sorted(valid))}" if valid else "; it takes none"
 
@@ -40,7 +40,7 @@ def show(value: Any) -> str:
 
 
 def describe(kind: Any, bounds: Mapping[str, float] = UNBOUNDED) -> str:
-    """What a key of this kind accepts, in words, such as 'an integer ≥ 1 and < 2^31'."""
+    """What a key of this kind accepts, in words, such as 'an integer ≥ 1 and < 101'."""
     arguments, origin = typing.get_args(kind), typing.get_origin(kind)
     if origin is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in arguments)
@@ -50,8 +50,7 @@ def describe(kind: Any, bounds: Mapping[str, float] = UNBOUNDED) -> str:
         count = "" if arguments[-1] is Ellipsis else f" of {len(arguments)}"
         words = f"a list{count}, each {describe(arguments[0], bounds)}"
         return f"an integer or {words}" if kind == PAIR else words
-    limits = [f"{SIGNS[name][0]} {limit:g}" if limit < 2**20 or type(limit) is float else
-              f"{SIGNS[name][0]} 2^{limit.bit_length() - 1}" for name, limit in bounds.items()]
+    limits = [f"{SIGNS[name][0]} {limit:g}" for name, limit in bounds.items()]
     return f"{WORDS.get(kind, 'a table')} {' and '.join(limits)}".rstrip()
 
 
@@ -59,33 +58,27 @@ def convert(value: Any, kind: Any, bounds: Mapping[str, float] = UNBOUNDED) -> A
     """Convert a TOML value to `kind`; lists become tuples and tables read-only mappings.
 
     Raises TypeError, in the words "…, expected …", if the value is of another kind or beyond its
-    bounds; an element of a list that is so is named.
+    bounds.
     """
     arguments, origin = typing.get_args(kind), typing.get_origin(kind)
     if origin is Literal:
-        if isinstance(value, str) and value in arguments:
+        if value in arguments:
             return value
         raise TypeError(f"{show(value)}{nearest(str(value), arguments)}")
     if origin in (typing.Union, types.UnionType):
         for option in arguments:
-            try:
+            with suppress(TypeError):
                 return convert(value, option, bounds)
-            except TypeError:
-                continue
     elif origin is tuple:
         items = [value] * 2 if kind == PAIR and type(value) is int else value
         if isinstance(items, (list, tuple)):
             kinds = arguments[:1] * len(items) if arguments[-1] is Ellipsis else arguments
-            if len(items) == len(kinds):
-                try:
-                    return tuple(convert(item, each, bounds) for item, each in zip(items, kinds))
-                except TypeError as error:
-                    raise TypeError(error if items is not value else
-                                    f"{show(value)}, with {error}") from None
-    elif origin is Mapping:
-        if isinstance(value, Mapping):
-            return types.MappingProxyType(dict(value))
-    elif type(value) is kind or kind is float and type(value) is int and abs(value) < 2**1023:
+            with suppress(TypeError, ValueError):    # of an item, or of another number of them
+                return tuple(convert(item, each, bounds)
+                             for item, each in zip(items, kinds, strict=True))
+    elif origin is Mapping and isinstance(value, Mapping):
+        return types.MappingProxyType(dict(value))
+    elif type(value) is kind or kind is float and type(value) is int:
         found = float(value) + 0.0 if kind is float else value   # makes a negative zero positive
         if (kind is not float or math.isfinite(found)) and all(
                 SIGNS[name][1](found, limit) for name, limit in bounds.items()):
@@ -121,8 +114,7 @@ def to_toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are valid in TOML, which in addition requires this character to be escaped.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return json.dumps(value, ensure_ascii=False)     # JSON's escapes are valid in TOML
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(to_toml, value))}]"
     if isinstance(value, Mapping):

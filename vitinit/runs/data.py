@@ -16,40 +16,38 @@ from ..train.distributed import Processes
 from ..train.metrics import ProgressBar
 
 
-def open_training_set(data: DataSection, root: str) -> tuple[Source, Source]:
+def open_training_set(data: DataSection) -> tuple[Source, Source]:
     """The whole training set of a recipe, and the part of it that is trained on.
 
-    root: the data set's folder. Raises DataError if the data set cannot be opened, or has a single
-    class.
+    Raises DataError if the data set cannot be opened, or has a single class.
     """
-    whole = oriented(open_split(data.name, root, "train", data.num_classes),
+    whole = oriented(open_split(data.name, data.root, "train", data.num_classes),
                      data.apply_exif_orientation)
     if len(whole.classes) < 2:
-        raise DataError(f"{root}: one class found, '{whole.classes[0]}'; expected two at least, a "
+        raise DataError(f"{data.root}: one class found, '{whole.classes[0]}'; expected two at least, a "
                         "folder each")
     return whole, stratified_part(whole, share=data.subset, images_per_class=data.images_per_class,
                                   held_out=data.held_out_per_class, seed=data.subset_seed)
 
 
-def open_data(recipe: Recipe, root: str, processes: Processes, *, dry_run: bool) -> Data:
+def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     """Open the data sets of the recipe and build the batches of this process.
 
-    root: the data set's folder. A dry run downloads nothing and does not decode the training set
-    into memory.
+    A dry run downloads nothing and does not decode the training set into memory.
     """
     data, optim, augment = recipe.data, recipe.optim, recipe.augment
     start_fork_server(data.workers)
     with processes.together():
         if processes.local_rank == 0 and not dry_run:
-            download(data.name, root)
+            download(data.name, data.root)
     with processes.together():
-        whole_set, train_set = open_training_set(data, root)
+        whole_set, train_set = open_training_set(data)
         classes = len(whole_set.classes)
         if data.held_out_per_class:                  # validate on these; the test set stays unused
             val_set = held_out_part(whole_set, images_per_class=data.held_out_per_class,
                                     seed=data.subset_seed)
         else:
-            val_set = oriented(open_split(data.name, root, "val", classes),
+            val_set = oriented(open_split(data.name, data.root, "val", classes),
                                data.apply_exif_orientation)
 
     # Which images each step uses, and which of them this process loads.

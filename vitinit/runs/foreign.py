@@ -4,7 +4,7 @@ Tensors do not show the whole function: not the number of heads, the activation,
 norms, or how images are prepared. Some projects write this into files beside the weights:
 
     transformers    config.json and preprocessor_config.json
-    timm's hub      config.json, with the name of the architecture and how images are prepared
+    timm's hub      config.json, with how images are prepared
 
 `read_description` reads them into changes of a recipe; `preprocessor_config` writes the second.
 What no file states is assumed from the recipe, and `assumptions` says what that is.
@@ -12,13 +12,12 @@ What no file states is assumed from the recipe, and `assumptions` says what that
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..messages import in_brief
-from ..models.layers import hidden_width, to_pair
+from ..models.layers import hidden_width
 from ..models.libraries import SWIN_OPTIONS, VIT_OPTIONS
 from ..recipe.files import Override
 from ..recipe.sections import Recipe
@@ -26,15 +25,11 @@ from ..recipe.values import to_toml
 from ..train.checkpoint import CheckpointError
 from .folder import FOREIGN_WEIGHTS, parse_json, read_bytes
 
-# Whole words of a checkpoint's name whose models have our tensors' names and shapes, but compute
-# something else.
-TRAPS = {"rope": "rotary positions", "rpn": "norms after attention and MLP in place of before them"}
 RESAMPLE = {2: "bilinear", 3: "bicubic"}                # Pillow's numbers
-PREPARATION = ("data.mean", "data.std", "eval.crop_pct", "eval.interpolation")   # of images
 # Keys of a recipe that no tensor shows.
 UNSEEN = (*(f"model.options.{key}" for key in ("num_heads", "norm_eps", "activation", "pool",
-                                               "pos_embed", "window_size")), *PREPARATION)
-
+                                               "pos_embed", "window_size")),
+          "data.mean", "data.std", "eval.crop_pct", "eval.interpolation")
 # The architectures of transformers that load: model_type → names of classes.
 ARCHITECTURES = {
     "vit": ("ViTForImageClassification", "ViTModel"),
@@ -43,15 +38,6 @@ ARCHITECTURES = {
     "dinov2_with_registers": ("Dinov2WithRegistersModel", "Dinov2WithRegistersBackbone"),
     "swin": ("SwinForImageClassification", "SwinModel", "SwinBackbone"),
 }
-# Keys of a config.json: the value that models here have, which is transformers' default too, and
-# what another value stands for.
-REQUIRED = {
-    "hidden_act": ("gelu", "the activation {} in place of the exact GELU"),
-    "use_swiglu_ffn": (False, "SwiGLU in place of the MLP"),
-    "use_absolute_embeddings": (False, "a position embedding added to Swin"),
-    "num_channels": (3, "images of {} channels"),
-}
-REQUIRED_OF_SWIN = REQUIRED | {"layer_norm_eps": (1e-5, "Swin with a layer_norm_eps of {}")}
 # Keys of timm's pretrained_cfg → ours.
 TIMM_KEYS = {"mean": "data.mean", "std": "data.std", "crop_pct": "eval.crop_pct",
              "interpolation": "eval.interpolation"}
@@ -64,7 +50,6 @@ class Description(NamedTuple):
     recipe: str                 # for all that they do not say; "": they do not say the model
     values: Mapping[str, Any]   # for keys of that recipe
     classes: tuple[str, ...] | None = None  # the class of each logit, in order
-    notes: tuple[str, ...] = ()  # where images are prepared differently there
 
     @property
     def changes(self) -> list[Override]:
@@ -72,29 +57,14 @@ class Description(NamedTuple):
         return [Override(key, value, str(self.file)) for key, value in self.values.items()]
 
 
-# ---------------------------------------------------------------------------------------------
-# Reading
-# ---------------------------------------------------------------------------------------------
-
-
-def read_description(path: Path, architecture: str = "") -> Description | None:
+def read_description(path: Path) -> Description | None:
     """What is written beside the checkpoint file `path`, or None if nothing is.
 
-    architecture: its name, where the checkpoint itself states it, as timm's trainer does. Raises
-    CheckpointError for a file that cannot be read, and for a model that no model of this package
-    computes, as far as the names of files and what they say show it.
+    Raises CheckpointError for a file that cannot be read, and for a model that no model of this
+    package computes.
     """
-    file, config = path.with_name("config.json"), {}
-    names = [architecture, path.name]
-    if path.name in FOREIGN_WEIGHTS:
-        config = _table(file)
-        names += [path.absolute().parent.name, str(config.get("architecture", ""))]
-    for name in names:
-        for word in TRAPS.keys() & set(re.split(r"[._\-]", name.lower())):
-            raise CheckpointError(
-                f"{path}: '{word}' in the name {name} stands for {TRAPS[word]}, whose tensors "
-                f"would fit and compute another function here; if this model has none, rename it "
-                f"without '{word}'")
+    file = path.with_name("config.json")
+    config = _table(file) if path.name in FOREIGN_WEIGHTS else {}
     try:
         if "model_type" in config:
             return _of_transformers(config, file)
@@ -118,17 +88,11 @@ def _table(file: Path) -> dict[str, Any]:
 
 def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
     kind, name = config["model_type"], (config.get("architectures") or ["no architecture"])[0]
-    if name not in ARCHITECTURES.get(kind, ()):
-        reason = ("its classifier reads the class token and the mean of the patches together; its "
-                  "backbone alone loads" if name.startswith("Dinov2") else
-                  "no model of this package computes that; ViT, DeiT, DINOv2's backbone and Swin "
-                  "load")
-        raise CheckpointError(f"{file}: describes {name} ({kind}) of transformers; {reason}")
+    if name not in ARCHITECTURES.get(kind, ()) or config.get("hidden_act", "gelu") != "gelu":
+        raise CheckpointError(f"{file}: describes {name} ({kind}) of transformers, with the "
+                              f"activation {config.get('hidden_act', 'gelu')}; ViT, DeiT, DINOv2's "
+                              "backbone and Swin load, with the exact GELU")
     swin = kind == "swin"
-    for key, (ours, what) in (REQUIRED_OF_SWIN if swin else REQUIRED).items():
-        if config.get(key) not in (None, ours):
-            raise CheckpointError(f"{file}: {what.format(config[key])}, which none of the models "
-                                  "here has")
     options = {"patch_size": config["patch_size"], "qkv_bias": config.get("qkv_bias", True)}
     options |= {ours: config[key] for ours, key in (SWIN_OPTIONS if swin else VIT_OPTIONS).items()}
     if swin:
@@ -148,9 +112,8 @@ def _of_transformers(config: Mapping[str, Any], file: Path) -> Description:
         changes["data.num_classes"] = len(labels) or config.get("num_labels", 2)
     if labels and "LABEL_0" not in labels.values():  # transformers' stand-in for a name
         classes = tuple(str(labels.get(str(index), index)) for index in range(len(labels)))
-    prepared, notes = _preparation(file.with_name("preprocessor_config.json"), config["image_size"])
-    return Description(file, "swin_tiny" if swin else "deit_base", changes | prepared, classes,
-                       notes)
+    changes |= _preparation(_table(file.with_name("preprocessor_config.json")))
+    return Description(file, "swin_tiny" if swin else "deit_base", changes, classes)
 
 
 def mlp_ratio(hidden: int, width: int) -> float:
@@ -159,11 +122,11 @@ def mlp_ratio(hidden: int, width: int) -> float:
     return ratio if hidden_width(width, ratio, "mlp_ratio") == hidden else (hidden + 0.5) / width
 
 
-def _preparation(file: Path, image_size: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """How preprocessor_config.json prepares images, as keys of a recipe; what differs here."""
-    config, notes = _table(file), []
-    if not config:
-        return {}, (f"there is no {file.name}, so how images are prepared is the recipe's",)
+def _preparation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """How a preprocessor_config.json prepares images, as keys of a recipe.
+
+    Where transformers squeezes an image to a square, proportions are kept here.
+    """
     normalises = config.get("do_normalize", True)
     size, crop = ({"height": sides, "width": sides} if isinstance(sides, int) else sides or {}
                   for sides in (config.get("size"), config.get("do_center_crop")
@@ -174,50 +137,15 @@ def _preparation(file: Path, image_size: Any) -> tuple[dict[str, Any], tuple[str
                "data.std": config.get("image_std") if normalises else [1.0] * 3,
                "eval.interpolation": RESAMPLE.get(config.get("resample")),
                "eval.crop_pct": min(side / shorter, 1.0) if side and shorter else None}
-    if "height" in size:
-        notes.append("transformers squeezes an image to a square; here its proportions are kept "
-                     "and the centre is cut out")
-    if side and [side] * 2 != list(to_pair(image_size)):
-        notes.append(f"transformers makes images of {side} pixels and resizes the position "
-                     f"embedding for them; an image size of {side} does so here, by another "
-                     "interpolation")
-    return {key: value for key, value in changes.items() if value is not None}, tuple(notes)
-
-
-# ---------------------------------------------------------------------------------------------
-# What is assumed
-# ---------------------------------------------------------------------------------------------
+    return {key: value for key, value in changes.items() if value is not None}
 
 
 def assumptions(recipe: Recipe, description: Description | None) -> str:
     """One line on all that tensors do not show: what the recipe says of it, by its keys."""
     parts = [f"{key} {to_toml(value)}" for key, value in recipe.keys.items() if key in UNSEEN]
-    if recipe.model.options.get("activation", "gelu") == "gelu":
-        parts.insert(0, "the exact GELU")
-    source, notes = f"recipe {recipe.name}", []
-    if description is not None:
-        source += f" and {description.file.name}"
-        notes = [*description.notes,
-                 *(f"{key} is {value} in {description.file.name}"
-                   for key, value in description.values.items()
-                   if key in PREPARATION and recipe.keys[key] != value)]
-    return "; ".join([f"assumed, as tensors do not show it: {', '.join(parts)} ({source})", *notes])
-
-
-def require_same_function(description: Description | None, recipe: Recipe) -> None:
-    """Raise CheckpointError if files beside a checkpoint state another function than the recipe.
-
-    This is for fine-tuning, where the recipe's model takes the tensors: neither heads nor epsilon
-    change a shape.
-    """
-    theirs = description.values.get("model.options", {}) if description else {}
-    for key in ("num_heads", "norm_eps"):
-        ours = recipe.model.options.get(key)
-        if key in theirs and ours not in (None, theirs[key]):
-            raise CheckpointError(
-                f"{description.file}: {key} is {theirs[key]}, in the recipe {ours}, and no tensor "
-                f"would show it; expected --set model.options.{key}="
-                f"{str(theirs[key]).replace(' ', '')}")
+    source = f"recipe {recipe.name}" + (f" and {description.file.name}" if description else "")
+    return (f"assumed, as tensors do not show it: {', '.join(parts)}, the exact GELU if no other "
+            f"activation is named ({source})")
 
 
 def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> dict[str, Any]:

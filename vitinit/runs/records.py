@@ -15,11 +15,11 @@ Nothing of an archive is unpacked to the disk, since it may come from elsewhere.
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import lzma
 import os
+import re
 import tarfile
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -37,10 +37,7 @@ from ..train.metrics import METRICS
 from .folder import by_name, parse_lines, parse_starts, read_bytes
 
 FILES = ("metrics.jsonl", "recipe.toml", "run.json")
-NEEDED_KEYS = {"run.seed": int, "model.name": str, "init.name": str, "schedule.epochs": int,
-               "schedule.cooldown_epochs": int}
 SUFFIX = ".tar.xz"
-LARGEST = 2**24                 # bytes of a file in an archive, whose compressed size says nothing
 
 
 @dataclass(frozen=True)
@@ -82,28 +79,23 @@ class Run:
 def parse_run(path: Path, files: Mapping[str, bytes]) -> Run:
     """The run whose FILES have these contents; `path` is where errors say that it is.
 
-    Raises CheckpointError if there is no recipe.toml, or if a file is not what a run writes.
+    Raises CheckpointError if there is no recipe.toml, or if a file is damaged.
     """
     if "recipe.toml" not in files:
         raise CheckpointError(f"{path}: not a run's folder, there is no recipe.toml in it")
     try:
         keys = flat({"distill": NO_TEACHER} |        # in a record from before there were teachers
                     tomllib.loads(files["recipe.toml"].decode()))
-    except (ValueError, RecursionError) as error:    # TOML's and Unicode's
+    except ValueError as error:                      # neither TOML nor UTF-8
         raise CheckpointError(f"{path / 'recipe.toml'}: not what a run writes: {in_brief(error)}"
                               ) from None
     keys.pop("version", None)
-    for key, kind in NEEDED_KEYS.items():
-        if type(keys.get(key)) is not kind:
-            raise CheckpointError(f"{path / 'recipe.toml'}: {key} is {in_brief(keys.get(key))}, "
-                                  f"expected a value of type {kind.__name__}")
     starts = parse_starts(files.get("run.json", b"[]"), path / "run.json")
     rows = parse_lines(files.get("metrics.jsonl", b""), path / "metrics.jsonl", "epoch")
     # recipe.toml does not state its source, but the command of the first start does.
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--recipe", default="recipe")
-    words = list(map(str, starts[0].get("command", []))) if starts else []
-    return Run(path, parser.parse_known_args(words)[0].recipe, keys,
+    command = "\0".join(starts[0].get("command", [])) if starts else ""
+    source = re.search(r"--recipe[=\0]([^\0]+)", command)
+    return Run(path, source[1] if source else "recipe", keys,
                [dict.fromkeys(METRICS) | row for row in rows], starts, files)
 
 
@@ -115,7 +107,7 @@ def parse_run(path: Path, files: Mapping[str, bytes]) -> Run:
 def read_run(path: Path) -> Run:
     """Read the run in the folder `path`, finished or not. Raises as `parse_run` does."""
     return parse_run(path, {name: read_bytes(path / name) for name in FILES
-                            if os.path.isfile(path / name)})
+                            if (path / name).is_file()})
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -130,26 +122,23 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     fits no run, and as `read_run` and `read_archive` do.
     """
     runs, others = [], []
-    archives: dict[Path, list[Run]] = {}
     for path in map(by_name, paths):
         archive = next((place for place in (path, path.parent)
-                        if place.name.endswith(SUFFIX) and os.path.isfile(place)), None)
+                        if place.name.endswith(SUFFIX) and place.is_file()), None)
         if archive is not None:
-            if archive not in archives:
-                archives[archive] = read_archive(archive)
-            held = {run.path.name: run for run in archives[archive]}
-            chosen = ([path.name] if path.name in held else
-                      [name for name in held if archive == path or fnmatchcase(name, path.name)])
+            held = read_archive(archive)
+            chosen = [run for run in held if archive == path
+                      or fnmatchcase(run.path.name, path.name)]
             if not chosen:
+                names = shortened([run.path.name for run in held])
                 raise CheckpointError(f"{path}: none of the {len(held)} run(s) in the archive has "
-                                      f"such a name; it holds {shortened(list(held))}")
-            runs += [held[name] for name in chosen]
-        elif os.path.exists(path) and not any(
-                os.path.exists(path / name) for name in (*FILES, "last.pt", "previous.pt")):
-            others.append(str(path))
-        else:
+                                      f"such a name; it holds {names}")
+            runs += chosen
+        elif (path / "recipe.toml").exists() or not path.exists():
             runs.append(read_run(path))
-    if others and not runs:
+        else:
+            others.append(str(path))
+    if not runs:
         raise CheckpointError(f"{others[0]}: neither a run's folder nor an archive of runs")
     if others:
         warn(f"left out, no run: {shortened(others)}")
@@ -157,21 +146,14 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def read_archive(path: Path) -> list[Run]:
-    """All runs in an archive, sorted by name.
-
-    Raises CheckpointError if the file is damaged, is no archive, or contains anything but the three
-    files of runs, and as `parse_run` does.
-    """
+    """All runs in an archive, sorted by name. Raises CheckpointError if it is damaged or none."""
     files: dict[str, dict[str, bytes]] = {}
     try:
         with tarfile.open(path, "r:xz") as archive:
             for member in archive:
                 run, _, title = member.name.partition("/")
-                if not member.isreg() or title not in FILES or member.size > LARGEST:
-                    raise CheckpointError(
-                        f"{path}: contains {in_brief(member.name)}, expected nothing but "
-                        f"<run>/{', <run>/'.join(FILES)}, of at most {LARGEST:,} bytes")
-                files.setdefault(run, {})[title] = archive.extractfile(member).read()
+                if member.isfile() and title in FILES:
+                    files.setdefault(run, {})[title] = archive.extractfile(member).read()
     except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
         raise CheckpointError(f"{path}: not an archive of runs ({in_brief(error)})") from None
     return [parse_run(path / name, files[name]) for name in sorted(files)]

@@ -15,11 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
-from .. import __version__
-from ..recipe.files import RecipeError, fresh_recipe, from_dict, overrides
+from ..recipe.files import RecipeError, fresh_recipe, from_dict, overrides, with_data
 from ..recipe.sections import MACHINE_KEYS, Recipe
 from ..recipe.values import to_toml
 from ..train.checkpoint import CheckpointError
@@ -29,9 +27,8 @@ from .folder import RunFolder, Say
 from .lock import RunLock
 
 NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes do the largest
-# Keys that may differ between the processes of a run, and those that may change on resume.
-OF_A_PROCESS = ("data.root", "data.workers", "data.on_device_gib", "eval.cache_gib")
-# Where the teacher is may change; that it is the same one, its digest among the data's facts says.
+# Keys that may change on resume. Where the teacher is may, too; that it is the same one, its digest
+# among the data's facts says.
 MAY_CHANGE = ("data.root", "distill.teacher", "distill.weights", *MACHINE_KEYS)
 
 
@@ -41,7 +38,6 @@ class Chosen(NamedTuple):
     folder: RunFolder
     saved: dict[str, Any] | None        # the checkpoint to resume from; None for a new run
     recipe: Recipe
-    data_root: str                      # the folder of the data; the recipe has it as written
 
 
 # ---------------------------------------------------------------------------------------------
@@ -61,7 +57,7 @@ def choose_run(args: argparse.Namespace, processes: Processes, lock: RunLock, sa
     with processes.together():
         if args.resume in (None, "auto"):
             recipe = fresh_recipe(args.recipe, init=args.init, seed=args.seed,
-                                  data_dir=args.data_dir, sets=args.set, say=say)
+                                  data_dir=args.data_dir, sets=args.set)
             folder = RunFolder(args.out_dir or Path("runs") /
                                f"{recipe.name}-{recipe.init.name}-s{recipe.run.seed}")
         else:
@@ -77,12 +73,9 @@ def choose_run(args: argparse.Namespace, processes: Processes, lock: RunLock, sa
     if decided == DONE:
         return None
     if decided == NEW:
-        return Chosen(folder, None, recipe, recipe.data.root)
+        return Chosen(folder, None, recipe)
     with processes.together():
-        chosen = resumed_run(args, folder, recipe, say)
-    # A folder that the machines do not share may hold an older checkpoint on one of them.
-    processes.require_equal({f"the step of {folder.path}": folder.step})
-    return chosen
+        return resumed_run(args, folder, recipe, say)
 
 
 def task_in(folder: RunFolder, recipe: Recipe | None, say: Say) -> int:
@@ -124,8 +117,8 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | No
     if args.out_dir is not None and args.out_dir.resolve() != folder.path.resolve():
         raise RecipeError(f"--out-dir {args.out_dir} differs from --resume {folder.path}; a run "
                           "goes on in its own folder")
-    for read in (folder.starts, folder.metrics.rows, folder.steps.rows):
-        read()                                       # a broken file is an error now, not later
+    for lines in (folder.metrics, folder.steps):
+        lines.rows()                                 # a damaged file is an error now, not later
     state = folder.load_last(say=say)
     source = str(folder.read_from)
     stored = from_dict(state["recipe"], source)
@@ -135,23 +128,14 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | No
         recipe = from_dict(stored.as_dict(), source, overrides(
             init=args.init, seed=args.seed, sets=args.set, data_dir=args.data_dir))
     require_same_recipe(folder.path, stored.keys, recipe.keys)
-    # A relative path was relative to the folder in which the run was started then.
-    moved = recipe.data.root != stored.data.root
-    root = recipe.data.root if moved else str(folder.data_of(-1).get("root", recipe.data.root))
-    return Chosen(folder, state, recipe, root)
+    if recipe.data.root == stored.data.root:         # a relative path was relative to elsewhere
+        recipe = with_data(recipe, root=folder.data_of(-1).get("root", recipe.data.root))
+    return Chosen(folder, state, recipe)
 
 
 # ---------------------------------------------------------------------------------------------
 # A run goes on as it began
 # ---------------------------------------------------------------------------------------------
-
-
-def settings(recipe: Recipe) -> dict[str, Any]:
-    """What all processes of a run must have in common before its data is opened, by name."""
-    keys = recipe.keys
-    for key in OF_A_PROCESS:
-        del keys[key]
-    return keys | {"the version of torch": torch.__version__, "the version of vitinit": __version__}
 
 
 def require_same(run: Path, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:

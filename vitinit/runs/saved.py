@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..bounds import PAIR
 from ..command_line import Parser
 from ..models.convert import native_tensors
-from ..models.layers import to_pair
 from ..recipe.files import Override, RecipeError, from_dict, load_recipe, with_data
 from ..recipe.sections import Recipe
-from ..recipe.values import nearest
+from ..recipe.values import convert, nearest
 from ..train.checkpoint import model_state, require_finite
 from ..train.transfer import load_exactly, start_from
 from . import foreign
@@ -51,7 +51,7 @@ class Saved(NamedTuple):
     @property
     def weights(self) -> list[str]:
         """Which weights the checkpoint contains: "model", and "ema" for a moving average."""
-        return ["model", *["ema"] * bool(self.state.get("ema"))]
+        return ["model", "ema"] if self.state.get("ema") else ["model"]
 
     def model(self, weights: str, *, or_backbone: bool = False) -> nn.Module:
         """Build the model with the weights "model" or "ema", for images of `size`.
@@ -84,20 +84,6 @@ class Saved(NamedTuple):
         return f"{self.path}: {foreign.assumptions(self.recipe, self.description)}"
 
 
-def open_all(paths: Sequence[Path], *, recipe: str | None, changes: Sequence[Override],
-             changeable: Sequence[str], image_size: Any) -> list[Saved]:
-    """Open several checkpoints, as `open_saved` does.
-
-    recipe: an error if no checkpoint needs it.
-    """
-    found = [open_saved(path, recipe=recipe, changes=changes, changeable=changeable,
-                        image_size=image_size) for path in paths]
-    if recipe is not None and all(saved.brings_recipe for saved in found):
-        raise RecipeError(f"{found[0].path}: brings its own recipe; the recipe {recipe} that was "
-                          "given is for checkpoints that hold none")
-    return found
-
-
 def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Override] = (),
                changeable: Sequence[str] = (), image_size: Any = None) -> Saved:
     """Open a checkpoint, a run folder, or a model of recipes/trained (see `read_checkpoint`).
@@ -105,28 +91,30 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
     Args:
         recipe: the name or the file of a recipe, for a checkpoint that contains none.
         changes: overrides of the recipe. Of one that the checkpoint contains only the keys
-            `changeable` can change; other changes are an error, unless they are for `recipe`.
-        image_size: in pixels: 288, (192, 256) or "192,256"; None: that of the recipe.
+            `changeable` can change.
+        image_size: in pixels: 288 or (192, 256); None: that of the recipe.
 
-    Raises CheckpointError if the file cannot be read, and RecipeError if there is no recipe or a
-    value is invalid.
+    Raises CheckpointError if the file cannot be read, and RecipeError if there is no recipe, or two
+    of them, or a value is invalid.
     """
     # Tensors stay on disk until a model copies them; no model needs those of the optimiser.
     state, path = read_checkpoint(path, mmap=True)
     state = {key: part for key, part in state.items() if key not in ("optimizer", "scaler")}
     description = None
     if "recipe" in state:
+        if recipe is not None:
+            raise RecipeError(f"{path}: brings its own recipe; the recipe {recipe} that was given "
+                              "is for checkpoints that hold none")
         for change in changes:
-            if change.key not in changeable and recipe is None:
+            if change.key not in changeable:
                 raise RecipeError(f"{change.text}: the checkpoint brings its own recipe, of which "
                                   "only how to evaluate can change"
                                   f"{nearest(change.key, changeable)}")
-        found = from_dict(state["recipe"], str(path),
-                          [change for change in changes if change.key in changeable])
+        found = from_dict(state["recipe"], str(path), changes)
         where = RunFolder(path.parent).data_of(-1)   # a relative path was relative to elsewhere
         found = with_data(found, root=str(where.get("root", found.data.root)))
     else:
-        description = foreign.read_description(path, str(state.get("arch", "")))
+        description = foreign.read_description(path)
         recipe = recipe or (description and description.recipe)
         if not recipe:
             raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint "
@@ -135,26 +123,22 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
     if not found.data.num_classes:
         raise RecipeError(f"{path}: recipe {found.name} has data.num_classes = 0, which only "
                           "training takes from the data; expected the checkpoint's number")
-    size = found.data.image_size if image_size is None else parse_size(image_size)
+    try:
+        size = convert(image_size or found.data.image_size, PAIR, {"minimum": 1})
+    except TypeError as error:
+        raise RecipeError(f"the image size is {error}") from None
     return Saved(path, state, found, size, description)
 
 
-def parse_size(given: Any) -> tuple[int, int]:
-    """(height, width) in pixels of 288, (192, 256) or "192,256"; RecipeError if it is no size."""
-    try:
-        sides = list(map(int, given.split(","))) if isinstance(given, str) else given
-        size = to_pair(sides * 2 if isinstance(given, str) and len(sides) == 1 else sides)
-    except (TypeError, ValueError):
-        size = (0, 0)
-    if min(size) < 1:
-        raise RecipeError(f"the image size is {given!r}, expected a number of pixels, such as 288, "
-                          "or height and width, such as 192,256")
-    return size
+def parse_sides(text: str) -> int | list[int]:
+    """The argument of --image-size: "288" → 288, "192,256" → [192, 256]."""
+    sides = [int(side) for side in text.split(",")]
+    return sides if len(sides) > 1 else sides[0]
 
 
 def add_options(parser: Parser, changeable: Sequence[str]) -> None:
     """Add --image-size, --recipe and --set. changeable: see `open_saved`."""
-    parser.add_argument("--image-size", metavar="N or H,W",
+    parser.add_argument("--image-size", type=parse_sides, metavar="N or H,W",
                         help="in pixels, if it is to differ from the recipe's")
     parser.add_argument("--recipe", help="describes checkpoints that contain no recipe")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..command_line import building
 from ..data.augment import normalise
@@ -23,6 +20,7 @@ from ..models import build_model
 from ..recipe.files import dump_recipe, with_data
 from ..recipe.sections import Recipe
 from ..recipe.values import to_toml
+from ..train.checkpoint import write_text_atomically
 from ..train.device import describe_device
 from ..train.distributed import Processes
 from ..train.state import TrainState
@@ -109,12 +107,11 @@ def set_up_folder(folder: RunFolder, lock: RunLock, recipe: Recipe, state: Train
     folder.make()
     lock.take(folder.path, say)
     if resumed:
-        folder.tidy(epochs=progress.epochs, steps=progress.step, say=say)
+        folder.tidy(epochs=progress.epochs, steps=progress.step)
     else:
         folder.require_unused(starts_again=starts_again)
-    folder.record_recipe(dump_recipe(recipe))
-    if not resumed:                                  # so that a restart finds a run to resume
-        folder.save(state.state_dict(), folder.last)
+        write_text_atomically(dump_recipe(recipe), folder.recipe)
+        folder.save(state.state_dict(), folder.last)     # so that a restart finds a run to resume
     if progress.step == 0 and 0 in recipe.checkpoint.keep_epochs:
         folder.save(state.weights(), folder.kept(0))
 
@@ -199,46 +196,10 @@ def cautions(recipe: Recipe, data: Data) -> list[str]:
     return lines
 
 
-def rehearsal(recipe: Recipe, data: Data, state: TrainState, teacher: Any) -> str:
-    """The last lines of a dry run: the disk space of the checkpoints, and one forward pass.
-
-    teacher: a `LearnFromTeacher`, of which a line says what its passes add to training; or None.
-    """
+def rehearsal(recipe: Recipe, data: Data, state: TrainState) -> str:
+    """One forward pass, and what a dry run says of it."""
     with building(f"recipe {recipe.name}", "model"), torch.no_grad():
         images = next(iter(data.val_batches))[0][:data.plan.micro_batch_size]
         logits = state.model.eval()(images)
-        cost = teacher_cost(teacher, images) if teacher else ""
-    space = disk_space(state.model, state.optimizer, ema=state.ema is not None,
-                       kept=len(recipe.checkpoint.keep_epochs))
-    return (f"{cost}disk    {space}\n"
-            f"dry run: images {tuple(images.shape)} → logits {tuple(logits.shape)}; nothing was "
+    return (f"dry run: images {tuple(images.shape)} → logits {tuple(logits.shape)}; nothing was "
             "written")
-
-
-def teacher_cost(learning: Any, images: Tensor) -> str:
-    """A line on what the teacher's pass over these images (B, 3, H, W) costs, with a line break."""
-    model = learning.teacher.model
-    with FlopCounterMode(display=False) as counter:
-        model(learning.inputs(images))
-    learning.logits(images)                          # compiles and warms up
-    began = time.perf_counter()
-    learning.logits(images).sum().item()             # waits for the device
-    milliseconds = 1e3 * (time.perf_counter() - began) / len(images)
-    weights = sum(value.nbytes for value in model.state_dict().values())
-    return (f"cost    the teacher adds {counter.get_total_flops() / len(images) / 1e9:,.3f} GFLOP "
-            f"and {milliseconds:,.2f} ms per image, and {weights / 1e6:,.1f} MB of weights\n")
-
-
-def disk_space(model: nn.Module, optimizer: torch.optim.Optimizer, *, ema: bool, kept: int) -> str:
-    """The disk space that the checkpoints of a run take, in words.
-
-    Of each weight AdamW stores two moments, Muon one. ema: whether the run has a moving average.
-    kept: the number of epochs in checkpoint.keep_epochs.
-    """
-    weights = sum(value.nbytes for value in model.state_dict().values()) * (2 if ema else 1)
-    state = weights + sum(p.nbytes * (1 if group["muon"] else 2)
-                          for group in optimizer.param_groups for p in group["params"])
-    # While last.pt is being written there are three such files.
-    most = 3 * state + (kept + 1) * weights
-    return (f"last.pt and previous.pt {state / 1e6:,.1f} MB each, best.pt and {kept} kept epoch(s) "
-            f"{weights / 1e6:,.1f} MB each; {most / 1e6:,.1f} MB at most")

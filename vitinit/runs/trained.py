@@ -27,7 +27,7 @@ from ..recipe.files import Override, overrides as parse_overrides
 from ..recipe.sections import Recipe
 from ..recipe.values import plain
 from ..train.checkpoint import CheckpointError
-from .saved import add_options, open_all
+from .saved import add_options, open_saved
 from .start import as_input, evaluation_view
 
 VIEW_KEYS = ("eval.crop_pct", "eval.interpolation")  # of a run's own recipe, `load` can change
@@ -40,8 +40,8 @@ ImageLike = str | os.PathLike | bytes | Image.Image | Tensor
 def as_uint8(image: ImageLike) -> Tensor:
     """Read an image into a tensor (3, H, W) uint8, in RGB, on the CPU.
 
-    image: the path of a file, a file's bytes, a PIL image, or a tensor that is (3, H, W) uint8
-    already. Raises DataError, a ValueError, for anything else and for files that cannot be decoded.
+    image: see `Trained`. Raises DataError, a ValueError, for anything else and for files that
+    cannot be decoded.
     """
     if isinstance(image, Image.Image):
         return from_pillow(image)
@@ -93,10 +93,9 @@ class Trained:
     def preprocess(self, images: ImageLike | Sequence[ImageLike]) -> Tensor:
         """Turn one image, or several, into input of the model, exactly as `eval.py` does.
 
-        Each image is resized, centre-cropped and normalised by the recipe's mean and std.
-
-        Returns (B, 3, *image_size) float32 on the model's device, with B = 1 for a single image.
-        Raises ValueError, naming the image, if one cannot be read, and if there is none.
+        Returns (B, 3, *image_size) float32 on the model's device, resized, centre-cropped and
+        normalised, with B = 1 for a single image. Raises ValueError if there is none, or, naming
+        the image, if one cannot be read.
         """
         if isinstance(images, ImageLike) and getattr(images, "ndim", 3) == 3:
             images = [images]
@@ -107,11 +106,7 @@ class Trained:
 
     @torch.no_grad()
     def probabilities(self, inputs: Tensor) -> Tensor:
-        """Class probabilities (B, classes) float32, on the CPU.
-
-        inputs: (B, 3, *image_size), as `preprocess` returns them. The probabilities of each image
-        are the softmax of its logits.
-        """
+        """Class probabilities (B, classes) float32, on the CPU, of what `preprocess` returns."""
         return self.model(inputs).float().softmax(dim=1).cpu()
 
     def predict(self, image: ImageLike, top: int = 5) -> list[tuple[str, float]]:
@@ -119,9 +114,6 @@ class Trained:
 
         Returns the `top` likeliest classes as (name, probability), likeliest first; all of them if
         the model has fewer. Raises ValueError if the image cannot be read, or if `top` is below 1.
-
-        Example:
-            trained.predict("photo.jpg", top=3)     # [("cat", 0.81), ("dog", 0.12), ("fox", 0.02)]
         """
         return self.predict_batch([image], top)[0]
 
@@ -167,26 +159,24 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
             folder that transformers' save_pretrained wrote, or the name of a model in
             recipes/trained.
         weights: "model", or "ema" for the exponential moving average of the weights.
-        image_size: the input size in pixels, if it is to differ from that of training: an integer
-            for a square, or (height, width). Position embeddings are resized; a model whose weights
-            depend on the image size (an MLP-Mixer, for example) raises an error.
+        image_size: of the input in pixels, if it is to differ from that of training: an integer for
+            a square, or (height, width). Position embeddings are resized; a model whose weights
+            depend on the image size (an MLP-Mixer, for example) is refused.
         device: where the model is put; default: the CPU.
-        recipe: describes the model of a checkpoint that contains no recipe: the name of a recipe,
-            or the path of a .toml file. Official DeiT-B weights are loaded with recipe="deit_base".
-            A folder of transformers describes itself.
+        recipe: describes a checkpoint that contains no recipe: a recipe's name, or the path of a
+            .toml file. Official DeiT-B weights are loaded with recipe="deit_base". A folder of
+            transformers describes itself.
         overrides: values for keys of the recipe, such as {"eval.crop_pct": 1.0}. Of a recipe that
             the checkpoint contains, only `VIEW_KEYS` can change: how images are prepared.
 
     For a checkpoint of another project, a line on standard error says what is assumed that tensors
     do not show, such as the number of heads.
 
-    Returns a `Trained`, whose model is in evaluation mode and does not require gradients. Class
-    names are those that the checkpoint records; without them they are ImageNet's synset ids (such
-    as "n01440764") for a model of 1000 classes, and otherwise "0", "1", …. A checkpoint without a
-    classifier has no classes, and its model returns the pooled features.
-
-    Raises ValueError, with a message of one line, if there is no such checkpoint, if it is damaged,
-    if it does not fit its model, or if an argument has an invalid value.
+    Returns a `Trained`, whose model is in evaluation mode and does not require gradients. Without
+    names in the checkpoint, the classes of a model of 1000 are ImageNet's synset ids (such as
+    "n01440764"), otherwise "0", "1", …. A checkpoint without a classifier has no classes, and its
+    model returns the pooled features. Raises ValueError, with a message of one line, for whatever
+    is wrong.
 
     Example:
         trained = vitinit.load("runs/quickstart-impulse-s0", weights="ema", device="cuda")
@@ -196,8 +186,8 @@ def load(path: str | os.PathLike, *, weights: Weights = "model",
         raise ValueError(f'weights is {weights!r}, expected "model" or "ema"')
     changes = [Override(key, plain(value), f"{key}={value!r}")
                for key, value in (overrides or {}).items()]
-    saved, = open_all([Path(path)], recipe=recipe, changes=changes, changeable=VIEW_KEYS,
-                      image_size=image_size)
+    saved = open_saved(Path(path), recipe=recipe, changes=changes, changeable=VIEW_KEYS,
+                       image_size=image_size)
     model = saved.model(weights, or_backbone=not saved.brings_recipe).eval().requires_grad_(False)
     if not saved.brings_recipe:
         print(saved.assumptions(), file=sys.stderr, flush=True)
