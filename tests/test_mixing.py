@@ -168,23 +168,18 @@ def test_reading_leaves_the_model_as_it_was(family):
     assert not torch.equal(mixing_matrices(model, drawn_images())[0], found[0])
 
 
-@pytest.mark.parametrize("family", ["vit"])
-def test_a_forward_pass_that_fails_leaves_no_hooks_and_the_mode_behind(family):
-    model = built(family).train()
+def test_a_forward_pass_that_fails_leaves_no_hooks_and_the_mode_behind(model):
+    model.train()
     with pytest.raises(ValueError, match="built for images of 12×20 pixels"):
         mixing_matrices(model, drawn_images(20, 12))
     assert model.training
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("family, block, last", [("vit", -1, 2), ("swin", 5, 4)])
-def test_a_block_that_is_not_there_is_an_error(family, block, last):
-    message = f"block {block} is asked for, but the model has blocks 0…{last}"
-    with pytest.raises(ValueError, match=message):
-        mixing_matrices(built(family), drawn_images(), blocks=[block])
-
-
-def test_a_model_of_another_kind_is_an_error():
+def test_a_block_that_is_not_there_or_a_model_of_another_kind_is_an_error(model):
+    for block in (-1, 3):
+        with pytest.raises(ValueError, match=f"block {block} is asked for, but .* has blocks 0…2"):
+            mixing_matrices(model, drawn_images(), blocks=[block])
     with pytest.raises(ValueError, match="spatial mixing of a Linear is not defined here"):
         mixing_matrices(nn.Linear(3, 5), drawn_images())
 
@@ -246,10 +241,9 @@ def test_any_number_of_dimensions_before_the_heads_is_read(read):
 def test_half_precision_is_read_as_float32(read):
     """For entries that are normal numbers in fp16; what underflows there is lost anyway."""
     weights = (0.01 + attention_like(3)) / 1.16
-    for dtype, near in ((torch.float16, 2e-3), (torch.bfloat16, 0.02)):
-        found = read(weights.to(dtype))
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), read(weights), rtol=near, atol=near)
+    found = read(weights.half())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), read(weights), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -258,24 +252,6 @@ def test_zeros_and_rows_without_mass_are_numbers_in_every_precision(dtype):
     on_prefix[..., 0] = 1.0
     assert target_mass(on_prefix, [(0, 1)], GRID).tolist() == [0.0]
     assert (mean_kernel(on_prefix, GRID, radius=1) == 0).all()
-
-
-def test_one_offset_per_head_is_needed():
-    with pytest.raises(ValueError, match="2 heads but 1 offsets"):
-        target_mass(torch.ones(2, 15, 15), [(0, 0)], GRID)
-
-
-def test_an_offset_without_any_target_is_one_line():
-    for offset in ((3, 0), (0, -5)):
-        with pytest.raises(ValueError, match=r"offset \(.*\) has no target on a 3×5 grid"):
-            target_mass(torch.ones(1, 15, 15), [offset], GRID)
-
-
-@pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
-def test_matrices_smaller_than_the_grid_are_one_line(read):
-    for shape in ((2, 14, 14), (2, 15, 14), (15,)):
-        with pytest.raises(ValueError, match="at least 15, the cells of a 3×5 grid"):
-            read(torch.ones(shape))
 
 
 def test_the_mean_kernel_of_a_convolution_matrix_is_its_kernel():

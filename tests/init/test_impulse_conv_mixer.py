@@ -59,14 +59,7 @@ def test_the_gain_is_the_one_entry_of_each_kernel(gain):
                                    rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("size, kernel_size, num_filters", [(3, 0, 0), (5, 2, 5)])
-def test_rotating_offsets_go_on_in_the_next_block(size, kernel_size, num_filters):
-    model = initialised(size=size, kernel_size=kernel_size, offsets="rotating",
-                        num_filters=num_filters)
-    offsets, filters = ordered_offsets(kernel_size or size), num_filters or CHANNELS
-    image = torch.randn(5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for number, block in enumerate(model.blocks):
-        found = model.depthwise(block)(image.expand(1, CHANNELS, -1, -1))[0].detach()
-        for channel in range(CHANNELS):
-            expected = moved(image, offsets[(number * filters + channel % filters) % len(offsets)])
-            torch.testing.assert_close(found[channel], expected, rtol=0, atol=1e-14)
+def test_shared_filters_are_as_many_offsets_in_order():
+    for kernel, offset in zip(kernels(initialised(num_filters=5))[1], ordered_offsets(3),
+                              strict=False):
+        assert kernel[1 + offset[0], 1 + offset[1]] == 1.0

@@ -108,21 +108,8 @@ def test_shifted_and_masked_windows_attend_to_the_neighbour_on_the_unshifted_map
 
 
 # ---------------------------------------------------------------------------------------------
-# Options
+# Sizes
 # ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kernel_size", [4])
-def test_rotating_offsets_count_the_heads_of_all_blocks_and_stages_before(kernel_size):
-    """Blocks of 2, 2, 11 and 11 heads: the third begins with offset 4, the last with 15."""
-    model = without_content(initialised(offsets="rotating", kernel_size=kernel_size))
-    found = mixing_matrices(model, drawn(1, 3, 24, 40))
-    cells, before = ordered_offsets(kernel_size), 0
-    for index, block in enumerate(blocks_of(model)):
-        for head in range(block.attn.num_heads):
-            expected = slow_map(block, cells[(before + head) % kernel_size**2], 0.9)
-            torch.testing.assert_close(found[index][0, head], expected, rtol=0, atol=1e-7)
-        before += block.attn.num_heads
 
 
 def test_the_smallest_window_of_all_stages_counts():

@@ -129,11 +129,11 @@ def test_torchvisions_own_swin(monkeypatch):
                  window_size=[3, 5])
     model = torchvision.models.SwinTransformer(**sizes).eval()
     before, found, softmax = state(model), [], nn.functional.softmax
-    report = impulse_(model, generator=seeded(), target_mass=0.7, offsets="rotating")
+    report = impulse_(model, generator=seeded(), target_mass=0.7)
     assert report.written == tuple(name for name in before if name.endswith("bias_table"))
     assert "windows of 3×5 tokens" in str(report) and "the relative bias alone: " in str(report)
     mine = vitinit.build_model("swin_tiny", num_classes=7, image_size=(24, 40), **sizes)
-    init_weights(mine, "impulse", generator=seeded(), target_mass=0.7, offsets="rotating")
+    init_weights(mine, "impulse", generator=seeded(), target_mass=0.7)
     tables = [[block.bias_table for block in layout_of(each).blocks] for each in (model, mine)]
     assert all(map(torch.equal, *tables))
     with torch.no_grad():

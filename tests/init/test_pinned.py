@@ -51,7 +51,7 @@ SMALL = {           # name in the table of models, sizes for images of 20×28 pi
 }
 VARIANTS = {        # options of inits beside their defaults, where the family's function has them
     "impulse": [
-        dict(offsets="rotating", kernel_size=5, base="torch", value_beta=0.5), dict(offsets="random"),
+        dict(kernel_size=5, base="torch", value_beta=0.5), dict(offsets="random"),
         dict(value_init="base", rank=11, qk_norm=5.0, pos_embed_scale=9.0), dict(gain=0.5),
         dict(value_init="mimetic", value_alpha=0.3, value_beta=0.2)],
     "deep_impulse": [dict(base="torch", kernel_size=5, target_mass=(0.6, 0.2)), dict(value_init="base")],

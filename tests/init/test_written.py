@@ -47,7 +47,6 @@ WRITTEN: list[tuple[str, str, dict, str]] = [
     ("vit", "impulse_gd", dict(steps=2), QK),
     ("swin", "mimetic", {}, f"{QK}|{VALUES}"),
     ("swin", "impulse", {}, "relative_position_bias_table"),
-    ("swin", "impulse", dict(value_init="mimetic"), f"relative_position_bias_table|{VALUES}"),
     ("mixer", "impulse", {}, r"mlp_tokens\.fc[12]\.\w+"),
     ("mixer, narrow", "impulse", {}, r"mlp_tokens\.fc[12]\.\w+"),
     ("conv_mixer", "impulse", {}, r"0\.fn\.0\.(weight|bias)"),

@@ -200,7 +200,7 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
                          first=first)
         power = patches(y)[..., :code].square().sum(-1).mean().item()    # what Q and K read of it
         gain = math.sqrt(logits[number] * math.sqrt(block.q.shape[1]) / power)
-        heads = head_offsets(len(block.q), offsets, "rotating", generator,
+        heads = head_offsets(len(block.q), offsets, "ordered", generator,
                              first=number * len(block.q))
         for tensor in (block.q, block.k, block.q_bias, block.k_bias):
             if tensor is not None:

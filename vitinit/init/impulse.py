@@ -12,7 +12,6 @@ base: the baseline that first draws every weight, "default", "torch" or "lecun";
 kernel_size: f of the f×f impulse kernels; 3 in the paper.
 offsets: how offsets are assigned to heads. "ordered": head h of every block takes offset number
     h of `filters.ordered_offsets`, modulo the number of offsets (for 3×3 the released order).
-    "rotating" (not in the paper): each block continues where the block before it stopped.
     "random": one draw per head and block.
 pos_embed_scale: factor on the base's pos_embed. The default raises its standard deviation from
     0.02 to 0.36, so that the content of patches does not swamp it. Not in the paper.
@@ -50,7 +49,7 @@ NEAR_UNIFORM = 2.0      # in multiples of uniform attention: the least that one 
 def impulse(model: nn.Module | Layout, *, generator: torch.Generator,
             base: Base = "default",
             kernel_size: int = 3,
-            offsets: Literal["ordered", "rotating", "random"] = "ordered",
+            offsets: Literal["ordered", "random"] = "ordered",
             pos_embed_scale: float = 18.0,
             qk_norm: float = 7.0, rank: int = 0,
             impulse_scale: float = 1000.0,
@@ -104,8 +103,7 @@ def impulse(model: nn.Module | Layout, *, generator: torch.Generator,
         return impulse_scale * shift_matrix(cell, vit.grid).to(positions.dtype)      # (N, N)
 
     for number, block in enumerate(vit.blocks):
-        cells_of_heads = head_offsets(len(block.q), cells, offsets, generator,
-                                      first=number * len(block.q))
+        cells_of_heads = head_offsets(len(block.q), cells, offsets, generator)
         impulses = torch.stack(list(map(impulse_map, cells_of_heads)))       # (h, N, N)
         noise = torch.zeros_like(impulses)
         if noise_std > 0:                            # truncated_normal_ divides by it

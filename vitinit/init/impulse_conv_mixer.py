@@ -15,7 +15,7 @@ from .baseline import Base, draw_base
 def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
                        base: Base = "default",
                        kernel_size: int = 0,
-                       offsets: Literal["ordered", "rotating", "random"] = "ordered",
+                       offsets: Literal["ordered", "random"] = "ordered",
                        gain: float = 1.0) -> None:
     """Make every depthwise filter an impulse, which picks one neighbour (arXiv 2401.12511, §3).
 
@@ -28,8 +28,7 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
     kernel_size: which offsets are used: those of a kernel of this size, centred in the model's
         kernel; 0 uses all offsets of the model's kernel.
     offsets: how offsets are assigned to filters. "ordered": in turn, the same in every block.
-        "rotating": each block continues where the block before it stopped. "random", as in the
-        paper: one draw per filter.
+        "random", as in the paper: one draw per filter.
     gain: the value of the impulse. The paper's code uses √⅓, the expected norm of a filter that
         PyTorch draws.
 
@@ -44,10 +43,8 @@ def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
     cells = ordered_offsets(kernel_size or size)
     draw_base(model, base, generator)
 
-    for number, block in enumerate(model.blocks):
-        depthwise = model.depthwise(block)
-        filters = len(depthwise.weight)
-        chosen = head_offsets(filters, cells, offsets, generator, first=number * filters)
+    for depthwise in map(model.depthwise, model.blocks):
+        chosen = head_offsets(len(depthwise.weight), cells, offsets, generator)
         kernels = torch.stack([gain * impulse_kernel(offset, size) for offset in chosen])
         depthwise.weight.copy_(kernels[:, None])                         # (F, 1, k, k)
         depthwise.bias.zero_()

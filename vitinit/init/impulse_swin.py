@@ -11,18 +11,14 @@ from torch import nn
 from ..filters import head_offsets, ordered_offsets
 from .baseline import Base, draw_base
 from .layout import Layout, layout_of
-from .mimetic import write_values
 
 
 @torch.no_grad()
 def impulse_swin(model: nn.Module | Layout, *, generator: torch.Generator,
                  base: Base = "default",
                  kernel_size: int = 3,
-                 offsets: Literal["ordered", "rotating", "random"] = "ordered",
-                 target_mass: float = 0.9,
-                 value_init: Literal["mimetic", "base"] = "base",
-                 value_alpha: float = 0.4,
-                 value_beta: float = 0.4) -> None:
+                 offsets: Literal["ordered", "random"] = "ordered",
+                 target_mass: float = 0.9) -> None:
     """Make every head attend to one neighbour within the window (arXiv 2505.19985, §5).
 
     The paper writes the pattern into the relative position bias, but gives neither magnitudes nor
@@ -32,7 +28,6 @@ def impulse_swin(model: nn.Module | Layout, *, generator: torch.Generator,
     |-----------------------------------------|--------------------------------------------------|
     | attn.relative_position_bias_table       | β where query − key is minus the head's offset,  |
     |                                         |   0 elsewhere                                    |
-    | attn.qkv.weight, V rows; attn.proj      | as `base` drew them, or value_init "mimetic"     |
     | everything else                         | as `base` drew it                                |
 
     β = ln(m (n − 1) / (1 − m)) gives the target the mass m = target_mass among the n tokens of a
@@ -41,8 +36,6 @@ def impulse_swin(model: nn.Module | Layout, *, generator: torch.Generator,
     its window, or masked, spreads its attention evenly over the tokens that it can attend to.
 
     kernel_size, offsets: as for ViT. A kernel that reaches beyond a window is an error.
-    value_init: "base", as the paper's text says, or "mimetic": V·proj as in the paper's code for
-        ViT.
     """
     if not 0.0 < target_mass < 1.0:
         raise ValueError(f"target_mass is {target_mass}, expected 0 < target_mass < 1")
@@ -54,15 +47,11 @@ def impulse_swin(model: nn.Module | Layout, *, generator: torch.Generator,
     cells = ordered_offsets(kernel_size)             # also checks kernel_size, before any draw
     draw_base(vit.model, base, generator)
 
-    heads_before = 0
     for block in vit.blocks:
-        heads, tokens = len(block.q), len(block.bias_rows)
-        chosen = head_offsets(heads, cells, offsets, generator, first=heads_before)
-        heads_before += heads
+        tokens = len(block.bias_rows)
+        chosen = head_offsets(len(block.q), cells, offsets, generator)
         block.bias_table.zero_()
         if tokens > 1:                               # a token alone in its window attends to itself
             beta = math.log(target_mass * (tokens - 1) / (1.0 - target_mass))
             for head, offset in enumerate(chosen):
                 block.bias_table[block.bias_row(offset), head] = beta
-        if value_init == "mimetic":
-            write_values(block, alpha=value_alpha, beta=value_beta, generator=generator)

@@ -236,8 +236,10 @@ def require_formula(vit: Layout) -> int:
 def prepare(vit: Layout, name: str, options: Mapping[str, Any],
             generator: torch.Generator) -> None:
     """Without a base: set attention's biases to 0 and draw a position embedding that is scaled."""
+    if vit.in_windows and name == "impulse":         # which writes the relative bias alone
+        return
     for block in vit.blocks:
-        biases = [] if vit.in_windows and name == "impulse" else [block.q_bias, block.k_bias]
+        biases = [block.q_bias, block.k_bias]
         if options.get("value_init") != "base":
             biases += [block.v_bias, block.proj_bias]
         for bias in biases:

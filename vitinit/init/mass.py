@@ -74,8 +74,8 @@ def targets_of(name: str, options: Mapping[str, Any], heads: Sequence[int]
         if options.get("offsets") == "random":
             targets.append([cells] * count)
         else:
-            chosen = head_offsets(count, cells, options.get("offsets", "rotating"), Generator(),
-                                  first=before)
+            chosen = head_offsets(count, cells, "ordered", Generator(),
+                                  first=before if name == "deep_impulse" else 0)
             targets.append([[offset] for offset in chosen])
         before += count
     return targets
