@@ -1,7 +1,6 @@
-"""Every init of every family can be trained: a few steps on a batch of the embedded images."""
+"""Every init of every family can be trained: a step on a batch of the embedded images."""
 
 from __future__ import annotations
-
 
 import numpy as np
 import pytest
@@ -25,8 +24,6 @@ FAMILIES = {        # name in the table of models, sizes for images of 32×32 pi
     "conv_mixer": ("convmixer_256_8", dict(patch_size=4, embed_dim=22, depth=2, kernel_size=3)),
 }
 OPTIONS = {"impulse_gd": dict(steps=3)}              # it optimises, for a thousand steps by default
-PAIRS = [(family, name) for family, (model_name, _) in FAMILIES.items()
-         for name, functions in INITS.items() if MODELS[model_name][0] in functions]
 
 
 def built(family: str) -> torch.nn.Module:
@@ -42,26 +39,28 @@ def batch() -> tuple[Tensor, Tensor]:
     return images, torch.tensor(labels)
 
 
-@pytest.mark.parametrize("family, name, amp", [
-    (family, name, ("float32", "bfloat16")[number % 2]) for number, (family, name) in enumerate(PAIRS)])
-def test_three_steps_lower_the_loss_and_leave_everything_finite(batch, family, name, amp):
-    model = built(family)
-    vitinit.init_weights(model, name, generator=torch.Generator().manual_seed(0),
-                         **OPTIONS.get(name, {}))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_lowers_the_loss_and_every_gradient_is_finite(batch, family):
+    """In bfloat16 for every second init; the step is one of gradient descent."""
     images, labels = batch
-    losses = []
-    for _ in range(4):
-        with torch.autocast("cpu", torch.bfloat16, enabled=amp == "bfloat16"):
-            loss = torch.nn.functional.cross_entropy(model(images), labels)
-        losses.append(loss.item())
-        if len(losses) < 4:
-            optimizer.zero_grad()
+    inits = [name for name, functions in INITS.items() if MODELS[FAMILIES[family][0]][0] in functions]
+    for number, name in enumerate(inits):
+        model = built(family)
+        vitinit.init_weights(model, name, generator=torch.Generator().manual_seed(0),
+                             **OPTIONS.get(name, {}))
+        losses = []
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=number % 2 == 1):
+                loss = torch.nn.functional.cross_entropy(model(images), labels)
+            losses.append(loss.item())
+            model.zero_grad()
             loss.backward()
-            assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-            optimizer.step()
-    assert all(np.isfinite(losses)) and losses[-1] < losses[0]
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
+            square = sum(p.grad.square().sum() for p in model.parameters())
+            assert square.isfinite(), name
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.01 * parameter.grad / square.sqrt()
+        assert losses[1] < losses[0], name
 
 
 def test_no_family_is_left_out():
