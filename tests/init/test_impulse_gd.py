@@ -16,7 +16,6 @@ from vitinit.mixing import mixing_matrices, target_mass
 GRID = (5, 7)
 OFF_CENTRE = [(-1, 0), (0, 1), (1, 1)]
 FAST = dict(steps=150, step_size=0.01, renorm_every=0)      # sharp maps, in a fraction of a second
-SHORT = dict(steps=2)                                       # where only the bookkeeping matters
 
 
 def vit(**options) -> torch.nn.Module:
@@ -37,16 +36,8 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def initialised(model, seed: int = 0, **options):
-    vitinit.init_weights(model, "impulse_gd", generator=seeded(seed), **SHORT | options)
+    vitinit.init_weights(model, "impulse_gd", generator=seeded(seed), **options)
     return model
-
-
-def query_and_key(block) -> tuple[Tensor, Tensor]:
-    """(h, d, C or N) each."""
-    attention = block.attn
-    if getattr(attention, "reads", "") == "free":
-        return attention.query.mT.detach(), attention.key.mT.detach()
-    return attention.q_weight.detach(), attention.k_weight.detach()
 
 
 def impulse_maps(offsets: list[Offset], grid: tuple[int, int] = GRID) -> Tensor:
@@ -144,22 +135,33 @@ def test_the_heads_of_every_block_attend_to_their_offsets(family):
 # What Q and K are solved on --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["pos_embed", "uniform", "pos_embed+normal"])
-def test_maps_are_sharp_on_the_pseudo_input_that_was_drawn(monkeypatch, kind):
+def test_noise_has_mean_0_and_variance_1_and_is_added_to_positions():
+    positions = torch.randn(101, 211, generator=seeded(1), dtype=torch.float64)
+    for kind, largest, fourth in (("uniform", 3**0.5, 9 / 5), ("normal", 6.0, 3.0)):
+        noise = draw_pseudo_input(positions, kind, seeded())
+        assert noise.mean().item() == pytest.approx(0.0, abs=0.03)
+        assert noise.square().mean().item() == pytest.approx(1.0, abs=0.03)
+        assert noise.pow(4).mean().item() == pytest.approx(fourth, abs=0.15)
+        assert noise.abs().max() <= largest
+        both = draw_pseudo_input(positions, f"pos_embed+{kind}", seeded())
+        torch.testing.assert_close(both - positions, noise)
+    assert torch.equal(draw_pseudo_input(positions, "pos_embed", seeded()), positions)
+
+
+def test_maps_are_sharp_on_the_pseudo_input_that_was_drawn(monkeypatch):
+    """One for each block, where they share no solution; noise contains no positions."""
     drawn, module = [], sys.modules["vitinit.init.impulse_gd"]
 
     def recorded(*arguments):
-        assert arguments[1] == kind
         drawn.append(draw_pseudo_input(*arguments))
         return drawn[-1]
     monkeypatch.setattr(module, "draw_pseudo_input", recorded)
-    model = initialised(vit(pos_embed="sincos", pool="mean"), offsets="ordered", pseudo_input=kind,
-                        share_blocks=False, **FAST)
-    assert len(drawn) == 2 and torch.equal(*drawn) == (kind == "pos_embed")
+    model = initialised(vit(pos_embed="sincos", pool="mean"), offsets="ordered",
+                        pseudo_input="uniform", share_blocks=False, **FAST)
+    assert len(drawn) == 2 and not torch.equal(*drawn)
     for block, tokens in zip(model.blocks, drawn):
-        query, key = query_and_key(block)
+        query, key = block.attn.q_weight.detach(), block.attn.k_weight.detach()
         maps = ((tokens @ query.mT) @ (tokens @ key.mT).mT / 22 ** 0.5).softmax(-1)
         assert target_mass(maps, ordered_offsets(3)[:2], GRID).min() > 25 / 35
-    if "pos_embed" not in kind:                      # noise contains no positions
-        on_positions = target_mass(on_positions_alone(model)[0], ordered_offsets(3)[:2], GRID)
-        assert on_positions.max() < 5 / 35
+    on_positions = target_mass(on_positions_alone(model)[0], ordered_offsets(3)[:2], GRID)
+    assert on_positions.max() < 5 / 35
