@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -44,23 +46,20 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_in_any_phase_costs_nothing(train_program, small_run, tmp_path, monkeypatch, capsys,
-                                             number):
+def test_a_signal_in_any_phase_costs_nothing_and_leaves_no_thread(train_program, small_run, tmp_path,
+                                                                 monkeypatch, capsys):
+    """Each phase has one of the signals, and each signal a phase."""
     straight = tmp_path / "straight"
     two_epochs = dict(schedule__epochs="2", checkpoint__every_steps="5")
     assert train_program.main(small_run(straight, **two_epochs)) == 0
-    # SIGTERM is tested in every phase, each other signal in every third one.
-    chosen = list(PHASES) if number == signal.SIGTERM else \
-        list(PHASES)[list(STOP_SIGNALS).index(number)::3]
-    for phase in chosen:
-        place, name, call, step = PHASES[phase]
+    for (phase, (place, name, call, step)), number in zip(PHASES.items(), cycle(STOP_SIGNALS)):
         place = train_program if place == "train_program" else place
-        folder = tmp_path / phase
+        folder, threads = tmp_path / phase, threading.enumerate()
         with monkeypatch.context() as patch:
             patch.setattr(place, name, signalling(getattr(place, name), call, number))
             assert train_program.main(small_run(folder, **two_epochs)) == 128 + number, phase
         assert f"stopped by signal {int(number)} after step" in capsys.readouterr().out
+        assert threading.enumerate() == threads, phase
         if step is not None:
             assert torch.load(folder / "last.pt", weights_only=True)["step"] == step, phase
         assert train_program.main(["--resume", str(folder)]) == 0
@@ -68,9 +67,8 @@ def test_a_signal_in_any_phase_costs_nothing(train_program, small_run, tmp_path,
 
 
 def test_ctrl_c_while_starting_leaves_nothing(train_program, small_run, tmp_path, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        patch.setattr(opening, "open_split", signalling(opening.open_split, 1, signal.SIGINT))
-        assert train_program.main(small_run(tmp_path / "run")) == 128 + signal.SIGINT
+    monkeypatch.setattr(opening, "open_split", signalling(opening.open_split, 1, signal.SIGINT))
+    assert train_program.main(small_run(tmp_path / "run")) == 128 + signal.SIGINT
     assert capsys.readouterr().err == "train.py: stopped by SIGINT\n"
     assert not (tmp_path / "run").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -107,17 +105,17 @@ def test_a_killed_worker_is_one_line_and_costs_no_step(train_program, small_run,
     assert_same_run(straight, killed)
 
 
-@pytest.mark.parametrize("where, key, value", [
-    ("update", "optim.max_batch_per_process", 4), ("evaluate", "eval.batch_size", 4)])
 def test_running_out_of_memory_names_the_key_to_lower(train_program, small_run, tmp_path, monkeypatch,
-                                                      capsys, where, key, value):
+                                                      capsys):
     def full(*arguments, **keywords):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has …")
-    monkeypatch.setattr(engine if where == "update" else train_program, where, full)
-    assert train_program.main(small_run(tmp_path / "run")) == 2
-    assert capsys.readouterr().err == (
-        f"train.py: process 0 ran out of memory on the GPU; lower {key}, for example --set "
-        f"{key}={value // 2} where it takes {value} images now\n")
+    for place, name, key in ((train_program, "evaluate", "eval.batch_size"),
+                             (engine, "update", "optim.max_batch_per_process")):
+        monkeypatch.setattr(place, name, full)
+        assert train_program.main(small_run(tmp_path / name)) == 2
+        assert capsys.readouterr().err == (
+            f"train.py: process 0 ran out of memory on the GPU; lower {key}, for example --set "
+            f"{key}=2 where it takes 4 images now\n")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -197,18 +195,12 @@ def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
         assert second["val_loss"] == pytest.approx(first["val_loss"], abs=4e-5)
         assert second["val_top1"] == first["val_top1"]
 
-    # Two processes evaluate every image once, too, although 21 is not divisible by two.
-    result = subprocess.run([*TORCHRUN, str(repository / "eval.py"), str(two)],
-                            capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
-    evaluated = json.loads(result.stdout.splitlines()[-1])
-    assert evaluated["model"]["images"] == 21
-    assert evaluated["model"]["top1"] == pytest.approx(their_rows[-1]["val_top1"])
-    assert evaluated["ema"]["top1"] == pytest.approx(their_rows[-1]["ema_top1"])
+    # The two validated every image once, although 21 is not divisible by two.
     capsys.readouterr()
     assert eval_program.main([str(two)]) == 0
     alone = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert evaluated["model"]["per_class"] == alone["model"]["per_class"]
+    assert alone["model"]["top1"] == pytest.approx(their_rows[-1]["val_top1"])
+    assert alone["ema"]["top1"] == pytest.approx(their_rows[-1]["ema_top1"])
 
     # The second process has five batches of evaluation; it learns of the signal in the second.
     number = signal.SIGTERM

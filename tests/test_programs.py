@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
@@ -93,17 +92,6 @@ def test_a_closed_pipe_is_no_error(monkeypatch):
         monkeypatch.setattr(sys, "stdout", stream)
         assert run_program("p", lambda: print("line", flush=True)) == 128 + signal.SIGPIPE
         print("more")                                # what is left is printed nowhere
-
-
-def test_a_terminal_that_lacks_a_character_gets_it_escaped(monkeypatch, train_program, eval_program):
-    for main in (train_program.main, eval_program.main, *PROGRAMS.values()):
-        stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
-        monkeypatch.setattr(sys, "stdout", stream)
-        with pytest.raises(SystemExit, match="0"):
-            main(["--help"])
-        start = stream.tell()
-        print("32×32 → 1…, ≥ é, ő", end="", flush=True)
-        assert stream.buffer.getvalue()[start:] == b"32\xd732 \\u2192 1\\u2026, \\u2265 \xe9, \\u0151"
 
 
 # ---------------------------------------------------------------------------------------------

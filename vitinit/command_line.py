@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import signal
@@ -101,13 +100,8 @@ def run_program(name: str, program: Callable[[], int | None]) -> int:
     Errors that the user can correct (OneLineError, OSError) and signals end the program with one
     line on standard error. Any other exception is a defect of the program and is passed on.
 
-    Characters that the terminal's encoding lacks are printed as escape sequences.
-
     name: the program's name, which starts the line.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):     # not so in a notebook
-            stream.reconfigure(errors="backslashreplace")
     try:
         return program() or 0
     except (KeyboardInterrupt, Interrupted) as request:
