@@ -32,8 +32,8 @@ class Attention(nn.Module):
     """Multi-head self-attention: (B, N, C) → (B, N, C).
 
     The parameters are packed as in timm and DeiT: qkv.weight is (3·C, C), with the queries of all
-    heads first, then the keys, then the values. `q_weight`, `k_weight`, `v_weight`, `q_bias`,
-    `k_bias` and `proj_weight` are views of the parts, so that other code need not know this layout.
+    heads first, then the keys, then the values. `q_weight`, `k_weight`, `v_weight`, `q_bias`
+    and `proj_weight` are views of the parts, so that other code need not know this layout.
     """
 
     def __init__(self, dim: int, *, num_heads: int, qkv_bias: bool = True) -> None:
@@ -66,11 +66,6 @@ class Attention(nn.Module):
     def q_bias(self) -> Tensor | None:
         """(h, d), or None without qkv_bias"""
         return None if self.qkv.bias is None else self._unpacked(self.qkv.bias)[0]
-
-    @property
-    def k_bias(self) -> Tensor | None:
-        """(h, d), or None without qkv_bias"""
-        return None if self.qkv.bias is None else self._unpacked(self.qkv.bias)[1]
 
     @property
     def proj_weight(self) -> Tensor:
