@@ -179,7 +179,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     for caution in cautions(recipe, data):
         processes.say(f"warning {caution}")
     if args.dry_run:
-        processes.say(rehearsal(recipe, data, state))
+        processes.say(rehearsal(recipe, data, state, teacher))
         return 0
 
     # Run folder and engine: from here on there is something to save. ----------------------------
@@ -193,7 +193,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
         processes.say(f"run     {folder.path}"
                       + (f", resumed at step {progress.step:,}" if resumed else ""))
         return run_epochs(recipe, data, state, folder, processes, stop, lr_at=lr_at,
-                          objective=teacher or cross_entropy)
+                          teacher=teacher)
 
 
 def save_last(state: TrainState, folder: RunFolder, processes: Processes) -> None:
@@ -206,7 +206,7 @@ def save_last(state: TrainState, folder: RunFolder, processes: Processes) -> Non
 
 def run_epochs(recipe: Recipe, data: Data, state: TrainState, folder: RunFolder,
                processes: Processes, stop: StopRequest, *, lr_at: Callable[[int], float],
-               objective: Callable[..., Tensor]) -> int:
+               teacher: LearnFromTeacher | None) -> int:
     """Train, evaluate and save until the run ends or is stopped; return the exit status."""
     progress, epochs = state.progress, recipe.schedule.total_epochs
     best_by, batch = recipe.checkpoint.best_by, recipe.optim.global_batch
@@ -257,7 +257,7 @@ def run_epochs(recipe: Recipe, data: Data, state: TrainState, folder: RunFolder,
         with memory_for("optim.max_batch_per_process", data.plan.micro_batch_size, processes.rank):
             train_epochs(
                 state, forward, data.train_batches.steps, epochs=epochs, lr_at=lr_at,
-                global_batch=batch, amp=recipe.engine.amp, objective=objective,
+                global_batch=batch, amp=recipe.engine.amp, objective=teacher or cross_entropy,
                 drop_path_at=drop_path_at, clip_norm=recipe.optim.clip_norm,
                 processes=processes, stop=stop, record=record,
                 save_every=recipe.checkpoint.every_steps,
@@ -273,8 +273,10 @@ def run_epochs(recipe: Recipe, data: Data, state: TrainState, folder: RunFolder,
                       f"with --resume {folder.path}")
         return 128 + ended.number
     except Diverged as diverged:
-        raise Diverged(f"{diverged}; {folder.last} is from before, but would go the same way again: "
-                       "start anew with a lower optim.base_lr, say, or optim.clip_norm") from None
+        fault = teacher.fault(processes, data.plan.accumulation) if teacher else ""
+        advice = (f"; {folder.last} is from before, but would go the same way again: start anew "
+                  "with a lower optim.base_lr, say, or optim.clip_norm")
+        raise Diverged(f"{diverged}{fault or advice}") from None
     best = "none" if progress.best is None else f"{progress.best:.2f}"
     processes.say(f"done    {epochs} epochs, best {best_by} {best}, peak memory "
                   f"{peak_gib(processes.device):.2f} GiB; everything is in {folder.path}")

@@ -16,6 +16,7 @@ from vitinit import export
 from vitinit.models.convert import (TRANSFORMERS_DINOV2, TRANSFORMERS_SWIN, TRANSFORMERS_VIT,
                                     WITH_TEACHER, foreign_names, native_names)
 from vitinit.runs.foreign import read_description
+from vitinit.train.checkpoint import CheckpointError
 
 RUN = Path(__file__).parent / "data" / "version_12"     # a run of ours, of three classes
 WIDTH, HEADS, HIDDEN, PATCH, SIDE, CLASSES, REGISTERS = 21, 3, 29, 5, 15, 7, 2
@@ -259,6 +260,15 @@ def test_labels_without_names_are_numbers(their_folder):
     assert trained.classes == tuple(map(str, range(CLASSES)))
 
 
+def test_names_of_other_functions_are_traps_as_whole_words(tmp_path):
+    for name in ("europe.pth", "vit_ropes.pth", "rpn/vit.pth"):
+        assert read_description(tmp_path / name) is None
+    for name, architecture in (("vit_base_patch16_rope_224.pth", ""), ("vit.RPN.pth", ""),
+                               ("vit_rope/model.safetensors", ""), ("a.pth", "vit_rope_224")):
+        with pytest.raises(CheckpointError, match="would fit and compute another function here"):
+            read_description(tmp_path / name, architecture)
+
+
 def test_timms_hub_states_the_preparation(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(
         {"architecture": "mixer_b16_224", "pretrained_cfg":
@@ -269,19 +279,26 @@ def test_timms_hub_states_the_preparation(tmp_path):
     assert read_description(tmp_path / "other.pth") is None     # the file is of the other one
 
 
-def test_fine_tuning_from_a_folder_says_what_is_assumed(train_program, their_folder, image_tree,
-                                                        capsys):
+def test_fine_tuning_from_a_folder_refuses_other_heads_and_says_what_is_assumed(
+        train_program, their_folder, image_tree, capsys):
     sets = [f"model.options.{key}" for key in (
         f"embed_dim={WIDTH}", f"patch_size={PATCH}", "depth=2",
         f"mlp_ratio={(HIDDEN + 0.5) / WIDTH}")]
     sets += ["data.num_classes=3", f"data.image_size={SIDE}", "optim.global_batch=2",
              "optim.base_lr=0.5", "mix.group=2", "engine.compile=false", "engine.amp=off",
              "data.workers=0", "eval.batch_size=3", f"init.checkpoint={their_folder('ViT')}"]
-    assert train_program.main([
-        "--recipe", "deit_tiny", "--data-dir", str(image_tree), "--dry-run",
-        *(word for one in sets for word in ("--set", one))]) == 0
+
+    def start(*changes: str) -> int:
+        return train_program.main([
+            "--recipe", "deit_tiny", "--data-dir", str(image_tree), "--dry-run",
+            *(word for one in (*sets, *changes) for word in ("--set", one))])
+    assert start() == 2
+    assert f"norm_eps is {EPS}, in the recipe 1e-06" in capsys.readouterr().err
+    assert start(f"model.options.norm_eps={EPS}", "model.options.num_heads=7") == 2
+    assert "expected --set model.options.num_heads=3" in capsys.readouterr().err
+    assert start(f"model.options.norm_eps={EPS}") == 0
     note, = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
-    assert "num_heads 3" in note and "norm_eps 1e-06" in note and "recipe deit_tiny" in note
+    assert "num_heads 3" in note and f"norm_eps {EPS}" in note and "recipe deit_tiny" in note
 
 
 def test_overrides_change_how_images_are_prepared_and_nothing_else_of_a_run(capsys):

@@ -1,4 +1,4 @@
-"""The teacher of a run: its logits are in the student's order; what cannot teach is one line."""
+"""The teacher of a run: three doors lead to the same logits, and what cannot teach is one line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
+from torch import nn
 from torch.testing import assert_close as close
 
 import vitinit
@@ -49,17 +50,19 @@ def test_a_run_teaches_classes_in_the_students_order(images):
     assert teacher.digest == turned.digest != opened(str(RUN), weights="ema").digest
 
 
-def torchvision_weights(folder: Path) -> tuple[torch.nn.Module, Path]:
-    """A small model of torchvision, of three classes, and the file of its weights."""
-    torch.manual_seed(0)
-    model = torchvision.models.shufflenet_v2_x0_5(num_classes=3).eval()
-    file = folder / "shuffle.pth"
-    torch.save(model.state_dict(), file)
-    return model, file
+def test_an_exported_program_is_the_same_teacher(images, tmp_path, capsys):
+    assert export.main([str(RUN), "--to", "torch", "--out", str(tmp_path / "run.pt2")]) == 0
+    teacher, ours = opened(str(tmp_path / "run.pt2")), opened(str(RUN))
+    torch.testing.assert_close(teacher.model(images), ours.model(images))
+    assert (teacher.mean, teacher.std, teacher.size) == (ours.mean, ours.std, ours.size)
+    assert "matched by name" in teacher.name
 
 
 def test_torchvisions_models_read_views_of_any_size(tmp_path):
-    model, file = torchvision_weights(tmp_path)
+    torch.manual_seed(0)
+    model = torchvision.models.shufflenet_v2_x0_5(num_classes=3).eval()
+    file = tmp_path / "weights.pth"
+    torch.save(model.state_dict(), file)
     teacher = opened("torchvision:shufflenet_v2_x0_5", weights=str(file))
     views = torch.randn(2, 3, 40, 56, generator=torch.Generator().manual_seed(0))
     assert torch.equal(teacher.model(views), model(views)) and teacher.size is None
@@ -67,7 +70,15 @@ def test_torchvisions_models_read_views_of_any_size(tmp_path):
     assert "assumed to be in the student's order" in teacher.name
 
 
+def write_program(path: Path, shape: tuple[int, ...], *, batch_is_free: bool) -> str:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 3))
+    free = {"input": {0: torch.export.Dim("batch")}} if batch_is_free else None
+    torch.export.save(torch.export.export(model, (torch.zeros(shape),), dynamic_shapes=free), path)
+    return str(path)
+
+
 def test_what_cannot_teach_is_one_line_that_says_why(tmp_path):
+    (tmp_path / "text.pt2").write_text("no program")
     (tmp_path / "weights.pth").write_bytes(b"")
     cases = {
         "none: no such checkpoint": dict(teacher=str(tmp_path / "none")),
@@ -76,9 +87,15 @@ def test_what_cannot_teach_is_one_line_that_says_why(tmp_path):
             teacher="torchvision:regnet_y_16g"),
         "distill.weights is empty; expected the file": dict(teacher="torchvision:resnet18"),
         "weights.pth": dict(teacher="torchvision:resnet18", weights=str(tmp_path / "weights.pth")),
+        "such as vitinit.export writes without --normalise (there is no such archive)":
+            dict(teacher=str(tmp_path / "text.pt2")),
+        "(Guard failed: input.size()[0] == 2)": dict(teacher=write_program(
+            tmp_path / "fixed.pt2", (2, 3, 8, 8), batch_is_free=False)),
+        "to logits (B, K), such as vitinit.export writes": dict(teacher=write_program(
+            tmp_path / "flat.pt2", (2, 192), batch_is_free=True)),
         "has 3 classes without names, and the student 2": dict(
-            classes=["a", "b"], teacher="torchvision:shufflenet_v2_x0_5",
-            weights=str(torchvision_weights(tmp_path)[1])),
+            classes=["a", "b"], teacher=write_program(tmp_path / "free.pt2", (2, 3, 8, 8),
+                                                      batch_is_free=True)),
     }
     for expected, arguments in cases.items():
         with pytest.raises(OneLineError) as raised:

@@ -10,9 +10,11 @@ from torch.nn.functional import interpolate
 
 import vitinit
 from vitinit.train.distill import LearnFromTeacher, Teacher, distillation_loss
+from vitinit.train.distributed import Processes
 from vitinit.train.optim import Distill
 
 CPU, MEAN, STD = torch.device("cpu"), (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
+ALONE = Processes(rank=0, local_rank=0, world_size=1, device=CPU)
 
 
 def settings(kind: str = "hard", alpha: float = 0.3, tau: float = 1.7) -> Distill:
@@ -106,12 +108,16 @@ def test_the_teacher_reads_the_very_views_as_it_was_trained_to():
     torch.testing.assert_close(other.teacher.model.seen, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_logits_that_are_not_finite_make_the_loss_nan():
+def test_logits_that_are_not_finite_end_training_and_name_the_image():
     objective, images = learning(settings("hard")), seeded(7, 3, 8, 12)
     student = nn.Sequential(nn.Flatten(), nn.Linear(3 * 96, 5))
     targets = torch.eye(5)[torch.arange(7) % 5]
     assert objective(student, images, (), targets).isfinite()
+    assert objective.fault(ALONE, 2) == ""
     broken = images.clone()
     broken[4, 0, 0, 0] = torch.inf
     objective.teacher.model.forward = lambda seen: seen.flatten(1)[:, :5]
-    assert objective(lambda seen: torch.zeros(7, 5), broken, (), targets).isnan()
+    for batch in (images, broken, broken.flip(0)):
+        loss = objective(lambda seen: torch.zeros(7, 5), batch, (), targets)
+    assert loss.isnan()
+    assert "of image 4 of micro-batch 0" in objective.fault(ALONE, 2)     # call 2 = step 1, first part

@@ -27,6 +27,8 @@ def fine_tune(model: nn.Module, recipe: Recipe) -> list[str]:
     tensors = native_tensors(model_state(state, path, init.checkpoint_weights))
     notes = []
     if "recipe" not in state:
+        description = foreign.read_description(path, str(state.get("arch", "")))
+        foreign.require_same_function(description, recipe)
         notes = [f"note    {foreign.assumptions(recipe, None)}"]
     transfer = start_from(model, tensors, path, state.get("grid"))
     return [f"start   {init.checkpoint}: {transfer}", *notes]

@@ -12,6 +12,7 @@ What no file states is assumed from the recipe, and `assumptions` says what that
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,9 @@ from ..recipe.values import to_toml
 from ..train.checkpoint import CheckpointError
 from .folder import FOREIGN_WEIGHTS, parse_json, read_bytes
 
+# Whole words of a model's name whose models have our tensors' names and shapes, but compute
+# something else.
+TRAPS = {"rope": "rotary positions", "rpn": "norms after attention and MLP in place of before them"}
 RESAMPLE = {2: "bilinear", 3: "bicubic"}                # Pillow's numbers
 # Keys of a recipe that no tensor shows.
 UNSEEN = (*(f"model.options.{key}" for key in ("num_heads", "norm_eps", "activation", "pool",
@@ -57,14 +61,21 @@ class Description(NamedTuple):
         return [Override(key, value, str(self.file)) for key, value in self.values.items()]
 
 
-def read_description(path: Path) -> Description | None:
+def read_description(path: Path, architecture: str = "") -> Description | None:
     """What is written beside the checkpoint file `path`, or None if nothing is.
 
-    Raises CheckpointError for a file that cannot be read, and for a model that no model of this
-    package computes.
+    architecture: its name, where the checkpoint itself states it, as timm's trainer does. Raises
+    CheckpointError for a file that cannot be read, and for a model that no model of this package
+    computes, as far as names and what the files say show it.
     """
-    file = path.with_name("config.json")
-    config = _table(file) if path.name in FOREIGN_WEIGHTS else {}
+    file, config, names = path.with_name("config.json"), {}, [architecture, path.name]
+    if path.name in FOREIGN_WEIGHTS:                 # the folder is the model's
+        config = _table(file)
+        names += [path.absolute().parent.name, str(config.get("architecture", ""))]
+    for word in TRAPS.keys() & set(re.split(r"[ ._-]", " ".join(names).lower())):
+        raise CheckpointError(f"{path}: '{word}' in its name stands for {TRAPS[word]}, whose tensors "
+                              "would fit and compute another function here; if this model has none, "
+                              f"rename it without '{word}'")
     try:
         if "model_type" in config:
             return _of_transformers(config, file)
@@ -146,6 +157,22 @@ def assumptions(recipe: Recipe, description: Description | None) -> str:
     source = f"recipe {recipe.name}" + (f" and {description.file.name}" if description else "")
     return (f"assumed, as tensors do not show it: {', '.join(parts)}, the exact GELU if no other "
             f"activation is named ({source})")
+
+
+def require_same_function(description: Description | None, recipe: Recipe) -> None:
+    """Raise CheckpointError if files beside a checkpoint state another function than the recipe.
+
+    This is for fine-tuning, where the recipe's model takes the tensors: neither heads nor epsilon
+    change a shape.
+    """
+    theirs = description.values.get("model.options", {}) if description else {}
+    for key in ("num_heads", "norm_eps"):
+        ours = recipe.model.options.get(key)
+        if key in theirs and ours not in (None, theirs[key]):
+            raise CheckpointError(
+                f"{description.file}: {key} is {theirs[key]}, in the recipe {ours}, and no tensor "
+                f"would show it; expected --set model.options.{key}="
+                f"{str(theirs[key]).replace(' ', '')}")
 
 
 def preprocessor_config(recipe: Recipe, size: tuple[int, int]) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
         where = RunFolder(path.parent).data_of(-1)   # a relative path was relative to elsewhere
         found = with_data(found, root=str(where.get("root", found.data.root)))
     else:
-        description = foreign.read_description(path)
+        description = foreign.read_description(path, str(state.get("arch", "")))
         recipe = recipe or (description and description.recipe)
         if not recipe:
             raise RecipeError(f"{path}: holds no recipe; say with --recipe what it is a checkpoint "

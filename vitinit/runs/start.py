@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..command_line import building
 from ..data.augment import normalise
@@ -22,6 +24,7 @@ from ..recipe.sections import Recipe
 from ..recipe.values import to_toml
 from ..train.checkpoint import write_text_atomically
 from ..train.device import describe_device
+from ..train.distill import LearnFromTeacher
 from ..train.distributed import Processes
 from ..train.state import TrainState
 from .folder import RunFolder, Say
@@ -196,10 +199,26 @@ def cautions(recipe: Recipe, data: Data) -> list[str]:
     return lines
 
 
-def rehearsal(recipe: Recipe, data: Data, state: TrainState) -> str:
-    """One forward pass, and what a dry run says of it."""
+def rehearsal(recipe: Recipe, data: Data, state: TrainState, teacher: LearnFromTeacher | None
+              ) -> str:
+    """One forward pass, and what a dry run says of it, and of what the teacher's passes add."""
     with building(f"recipe {recipe.name}", "model"), torch.no_grad():
         images = next(iter(data.val_batches))[0][:data.plan.micro_batch_size]
         logits = state.model.eval()(images)
-    return (f"dry run: images {tuple(images.shape)} → logits {tuple(logits.shape)}; nothing was "
-            "written")
+        cost = teacher_cost(teacher, images) if teacher else ""
+    return (f"{cost}dry run: images {tuple(images.shape)} → logits {tuple(logits.shape)}; nothing "
+            "was written")
+
+
+def teacher_cost(learning: LearnFromTeacher, images: Tensor) -> str:
+    """A line on what the teacher's pass over these images (B, 3, H, W) costs, with a line break."""
+    model = learning.teacher.model
+    with FlopCounterMode(display=False) as counter:
+        model(learning.inputs(images))
+    learning.logits(images)                          # compiles and warms up
+    began = time.perf_counter()
+    learning.logits(images).sum().item()             # waits for the device
+    milliseconds = 1e3 * (time.perf_counter() - began) / len(images)
+    weights = sum(value.nbytes for value in model.state_dict().values())
+    return (f"cost    the teacher adds {counter.get_total_flops() / len(images) / 1e9:,.3f} GFLOP "
+            f"and {milliseconds:,.2f} ms per image, and {weights / 1e6:,.1f} MB of weights\n")

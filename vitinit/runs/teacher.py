@@ -1,19 +1,22 @@
-"""Open the teacher of a recipe: a model of ours, or one of torchvision's."""
+"""Open the teacher of a recipe: a model of ours, one of torchvision's, or an exported program."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import is_zipfile
 
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.export.passes import move_to_device_pass
 
 from ..data.images import DataError
 from ..data.eval_sets import class_indices, imagenet_wnids
-from ..messages import OneLineError
+from ..messages import OneLineError, in_brief
 from ..recipe.sections import Recipe
 from ..recipe.values import nearest
 from ..train.checkpoint import model_state, require_finite
@@ -62,6 +65,10 @@ def open_teacher(recipe: Recipe, classes: Sequence[str], device: torch.device) -
     name, weights = recipe.distill.teacher, recipe.distill.weights
     if name.startswith(TORCHVISION):
         opened = of_torchvision(name.removeprefix(TORCHVISION), weights)
+    elif name.endswith(".pt2"):
+        if weights:
+            raise TeacherError(f"distill.weights is {weights}, but {name} contains its weights")
+        opened = program(Path(name), recipe, device)
     else:
         trained = load(name, weights=weights or "model")
         trained.require_classifier()
@@ -113,6 +120,37 @@ def of_torchvision(name: str, weights: str) -> Opened:
     size = (model.image_size,) * 2 if hasattr(model, "image_size") else None     # vit_b_16 and such
     return Opened(model, IMAGENET_MEAN, IMAGENET_STD, size,
                   imagenet_wnids() if outputs == 1000 else None, outputs)
+
+
+def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
+    """A program of torch.export: images (B, 3, H, W) → logits (B, K), for any batch size.
+
+    One that `vitinit.export` wrote contains its classes, mean and std. Any other is taken to read
+    the student's views as they are.
+    """
+    notes, data = {"vitinit.json": ""}, recipe.data
+    try:
+        if not is_zipfile(path):                     # with which torch would print a traceback, too
+            raise ValueError("there is no such archive")
+        exported = torch.export.load(path, extra_files=notes)
+        described = json.loads(notes["vitinit.json"] or "{}")
+        images = next(node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"
+                      and node.name in exported.graph_signature.user_inputs)
+        size = tuple(side if isinstance(side, int) else own
+                     for side, own in zip(images.shape[2:], data.image_size, strict=True))
+        exported = move_to_device_pass(exported, device)
+        model = exported.module()
+        with torch.no_grad():
+            shapes = [model(torch.zeros(batch, 3, *size, device=device)).shape for batch in (2, 3)]
+        if [len(shape) for shape in shapes] != [2, 2]:
+            raise ValueError(f"its output is {tuple(shapes[0])}")
+    except Exception as error:                       # of many classes, for a file that is none
+        raise TeacherError(
+            f"{path}: expected a program of torch.export from images (B, 3, H, W) float32, any "
+            "number of them, to logits (B, K), such as vitinit.export writes without --normalise "
+            f"({in_brief(error)})") from None
+    return Opened(model, described.get("mean", data.mean), described.get("std", data.std), size,
+                  described.get("classes"), shapes[0][1])
 
 
 def columns_for(name: str, opened: Opened, classes: Sequence[str]) -> tuple[list[int], str]:

@@ -14,7 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .distributed import Processes
 from .optim import Distill
+
+LONGEST = 2**31                 # more than the images of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class LearnFromTeacher:
     normalised anew, and where it takes another size they are resized, bicubic with antialiasing.
 
     Called like `engine.cross_entropy`. Nothing waits for the device: if the teacher's logits are
-    infinite or NaN the loss becomes NaN, with which training ends.
+    infinite or NaN the loss becomes NaN, with which training ends, and `fault` says which images.
     """
 
     def __init__(self, teacher: Teacher, distill: Distill, *, mean: Sequence[float],
@@ -65,6 +68,8 @@ class LearnFromTeacher:
                        for part in ((mean, std), (teacher.mean, teacher.std)))
         self.scale, self.shift = own[1] / theirs[1], (own[0] - theirs[0]) / theirs[1]
         self.normalised_alike = torch.equal(own, theirs)
+        self.faulty = torch.full((2,), -1, device=device)    # call and row of the first bad logits
+        self.calls = 0
 
     def inputs(self, images: Tensor) -> Tensor:
         """The student's images (B, 3, H, W) as the teacher was trained to read them."""
@@ -87,10 +92,14 @@ class LearnFromTeacher:
             of_labels, of_teacher = forward(images, *scales, apart=True).float().unbind(1)
         else:
             of_labels = of_teacher = forward(images, *scales).float()    # (B, K)
+        bad = ~theirs.isfinite().all(dim=1)                              # (B,)
+        first = torch.stack([torch.full_like(self.faulty[0], self.calls), bad.int().argmax()])
+        self.faulty = torch.where(bad.any() & (self.faulty[0] < 0), first, self.faulty)
+        self.calls += 1
         alpha = self.distill.alpha
         loss = ((1.0 - alpha) * F.cross_entropy(of_labels, targets)
                 + alpha * distillation_loss(of_teacher, theirs, self.distill))
-        return torch.where(theirs.isfinite().all(), loss, torch.nan)     # argmax would hide it
+        return torch.where(bad.any(), torch.nan, loss)               # argmax would hide it
 
     def __str__(self) -> str:
         """What is learned from whom, for the summary of a run."""
@@ -102,3 +111,15 @@ class LearnFromTeacher:
         return (f"{self.teacher.name}, {weights:,} weights ({self.teacher.digest}){changes}; "
                 f"{'the second' if self.two_heads else 'the one'} head learns its {kind}, alpha "
                 f"{self.distill.alpha:g}")
+
+    def fault(self, processes: Processes, accumulation: int) -> str:
+        """The teacher's first logits that were infinite or NaN, in words; "" if there were none.
+
+        accumulation: micro-batches per step. All processes call this, and get the same words.
+        """
+        call, row = self.faulty.tolist()
+        place = processes.maximum(0 if call < 0 else 1 + row + LONGEST * (call % accumulation))
+        if not place:
+            return ""
+        return (f": the teacher's logits are infinite or NaN, of image {(place - 1) % LONGEST} of "
+                f"micro-batch {(place - 1) // LONGEST} of a process, both counted from 0")
