@@ -33,15 +33,14 @@ from torch import Tensor
 
 from vitinit.command_line import Parser, run_program
 from vitinit.data.augment import ToDevice
-from vitinit.data.datasets import DATA_SETS, download, is_wnid
-from vitinit.data.eval_sets import (EVAL_SETS, EvaluatedSet, NamedSet, TrainingPart, class_indices,
-                                    imagenet_wnids, own_set)
+from vitinit.data.datasets import DATA_SETS, EVAL_SETS, download, imagenet_wnids, is_wnid
 from vitinit.data.images import DataError
 from vitinit.data.loader import EvalViews, start_fork_server
-from vitinit.data.pipeline import EvaluationBatches, KeptViews
-from vitinit.data.sources import Source, oriented
+from vitinit.data.pipeline import EvaluationBatches
+from vitinit.data.sources import Source, class_indices, oriented
 from vitinit.recipe.files import RecipeError, overrides, with_data
 from vitinit.recipe.values import nearest
+from vitinit.runs.data import EvaluatedSet, own_set
 from vitinit.runs.report import Finding, report
 from vitinit.runs.saved import Saved, add_options, open_saved
 from vitinit.train import distributed
@@ -57,14 +56,14 @@ EVALUATION_KEYS = ("eval.crop_pct", "eval.interpolation", "eval.batch_size", "ev
                    "engine.channels_last", "engine.tf32")
 
 
-def named_set(text: str) -> NamedSet:
+def named_set(text: str) -> EvaluatedSet:
     """Parse an argument of --data: NAME=DIR, or `shapes` alone, which needs no folder."""
     name, _, root = text.partition("=")
     if name not in (known := [*DATA_SETS, *EVAL_SETS]):
         raise argparse.ArgumentTypeError(f"there is no data set '{name}'{nearest(name, known)}")
     if bool(root) == (name == "shapes"):
         raise argparse.ArgumentTypeError(f"{text}: expected NAME=DIR, or shapes without a folder")
-    return NamedSet(name, root)
+    return EvaluatedSet(name, root)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -91,7 +90,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def open_set(one: EvaluatedSet, processes: Processes) -> Source:
     """Open a data set; it is downloaded first if it is not there and can be."""
-    name = one.data.name if isinstance(one, TrainingPart) else one.name
+    name = one.data.name if one.data else one.name
     with processes.together():
         if name in DATA_SETS and processes.local_rank == 0:
             download(name, one.root)
@@ -137,7 +136,7 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
     pairs = []                                       # of a data set and the number of a checkpoint
     for number, saved in enumerate(checkpoints):
         data = saved.recipe.data
-        chosen = [TrainingPart("train", data)] * args.train_images + (args.data or [])
+        chosen = [EvaluatedSet("train", data.root, data)] * args.train_images + (args.data or [])
         pairs += [(one, number) for one in dict.fromkeys(chosen or [own_set(data)])]
     sources = {one: open_set(one, processes) for one in dict(pairs)}
     with processes.together():
@@ -154,10 +153,10 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
 
     findings = {}
     for one, source in sources.items():
-        kept: dict[tuple, KeptViews] = {}            # how views are made → the views, decoded once
+        made: dict[tuple, EvaluationBatches] = {}    # how batches are made → them, decoded once
         for number, saved in enumerate(checkpoints):
             if (one, number) in columns:
-                batches, engine = batches_of(source, saved, kept, processes), saved.recipe.engine
+                batches, engine = batches_of(source, saved, made, processes), saved.recipe.engine
                 set_precision(engine.tf32)
                 with (ProgressBar(f"validate {one.name}", len(batches),
                                   shown=processes.is_main) as bar,
@@ -176,25 +175,26 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
         report([findings[pair] for pair in pairs], per_class=args.per_class, json_file=args.json)
 
 
-def batches_of(source: Source, saved: Saved, kept: dict[tuple, KeptViews], processes: Processes
-               ) -> EvaluationBatches:
+def batches_of(source: Source, saved: Saved, made: dict[tuple, EvaluationBatches],
+               processes: Processes) -> EvaluationBatches:
     """The images of a data set as a checkpoint's model takes them.
 
-    kept: the views that were made of the set so far, by how; those of this checkpoint are added.
-    What fits in data.on_device_gib or eval.cache_gib is decoded only once.
+    made: the batches of the set that earlier checkpoints took, by how they are made; those of this
+    one are added. What fits in data.on_device_gib or eval.cache_gib is so decoded only once.
     """
     data, how = saved.recipe.data, saved.recipe.eval
     view = dict(size=saved.size, crop_pct=how.crop_pct, interpolation=how.interpolation)
-    key = (*view.values(), data.apply_exif_orientation)
-    if key not in kept:
-        views = EvalViews(oriented(source, data.apply_exif_orientation), **view,
-                          rank=processes.rank, world_size=processes.world_size)
-        kept[key] = KeptViews(views, processes.device, on_device_gib=data.on_device_gib,
-                              cache_gib=how.cache_gib)
     prepare = ToDevice(processes.device, mean=data.mean, std=data.std,
                        channels_last=saved.recipe.engine.channels_last)
-    return EvaluationBatches(kept[key], batch_size=how.batch_size, workers=data.workers,
-                             prepare=prepare)
+    key = (*view.values(), data.apply_exif_orientation, how.batch_size)
+    if key not in made:
+        views = EvalViews(oriented(source, data.apply_exif_orientation), **view,
+                          rank=processes.rank, world_size=processes.world_size)
+        made[key] = EvaluationBatches(views, prepare, batch_size=how.batch_size,
+                                      workers=data.workers, on_device_gib=data.on_device_gib,
+                                      cache_gib=how.cache_gib)
+    made[key].prepare = prepare
+    return made[key]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -14,8 +14,7 @@ from torch import nn
 
 import vitinit
 from vitinit.data.augment import normalise
-from vitinit.data.eval_sets import imagenet_wnids
-from vitinit.data.datasets import open_split
+from vitinit.data.datasets import imagenet_wnids, open_split
 from vitinit.data.sources import ImageFiles
 from vitinit.data.images import resize_and_centre_crop
 from vitinit.recipe.files import overrides
@@ -237,14 +236,14 @@ def test_another_resolution_and_crop(eval_program, image_tree, tmp_path, capsys)
 
 def test_images_are_decoded_once_for_all_models_that_see_them_alike(
         train_program, eval_program, small_run, image_tree, tmp_path, monkeypatch, capsys):
-    """Two runs of one crop, that differ in batch size and std, and a third, on two sets.
+    """Two runs of one crop and batch size, that differ in std, and a third, on two sets.
 
     All results equal those of separate evaluations. Where nothing can be kept, each run decodes.
     Only the models at work are on the device.
     """
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder, changes in zip(folders, ({}, dict(
-            eval__batch_size="5", data__std="[0.3, 0.2, 0.1]"), dict(eval__crop_pct="0.8"))):
+            data__std="[0.3, 0.2, 0.1]"), dict(eval__crop_pct="0.8"))):
         assert train_program.main(small_run(folder, schedule__epochs="1", init="torch",
                                             schedule__warmup_epochs="0", **changes)) == 0
     capsys.readouterr()
@@ -301,11 +300,11 @@ WRONG = [                   # arguments after a run's folder, part of the error 
      "own recipe, of which only how to evaluate can change; valid: data.on_"),
     (["--set", "eval.crop_pc=0.9"], "can change; did you mean 'eval.crop_pct'?"),
     (["--set", "eval.crop_pct=1.5"], "--set eval.crop_pct=1.5: eval.crop_pct is 1.5, expected"),
-    (["--train-images", "--data-dir", "nowhere"], "nowhere/train: no such folder"),
+    (["--train-images", "--data-dir", "nowhere"], "nowhere: no such folder; image_folder is"),
     (["--recipe", "quickstart"], "brings its own recipe; the recipe quickstart that was given is for"),
     (["--data", "shape"], "there is no data set 'shape'; did you mean 'shapes'?"),
     (["--data", "cifar10"], "cifar10: expected NAME=DIR"),
-    (["--data", "imagenet_v2=nowhere"], "nowhere: no such folder; imagenet_v2 is the folder"),
+    (["--data", "imagenet_v2=nowhere"], "nowhere: no such folder; imagenet_v2 is 0/… to"),
     (["--data", "shapes"], "shapes: class 'disc' is none of the model's 3 classes (blue, green, … "
      "red); the model is"),
     (["--data", "shapes", "--data-dir", "x"], "--data-dir x: the folder of the recipe's own data"),

@@ -8,8 +8,7 @@ import pytest
 from pages import (CHECKS, PACKAGE, PAGES, README, RECIPES, REPOSITORY, Page, bad_commands,
                    bad_commits, bad_files, bad_links, bad_words, program_of)
 
-from vitinit.data.datasets import DATA_SETS
-from vitinit.data.eval_sets import EVAL_SETS
+from vitinit.data.datasets import DATA_SETS, EVAL_SETS
 from vitinit.init import INITS
 from vitinit.models import MODELS
 

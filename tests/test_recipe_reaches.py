@@ -39,7 +39,7 @@ def seen(train_program, small_run, tmp_path, monkeypatch) -> dict:
     """The arguments of each call of these functions in a run with the recipe above, by function."""
     calls: dict[str, list[tuple[tuple, dict]]] = {}
     for name in ("optimizer_for", "plan_batches", "learning_rate", "Ema", "set_precision",
-                 "ToDevice", "TrainToDevice", "EvalViews", "KeptViews", "EvaluationBatches",
+                 "ToDevice", "TrainToDevice", "EvalViews", "EvaluationBatches",
                  "train_epochs", "evaluate"):
         place = train_program if hasattr(train_program, name) else data
 
@@ -74,8 +74,8 @@ def test_every_key_reaches_what_it_names(seen, tmp_path):
     assert options("Ema") == dict(decay=0.71, warmup=True)
     assert seen["set_precision"][0][0] == (True,)
     assert options("ToDevice")["channels_last"] is options("TrainToDevice")["channels_last"] is True
-    for name, keys in {"EvalViews": ["crop_pct", "interpolation"], "KeptViews": ["cache_gib"],
-                       "EvaluationBatches": ["batch_size"]}.items():
+    for name, keys in {"EvalViews": ["crop_pct", "interpolation"],
+                       "EvaluationBatches": ["batch_size", "cache_gib"]}.items():
         assert {key: options(name)[key] for key in keys} == {key: evaluation[key] for key in keys}
     assert options("train_epochs")["epochs"] == 5    # with the cool-down
     assert [options("train_epochs")[key] for key in ("amp", "clip_norm", "save_every")] == [

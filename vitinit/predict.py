@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from .command_line import Parser, integer, run_program
-from .data.folders import images_below, in_words
 from .data.images import DataError
+from .data.sources import images_below, in_words
 from .figures.sheet import Tile, attended, draw_sheet, require_attention
 from .messages import one_line
 from .runs.start import as_input

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from vitinit.data import augment
-from vitinit.data.draw import Augmentation, Draws, SampleKey, Samples, unpack
+from vitinit.data.draw import Augmentation, Draws, SampleKey, Samples, View, draw_view, unpack
+from vitinit.data.images import crop_and_flip
 from vitinit.data.mix import MixDraw
 from vitinit.data.rand_augment import RandAugment, describe, draw_operations, rand_augment
+from vitinit.data.sources import Source
+from vitinit.keys import Stream, keyed_generator
 from vitinit.recipe.files import RECIPES, load_recipe
 
 _DEIT = load_recipe(RECIPES / "deit_base.toml")
@@ -45,6 +48,19 @@ def samples(keys: Sequence[SampleKey], groups: Sequence[int] | None = None, step
             ) -> Samples:
     """The samples of a micro-batch of one group, unless `groups` are given."""
     return Samples(step, list(keys), np.array(groups or [0] * len(keys)))
+
+
+def view_of(augmentation: Augmentation, key: SampleKey, height: int, width: int) -> View:
+    """The crop and flip of a sample, from a generator of its own."""
+    rng = keyed_generator(augmentation.seed, Stream.CROP_AND_FLIP, *key)
+    return draw_view(rng, augmentation.augment, height, width)
+
+
+def cropped(augmentation: Augmentation, source: Source, key: SampleKey) -> Tensor:
+    """The view of a sample, (3, H, W) uint8."""
+    image = source.image(key.index)
+    box, flip, interpolation = view_of(augmentation, key, *image.shape[1:])
+    return crop_and_flip(image, box, flip, augmentation.size, interpolation)
 
 
 def draws_of(augmentation: Augmentation, keys: Sequence[SampleKey]) -> Draws:

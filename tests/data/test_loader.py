@@ -5,8 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import select
 import signal
+import subprocess
+import sys
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,20 +20,17 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from deit import AUGMENT, CPU, MIX, RAND_AUGMENT, samples
-from vitinit.data.augment import ToDevice, TrainToDevice
-from vitinit.data.sources import ImageFolder, ImagesInMemory
+from deit import AUGMENT, MIX, RAND_AUGMENT, cropped, samples
 from vitinit.data.draw import Augmentation, SampleKey
-from vitinit.data.images import DataError, crop_and_flip, resize_and_centre_crop
-from vitinit.data.loader import Batch, EvalViews, Loader, TrainViews
-from vitinit.data.pipeline import EvaluationBatches, KeptViews, TrainingBatches
+from vitinit.data.images import DataError, resize_and_centre_crop
+from vitinit.data.loader import Batch, EvalViews, Loader, TrainViews, begin_work
 from vitinit.data.sampler import TrainSampler, plan_batches
+from vitinit.data.sources import ImageFolder
 
-SIZE, SEED = (11, 13), 5
+SIZE, SEED, PATIENCE = (11, 13), 5, 50
 DRAWS = Augmentation(SEED, SIZE, replace(AUGMENT, crop_scale=(0.2, 1.0), crop_padding=2,
                                          interpolation="random", erase_probability=0.5),
                      replace(RAND_AUGMENT, probability=0.7, interpolation="random"), MIX)
-AS_INPUT = dict(mean=(0.5, 0.4, 0.3), std=(0.3, 0.2, 0.1), channels_last=False)
 
 
 @pytest.fixture(scope="module")
@@ -45,24 +46,19 @@ def folder(tmp_path_factory) -> ImageFolder:
     return ImageFolder(root)
 
 
-def numbered(count: int) -> ImagesInMemory:
-    """Images whose label is their own index."""
-    images = np.random.default_rng(1).integers(0, 256, (count, 3, 17, 19), dtype=np.uint8)
-    return ImagesInMemory(torch.from_numpy(images), np.arange(count), [""] * count)
+@pytest.fixture
+def start_by() -> Iterator[Callable[[str], None]]:
+    """Sets the start method of processes for one test."""
+    before = multiprocessing.get_start_method()
+    yield lambda method: multiprocessing.set_start_method(method, force=True)
+    multiprocessing.set_start_method(before, force=True)
 
 
-def batches_of(source, *, workers: int = 0, max_batch: int = 2, repeats: int = 2
-               ) -> TrainingBatches:
-    """Epochs of three steps of six views."""
-    sampler = TrainSampler(len(source), plan_batches(6, max_batch, 1, group=2), rank=0, seed=SEED,
-                           repeats=repeats)
-    return TrainingBatches(source, sampler, TrainToDevice(CPU, DRAWS, **AS_INPUT, num_classes=3),
-                           workers=workers)
-
-
-def loaded(batches: TrainingBatches) -> list[Batch]:
-    return [batch._replace(images=batch.images.clone(), labels=batch.labels.clone())
-            for batch in batches.loader]
+def loader_of(source, workers: int) -> Loader:
+    """An epoch of nine micro-batches of two views."""
+    plan = plan_batches(6, 2, 1, group=2)
+    sampler = TrainSampler(len(source), plan, rank=0, seed=SEED, repeats=2)
+    return Loader(TrainViews(source, DRAWS), workers=workers, batch_size=None, sampler=sampler)
 
 
 def equal(ours: list[Batch], theirs: list[Batch]) -> bool:
@@ -71,18 +67,21 @@ def equal(ours: list[Batch], theirs: list[Batch]) -> bool:
         for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
-def test_a_batch_holds_the_views_and_draws_that_its_keys_name(folder, workers):
-    batches, expected = batches_of(folder, workers=workers), []
-    for each in batches.sampler:
-        images = []
-        for key in each.keys:
-            image = folder.image(key.index)
-            view, = DRAWS.views([key], [image.shape[1:]])
-            images.append(crop_and_flip(image, view.box, view.flip, SIZE, view.interpolation))
-        labels = folder.labels[[key.index for key in each.keys]]
-        expected.append(Batch(torch.stack(images), torch.from_numpy(labels), DRAWS.draws(each)))
-    found = loaded(batches)
+# ---------------------------------------------------------------------------------------------
+# What is loaded
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["none", "fork", "forkserver"])
+def test_a_batch_holds_the_views_and_draws_that_its_keys_name(folder, method, start_by):
+    if method != "none":
+        start_by(method)
+    loader, expected = loader_of(folder, workers=2 * (method != "none")), []
+    for each in loader.sampler:
+        labels = torch.from_numpy(folder.labels[[key.index for key in each.keys]])
+        images = torch.stack([cropped(DRAWS, folder, key) for key in each.keys])
+        expected.append(Batch(images, labels, DRAWS.draws(each)))
+    found = list(loader)
     assert equal(found, expected) and len(found) == 9
     for batch in found:                              # named tuples of tensors, which can be pinned
         assert type(batch) is Batch
@@ -94,49 +93,29 @@ def test_another_seed_epoch_or_repeat_gives_another_view_and_other_draws_of_an_i
     def batch(key: SampleKey, seed: int = SEED) -> Batch:
         return TrainViews(folder, replace(DRAWS, seed=seed))[samples([key])]
     one = batch(SampleKey(0, 7))
-    for other in (batch(SampleKey(1, 7)), batch(SampleKey(0, 7, 1)), batch(SampleKey(0, 7), SEED + 1)):
+    for other in (batch(SampleKey(1, 7)), batch(SampleKey(0, 7, 1)),
+                  batch(SampleKey(0, 7), SEED + 1)):
         assert torch.equal(one.labels, other.labels) and not torch.equal(one.images, other.images)
         assert not torch.equal(one.draws, other.draws)
     assert torch.equal(one.images, batch(SampleKey(0, 7)).images)
 
 
-@pytest.mark.parametrize("max_batch, workers, each", [(6, 2, 2), (2, 2, 2), (1, 2, 3), (1, 1, 6),
-                                                      (1, 0, None)])
-def test_workers_are_ahead_by_two_micro_batches_each_and_by_a_step(max_batch, workers, each):
-    """Each step of 6 images has 1, 3 or 6 micro-batches."""
-    source, prepare = numbered(23), TrainToDevice(CPU, DRAWS, **AS_INPUT, num_classes=23)
-    sampler = TrainSampler(23, plan_batches(6, max_batch, 1, group=1), rank=0, seed=0, repeats=1)
-    batches = TrainingBatches(source, sampler, prepare, workers=workers)
-    assert batches.loader.prefetch_factor == each
-
-
-def test_no_more_workers_than_there_is_to_do(folder):
-    assert batches_of(folder, workers=1000).loader.num_workers == 9      # micro-batches per epoch
-    views = EvalViews(folder, rank=0, world_size=1, size=SIZE, crop_pct=1.0, interpolation="bilinear")
-    kept = KeptViews(views, CPU, on_device_gib=0.0, cache_gib=0.0)
-    batches = EvaluationBatches(kept, batch_size=4, workers=1000, prepare=ToDevice(CPU, **AS_INPUT))
-    assert batches.loader.num_workers == 6           # 23 images in six batches
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 5, 29])        # 29: more processes than images
-def test_evaluation_sees_every_image_exactly_once_in_order(world_size):
-    source, seen = numbered(23), {}
+@pytest.mark.parametrize("world_size", [1, 5, 29])           # 29: more processes than images
+def test_evaluation_sees_every_image_exactly_once_in_order(folder, world_size):
     for rank in range(world_size):
-        views = EvalViews(source, rank=rank, world_size=world_size, size=SIZE, crop_pct=0.875,
+        views = EvalViews(folder, rank=rank, world_size=world_size, size=SIZE, crop_pct=0.875,
                           interpolation="bicubic")
-        labels = []
-        for images, some in Loader(views, workers=0, batch_size=3):
-            assert some.dtype == torch.int64 and len(some) <= 3
-            seen |= dict(zip(some.tolist(), images, strict=True))
-            labels += some.tolist()
-        assert labels == list(range(rank, 23, world_size))
-    for index in range(23):
-        assert torch.equal(seen[index], resize_and_centre_crop(source.image(index), SIZE, 0.875,
-                                                               "bicubic"))
+        found = [(view, label) for images, labels in Loader(views, workers=0, batch_size=3)
+                 for view, label in zip(images, labels.tolist(), strict=True)]
+        share = range(rank, 23, world_size)
+        assert [label for _, label in found] == folder.labels[share].tolist()
+        for (view, _), index in zip(found, share, strict=True):
+            assert torch.equal(view, resize_and_centre_crop(folder.image(index), SIZE, 0.875,
+                                                            "bicubic"))
 
 
 # ---------------------------------------------------------------------------------------------
-# Broken files, signals and exits
+# What goes wrong
 # ---------------------------------------------------------------------------------------------
 
 
@@ -150,38 +129,124 @@ def test_a_broken_file_ends_the_epoch_with_its_name(tmp_path, workers):
     broken.write_bytes(broken.read_bytes()[:41])
     one_line = r"\A" + re.escape(f"{broken}: not a readable image") + r"[^\n]*\Z"
     with pytest.raises(DataError, match=one_line) as error:
-        loaded(batches_of(ImageFolder(tmp_path), workers=workers, repeats=1))
-    traceback.clear_frames(error.tb)             # they hold the loader, and the loader its worker
+        list(loader_of(ImageFolder(tmp_path), workers))
+    traceback.clear_frames(error.tb)                 # they hold the loader, and this its worker
 
 
-def cannot_read(batch: list) -> None:
-    raise DataError("images/a: b.png: cannot be read: Input/output error")
+@pytest.mark.parametrize("error", [
+    MemoryError(), EOFError(), ConnectionResetError(104, "Connection reset by peer"),
+    OSError(24, "Too many open files"), RuntimeError("unable to mmap 7 bytes from file"),
+    RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed."),
+    RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most "
+                 "recent call last):\nRuntimeError: unable to allocate shared memory(shm)")])
+def test_a_worker_that_is_killed_or_finds_no_room_is_one_line(monkeypatch, error):
+    """A mistake has its traceback, and without workers every error."""
+    def failing(self):
+        raise raised[0]
+    monkeypatch.setattr(DataLoader, "__iter__", failing)
+    raised = [error]
+    with pytest.raises(DataError, match=r"\Aa worker process of the loader was killed or found no "
+                                        r"room \(.+\); lower data.workers, now 3, or [^\n]*\Z"):
+        list(Loader([1], workers=3))
+    for workers, raised[0] in ((0, error), (3, RuntimeError("a mistake"))):
+        with pytest.raises(type(raised[0])) as caught:
+            list(Loader([1], workers=workers))
+        assert caught.value is raised[0]
 
 
-def test_a_workers_error_comes_as_that_worker_raised_it():
-    batches = DataLoader([1, 2], num_workers=1, collate_fn=cannot_read, multiprocessing_context="fork")
-    with pytest.raises(DataError) as caught:
-        next(iter(batches))
-    assert str(caught.value) == "images/a: b.png: cannot be read: Input/output error"
-    traceback.clear_frames(caught.tb)
+def test_where_processes_train_together_workers_are_not_forked(start_by, monkeypatch):
+    """A fork may copy a lock that a thread of communication holds, which nobody then releases."""
+    start_by("fork")
+    for together, method in ((False, "fork"), (True, "forkserver")):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: together)
+        loader = Loader([1, 2, 3], workers=1)
+        assert loader.multiprocessing_context.get_start_method() == method
 
 
-def test_an_epoch_goes_on_after_ctrl_c_and_one_sigterm_to_its_worker(folder):
+# ---------------------------------------------------------------------------------------------
+# Signals and exits
+# ---------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_goes_on_after_signals_to_its_worker(folder):
     others, found = multiprocessing.active_children(), []
-    for batch in batches_of(folder, workers=1).loader:
+    for batch in loader_of(folder, workers=1):
         found.append(batch)
         if len(found) == 2:
             worker, = set(multiprocessing.active_children()) - set(others)
-            os.kill(worker.pid, signal.SIGINT)
-            os.kill(worker.pid, signal.SIGTERM)
-    assert equal(found, loaded(batches_of(folder)))
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+                os.kill(worker.pid, number)
+    assert equal(found, list(loader_of(folder, workers=0)))
 
 
-@pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
-def test_a_worker_that_is_gone_before_its_batch_is_fetched_was_killed(monkeypatch, error):
-    """Fetching an announced batch fails before torch notices that the worker is dead."""
-    def gone(self):
-        raise error
-    monkeypatch.setattr(DataLoader, "__iter__", gone)
-    with pytest.raises(DataError, match="a worker process of the loader was killed"):
-        list(Loader([1], workers=1))
+PROGRAM = """
+import multiprocessing
+import os
+import signal
+import sys
+
+import torch
+
+from vitinit.data.loader import Loader
+
+
+class Views:
+    '''Each worker holds a pipe open for as long as it lives.'''
+
+    def __init__(self, pipe):
+        self.pipe, self.held = pipe, None
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        self.held = self.held or open(self.pipe, "wb")
+        # Of a size that threads share; a fork has none of them.
+        return torch.full((1, 3, 512, 512), 2.0).sqrt().mean() * 0 + index
+
+
+if __name__ == "__main__":
+    method, pipe, ending = sys.argv[1:]
+    torch.set_num_threads(2)
+    torch.full((1 << 22,), 2.0).sqrt().sum()         # now the threads exist
+    multiprocessing.set_start_method(method)
+    loader = Loader(Views(pipe), workers=2, batch_size=2, persistent_workers=True)
+    batches = iter(loader)
+    assert next(batches).tolist() == [0, 1]
+    exec(ending)
+"""
+
+
+@pytest.mark.parametrize("method, ending, status", [
+    ("fork", "sys.exit(3)", 3),
+    ("forkserver", "os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL)])
+def test_workers_end_with_their_parent_however_it_ends(tmp_path, method, ending, status):
+    """multiprocessing would wait for workers that ignore its SIGTERM, and a fork server would keep
+    those of a parent that was killed. Nor do forked workers wait for threads that they lack."""
+    program, pipe = tmp_path / "program.py", tmp_path / "pipe"
+    program.write_text(PROGRAM)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    result = subprocess.run([sys.executable, program, method, pipe, ending], text=True,
+                            stderr=subprocess.PIPE, timeout=PATIENCE)
+    assert result.returncode == status
+    assert result.stderr == "" or status < 0         # then Python says what it cleans up
+    # The pipe's other end is closed once nobody holds it any more.
+    assert select.select([reader], [], [], PATIENCE)[0] and os.read(reader, 1) == b""
+    os.close(reader)
+
+
+def test_a_worker_ignores_what_asks_a_run_to_end():
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def work():
+        begin_work(0)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        sender.send("still here")
+
+    worker = context.Process(target=work)
+    worker.start()
+    worker.join()
+    assert receiver.recv() == "still here" and worker.exitcode == 0

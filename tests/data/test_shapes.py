@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch
 from vitinit.data import shapes
 from vitinit.keys import Stream, keyed_generator
 
-SMALL = {"train": 1009, "val": 307}
+SMALL = {"train": 503, "val": 107}
 FAR = 1.5                            # in radii; no shape reaches this far from its centre
 
 
@@ -47,13 +46,9 @@ def test_an_image_alone_equals_the_image_in_its_split(splits, split, number):
     images, labels = splits[split]
     assert images.shape == (SMALL[split], 3, 32, 32) and images.dtype == torch.uint8
     assert labels.shape == (SMALL[split],) and labels.dtype == np.int64
-    for index in (0, 1, 59, 293):
+    for index in (0, 1, 59, 101):
         image, label = alone(number, index)
         assert np.array_equal(images[index].numpy(), image) and labels[index] == label
-
-
-def test_the_real_splits_hold_5000_and_1000_images():
-    assert shapes.SPLITS == {"train": 5_000, "val": 1_000}
 
 
 def test_all_ten_classes_come_about_equally_often(splits):
@@ -75,31 +70,16 @@ def test_clutter_drawn_in_its_window_equals_clutter_drawn_on_the_whole_canvas(mo
     assert np.array_equal(fast, slow)
 
 
-def test_a_shape_is_lighter_than_its_background_and_of_the_promised_size(monkeypatch):
-    # White on black without noise, so the sum of the pixels is the area of the shape, whose radius
-    # is 7 to 12 pixels. Its centre is at least 0.8 radii from the edge of the image, which cuts off
-    # less than a quarter of the area.
-    monkeypatch.setattr(shapes, "GROUND_RANGE", (0.0, 0.0))
-    monkeypatch.setattr(shapes, "CLUTTER_RANGE", (0.0, 0.0))
-    monkeypatch.setattr(shapes, "SHAPE_RANGE", (1.0, 1.0))
-    monkeypatch.setattr(shapes, "NOISE_STD", 0.0)
-    areas = {name: mask(name).mean() * (2 * FAR)**2 for name in shapes.CLASSES}
-    radii = []
-    for index in range(211):
-        image, label = alone(0, index)
-        radii.append((image[0].sum() / 255 / areas[shapes.CLASSES[label]])**0.5)
-    assert 7.0 * 0.75**0.5 < min(radii) < 7.5 and 11.0 < max(radii) < 12.1
-
-
 def test_a_shapes_area_is_that_of_its_name():
     areas = {
         "disc": np.pi * 0.85**2, "ring": np.pi * (0.9**2 - 0.5**2), "square": 1.5**2,
-        "frame": 1.6**2 - 0.84**2, "triangle": 3 * 3**0.5 * 0.5**2, "cross": 2 * 1.9 * 0.56 - 0.56**2,
+        "frame": 1.6**2 - 0.84**2, "triangle": 3 * 3**0.5 * 0.5**2,
+        "cross": 2 * 1.9 * 0.56 - 0.56**2,
         "bars": 2 * 0.52 * 1.8, "half_disc": np.pi / 2, "crescent": np.pi - lens(1.0, 0.75, 0.45),
         # A pentagon of apothem a = 0.38 and five points on its sides, 72° at their feet.
         "star": 5 * 0.38**2 * np.tan(np.pi / 5) * (1 + np.tan(np.pi / 5) * np.tan(2 * np.pi / 5))}
     assert areas.keys() == shapes.SHAPES.keys()
     for name, area in areas.items():
         inside = mask(name, points=1201)
-        assert not inside[[0, -1]].any() and not inside[:, [0, -1]].any()    # all of it is on the grid
+        assert not inside[[0, -1]].any() and not inside[:, [0, -1]].any()    # all is on the grid
         assert inside.mean() * (2 * FAR)**2 == pytest.approx(area, rel=0.005), name

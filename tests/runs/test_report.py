@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vitinit.data.eval_sets import NamedSet
+from vitinit.runs.data import EvaluatedSet
 from vitinit.runs.report import Finding, report
 from vitinit.train.checkpoint import CheckpointError, write_text_atomically
 from vitinit.train.engine import Evaluation
@@ -22,7 +22,7 @@ EMA = Evaluation(loss=1.5, top1=25.0, top5=100.0, images=1004, class_hits=[4, 1,
                  class_images=[4, 1, 999])
 
 
-def finding(data_set: NamedSet = NamedSet("pets", "/data/pets"),
+def finding(data_set: EvaluatedSet = EvaluatedSet("pets", "/data/pets"),
             model_classes: int = 3, **results: Evaluation) -> Finding:
     return Finding("runs/a/last.pt", "deit_tiny", data_set, (192, 256), model_classes,
                    ["ant", "bee", "cat"], results or {"model": MODEL, "ema": EMA})
@@ -59,7 +59,7 @@ def test_classes_are_sorted_by_what_the_model_knows_of_them(capsys):
 def test_several_findings_are_a_table_and_a_line_of_json_each(tmp_path, capsys):
     file = tmp_path / "out.json"
     few = dataclasses.replace(MODEL, top5=None)
-    report([finding(model=few), finding(NamedSet("shapes", ""), model_classes=5)],
+    report([finding(model=few), finding(EvaluatedSet("shapes", ""), model_classes=5)],
            per_class=False, json_file=file)
     assert capsys.readouterr().out.splitlines() == [
         "shapes: 3 of the 5 classes of runs/a/last.pt; the others are left out of ranking and loss",

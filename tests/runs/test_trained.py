@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import vitinit
-from vitinit.data.eval_sets import imagenet_wnids
+from vitinit.data.datasets import imagenet_wnids
 from vitinit.runs import folder as folder_module, trained as trained_module
 from vitinit.train.checkpoint import load as load_checkpoint
 

@@ -14,7 +14,7 @@ from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
-from ..messages import OneLineError
+from ..data.sources import LooseImages
 from ..recipe.files import with_data
 from ..recipe.sections import Recipe
 from .report import Row
@@ -24,7 +24,6 @@ from .training import alone, given_step, recipe_of, set_up, train_on, train_prog
 
 PHOTOGRAPHS = 200               # files that are read; an epoch has each of them many times
 BATCH = 50                      # images that are augmented together
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 # Overrides that leave what a worker does (decoding, cropping, flipping) and normalising.
 PLAIN = ("rand_augment.layers=0", "augment.erase_probability=0", "mix.mixup_alpha=0",
          "mix.cutmix_alpha=0")
@@ -34,12 +33,10 @@ def image_folder(root: Path, source: Path | None, count: int) -> list[str]:
     """Make `root` a data set of `count` links to photographs; return overrides that select it.
 
     source: a folder of photographs, of which PHOTOGRAPHS are taken; None: 50 are drawn. All are in
-    the disk's cache, so that the disk is not measured. Raises OneLineError if there are none.
+    the disk's cache, so that the disk is not measured. Raises DataError if there are none.
     """
-    found = draw_photographs(root / "drawn", 50) if source is None else sorted(itertools.islice(
-        (path for path in source.rglob("*") if path.suffix.lower() in ENDINGS), PHOTOGRAPHS))
-    if not found:
-        raise OneLineError(f"{source}: no photographs in it")
+    found = draw_photographs(root / "drawn", 50) if source is None else [
+        Path(path) for path in LooseImages(source, PHOTOGRAPHS).paths]
     for split, number in (("train", count), ("val", 2)):
         for label in ("one", "two"):
             (root / split / label).mkdir(parents=True)
@@ -75,10 +72,7 @@ def steps_of(recipe: Recipe, device: torch.device) -> Iterator:
 
 
 def torchvisions_pipeline(size: tuple[int, int]) -> transforms.Compose:
-    """DeiT's augmentation as one would write it with torchvision, on Pillow images.
-
-    It lacks mixing, and its RandAugment is milder than DeiT's.
-    """
+    """DeiT's augmentation by torchvision, on Pillow images, without mixing and somewhat milder."""
     return transforms.Compose([
         transforms.RandomResizedCrop(size, interpolation=InterpolationMode.BICUBIC),
         transforms.RandomHorizontalFlip(), transforms.RandAugment(2, 9), transforms.ToTensor(),

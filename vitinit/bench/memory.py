@@ -23,8 +23,7 @@ SHARE = 0.5                     # of the GPU's memory; augmentation, kernels and
 def saved_bytes(model: nn.Module, images: Tensor, amp: str) -> int:
     """Bytes that a forward pass saves for the backward pass, without parameters and buffers.
 
-    images: (B, 3, H, W). amp: precision, as in `engine.amp`. Tensors with a common storage count
-    once.
+    images: (B, 3, H, W). Tensors with a common storage count once.
     """
     own = {id_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, Tensor] = {}                    # keeps tensors alive, so that ids stay unique

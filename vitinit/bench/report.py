@@ -54,20 +54,11 @@ def machine(device: torch.device) -> Row:
                 "commit": git_commit(REPOSITORY), "device": describe_device(device)}
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-        row |= {"memory": f"{memory / 2**30:.1f} GiB", "driver": driver(),
+        row |= {"memory": f"{memory / 2**30:.1f} GiB",
                 "GPUs": torch.cuda.device_count(), "CUDA": torch.version.cuda}
     return row | {"processor": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
                   "torch": torch.__version__, "torchvision": torchvision.__version__,
                   "python": platform.python_version()}
-
-
-def driver() -> str:
-    """The GPU driver's version, or "unknown" if it cannot be found out."""
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], text=True,
-            capture_output=True, timeout=60, check=True).stdout.split("\n")[0].strip()
-    return "unknown"
 
 
 def processor() -> str:
@@ -77,11 +68,6 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
-
-
-# ---------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------
 
 
 def speeds(device: str, data: Sequence[str]) -> list[list[str]]:
@@ -108,13 +94,10 @@ def bench_all(out: Path, *, device: torch.device, photographs: Path | None, minu
 
     Each command is a process of its own, so that a crash, a hang or a lost GPU ends that one only.
     After `minutes` the command that runs is ended, and further ones are not begun, which is no
-    failure. Returns 1 if a check or a command failed, else 0. Raises OneLineError if `out` exists,
-    or if the repository's tests are not there.
+    failure. Returns 1 if a check or a command failed, else 0. Raises OneLineError if `out` exists.
     """
     if out.exists():
         raise OneLineError(f"{out} exists already; choose another --out")
-    if not CHECKS.is_dir():
-        raise OneLineError(f"{CHECKS}: not there; bench all needs the repository around vitinit/")
     deadline = time.monotonic() + 60 * minutes
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {})
     data = ["--data-dir", str(photographs.resolve())] if photographs else []
@@ -155,8 +138,7 @@ def outcome(status: int) -> str:
     """How a command with this exit status, or negative signal number, failed; "" if it did not."""
     if not status:
         return ""
-    how = ("the time ran out" if status == -signal.SIGKILL else f"exit status {status}"
-           if status > 0 else f"ended by {signal.Signals(-status).name}")
+    how = "the time ran out" if status == -signal.SIGKILL else f"exit status {status}"
     return f"\n\n**Failed**: {how}."
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..models.layers import draw_drop_path
 from ..recipe.sections import Recipe
 from ..runs.start import without_data
+from ..runs.teacher import learn_from_teacher
 from ..train.device import matrix_rate, peak_gib
 from ..train.engine import AMP_DTYPES, autocast, cross_entropy
 from ..train.optim import hidden_matrices, optimizer_for
@@ -23,7 +24,7 @@ from ..train.metrics import training_flops
 from .launches import launches_of
 from .report import Row
 from .timing import clock_of, interleave, times_as_fast
-from .training import Part, given_step, objective_for, set_up, train_on
+from .training import Part, given_step, set_up, train_on
 
 THEIRS = {"vit_base": "vit_b_16", "swin_tiny": "swin_t"}       # models that torchvision has as well
 STEPS = {"cuda": 10, "cpu": 1}                                 # of each measurement
@@ -57,7 +58,9 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     state, forward = set_up(recipe, device)
     part, rates = synthetic_batch(recipe, batch, device), state.model.drop_path_rates
     drop_path = draw_drop_path(rates, batch, np.random.default_rng(0)) if any(rates) else None
-    objective = objective_for(recipe, device)
+    classes = [*map(str, range(recipe.data.num_classes))]
+    objective = (learn_from_teacher(recipe, classes, device) if recipe.distill.teacher else
+                 cross_entropy)
 
     def engine(steps: int = count, objective: Callable[..., Tensor] = objective) -> None:
         train_on(state, [given_step(number, [part]) for number in range(steps)], forward=forward,

@@ -16,8 +16,7 @@ def clock_of(device: torch.device) -> Clock:
     """A clock in seconds for the work of this process on a device.
 
     On a GPU it is the wall clock, read when the GPU has done all its work. On a CPU it is the
-    processor time of this process, which other programs hardly change. It counts each thread, and
-    rows are about one core, so torch is given a single one.
+    processor time of one thread, which other programs hardly change.
     """
     torch.set_num_threads(1)
     if device.type == "cpu":
@@ -47,9 +46,6 @@ def interleave(actions: Mapping[str, Callable[[], object]], clock: Clock, rounds
 
 
 def times_as_fast(ours: Sequence[float], others: Sequence[float]) -> str:
-    """How many times as fast as the other one ours is, by the seconds of each in each round.
-
-    In words: the median of the ratios of all rounds, and their range.
-    """
+    """How many times as fast as the other ours is: the median of all rounds, and their range."""
     ratios = [other / own for own, other in zip(ours, others, strict=True)]
     return f"{statistics.median(ratios):.3g} ({min(ratios):.3g} to {max(ratios):.3g})"

@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..messages import OneLineError
 from ..recipe.files import fresh_recipe
 from ..recipe.sections import Recipe
-from ..runs.teacher import learn_from_teacher
 from ..train.distributed import Processes
 from ..train.ema import Ema
 from ..train.engine import cross_entropy, set_precision, train_epochs, tune_convolutions
@@ -29,12 +27,8 @@ Part = tuple[Tensor, Tensor]    # images (B, 3, H, W) and targets (B, K) on the 
 
 
 def train_program() -> ModuleType:
-    """train.py as a module. Raises OneLineError if the package was installed without it."""
-    path = REPOSITORY / "train.py"
-    if not path.is_file():
-        raise OneLineError(f"{path}: not there; bench measures what train.py does, and needs the "
-                           "repository around vitinit/")
-    spec = importlib.util.spec_from_file_location("measured_train_program", path)
+    """train.py as a module, from the repository around the package."""
+    spec = importlib.util.spec_from_file_location("measured_train_program", REPOSITORY / "train.py")
     program = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = program
     spec.loader.exec_module(program)
@@ -72,13 +66,6 @@ def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, Callable[.
     state, _ = program.initial_state(recipe, alone(device), None, Path(), None)
     tune_convolutions(state.model)
     return state, program.wrap_models(state, recipe, alone(device))[0]
-
-
-def objective_for(recipe: Recipe, device: torch.device) -> Callable[..., Tensor]:
-    """A micro-batch's loss as train.py computes it, with the recipe's teacher if there is one."""
-    classes = [*map(str, range(recipe.data.num_classes))]
-    return (learn_from_teacher(recipe, classes, device) if recipe.distill.teacher else
-            cross_entropy)
 
 
 class GivenPart(NamedTuple):

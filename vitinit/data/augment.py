@@ -21,11 +21,6 @@ from .rand_augment import CPU_CHUNK, rand_augment
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-# ---------------------------------------------------------------------------------------------
-# Normalising
-# ---------------------------------------------------------------------------------------------
-
-
 def normalise(images: Tensor, mean: Sequence[float] | Tensor,
               std: Sequence[float] | Tensor) -> Tensor:
     """Map (B, 3, H, W) uint8 to float32: (value / 255 - mean) / std, per channel.
@@ -38,11 +33,6 @@ def normalise(images: Tensor, mean: Sequence[float] | Tensor,
     return (images * (1.0 / (255.0 * std)).float()).sub_((mean / std).float())
 
 
-# ---------------------------------------------------------------------------------------------
-# Erasing
-# ---------------------------------------------------------------------------------------------
-
-
 def normal_quantiles(count: int = 2**16) -> Tensor:
     """The quantiles of N(0, 1) at (i + ½) / count: (count,) float32, from -4.3 to 4.3."""
     shares = (torch.arange(count, dtype=torch.float64) + 0.5) / count
@@ -53,12 +43,11 @@ def hashed(keys: Tensor | int, counters: Tensor) -> Tensor:
     """64 random bits per pair of key and counter, as int64.
 
     This is SplitMix64 (Steele et al., OOPSLA 2014): output number `counter` of the generator whose
-    seed is `key`. Products wrap around, as is usual for int64, and shifts to the right fill with
-    zeros, as for unsigned integers.
+    seed is `key`. Products wrap around, and shifts fill with zeros, as for unsigned integers.
     """
     def shifted(bits: Tensor, by: int) -> Tensor:
         return (bits >> by) & ((1 << (64 - by)) - 1)
-    # The constants 0x9E37…, 0xBF58… and 0x94D0… of the paper as int64, less 2^64.
+    # The constants of the paper as int64, less 2^64.
     bits = keys + (counters + 1) * (0x9E3779B97F4A7C15 - 2**64)
     bits = (bits ^ shifted(bits, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     bits = (bits ^ shifted(bits, 27)) * (0x94D049BB133111EB - 2**64)
@@ -72,9 +61,8 @@ def erase(images: Tensor, erased: Tensor, count: int, fill: str, quantiles: Tens
     (3 · height · width each), which the host must know. fill: "pixel" (noise per value), "rand"
     (noise per channel) or "const" (zeros). quantiles: `normal_quantiles`, on the same device.
 
-    Noise is not drawn by a generator of the device. It is looked up among the quantiles by a hash
-    of the image's noise key and the position in the box (channel, row, column), so that it is the
-    same, bit for bit, on every device.
+    Noise is looked up among the quantiles by a hash of the image's noise key and the position in
+    the box (channel, row, column), so that it is the same, bit for bit, on every device.
     """
     if not count:
         return images
@@ -102,11 +90,6 @@ def erase(images: Tensor, erased: Tensor, count: int, fill: str, quantiles: Tens
     return images
 
 
-# ---------------------------------------------------------------------------------------------
-# The way of a batch on the device
-# ---------------------------------------------------------------------------------------------
-
-
 class ToDevice:
     """Prepare evaluation batches: normalised images (B, 3, H, W) float32 and labels (B,).
 
@@ -127,17 +110,15 @@ class ToDevice:
 class TrainToDevice(ToDevice):
     """Prepare training batches: augmented images (B, 3, H, W) float32, and targets (B, K) float32.
 
-    chunk: how many pixels are normalised, erased and mixed at once. By default a CPU does so with
-        what fits into its cache, and a GPU with the whole micro-batch, which takes fewest launches;
-        the bits are the same.
+    A CPU normalises, erases and mixes what fits into its cache at once, and a GPU the whole
+    micro-batch, which takes fewest launches; the bits are the same.
     """
 
     def __init__(self, device: torch.device, augmentation: Augmentation, *, num_classes: int,
-                 mean: Sequence[float], std: Sequence[float], channels_last: bool,
-                 chunk: int | None = None) -> None:
+                 mean: Sequence[float], std: Sequence[float], channels_last: bool) -> None:
         super().__init__(device, mean=mean, std=std, channels_last=channels_last)
         self.augmentation, self.num_classes = augmentation, num_classes
-        self.chunk = chunk if chunk is not None else CPU_CHUNK if device.type == "cpu" else 2**62
+        self.chunk = CPU_CHUNK if device.type == "cpu" else 2**62        # pixels at once
         self.fill = torch.tensor(augmentation.rand_augment.fill, dtype=torch.uint8, device=device)
         self.quantiles = normal_quantiles().to(device)
 
@@ -184,8 +165,7 @@ def pairs_in_chunks(count: int, most: int) -> Iterator[np.ndarray]:
     """Yield the indices of `count` images in chunks that hold each image with its mixing partner.
 
     Partners stand opposite each other, so a chunk is indices from the front of the batch and from
-    its end; an odd batch has one image in the middle. most: how many images a chunk may have, which
-    has at least one pair.
+    its end. most: how many images a chunk may have, which has at least one pair.
     """
     pairs = max(1, most // 2)
     for first in range(0, (count + 1) // 2, pairs):

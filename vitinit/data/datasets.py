@@ -1,14 +1,23 @@
 """All data sets by name: image folders, published sets, and the embedded set `shapes`.
 
 torchvision lists, reads and downloads the published ones, except for ImageNet and Tiny ImageNet.
+Four test sets are for models that were trained on ImageNet-1K:
+
+    ImageNet-V2      Recht et al., arXiv 1902.10811: images collected anew in the same way
+    ImageNet-R       Hendrycks et al., arXiv 2006.16241: paintings, toys, tattoos, …; 200 classes
+    ImageNet-A       Hendrycks et al., arXiv 1907.07174: photos that fool a ResNet-50; 200 classes
+    ImageNet-Sketch  Wang et al., arXiv 1905.13549: drawings in black and white
+
+Accuracy on ImageNet-R and ImageNet-A is defined over their 200 classes: the model's logits of the
+other 800 classes are left out (`sources.class_indices`).
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,17 +29,10 @@ from torchvision.datasets import (CIFAR10, CIFAR100, STL10, SVHN, Flowers102, Fo
 
 from ..messages import in_brief
 from . import shapes
-from .folders import class_folders
 from .images import DataError
-from .sources import (VALIDATION_FOLDERS, ImageFiles, ImageFolder, ImagesInMemory, Source,
-                      folder_of)
+from .sources import ImageFiles, ImageFolder, ImagesInMemory, Source, class_folders, folder_of
 
-QUOTED = 50                     # how many characters of another library's error a message quotes
-
-
-# ---------------------------------------------------------------------------------------------
-# Image folders
-# ---------------------------------------------------------------------------------------------
+WNIDS = Path(__file__).with_name("imagenet_wnids.txt")
 
 
 def open_folder(root: Path, split: str) -> ImageFolder:
@@ -40,42 +42,57 @@ def open_folder(root: Path, split: str) -> ImageFolder:
     none of these three folders, all images are training images, in root/<class>/…. Raises DataError
     if there are no validation images, or if the two splits do not have the same classes.
     """
-    train = root / "train"
-    present = [name for name in VALIDATION_FOLDERS if os.path.isdir(root / name)]
+    train, *others = folders = [root / name for name in ("train", "val", "test")]
     if split == "train":
-        splits = present or os.path.isdir(train) or not os.path.isdir(root)
-        return ImageFolder(train if splits else root)
-    if not present and os.path.isdir(root):
-        raise DataError(f"{root}: no {'/ or '.join(VALIDATION_FOLDERS)}/ in it; training needs "
-                        "none with --set data.held_out_per_class=N, which validates on N images of "
-                        "each class")
-    source = ImageFolder(root / (present or VALIDATION_FOLDERS)[0])
+        return ImageFolder(train if any(map(os.path.isdir, folders)) else root)
+    held = next(filter(os.path.isdir, others), None)
+    if held is None:
+        raise DataError(f"{root}: no val/ or test/ in it; training needs none with --set "
+                        "data.held_out_per_class=N, which validates on N images of each class")
+    source = ImageFolder(held)
     if os.path.isdir(train):
         unshared = set(source.classes) ^ set(class_folders(train))
         if unshared:
             raise DataError(f"{root}: class '{min(unshared)}' is in only one of train/ and "
-                            f"{present[0]}/; both must hold the same classes")
+                            f"{held.name}/; both must hold the same classes")
     return source
 
 
 def open_imagenet(root: Path, split: str) -> ImageFolder:
     """Open a split of ImageNet-1K, which is an image folder whose classes are WordNet ids.
 
-    The published archive of validation images unpacks into one flat folder without class folders;
-    that raises DataError with a hint how to sort them. Its test/ has no labels to validate on.
+    The published archive of validation images unpacks into one flat folder, which raises DataError
+    with a hint how to sort them. Its test/ has no labels to validate on.
     """
     folder = root / split
-    if not os.path.isdir(folder):
-        raise DataError(f"{folder}: no such folder; ImageNet is train/<wnid>/… and val/<wnid>/…")
-    if not any(entry.is_dir() for entry in os.scandir(folder)):
-        raise DataError(f"{folder}: no class folders in it; ImageNet's images must lie in "
-                        f"{folder}/<wnid>/, the 50,000 of validation, too (valprep.sh of "
-                        "github.com/soumith/imagenetloader.torch moves them)")
+    try:
+        class_folders(folder)
+    except DataError as error:
+        raise DataError(f"{error}; ImageNet is train/<wnid>/… and val/<wnid>/…, into which "
+                        "valprep.sh of github.com/soumith/imagenetloader.torch sorts the images of "
+                        "validation") from None
     source = open_folder(root, split)
-    strange = [name for name in source.classes if not is_wnid(name)]
-    if strange:
-        raise DataError(f"{folder / strange[0]}: not a class of ImageNet, such as n01440764; for "
-                        "other image folders --set data.name=image_folder")
+    for name in source.classes:
+        if not is_wnid(name):
+            raise DataError(f"{folder / name}: not a class of ImageNet, such as n01440764; for "
+                            "other image folders --set data.name=image_folder")
+    return source
+
+
+def open_test_set(root: Path, split: str, *, numbered: bool = False) -> ImageFolder:
+    """Open one of ImageNet's four other test sets, root/<wnid>/….
+
+    numbered: its folders are 0 … 999 instead, in the order of the wnids.
+    """
+    source, wnids = ImageFolder(root), imagenet_wnids()
+    known = list(map(str, range(len(wnids)))) if numbered else wnids
+    for name in source.classes:
+        if name not in known:
+            raise DataError(f"{root / name}: not a class of this set, such as {known[0]}")
+    if numbered:                                     # folders are sorted as words: 0, 1, 10, 100, …
+        numbers, present = np.array(source.classes, np.int64), sorted(map(int, source.classes))
+        source.labels = np.searchsorted(present, numbers[source.labels])
+        source.classes = [wnids[number] for number in present]
     return source
 
 
@@ -83,8 +100,7 @@ def open_tiny_imagenet(root: Path, split: str) -> ImageFiles:
     """Tiny ImageNet, 64×64 pixels, 200 classes: train has 500 images per class, val has 50.
 
     Training images are train/<wnid>/images/*.JPEG. All validation images are in val/images/; each
-    line of val/val_annotations.txt gives the file name, the class and the bounding box of one of
-    them, separated by tabs.
+    line of val/val_annotations.txt begins with the file name and the class of one, and tabs.
     """
     lines = (root / "val" / "val_annotations.txt").read_text(encoding="utf-8").splitlines()
     if split == "train":
@@ -93,18 +109,21 @@ def open_tiny_imagenet(root: Path, split: str) -> ImageFiles:
         return source
     names, wnids = zip(*(line.split("\t")[:2] for line in lines))
     classes, labels = np.unique(wnids, return_inverse=True)
-    paths = [str(root / "val" / "images" / name) for name in names]
-    return ImageFiles(paths, labels, classes.tolist())
+    return ImageFiles([str(root / "val" / "images" / name) for name in names], labels,
+                      classes.tolist())
+
+
+def imagenet_wnids() -> list[str]:
+    """The WordNet ids (wnids) of ImageNet-1K's classes, sorted: class 0 is n01440764, the tench.
+
+    Models that were trained on ImageNet's folders have their outputs in this order.
+    """
+    return WNIDS.read_text(encoding="ascii").split()
 
 
 def is_wnid(name: str) -> bool:
     """Whether `name` is a WordNet id: the letter n and eight digits."""
     return len(name) == 9 and name[0] == "n" and name[1:].isdecimal()
-
-
-# ---------------------------------------------------------------------------------------------
-# torchvision's sets
-# ---------------------------------------------------------------------------------------------
 
 
 TRAIN_AND_TEST = {"train": "train", "val": "test"}   # our splits, and what most sets call them
@@ -131,10 +150,7 @@ def read_arrays(kind: type[VisionDataset], labels: str, splits: dict[str, str | 
 
 
 def list_food101(root: Path, split: str) -> ImageFiles:
-    """Food-101 class by class in alphabetical order; its lists have another order of classes.
-
-    Some labels of the training images are wrong.
-    """
+    """Food-101 class by class in alphabetical order; its lists have another order of classes."""
     found = Food101(root, TRAIN_AND_TEST[split])
     order = np.argsort(found._labels, kind="stable")
     return ImageFiles([str(found._image_files[index]) for index in order],
@@ -158,11 +174,6 @@ def list_pets(root: Path, split: str) -> ImageFiles:
                       [breeds[label] for label in sorted(breeds)])
 
 
-# ---------------------------------------------------------------------------------------------
-# All sets
-# ---------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class DataSet:
     """What is known about a data set.
@@ -179,8 +190,6 @@ class DataSet:
     num_classes: int | None
     downloads: Sequence[Callable[[Path], object]] = ()
 
-
-IN_MEMORY = ("shapes", "cifar10", "cifar100", "stl10", "svhn")     # sets that are no image files
 
 DATA_SETS: dict[str, DataSet] = {
     "shapes": DataSet(lambda _, split: ImagesInMemory(*shapes.make_split(split), shapes.CLASSES),
@@ -216,49 +225,42 @@ DATA_SETS: dict[str, DataSet] = {
         200),
 }
 
+EVAL_SETS: dict[str, DataSet] = {                    # which have no training split
+    "imagenet_v2": DataSet(
+        partial(open_test_set, numbered=True),
+        "0/… to 999/… (imagenetv2-matched-frequency-format-val unpacked)", 1000),
+    "imagenet_r": DataSet(open_test_set, "200 folders <wnid>/… (imagenet-r unpacked)", 200),
+    "imagenet_a": DataSet(open_test_set, "200 folders <wnid>/… (imagenet-a unpacked)", 200),
+    "imagenet_sketch": DataSet(open_test_set, "1000 folders <wnid>/… (sketch unpacked)", 1000),
+}
 
-def download(name: str, root: str, say: Callable[[str], object] = print) -> None:
+
+def download(name: str, root: str) -> None:
     """Download a data set that torchvision offers, unless its files are there already.
 
     Among processes that share the folder, on one or several machines, one downloads and the others
-    wait. say: called with one line if this process has to wait. Raises DataError if the download
-    fails.
+    wait; if it dies, the next goes on. Raises DataError if the download fails.
     """
     data_set, folder = DATA_SETS[name], folder_of(root)
     if not data_set.downloads:
         return
     try:
-        with one_at_a_time(folder / f".{name}.downloading", say):
+        with ExitStack() as stack:
+            with suppress(OSError):                  # for a folder that cannot be written
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = folder / f".{name}.downloading"
+                file = stack.enter_context(open(lock, "a"))
+                # Two may enter once everything is there.
+                stack.callback(lock.unlink, missing_ok=True)
+                fcntl.lockf(file, fcntl.LOCK_EX)
             for download_part in data_set.downloads:
                 download_part(folder)
     except ImportError:                              # of scipy, of which `open_split` tells
         pass
     except (OSError, RuntimeError, ValueError) as error:     # urllib's errors are OSErrors
-        reason = in_brief(getattr(error, "reason", error), QUOTED)
+        reason = in_brief(getattr(error, "reason", error))
         raise DataError(f"{name}: not complete in {folder} and cannot be downloaded ({reason}); "
                         f"put there {data_set.holds}") from None
-
-
-@contextmanager
-def one_at_a_time(lock_file: Path, say: Callable[[str], object]) -> Iterator[None]:
-    """Wait for a lock on a file and hold it during the `with` block; see `download`.
-
-    All processes on all machines that share the disk see the lock. If a process dies, its lock is
-    released. Where no file can be created there is no lock, because nothing can be downloaded; nor
-    on a file system that has none.
-    """
-    with ExitStack() as stack:
-        with suppress(OSError):
-            lock_file.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(lock_file, "a"))
-            # Two may enter once everything is there.
-            stack.callback(lock_file.unlink, missing_ok=True)
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):       # POSIX allows both
-                say(f"{lock_file.parent}: waiting for another process that downloads into it")
-                fcntl.lockf(file, fcntl.LOCK_EX)
-        yield
 
 
 def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
@@ -267,7 +269,9 @@ def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
     num_classes: how many classes are expected; 0: any number. Raises DataError if a file is
     missing or damaged, if a class has no image, or if the number of classes is different.
     """
-    data_set, folder = DATA_SETS[name], folder_of(root)
+    data_set, folder = (DATA_SETS | EVAL_SETS)[name], folder_of(root)
+    if not os.path.isdir(folder):
+        raise DataError(f"{folder}: no such folder; {name} is {data_set.holds}")
     try:
         source = data_set.open(folder, split)
     except DataError:
@@ -276,15 +280,13 @@ def open_split(name: str, root: str, split: str, num_classes: int) -> Source:
         raise DataError(f"{name}: reading it needs scipy: pip install 'vitinit[datasets]'"
                         ) from None
     except (OSError, RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
-        reason = "no such folder"                    # torchvision raises all of them
-        if os.path.isdir(folder):
-            reason = "a file is missing or damaged"
-            if isinstance(error, OSError) and error.filename:
-                reason = f"{error.filename}: {in_brief(error.strerror, QUOTED)}"
+        reason = "a file is missing or damaged"      # torchvision raises all of them
+        if isinstance(error, OSError) and error.filename:
+            reason = f"{error.filename}: {error.strerror}"
         raise DataError(f"{folder}: no complete {name} in it ({reason}); expected "
                         f"{data_set.holds}") from None
     if num_classes not in (0, len(source.classes)):
-        raise DataError(f"{root or name}: {len(source.classes)} classes found, but the recipe's "
-                        f"data.num_classes is {num_classes}; --set data.num_classes=0 takes the "
-                        "number from the data")
+        raise DataError(f"{root or name}: {len(source.classes)} classes found, and {num_classes} "
+                        "expected; --set data.num_classes=0, or eval.py --data "
+                        f"image_folder={root}, takes those that are there")
     return source

@@ -16,7 +16,6 @@ draws of all others as they were.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -26,16 +25,13 @@ from torch import Tensor
 
 from ..bounds import COUNT, number
 from ..keys import Stream, keyed_generator, keyed_generators
-from .images import Box
+from .images import NOWHERE, Box
 from .mix import UNMIXED, Mix
 from .operations import COLUMNS
 from .rand_augment import RandAugment, describe, draw_operations
 
 ATTEMPTS = 10                   # boxes tried before the centre is taken, or nothing is erased; as
                                 # in torchvision and timm
-BEYOND = 1e15                   # longer than the side of any image, in pixels; a box's sides are
-                                # cut to this, because infinity cannot be made an integer
-NOTHING = Box(0, 0, 0, 0)       # the box of an image of which nothing is erased
 
 
 @dataclass(frozen=True)
@@ -48,13 +44,13 @@ class Augment:
 
     repeats: int = number(minimum=1, below=COUNT)   # repeated augmentation: views per image
     crop_scale: tuple[float, float] = number(above=0.0, maximum=1.0)  # share of the image's area
-    crop_ratio: tuple[float, float] = number(above=0.0)               # width over height
+    crop_ratio: tuple[float, float] = number(minimum=0.01, maximum=100.0)     # width over height
     crop_padding: int = number(minimum=0, below=COUNT)  # black pixels on each side before the crop
     flip: float = number(minimum=0.0, maximum=1.0)  # probability of a horizontal flip
     interpolation: Literal["bilinear", "bicubic", "random"]           # random: drawn per sample
     erase_probability: float = number(minimum=0.0, maximum=1.0)
     erase_area: tuple[float, float] = number(above=0.0, maximum=1.0)  # share of the image's area
-    erase_ratio: tuple[float, float] = number(above=0.0)              # height over width
+    erase_ratio: tuple[float, float] = number(minimum=0.01, maximum=100.0)    # height over width
     erase_fill: Literal["pixel", "rand", "const"]   # noise per value, noise per channel, zeros
     erase_after_mix: bool                           # false: before mixing, as in DeiT
 
@@ -62,11 +58,6 @@ class Augment:
 def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
     """The order in which an epoch goes through `count` images: a permutation of their indices."""
     return keyed_generator(seed, Stream.ORDER, epoch).permutation(count)
-
-
-# ---------------------------------------------------------------------------------------------
-# The draws of one sample, from a generator of its own
-# ---------------------------------------------------------------------------------------------
 
 
 class View(NamedTuple):
@@ -88,23 +79,18 @@ def draw_view(rng: np.random.Generator, augment: Augment, height: int, width: in
     return View(box, flip, interpolation)
 
 
-def draw_uniform(rng: np.random.Generator, low: float, high: float) -> float:
-    """The same number as rng.uniform(low, high) gives, computed faster."""
-    return low + (high - low) * rng.random()
-
-
 def draw_sides(rng: np.random.Generator, pixels: int, share: tuple[float, float],
                ratio: tuple[float, float]) -> tuple[int, int]:
-    """Draw the two sides of a box.
+    """Draw the two sides of a box, in whole pixels, possibly 0.
 
     Its area is `pixels` times a number that is uniform on `share`; the first side over the second
-    is log-uniform on `ratio`. Sides are rounded to whole pixels, so a side of less than half a
-    pixel becomes 0.
+    is log-uniform on `ratio`.
     """
-    area = pixels * draw_uniform(rng, *share)
-    quotient = math.exp(draw_uniform(rng, math.log(ratio[0]), math.log(ratio[1])))
-    first, second = math.sqrt(area * quotient), math.sqrt(area / quotient)
-    return round(min(first, BEYOND)), round(min(second, BEYOND))
+    shortest, longest = math.log(ratio[0]), math.log(ratio[1])
+    # As by rng.uniform, but faster.
+    area = pixels * (share[0] + (share[1] - share[0]) * rng.random())
+    quotient = math.exp(shortest + (longest - shortest) * rng.random())
+    return round(math.sqrt(area * quotient)), round(math.sqrt(area / quotient))
 
 
 def draw_crop(rng: np.random.Generator, height: int, width: int, *, scale: tuple[float, float],
@@ -114,8 +100,7 @@ def draw_crop(rng: np.random.Generator, height: int, width: int, *, scale: tuple
     This is the version of torchvision and timm: the area is a uniform share of the image's area,
     width over height is log-uniform, and the position is uniform on the image extended by
     `padding` pixels on each side. After ten boxes that do not fit, the crop is the centre of the
-    image, at the allowed ratio that is nearest to the image's. With scale = ratio = (1, 1), a
-    square image is only shifted, by up to `padding` pixels.
+    image, at the allowed ratio that is nearest to the image's.
     """
     for _ in range(ATTEMPTS):
         box_width, box_height = draw_sides(rng, height * width, scale, ratio)
@@ -124,7 +109,6 @@ def draw_crop(rng: np.random.Generator, height: int, width: int, *, scale: tuple
             left = int(rng.integers(-padding, width + padding - box_width, endpoint=True))
             return Box(top, left, box_height, box_width)
     aspect = min(max(width / height, ratio[0]), ratio[1])
-    # At an extreme ratio a side could be shorter than a pixel, or longer than the image's.
     box_height = max(1, round(min(height, width / aspect)))
     box_width = max(1, round(min(width, height * aspect)))
     return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
@@ -134,10 +118,10 @@ def draw_erasing(rng: np.random.Generator, augment: Augment, height: int, width:
                  ) -> tuple[Box, int]:
     """Draw what is erased of an image of height × width pixels (Zhong et al., arXiv 1708.04896).
 
-    Returns the box, which is NOTHING where nothing is erased, and the 63-bit key of its noise.
+    Returns the box, which is NOWHERE where nothing is erased, and the 63-bit key of its noise.
     """
     if rng.random() >= augment.erase_probability:
-        return NOTHING, 0
+        return NOWHERE, 0
     noise_key = int(rng.integers(2**63))
     for _ in range(ATTEMPTS):
         box_height, box_width = draw_sides(rng, height * width, augment.erase_area,
@@ -146,12 +130,7 @@ def draw_erasing(rng: np.random.Generator, augment: Augment, height: int, width:
             top = int(rng.integers(height - box_height, endpoint=True))
             left = int(rng.integers(width - box_width, endpoint=True))
             return Box(top, left, box_height, box_width), noise_key
-    return NOTHING, noise_key
-
-
-# ---------------------------------------------------------------------------------------------
-# The draws of samples, by their keys
-# ---------------------------------------------------------------------------------------------
+    return NOWHERE, noise_key
 
 
 class SampleKey(NamedTuple):
@@ -199,11 +178,6 @@ class Augmentation:
     augment: Augment
     rand_augment: RandAugment
     mix: Mix
-
-    def views(self, keys: Sequence[SampleKey], sizes: Iterable[tuple[int, int]]) -> Iterator[View]:
-        """Yield the crop and flip of each sample; `sizes` are (height, width) of their images."""
-        for rng, size in zip(keyed_generators(self.seed, Stream.CROP_AND_FLIP, keys), sizes):
-            yield draw_view(rng, self.augment, *size)
 
     def draws(self, samples: Samples) -> Tensor:
         """Draw what is applied to a micro-batch on the device: `Draws` in one tensor, (B, …)."""

@@ -1,25 +1,18 @@
 """Loaders of uint8 batches on the host: worker processes decode, crop and flip images.
 
 A view is an image as it is cut out and resized for the model. `TrainViews` and `EvalViews` make
-them, for training and for evaluation, and `Loader` does so in worker processes. Python starts these
-in one of three ways (start methods), all of which give the same batches:
-
-    fork          copies of the training process; the default on Linux before Python 3.14
-    forkserver    copies of a server process that has imported the modules; the default from 3.14
-                  on, and where several processes train together
-    spawn         new processes, each of which imports all modules again
+them, for training and for evaluation, and `Loader` does so in worker processes. These are copies of
+the training process (fork, the default on Linux before Python 3.14), or of a server process that
+has imported the modules (forkserver, the default from 3.14 on, and where several processes train
+together). The batches are the same.
 """
 
 from __future__ import annotations
 
 import atexit
-import errno
-import itertools
 import multiprocessing
 import os
-import resource
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing import forkserver
@@ -32,16 +25,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..keys import Stream, keyed_generators
-from ..messages import own_words
-from .draw import Augmentation, SampleKey, Samples, draw_view
+from ..messages import in_brief, own_words
+from .draw import Augmentation, Samples, draw_view
 from .images import DataError, crop_and_flip, resize_and_centre_crop
 from .sources import Source
 
-GRACE_SECONDS = 60          # how long a worker lives on after a SIGTERM
-FILES_PER_WORKER = 8        # open files of the training process per worker: both ends of its queue
-                            # and two pipes that show whether it is alive, and the same once more
-                            # for a worker of the evaluation loader
-OTHER_FILES = 256           # open files that the training process may need for everything else
+# What torch's and Python's errors say where a worker was killed, or found no memory to work in.
+NO_ROOM = ("exited unexpectedly", "killed by signal", "allocate", "No space left", "unable to mmap",
+           "Too many open files")
 
 
 class Batch(NamedTuple):
@@ -56,36 +47,30 @@ class Batch(NamedTuple):
 class TrainViews(Dataset):
     """Training batches, indexed by samples: views, labels, and draws for the device.
 
-    A whole batch is drawn at once, which is faster.
-
     decode: False if all images are stored on the device, at the size that the model takes. Then a
         view is not made but described, by (image index, top, left, 1 if it is flipped).
     """
 
     def __init__(self, source: Source, augmentation: Augmentation, *, decode: bool = True) -> None:
-        self.augmentation, self.decode, self.labels = augmentation, decode, source.labels
+        self.augmentation, self.labels = augmentation, source.labels
         self.source = source if decode else None     # not sent to workers that need not decode it
 
     def __getitem__(self, samples: Samples) -> Batch:
-        keys = samples.keys
-        indices = np.array([key.index for key in keys])                  # (B,)
-        if self.decode:
-            images = default_collate(list(self.views(keys)))
+        drawn, indices = self.augmentation, np.array([key.index for key in samples.keys])    # (B,)
+        generators = keyed_generators(drawn.seed, Stream.CROP_AND_FLIP, samples.keys)
+        if self.source is not None:
+            images = default_collate(list(map(self.view, indices.tolist(), generators)))
         else:
-            views = self.augmentation.views(keys, itertools.repeat(self.augmentation.size))
+            views = [draw_view(rng, drawn.augment, *drawn.size) for rng in generators]
             corners = [(box.top, box.left, flip) for box, flip, _ in views]
             images = torch.from_numpy(np.column_stack([indices, corners]))
-        return Batch(images, torch.from_numpy(self.labels[indices]),
-                     self.augmentation.draws(samples))
+        return Batch(images, torch.from_numpy(self.labels[indices]), drawn.draws(samples))
 
-    def views(self, keys: list[SampleKey]) -> Iterator[Tensor]:
-        """Yield the views themselves, (3, H, W) uint8; one decoded image is in memory at a time."""
-        settings = self.augmentation
-        generators = keyed_generators(settings.seed, Stream.CROP_AND_FLIP, keys)
-        for key, rng in zip(keys, generators):
-            image = self.source.image(key.index)                         # (3, h, w)
-            box, flip, interpolation = draw_view(rng, settings.augment, *image.shape[1:])
-            yield crop_and_flip(image, box, flip, settings.size, interpolation)
+    def view(self, index: int, rng: np.random.Generator) -> Tensor:
+        """The view of an image by the draws of a generator, (3, H, W) uint8."""
+        image, drawn = self.source.image(index), self.augmentation       # (3, h, w)
+        box, flip, interpolation = draw_view(rng, drawn.augment, *image.shape[1:])
+        return crop_and_flip(image, box, flip, drawn.size, interpolation)
 
 
 class EvalViews(Dataset):
@@ -113,17 +98,11 @@ class EvalViews(Dataset):
 class Loader(DataLoader):
     """torch's DataLoader, whose workers leave signals to this process and end when it ends.
 
-    The death of a worker is a DataError, raised while awaiting a batch. workers: how many. options:
-    those of DataLoader. Raises DataError if workers need more open files than this process may
-    have.
+    workers: how many. options: those of DataLoader. Raises DataError, while awaiting a batch, where
+    a worker was killed or found no memory to work in.
     """
 
     def __init__(self, views: Dataset, *, workers: int, **options: Any) -> None:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if limit != resource.RLIM_INFINITY and OTHER_FILES + FILES_PER_WORKER * workers > limit:
-            raise DataError(f"data.workers = {workers} need more than the {limit} files that this "
-                            "process may have open (ulimit -n); expected at most "
-                            f"{max(0, (limit - OTHER_FILES) // FILES_PER_WORKER)}")
         if workers:
             atexit.unregister(end_workers)           # so that it is registered only once
             atexit.register(end_workers)
@@ -139,75 +118,45 @@ class Loader(DataLoader):
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             yield from batches
         except (RuntimeError, OSError, EOFError, MemoryError) as error:
-            raise DataError(self._explained(error)) from None
+            # Fetching a batch from a worker that has died may fail before torch notices its death.
+            text = own_words(str(error))
+            lost = isinstance(error, (ConnectionError, EOFError, MemoryError))
+            if not self.num_workers or not (lost or any(sign in text for sign in NO_ROOM)):
+                raise
+            raise DataError(
+                f"a worker process of the loader was killed or found no room ({in_brief(text)}); "
+                f"lower data.workers, now {self.num_workers}, or make room in memory and in "
+                "/dev/shm (a container's --shm-size); data.workers=0 needs less") from None
 
     def check_worker_number_rationality(self) -> None:
         """Omit torch's warning of more workers than cores: five lines; train.py prints one."""
-
-    def _explained(self, error: Exception) -> str:
-        """One line that explains why a worker died. Raises `error` again if that is not known."""
-        text = own_words(str(error))
-        no_memory = isinstance(error, MemoryError) or "can't allocate memory" in text
-        if no_memory and not self.num_workers:
-            return ("memory ran out while images were loaded; lower optim.max_batch_per_process or "
-                    "eval.batch_size, or make room")
-        if not self.num_workers:
-            raise error
-        lower = f"lower data.workers, now {self.num_workers}"
-        # Fetching a batch from a worker that has died may fail before torch notices its death.
-        if isinstance(error, (ConnectionError, EOFError)) or (
-                "exited unexpectedly" in text or "killed by signal" in text):
-            return ("a worker process of the loader was killed, for example because memory ran "
-                    f"out; {lower}, or make room")
-        # multiprocessing makes the workers' locks in /dev/shm, and its errors name no file.
-        if getattr(error, "errno", None) in (errno.ENOENT, errno.EROFS, errno.EACCES) and (
-                error.filename is None):
-            return ("worker processes need /dev/shm, which is missing or cannot be written here "
-                    f"({error.strerror}); data.workers=0, now {self.num_workers}, needs none")
-        if "No space left on device" in text or "unable to mmap" in text:
-            return ("batches find no room in /dev/shm on their way from the worker processes; "
-                    f"{lower}, or optim.max_batch_per_process, or give /dev/shm more room (a "
-                    "container's --shm-size); data.workers=0 needs none")
-        if no_memory:
-            return f"a worker process of the loader ran out of memory; {lower}"
-        raise error
-
-
-# ---------------------------------------------------------------------------------------------
-# Worker processes: how they start, how they treat signals, and when they end
-# ---------------------------------------------------------------------------------------------
 
 
 def start_method() -> str:
     """How workers are started: as Python does, but not by a fork where processes train together.
 
-    A fork copies a process together with the locks that its other threads hold at that moment.
-    torch's threads of communication take one of Python's own whenever they release a tensor. A
-    worker that was forked just then waits for that lock for ever, and all processes for the worker.
+    A fork copies a process with the locks that its other threads hold at that moment. torch's
+    threads of communication take one of Python's own whenever they release a tensor. A worker that
+    was forked just then waits for it for ever, and all processes for the worker.
     """
     method = multiprocessing.get_start_method()
     return "forkserver" if method == "fork" and dist.is_initialized() else method
 
 
 def start_fork_server(workers: int) -> None:
-    """If workers are started by a fork server, start the server and let it import their modules.
+    """If workers are started by a fork server, start it early and let it import their modules.
 
-    Otherwise each worker would import torch and this package itself. The server imports while this
-    process goes on, so it should be started early. Workers need the modules of this package that
-    this process has imported by now.
+    Otherwise each worker would import torch itself.
     """
     if workers and start_method() == "forkserver":
-        package = __name__.partition(".")[0]
-        forkserver.set_forkserver_preload(["__main__", *(
-            name for name in sys.modules
-            if name.partition(".")[0] == package and not name.endswith(".__main__"))])
+        forkserver.set_forkserver_preload(["__main__", __name__])
         forkserver.ensure_running()
 
 
 def end_workers() -> None:
     """Kill the workers of loaders that are still open when the program exits.
 
-    multiprocessing would send them a SIGTERM, which they ignore for a while, and wait for them.
+    multiprocessing would send them a SIGTERM, which they ignore, and wait for them.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)    # torch's handler would report a crash
     for child in multiprocessing.active_children():
@@ -219,24 +168,12 @@ def begin_work(worker: int) -> None:
     """What each worker does first (torch's `worker_init_fn`). Its number, `worker`, is not used.
 
     It ignores the signals that ask a run to end, which often reach all of its processes: the
-    training process decides what to do. After a SIGTERM a worker lives on for GRACE_SECONDS, so
-    that the training process can finish its step and write a checkpoint.
+    training process decides what to do, may still write a checkpoint, and then ends its workers.
     """
-    sys.excepthook = report_error
     signal.set_wakeup_fd(-1)                         # a forked worker inherits the parent's
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE_SECONDS))
     threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def report_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print an uncaught error of a worker, unless its parent has gone and hung up.
-
-    A thread of the worker sends batches to the parent, which may end in the meantime.
-    """
-    if not issubclass(kind, (ConnectionError, EOFError)):
-        sys.__excepthook__(kind, error, trace)
 
 
 def end_with_parent() -> None:

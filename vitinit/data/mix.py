@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 
 from ..bounds import COUNT, number
-from .images import Box
+from .images import NOWHERE, Box
 
 
 class MixDraw(NamedTuple):
     """How an image and its partner are mixed."""
 
     share: float                # λ: the weight of the image's own label in its target
-    box: Box                    # cutmix: the box that comes from the partner; else UNMIXED.box
+    box: Box                    # cutmix: the box that comes from the partner; else NOWHERE
 
 
-UNMIXED = MixDraw(1.0, Box(0, 0, 0, 0))
+UNMIXED = MixDraw(1.0, NOWHERE)
 
 
 @dataclass(frozen=True)
 class Mix:
     """Mixup (Zhang et al., arXiv 1710.09412), cutmix (Yun et al., arXiv 1905.04899), smoothing.
 
-    A group of images is mixed with `probability`. Where both kinds are on, it is mixed by cutmix
-    with `switch_probability`, else by mixup. All targets are smoothed, mixed or not.
+    A group of images is mixed with `probability`, where both kinds are on by cutmix with
+    `switch_probability`, else by mixup. All targets are smoothed, mixed or not.
     """
 
     mixup_alpha: float = number(minimum=0.0)        # λ ~ Beta(α, α); 0: no mixup
@@ -58,7 +58,7 @@ class Mix:
             box = draw_box(rng, rng.beta(self.cutmix_alpha, self.cutmix_alpha), height, width)
             # λ follows the area of the box after it was clipped at the border.
             return MixDraw(1.0 - box.height * box.width / (height * width), box)
-        return MixDraw(rng.beta(self.mixup_alpha, self.mixup_alpha), UNMIXED.box)
+        return MixDraw(rng.beta(self.mixup_alpha, self.mixup_alpha), NOWHERE)
 
 
 def draw_box(rng: np.random.Generator, share: float, height: int, width: int) -> Box:

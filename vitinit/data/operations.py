@@ -11,11 +11,10 @@ from Pillow's by one level, because they interpolate in float32 and Pillow in fl
 Every kernel launch has a fixed cost on a GPU, so images with different operations go through such a
 function together. They are sorted by groups (rand_augment.py), and `counts` states how many images
 there are of each group of the function. `columns`, (n, COLUMNS) float64, describes the operation of
-each.
+each. A level is one of the 256 values of a channel.
 
-A level is one of the 256 values of a channel. The result for an image is the same, bit for bit,
-whatever batch it is in, and whatever the device. To that end all arithmetic is either on integers
-or consists of single floating-point operations, whose rounding IEEE 754 defines.
+The result for an image is the same, bit for bit, whatever batch it is in, and whatever the device:
+all arithmetic is on integers, or single floating-point operations, whose rounding IEEE 754 defines.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LEVELS = 256
-MOST = 256.0                    # no larger factor changes the result, as levels are integers
 FRAME = 2                       # pixels of border that interpolation may read on each side
 # What the columns hold: the drawn operation (code, argument, 1 if it is bicubic) and its group; for
 # a fixed map of levels, threshold, addend, flip and mask (`fixed_tables`); for an affine map, the
@@ -69,8 +67,7 @@ def fixed_tables(columns: Tensor, levels: Tensor) -> Tensor:
     """The tables of maps that do not depend on the image, (n, 1, 256).
 
     To levels below the threshold an addend is added; no sum exceeds 255. From the threshold on,
-    levels are inverted if flip is 255, and kept if it is 0. Of the result only the bits of the mask
-    are kept.
+    levels are inverted if flip is 255. Of the result only the bits of the mask are kept.
     """
     table = columns[:, MAP].to(torch.int16)[..., None]
     threshold, addend, flip, mask = table.unbind(1)                      # (n, 1) each
@@ -124,7 +121,7 @@ def enhance(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor:
         parts.append(smoothed(images[-sharpened:]))
     plain = parts[0] if len(parts) == 1 else torch.cat(
         [part.expand(-1, 3, *images.shape[2:]) for part in parts])
-    factors = columns[:, ARGUMENT].clamp(-MOST, MOST).float()[:, None, None, None]
+    factors = columns[:, ARGUMENT].float()[:, None, None, None]
     plain = plain.float()
     return to_levels((images - plain).mul_(factors).add_(plain))
 
@@ -168,11 +165,9 @@ def affine(images: Tensor, counts: Sequence[int], columns: Tensor, *, fill: Tens
     """Transform each image by its matrix, which maps (x, y, 1) to (x, y) in the old image.
 
     A pixel whose centre is mapped outside of the old image gets the colour `fill`, (3, 1, 1) uint8.
-    For all others, neighbours beyond the edge repeat the edge, as in Pillow.
-
-    counts: of images whose pixels move along x, along y and along both, with bilinear, then with
-        bicubic interpolation. If none moves along an axis, only one row (or column) is read.
-    few_launches: read all rows of neighbours at once, which takes much memory.
+    For all others, neighbours beyond the edge repeat the edge, as in Pillow. counts: of images
+    whose pixels move along x, along y and along both, with bilinear, then with bicubic
+    interpolation. few_launches: read all rows of neighbours at once, which takes much memory.
     """
     along_x, along_y, along_both, *_ = [a + b for a, b in zip(counts, counts[3:])]
     axes = "x" * (along_x + along_both > 0) + "y" * (along_y + along_both > 0)
@@ -203,8 +198,8 @@ def source_positions(matrices: Tensor, axes: str, size: Sequence[int]
     """Where in the old images the pixels of the new images come from, along the k axes.
 
     matrices: (n, 2, 3). size: (H, W). Returns the index of the source pixel, rounded down, int32
-    from -1 to side - 1, (n, k, H, W); the remaining share of the way to the next pixel, float32
-    from 0 to 1, (n, k, H, W); and whether the position lies in the image, (n, 1, H, W) bool.
+    from -1 to side - 1, and the share of the way to the next pixel, float32 from 0 to 1, both
+    (n, k, H, W); and whether the position lies in the image, (n, 1, H, W) bool.
     """
     y, x = (torch.arange(0.5, side, dtype=torch.float64, device=matrices.device) for side in size)
     chosen = slice("xy".index(axes[0]), "xy".index(axes[-1]) + 1)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .augment import ToDevice, TrainToDevice
-from .draw import Augment
+from .draw import Augmentation
 from .loader import Batch, EvalViews, Loader, TrainViews
 from .sampler import BatchPlan, TrainSampler
 from .sources import Source
@@ -29,27 +29,17 @@ from .sources import Source
 MIB, GIB = 2**20, 2**30
 
 
-# ---------------------------------------------------------------------------------------------
-# The next batch, while the model trains on the current one
-# ---------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def preparing_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream in which batches are prepared.
-
-    There is only one per device, because torch reuses memory that was freed in a stream for that
-    stream alone.
-    """
+    """The stream of batches, one per device: torch reuses memory freed in it for it alone."""
     return torch.cuda.Stream(device)
 
 
 class Ahead:
     """Calls functions that prepare batches: on a GPU in a stream of their own, elsewhere as usual.
 
-    Work on a GPU waits in queues, called streams; the host launches work and goes on. The GPU takes
-    work from all streams. The host never waits here; events tell each stream what it has to wait
-    for.
+    Work on a GPU waits in queues, called streams. The host launches work and goes on; events tell
+    each stream what it has to wait for.
 
         host              prepare 1 | launch training on 1 | prepare 2 | launch training on 2 | …
         training stream         . . . . . . . . [ 1 ################ ] [ 2 ################ ] [ 3 …
@@ -57,9 +47,7 @@ class Ahead:
 
     The caller must launch all work on one batch before it asks for the next, and must not use a
     batch after that, because the memory of batch k is used again for batch k + 2. So at most two
-    batches are on the device beside the one that is being prepared, however far the host is ahead
-    of the device. (With Tensor.record_stream instead, memory would grow with every step that the
-    host launches ahead.)
+    batches are on the device beside the one that is being prepared, however far the host is ahead.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,11 +68,6 @@ class Ahead:
         return self.batch
 
 
-# ---------------------------------------------------------------------------------------------
-# Training
-# ---------------------------------------------------------------------------------------------
-
-
 class MicroBatch(NamedTuple):
     """What one forward and one backward pass work on; its images have been loaded."""
 
@@ -103,23 +86,20 @@ class TrainingBatches:
     budget_gib: how much of the device's memory the whole set may take, in GiB.
     workers: the number of loader processes of this process. Together they prepare at least one step
         in advance, and each at least two micro-batches, which is torch's default.
-    advance: called after each image that is decoded for storage on the device (to show progress).
+    advance: called after each image that is decoded to be stored (to show progress).
     """
 
     def __init__(self, source: Source, sampler: TrainSampler, prepare: TrainToDevice, *,
                  budget_gib: float = 0.0, workers: int = 0,
                  advance: Callable[[], object] = lambda: None) -> None:
-        self.sampler, self.prepare = sampler, prepare
-        settings, self.stored = prepare.augmentation, None
-        if only_moves_pixels(settings.augment, settings.size):
-            self.stored = decode_to_device(source, prepare.device, settings.size, budget_gib,
-                                           advance)
+        self.sampler, self.prepare, drawn = sampler, prepare, prepare.augmentation
+        self.stored = decode_to_device(source, prepare.device, drawn, budget_gib, advance)
         workers = min(workers, len(sampler))         # more workers would have nothing to do
         ahead = {"prefetch_factor": max(2, math.ceil(sampler.plan.accumulation / workers)),
                  "persistent_workers": True} if workers else {}
         self.resident = self.stored is not None      # all images are stored on the device
         self.steps_per_epoch = sampler.steps_per_epoch
-        self.loader = Loader(TrainViews(source, settings, decode=not self.resident),
+        self.loader = Loader(TrainViews(source, drawn, decode=not self.resident),
                              workers=workers, batch_size=None, sampler=sampler,
                              pin_memory=prepare.device.type == "cuda", **ahead)
 
@@ -145,19 +125,16 @@ class TrainingBatches:
         return self.prepare(batch)
 
 
-def only_moves_pixels(augment: Augment, size: tuple[int, int]) -> bool:
-    """Whether no view of an image of `size` is resized, only shifted and flipped."""
-    return augment.crop_scale == augment.crop_ratio == (1.0, 1.0) and size[0] == size[1]
-
-
-def decode_to_device(source: Source, device: torch.device, size: tuple[int, int],
+def decode_to_device(source: Source, device: torch.device, drawn: Augmentation,
                      budget_gib: float, advance: Callable[[], object]) -> Tensor | None:
-    """Store all images of `source` on `device`, (N, 3, H, W) uint8.
+    """Store all images of `source` on `device`, (N, 3, H, W) uint8, if views only move pixels.
 
-    Returns None if they take more than `budget_gib` GiB or do not all have the same `size`.
-    advance: called after each image. Raises DataError for an image that cannot be decoded.
+    Returns None if views are resized, if images take more than `budget_gib` GiB, or if one has not
+    the size of a view. advance: called after each. Raises DataError if one cannot be decoded.
     """
-    if len(source) * 3 * size[0] * size[1] > budget_gib * GIB:
+    scale, ratio, size = drawn.augment.crop_scale, drawn.augment.crop_ratio, drawn.size
+    moves = scale == ratio == (1.0, 1.0) and size[0] == size[1]
+    if not moves or len(source) * 3 * size[0] * size[1] > budget_gib * GIB:
         return None
     images = torch.empty(len(source), 3, *size, dtype=torch.uint8)
     for index in range(len(source)):
@@ -172,8 +149,7 @@ def decode_to_device(source: Source, device: torch.device, size: tuple[int, int]
 def cut(images: Tensor, windows: Tensor) -> Tensor:
     """Crop and flip some of `images`, (N, 3, H, W): views (B, 3, H, W), black outside the images.
 
-    windows: (B, 4), for each view the index of its image, the top and left of its crop, in pixels,
-        and 1 if it is mirrored, else 0.
+    windows: (B, 4), as described in `TrainViews`.
     """
     height, width = images.shape[2:]
     index, top, left, flip = windows[:, :, None].unbind(1)               # (B, 1) each
@@ -187,59 +163,38 @@ def cut(images: Tensor, windows: Tensor) -> Tensor:
     return (picked * inside[..., None]).permute(0, 3, 1, 2).contiguous()
 
 
-# ---------------------------------------------------------------------------------------------
-# Evaluation
-# ---------------------------------------------------------------------------------------------
-
-
-class KeptViews:
-    """The evaluation views of this process's share, and memory to store all of them.
-
-    Views never change, so the first complete pass decodes and stores them.
-
-    device: the device to which they go. They are stored there if they take at most `on_device_gib`
-        GiB, else in the process if they take at most `cache_gib` GiB, in pinned memory where the
-        device is a GPU, so that the host need not wait for copies; else every pass decodes them.
-    """
-
-    def __init__(self, views: EvalViews, device: torch.device, *, on_device_gib: float,
-                 cache_gib: float) -> None:
-        self.views, self.nbytes = views, len(views) * 3 * views.size[0] * views.size[1]
-        places = [(device, on_device_gib), (torch.device("cpu"), cache_gib)]
-        # Where they are stored; None: nowhere.
-        self.device = next((place for place, gib in places if self.nbytes <= gib * GIB), None)
-        self.filled = False                          # set by the first pass that is complete
-        if self.device is not None:
-            pinned = device.type == "cuda" and self.device.type == "cpu"
-            self.images = torch.empty(len(views), 3, *views.size, dtype=torch.uint8,
-                                      device=self.device, pin_memory=pinned)
-            labels = torch.from_numpy(views.labels)                      # (n,)
-            self.labels = labels.pin_memory() if pinned else labels.to(self.device)
-
-    def in_words(self) -> str:
-        """Where the views are stored and how large they are, in words for the start of a run."""
-        size = f"{self.nbytes / MIB:,.0f} MiB per process"
-        if self.device is None:
-            return f"decoded for every validation: {size} would be more than eval.cache_gib"
-        where = "in memory" if self.device.type == "cpu" else "on the device"
-        return f"decoded by the first validation, then kept {where}: {size}"
-
-
 class EvaluationBatches:
     """This process's share of an evaluation set, in which each image occurs exactly once.
 
     Iterating yields normalised images (B, 3, H, W) and labels (B,) on the device, and raises
     DataError for an image that cannot be read. `len` is the number of batches.
+
+    Views never change, so the first complete pass stores them: on the device if all take at most
+    `on_device_gib` GiB, else in memory if they take at most `cache_gib` GiB, which is pinned where
+    the device is a GPU, so that the host need not wait for copies. Else every pass decodes them.
     """
 
-    def __init__(self, kept: KeptViews, *, batch_size: int, workers: int, prepare: ToDevice
-                 ) -> None:
-        self.kept, self.batch_size, self.prepare = kept, batch_size, prepare
-        workers = min(workers, math.ceil(len(kept.views) / batch_size))
+    def __init__(self, views: EvalViews, prepare: ToDevice, *, batch_size: int, workers: int,
+                 on_device_gib: float = 0.0, cache_gib: float = 0.0) -> None:
+        self.prepare, self.batch_size = prepare, batch_size
+        self.nbytes = len(views) * 3 * views.size[0] * views.size[1]
+        places = [(prepare.device, on_device_gib), (torch.device("cpu"), cache_gib)]
+        # Where they are stored; None: nowhere.
+        self.place = next((place for place, gib in places if self.nbytes <= gib * GIB), None)
+        self.stored: list[list[Tensor]] | None = None    # all batches, after the first pass
+        workers = min(workers, math.ceil(len(views) / batch_size))
         # Workers wait for the next pass only if there is something left for them to do.
-        self.loader = Loader(kept.views, workers=workers, batch_size=batch_size,
+        self.loader = Loader(views, workers=workers, batch_size=batch_size,
                              pin_memory=prepare.device.type == "cuda",
-                             persistent_workers=workers > 0 and kept.device is None)
+                             persistent_workers=workers > 0 and self.place is None)
+
+    def in_words(self) -> str:
+        """Where the views are stored and how large they are, in words for the start of a run."""
+        size = f"{self.nbytes / MIB:,.0f} MiB per process"
+        if self.place is None:
+            return f"decoded for every validation: {size} would be more than eval.cache_gib"
+        where = "in memory" if self.place.type == "cpu" else "on the device"
+        return f"decoded by the first validation, then kept {where}: {size}"
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -249,20 +204,21 @@ class EvaluationBatches:
         while (batch := ahead(next, batches, None)) is not None:
             yield batch
 
-    def _loaded(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches on the host, or stored. What an interrupted pass has stored is not used."""
-        kept = self.kept
-        if kept.device is None:
-            yield from self.loader
+    def _loaded(self) -> Iterator[list[Tensor]]:
+        """The batches on the host, or stored. A pass that is not completed stores nothing."""
+        if self.stored is not None:
+            yield from self.stored
             return
-        parts = [slice(start, start + self.batch_size)
-                 for start in range(0, len(kept.views), self.batch_size)]
-        for part, decoded in zip(parts, [None] * len(parts) if kept.filled else self.loader,
-                                 strict=True):         # strict: which also ends the workers
-            if decoded is not None:
-                kept.images[part].copy_(decoded[0], non_blocking=True)
-            yield kept.images[part], kept.labels[part]
-        kept.filled = True
+        stored = []
+        for batch in self.loader:
+            if self.place is not None:
+                # A copy, because /dev/shm is small; but pinned memory is kept as it is.
+                batch = [part if part.is_pinned() and self.place.type == "cpu" else
+                         part.to(self.place, copy=True, non_blocking=True) for part in batch]
+                stored.append(batch)
+            yield batch
+        if self.place is not None:
+            self.stored = stored
 
 
 class Data(NamedTuple):

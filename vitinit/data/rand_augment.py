@@ -63,32 +63,30 @@ class RandAugment:
     DeiT uses timm's `rand-m9-mstd0.5-inc1`. In each of `layers` layers, one of `operations` is
     drawn, with replacement, and applied with `probability`. Its magnitude is normally distributed
     around `magnitude` with standard deviation `magnitude_std`, clipped to [0, 10]. Where an
-    operation has a direction, its sign is + or −, each with probability one half. As "inc1" says,
-    every operation gets stronger with its magnitude: the keys after `operations` say how strong it
-    is at magnitude 10, and its strength is proportional to its magnitude. layers = 0: none.
+    operation has a direction, its sign is + or −, each with probability one half. The keys after
+    `operations` say how strong it is at magnitude 10; its strength is proportional to that.
     """
 
     layers: int = number(minimum=0, below=2**16)    # operations drawn per image
     probability: float = number(minimum=0.0, maximum=1.0)  # that a drawn operation is applied
     magnitude: float = number(minimum=0.0, maximum=MAX_MAGNITUDE)     # mean of the magnitude
-    magnitude_std: float = number(minimum=0.0)             # its standard deviation
+    magnitude_std: float = number(minimum=0.0, maximum=100.0)         # its standard deviation
     fill: tuple[int, int, int] = number(minimum=0, maximum=255)  # colour of pixels from outside
     interpolation: Literal["bilinear", "bicubic", "random"]     # random: drawn per application
     operations: tuple[OperationName, ...]
-    rotate_degrees: float = number(minimum=0.0)     # ± the angle
-    shear_factor: float = number(minimum=0.0)       # ± the shear
-    translate_share: float = number(minimum=0.0)    # ± the shift, as a share of the image's side
-    enhance_factor: float = number(minimum=0.0)     # Color, Contrast, Brightness and Sharpness use
-                                                    # the factor 1 ± this, at least 0.1
+    rotate_degrees: float = number(minimum=0.0, maximum=360.0)        # ± the angle
+    shear_factor: float = number(minimum=0.0, maximum=100.0)          # ± the shear
+    translate_share: float = number(minimum=0.0, maximum=100.0)       # ± the share of a side
+    enhance_factor: float = number(minimum=0.0, maximum=100.0)  # Color, Contrast, Brightness and
+                                                    # Sharpness use the factor 1 ± this, at least .1
     posterize_bits: int = number(minimum=0, maximum=8)      # kept at magnitude 0; at 10 none is
     solarize_levels: int = number(minimum=0, maximum=256)   # the threshold is 256 minus this
     solarize_add_levels: int = number(minimum=0, maximum=255)   # what is added, at most 128
 
     def arguments(self, codes: np.ndarray, magnitudes: np.ndarray, signs: np.ndarray) -> np.ndarray:
-        """The arguments of operations at magnitudes in [0, 10], as float64.
+        """The arguments of operations at magnitudes in [0, 10], as float64; all of one shape.
 
-        signs: -1 or 1, used only by operations that have a direction. All four arrays, the result
-        included, have the same shape.
+        signs: -1 or 1, used only by operations that have a direction.
         """
         strengths = magnitudes / MAX_MAGNITUDE
         signed = signs * strengths
@@ -107,11 +105,6 @@ class RandAugment:
                  np.minimum(128, np.trunc(strengths * self.solarize_add_levels)))]:
             values = np.where(np.isin(codes, operations), candidates, values)
         return values
-
-
-# ---------------------------------------------------------------------------------------------
-# On the host: drawing
-# ---------------------------------------------------------------------------------------------
 
 
 def draw_operations(generators: Iterable[np.random.Generator], count: int, settings: RandAugment
@@ -135,8 +128,7 @@ def draw_operations(generators: Iterable[np.random.Generator], count: int, setti
     signs, kinds = signs_and_kinds.swapaxes(0, 1)                        # (B, L) each
     known = np.array([Operation[name] for name in settings.operations], np.int64)
     codes = np.where(chances < settings.probability, known[chosen], Operation.NONE)
-    with np.errstate(over="ignore"):                 # an infinite magnitude is clipped, too
-        magnitudes = settings.magnitude + settings.magnitude_std * normals
+    magnitudes = settings.magnitude + settings.magnitude_std * normals
     arguments = settings.arguments(codes, magnitudes.clip(0.0, MAX_MAGNITUDE),
                                    np.where(signs < 0.5, -1.0, 1.0))
     share_bicubic = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}[settings.interpolation]
@@ -180,12 +172,11 @@ def affine_matrices(codes: np.ndarray, arguments: np.ndarray, height: int, width
     not geometric have the identity.
     """
     matrices = np.tile(np.eye(2, 3), (*codes.shape, 1, 1))
-    with np.errstate(over="ignore"):
-        for operation, (row, column), scale in [
-                (Operation.ShearX, (0, 1), 1), (Operation.ShearY, (1, 0), 1),
-                (Operation.TranslateX, (0, 2), width), (Operation.TranslateY, (1, 2), height)]:
-            chosen = codes == operation
-            matrices[chosen, row, column] = arguments[chosen] * scale
+    for operation, (row, column), scale in [
+            (Operation.ShearX, (0, 1), 1), (Operation.ShearY, (1, 0), 1),
+            (Operation.TranslateX, (0, 2), width), (Operation.TranslateY, (1, 2), height)]:
+        chosen = codes == operation
+        matrices[chosen, row, column] = arguments[chosen] * scale
     centre = np.array([width / 2.0, height / 2.0])
     for place in zip(*np.nonzero(codes == Operation.Rotate)):            # about the centre
         angle = -math.radians(arguments[place])
@@ -193,11 +184,6 @@ def affine_matrices(codes: np.ndarray, arguments: np.ndarray, height: int, width
                          [-math.sin(angle), math.cos(angle)]]).round(15)     # as Pillow does
         matrices[place] = np.column_stack([turn, centre - (turn * centre).sum(1)])
     return matrices
-
-
-# ---------------------------------------------------------------------------------------------
-# On the device: applying
-# ---------------------------------------------------------------------------------------------
 
 
 def rand_augment(images: Tensor, operations: Tensor, fill: Sequence[int] | Tensor, *,

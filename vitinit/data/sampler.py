@@ -27,11 +27,10 @@ class BatchPlan:
     different groups if there are enough groups. In DeiT's code each process forms one such group.
 
     **Pairs.** Two images that are mixed with each other are always in the same micro-batch. Pair p
-    is image p of the global batch and its partner; both belong to group p mod G. A step has C
-    micro-batches over all processes. Micro-batch c holds the pairs c, c + C, c + 2C, …, and process
-    r of W has the micro-batches r, r + W, …. So the number of processes and the size of
-    micro-batches change neither which images are mixed nor how. Micro-batches of `group` images are
-    the groups themselves, in order.
+    is image p of the global batch and its partner. A step has C micro-batches over all processes.
+    Micro-batch c holds the pairs c, c + C, c + 2C, …, and process r of W has the micro-batches r,
+    r + W, …. So the number of processes and the size of micro-batches change neither which images
+    are mixed nor how.
 
     group = 1 means that nothing is mixed: each image is then distributed alone, without a partner.
     """
@@ -76,12 +75,10 @@ class BatchPlan:
 
         repeats: how many views of an image stand side by side in the global batch.
         """
-        lines = []
-        sources = np.arange(self.group) * self.groups // repeats     # images of group 0's views
-        further_views = self.group - len(np.unique(sources))
-        if self.group > 1 and further_views:
-            lines.append(f"{further_views} of the mix.group = {self.group} images that share a "
-                         "draw of mixing are further views of the others: optim.global_batch = "
+        lines: list[str] = []
+        if self.group > 1 and self.groups < repeats:
+            lines.append(f"some of the mix.group = {self.group} images that share a draw of mixing "
+                         "are views of the same image: optim.global_batch = "
                          f"{self.global_batch} has fewer groups ({self.groups}) than "
                          f"augment.repeats = {repeats}")
         if 2 * self.micro_batch_size < min(max_batch_per_process, self.per_process):
@@ -96,10 +93,8 @@ def plan_batches(global_batch: int, max_batch_per_process: int, world_size: int,
     """Plan a global batch with the largest possible micro-batches.
 
     A micro-batch has at most `max_batch_per_process` images, divides the share of a process evenly,
-    and holds whole pairs.
+    and holds whole pairs. group: as in `BatchPlan`.
 
-    group: how many images share a draw of mixing, an even divisor of the global batch; 1 means that
-        nothing is mixed.
     Raises ValueError if the global batch does not divide into groups, if its pairs do not divide
     among the processes, or if a micro-batch may not hold a pair.
     """
@@ -110,8 +105,7 @@ def plan_batches(global_batch: int, max_batch_per_process: int, world_size: int,
     multiple = math.lcm(group, unit * world_size)
     if global_batch % multiple:
         what = (f"groups of mix.group = {group} images" if global_batch % group else
-                f"mixed pairs for each of {world_size} processes" if unit == 2 else
-                f"{world_size} processes")
+                f"{'mixed pairs for each of ' * (unit - 1)}{world_size} processes")
         below = max(global_batch // multiple, 1) * multiple
         nearest = sorted({below, (global_batch // multiple + 1) * multiple})
         raise ValueError(f"optim.global_batch = {global_batch} does not divide into {what}; the "
@@ -135,9 +129,7 @@ class TrainSampler:
     every epoch. Without repeats it leaves out the last, incomplete batch (drop_last). A set that is
     smaller than a global batch has epochs of one step, provided that its repeated views fill it.
 
-    `start` sets the epoch and the step at which the next iteration begins. The images of a step
-    depend neither on the number of processes nor on whether the run was resumed. Raises ValueError
-    if the set cannot fill a single global batch.
+    Raises ValueError if the set cannot fill a single global batch.
     """
 
     def __init__(self, count: int, plan: BatchPlan, *, rank: int, seed: int, repeats: int) -> None:

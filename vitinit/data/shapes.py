@@ -56,10 +56,9 @@ def _points() -> tuple[np.ndarray, np.ndarray]:
 
 def _turned(x: np.ndarray, y: np.ndarray, centre: np.ndarray, angle: float,
             scale: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
-    """The points (x, y) in the coordinates of a shape.
+    """The points (x, y) in the coordinates of a shape with this centre and angle (in radians).
 
-    centre: the shape's centre, in pixels. angle: by how much it is turned, in radians. scale: its
-    radius in pixels, or one number along each of its two axes.
+    scale: its radius in pixels, or one number along each of its two axes.
     """
     x, y = x - centre[0], y - centre[1]
     across, down = (scale, scale) if np.isscalar(scale) else scale
@@ -77,9 +76,8 @@ def _window(centre: np.ndarray, radius: float) -> tuple[slice, slice]:
 def draw_image(rng: np.random.Generator) -> tuple[np.ndarray, int]:
     """Draw one image (3, SIZE, SIZE) uint8, and return it with its class.
 
-    The background is a dark colour gradient. On it are a few thin bars and small ellipses in rather
-    dark colours, then the shape in a lighter colour, with a radius of 7 to 12 pixels. In the end
-    some noise is added.
+    On a dark gradient of colours are a few thin bars and small ellipses in rather dark colours,
+    then the shape in a lighter colour. In the end some noise is added.
     """
     x, y = _points()
     corner, other = rng.uniform(*GROUND_RANGE, (2, 3))

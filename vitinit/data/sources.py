@@ -2,6 +2,10 @@
 
 All sources have the same interface, `Source`: `len(source)`, `source.image(i)` → (3, H, W) uint8,
 `source.labels[i]`, and `source.classes`, the names of the classes.
+
+A file is an image if its name has one of the EXTENSIONS. Hidden files and folders are left out
+(such as .ipynb_checkpoints and macOS's ._x.jpg); what else is left out is counted by suffix. Links
+are followed, as by torchvision.
 """
 
 from __future__ import annotations
@@ -19,10 +23,56 @@ import torch
 from torch import Tensor
 
 from ..keys import Stream, keyed_generator
-from .folders import EXTENSIONS, images_below, images_by_class, in_words
-from .images import DataError, decode_image
+from ..messages import in_brief, one_line
+from .images import HEIF_REMEDY, DataError, decode_image
 
-VALIDATION_FOLDERS = ("val", "test")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+HEIF = (".heic", ".heif", ".avif")
+
+
+def class_folders(folder: Path) -> list[str]:
+    """The names of the folders in `folder`, sorted, not hidden ones. DataError if there is none."""
+    there = os.path.isdir(folder)
+    names = sorted(path.name for path in folder.glob("[!.]*") if path.is_dir()) if there else []
+    if not names:
+        raise DataError(f"{folder}: {'no class folders in it' if there else 'no such folder'}; "
+                        f"expected {folder}/<class>/<image>")
+    return names
+
+
+def images_below(folder: str | Path, left_out: Counter[str]) -> list[str]:
+    """The paths of the images anywhere under `folder`, folder by folder in alphabetical order.
+
+    left_out: to which files that are no images are added by suffix. Raises DataError for a folder
+    that cannot be listed.
+    """
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: {error.strerror}") from None
+    found = {}
+    for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files = {name for name in files if not name.startswith(".")}
+        found[parent] = sorted(name for name in files if name.lower().endswith(EXTENSIONS))
+        left_out.update(map(suffix_of, files.difference(found[parent])))
+    return [os.path.join(parent, name) for parent in sorted(found) for name in found[parent]]
+
+
+def suffix_of(name: str) -> str:
+    """The suffix of a file's name in lower case, or "without suffix"."""
+    return os.path.splitext(name)[1].lower() or "without suffix"
+
+
+def in_words(left_out: Counter[str], folder: str | Path) -> str:
+    """A line about the files under `folder` that are left out; "" if there are none.
+
+    Example: "left out: 12 .heic, 3 .mov in photos/train; …", with how to convert the former.
+    """
+    if not left_out:
+        return ""
+    kinds = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
+    remedy = f"; {HEIF_REMEDY}" if any(suffix.startswith(HEIF) for suffix in left_out) else ""
+    return one_line(f"left out: {', '.join(f'{count:,} {in_brief(kind)}' for kind, count in kinds)}"
+                    f" in {folder}{remedy}")
 
 
 class Source(Protocol):
@@ -96,37 +146,36 @@ class ImageFiles:
 class ImageFolder(ImageFiles):
     """The images `folder`/<class>/**/<image>: one folder per class, in alphabetical order.
 
-    Raises DataError for a folder that is missing, has no classes, or has a class without images.
+    Raises DataError for a folder without classes, and for a class without images.
     """
 
     def __init__(self, folder: Path) -> None:
-        if not os.path.isdir(folder):
-            raise DataError(f"{folder}: no such folder; an image folder holds train/<class>/… and "
-                            f"{' or '.join(f'{name}/<class>/…' for name in VALIDATION_FOLDERS)}")
-        left_out = Counter()
-        found = images_by_class(folder, left_out)
+        classes, paths, labels = class_folders(folder), [], []
+        left_out = Counter(f"{suffix_of(path.name)} of no class" for path in folder.glob("[!.]*")
+                           if not path.is_dir())
+        for label, name in enumerate(classes):
+            found = images_below(folder / name, left_out)
+            if not found:
+                raise DataError("; ".join(filter(None, [
+                    f"{folder / name}: no image in this class; expected files ending in "
+                    f"{', '.join(EXTENSIONS)}", in_words(left_out, folder)])))
+            paths += found
+            labels += [label] * len(found)
+        super().__init__(paths, labels, classes)
         self.left_out = in_words(left_out, folder)
-        for name, paths in found.items():
-            if not paths:
-                raise DataError(f"{folder / name}: no image in this class; expected files ending in"
-                                f" {', '.join(EXTENSIONS)}{self.left_out and '; '}{self.left_out}")
-        labels = np.repeat(np.arange(len(found)), list(map(len, found.values())))
-        super().__init__([path for paths in found.values() for path in paths], labels, list(found))
 
 
 class LooseImages(ImageFiles):
-    """The first `count` images anywhere under `folder`, all of one class without a name.
+    """The first `count` images anywhere under `folder`, without labels, for figures.
 
-    This is for measurements and figures, which need no labels. Raises DataError if there is no
-    image.
+    Raises DataError if there is none.
     """
 
     def __init__(self, folder: Path, count: int) -> None:
-        left_out = Counter()
-        paths = images_below(str(folder), left_out)[:count]
-        self.left_out = in_words(left_out, folder)
+        paths = images_below(folder, left_out := Counter())[:count]
         if not paths:
-            raise DataError(f"{folder}: no images in it{self.left_out and '; '}{self.left_out}")
+            raise DataError("; ".join(filter(None, [f"{folder}: no images in it",
+                                                    in_words(left_out, folder)])))
         super().__init__(paths, np.zeros(len(paths)), [""])
 
 
@@ -140,6 +189,20 @@ def oriented(source: Source, apply_exif_orientation: bool) -> Source:
 def folder_of(root: str) -> Path:
     """The path of a data set's folder as a recipe or a command line states it; ~ is the home."""
     return Path(root).expanduser()
+
+
+def class_indices(model_classes: Sequence[str], set_classes: Sequence[str]) -> list[int]:
+    """For each class of a data set, its index among the classes of a model.
+
+    The model's logits at these indices, in this order, are logits over the data set's classes.
+    Raises DataError that names the first class that the model does not know.
+    """
+    indices = {name: index for index, name in enumerate(model_classes)}
+    for name in set_classes:
+        if name not in indices:
+            raise DataError(f"class '{name}' is none of the model's {len(model_classes)} classes "
+                            f"({', '.join(model_classes[:2])}, … {model_classes[-1]})")
+    return [indices[name] for name in set_classes]
 
 
 def fingerprint(source: Source, root: str) -> str:
@@ -162,8 +225,7 @@ def fingerprint(source: Source, root: str) -> str:
 #
 # The images of each class have a random order that is keyed by (seed, class) alone. Images to train
 # on are taken from its front, held-out images from its end. So with the same seed a smaller part is
-# contained in every larger one, and no image is both trained on and held out. Such parts serve
-# studies of how much data a model needs, and validation without the test set.
+# contained in every larger one, and no image is both trained on and held out.
 # ---------------------------------------------------------------------------------------------
 
 
@@ -176,8 +238,7 @@ def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int
 
     A class of which n images remain keeps share · n of them, rounded to the nearest integer (halves
     up), but at least one; or `images_per_class` of them if that is not 0. Images stay in the order
-    of `source`. Without any limit (share 1.0, images_per_class 0, held_out 0) the result is
-    `source` itself. Raises DataError that names the class if a class has too few images.
+    of `source`. Raises DataError that names the class if a class has too few images.
     """
     if share == 1.0 and not images_per_class and not held_out:
         return source

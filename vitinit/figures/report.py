@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from ..compare import origin, paired, report, t_interval
 from ..data.augment import ToDevice
-from ..data.eval_sets import own_set
 from ..data.images import DataError
 from ..data.loader import EvalViews
-from ..data.pipeline import EvaluationBatches, KeptViews
+from ..data.pipeline import EvaluationBatches
 from ..data.sources import oriented
 from ..messages import OneLineError
 from ..recipe.files import load_recipe, with_data
 from ..recipe.values import to_toml
+from ..runs.data import own_set
 from ..runs.groups import Group, finished_runs, group_runs
 from ..runs.records import Run, read_runs
 from ..runs.saved import open_saved
@@ -206,9 +206,8 @@ def predictions(model: nn.Module, views: EvalViews, recipe: Any, device: torch.d
     """For each batch the probability of the likeliest class, and its number: two (B,)."""
     prepare = ToDevice(device, mean=recipe.data.mean, std=recipe.data.std,
                        channels_last=recipe.engine.channels_last)
-    batches = EvaluationBatches(KeptViews(views, device, on_device_gib=0.0, cache_gib=0.0),
-                                batch_size=recipe.eval.batch_size, workers=recipe.data.workers,
-                                prepare=prepare)
+    batches = EvaluationBatches(views, prepare, batch_size=recipe.eval.batch_size,
+                                workers=recipe.data.workers)
     found = []
     with ProgressBar(f"validate {name}", len(batches)) as bar:
         for images, _ in bar.over(batches):

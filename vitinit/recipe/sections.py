@@ -53,7 +53,7 @@ class DataSection:
 class EvalSection:
     """How and when the model is validated."""
 
-    crop_pct: float = number(above=0.0, maximum=1.0)  # resize to image_size / crop_pct, then crop
+    crop_pct: float = number(minimum=0.1, maximum=1.0)  # resize to image_size / crop_pct, then crop
     interpolation: Literal["bilinear", "bicubic"]
     batch_size: int = number(minimum=1, below=COUNT)  # images per process and forward pass
     cache_gib: float = number(minimum=0.0)          # views up to this size per process are decoded

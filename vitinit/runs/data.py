@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ..command_line import building
 from ..data.augment import ToDevice, TrainToDevice
-from ..data.datasets import download, open_split
+from ..data.datasets import DATA_SETS, EVAL_SETS, download, open_split
 from ..data.draw import Augmentation
 from ..data.images import DataError
 from ..data.loader import EvalViews, start_fork_server
-from ..data.pipeline import Data, EvaluationBatches, KeptViews, TrainingBatches
+from ..data.pipeline import Data, EvaluationBatches, TrainingBatches
 from ..data.sampler import TrainSampler, plan_batches
 from ..data.sources import Source, held_out_part, oriented, stratified_part
 from ..recipe.sections import DataSection, Recipe
@@ -30,6 +32,36 @@ def open_training_set(data: DataSection) -> tuple[Source, Source]:
                                   held_out=data.held_out_per_class, seed=data.subset_seed)
 
 
+def open_held_out(data: DataSection, whole: Source) -> Source:
+    """The images of a whole training set that are not trained on, to validate on them."""
+    return held_out_part(whole, images_per_class=data.held_out_per_class, seed=data.subset_seed)
+
+
+class EvaluatedSet(NamedTuple):
+    """What one result of an evaluation is about: a data set, or a part of a run's training set."""
+
+    name: str                   # of a data set; or "train" or "held_out"
+    root: str                   # its folder; "" for `shapes`
+    data: DataSection | None = None     # of the recipe whose training images they are
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.root}" if self.root else self.name
+
+    def open(self) -> Source:
+        """Open the images; DataError as by `open_split`, and if a class has too few images."""
+        if self.data is None:
+            expected = (DATA_SETS | EVAL_SETS)[self.name].num_classes or 0
+            return open_split(self.name, self.root, "val", expected)
+        whole, trained_on = open_training_set(self.data)
+        return trained_on if self.name == "train" else open_held_out(self.data, whole)
+
+
+def own_set(data: DataSection) -> EvaluatedSet:
+    """What a recipe, with this data section, validates on."""
+    return (EvaluatedSet("held_out", data.root, data) if data.held_out_per_class else
+            EvaluatedSet(data.name, data.root))
+
+
 def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     """Open the data sets of the recipe and build the batches of this process.
 
@@ -44,8 +76,7 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
         whole_set, train_set = open_training_set(data)
         classes = len(whole_set.classes)
         if data.held_out_per_class:                  # validate on these; the test set stays unused
-            val_set = held_out_part(whole_set, images_per_class=data.held_out_per_class,
-                                    seed=data.subset_seed)
+            val_set = open_held_out(data, whole_set)
         else:
             val_set = oriented(open_split(data.name, data.root, "val", classes),
                                data.apply_exif_orientation)
@@ -72,10 +103,8 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     views = EvalViews(val_set, rank=processes.rank, world_size=processes.world_size,
                       size=data.image_size, crop_pct=recipe.eval.crop_pct,
                       interpolation=recipe.eval.interpolation)
-    kept = KeptViews(views, processes.device, on_device_gib=data.on_device_gib,
-                     cache_gib=recipe.eval.cache_gib)
-    with processes.together():
-        val_batches = EvaluationBatches(kept, batch_size=recipe.eval.batch_size,
-                                        workers=data.workers,
-                                        prepare=ToDevice(processes.device, **as_input))
+    val_batches = EvaluationBatches(views, ToDevice(processes.device, **as_input),
+                                    batch_size=recipe.eval.batch_size, workers=data.workers,
+                                    on_device_gib=data.on_device_gib,
+                                    cache_gib=recipe.eval.cache_gib)
     return Data(whole_set, train_set, val_set, plan, train_batches, val_batches)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.eval_sets import EvaluatedSet
 from ..train.checkpoint import write_text_atomically
 from ..train.engine import Evaluation
+from .data import EvaluatedSet
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -169,7 +169,7 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
         f"{recipe.data.num_classes} classes, {height}×{width}"
         f"{', all on the device' if data.train_batches.resident else ''}",
         *filter(None, dict.fromkeys([data.whole_set.left_out, data.val_set.left_out])),
-        f"views   {data.val_batches.kept.in_words()}",
+        f"views   {data.val_batches.in_words()}",
         f"augment {augment.repeats} view(s) per image, RandAugment {recipe.rand_augment.layers} × "
         f"magnitude {recipe.rand_augment.magnitude:g}, erasing {augment.erase_probability:g}, "
         f"mixup {mix.mixup_alpha:g}, cutmix {mix.cutmix_alpha:g}, "

@@ -14,8 +14,9 @@ import torchvision
 from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 
+from ..data.datasets import imagenet_wnids
 from ..data.images import DataError
-from ..data.eval_sets import class_indices, imagenet_wnids
+from ..data.sources import class_indices
 from ..messages import OneLineError, in_brief
 from ..recipe.sections import Recipe
 from ..recipe.values import nearest

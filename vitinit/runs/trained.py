@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..command_line import Parser
-from ..data.eval_sets import imagenet_wnids
+from ..data.datasets import imagenet_wnids
 from ..data.images import DataError, decode_bytes, decode_image, from_pillow
 from ..recipe.files import Override, overrides as parse_overrides
 from ..recipe.sections import Recipe
