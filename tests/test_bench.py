@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vitinit
 from vitinit.bench import __main__ as bench
-from vitinit.bench import loader, report, step, timing
+from vitinit.bench import loader, report, step
 from vitinit.bench.init import init_rows
 from vitinit.bench.launches import launches_of
 from vitinit.bench.memory import saved_bytes
@@ -68,11 +68,6 @@ def test_actions_are_timed_in_turn_and_the_first_round_does_not_count():
     assert times_as_fast(found["a"], found["b"]) == "11.4 (8.33 to 13.3)"
 
 
-def test_a_cpus_clock_is_moved_by_this_process_alone(monkeypatch):
-    monkeypatch.setattr(time, "process_time", lambda: 13.0)
-    assert timing.clock_of(torch.device("cpu"))() == 13.0 and torch.get_num_threads() == 1
-
-
 # ---------------------------------------------------------------------------------------------
 # The measurements
 # ---------------------------------------------------------------------------------------------
@@ -96,16 +91,10 @@ def test_memory_says_how_many_images_of_a_recipe_fit(capsys):
         (row,), = tables(capsys, "memory", "--recipe", "quickstart", "--card-gib", gib)
         assert row["MiB per image"] == "1.54" and row["global batch"] == "50"
         assert row[f"images that fit in half of {gib} GiB"] == fit
+    muon = tables(capsys, "memory", "--recipe", "quickstart", "--set", "optim.name=muon")[0][0]
+    state = "GiB of weights and optimiser"           # of a matrix Muon has one moment, AdamW two
+    assert 0.75 < float(muon[state]) / float(row[state]) < 1
     assert bench.main(["memory", "--recipe", "no-such-recipe"]) == 2
-
-
-def test_of_a_weight_that_muon_trains_one_moment_is_counted_and_not_two(capsys):
-    """ViT-B's blocks have 12 · 12 · 768² weights in matrices, of 4 bytes per moment."""
-    gib = []
-    for name in ("adamw", "muon"):
-        (row,), = tables(capsys, "memory", "--recipe", "deit_base", "--set", f"optim.name={name}")
-        gib.append(float(row["GiB of weights and optimiser"]))
-    assert gib[0] - gib[1] == pytest.approx(4 * 12 * 12 * 768**2 / 2**30, abs=0.011)
 
 
 def test_operations_except_views_are_counted_and_copies_by_their_direction():
@@ -123,21 +112,18 @@ def test_operations_except_views_are_counted_and_copies_by_their_direction():
     assert (launches.count, launches.uploads, launches.downloads) == (6, 2, 1)
 
 
-def test_a_step_and_its_updates_are_measured(capsys, monkeypatch):
+def test_a_step_is_measured(capsys, monkeypatch):
     """Beside a bare loop over torchvision's model where it has the same; here, over a small one."""
     assert set(step.THEIRS.values()) <= set(torchvision.models.list_models())
     monkeypatch.setattr(step, "THEIRS", {"vit_tiny": "vit_b_16"})
     monkeypatch.setattr(torchvision.models, "get_model", lambda name, **sizes: vitinit.build_model(
         "vit_tiny", num_classes=3, image_size=sizes["image_size"], patch_size=8, depth=1))
-    (row,), updates = tables(capsys, "step", "--recipe", "deit_tiny", "--batch", 2, *TINY)
+    (row,), = tables(capsys, "step", "--recipe", "deit_tiny", "--batch", 2, *TINY)
     assert float(row["images/s"].replace(",", "")) == pytest.approx(
         2e3 / float(row["ms"].replace(",", "")), rel=0.02)
     assert row["way"] == "amp off, eager"
     assert row["beside a bare loop over"] == "torchvision's vit_b_16"
     assert re.fullmatch(r"\S+ \(\S+ to \S+\)", row["× as fast"])
-    operations = {row["update by"]: int(row["operations"].replace(",", "")) for row in updates}
-    assert operations["AdamW"] < operations["Muon with AdamW"] / 2
-    assert operations["torch.optim.Muon"] > 2 * operations["AdamW"]
 
 
 def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
@@ -195,8 +181,8 @@ def test_a_report_has_the_machine_the_checks_and_every_speed(monkeypatch, tmp_pa
         "def test_right(record_property): record_property('apart', 0.5)\n"
         "def test_wrong(): assert 3 == 5, 'three is not\\nfive'\n"
         "def test_other(): pytest.skip('no such thing here')\n")
-    sleeps = ("import subprocess, sys, time; left = subprocess.Popen([sys.executable, '-c', 'import "
-              f"time; time.sleep(600)']); open({str(pid)!r}, 'w').write(str(left.pid)); "
+    sleeps = ("import subprocess, sys, time; left = subprocess.Popen([sys.executable, '-c', "
+              f"'import time; time.sleep(600)']); open({str(pid)!r}, 'w').write(str(left.pid)); "
               "time.sleep(600)")
     now, within = [0.0], report.run_within
 

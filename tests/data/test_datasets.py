@@ -352,10 +352,10 @@ def test_each_image_of_a_test_set_has_its_synset(tmp_path, name, folders):
     for index in range(0, len(source), 37):
         number = imagenet_wnids().index(source.classes[source.labels[index]])
         assert source.image(index).unique().tolist() == [number % 251]
-    other = next(one for one in ("imagenet_sketch", "imagenet_v2") if one != name)
-    if name == "imagenet_v2":
-        assert refusal(EvaluatedSet(other, str(tmp_path)).open).startswith(
-            f"{tmp_path}/0: not a class of this set, such as n01440764")
+    other = {"imagenet_v2": "imagenet_sketch", "imagenet_a": "imagenet_v2"}[name]
+    assert refusal(EvaluatedSet(other, str(tmp_path)).open).startswith(
+        f"{tmp_path}/0: not a class of ImageNet, such as n01440764" if name == "imagenet_v2" else
+        f"{tmp_path}: no complete imagenet_v2 in it (")
     (tmp_path / folders[-1] / "0.jpeg").unlink()
     (tmp_path / folders[-1]).rmdir()
     assert refusal(EvaluatedSet(name, str(tmp_path)).open).startswith(

@@ -23,7 +23,7 @@ from .init import init_rows
 from .loader import fed_rows, image_folder, loader_rows
 from .memory import memory_row
 from .report import bench_all, machine, row_table
-from .step import step_rows, update_rows
+from .step import step_rows
 from .training import recipe_of
 
 
@@ -35,7 +35,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     everything = commands.add_parser("all", help="checks and speeds, in one report")
     everything.add_argument("--out", type=Path, required=True, help="file of the report")
     everything.add_argument("--minutes", type=real(above=0.0), default=10.0)
-    step = commands.add_parser("step", help="images/s of a training step, and its updates")
+    step = commands.add_parser("step", help="images/s of a training step")
     loader = commands.add_parser("loader", help="images/s out of files, alone and feeding a step")
     loader.add_argument("--workers", nargs="+", type=integer(0, 2**15), default=[os.cpu_count()],
                         help="numbers of loader processes; default: that of the cores")
@@ -79,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
         for recipe in [recipe_of(name, args.set) for name in args.recipe]:
             batch = args.batch or recipe.optim.max_batch_per_process
             print("\n" + row_table(step_rows(recipe, device, batch)), flush=True)
-            print("\n" + row_table(update_rows(recipe, device)), flush=True)
     else:
         batch = args.batch or recipe_of(args.recipe, args.set).optim.max_batch_per_process
         with tempfile.TemporaryDirectory() as folder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -19,7 +18,6 @@ from ..runs.start import without_data
 from ..runs.teacher import learn_from_teacher
 from ..train.device import matrix_rate, peak_gib
 from ..train.engine import AMP_DTYPES, autocast, cross_entropy
-from ..train.optim import hidden_matrices, optimizer_for
 from ..train.metrics import training_flops
 from .launches import launches_of
 from .report import Row
@@ -135,26 +133,3 @@ def product(device: torch.device, amp: str) -> tuple[Callable[[], None], float]:
         for _ in range(repeats):
             matrix @ matrix
     return multiply, repeats * 2 * side**3
-
-
-def update_rows(recipe: Recipe, device: torch.device) -> list[Row]:
-    """An update of the recipe's model alone: AdamW, Muon with AdamW, and torch.optim.Muon.
-
-    torch.optim.Muon gets the matrices of the blocks only, and goes through them one by one.
-    """
-    clock = clock_of(device)
-    model = set_up(without_data(recipe), device)[0].model
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizers = {
-        "AdamW": optimizer_for(model, recipe.optim),
-        "Muon with AdamW": optimizer_for(model, replace(recipe.optim, name="muon")),
-        "torch.optim.Muon": torch.optim.Muon([model.get_parameter(name)
-                                              for name in hidden_matrices(model)])}
-    for optimizer in optimizers.values():
-        optimizer.step()                             # makes its state, which is not counted
-    counted = {name: launches_of(optimizer.step).count for name, optimizer in optimizers.items()}
-    seconds = interleave({name: optimizer.step for name, optimizer in optimizers.items()}, clock)
-    return [{"recipe": recipe.name, "update by": name, "ms": 1e3 * median(found),
-             "× as fast as torch.optim.Muon": times_as_fast(found, seconds["torch.optim.Muon"]),
-             "operations": counted[name]} for name, found in seconds.items()]

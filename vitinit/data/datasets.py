@@ -58,41 +58,23 @@ def open_folder(root: Path, split: str) -> ImageFolder:
     return source
 
 
-def open_imagenet(root: Path, split: str) -> ImageFolder:
-    """Open a split of ImageNet-1K, which is an image folder whose classes are WordNet ids.
-
-    The published archive of validation images unpacks into one flat folder, which raises DataError
-    with a hint how to sort them. Its test/ has no labels to validate on.
-    """
-    folder = root / split
-    try:
-        class_folders(folder)
-    except DataError as error:
-        raise DataError(f"{error}; ImageNet is train/<wnid>/… and val/<wnid>/…, into which "
-                        "valprep.sh of github.com/soumith/imagenetloader.torch sorts the images of "
-                        "validation") from None
-    source = open_folder(root, split)
+def open_wnids(folder: Path) -> ImageFolder:
+    """Open an image folder whose classes are WordNet ids, such as a split of ImageNet-1K."""
+    source = ImageFolder(folder)
     for name in source.classes:
         if not is_wnid(name):
-            raise DataError(f"{folder / name}: not a class of ImageNet, such as n01440764; for "
-                            "other image folders --set data.name=image_folder")
+            raise DataError(f"{folder / name}: not a class of ImageNet, such as n01440764; other "
+                            "image folders go by the name image_folder")
     return source
 
 
-def open_test_set(root: Path, split: str, *, numbered: bool = False) -> ImageFolder:
-    """Open one of ImageNet's four other test sets, root/<wnid>/….
-
-    numbered: its folders are 0 … 999 instead, in the order of the wnids.
-    """
+def open_imagenet_v2(root: Path, split: str) -> ImageFolder:
+    """ImageNet-V2, whose folders are 0 … 999, in the order of the wnids."""
     source, wnids = ImageFolder(root), imagenet_wnids()
-    known = list(map(str, range(len(wnids)))) if numbered else wnids
-    for name in source.classes:
-        if name not in known:
-            raise DataError(f"{root / name}: not a class of this set, such as {known[0]}")
-    if numbered:                                     # folders are sorted as words: 0, 1, 10, 100, …
-        numbers, present = np.array(source.classes, np.int64), sorted(map(int, source.classes))
-        source.labels = np.searchsorted(present, numbers[source.labels])
-        source.classes = [wnids[number] for number in present]
+    numbers = np.array(source.classes, np.int64)     # sorted as words: 0, 1, 10, 100, …
+    present = np.sort(numbers)
+    source.labels = np.searchsorted(present, numbers[source.labels])
+    source.classes = [wnids[number] for number in present]
     return source
 
 
@@ -197,7 +179,8 @@ DATA_SETS: dict[str, DataSet] = {
     "image_folder": DataSet(
         open_folder, "train/<class>/… and val/<class>/… or test/<class>/…; or <class>/… alone",
         None),
-    "imagenet": DataSet(open_imagenet, "train/<wnid>/… and val/<wnid>/…", 1000),
+    "imagenet": DataSet(lambda root, split: open_wnids(root / split),    # test/ has no labels
+                        "train/<wnid>/… and val/<wnid>/…", 1000),
     "cifar10": DataSet(partial(read_arrays, CIFAR10, "targets", {"train": True, "val": False}),
                        "cifar-10-batches-py/ (cifar-10-python.tar.gz unpacked)", 10,
                        [partial(CIFAR10, download=True)]),
@@ -227,12 +210,9 @@ DATA_SETS: dict[str, DataSet] = {
 
 EVAL_SETS: dict[str, DataSet] = {                    # which have no training split
     "imagenet_v2": DataSet(
-        partial(open_test_set, numbered=True),
-        "0/… to 999/… (imagenetv2-matched-frequency-format-val unpacked)", 1000),
-    "imagenet_r": DataSet(open_test_set, "200 folders <wnid>/… (imagenet-r unpacked)", 200),
-    "imagenet_a": DataSet(open_test_set, "200 folders <wnid>/… (imagenet-a unpacked)", 200),
-    "imagenet_sketch": DataSet(open_test_set, "1000 folders <wnid>/… (sketch unpacked)", 1000),
-}
+        open_imagenet_v2, "0/… to 999/… (imagenetv2-matched-frequency-format-val unpacked)", 1000)
+} | {name: DataSet(lambda root, _: open_wnids(root), f"{count} folders <wnid>/…", count)
+     for name, count in (("imagenet_r", 200), ("imagenet_a", 200), ("imagenet_sketch", 1000))}
 
 
 def download(name: str, root: str) -> None:

@@ -80,9 +80,10 @@ def decode_bytes(content: bytes, name: str, *, apply_exif_orientation: bool = Tr
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:  # reads its header
                 if decode_jpeg and image.format in ("JPEG", "MPO"):
                     with contextlib.suppress(RuntimeError):  # Pillow may decode it, or say why not
-                        return channels_last(decode_jpeg(
-                            torch.frombuffer(content, dtype=torch.uint8), mode=ImageReadMode.RGB,
-                            apply_exif_orientation=apply_exif_orientation))
+                        decoded = decode_jpeg(torch.frombuffer(content, dtype=torch.uint8),
+                                              mode=ImageReadMode.RGB,
+                                              apply_exif_orientation=apply_exif_orientation)
+                        return decoded.permute(1, 2, 0).contiguous().permute(2, 0, 1)
                 return from_pillow(image, apply_exif_orientation=apply_exif_orientation)
         except UnidentifiedImageError:
             reason = f"none of {', '.join(FORMATS)}" if content else "empty"
@@ -112,11 +113,6 @@ def from_pillow(image: Image.Image, *, apply_exif_orientation: bool = True) -> T
         image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
     flat = torch.frombuffer(bytearray(image.convert("RGB").tobytes()), dtype=torch.uint8)
     return flat.view(image.height, image.width, 3).permute(2, 0, 1)
-
-
-def channels_last(image: Tensor) -> Tensor:
-    """The image (3, H, W), its memory channels-last, as it is unless it was turned."""
-    return image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
 def resize(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
