@@ -23,7 +23,6 @@ import scipy.io
 import torch
 import torchvision
 from PIL import Image
-from torch.utils.data import ConcatDataset
 
 from vitinit.data import datasets, shapes
 from vitinit.data.datasets import (DATA_SETS, EVAL_SETS, LabelledSTL10, download, imagenet_wnids,
@@ -226,22 +225,8 @@ def refusal(function, *arguments) -> str:
     return str(error.value)
 
 
-def theirs(name: str, root: Path, split: str):
-    """torchvision's own data set for a split."""
-    kinds = torchvision.datasets
-    parts = {"flowers102": ("train", "val"), "pets": ("trainval",)}.get(name, ("train",))
-    kind = {"stl10": kinds.STL10, "svhn": kinds.SVHN, "food101": kinds.Food101,
-            "cifar10": kinds.CIFAR10, "cifar100": kinds.CIFAR100, "flowers102": kinds.Flowers102,
-            "pets": kinds.OxfordIIITPet}[name]
-    if "cifar" in name:
-        return kind(root, train=split == "train")
-    return ConcatDataset([kind(root, split=part)
-                          for part in (parts if split == "train" else ("test",))])
-
-
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_set_is_read_as_it_was_written_and_as_torchvision_reads_it(tmp_path, write, name,
-                                                                     offline):
+def test_a_set_is_read_as_it_was_written(tmp_path, write, name, offline):
     classes, splits = write(name)
     for split, written in splits.items():
         source = open_split(name, str(tmp_path), split, len(classes))
@@ -254,10 +239,6 @@ def test_a_set_is_read_as_it_was_written_and_as_torchvision_reads_it(tmp_path, w
             assert np.array_equal(image.permute(1, 2, 0).numpy(), pixels)
         if isinstance(source, ImagesInMemory):
             assert source.images.is_contiguous(memory_format=torch.channels_last)
-        if name != "tiny_imagenet":
-            assert sorted((pixels.tobytes(), label) for pixels, label in written) == sorted(
-                (np.asarray(image).tobytes(), int(label))
-                for image, label in theirs(name, tmp_path, split))
     before = sorted(tmp_path.rglob("*"))
     download(name, str(tmp_path))                    # it is complete, so nothing is downloaded
     assert sorted(tmp_path.rglob("*")) == before

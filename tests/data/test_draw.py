@@ -159,24 +159,15 @@ def test_an_epochs_order_is_a_permutation_by_its_key_in_which_every_image_is_fir
 # ---------------------------------------------------------------------------------------------
 
 
-def exact_argument(name: str, m: Fraction, sign: int) -> Fraction | int:
-    """The argument of `rand-m9-mstd0.5-inc1` at magnitude m, in exact fractions."""
-    match name:
-        case "Rotate":
-            return sign * 3 * m
-        case "Posterize":
-            return 4 - int(Fraction(4, 10) * m)
-        case "Solarize":
-            return 256 - min(256, int(Fraction(256, 10) * m))
-        case "SolarizeAdd":
-            return min(128, int(11 * m))
-        case "Color" | "Contrast" | "Brightness" | "Sharpness":
-            return max(Fraction(1, 10), 1 + sign * Fraction(9, 100) * m)
-        case "ShearX" | "ShearY":
-            return sign * Fraction(3, 100) * m
-        case "TranslateX" | "TranslateY":
-            return sign * Fraction(45, 1000) * m
-    return 0
+# The arguments of `rand-m9-mstd0.5-inc1` at magnitude m, with sign s, in exact fractions; else 0.
+TABLE = {
+    "Rotate": lambda m, s: s * 3 * m, "Posterize": lambda m, s: 4 - int(Fraction(4, 10) * m),
+    "Solarize": lambda m, s: 256 - min(256, int(Fraction(256, 10) * m)),
+    "SolarizeAdd": lambda m, s: min(128, int(11 * m)),
+    **dict.fromkeys(["Color", "Contrast", "Brightness", "Sharpness"],
+                    lambda m, s: max(Fraction(1, 10), 1 + s * Fraction(9, 100) * m)),
+    **dict.fromkeys(["ShearX", "ShearY"], lambda m, s: s * Fraction(3, 100) * m),
+    **dict.fromkeys(["TranslateX", "TranslateY"], lambda m, s: s * Fraction(45, 1000) * m)}
 
 
 def test_arguments_are_those_of_the_table_at_every_half_magnitude():
@@ -185,8 +176,8 @@ def test_arguments_are_those_of_the_table_at_every_half_magnitude():
             ours = RAND_AUGMENT.arguments(np.arange(1, 16), np.full(15, halves / 2),
                                           np.full(15, sign))
             for name, argument in zip(ALL_OPERATIONS, ours, strict=True):
-                exact = float(exact_argument(name, Fraction(halves, 2), sign))
-                assert argument == pytest.approx(exact, rel=1e-12), name
+                exact = TABLE.get(name, lambda m, s: 0)(Fraction(halves, 2), sign)
+                assert argument == pytest.approx(float(exact), rel=1e-12), name
 
 
 def test_the_extents_are_what_arguments_reach_at_magnitude_ten():

@@ -20,10 +20,10 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from deit import AUGMENT, MIX, RAND_AUGMENT, cropped, samples
-from vitinit.data.draw import Augmentation, SampleKey
-from vitinit.data.images import DataError, resize_and_centre_crop
-from vitinit.data.loader import Batch, EvalViews, Loader, TrainViews, begin_work
+from deit import AUGMENT, MIX, RAND_AUGMENT, cropped
+from vitinit.data.draw import Augmentation
+from vitinit.data.images import DataError
+from vitinit.data.loader import Batch, Loader, TrainViews, begin_work
 from vitinit.data.sampler import TrainSampler, plan_batches
 from vitinit.data.sources import ImageFolder
 
@@ -87,31 +87,6 @@ def test_a_batch_holds_the_views_and_draws_that_its_keys_name(folder, method, st
         assert type(batch) is Batch
         assert [(part.shape[:1], part.dtype) for part in batch] == [
             ((2,), torch.uint8), ((2,), torch.int64), ((2,), torch.float64)]
-
-
-def test_another_seed_epoch_or_repeat_gives_another_view_and_other_draws_of_an_image(folder):
-    def batch(key: SampleKey, seed: int = SEED) -> Batch:
-        return TrainViews(folder, replace(DRAWS, seed=seed))[samples([key])]
-    one = batch(SampleKey(0, 7))
-    for other in (batch(SampleKey(1, 7)), batch(SampleKey(0, 7, 1)),
-                  batch(SampleKey(0, 7), SEED + 1)):
-        assert torch.equal(one.labels, other.labels) and not torch.equal(one.images, other.images)
-        assert not torch.equal(one.draws, other.draws)
-    assert torch.equal(one.images, batch(SampleKey(0, 7)).images)
-
-
-@pytest.mark.parametrize("world_size", [1, 5, 29])           # 29: more processes than images
-def test_evaluation_sees_every_image_exactly_once_in_order(folder, world_size):
-    for rank in range(world_size):
-        views = EvalViews(folder, rank=rank, world_size=world_size, size=SIZE, crop_pct=0.875,
-                          interpolation="bicubic")
-        found = [(view, label) for images, labels in Loader(views, workers=0, batch_size=3)
-                 for view, label in zip(images, labels.tolist(), strict=True)]
-        share = range(rank, 23, world_size)
-        assert [label for _, label in found] == folder.labels[share].tolist()
-        for (view, _), index in zip(found, share, strict=True):
-            assert torch.equal(view, resize_and_centre_crop(folder.image(index), SIZE, 0.875,
-                                                            "bicubic"))
 
 
 # ---------------------------------------------------------------------------------------------

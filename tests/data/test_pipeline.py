@@ -287,6 +287,8 @@ def test_every_pass_gives_each_image_of_the_share_once_kept_or_not(folder, rank,
             assert len(batches) == len(expected) and equal(batches, expected)
         share = len(range(rank, 23, world_size))
         assert source.decoded == (0 if workers else share if stored else 3 * share)
+        more_processes_than_images = views_of(source, rank=28, world_size=29)
+        assert list(evaluation(more_processes_than_images, stored=stored)) == []
         waiting = set(multiprocessing.active_children()) - others
         assert len(waiting) == (0 if stored else min(workers, len(batches)))
 

@@ -208,29 +208,6 @@ def test_each_process_takes_what_deits_sampler_gives_it(world_size, max_batch, r
         assert in_order(one) == [(7, *view) for view in expected.tolist()]
 
 
-@pytest.mark.parametrize("world_size, max_batch", [(2, 30), (8, 256)])
-def test_groups_are_deits_64_different_images_for_any_number_of_processes(world_size, max_batch):
-    """15 groups of 64 with three repeats.
-
-    As in DeiT's code, no two views of an image are mixed with each other or share a draw of mixing.
-    """
-    groups: dict[tuple[int, int], list[SampleKey]] = {}
-    for rank in range(world_size):
-        one = sampler(rank, world_size, count=2003, global_batch=960, max_batch=max_batch,
-                      repeats=3, group=64)
-        for step, keys, numbers in one:
-            for group, key in zip(numbers.tolist(), keys, strict=True):
-                groups.setdefault((step, group), []).append(key)
-    assert sorted(groups) == [(step, group) for step in range(2) for group in range(15)]
-    assert {len({key.index for key in keys}) for keys in groups.values()} == {64}
-    assert {len(keys) for keys in groups.values()} == {64}
-    draws: dict[tuple[int, int], set[int]] = {}
-    for (step, group), keys in groups.items():
-        for key in keys:
-            draws.setdefault((step, key.index), set()).add(group)
-    assert {len(found) for found in draws.values()} == {3}
-
-
 @pytest.mark.parametrize("count, global_batch, repeats", [(17, 18, 1), (5, 18, 3), (0, 1, 3)])
 def test_a_set_whose_repeats_do_not_fill_a_batch_is_refused(count, global_batch, repeats):
     with pytest.raises(ValueError) as error:
