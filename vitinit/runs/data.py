@@ -26,8 +26,8 @@ def open_training_set(data: DataSection) -> tuple[Source, Source]:
     whole = oriented(open_split(data.name, data.root, "train", data.num_classes),
                      data.apply_exif_orientation)
     if len(whole.classes) < 2:
-        raise DataError(f"{data.root}: one class found, '{whole.classes[0]}'; expected two at least, a "
-                        "folder each")
+        raise DataError(f"{data.root}: one class found, '{whole.classes[0]}'; expected two at "
+                        "least, a folder each")
     return whole, stratified_part(whole, share=data.subset, images_per_class=data.images_per_class,
                                   held_out=data.held_out_per_class, seed=data.subset_seed)
 
