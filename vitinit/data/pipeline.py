@@ -153,14 +153,17 @@ def cut(images: Tensor, windows: Tensor) -> Tensor:
     """
     height, width = images.shape[2:]
     index, top, left, flip = windows[:, :, None].unbind(1)               # (B, 1) each
-    rows = top + torch.arange(height, device=images.device)              # (B, H)
-    columns = torch.arange(width, device=images.device)
+    planes, rows, columns = (torch.arange(count, device=images.device)
+                             for count in (3, height, width))
+    rows = top + rows                                                    # (B, H)
     columns = left + torch.where(flip == 1, columns.flip(0), columns)    # (B, W)
     inside = ((rows >= 0) & (rows < height))[:, :, None] \
         & ((columns >= 0) & (columns < width))[:, None, :]               # (B, H, W)
-    picked = images.permute(0, 2, 3, 1)[index[..., None], rows.clamp(0, height - 1)[:, :, None],
-                                        columns.clamp(0, width - 1)[:, None, :]]     # (B, H, W, 3)
-    return (picked * inside[..., None]).permute(0, 3, 1, 2).contiguous()
+    # The place of each value among those of all images.
+    rows = (3 * index + planes)[..., None] * height + rows.clamp(0, height - 1)[:, None]
+    places = (rows * width)[..., None] + columns.clamp(0, width - 1)[:, None, None]  # (B, 3, H, W)
+    views = images.view(-1).index_select(0, places.flatten()).view(places.shape)
+    return views.mul_(inside[:, None])
 
 
 class EvaluationBatches:
