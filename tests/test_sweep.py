@@ -312,35 +312,23 @@ def test_several_processes_are_started_by_torchrun(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def shares(monkeypatch):
-    """How a machine of so many cores and GPUs is divided."""
-    def of(cores: int, gpus: int, visible: str | None, jobs: int, processes: int, threads: int | None
-           ) -> list[dict[str, str]]:
+def test_threads_and_gpus_are_divided_or_as_given(monkeypatch):
+    """By cores, GPUs, jobs, processes of each and threads; a single job sees all GPUs."""
+    def shares(cores: int, gpus: int, *how: int | None) -> list[tuple[str | None, str | None]]:
         monkeypatch.setattr(os, "cpu_count", lambda: cores)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if visible is not None:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        return sweep.share_machine(jobs, processes, threads)
-    return of
-
-
-def test_threads_are_divided_or_as_given(shares):
-    for cores, jobs, processes, threads, expected in (
-            (2, 1, 1, None, None), (2, 1, 1, 3, "3"), (17, 5, 1, None, "3"), (17, 2, 3, None, "2"),
-            (3, 7, 1, None, "1"), (3, 7, 1, 2, "2")):
-        assert shares(cores, 0, None, jobs, processes, threads) == [
-            {} if expected is None else {"OMP_NUM_THREADS": expected}] * jobs
-
-
-def test_gpus_are_divided(shares):
-    for gpus, visible, jobs, processes, expected in (
-            (3, None, 3, 1, ["0", "1", "2"]), (2, None, 3, 1, ["0", "1", "0"]),
-            (5, None, 2, 2, ["0,1", "2,3"]), (2, "GPU-a,GPU-b", 2, 1, ["GPU-a", "GPU-b"])):
-        assert [share["CUDA_VISIBLE_DEVICES"]
-                for share in shares(16, gpus, visible, jobs, processes, 1)] == expected
-    assert shares(16, 3, None, 1, 3, None) == [{}]   # one job sees all
+        return [(share.get("OMP_NUM_THREADS"), share.get("CUDA_VISIBLE_DEVICES"))
+                for share in sweep.share_machine(*how)]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for how, threads in (((2, 0, 1, 1, None), None), ((2, 0, 1, 1, 3), "3"), ((17, 0, 5, 1, None), "3"),
+                         ((17, 0, 2, 3, None), "2"), ((3, 0, 7, 1, None), "1"), ((3, 0, 7, 1, 2), "2"),
+                         ((16, 3, 1, 3, None), None)):
+        assert shares(*how) == [(threads, None)] * how[2]
+    for how, places in (((16, 3, 3, 1, 1), ["0", "1", "2"]), ((16, 2, 3, 1, 1), ["0", "1", "0"]),
+                        ((16, 5, 2, 2, 1), ["0,1", "2,3"])):
+        assert shares(*how) == [("1", place) for place in places]
     with pytest.raises(RecipeError, match="--jobs 2 runs of --nproc 2 processes need 4 GPUs, and 3 are"):
-        shares(16, 3, None, 2, 2, None)
+        shares(16, 3, 2, 2, None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    assert shares(16, 2, 2, 1, 1) == [("1", "GPU-a"), ("1", "GPU-b")]

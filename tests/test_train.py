@@ -17,7 +17,9 @@ from PIL import Image
 from same_run import assert_identical, assert_same_run, checkpoint, rows_of
 
 from vitinit.data import sources
+from vitinit.init.mass import mass_on_images
 from vitinit.recipe.files import fresh_recipe, load_recipe
+from vitinit.runs import start
 from vitinit.runs.records import read_run
 from vitinit.runs.resume import require_same_recipe
 
@@ -145,7 +147,7 @@ def test_a_run_starts_from_another_runs_weights(train_program, stop_before, smal
     assert train_program.main(["--resume", str(second)]) == 0
 
 
-@pytest.mark.parametrize("changes, message", [
+CANNOT_START = [
     (dict(init__checkpoint="nowhere.pt"), "nowhere.pt: no such checkpoint"),
     (dict(init__checkpoint_weights="EMA"), "'EMA'; valid: ema, model"),
     (dict(init="impulse", model__options__pos_embed="sincos"),
@@ -155,20 +157,20 @@ def test_a_run_starts_from_another_runs_weights(train_program, stop_before, smal
     (dict(optim__global_batch="14"), "optim.global_batch = 14 does not divide into groups of "
      "mix.group = 4 images; the nearest batches that do are 12 and 16"),
     (dict(mix__group="5"), "mix.group = 5 is odd, but images are mixed in pairs; the nearest"),
-    (dict(optim__global_batch="52", augment__repeats="1", mix__group="4"), "51 images, fewer than"),
     (dict(optim__global_batch="103", mix__probability="0"), "51 images in 2 views each, fewer than"),
     (dict(model__options__patch_size="5"), "do not tile an image of 8×8"),
-    (dict(model__options__num_heads="-1"), "num_heads"), (dict(model__options__depth="-1"), "depth"),
+    (dict(model__options__depth="-1"), "depth"),
     (dict(data__num_classes="4"), "3 classes found, but the recipe's data.num_classes is 4"),
     (dict(data__images_per_class="18"), "class 'blue' has 17 images, too few to train on 18"),
-    (dict(data__root="nowhere"), "nowhere/train: no such folder"),
-])
-def test_what_cannot_be_started_is_one_line(train_program, small_run, tmp_path, capsys, changes,
-                                            message):
-    assert train_program.main(small_run(tmp_path / "run", **changes)) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-    assert not (tmp_path / "run").exists()
+    (dict(data__root="nowhere"), "nowhere/train: no such folder")]
+
+
+def test_what_cannot_be_started_is_one_line(train_program, small_run, tmp_path, capsys):
+    for changes, message in CANNOT_START:
+        assert train_program.main(small_run(tmp_path / "run", **changes)) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("changes, lines", [
@@ -197,6 +199,32 @@ def test_a_dry_run_shows_everything_and_writes_nothing(train_program, small_run,
     assert "steps   4 per epoch × 3 epochs = 12" in printed
     assert "lr      peak 0.001; first step 1e-06" in printed
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_mass_on_the_targets_in_training_images_stands_below_the_init(
+        train_program, small_run, tmp_path, monkeypatch, capsys):
+    """Baselines, and runs that start from a checkpoint, have no such line."""
+    found = []
+
+    def measured(model, name, options, images):
+        found.append((mass_on_images(model, name, options, images), images))
+        return found[-1][0]
+    monkeypatch.setattr(start, "mass_on_images", measured)
+    arguments = small_run(tmp_path / "run", "--dry-run", init="deep_impulse",
+                          model__options__patch_size="2", model__options__embed_dim="48")
+    assert train_program.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    init = next(number for number, line in enumerate(lines) if line.startswith("init "))
+    (mass, images), = found
+    assert lines[init + 1] == f"mass    {mass}, on {len(images)} training images"
+    assert lines[init + 2].startswith("batch ") and images.shape == (51, 3, 8, 8)    # all there are
+
+    assert train_program.main(small_run(tmp_path / "run", init="default",
+                                        schedule__epochs="1")) == 0
+    assert train_program.main(small_run(tmp_path / "tuned", "--dry-run", "--set",
+                                        f"init.checkpoint={tmp_path / 'run'}", init="mimetic")) == 0
+    printed = capsys.readouterr().out
+    assert "\nstart   " in printed and "mass  " not in printed
 
 
 @pytest.mark.parametrize("name, step", [("train/green/05.png", 5), ("val/blue/03.png", 4)])
@@ -283,7 +311,8 @@ def test_one_folder_without_val_is_trained_on_and_evaluated(train_program, eval_
 
 
 def test_the_recipes_orientation_is_that_of_training_and_of_evaluation(
-        train_program, eval_program, small_run, phone, tmp_path, monkeypatch, capsys):
+        train_program, eval_program, small_run, phone, tmp_path, monkeypatch):
+    """Of one folder, and of one with train/ and val/."""
     decoded = {True: [], False: []}
     real, turn = sources.decode_image, None
 
@@ -292,22 +321,18 @@ def test_the_recipes_orientation_is_that_of_training_and_of_evaluation(
         decoded[turn].append(path)
         return real(path, **options)
     monkeypatch.setattr(sources, "decode_image", recorded)
-    for turn in decoded:
-        for layout in ("one folder", "train and val"):
-            held_out = "3" if layout == "one folder" else "0"
-            root = phone if layout == "one folder" else tmp_path / "both"
-            folder = tmp_path / f"{turn} {layout}"
-            if not root.exists():
-                root.mkdir()
-                for split in ("train", "val"):
-                    (root / split).symlink_to(phone)
-            changes = ONE_FOLDER | dict(data__held_out_per_class=held_out, eval__cache_gib="0.0",
-                                        data__apply_exif_orientation=str(turn).lower())
-            assert train_program.main(small_run(folder, "--data-dir", str(root), **changes)) == 0
-            before = len(decoded[turn])
-            assert eval_program.main([str(folder)]) == 0
-            assert len(decoded[turn]) - before == (6 if held_out == "3" else 26)
-    assert set(decoded[True]) == set(decoded[False])
+    both = tmp_path / "both"
+    both.mkdir()
+    for split in ("train", "val"):
+        (both / split).symlink_to(phone)
+    for turn, root, held_out in ((True, phone, 3), (False, both, 0), (True, both, 0)):
+        folder = tmp_path / f"{turn} {root.name}"
+        changes = ONE_FOLDER | dict(data__held_out_per_class=str(held_out), eval__cache_gib="0.0",
+                                    data__apply_exif_orientation=str(turn).lower())
+        assert train_program.main(small_run(folder, "--data-dir", str(root), **changes)) == 0
+        before = len(decoded[turn])
+        assert eval_program.main([str(folder)]) == 0
+        assert len(decoded[turn]) - before == (6 if held_out else 26)
 
 
 def test_a_folder_without_enough_to_learn_is_one_line(train_program, small_run, phone, tmp_path,
@@ -339,22 +364,6 @@ def test_a_broken_image_in_a_worker_ends_the_program_at_once(small_run, reposito
     assert result.returncode == 2
     assert result.stderr.startswith("train.py: ") and "05.png: not a readable" in result.stderr
     assert result.stderr.count("\n") == 1
-
-
-def test_a_real_signal_leaves_a_checkpoint_and_says_how_to_go_on(small_run, repository, tmp_path):
-    folder, number = tmp_path / "run", signal.SIGTERM
-    arguments = small_run(folder, schedule__epochs="100000", data__workers="1")
-    process = subprocess.Popen([sys.executable, str(repository / "train.py"), *arguments],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in process.stdout:                      # reading waits for the next line
-        if line.startswith("epoch      2/"):
-            process.send_signal(number)
-            break
-    rest, error = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    assert f"stopped by signal {int(number)}" in rest and f"--resume {folder}" in rest
-    assert "Traceback" not in error
-    assert checkpoint(folder)["step"] >= 8
 
 
 # ---------------------------------------------------------------------------------------------

@@ -51,7 +51,6 @@ from .runs.trained import Trained, add_run, load, load_run
 from .train.checkpoint import (CheckpointError, load as load_checkpoint, save_atomically,
                                write_text_atomically, written_atomically)
 
-BATCHES = (1, 3, 7)             # batch sizes at which a program is compared with its model
 NEAR = 1e-4                     # largest difference of logits, relative to the largest logit
 NEAR_IN_HALF = 0.02             # the same, with weights in half precision
 
@@ -170,23 +169,20 @@ def export_program(trained: Trained, out: Path, *, inside: bool) -> str:
                       extra_files={"vitinit.json": json.dumps(metadata(trained), indent=2)})
     archive.seek(0)
     run = torch.export.load(archive).module()
-    batches = [images[:batch] for batch in BATCHES]
-    found = difference(torch.cat([run(batch) for batch in batches]),
-                       torch.cat([model(batch) for batch in batches]), NEAR,
-                       f"{out}: the exported program's")
+    checked = compare(run, model, images, NEAR, f"{out}: the exported program's")
     with written_atomically(out) as file:
         file.write(archive.getvalue())
-    return f"read back and run in batches of {', '.join(map(str, BATCHES))}: {found}"
+    return checked
 
 
 @torch.no_grad()
 def export_run(trained: Trained, out: Path) -> str:
     """Write a run folder `out` for using the model, not for training; return what was checked.
 
-    Its last.pt contains the plain values of the checkpoint, and the weights in float16 under
-    "model". The run's text files are copied without absolute paths; if the checkpoint is not from a
-    run, there is only recipe.toml. Raises CheckpointError, and leaves no folder, if half precision
-    changes the logits by more than `NEAR_IN_HALF`, as by a weight beyond its range.
+    Its last.pt contains the plain values of the checkpoint, and the weights in float16. The run's
+    text files are copied without absolute paths; if the checkpoint is not from a run, there is only
+    recipe.toml. Raises CheckpointError, and leaves no folder, if half precision changes the logits
+    by more than `NEAR_IN_HALF`.
     """
     stored, source = load_checkpoint(trained.path, mmap=True), RunFolder(trained.path.parent)
     of_run = "recipe" in stored
@@ -206,10 +202,8 @@ def export_run(trained: Trained, out: Path) -> str:
                 shutil.copy(path, out)
         write_text_atomically(dump_recipe(without_folders(recipe)), folder.recipe)
         save_atomically(state, folder.last)
-        inputs = as_input(noise(trained), trained.recipe)
-        found = difference(load(out).model(inputs), trained.model(inputs), NEAR_IN_HALF,
-                           f"{out}: with weights in half precision,")
-    return f"read back and run on {len(inputs)} images: {found}"
+        return compare(load(out).model, trained.model, as_input(noise(trained), trained.recipe),
+                       NEAR_IN_HALF, f"{out}: with weights in half precision,")
 
 
 @contextmanager
@@ -223,18 +217,20 @@ def new_folder(out: Path) -> Iterator[None]:
         raise
 
 
-def difference(found: Tensor, logits: Tensor, near: float, whose: str) -> str:
-    """How far `found` is from a model's logits, in words; an error if over `near` of the largest."""
-    far, largest = (found - logits).abs().max().item(), logits.abs().max().item()
+def compare(found: nn.Module, model: nn.Module, images: Tensor, near: float, whose: str) -> str:
+    """How far two models' logits are apart, in words; an error if over `near` of the largest."""
+    logits = model(images)
+    far, largest = (found(images) - logits).abs().max().item(), logits.abs().max().item()
     if not far <= near * max(largest, 1.0):
         raise CheckpointError(f"{whose} logits are up to {far:.1e} from the model's, which are up "
                               f"to {largest:.1f}; nothing was written")
-    return f"largest difference {far:.1e}, of logits up to {largest:.1f}"
+    return (f"read back and run on {len(images)} images: largest difference {far:.1e}, of logits up "
+            f"to {largest:.1f}")
 
 
 def noise(trained: Trained) -> Tensor:
-    """Images of noise on which an export is compared with the model: (7, 3, H, W) uint8."""
-    return torch.randint(256, (max(BATCHES), 3, *trained.image_size), dtype=torch.uint8,
+    """Images on which an export is compared with the model: (7, 3, H, W) uint8."""
+    return torch.randint(256, (7, 3, *trained.image_size), dtype=torch.uint8,
                          generator=torch.Generator().manual_seed(0))
 
 
@@ -246,8 +242,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--names", choices=LIBRARIES,
                         help="the library that is to load the weights (--to safetensors)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE",
-                        help="the file to write; for a run and for transformers, a folder that "
-                             "does not exist yet")
+                        help="file to write; for a run and for transformers, a new folder")
     parser.add_argument("--normalise", action="store_true",
                         help="the program takes uint8 images and normalises them (--to torch)")
     args = parser.parse_args(arguments)
@@ -273,11 +268,10 @@ def export(args: argparse.Namespace) -> None:
         found = export_program(trained, out, inside=args.normalise)
     else:
         found = export_run(trained, out)
-    height, width = trained.image_size
+    (height, width), kind = trained.image_size, "uint8" if args.normalise else "normalised"
     written = sum(path.stat().st_size for path in [out, *out.glob("*")] if path.is_file())
     print(f"wrote   {out}, {written / 1e6:.1f} MB: {trained.recipe.model.name}, images (B, 3, "
-          f"{height}, {width}) {'uint8' if args.normalise else 'normalised'} → logits (B, "
-          f"{len(trained.classes)})\nchecked {found}")
+          f"{height}, {width}) {kind} → logits (B, {len(trained.classes)})\nchecked {found}")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,7 +3,6 @@
     python -m vitinit.sweep --recipe quickstart --init default,mimetic,impulse --seeds 0-4
     python -m vitinit.sweep --recipe quickstart --init impulse --seeds 0,1,2 \\
         --variant paper --variant base-values init.options.value_init=base
-
     python -m vitinit.sweep --recipe cifar10_10k --seeds 0-9 --jobs 2 --threads 1
 
 Each run has a folder <recipe>-<init>[-<variant>]-s<seed> in --out-dir. The same command again skips
@@ -83,10 +82,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--variant", action="append", nargs="+", metavar=("NAME", "KEY=VALUE"),
                         help="a name and overrides as for --set; may be repeated")
     parser.add_argument("--data-dir", help="data.root: folder of the data set")
-    parser.add_argument("--out-dir", type=Path, default=Path("runs"),
-                        help="folder of the runs' folders; default runs")
-    parser.add_argument("--nproc", type=integer(1, 2**15), default=1,
-                        help="processes per run, started by torchrun if more than 1")
+    parser.add_argument("--out-dir", type=Path, default="runs", help="folder of the runs' folders")
+    parser.add_argument("--nproc", type=integer(1, 2**15), default=1, help="processes per run")
     parser.add_argument("--jobs", type=integer(1), default=1, help="runs side by side")
     parser.add_argument("--threads", type=integer(1, 2**15),
                         help="CPU threads per process; by default divided among the jobs")
@@ -99,10 +96,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def plan_runs(args: argparse.Namespace) -> list[PlannedRun]:
-    """Plan all runs: the first seed for all inits and variants, then the next seed.
-
-    Raises RecipeError or CheckpointError for all that can be found wrong before the first run.
-    """
+    """Plan all runs: the first seed for all inits and variants, then the next seed."""
     for name, *sets in args.variant or []:
         if not re.fullmatch(r"[\w.-]+", name):
             raise RecipeError(f"--variant {' '.join([name, *sets])}: expected a name of letters, "
@@ -224,8 +218,7 @@ def sweep(args: argparse.Namespace) -> int:
         raise RecipeError(f"{TRAIN}: no such file; a sweep needs the repository, which has it")
     shares = share_machine(args.jobs, args.nproc, args.threads)
     runs = plan_runs(args)[args.only]
-    finished = sum(run.state == "done" for run in runs)
-    print(f"plan    {len(runs)} runs, {finished} of them done"
+    print(f"plan    {len(runs)} runs, {sum(run.state == 'done' for run in runs)} of them done"
           + (f"; {args.jobs} at a time, the first with {shares[0]}" if args.jobs > 1 else ""))
     for run in runs:
         print(f"        {run.folder}: {run.state}")

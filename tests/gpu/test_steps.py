@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 import warnings
 from functools import partial
 
@@ -88,11 +87,10 @@ def test_a_float32_step_is_the_cpus_in_float64(small_model, gradients, record_pr
     assert apart(found, exact) < 1e-4 and abs(loss / exact_loss - 1) < 1e-5
 
 
-@pytest.mark.parametrize("way", ["channels_last", "micro_batches"])
-def test_layout_and_accumulation_change_rounding_only(small_model, gradients, way):
-    if way == "micro_batches" and small_model.small_name == "convmixer_256_8":
-        pytest.skip("BatchNorm normalises each micro-batch by itself")
-    found, _ = gradients(small_model, **{way: True if way == "channels_last" else 3})
+def test_layout_and_accumulation_change_rounding_only(small_model, gradients):
+    """BatchNorm normalises each micro-batch by itself."""
+    parts = 1 if small_model.small_name == "convmixer_256_8" else 3
+    found, _ = gradients(small_model, channels_last=True, micro_batches=parts)
     assert apart(found, gradients(small_model)[0]) < 1e-4
 
 
@@ -105,13 +103,10 @@ def test_bf16_is_close_to_float32_and_not_equal(small_model, gradients, record_p
     assert 0 < distance < 0.1 and abs(loss / full_loss - 1) < 0.02
 
 
-def test_a_compiled_step_is_the_eager_one(small_model, gradients, device, record_property):
-    """By the default compiler on a GPU; on a CPU the ViT only, without code generation: time."""
-    if device.type == "cpu" and small_model.small_name != "vit_tiny":
-        pytest.skip("on a CPU the ViT only")
+def test_a_compiled_step_is_the_eager_one(small_model, gradients, cuda, record_property):
+    """On a CPU, the test of DistributedDataParallel below compiles, too."""
     torch.compiler.reset()
-    backend = "inductor" if device.type == "cuda" else "aot_eager"
-    found, _ = gradients(small_model, wrap=lambda model: torch.compile(model, backend=backend))
+    found, _ = gradients(small_model, wrap=torch.compile)
     distance = apart(found, gradients(small_model)[0])
     record_property("gradients apart", f"{distance:.1e}")
     assert distance < 1e-4
@@ -197,8 +192,7 @@ def test_gradients_have_the_strides_of_their_weights(small_model, device, batch_
 
 
 @pytest.mark.parametrize("amp, bound", [("off", 1e-5), ("bf16", 0.03), ("fp16", 0.005)])
-@pytest.mark.parametrize("side", [4, 8])
-@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("side, shifted", [(4, False), (8, False), (8, True)])
 def test_attention_in_windows_is_the_plain_product(device, record_property, side, shifted, amp,
                                                    bound):
     """Forward and backward, finite, for windows of 16 and 64 tokens.
@@ -262,6 +256,7 @@ def test_a_step_whose_fp16_gradients_overflow_is_skipped(a_vit, device, batch_of
     assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
+@pytest.mark.parametrize("small_model", ["vit_tiny", "convmixer_256_8"], indirect=True)
 @pytest.mark.parametrize("warmup", [False, True])
 def test_the_moving_average_is_its_formula(small_model, device, warmup):
     model = small_model.to(device)                   # the ConvMixer has integer buffers
@@ -281,11 +276,11 @@ def test_the_moving_average_is_its_formula(small_model, device, warmup):
         assert distance < 1e-6 * expected[name].abs().max()
 
 
-def test_evaluation_counts_as_the_cpu_does(small_model, device, batch_of):
+def test_evaluation_counts_as_the_cpu_does(small_model, cuda, batch_of):
     """The last batch is smaller than the others, and every image counts once."""
     images, targets = batch_of(53)
     labels, results = targets.argmax(1), []
-    for on in (device, torch.device("cpu")):
+    for on in (cuda, torch.device("cpu")):
         batches = [(images[start:start + 20].to(on), labels[start:start + 20].to(on))
                    for start in range(0, 53, 20)]
         results += evaluate([copy.deepcopy(small_model).to(on)], batches, amp="off",
@@ -301,16 +296,14 @@ def test_evaluation_counts_as_the_cpu_does(small_model, device, batch_of):
 # ---------------------------------------------------------------------------------------------
 
 
-def test_the_engines_seconds_are_those_of_a_clock_outside(device, record_property):
+def test_the_engines_seconds_are_those_of_a_clock_outside(cuda, record_property):
     """Which is read when the device is idle; so the images/s that a run reports are no illusion."""
-    model = build_model("vit_tiny", num_classes=CLASSES, image_size=64, depth=3).to(device)
-    part = torch.randn(8, 3, 64, 64, device=device), torch.eye(CLASSES, device=device)[[1] * 8]
-    state = state_of(model, OPTIMISERS["adamw"](model))
-    steps = 200 if device.type == "cuda" else 15
+    model = build_model("vit_tiny", num_classes=CLASSES, image_size=64, depth=3).to(cuda)
+    part = torch.randn(8, 3, 64, 64, device=cuda), torch.eye(CLASSES, device=cuda)[[1] * 8]
+    state, clock = state_of(model, OPTIMISERS["adamw"](model)), clock_of(cuda)
     train_on(state, [given_step(0, [part])])
-    clock = clock_of(device) if device.type == "cuda" else time.perf_counter
     before, began = state.progress.seconds, clock()
-    train_on(state, [given_step(number, [part]) for number in range(1, 1 + steps)])
+    train_on(state, [given_step(number, [part]) for number in range(1, 201)])
     outside = clock() - began
     record_property("engine ÷ clock", f"{(state.progress.seconds - before) / outside:.3f}")
     assert 0.95 * outside - 0.02 < state.progress.seconds - before <= outside

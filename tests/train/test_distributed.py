@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from vitinit.messages import OneLineError
+from vitinit.recipe.files import load_recipe, parse_override
+from vitinit.runs import data, start
 from vitinit.train import distributed
 from vitinit.train.distributed import LaunchError, LostProcess, Processes, agreed
 from vitinit.train.interruption import Interrupted, StopRequest
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 
@@ -78,12 +83,40 @@ def what_is_agreed(processes: Processes) -> list[str]:
     return [outcome(case[processes.rank], processes) for case in cases]
 
 
+def started(processes: Processes) -> dict:
+    """Run in each of two processes: what it starts with. On rank 1 the init draws other weights."""
+    sys.path.insert(0, str(REPOSITORY))
+    import train
+
+    drawn = {}
+
+    def init_weights(model, name, *, generator, **options):
+        generator.manual_seed(100 + processes.rank)
+        own_init(model, name, generator=generator, **options)
+        drawn.update({key: value.clone() for key, value in model.state_dict().items()})
+    own_init, start.init_weights = start.init_weights, init_weights
+    recipe, fewer = (load_recipe("quickstart", [*map(parse_override, (
+        "model.options.depth=1", "model.options.embed_dim=24", "ema.decay=0.9", "init.name=impulse",
+        "data.name=image_folder", "data.num_classes=3", f"data.root={os.environ['IMAGES']}",
+        "optim.global_batch=12", "data.workers=0", f"data.images_per_class={count}"))])
+        for count in (0, 1))
+    with pytest.raises(OneLineError) as refused:     # rank 1 has fewer images than a batch
+        data.open_data((recipe, fewer)[processes.rank], processes, dry_run=True)
+    _, images = data.open_training_set(recipe.data)
+    state, notes = train.initial_state(recipe, processes, None, Path("none"), images)
+    return {"drawn": drawn, "model": dict(state.model.state_dict()), "notes": notes,
+            "ema": dict(state.ema.model.state_dict()), "refused": str(refused.value)}
+
+
 def everything(processes: Processes) -> list:
-    return [agreements(processes), what_is_agreed(processes)]
+    return [agreements(processes), what_is_agreed(processes), started(processes)]
 
 
-def test_two_processes_agree_on_sums_items_signals_and_errors(in_two_processes):
-    (first, items), (second, other_items) = in_two_processes(everything)
+def test_two_processes_agree_on_sums_items_signals_errors_and_initial_weights(
+        in_two_processes, image_tree, monkeypatch):
+    """All start with the main one's weights, even if the init drew others on another kind of CPU."""
+    monkeypatch.setenv("IMAGES", str(image_tree))
+    (first, items, main), (second, other_items, other) = in_two_processes(everything)
     assert first == second == ["3.0", "15", "folder of 0", "folder of 1", "[5.0, 5.0, 5.0]"]
     assert items == ["[0, 1, None, None, None] end", "[0, 1, 2] broken after 3",
                      "[0] broken after 1", "[0, 1] stopped by SIGUSR1",
@@ -91,6 +124,14 @@ def test_two_processes_agree_on_sums_items_signals_and_errors(in_two_processes):
     assert other_items == ["[0, 1, 2, 3, 4] end", "[0, 1, 2] broken after 3", "[0] broken after 1",
                            "[0, 1] stopped by SIGUSR1", "[0, 1, 2] stopped by SIGUSR1",
                            "[0, 1] broken after 2"]
+    assert not torch.equal(main["drawn"]["head.weight"], other["drawn"]["head.weight"])
+    for key, value in main["drawn"].items():
+        for found in (main["model"], main["ema"], other["model"], other["ema"]):
+            assert torch.equal(found[key], value), key
+    assert main["notes"][0].startswith("mass    ")
+    assert other["notes"] == []                      # only the main process prints
+    assert main["refused"] == other["refused"]       # and it is to print an error of the other's
+    assert "has 3 images" in main["refused"]
 
 
 @pytest.mark.parametrize("error, lost", [

@@ -77,8 +77,7 @@ def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[Bina
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
-        # On a full disk torch's writer raises a RuntimeError about its position in the file; the
-        # operating system's error is that error's context.
+        # On a full disk torch's writer raises a RuntimeError, in the context of the system's error.
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(error, Exception) and isinstance(cause, OSError):
             raise CheckpointError(f"{path}: cannot be written: {cause.strerror or cause}") from None
@@ -100,10 +99,7 @@ def _keep(path: Path, keep: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the folder to disk: only then does a rename in it survive a power failure.
-
-    Where that cannot be done for a folder, the file system is left to do it in its own time.
-    """
+    """Flush the folder to disk, if it can be: only then a rename in it survives a power failure."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -36,8 +36,8 @@ def distillation_loss(student: Tensor, teacher: Tensor, distill: Distill) -> Ten
     """How far the student's logits (B, K) are from the teacher's (B, K): a scalar.
 
     hard: cross-entropy with the teacher's decision. soft: the divergence KL(teacher ‖ student) of
-    the probabilities at temperature τ, times τ² and divided by B · K, as in DeiT's code, which
-    keeps this on purpose; by B alone is the more usual convention.
+    the probabilities at temperature τ, times τ² and divided by B · K, as in DeiT's code; by B alone
+    is the more usual convention.
     """
     if distill.kind == "hard":
         return F.cross_entropy(student, teacher.argmax(dim=1))

@@ -121,9 +121,8 @@ class Processes:
 def agreed(items: Iterable[T], processes: Processes, stop: StopRequest) -> Iterator[T | None]:
     """Yield the items of each process in step: an item is yielded once every process has its own.
 
-    A process with fewer items than another yields None in their place. If reading `items` raises a
-    OneLineError on one process, or a signal has arrived there, then that error, or Interrupted, is
-    raised on all processes together, between two items.
+    A process with fewer items than another yields None in their place. A OneLineError of one
+    process's `items`, or Interrupted for a signal there, is raised on all, between two items.
     """
     items = iter(items)
     while True:

@@ -55,7 +55,7 @@ class MuonWithAdamW(torch.optim.AdamW):
     1, 1), count as matrices.
 
     This is one optimiser and not two, so that GradScaler finds an overflow in the gradients of
-    either kind and skips both, and it tells so by a tensor, for which the host does not wait.
+    either kind and skips both.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, factor: float, momentum: float, lr: float,

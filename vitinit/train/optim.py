@@ -48,8 +48,7 @@ class Optim:
     def peak_lr(self) -> float:
         """The peak learning rate; only here base_lr is scaled by the global batch.
 
-        "linear": base_lr · global_batch / 512, as in DeiT (the rule is that of Goyal et al., arXiv
-        1706.02677). "none": base_lr.
+        The linear rule is that of Goyal et al., arXiv 1706.02677.
         """
         if self.lr_scaling == "none":
             return self.base_lr
@@ -154,7 +153,7 @@ def optimizer_for(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     """Fused AdamW (Loshchilov and Hutter, arXiv 1711.05101) for all parameters of the model.
 
     With name "muon" the weights of `hidden_matrices` are trained by Muon instead. The learning rate
-    is 0 until the engine sets it, which happens at every step.
+    is 0 until the engine sets it.
     """
     groups = parameter_groups(model, optim.weight_decay, layer_decay=optim.layer_decay,
                               muon=optim.name == "muon")
@@ -182,8 +181,7 @@ def learning_rate(step: int, schedule: Schedule, *, steps_per_epoch: int, peak: 
         t ≥ T:                  min_lr (the cool-down)
 
     As in timm and DeiT, the cosine starts at t = 0, not at the end of the warm-up, so that the
-    learning rate drops slightly when the warm-up ends. DeiT's loop sets the learning rate of epoch
-    t after epoch t, so that its schedule lags by one epoch; this one does not.
+    learning rate drops slightly there. DeiT's schedule lags by one epoch; this one does not.
 
     With shape "one_cycle", the schedule of ConvMixer's code (arXiv 2201.09792), the learning rate
     is piecewise linear through warmup_lr at t = 0, peak at 0.4 T, peak / 20 at 0.8 T, and min_lr at
