@@ -267,23 +267,6 @@ def test_images_are_decoded_once_for_all_models_that_see_them_alike(
             for found in together for name in ("model", "ema")]
 
 
-def test_the_weakest_classes_are_printed_first(eval_program, tmp_path, capsys):
-    root = write_images(tmp_path / "six", [f"c{number}" for number in range(6)], seed=3)
-    model = tiny_vit(6)
-    model.head.weight.data *= 30
-    torch.save(model.state_dict(), tmp_path / "a.pth")
-    assert eval_program.main([str(tmp_path / "a.pth"), "--data", f"image_folder={root}", "--per-class",
-                              *as_recipe(6)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    start = lines.index("| class | images | model top-1 |")
-    rows = [line.strip("| ").split(" | ") for line in lines[start + 2:start + 8]]
-    found = json.loads(lines[-1])
-    assert sorted(rows) == [[row["class"], str(row["total"]), f"{100 * row['correct'] / row['total']:.2f}"]
-                            for row in found["model"]["per_class"]]
-    shares = [float(share) for *_, share in rows]
-    assert shares == sorted(shares) and shares[0] < shares[-1]
-
-
 WRONG = [                   # arguments after a run's folder, part of the error message
     (["--set", "data.held_out_per_class=0"], "--set data.held_out_per_class=0: the checkpoint brings its "
      "own recipe, of which only how to evaluate can change; valid: data.on_"),

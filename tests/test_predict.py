@@ -122,31 +122,6 @@ def test_the_sheet_shows_images_with_their_guesses_in_an_even_selection(folder, 
         assert (tile.guess, pytest.approx(tile.share, rel=1e-5)) == trained.predict(path)[0]
 
 
-def test_a_sheet_names_its_files_and_has_one_scale_of_attention(folder, tmp_path, monkeypatch):
-    """Attention without a preference is as dark as 1 on a scale to 4 or more, and not its brightest."""
-    figures = []
-    monkeypatch.setattr(sheet_module, "save", lambda figure, out: figures.append(figure))
-    view = vitinit.load(RUN).view(folder / "red" / "01.png")
-    uniform, peaked = torch.full((5, 7), 1 / 41), torch.zeros(5, 7)      # six tokens are no patches
-    peaked[1, 2] = 1.0
-    long = folder / ("very" * 9) / "IMG_20260102_030405.jpg"
-    for heats in ([uniform], [uniform, peaked]):
-        sheet_module.draw_sheet(tmp_path / "a.png", [
-            sheet_module.Tile(path, view, heat, None, "red", 0.5)
-            for path, heat in zip([str(folder / "red" / "01.png"), str(long)], heats)], heading="")
-        layers = [image for axis in figures[-1].axes for image in axis.images
-                  if image.get_array().shape == (5, 7)]
-        scales = {layer.get_clim() for layer in layers}
-        assert len(layers) == len(heats) and len(scales) == 1
-        (bottom, top), = scales
-        assert bottom == 0.0 and top >= 4.0 and (layers[0].get_array() < 1.0).all()
-        bar = figures[-1].axes[-1]
-        assert "attention on a patch" in bar.get_xlabel()
-    assert top > 4.0                                 # the scale reaches what there is
-    words = [text.get_text() for axis in figures[-1].axes for text in axis.texts]
-    assert "red/01.png" in words and "…G_20260102_030405.jpg" in words
-
-
 def test_a_drawn_sheet_is_an_image(folder, tmp_path, capsys):
     (folder / "red" / "01.png").write_bytes(b"no image")
     out = tmp_path / "sheet.png"

@@ -17,9 +17,7 @@ from same_run import assert_identical
 import vitinit
 from vitinit.data.mix import smooth_one_hot
 from vitinit.data.sampler import BatchPlan
-from vitinit.keys import Stream, keyed_generator
 from vitinit.messages import OneLineError
-from vitinit.models.layers import draw_drop_path
 from vitinit.train import metrics
 from vitinit.train.distributed import Processes
 from vitinit.train.ema import Ema
@@ -57,14 +55,13 @@ def small_model(name: str = "vit_tiny", **options) -> torch.nn.Module:
     return model
 
 
-def batches(count: int = STEPS, *, soft: bool = False) -> list[Batch]:
-    """Global batches with smoothed labels or, if `soft`, a random distribution over the classes."""
+def batches(count: int = STEPS) -> list[Batch]:
+    """Global batches with smoothed labels."""
     generator, found = torch.Generator().manual_seed(1), []
     for _ in range(count):
         images = torch.randn(GLOBAL_BATCH, 3, 8, 8, generator=generator)
         labels = torch.randint(CLASSES, (GLOBAL_BATCH,), generator=generator)
-        targets = torch.randn(GLOBAL_BATCH, CLASSES, generator=generator).softmax(dim=1)
-        found.append((images, targets if soft else smooth_one_hot(labels, CLASSES, 0.1)))
+        found.append((images, smooth_one_hot(labels, CLASSES, 0.1)))
     return found
 
 
@@ -84,25 +81,21 @@ def state_of(model: torch.nn.Module, *, scaler=None, ema: Ema | None = None, pro
 
 
 def train(state: TrainState, steps, *, size: int = GLOBAL_BATCH, forward=None, lr_at=lambda step: 1e-2,
-          drop_path_at=lambda step: None, amp: str = "off", clip_norm: float = 0.0,
-          stop: StopRequest | None = None, **options) -> None:
+          clip_norm: float = 0.0, stop: StopRequest | None = None, **options) -> None:
     """Train the state on these global batches, in micro-batches of `size`, as one epoch."""
     numbered = ((number, cut(batch, size)) for number, batch in enumerate(steps, state.progress.step))
     train_epochs(state, state.model if forward is None else forward, lambda epoch, done: numbered,
                  epochs=state.progress.epochs + 1, global_batch=GLOBAL_BATCH, lr_at=lr_at,
-                 drop_path_at=drop_path_at, amp=amp, clip_norm=clip_norm, processes=ALONE,
+                 drop_path_at=lambda step: None, amp="off", clip_norm=clip_norm, processes=ALONE,
                  stop=stop or StopRequest(), **options)
 
 
-def trained(steps=None, *, drop_path: float = 0.0, scaler=None, ema_decay: float = 0.0, progress=None,
-            **options) -> TrainState:
+def trained(steps=None, *, scaler=None, ema_decay: float = 0.0, progress=None, **options
+            ) -> TrainState:
     """The state of a small model after `train`."""
-    model = small_model(drop_path=drop_path)
+    model = small_model()
     ema = Ema(model, decay=ema_decay, warmup=False) if ema_decay else None
     state = state_of(model, scaler=scaler, ema=ema, progress=progress)
-    if drop_path:
-        options["drop_path_at"] = lambda step: draw_drop_path(
-            model.drop_path_rates, GLOBAL_BATCH, keyed_generator(0, Stream.DROP_PATH, step))
     train(state, batches() if steps is None else steps, **options)
     return state
 
@@ -141,13 +134,6 @@ def test_it_is_the_loop_that_one_would_write_by_hand_and_rows_tell_of_it(clip_no
     for row, told in zip(rows, (expected[6], expected[16])):
         assert row[:4] == pytest.approx(told, rel=1e-4) and row.scale is None
         assert told[3] > 0.3                         # so that clipping shows
-
-
-def test_accumulation_equals_the_whole_batch_drop_path_included():
-    whole, parts = trained(drop_path=0.5), trained(drop_path=0.5, size=4)
-    assert_close(parts.model, whole.model, atol=1e-5)
-    assert parts.progress.loss_sum == pytest.approx(whole.progress.loss_sum, rel=1e-5)
-    assert not torch.allclose(whole.model.head.weight, trained().model.head.weight, atol=1e-3)
 
 
 def test_a_micro_batch_is_prepared_once_the_one_before_was_trained_on():

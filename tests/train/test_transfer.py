@@ -91,17 +91,6 @@ def test_a_classifier_of_other_classes_stays_as_the_init_drew_it():
                            "head.bias (7,); as the init drew them: head.weight, head.bias")
 
 
-def test_blocks_that_only_one_side_has_are_dropped_or_stay_as_the_init_drew_them():
-    for own, theirs in ((3, 2), (2, 3)):
-        model, source = vit(0, depth=own), snapshot(vit(1, depth=theirs))
-        before = snapshot(model)
-        third = [name for name in (before if own > theirs else source) if "blocks.2." in name]
-        report = start_from(model, source, PATH, None)
-        assert_equal(model, {name: source.get(name, value) for name, value in before.items()})
-        assert (report.dropped, report.kept) == (([], third) if own > theirs else (third, []))
-        assert str(report).endswith(f" and {len(third) - 5} more")
-
-
 def test_position_embeddings_of_another_grid_are_resized_and_nothing_else_is():
     """Any grids, stated or, if square, recognised; of which one with as many positions as before."""
     grids = [((3, 5), (5, 3), True), ((3, 5), (3, 5), False)]
@@ -176,6 +165,7 @@ def test_what_does_not_fit_is_refused_with_its_names_and_shapes():
                     {"head.weight": torch.ones(7, WIDTH), "head.bias": torch.ones(7)}):  # both fit
         message = refusal(vit(0), tensors)
         assert "none of its tensors fits" in message and message.endswith(", ".join(tensors))
+    assert "surplus: blocks.2.norm1.weight, " in refusal(vit(0), snapshot(vit(1, depth=3)))
     for grid, words in ((None, "no square grid"), ((3, 3), "no 3×3 grid")):
         message = refusal(vit(0, grid=(5, 7)), snapshot(vit(1, grid=(2, 7))), grid)
         assert "pos_embed has embeddings for 14 patches" in message and words in message

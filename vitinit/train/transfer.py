@@ -56,7 +56,6 @@ def start_from(model: nn.Module, tensors: Mapping[str, Tensor], path: Path | str
         cls_token, dist_token, reg_token    any that only the model has; the first two also if only
                                             the checkpoint has them, and it has no fc_norm
         norm, fc_norm                       one in place of the other, if the classifier is new
-        blocks                              those at the end of the deeper of the two
         pos_embed                           if the model's is fixed
         tensors no forward pass reads       mask_token, decoder_…, Swin's indices and masks
 
@@ -223,17 +222,7 @@ def _may_differ(name: str, others: Mapping[str, Tensor], new_head: bool) -> bool
     """
     layer, _, part = name.partition(".")
     other = {"norm": "fc_norm", "fc_norm": "norm"}.get(layer)
-    return (name.startswith("head") or _is_of_deeper_block(name, others)
-            or new_head and f"{other}.{part}" in others)
-
-
-def _is_of_deeper_block(name: str, others: Mapping[str, Tensor]) -> bool:
-    """Whether `name` lies in a block, or stage, beyond the last one that `others` have."""
-    for found in re.finditer(r"(?<![^.])(?:blocks|layers)\.(\d+)\.", name):
-        siblings = [other for other in others if other.startswith(name[:found.start(1)])]
-        if not any(other.startswith(name[:found.end()]) for other in siblings):
-            return bool(siblings)
-    return False
+    return name.startswith("head") or new_head and f"{other}.{part}" in others
 
 
 def _require_fit(own: Mapping[str, Tensor], path: Path | str, *, missing: list[str],
