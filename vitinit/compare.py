@@ -5,9 +5,9 @@
     python -m vitinit.compare runs/quickstart-* --pack quickstart.tar.xz
     python -m vitinit.compare quickstart.tar.xz/*-default-* quickstart.tar.xz/*-impulse-*
 
-Runs that differ in nothing but the seed form a group. Every other group is compared with that of the
-run named first, seed by seed. --out writes comparison.md and curves.png into a folder (needs the
-extra `figures`).
+Runs that differ in nothing but the seed form a group. Every other group is compared with that of
+the run named first, seed by seed. --out writes comparison.md and curves.png into a folder (needs
+the extra `figures`).
 
 --pack keeps the runs in one compressed file instead: recipe.toml, run.json and metrics.jsonl of
 each finished one. Such a file stands for all its runs wherever a run's folder is expected here; a

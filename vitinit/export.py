@@ -224,8 +224,8 @@ def compare(found: nn.Module, model: nn.Module, images: Tensor, near: float, who
     if not far <= near * max(largest, 1.0):
         raise CheckpointError(f"{whose} logits are up to {far:.1e} from the model's, which are up "
                               f"to {largest:.1f}; nothing was written")
-    return (f"read back and run on {len(images)} images: largest difference {far:.1e}, of logits up "
-            f"to {largest:.1f}")
+    return (f"read back and run on {len(images)} images: largest difference {far:.1e}, of logits "
+            f"up to {largest:.1f}")
 
 
 def noise(trained: Trained) -> Tensor:

@@ -204,8 +204,9 @@ def do_runs(runs: Sequence[PlannedRun], nproc: int, shares: Sequence[dict[str, s
                     if line := last_line(log, "epoch "):
                         print(f"{run.folder.name}  {line}", flush=True)
                     if process.returncode and not stop.number:
+                        place = f", see {log}" if log else ""
                         failures[run.folder] = last_line(log, "train.py: ") or (
-                            f"ended with status {process.returncode}{f', see {log}' if log else ''}")
+                            f"ended with status {process.returncode}{place}")
         finally:
             for process in running:                  # after an error of this program's own
                 process.terminate()

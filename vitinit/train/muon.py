@@ -51,8 +51,8 @@ class MuonWithAdamW(torch.optim.AdamW):
 
     with Nesterov's momentum in the argument of NS, the iteration `orthogonalised`. If all singular
     values become 1, the root mean square of the update is .2 · factor · η, as that of AdamW about
-    is at factor 1 (Liu et al., arXiv 2502.16982, §2.2). Weights of 1×1 convolutions, (rows, columns,
-    1, 1), count as matrices.
+    is at factor 1 (Liu et al., arXiv 2502.16982, §2.2). Weights of 1×1 convolutions, (rows,
+    columns, 1, 1), count as matrices.
 
     This is one optimiser and not two, so that GradScaler finds an overflow in the gradients of
     either kind and skips both.
