@@ -273,8 +273,10 @@ def run_epochs(recipe: Recipe, data: Data, state: TrainState, folder: RunFolder,
                       f"with --resume {folder.path}")
         return 128 + ended.number
     except Diverged as diverged:
-        raise Diverged(f"{diverged}; {folder.last} is from before, but would go the same way: "
-                       "start anew with a lower optim.base_lr, say, or optim.clip_norm") from None
+        fault = teacher.fault(processes, data.plan.accumulation) if teacher else ""
+        advice = (f"; {folder.last} is from before, but would go the same way again: start anew "
+                  "with a lower optim.base_lr, say, or optim.clip_norm")
+        raise Diverged(f"{diverged}{fault or advice}") from None
     best = "none" if progress.best is None else f"{progress.best:.2f}"
     processes.say(f"done    {epochs} epochs, best {best_by} {best}, peak memory "
                   f"{peak_gib(processes.device):.2f} GiB; everything is in {folder.path}")
