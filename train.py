@@ -36,7 +36,7 @@ from vitinit.recipe.sections import Recipe
 from vitinit.runs.data import open_data
 from vitinit.runs.folder import RunFolder
 from vitinit.runs.lock import RunLock
-from vitinit.runs.resume import choose_run, require_same_data, require_same_micro_batch
+from vitinit.runs.resume import choose_run, require_same_data
 from vitinit.runs.start import (build, cautions, initialise, measure_mass, rehearsal,
                                 set_up_folder, summary)
 from vitinit.train import distributed
@@ -154,6 +154,8 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     seen = {"training images": len(data.train_set), "validation images": len(data.val_set),
             "files and labels": fingerprint(data.train_set, root) + fingerprint(data.val_set, root),
             "teacher": teacher.teacher.digest if teacher else "none"}
+    if recipe.model.name.startswith("convmixer"):    # whose BatchNorm sees a micro-batch
+        seen["images per micro-batch"] = data.plan.micro_batch_size
     processes.require_equal(seen)
     seen["root"] = root and str(folder_of(root).absolute())
     if resumed:
@@ -162,10 +164,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
 
     # Model, init and optimiser. -----------------------------------------------------------------
     state, notes = initial_state(recipe, processes, saved, folder.read_from, data.train_set)
-    if resumed:
-        require_same_micro_batch(folder, state.model, saved, data.plan.micro_batch_size)
-    state.about = {"recipe": recipe.as_dict(), "micro_batch": data.plan.micro_batch_size,
-                   "classes": classes}
+    state.about = {"recipe": recipe.as_dict(), "classes": classes}
     notes += [f"teacher {teacher}"] if teacher else []
     chosen = saved = None                            # frees the second copy of its tensors
     progress = state.progress

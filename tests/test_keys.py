@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 
 from vitinit.keys import Stream, keyed_generator, keyed_generators
 
@@ -70,13 +69,6 @@ def test_first_numbers_over_a_counter_are_uniform():
     values = np.sort([keyed_generator(3, Stream.ORDER, i).random() for i in range(count)])
     distance = abs(values - (np.arange(count) + 0.5) / count).max()
     assert distance < 1.63 / count**0.5                      # Kolmogorov-Smirnov at 1 %
-
-
-def test_a_key_has_at_most_three_counters_and_one_of_many_has_three():
-    with pytest.raises(ValueError, match="4 elements"):
-        keyed_generator(0, Stream.ORDER, 1, 2, 3, 4)
-    with pytest.raises(ValueError, match="unpack"):
-        next(keyed_generators(0, Stream.ORDER, [(1, 2)]))
 
 
 def test_generators_of_many_keys_are_those_of_each_key_whatever_was_drawn_from_the_one_before():

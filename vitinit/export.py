@@ -187,7 +187,7 @@ def export_run(trained: Trained, out: Path) -> str:
     stored, source = load_checkpoint(trained.path, mmap=True), RunFolder(trained.path.parent)
     of_run = "recipe" in stored
     recipe = from_dict(stored["recipe"], str(trained.path)) if of_run else trained.recipe
-    state = {name: stored[name] for name in ("grid", "step", "progress", "micro_batch")
+    state = {name: stored[name] for name in ("grid", "step", "progress")
              if name in stored}
     state |= {"model": {name: value.half() if value.is_floating_point() else value
                         for name, value in trained.model.state_dict().items()},

@@ -94,24 +94,25 @@ STAND_INS = {
 ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
 
 
-@pytest.mark.parametrize("environment, job, requeued", [
-    ({"SIGNALLED": "1", "STATUS": "1"}, "9", True),
-    ({"SIGNALLED": "1", "STATUS": "143", "SLURM_RESTART_COUNT": "19", **ARRAY}, "7_3", True),
-    ({"SIGNALLED": "1", "STATUS": "1", "SLURM_RESTART_COUNT": "20"}, "9", False),
-    ({"SIGNALLED": "1", "STATUS": "0"}, "9", False),           # it came to its end after all
-    ({"STATUS": "2"}, "9", False), ({"STATUS": "138"}, "9", False)])
-def test_the_script_requeues_a_job_that_the_time_limit_stopped_and_no_other(
-        tmp_path, environment, job, requeued):
+def test_the_script_requeues_a_job_that_the_time_limit_stopped_and_no_other(tmp_path):
     script, = PAGE.section("Signals, SLURM and time limits").blocks("bash")
     (tmp_path / "script").write_text(script)
     os.mkfifo(tmp_path / "signals")
     for name, code in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{code}\n")
         (tmp_path / name).chmod(0o755)
-    done = subprocess.run(["bash", "script"], cwd=tmp_path, capture_output=True, text=True,
-                          timeout=60, env={"PATH": f"{tmp_path}:{os.environ['PATH']}",
-                                           "SLURM_JOB_ID": "9", **environment})
-    assert (done.returncode, done.stdout + done.stderr) == (int(environment["STATUS"]), "")
-    assert (tmp_path / "log").read_text().splitlines() == [
-        "srun torchrun", *([f"scancel --signal=TERM {job}"] if "SIGNALLED" in environment else []),
-        "ended", *([f"scontrol requeue {job}"] if requeued else [])]
+    for environment, job, requeued in [
+            ({"SIGNALLED": "1", "STATUS": "1"}, "9", True),
+            ({"SIGNALLED": "1", "STATUS": "143", "SLURM_RESTART_COUNT": "19", **ARRAY}, "7_3", True),
+            ({"SIGNALLED": "1", "STATUS": "1", "SLURM_RESTART_COUNT": "20"}, "9", False),
+            ({"SIGNALLED": "1", "STATUS": "0"}, "9", False),     # it came to its end after all
+            ({"STATUS": "2"}, "9", False)]:
+        (tmp_path / "log").unlink(missing_ok=True)
+        done = subprocess.run(["bash", "script"], cwd=tmp_path, capture_output=True, text=True,
+                              timeout=60, env={"PATH": f"{tmp_path}:{os.environ['PATH']}",
+                                               "SLURM_JOB_ID": "9", **environment})
+        assert (done.returncode, done.stdout + done.stderr) == (int(environment["STATUS"]), "")
+        stop = [f"scancel --signal=TERM {job}"] if "SIGNALLED" in environment else []
+        again = [f"scontrol requeue {job}"] if requeued else []
+        assert (tmp_path / "log").read_text().splitlines() == ["srun torchrun", *stop, "ended",
+                                                               *again]

@@ -160,8 +160,7 @@ def test_batch_norm_goes_on_with_its_micro_batch_alone(train_program, tmp_path, 
         assert train_program.main(arguments) == 128 + signal.SIGTERM
     resume = ["--resume", str(folder), "--set"]
     refused(folder, [*resume, "optim.max_batch_per_process=6"],
-            "with images per micro-batch of its BatchNorm (from optim.max_batch_per_process and the "
-            "number of processes) = 4 and not 6")
+            "with images per micro-batch = 4 and not 6")
     # 4 are the most that fit.
     assert train_program.main([*resume, "optim.max_batch_per_process=5"]) == 0
 

@@ -2,12 +2,12 @@
 
     file → --init, --seed, --data-dir, --set → sections and options → contradictions → Recipe
 
-A recipe must state every key, and may not have unknown keys or a key twice. So `diff` between two
-recipes shows every difference between two experiments. Only the tables `[model.options]` and
-`[init.options]` may leave out what has its documented default: the keyword arguments of the
-function that builds the model or does the init, which are added. And a recipe without `[distill]`
-trains without a teacher. A mistake is a `RecipeError` of one line that names the file or option,
-the key, what was expected, and the nearest valid key.
+A recipe must state every key, so `diff` between two recipes shows every difference between two
+experiments. Only the tables `[model.options]` and `[init.options]` may leave out what has its
+documented default: the keyword arguments of the function that builds the model or does the init,
+which are added. And a recipe without `[distill]` trains without a teacher. A mistake is a
+`RecipeError` of one line that names the file or option, the key, what was expected, and the nearest
+valid key.
 """
 
 from __future__ import annotations
@@ -81,11 +81,6 @@ def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str
     return changes
 
 
-# ---------------------------------------------------------------------------------------------
-# Reading
-# ---------------------------------------------------------------------------------------------
-
-
 def fresh_recipe(name: str | None, *, init: str | None = None, seed: int | None = None,
                  data_dir: str | None = None, sets: Sequence[str] = ()) -> Recipe:
     """The recipe of a new run: the file with the changes of the command line.
@@ -125,8 +120,6 @@ def from_dict(table: Mapping[str, Any], source: str, changes: Sequence[Override]
 
     source: how error messages call it. changes: applied in order. Raises RecipeError.
     """
-    if not isinstance(table, Mapping):
-        raise RecipeError(f"{source}: its recipe is {show(table)}, expected a table of sections")
     sections = plain(table)
     return _recipe(sections, str(sections.pop("name", "")), source, changes, checks_init=False)
 
@@ -225,11 +218,6 @@ def _checked(body: Mapping[str, Any], title: str, takes: Callable, given: Sequen
             raise Mistake(f"[{title}]{of} lacks the key '{key}' ({describe(*kind)})",
                           f"{title}.{key}")
     return values
-
-
-# ---------------------------------------------------------------------------------------------
-# A recipe with other values, and writing
-# ---------------------------------------------------------------------------------------------
 
 
 def with_data(recipe: Recipe, **values: Any) -> Recipe:

@@ -13,16 +13,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from torch import nn
+from typing import Any
 
 from ..recipe.files import RecipeError, fresh_recipe, from_dict, overrides, with_data
 from ..recipe.sections import MACHINE_KEYS, Recipe
 from ..recipe.values import to_toml
 from ..train.checkpoint import CheckpointError
 from ..train.distributed import Processes
-from ..train.engine import normalises_over_images
 from .folder import RunFolder, Say
 from .lock import RunLock
 
@@ -32,12 +29,8 @@ NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes 
 MAY_CHANGE = ("data.root", "distill.teacher", "distill.weights", *MACHINE_KEYS)
 
 
-class Chosen(NamedTuple):
-    """The run that train.py is to do."""
-
-    folder: RunFolder
-    saved: dict[str, Any] | None        # the checkpoint to resume from; None for a new run
-    recipe: Recipe
+# The folder of a run, the checkpoint to resume from (None for a new run), and its recipe.
+Chosen = tuple[RunFolder, dict[str, Any] | None, Recipe]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -73,7 +66,7 @@ def choose_run(args: argparse.Namespace, processes: Processes, lock: RunLock, sa
     if decided == DONE:
         return None
     if decided == NEW:
-        return Chosen(folder, None, recipe)
+        return folder, None, recipe
     with processes.together():
         return resumed_run(args, folder, recipe, say)
 
@@ -130,7 +123,7 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | No
     require_same_recipe(folder.path, stored.keys, recipe.keys)
     if recipe.data.root == stored.data.root:         # a relative path was relative to elsewhere
         recipe = with_data(recipe, root=folder.data_of(-1).get("root", recipe.data.root))
-    return Chosen(folder, state, recipe)
+    return folder, state, recipe
 
 
 # ---------------------------------------------------------------------------------------------
@@ -164,18 +157,6 @@ def require_same_recipe(run: Path, own: Mapping[str, Any], asked: Mapping[str, A
                         for keys in (own, asked)))
 
 
-def require_same_micro_batch(folder: RunFolder, model: nn.Module, saved: Mapping[str, Any], now: int
-                             ) -> None:
-    """Raise RecipeError if a model with BatchNorm would resume with another micro-batch size.
-
-    saved: the checkpoint to resume from. now: the micro-batch size.
-    """
-    if normalises_over_images(model):
-        fact = ("images per micro-batch of its BatchNorm (from optim.max_batch_per_process and the "
-                "number of processes)")
-        require_same(folder.path, {fact: saved.get("micro_batch", now)}, {fact: now})
-
-
 def require_same_data(folder: RunFolder, saved: Mapping[str, Any], classes: Sequence[str],
                       now: Mapping[str, Any]) -> None:
     """Raise RecipeError if a run would go on with other images, or another teacher.
@@ -183,9 +164,8 @@ def require_same_data(folder: RunFolder, saved: Mapping[str, Any], classes: Sequ
     saved: the checkpoint to resume from. classes: the names of the classes now. now: what
     `record_start` is about to be given as `data`. What the run has not recorded is not compared.
     """
-    def facts(classes: Sequence[str], data: Mapping[str, Any]) -> dict[str, Any]:
-        return {f"class {number}": name for number, name in enumerate(classes)} | dict(data)
-    # Once there were no teachers.
-    began = facts(saved.get("classes", classes), {"teacher": "none"} | folder.data_of(0))
-    now = {key: value for key, value in facts(classes, now).items() if key != "root"}
+    began = {"teacher": "none"} | folder.data_of(0)  # once there were no teachers
+    began |= {f"class {number}": name for number, name in enumerate(saved.get("classes", classes))}
+    now = {key: value for key, value in now.items() if key != "root"}
+    now |= {f"class {number}": name for number, name in enumerate(classes)}
     require_same(folder.path, {key: began.get(key, value) for key, value in now.items()}, now)

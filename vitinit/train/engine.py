@@ -62,11 +62,6 @@ def autocast(device: torch.device, amp: str) -> torch.autocast:
     return torch.autocast(device.type, dtype=AMP_DTYPES[amp], enabled=amp != "off")
 
 
-def normalises_over_images(model: nn.Module) -> bool:
-    """Whether the model has BatchNorm: a step then depends on which images share a micro-batch."""
-    return any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
-
-
 def cross_entropy(forward: Callable[..., Tensor], images: Tensor, scales: Sequence[Tensor],
                   targets: Tensor) -> Tensor:
     """The mean of −Σ target · log softmax(logits) over a micro-batch, a scalar.
