@@ -1,11 +1,9 @@
-"""command_line.py, and the command line of train.py: its flags, their effects, one line per error."""
+"""command_line.py, and the command line of train.py: its flags, and one line per error."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +16,7 @@ from vitinit.command_line import complain
 from vitinit.recipe.files import RecipeError, fresh_recipe, overrides
 from vitinit.recipe.values import to_toml
 from vitinit.runs import data
-from vitinit.train.distributed import LostProcess
+from vitinit.train.distributed import LostProcess, Processes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FLAGS = ["--recipe", "--init", "--data-dir", "--out-dir", "--seed", "--resume", "--dry-run",
@@ -28,11 +26,11 @@ COMPLAINT = ("train.py: --set schedule.epoch=3: [schedule] has no key 'epoch'; "
              "did you mean 'epochs'?")
 
 
-def environment(**more: str) -> dict[str, str]:
-    """Environment for a subprocess: one thread, and no variables of a launcher around these tests."""
+def environment() -> dict[str, str]:
+    """The environment of a subprocess: one thread, and no variables of a launcher around it."""
     kept = {key: value for key, value in os.environ.items()
             if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    return kept | {"OMP_NUM_THREADS": "1"} | more
+    return kept | {"OMP_NUM_THREADS": "1"}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -148,7 +146,7 @@ def test_torchrun_is_left_the_cause_and_not_its_consequence(monkeypatch, tmp_pat
 # ---------------------------------------------------------------------------------------------
 
 
-def test_under_torchrun_the_line_is_the_last_that_is_said_and_workers_exit_with_2(repository, tmp_path):
+def test_under_torchrun_the_line_is_the_last_that_is_said_and_the_status_is_2(repository, tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
          str(repository / "train.py"), *MISSPELT], cwd=tmp_path, env=environment(),
@@ -156,36 +154,18 @@ def test_under_torchrun_the_line_is_the_last_that_is_said_and_workers_exit_with_
     printed = result.stdout + result.stderr
     assert result.returncode != 0
     said = [line for line in printed.splitlines() if line.strip("=")]
-    assert said[-1].strip() == f"traceback : {COMPLAINT}"        # in torchrun's report, the last line
-    assert said.count(COMPLAINT) <= 1                # none if torchrun ended the main process before
+    assert said[-1].strip() == f"traceback : {COMPLAINT}"        # the last line of torchrun's report
+    assert said.count(COMPLAINT) <= 1                # none if torchrun ended the main one before
     assert 'train.py", line' not in printed          # torchrun's report has a traceback of its own
     assert re.search(r"Root Cause.*exitcode\s*: 2 \(pid", printed, re.DOTALL)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_processes_that_were_given_different_images_end_before_the_first_step(
-        repository, tmp_path, small_run, image_tree):
-    """Started on two machines, say, one of which has another copy of the data, in which one image
-    is in another class. Both end with 2, and the main process alone prints the line."""
-    places = [tmp_path, tmp_path / "other"]
-    other = Path(shutil.copytree(image_tree, places[1] / "images"))
-    (other / "train" / "red" / "03.png").rename(other / "train" / "green" / "99.png")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = small_run(tmp_path / "run", "--data-dir", "images")
-    workers = [subprocess.Popen(                     # as torchrun starts them
-        [sys.executable, str(repository / "train.py"), *arguments], cwd=place, text=True,
-        env=environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
-                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for rank, place in enumerate(places)]
-    try:
-        printed = [worker.communicate(timeout=240)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [2, 2]
-    assert re.fullmatch(r"train.py: process 1 has files and labels = [^\n]*; all processes of a run "
-                        r"need the same\n", printed[0]) and printed[1] == ""
-    assert not (tmp_path / "run").exists()
+def test_each_process_tells_the_others_its_recipe_and_its_images(train_program, small_run, tmp_path,
+                                                                 monkeypatch):
+    """On two machines, say, one of which has another copy of the data."""
+    told = []
+    monkeypatch.setattr(Processes, "require_equal", lambda self, facts: told.append(dict(facts)))
+    assert train_program.main(small_run(tmp_path / "run", "--seed", "5", "--dry-run")) == 0
+    assert told[0]["run.seed"] == 5 and told[0]["the step to go on from"] is None
+    assert told[1].keys() >= {"training images", "validation images", "files and labels", "teacher"}

@@ -103,7 +103,8 @@ def test_the_script_requeues_a_job_that_the_time_limit_stopped_and_no_other(tmp_
         (tmp_path / name).chmod(0o755)
     for environment, job, requeued in [
             ({"SIGNALLED": "1", "STATUS": "1"}, "9", True),
-            ({"SIGNALLED": "1", "STATUS": "143", "SLURM_RESTART_COUNT": "19", **ARRAY}, "7_3", True),
+            ({"SIGNALLED": "1", "STATUS": "143", "SLURM_RESTART_COUNT": "19", **ARRAY}, "7_3",
+             True),
             ({"SIGNALLED": "1", "STATUS": "1", "SLURM_RESTART_COUNT": "20"}, "9", False),
             ({"SIGNALLED": "1", "STATUS": "0"}, "9", False),     # it came to its end after all
             ({"STATUS": "2"}, "9", False)]:

@@ -87,10 +87,7 @@ def convert(value: Any, kind: Any, bounds: Mapping[str, float] = UNBOUNDED) -> A
 
 
 def plain(value: Any) -> Any:
-    """The value with all nested tuples as lists and all nested mappings and dataclasses as dicts.
-
-    These are the containers of TOML, and of checkpoints that torch.load reads with weights_only.
-    """
+    """The value with nested tuples as lists, and mappings and dataclasses as dicts, as in TOML."""
     if dataclasses.is_dataclass(value):
         value = vars(value)
     if isinstance(value, Mapping):

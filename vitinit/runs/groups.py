@@ -54,13 +54,8 @@ def finished_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
 
     Raises CheckpointError if no run is finished.
     """
-    unfinished = []
-    for run in runs:
-        if not run.finished:
-            ended = run.rows and run.rows[-1]["epoch"] == run.epochs
-            why = "lines of its metrics.jsonl are lost" if ended else "not finished"
-            unfinished.append(f"left out, {why}: {run.path}, {len(run.rows)} of {run.epochs} "
-                              "epochs")
+    unfinished = [f"left out, not finished: {run.path}, {len(run.rows)} of {run.epochs} epochs"
+                  for run in runs if not run.finished]
     if len(unfinished) == len(runs):
         raise CheckpointError(f"none of the runs is finished; {'; '.join(unfinished)}")
     return [run for run in runs if run.finished], unfinished

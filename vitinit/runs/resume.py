@@ -166,6 +166,6 @@ def require_same_data(folder: RunFolder, saved: Mapping[str, Any], classes: Sequ
     """
     began = {"teacher": "none"} | folder.data_of(0)  # once there were no teachers
     began |= {f"class {number}": name for number, name in enumerate(saved.get("classes", classes))}
-    now = {key: value for key, value in now.items() if key != "root"}
-    now |= {f"class {number}": name for number, name in enumerate(classes)}
+    now = {f"class {number}": name for number, name in enumerate(classes)} | {
+        key: value for key, value in now.items() if key != "root"}
     require_same(folder.path, {key: began.get(key, value) for key, value in now.items()}, now)

@@ -56,14 +56,12 @@ class Saved(NamedTuple):
     def model(self, weights: str, *, or_backbone: bool = False) -> nn.Module:
         """Build the model with the weights "model" or "ema", for images of `size`.
 
-        Learned position embeddings are resized if that is not the recipe's size.
+        It is on the CPU, in float32. Learned position embeddings are resized if that is not the
+        recipe's size. Raises CheckpointError if the weights do not fit the recipe's model, are
+        infinite or NaN, or depend on the image size, and RecipeError if it cannot be built.
 
         or_backbone: where the checkpoint has no classifier, build the model without one, which
             returns the pooled features. Otherwise that is an error.
-
-        Returns the model on the CPU, in float32. Raises CheckpointError if the weights do not fit
-        the recipe's model, are infinite or NaN, or depend on the image size, and RecipeError if
-        the model cannot be built.
         """
         recipe, tensors = self.recipe, model_state(self.state, self.path, weights)
         require_finite(tensors, weights, self.path)

@@ -35,11 +35,6 @@ MASS_IMAGES = 64                # on which the mass on the init's targets is mea
 FEW_UPDATES = 2_000             # steps; fewer than that from scratch give a warning
 
 
-# ---------------------------------------------------------------------------------------------
-# The images and the model
-# ---------------------------------------------------------------------------------------------
-
-
 def evaluation_view(image: Tensor, recipe: Recipe, size: tuple[int, int] | None = None) -> Tensor:
     """Resize and centre-crop an image as the recipe's evaluation does.
 

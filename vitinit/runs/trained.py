@@ -62,8 +62,7 @@ def as_uint8(image: ImageLike) -> Tensor:
 class Trained:
     """A trained model together with its class names and its preprocessing. `load` makes one.
 
-    Wherever a method takes an image, it may be a path, the bytes of an image file, a PIL image, or
-    a tensor (3, H, W) uint8. Images may have any size.
+    An image may be a path, a file's bytes, a PIL image, or a tensor (3, H, W) uint8, of any size.
 
     Example:
         trained = vitinit.load("runs/quickstart-impulse-s0")
@@ -83,11 +82,7 @@ class Trained:
         return next(self.model.parameters()).device
 
     def view(self, image: ImageLike) -> Tensor:
-        """Resize and centre-crop one image to the size of the model's input.
-
-        Returns (3, *image_size) uint8, on the CPU. Raises ValueError, naming the image, if it
-        cannot be read.
-        """
+        """Resize and centre-crop one image for the model → (3, *image_size) uint8, on the CPU."""
         return evaluation_view(as_uint8(image), self.recipe, self.image_size)
 
     def preprocess(self, images: ImageLike | Sequence[ImageLike]) -> Tensor:
@@ -119,10 +114,7 @@ class Trained:
 
     def predict_batch(self, images: Iterable[ImageLike], top: int = 5
                       ) -> list[list[tuple[str, float]]]:
-        """Classify several images; returns for each of them, in order, what `predict` returns.
-
-        The images pass through the model 64 at a time. Raises ValueError like `predict`.
-        """
+        """What `predict` returns for each of several images, 64 of which pass through at a time."""
         if top < 1:
             raise ValueError(f"top is {top}, expected at least 1")
         self.require_classifier()
