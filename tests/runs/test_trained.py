@@ -128,7 +128,7 @@ def test_what_cannot_be_loaded_is_one_line():
             (dict(path=RUN, recipe="deit_tiny"),
              "brings its own recipe; the recipe deit_tiny that was"),
             *((dict(path=RUN, image_size=size), f"the image size is {size!r}, expected an integer")
-              for size in (1.5, "x", (8, -8), (8, 8, 8))),
+              for size in (0, 1.5, "x", (8, -8), (8, 8, 8))),
             (dict(path=RUN, image_size=9), "patches of 4×4 pixels do not tile an image of 9×9")):
         with pytest.raises(ValueError) as caught:
             vitinit.load(**arguments)

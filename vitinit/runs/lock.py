@@ -36,7 +36,6 @@ class RunLock(ExitStack):
         with in_one_line(folder):
             handle = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o666)
         self.callback(os.close, handle)
-        self.taken = True
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -47,6 +46,7 @@ class RunLock(ExitStack):
                                       ) from None
             say(f"lock    {folder}: this file system has no locks, so nothing keeps a second run "
                 "out")
+        self.taken = True
         since = datetime.now(UTC).isoformat(timespec="seconds")
         with suppress(OSError):                      # the disk is full; the lock holds nevertheless
             os.ftruncate(handle, 0)

@@ -122,7 +122,8 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
         raise RecipeError(f"{path}: recipe {found.name} has data.num_classes = 0, which only "
                           "training takes from the data; expected the checkpoint's number")
     try:
-        size = convert(image_size or found.data.image_size, PAIR, {"minimum": 1})
+        size = convert(found.data.image_size if image_size is None else image_size, PAIR,
+                       {"minimum": 1})
     except TypeError as error:
         raise RecipeError(f"the image size is {error}") from None
     return Saved(path, state, found, size, description)
