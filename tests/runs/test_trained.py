@@ -13,7 +13,7 @@ from PIL import Image
 
 import vitinit
 from vitinit.data.datasets import imagenet_wnids
-from vitinit.runs import folder as folder_module, trained as trained_module
+from vitinit.runs import trained as trained_module
 from vitinit.train.checkpoint import load as load_checkpoint
 
 RUN = Path(__file__).parent / "data" / "version_12"     # three classes of 8-pixel images
