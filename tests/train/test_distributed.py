@@ -40,6 +40,8 @@ def agreements(processes: Processes) -> list[str]:
                     raise LaunchError(f"folder of {rank}")
         except OneLineError as error:
             lines.append(error.args[0])
+    with pytest.raises(LaunchError, match="process 1 has files = 1 and process 0 has 0"):
+        processes.require_equal({"same": 3, "files": rank})
     norm = torch.nn.BatchNorm1d(3)
     norm.running_mean.fill_(rank + 5.0)
     processes.share(torch.nn.Sequential(norm))
