@@ -77,8 +77,8 @@ class Schedule:
 class Distill:
     """The teacher, and how much is learned from it."""
 
-    teacher: str                # a run, a checkpoint, a model in recipes/trained, or
-                                # torchvision:NAME; "": none
+    teacher: str                # a run, a checkpoint, a model in recipes/trained, a program (.pt2)
+                                # of torch.export, or torchvision:NAME; "": none
     weights: str                # torchvision: the file of weights; a run: "model" or "ema"; or ""
     kind: Literal["hard", "soft"]                    # learn its decision, or its probabilities
     alpha: float = number(minimum=0.0, maximum=1.0)  # the teacher's share of the loss
