@@ -154,7 +154,7 @@ def test_under_torchrun_the_line_is_the_last_that_is_said_and_the_status_is_2(re
     printed = result.stdout + result.stderr
     assert result.returncode != 0
     said = [line for line in printed.splitlines() if line.strip("=")]
-    assert said[-1].strip() == f"traceback : {COMPLAINT}"        # the last line of torchrun's report
+    assert said[-1].strip() == f"traceback : {COMPLAINT}"       # the last line of its report
     assert said.count(COMPLAINT) <= 1                # none if torchrun ended the main one before
     assert 'train.py", line' not in printed          # torchrun's report has a traceback of its own
     assert re.search(r"Root Cause.*exitcode\s*: 2 \(pid", printed, re.DOTALL)

@@ -46,8 +46,8 @@ PHASES = {
 }
 
 
-def test_a_signal_in_any_phase_costs_nothing_and_leaves_no_thread(train_program, small_run, tmp_path,
-                                                                 monkeypatch, capsys):
+def test_a_signal_in_any_phase_costs_nothing_and_leaves_no_thread(train_program, small_run,
+                                                                  tmp_path, monkeypatch, capsys):
     """Each phase has one of the signals, and each signal a phase."""
     straight = tmp_path / "straight"
     two_epochs = dict(schedule__epochs="2", checkpoint__every_steps="5")
@@ -66,7 +66,8 @@ def test_a_signal_in_any_phase_costs_nothing_and_leaves_no_thread(train_program,
         assert_same_run(straight, folder)
 
 
-def test_ctrl_c_while_starting_leaves_nothing(train_program, small_run, tmp_path, monkeypatch, capsys):
+def test_ctrl_c_while_starting_leaves_nothing(train_program, small_run, tmp_path, monkeypatch,
+                                              capsys):
     monkeypatch.setattr(opening, "open_split", signalling(opening.open_split, 1, signal.SIGINT))
     assert train_program.main(small_run(tmp_path / "run")) == 128 + signal.SIGINT
     assert capsys.readouterr().err == "train.py: stopped by SIGINT\n"
@@ -74,8 +75,8 @@ def test_ctrl_c_while_starting_leaves_nothing(train_program, small_run, tmp_path
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_evaluation_stops_at_a_signal_with_one_line(train_program, eval_program, small_run, tmp_path,
-                                                    monkeypatch, capsys):
+def test_evaluation_stops_at_a_signal_with_one_line(train_program, eval_program, small_run,
+                                                    tmp_path, monkeypatch, capsys):
     assert train_program.main(small_run(tmp_path / "run", schedule__epochs="1",
                                         schedule__warmup_epochs="0")) == 0
     capsys.readouterr()
@@ -106,8 +107,8 @@ def test_a_killed_worker_is_one_line_and_costs_no_step(train_program, small_run,
     assert_same_run(straight, killed)
 
 
-def test_running_out_of_memory_names_the_key_to_lower(train_program, small_run, tmp_path, monkeypatch,
-                                                      capsys):
+def test_running_out_of_memory_names_the_key_to_lower(train_program, small_run, tmp_path,
+                                                      monkeypatch, capsys):
     def full(*arguments, **keywords):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has …")
     for place, name, key in ((train_program, "evaluate", "eval.batch_size"),
@@ -159,9 +160,9 @@ def run_two(tmp_path: Path, repository: Path, *words: object) -> subprocess.Comp
                           capture_output=True, text=True, timeout=300)
 
 
-def test_two_processes_with_batch_norm_measure_the_model_that_is_saved(eval_program, image_tree,
-                                                                       repository, tmp_path, capsys):
-    """Each process has seen other images, so its running statistics differ from those of last.pt."""
+def test_two_processes_with_batch_norm_measure_what_is_saved(eval_program, image_tree, repository,
+                                                             tmp_path, capsys):
+    """Each process has seen other images, so its statistics differ from those of last.pt."""
     run = tmp_path / "run"
     sets = {"data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
             "data.workers": "0", "optim.global_batch": "12", "optim.max_batch_per_process": "6",
@@ -169,8 +170,8 @@ def test_two_processes_with_batch_norm_measure_the_model_that_is_saved(eval_prog
             "engine.compile": "false", "engine.amp": "off", "model.options.patch_size": "2",
             "model.options.embed_dim": "12", "model.options.depth": "2",
             "model.options.kernel_size": "3", "optim.base_lr": "0.05"}
-    result = run_two(tmp_path, repository, *NOWHERE, "--recipe", "cifar10_convmixer", "--out-dir", run,
-                     "--data-dir", image_tree,
+    result = run_two(tmp_path, repository, *NOWHERE, "--recipe", "cifar10_convmixer", "--out-dir",
+                     run, "--data-dir", image_tree,
                      *(word for key, value in sets.items() for word in ("--set", f"{key}={value}")))
     assert result.returncode == 0, result.stderr
     row = json.loads((run / "metrics.jsonl").read_text())
