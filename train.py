@@ -205,8 +205,11 @@ def save_last(state: TrainState, folder: RunFolder, processes: Processes) -> Non
 
 def run_epochs(recipe: Recipe, data: Data, state: TrainState, folder: RunFolder,
                processes: Processes, stop: StopRequest, *, lr_at: Callable[[int], float],
-               teacher: LearnFromTeacher | None) -> int:
-    """Train, evaluate and save until the run ends or is stopped; return the exit status."""
+               teacher: Any) -> int:
+    """Train, evaluate and save until the run ends or is stopped; return the exit status.
+
+    teacher: a `LearnFromTeacher`, or None.
+    """
     progress, epochs = state.progress, recipe.schedule.total_epochs
     best_by, batch = recipe.checkpoint.best_by, recipe.optim.global_batch
     flops = training_flops(state.model, data.plan.micro_batch_size, recipe.data.image_size)

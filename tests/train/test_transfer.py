@@ -93,7 +93,7 @@ def test_a_classifier_of_other_classes_stays_as_the_init_drew_it():
 
 def test_position_embeddings_of_another_grid_are_resized_and_nothing_else_is():
     """Any grids, stated or, if square, recognised; of which one with as many positions as before."""
-    grids = [((3, 5), (5, 3), True), ((3, 5), (3, 5), False)]
+    grids = [((3, 5), (3, 5), False), ((3, 5), (5, 3), True)]
     for number in range(6):
         sides = [Random(f"{number} {side}").choice((2, 3, 5, 7)) for side in range(4)]
         grids.append(((sides[0], sides[0]), (sides[2], sides[3]), False))
