@@ -204,8 +204,8 @@ def test_a_missing_key_is_named_with_what_it_takes():
             assert message.startswith(f"last.pt: [{title}] lacks the key '{field.name}' (")
             table[title][field.name] = value
     del table["ema"], table["schedule"]["epochs"]
-    assert refusal(from_dict, table, "last.pt").endswith("'epochs' (an integer ≥ 1 and < 2.14748"
-                                                         "e+09)")
+    assert refusal(from_dict, table, "last.pt").endswith(
+        "'epochs' (an integer ≥ 1 and < 2,147,483,648)")
 
 
 def test_a_key_takes_values_of_its_kind_within_its_bounds():

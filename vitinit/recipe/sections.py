@@ -161,6 +161,8 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[list[str], str]]:
         if low > high:
             yield [f"augment.{key}"], "the smaller value first"
     for wrong, keys, expected in [
+            (recipe.rand_augment.layers and not recipe.rand_augment.operations,
+             "rand_augment.operations rand_augment.layers", "some, or 0 layers"),
             (data.images_per_class and data.subset < 1.0, "data.images_per_class data.subset",
              "0, or a subset of 1.0"),
             (not data.root and data.name != "shapes", "data.root data.name",

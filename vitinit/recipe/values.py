@@ -50,7 +50,8 @@ def describe(kind: Any, bounds: Mapping[str, float] = UNBOUNDED) -> str:
         count = "" if arguments[-1] is Ellipsis else f" of {len(arguments)}"
         words = f"a list{count}, each {describe(arguments[0], bounds)}"
         return f"an integer or {words}" if kind == PAIR else words
-    limits = [f"{SIGNS[name][0]} {limit:g}" for name, limit in bounds.items()]
+    limits = [f"{SIGNS[name][0]} {limit:{',' if type(limit) is int else 'g'}}"
+              for name, limit in bounds.items()]
     return f"{WORDS.get(kind, 'a table')} {' and '.join(limits)}".rstrip()
 
 
