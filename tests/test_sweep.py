@@ -17,6 +17,7 @@ import torch
 
 from vitinit import sweep
 from vitinit.recipe.files import RecipeError
+from vitinit.train import interruption
 from vitinit.train.interruption import STOP_SIGNALS
 
 SHORT = dict(schedule__epochs="2", mix__probability="0", augment__repeats="1")
@@ -293,6 +294,15 @@ def test_a_signal_reaches_all_running_programs_and_no_more_are_started(programs,
     assert {path.read_text() for path in (tmp_path / "logs").iterdir()} == {
         f"train.py: saved after {arrives}\n"}
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
+
+
+def test_a_second_ctrl_c_reaches_the_programs_too(programs, tmp_path, monkeypatch):
+    monkeypatch.setattr(interruption, "SECOND_SECONDS", -1.0)
+    failures, stopped_by = programs({
+        "a": "signal.pthread_sigmask(signal.SIG_BLOCK, {2})\nfor _ in range(2):\n"
+             "    os.kill(os.getppid(), 2)\n    signal.sigwait({2})\nsys.exit('twice')"}, {}, {})
+    assert (failures, stopped_by) == ({}, signal.SIGINT)
+    assert (tmp_path / "logs" / "a.log").read_text() == "twice\n"
 
 
 def test_several_processes_are_started_by_torchrun(tmp_path, monkeypatch):

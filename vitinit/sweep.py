@@ -183,7 +183,12 @@ def do_runs(runs: Sequence[PlannedRun], nproc: int, shares: Sequence[dict[str, s
     waiting, free, told = list(runs), list(shares), False
     running: dict[subprocess.Popen, tuple[PlannedRun, dict[str, str], Path | None]] = {}
     failures: dict[Path, str] = {}
-    with StopRequest() as stop:
+
+    def pass_on(number: int) -> None:                # every version of torchrun handles these two
+        for process in running:
+            process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    with StopRequest(second=lambda: pass_on(signal.SIGINT)) as stop:
         try:
             while running or waiting and not stop.number:
                 while waiting and free and not stop.number:
@@ -192,10 +197,8 @@ def do_runs(runs: Sequence[PlannedRun], nproc: int, shares: Sequence[dict[str, s
                         log = run.folder.parent / "logs" / f"{run.folder.name}.log"
                     print(f"\nrun     {run.folder}, {len(waiting)} to follow", flush=True)
                     running[start(run, nproc, share, log)] = run, share, log
-                if stop.number and not told:         # every version of torchrun handles these two
-                    for process in running:
-                        process.send_signal(signal.SIGINT if stop.number == signal.SIGINT else
-                                            signal.SIGTERM)
+                if stop.number and not told:
+                    pass_on(stop.number)
                     told = True
                 time.sleep(LOOK_EVERY)
                 for process in [one for one in running if one.poll() is not None]:

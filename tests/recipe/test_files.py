@@ -211,7 +211,8 @@ def test_a_missing_key_is_named_with_what_it_takes():
 def test_a_key_takes_values_of_its_kind_within_its_bounds():
     """From the sections' own types; every bound in every place of a list, and just beyond it."""
     for key, words, good, bad in [
-            ("run.seed", "an integer ≥ 0 and < 9.22337e+18", ["0"], ["-1", "1.0", "true"]),
+            ("run.seed", "an integer ≥ 0 and < 9,223,372,036,854,775,808", ["0"],
+             ["-1", "1.0", "true"]),
             ("optim.eps", "a number ≥ 1.4013e-45 and", ["1", "1e-8"], ["0", "nan", "inf", "[1]"]),
             ("engine.compile", "true or false", ["true"], ["1", "'true'"]),
             ("data.root", "a string", ["'a'"], ["3", "[]"]),
@@ -329,6 +330,9 @@ def test_an_init_that_is_named_keeps_the_options_of_the_file_that_it_has(tmp_pat
         assert load_recipe(path, more).init.options["base"] == "default"
         message = refusal(load_recipe, path, [*changes, parse_override("init.options.rank=5")])
         assert message.startswith("--set init.options.rank=5: [init.options] of mimetic has no key")
+    path.write_text(path.read_text().replace("rank =", "rnk ="))     # its own one must have all
+    message = refusal(load_recipe, path, [Override("init.name", "impulse", "--init impulse")])
+    assert message.startswith(f"{path}: [init.options] of impulse has no key 'rnk'")
     message = refusal(load_recipe, path, [parse_override("model.name=mixer_s16")])
     assert message.startswith(f"{path}: [model.options] of mixer_s16 has no key")
 
@@ -339,6 +343,7 @@ def test_what_set_gets_wrong_is_named_with_what_was_written():
             "run.=3": "[run] has no key ''; valid: seed",
             "scedule.epochs=3": "there is no table 'scedule'; did you mean 'schedule'?",
             "run.seed.x=3": "there is no table 'seed'",
+            "model.option.depth=3": "there is no table 'option'; did you mean 'options'?",
             "model.name=vit_tinny": "model.name is 'vit_tinny'; did you mean 'vit_tiny'?",
             "init.name=impuls": "init.name is 'impuls'; did you mean 'impulse'?",
             "model.options.depth=2.5": "model.options.depth is 2.5, expected an integer",

@@ -6,6 +6,7 @@ import argparse
 import os
 import pickle
 import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +42,17 @@ def test_a_file_that_outgrows_its_limit_is_one_line_and_leaves_nothing_behind(tm
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert load(path) == {"step": 1} and os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_a_pipe_is_written_to_under_whatever_name(tmp_path):
+    """Also one without a name of its own, as /dev/stdout is in `eval.py --json /dev/stdout | …`."""
+    reader, writer = os.pipe()
+    os.symlink(f"/dev/fd/{writer}", tmp_path / "out")
+    for place in (Path(f"/dev/fd/{writer}"), tmp_path / "out"):
+        checkpoint.write_text_atomically("seven", place)
+        assert os.read(reader, 100) == b"seven"
+    os.close(reader), os.close(writer)
+    assert os.listdir(tmp_path) == ["out"]
 
 
 @pytest.mark.parametrize("kind", ["tensor", "container", "directory"])

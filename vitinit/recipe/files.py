@@ -96,8 +96,8 @@ def fresh_recipe(name: str | None, *, init: str | None = None, seed: int | None 
 def load_recipe(name: str | Path, changes: Sequence[Override] = ()) -> Recipe:
     """Read a recipe, apply `changes` in order, and check everything.
 
-    name: that of a recipe in recipes/, or the path of a .toml file. If a change names the init, it
-    keeps only those of the file's init options that it has, such as `base`. Raises RecipeError.
+    name: that of a recipe in recipes/, or the path of a .toml file. If a change names another init,
+    it keeps only those of the file's init options that it has, such as `base`. Raises RecipeError.
     """
     path = Path(name) if str(name).endswith(".toml") else RECIPES / f"{name}.toml"
     try:
@@ -132,6 +132,8 @@ def _recipe(tables: dict[str, Any], name: str, source: str, changes: Sequence[Ov
         return next((change.text for key in keys for change in reversed(changes)
                      if f"{key}.".startswith(f"{change.key}.")), source)
 
+    own = tables.get("init")
+    own_init = own.get("name") if isinstance(own, dict) else None    # before `changes`
     try:
         sections = _sections(tables, changes)
         model, init = sections["model"], sections["init"]
@@ -146,7 +148,7 @@ def _recipe(tables: dict[str, Any], name: str, source: str, changes: Sequence[Ov
                 function = init_function(init.name, family)
             except ValueError as error:
                 raise Mistake(str(error), "init.name") from None
-            has, renamed = inspect.signature(function).parameters, where("init.name") != source
+            has, renamed = inspect.signature(function).parameters, init.name != own_init
             takers["init"] = function, GIVEN, {
                 key: value for key, value in init.options.items()
                 if key in has or not renamed or where(f"init.options.{key}") != source}
@@ -184,8 +186,8 @@ def _sections(tables: dict[str, Any], changes: Sequence[Override]) -> dict[str, 
         place = tables
         for parent in parents:
             if not isinstance(place.get(parent), dict):
-                raise Mistake(f"there is no table '{parent}'{nearest(parent, SECTIONS)}",
-                              change.key)
+                inner = [key for key, table in place.items() if isinstance(table, dict)]
+                raise Mistake(f"there is no table '{parent}'{nearest(parent, inner)}", change.key)
             place = place[parent]
         place[last] = change.value
     return {title: kind(**_checked(tables[title], title, kind)) for title, kind in SECTIONS.items()}

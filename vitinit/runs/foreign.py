@@ -73,9 +73,9 @@ def read_description(path: Path, architecture: str = "") -> Description | None:
         config = _table(file)
         names += [path.absolute().parent.name, str(config.get("architecture", ""))]
     for word in TRAPS.keys() & set(re.split(r"[ ._-]", " ".join(names).lower())):
-        raise CheckpointError(f"{path}: '{word}' in its name stands for {TRAPS[word]}, whose tensors "
-                              "would fit and compute another function here; if this model has none, "
-                              f"rename it without '{word}'")
+        raise CheckpointError(f"{path}: '{word}' in its name stands for {TRAPS[word]}, whose "
+                              "tensors would fit and compute another function here; if this model "
+                              f"has none, rename it without '{word}'")
     try:
         if "model_type" in config:
             return _of_transformers(config, file)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,7 +132,11 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
 
 def parse_sides(text: str) -> int | list[int]:
     """The argument of --image-size: "288" → 288, "192,256" → [192, 256]."""
-    sides = [int(side) for side in text.split(",")]
+    try:
+        sides = [int(side) for side in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of pixels, such as 288, or "
+                                         "height and width, such as 192,256") from None
     return sides if len(sides) > 1 else sides[0]
 
 

@@ -62,9 +62,9 @@ def written_atomically(path: Path, *, keep: Path | None = None) -> Iterator[Bina
     """
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f"{target.name}.partial")   # a resumed run removes one
-    replaces = os.path.isfile(target) or not os.path.exists(target)
-    try:
-        with open(temporary if replaces else target, "wb") as file:
+    replaces = os.path.isfile(path) or not os.path.exists(path)
+    try:                                             # /dev/stdout may be a pipe, which has no name
+        with open(temporary if replaces else path, "wb") as file:
             yield file
             file.flush()
             if replaces:

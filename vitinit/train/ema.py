@@ -13,8 +13,8 @@ class Ema:
     """A second model whose state v follows the model's state m: v ← d·v + (1 − d)·m per update.
 
     Every floating-point entry of the state dict is averaged, buffers included; integer entries are
-    copied. With `warmup` the decay d of update k, from 0, is min(decay, 1 − (1 + k)^(−2/3)), so that
-    the initial weights do not dominate the average of a short run.
+    copied. With `warmup` the decay d of update k, from 0, is min(decay, 1 − (1 + k)^(−2/3)), so
+    that the initial weights do not dominate the average of a short run.
 
     `ema.model` is the average: a copy of `model` in evaluation mode, without gradients. Both models
     must keep their tensors; another device or memory format is to be chosen before.

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 # Sent by Ctrl-C, by launchers, by a terminal that closes, and by SLURM before a time limit.
@@ -30,9 +31,12 @@ class StopRequest:
     The program looks at `number` between two steps and two batches, never within one. A second
     Ctrl-C ends the program immediately, wherever Python is. Signals that were ignored when the
     program started, as under nohup, stay ignored. At the end the old handlers return.
+
+    second: called in place of that at a second Ctrl-C.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, second: Callable[[], object] | None = None) -> None:
+        self.second = second or _end_at_once
         self.number = 0                              # of the first signal that arrived; 0: none
         self.since = 0.0                             # when that was
 
@@ -50,7 +54,11 @@ class StopRequest:
         if not self.number:
             self.number, self.since = number, now
         elif number == signal.SIGINT and now - self.since > SECOND_SECONDS:
-            for child in multiprocessing.active_children():
-                child.kill()
-            os.write(2, b"ended at once by a second Ctrl-C\n")
-            os._exit(128 + signal.SIGINT)
+            self.second()
+
+
+def _end_at_once() -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
+    os.write(2, b"ended at once by a second Ctrl-C\n")
+    os._exit(128 + signal.SIGINT)
