@@ -160,9 +160,9 @@ CANNOT_START = [
     (dict(optim__global_batch="103", mix__probability="0"), "51 images in 2 views each, fewer than"),
     (dict(model__options__patch_size="5"), "do not tile an image of 8×8"),
     (dict(model__options__depth="-1"), "depth"),
-    (dict(data__num_classes="4"), "3 classes found, but the recipe's data.num_classes is 4"),
+    (dict(data__num_classes="4"), "3 classes found, and 4 expected"),
     (dict(data__images_per_class="18"), "class 'blue' has 17 images, too few to train on 18"),
-    (dict(data__root="nowhere"), "nowhere/train: no such folder")]
+    (dict(data__root="nowhere"), "nowhere: no such folder")]
 
 
 def test_what_cannot_be_started_is_one_line(train_program, small_run, tmp_path, capsys):
@@ -175,7 +175,7 @@ def test_what_cannot_be_started_is_one_line(train_program, small_run, tmp_path, 
 
 @pytest.mark.parametrize("changes, lines", [
     (dict(), []), (dict(augment__repeats="3"), []),
-    (dict(augment__repeats="4"), ["1 of the mix.group = 4 images that share a draw of mixing are"]),
+    (dict(augment__repeats="4"), ["some of the mix.group = 4 images that share a draw of mixing "]),
     (dict(augment__repeats="4", mix__probability="0"), []),
     (dict(optim__global_batch="13", mix__mixup_alpha="0", mix__cutmix_alpha="0"),
      ["micro-batches have 1 image(s): "])])

@@ -1,4 +1,4 @@
-"""The records of the study in recipes/what_an_init_is_worth.md: complete, small, and what the page says."""
+"""The records of the studies of inits and of teachers: complete, small, and what the pages say."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import pytest
 from pages import PAGES
 
 from vitinit.compare import main, mean_and_std, t_interval
+from vitinit.recipe.files import load_recipe
+from vitinit.recipe.values import plain
 from vitinit.runs.groups import group_runs
 from vitinit.runs.records import Run, read_archive
 
 SEEDS_OF_THE_TEST = range(3, 8)         # no choice was made on these
 PAGE = next(page for page in PAGES if page.name == "recipes/what_an_init_is_worth.md")
+TEACHERS = next(page for page in PAGES if page.name == "vitinit/train/README.md")
 TABLES = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()[2:]]
-          for block in re.findall(r"(?:^\|.*\n)+", PAGE.text, flags=re.MULTILINE)]
+          for page in (PAGE, TEACHERS)
+          for block in re.findall(r"^\| what \| runs .*\n(?:\|.*\n)+", page.text, re.MULTILINE)]
 
 
 @pytest.fixture
@@ -83,3 +87,14 @@ def test_the_commands_of_the_page_compare_the_records(monkeypatch, capsys, repos
         assert row in capsys.readouterr().out
     assert main(["recipes/remaining_gap.tar.xz"]) == 0       # also all 93 runs at once
     assert "| 3 | 51.35 ± 0.40 |" in capsys.readouterr().out
+
+
+def test_the_recipe_with_a_teacher_is_that_of_its_records(repository):
+    recipe = load_recipe("cifar10_10k_distilled")
+    runs = [run for run in read_archive(repository / "recipes" / "muon.tar.xz")
+            if run.path.name.startswith("cifar10_10k-default-muon-f2.5-soft-s")]
+    assert len(runs) == 3
+    for run in runs:
+        assert {key for key, value in recipe.keys.items() if run.keys[key] != plain(value)} <= {
+            "run.seed", "data.name", "data.root", "data.held_out_per_class", "eval.every_epochs",
+            "distill.teacher", "optim.max_batch_per_process"}
