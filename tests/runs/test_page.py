@@ -117,3 +117,12 @@ def test_the_script_requeues_a_job_that_the_time_limit_stopped_and_no_other(tmp_
         again = [f"scontrol requeue {job}"] if requeued else []
         assert (tmp_path / "log").read_text().splitlines() == ["srun torchrun", *stop, "ended",
                                                                *again]
+
+
+def test_a_plain_run_imports_only_what_the_pages_say(repository):
+    loaded = subprocess.run([sys.executable, "-c", "import sys, train; print(*sys.modules)"],
+                            cwd=repository, capture_output=True, text=True, check=True).stdout
+    assert not {*(f"vitinit.train.{name}" for name in ("muon", "distill", "transfer")),
+                *(f"vitinit.runs.{name}" for name in ("records", "groups", "saved", "foreign",
+                                                      "fine_tune", "teacher", "report"))
+                } & {*loaded.split()}

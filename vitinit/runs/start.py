@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,13 @@ from ..recipe.sections import Recipe
 from ..recipe.values import to_toml
 from ..train.checkpoint import write_text_atomically
 from ..train.device import describe_device
-from ..train.distill import LearnFromTeacher
 from ..train.distributed import Processes
 from ..train.state import TrainState
 from .folder import RunFolder, Say
 from .lock import RunLock
+
+if TYPE_CHECKING:                                    # a plain run does not import it
+    from ..train.distill import LearnFromTeacher
 
 INIT_IMAGES = 512               # training images that an init may read
 MASS_IMAGES = 64                # on which the mass on the init's targets is measured
