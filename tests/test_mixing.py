@@ -192,6 +192,8 @@ def test_the_mass_of_a_perfect_shift_is_one_and_of_uniform_attention_one_over_n(
     assert target_mass(shifts, offsets, GRID).tolist() == [1.0, 1.0]
     uniform = torch.full((2, 15, 15), 1.0 / 15)
     assert target_mass(uniform, offsets, GRID).tolist() == pytest.approx([1 / 15, 1 / 15])
+    with pytest.raises(ValueError, match="zip"):     # an offset for each head
+        target_mass(uniform, offsets[:1], GRID)
 
 
 def test_the_mass_is_counted_over_patch_tokens_alone():

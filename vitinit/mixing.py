@@ -214,13 +214,14 @@ def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int
         tokens.
     offsets: one (down, right) per head.
 
-    The mean is over the tokens whose target is on the grid; NaN where there is none.
+    The mean is over the tokens whose target is on the grid; NaN where there is none. Raises
+    ValueError unless there is one offset per head.
     """
     patches, masses = shares_of_patches(weights, grid), []               # (..., h, cells, cells)
-    for head, offset in enumerate(offsets):
+    for shares, offset in zip(patches.unbind(-3), offsets, strict=True):
         targets = shift_targets(offset, grid).to(weights.device)
         rows = (targets >= 0).nonzero()[:, 0]
-        masses.append(patches[..., head, rows, targets[rows]].mean())
+        masses.append(shares[..., rows, targets[rows]].mean())
     return torch.stack(masses)
 
 

@@ -211,6 +211,10 @@ def otherwise_scaled(model: nn.Module) -> None:
     model.blocks[2].attn.scale = 1.0
 
 
+def without_a_number_of_heads(model: nn.Module) -> None:
+    del model.blocks[0].attn.num_heads
+
+
 def without_positions(model: nn.Module) -> None:
     model.other = model.pos_embed
     del model.pos_embed
@@ -244,6 +248,7 @@ def fixed(model: nn.Module) -> None:
 
 REFUSALS: dict[Callable, str] = {
     with_stem: "does not pass through the model", otherwise_scaled: "something else than softmax",
+    without_a_number_of_heads: "does not say how many heads it has, by num_heads or",
     without_positions: "no learned position embedding", with_two_stages: "2 lists of blocks",
     quantised: "head.weight is a Parameter of int8 on cpu; initialise before sharding or quant",
     without_storage: "head.weight is a Parameter of float32 on meta", fixed: "fixed position",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from redrawn import redraw
 from torch import nn
+from torchvision.models import VisionTransformer as TorchvisionViT
 
 import vitinit
 from vitinit.models.convert import native_tensors
@@ -26,6 +27,14 @@ def small(name: str) -> nn.Module:
 
 def same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
     return ours.keys() == theirs.keys() and all(ours[name] is theirs[name] for name in ours)
+
+
+def test_the_vits_that_torchvision_publishes_have_older_names_in_their_mlps():
+    new = TorchvisionViT(image_size=8, patch_size=4, num_layers=2, num_heads=3, hidden_dim=15,
+                         mlp_dim=60).state_dict()
+    old = {name.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): value
+           for name, value in new.items()}
+    assert old.keys() != new.keys() and same_tensors(native_tensors(old), native_tensors(new))
 
 
 def test_microsofts_swin_merges_a_stage_earlier_and_carries_buffers():

@@ -5,7 +5,7 @@ All sources have the same interface, `Source`: `len(source)`, `source.image(i)` 
 
 A file is an image if its name has one of the EXTENSIONS. Hidden files and folders are left out
 (such as .ipynb_checkpoints and macOS's ._x.jpg); what else is left out is counted by suffix. Links
-are followed, as by torchvision.
+are followed, but not back into a folder that they lie in.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[str]:
         raise DataError(f"{error.filename}: {error.strerror}") from None
     found = {}
     for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        here = os.path.realpath(parent)
+        folders[:] = [name for name in folders if not name.startswith(".") and not
+                      Path(here).is_relative_to(os.path.realpath(os.path.join(here, name)))]
         files = {name for name in files if not name.startswith(".")}
         found[parent] = sorted(name for name in files if name.lower().endswith(EXTENSIONS))
         left_out.update(map(suffix_of, files.difference(found[parent])))

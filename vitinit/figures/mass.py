@@ -18,6 +18,7 @@ from .subjects import Subject, photographs, require_family
 
 PARTS = {"centre": "centre heads", "others": "other heads"}      # of a Mass
 
+
 def mass_of(subject: Subject, folder: Path | None, count: int) -> Mass:
     """The mass on the targets of the subject's init, on `count` images (see `photographs`).
 

@@ -223,8 +223,11 @@ def block_of(attention: nn.Module, norm: nn.Module) -> Block:
         weights, biases = [[getattr(layer, name) for layer in layers] for name in
                            ("weight", "bias")]
     inner = getattr(attention, "attention", None)    # where transformers 4 keeps the number
-    heads = next(getattr(owner, name) for owner in (attention, inner) for name in HEADS
-                 if hasattr(owner, name))
+    heads = next((getattr(owner, name) for owner in (attention, inner) for name in HEADS
+                  if hasattr(owner, name)), None)
+    if heads is None:
+        raise ValueError(f"{type(attention).__name__} does not say how many heads it has, by "
+                         f"{' or '.join(HEADS)}")
     if len(weights) == 1:                            # Q, K and V in one
         weights = weights[0].chunk(3)
         biases = [None] * 3 if biases[0] is None else biases[0].chunk(3)

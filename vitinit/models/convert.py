@@ -43,6 +43,9 @@ TORCHVISION_VIT: Names = {
     "norm1": "ln_1", "norm2": "ln_2", "mlp.fc1": "mlp.0", "mlp.fc2": "mlp.3",
     "attn.qkv.weight": "self_attention.in_proj_weight",
     "attn.qkv.bias": "self_attention.in_proj_bias", "attn.proj": "self_attention.out_proj"})
+# The weights that torchvision publishes are of its release 0.12, and it renames these on loading.
+TORCHVISION_VIT_PUBLISHED: Names = TORCHVISION_VIT | within(
+    "blocks.{}.mlp", "encoder.layers.encoder_layer_{}.mlp", {"fc1": "linear_1", "fc2": "linear_2"})
 
 # features: 0 is the patch embedding; 1, 3, 5, 7 are the stages; 2, 4, 6 the merges before stages
 # 1, 2, 3.
@@ -91,6 +94,7 @@ TRANSFORMERS_SWIN: Names = within("layers.{}.blocks.{}", "encoder.layers.{}.bloc
 
 # A name that occurs in one layout only → the layout; the first one found counts.
 LAYOUTS: dict[str, Names] = {
+    "encoder.layers.encoder_layer_0.mlp.linear_1.weight": TORCHVISION_VIT_PUBLISHED,
     "class_token": TORCHVISION_VIT,
     "features.1.0.attn.relative_position_bias_table": TORCHVISION_SWIN,
     "layers.0.downsample.norm.weight": MICROSOFT_SWIN,
