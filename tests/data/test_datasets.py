@@ -288,6 +288,8 @@ def test_an_image_folder_is_train_and_val_or_test_or_one_folder(tmp_path, monkey
     ("image_folder", "val", ["train/ant/a.png", "val/ant/a.png", "val/bee/a.png"],
      ": class 'bee' is in only one of train/ and val/; both must hold the same classes"),
     ("image_folder", "train", ["train/ant/a.png"], ": 1 classes found, and 2 expected; --set"),
+    ("imagenet", "val", ["train/n00000001/a.png", "train/n00000003/a.png", "val/n00000001/a.png",
+                         "val/n00000002/a.png"], ": class 'n00000002' is in only one of train/ and"),
     ("imagenet", "val", ["train/n00000001/a.png", "val/a.png"],
      "/val: no class folders in it; expected"),
     ("imagenet", "val", ["train/n00000001/a.png", "test/n00000001/a.png"], "/val: no such folder"),

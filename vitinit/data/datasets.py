@@ -49,17 +49,24 @@ def open_folder(root: Path, split: str) -> ImageFolder:
     if held is None:
         raise DataError(f"{root}: no val/ or test/ in it; training needs none with --set "
                         "data.held_out_per_class=N, which validates on N images of each class")
-    source = ImageFolder(held)
-    if os.path.isdir(train):
-        unshared = set(source.classes) ^ set(class_folders(train))
-        if unshared:
-            raise DataError(f"{root}: class '{min(unshared)}' is in only one of train/ and "
-                            f"{held.name}/; both must hold the same classes")
+    return with_the_classes_of(train, ImageFolder(held), held)
+
+
+def with_the_classes_of(train: Path, source: ImageFolder, held: Path) -> ImageFolder:
+    """The images in `held`, unless the training set, if it is there, has other classes."""
+    if os.path.isdir(train) and (unshared := set(source.classes) ^ set(class_folders(train))):
+        raise DataError(f"{train.parent}: class '{min(unshared)}' is in only one of train/ and "
+                        f"{held.name}/; both must hold the same classes")
     return source
 
 
+def open_imagenet(root: Path, split: str) -> ImageFolder:
+    """Open a split of ImageNet-1K, train/ or val/; its test/ has no labels."""
+    return with_the_classes_of(root / "train", open_wnids(root / split), root / split)
+
+
 def open_wnids(folder: Path) -> ImageFolder:
-    """Open an image folder whose classes are WordNet ids, such as a split of ImageNet-1K."""
+    """Open an image folder whose classes are WordNet ids."""
     source = ImageFolder(folder)
     for name in source.classes:
         if not is_wnid(name):
@@ -179,8 +186,7 @@ DATA_SETS: dict[str, DataSet] = {
     "image_folder": DataSet(
         open_folder, "train/<class>/… and val/<class>/… or test/<class>/…; or <class>/… alone",
         None),
-    "imagenet": DataSet(lambda root, split: open_wnids(root / split),    # test/ has no labels
-                        "train/<wnid>/… and val/<wnid>/…", 1000),
+    "imagenet": DataSet(open_imagenet, "train/<wnid>/… and val/<wnid>/…", 1000),
     "cifar10": DataSet(partial(read_arrays, CIFAR10, "targets", {"train": True, "val": False}),
                        "cifar-10-batches-py/ (cifar-10-python.tar.gz unpacked)", 10,
                        [partial(CIFAR10, download=True)]),
