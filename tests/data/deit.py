@@ -1,12 +1,14 @@
-"""DeiT's augmentation, from its recipe, and single steps of it on whole batches on the host."""
+"""DeiT's augmentation, from its recipe, single steps of it on the host, and images to augment."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from vitinit.data import augment
@@ -99,3 +101,14 @@ class OnHost:
 
     def to(self, *where, **how) -> Tensor:
         return torch.empty(self.array.shape, dtype=self.dtype).to(*where, **how)
+
+
+def write_images(folder: Path) -> Path:
+    """Write 23 images of 23 sizes in three classes into an empty folder, and return it."""
+    rng = np.random.default_rng(0)
+    for number in range(23):
+        path = folder / f"class_{number % 3}" / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        pixels = rng.integers(0, 256, (17 + number, 41 - number, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    return folder

@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from deit import AUGMENT, MIX, RAND_AUGMENT, cropped
+from deit import AUGMENT, MIX, RAND_AUGMENT, cropped, write_images
 from vitinit.data.draw import Augmentation
 from vitinit.data.images import DataError
 from vitinit.data.loader import Batch, Loader, TrainViews, begin_work
@@ -35,15 +34,7 @@ DRAWS = Augmentation(SEED, SIZE, replace(AUGMENT, crop_scale=(0.2, 1.0), crop_pa
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> ImageFolder:
-    """23 images of 23 sizes in three classes."""
-    root = tmp_path_factory.mktemp("images")
-    rng = np.random.default_rng(0)
-    for number in range(23):
-        path = root / f"class_{number % 3}" / f"{number}.png"
-        path.parent.mkdir(exist_ok=True)
-        pixels = rng.integers(0, 256, (17 + number, 41 - number, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(path)
-    return ImageFolder(root)
+    return ImageFolder(write_images(tmp_path_factory.mktemp("images")))
 
 
 @pytest.fixture

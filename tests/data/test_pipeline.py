@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
-from deit import AUGMENT, CPU, MIX, RAND_AUGMENT, SHIFT, augmented, cropped, draws_of, erase
+from deit import (AUGMENT, CPU, MIX, RAND_AUGMENT, SHIFT, augmented, cropped, draws_of, erase,
+                  write_images)
 from vitinit.data.augment import ToDevice, TrainToDevice, normalise
 from vitinit.data.draw import Augmentation, SampleKey, epoch_order
 from vitinit.data.images import NOWHERE, Box, DataError, crop_and_flip, resize_and_centre_crop
@@ -239,14 +239,7 @@ class Counted(ImageFolder):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """23 images of 23 sizes in three classes."""
-    rng = np.random.default_rng(0)
-    for number in range(23):
-        path = tmp_path / f"class_{number % 3}" / f"{number}.png"
-        path.parent.mkdir(exist_ok=True)
-        pixels = rng.integers(0, 256, (17 + number, 41 - number, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(path)
-    return tmp_path
+    return write_images(tmp_path)
 
 
 def views_of(source, *, rank: int = 0, world_size: int = 1) -> EvalViews:

@@ -62,7 +62,8 @@ def with_the_classes_of(train: Path, source: ImageFolder, held: Path) -> ImageFo
 
 def open_imagenet(root: Path, split: str) -> ImageFolder:
     """Open a split of ImageNet-1K, train/ or val/; its test/ has no labels."""
-    return with_the_classes_of(root / "train", open_wnids(root / split), root / split)
+    source = open_wnids(root / split)
+    return source if split == "train" else with_the_classes_of(root / "train", source, root / split)
 
 
 def open_wnids(folder: Path) -> ImageFolder:
