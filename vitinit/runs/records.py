@@ -25,6 +25,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +122,12 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     left out with a warning. Raises CheckpointError if nothing else is there, for a pattern that
     fits no run, and as `read_run` and `read_archive` do.
     """
-    runs, others = [], []
+    runs, others, read_once = [], [], cache(read_archive)
     for path in map(by_name, paths):
         archive = next((place for place in (path, path.parent)
                         if place.name.endswith(SUFFIX) and place.is_file()), None)
         if archive is not None:
-            held = read_archive(archive)
+            held = read_once(archive)
             chosen = [run for run in held if archive == path
                       or fnmatchcase(run.path.name, path.name)]
             if not chosen:
