@@ -12,7 +12,8 @@ LAYERS = {      # by kind: layers of Q, K, V or one of all, proj, number of head
                        ("layernorm_before", "layernorm_after")),
     "transformers 4": (["attention.query", "attention.key", "attention.value"], "output.dense",
                        "attention.num_attention_heads", ("layernorm_before", "layernorm_after")),
-    "siglip": (["k_proj", "v_proj", "q_proj"], "out_proj", "num_heads", ("layer_norm1", "layer_norm2")),
+    "siglip": (["k_proj", "v_proj", "q_proj"], "out_proj", "num_heads",
+               ("layer_norm1", "layer_norm2")),
 }
 
 
@@ -41,8 +42,8 @@ class OtherAttention(nn.Module):
         if len(found) == 1:
             parts = next(iter(found.values())).chunk(3, -1)
         else:
-            parts = [next(value for name, value in found.items() if name.split(".")[-1][0] == letter)
-                     for letter in "qkv"]
+            parts = [next(value for name, value in found.items()
+                          if name.split(".")[-1][0] == letter) for letter in "qkv"]
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
         self.seen = (q @ k.mT * self.scale).softmax(-1)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, scale=self.scale)
@@ -78,19 +79,19 @@ class OtherBlock(nn.Module):
 
 
 class OtherViT(nn.Module):
-    """no_embed_class: prefix tokens have no positions; with "registers", only the class token has."""
+    """no_embed_class: prefix tokens have no positions; "registers": only the class token has."""
 
     def __init__(self, kind: str, depth: int = 3, *, class_token: bool = True, registers: int = 0,
-                 no_embed_class: bool | str = False, gamma: float | None = None, post_norm: bool = False
-                 ) -> None:
+                 no_embed_class: bool | str = False, gamma: float | None = None,
+                 post_norm: bool = False) -> None:
         super().__init__()
         self.kind, self.bare = kind, no_embed_class
         hugging = kind.startswith("transformers")
         if class_token:
             self.cls_token = nn.Parameter(torch.randn(1, 1, DIM))
         if registers:
-            self.add_parameter("register_tokens" if hugging else "reg_token",
-                               nn.Parameter(torch.randn(1, registers, DIM)))
+            self.register_parameter("register_tokens" if hugging else "reg_token",
+                                    nn.Parameter(torch.randn(1, registers, DIM)))
         rows = GRID[0] * GRID[1] + {False: class_token + registers, True: 0, "registers": 1}[
             no_embed_class]
         positions = torch.randn(1, rows, DIM) * 0.02
@@ -107,14 +108,12 @@ class OtherViT(nn.Module):
             self.pool = nn.MultiheadAttention(DIM, HEADS)
         self.head = nn.Linear(DIM, CLASSES)
 
-    add_parameter = nn.Module.register_parameter
-
     def forward(self, images: Tensor) -> Tensor:
         x = self.patch_embed.proj(images).flatten(2).mT
-        before = [token.expand(len(x), -1, -1) for name, token in self.named_parameters(recurse=False)
-                  if "token" in name]
-        positions = (self.position_embedding.weight[None] if self.kind == "siglip" else next(
-            value for name, value in self.named_parameters(recurse=False) if name.startswith("pos")))
+        own = dict(self.named_parameters(recurse=False))
+        before = [token.expand(len(x), -1, -1) for name, token in own.items() if "token" in name]
+        positions = (self.position_embedding.weight[None] if self.kind == "siglip" else
+                     next(value for name, value in own.items() if name.startswith("pos")))
         if self.bare == "registers":
             x = torch.cat([before[0], x], 1) + positions
             x = torch.cat([x[:, :1], before[1], x[:, 1:]], 1)

@@ -25,9 +25,13 @@ MODELS = {
 each_model = pytest.mark.parametrize("name", MODELS)
 
 
-def initialised(name: str = "mean", images: Tensor | None = None, **options) -> nn.Module:
+def built(name: str) -> nn.Module:
     shape = dict(num_classes=5, patch_size=4, embed_dim=51, depth=5, num_heads=3) | MODELS[name]
-    model = vitinit.build_model("vit_tiny", **shape)
+    return vitinit.build_model("vit_tiny", **shape)
+
+
+def initialised(name: str = "mean", images: Tensor | None = None, **options) -> nn.Module:
+    model = built(name)
     vitinit.init_weights(model, "deep_impulse", generator=torch.Generator().manual_seed(3),
                          images=images, **options)
     return model.eval()
@@ -40,7 +44,8 @@ def noise(name: str, count: int = 31) -> Tensor:
 
 
 def wanted_maps(grid: tuple[int, int], logit: float, offsets: list[tuple[int, int]]) -> Tensor:
-    """Each head's attention, (h, N, N): the logit times the mean cosine of the four waves, by its definition."""
+    """Each head's attention, (h, N, N): by its definition, the logit times the mean cosine of the
+    four waves."""
     height, width = grid
     maps = torch.zeros(len(offsets), height * width, height * width, dtype=torch.float64)
     for head, (down, right) in enumerate(offsets):
@@ -66,7 +71,8 @@ def test_on_the_code_alone_every_block_is_its_closed_form(name):
     for number, (block, logit) in enumerate(zip(model.blocks, logits)):
         size = (power_read(model, number, noise(name)) / code.square().sum(-1).mean()).sqrt()
         weights = block.attn.mixing_weights(size * code)[0]
-        wanted = wanted_maps(model.grid, logit, [cells[(3 * number + head) % 9] for head in range(3)])
+        wanted = wanted_maps(model.grid, logit,
+                             [cells[(3 * number + head) % 9] for head in range(3)])
         assert torch.allclose(weights, wanted, atol=1e-6)
 
 
@@ -103,7 +109,8 @@ def test_the_same_logit_is_another_mass_on_another_grid():
 
 def test_a_mass_below_uniform_attention_is_raised_above_it(images):
     """Else Q and K would be zero, and stay it."""
-    low, least = (initialised(images=images, target_mass=(mass, mass)) for mass in (1e-3, 1.25 / 64))
+    low, least = (initialised(images=images, target_mass=(mass, mass))
+                  for mass in (1e-3, 1.25 / 64))
     assert torch.equal(low.blocks[0].attn.k_weight, least.blocks[0].attn.k_weight)
     assert low.blocks[4].attn.k_weight.abs().max() > 0.1
 
@@ -115,8 +122,8 @@ def test_no_layer_writes_to_the_ten_channels_and_norms_are_fixed_scalings(name):
     images = noise(name)
     model = initialised(name, images)
     x, prefix = model.embed(images), model.num_prefix_tokens
-    share = (x[:, prefix:, CONSTANTS].square().sum(-1) / 51 / x[:, prefix:].var(-1, correction=0)).mean()
-    assert share.item() == pytest.approx(0.95, abs=0.01)
+    share = x[:, prefix:, CONSTANTS].square().sum(-1) / 51 / x[:, prefix:].var(-1, correction=0)
+    assert share.mean().item() == pytest.approx(0.95, abs=0.01)
     others = [channel for channel in range(51) if channel not in (8, 9)]
     for block in model.blocks:
         for norm, branch in ((block.norm1, block.attn), (block.norm2, block.mlp)):
@@ -125,16 +132,15 @@ def test_no_layer_writes_to_the_ten_channels_and_norms_are_fixed_scalings(name):
             assert y[:, prefix:, others].square().mean().item() == pytest.approx(1.0, abs=0.02)
             assert not y[..., CONSTANTS].any() and norm.weight.unique().numel() == 2
             x = x + branch(y)
-    last = model.fc_norm(x[:, prefix:].mean(1)) if name == "registers" else model.norm(x)[:, prefix:]
+    last = (model.fc_norm(x[:, prefix:].mean(1)) if name == "registers" else
+            model.norm(x)[:, prefix:])
     assert last[..., others].square().mean().item() == pytest.approx(1.0, abs=0.02)
 
 
 @each_model
 def test_it_writes_what_its_docstring_lists_and_nothing_else(name):
-    """All other tensors are as the base drew them, to the bit; V and proj too, with value_init "base"."""
-    model, base = (initialised(name, noise(name), value_init="base"),
-                   vitinit.build_model("vit_tiny", **dict(num_classes=5, patch_size=4, embed_dim=51,
-                                                          depth=5, num_heads=3) | MODELS[name]))
+    """All else is as the base drew it, to the bit; V and proj too, with value_init "base"."""
+    model, base = initialised(name, noise(name), value_init="base"), built(name)
     vitinit.init_weights(base, "lecun", generator=torch.Generator().manual_seed(3))
     drawn = base.state_dict()
     for key, value in model.state_dict().items():

@@ -26,7 +26,7 @@ def initialised(model, seed: int = 0, **options):
 
 
 def position_attention(model, block: int = 0) -> torch.Tensor:
-    """The attention matrices on the position embedding alone, (h, N, N), with 1/√d as in the model."""
+    """The attention matrices on the position embedding alone, (h, N, N), with the model's 1/√d."""
     positions, attention = layout_of(model).normalised_positions(), model.blocks[block].attn
     return attention_weights(positions @ attention.q_weight.mT,
                              positions @ attention.k_weight.mT).detach()
@@ -36,14 +36,14 @@ def cut_normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -
     """A float64 normal whose values beyond ±2 are drawn again, one after another in one array."""
     values = torch.zeros(shape, dtype=torch.float64).normal_(std=std, generator=generator).numpy()
     while (abs(values) > 2).any():
-        again = torch.zeros(shape, dtype=torch.float64).normal_(std=std, generator=generator).numpy()
-        values[abs(values) > 2] = again[abs(values) > 2]
+        again = torch.zeros(shape, dtype=torch.float64).normal_(std=std, generator=generator)
+        values[abs(values) > 2] = again.numpy()[abs(values) > 2]
     return torch.from_numpy(values)
 
 
 @pytest.mark.parametrize("rank", [23, 7])
 def test_query_key_products_equal_a_direct_transcription(rank):
-    """Algorithm 1 with the additions of the released code, formula by formula, from the same draws."""
+    """Algorithm 1 with the additions of the released code, written out, from the same draws."""
     sizes = dict(patch_size=4, embed_dim=46, depth=2, num_heads=2)
     model = initialised(built(image_size=(20, 28), **sizes).double(), seed=5, value_init="base",
                         rank=rank)
@@ -67,9 +67,9 @@ def test_query_key_products_equal_a_direct_transcription(rank):
             torch.testing.assert_close(actual.detach(), expected, rtol=0, atol=1e-8)
 
 
-# Mass on the target token, on the position embedding alone, seed 0: (centre, mean of the other heads).
-# There is no universal threshold: the more directions of the position embedding a head can hold, the
-# sharper the map, until there are so many that noise covers it.
+# Mass on the target token, on the position embedding alone, seed 0, of the centre's head and of the
+# others' mean. No threshold is universal: the more directions of the position embedding a head can
+# hold, the sharper the map, until there are so many that noise covers it.
 @pytest.mark.parametrize("name, image_size, sizes, centre, shifted", [
     ("vit_tiny", 224, dict(num_heads=1, depth=1), 0.81, None),
     ("vit_tiny", 224, dict(depth=1), 0.997, 0.79),

@@ -20,23 +20,19 @@ READINGS = {
     "position": dict(reads="position"), "mixed": dict(reads="mixed", alpha=0.3),
     "mixed, positions alone": dict(reads="mixed", alpha=0.0),
     "mixed, faint positions": dict(reads="mixed", alpha=0.97), "free": dict(reads="free"),
+    "content": dict(reads="content", alpha=0.3),
 }
-EVERY_READING = READINGS | {"content": dict(reads="content", alpha=0.3)}
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def built(reading: str, grid: tuple[int, int] = (5, 7), **sizes) -> SimpleViT:
-    sizes = dict(embed_dim=DIM, depth=2, num_heads=11, head_dim=17) | EVERY_READING[reading] | sizes
+    sizes = dict(embed_dim=DIM, depth=2, num_heads=11, head_dim=17) | READINGS[reading] | sizes
     return vitinit.build_model("simple_vit", num_classes=3, image_size=(2 * grid[0], 3 * grid[1]),
                                patch_size=(2, 3), **dict(input_pos_embed=reading == "content")
                                | sizes).double()
 
 
-def initialised(model: SimpleViT, seed: int = 0, **options) -> SimpleViT:
-    vitinit.init_weights(model, "impulse", generator=seeded(seed), **options)
+def initialised(model: SimpleViT, **options) -> SimpleViT:
+    vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(0), **options)
     return model
 
 
@@ -76,8 +72,9 @@ def in_order(kernel_size: int, count: int) -> list[Offset]:
 
 
 @pytest.mark.parametrize("reading, grid, kernel_size, target_mass", [
-    ("position", (5, 7), 3, 0.2), ("mixed", (11, 3), 5, 0.999), ("mixed, positions alone", (2, 13), 3, 0.9),
-    ("mixed, faint positions", (5, 7), 5, 0.999), ("free", (5, 7), 5, 0.2), ("free", (1, 1), 1, 0.999)])
+    ("position", (5, 7), 3, 0.2), ("mixed", (11, 3), 5, 0.999), ("free", (1, 1), 1, 0.999),
+    ("mixed, positions alone", (2, 13), 3, 0.9), ("mixed, faint positions", (5, 7), 5, 0.999),
+    ("free", (5, 7), 5, 0.2)])
 def test_every_row_with_a_target_gives_it_the_wanted_mass(reading, grid, kernel_size, target_mass):
     model = initialised(built(reading, grid, num_heads=29), kernel_size=kernel_size,
                         target_mass=target_mass)
@@ -106,7 +103,7 @@ def test_content_reaches_the_mass_on_average_and_nearly_in_the_worst_row():
     assert min(found) >= 0.88
 
 
-# Queries and keys, in float64 ------------------------------------------------------------------
+# The frequencies of an axis --------------------------------------------------------------------
 
 
 def mass_on_an_axis(logit: float, frequencies: tuple[float, ...], size: int) -> float:
@@ -127,8 +124,6 @@ def logit_needed(frequencies: tuple[float, ...], size: int, mass: float) -> floa
                      else (middle, high))
     return high
 
-
-# The frequencies of an axis --------------------------------------------------------------------
 
 SPECTRA = {         # the best prefix is neither the first frequency alone nor, in some, all
     "few tokens": (sincos_frequencies(44)[:7], 3), "embedding": (sincos_frequencies(76)[:5], 11),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from redrawn import drawn
 from torch import Tensor, nn
 
 import vitinit
@@ -19,10 +20,8 @@ def built(**sizes) -> nn.Module:
     return vitinit.build_model("swin_tiny", num_classes=7, **SIZES | sizes).double()
 
 
-def initialised(model: nn.Module | None = None, name: str = "impulse", seed: int = 0,
-                **options) -> nn.Module:
-    model = built() if model is None else model
-    vitinit.init_weights(model, name, generator=torch.Generator().manual_seed(seed), **options)
+def initialised(model: nn.Module, **options) -> nn.Module:
+    vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(0), **options)
     return model
 
 
@@ -38,15 +37,6 @@ def without_content(model: nn.Module) -> nn.Module:
         block.attn.qkv.weight[:2 * dim] = 0.0
         block.attn.qkv.bias[:2 * dim] = 0.0
     return model
-
-
-def drawn(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-# ---------------------------------------------------------------------------------------------
-# What the attention does
-# ---------------------------------------------------------------------------------------------
 
 
 def slow_map(block: nn.Module, offset: tuple[int, int], mass: float) -> Tensor:
@@ -73,7 +63,7 @@ def slow_map(block: nn.Module, offset: tuple[int, int], mass: float) -> Tensor:
 
 def test_shifted_and_masked_windows_attend_to_the_neighbour_on_the_unshifted_map():
     """Exactly the β-softmax over the visible tokens; if they are fewer, the mass is larger."""
-    model = without_content(initialised(target_mass=0.8))
+    model = without_content(initialised(built(), target_mass=0.8))
     found = mixing_matrices(model, drawn(1, 3, 24, 40))
     for index, block in enumerate(blocks_of(model)):
         assert block.shift == ((1, 2) if index % 2 else (0, 0))
@@ -85,11 +75,6 @@ def test_shifted_and_masked_windows_attend_to_the_neighbour_on_the_unshifted_map
             mass = mass[mass > 0.75]                 # of the rows that have a target in sight
             assert mass.min().item() == pytest.approx(0.8)
             assert (mass.max() > 0.9) == (index % 2 == 1)
-
-
-# ---------------------------------------------------------------------------------------------
-# Sizes
-# ---------------------------------------------------------------------------------------------
 
 
 def test_the_smallest_window_of_all_stages_counts_and_may_be_one_token():

@@ -7,17 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torchvision
-from other_models import CLASSES, DIM, GRID, HEADS, LAYERS, OtherViT
+from other_models import CLASSES, DIM, GRID, HEADS, LAYERS, OtherViT, put
+from small_models import seeded, state_of
 from torch import Tensor, nn
 
 import vitinit
 from vitinit.init import deep_impulse_, describe, impulse_, init_, init_weights, mimetic_
 from vitinit.init.layout import Layout, block_of, layout_of
 from vitinit.mixing import target_mass
-
-
-def seeded(seed: int = 5) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def photographs(count: int = 11, *size: int) -> Tensor:
@@ -28,10 +25,6 @@ def ours(**sizes) -> nn.Module:
     return vitinit.build_model("vit_tiny", **dict(
         num_classes=CLASSES, image_size=(20, 28), patch_size=4, embed_dim=DIM, depth=3,
         num_heads=HEADS, mlp_ratio=31 / DIM, norm_eps=1e-5) | sizes)
-
-
-def state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def bits(model: nn.Module) -> list[Tensor]:
@@ -57,7 +50,7 @@ def test_all_layouts_get_the_same_bits_and_the_mass_is_that_of_their_own_forward
         model, mine, images = OtherViT(kind).eval(), ours(), photographs()
         with torch.no_grad():                        # mimetic_ leaves the position embedding alone
             layout_of(mine).pos_embed.copy_(layout_of(model).pos_embed)
-        before, report = state(model), init(model, generator=seeded(), images=images)
+        before, report = state_of(model), init(model, generator=seeded(), images=images)
         init(mine, generator=seeded())
         assert all(map(torch.equal, bits(model), bits(mine)))
         assert not any(bias.any() for block in layout_of(model).blocks for bias in
@@ -128,7 +121,7 @@ def test_torchvisions_own_swin(monkeypatch):
     sizes = dict(patch_size=[2, 2], embed_dim=22, depths=[2, 2], num_heads=[2, 11],
                  window_size=[3, 5])
     model = torchvision.models.SwinTransformer(**sizes).eval()
-    before, found, softmax = state(model), [], nn.functional.softmax
+    before, found, softmax = state_of(model), [], nn.functional.softmax
     report = impulse_(model, generator=seeded(), target_mass=0.7)
     assert report.written == tuple(name for name in before if name.endswith("bias_table"))
     assert "windows of 3×5 tokens" in str(report) and "the relative bias alone: " in str(report)
@@ -202,65 +195,38 @@ def test_half_precision_is_rounded_once_and_wrapped_models_are_unwrapped():
 # ---------------------------------------------------------------------------------------------
 
 
-def with_stem(model: nn.Module) -> None:
-    """A stem of convolutions: the last one does not say how large the images are."""
-    model.patch_embed.proj = nn.Sequential(nn.Conv2d(3, 5, 4, 4), nn.Conv2d(5, DIM, 1))
-
-
-def otherwise_scaled(model: nn.Module) -> None:
-    model.blocks[2].attn.scale = 1.0
-
-
-def without_a_number_of_heads(model: nn.Module) -> None:
-    del model.blocks[0].attn.num_heads
-
-
-def without_positions(model: nn.Module) -> None:
-    model.other = model.pos_embed
-    del model.pos_embed
-
-
-def with_two_stages(model: nn.Module) -> None:
-    model.more = nn.ModuleList(OtherViT("timm", 2).blocks)
-
-
-def quantised(model: nn.Module) -> None:
-    model.head.weight = nn.Parameter(torch.zeros(7, DIM, dtype=torch.int8), requires_grad=False)
-
-
-def without_storage(model: nn.Module) -> None:
-    model.head.to("meta")
-
-
-def computed(model: nn.Module) -> None:
-    nn.utils.parametrizations.orthogonal(model.blocks[0].attn.proj)
-
-
-def with_lora(model: nn.Module) -> None:
-    model.blocks[0].attn.qkv = nn.Sequential(model.blocks[0].attn.qkv)
-
-
 def fixed(model: nn.Module) -> None:
     positions = model.pos_embed.detach()
     del model.pos_embed
     model.register_buffer("pos_embed", positions)
 
 
-REFUSALS: dict[Callable, str] = {
-    with_stem: "does not pass through the model", otherwise_scaled: "something else than softmax",
-    without_a_number_of_heads: "does not say how many heads it has, by num_heads or",
-    without_positions: "no learned position embedding", with_two_stages: "2 lists of blocks",
-    quantised: "head.weight is a Parameter of int8 on cpu; initialise before sharding or quant",
-    without_storage: "head.weight is a Parameter of float32 on meta", fixed: "fixed position",
-    computed: "views of parameters", with_lora: "has a Sequential where nn.Linear"}
+REFUSALS: dict[str, Callable] = {
+    "does not pass through the model": lambda model: put(        # the last says no size of images
+        model, "patch_embed.proj", nn.Sequential(nn.Conv2d(3, 5, 4, 4), nn.Conv2d(5, DIM, 1))),
+    "something else than softmax": lambda model: put(model, "blocks.2.attn.scale", 1.0),
+    "does not say how many heads it has, by num_heads or":
+    lambda model: delattr(model.blocks[0].attn, "num_heads"),
+    "no learned position embedding":
+    lambda model: put(model, "other", model._parameters.pop("pos_embed")),
+    "2 lists of blocks": lambda model: put(model, "more", OtherViT("timm", 2).blocks),
+    "head.weight is a Parameter of int8 on cpu; initialise before sharding or quant":
+    lambda model: put(model, "head.weight", nn.Parameter(torch.zeros(7, DIM, dtype=torch.int8),
+                                                         requires_grad=False)),
+    "head.weight is a Parameter of float32 on meta": lambda model: model.head.to("meta"),
+    "fixed position": fixed,
+    "views of parameters":
+    lambda model: nn.utils.parametrizations.orthogonal(model.blocks[0].attn.proj),
+    "has a Sequential where nn.Linear":
+    lambda model: put(model, "blocks.0.attn.qkv", nn.Sequential(model.blocks[0].attn.qkv))}
 
 
-@pytest.mark.parametrize("change", REFUSALS, ids=lambda change: change.__name__)
-def test_what_is_not_covered_is_one_line_and_nothing_has_changed(change):
+@pytest.mark.parametrize("message", REFUSALS)
+def test_what_is_not_covered_is_one_line_and_nothing_has_changed(message):
     model = OtherViT("timm")
-    change(model)
-    before = state(model)
-    with pytest.raises(ValueError, match=REFUSALS[change]) as error:
+    REFUSALS[message](model)
+    before = state_of(model)
+    with pytest.raises(ValueError, match=message) as error:
         impulse_(model, generator=seeded())
     assert "\n" not in str(error.value)
     assert all(value.is_meta or torch.equal(value, before[key])
@@ -269,7 +235,7 @@ def test_what_is_not_covered_is_one_line_and_nothing_has_changed(change):
 
 def test_describe_is_a_dry_run_that_says_which_inits_fit_or_why_none():
     model = OtherViT("transformers 5", registers=2)
-    before, found = state(model), describe(model)
+    before, found = state_of(model), describe(model)
     assert str(found).splitlines() == [
         "OtherViT: 3 blocks, 3 heads of 22, 5×7 tokens + 3", "  impulse_: fits", "  mimetic_: fits",
         "  deep_impulse_: fits"]

@@ -14,7 +14,7 @@ DIM, HEADS = 51, 3
 
 
 def test_untransposed_values_are_the_factors_as_the_released_code_stores_them():
-    """qkv.weight's V rows are U√S and proj.weight √S Wᵀ: as numpy and not as nn.Linear reads them."""
+    """qkv.weight's V rows are U√S and proj.weight √S Wᵀ: as numpy, not nn.Linear, reads them."""
     model, paper = (vitinit.build_model("vit_tiny", num_classes=7, image_size=32, patch_size=4,
                                         embed_dim=DIM, depth=2, num_heads=HEADS) for _ in range(2))
     for each, how in ((model, "untransposed"), (paper, "mimetic")):

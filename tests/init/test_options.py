@@ -1,4 +1,5 @@
-"""Options of inits and models of any value: finite weights, or an error of one line."""
+"""Every init of every family: it can be trained, and options of any value are finite weights or a
+line."""
 
 from __future__ import annotations
 
@@ -10,82 +11,71 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from small_models import QUICK, SIZES, built, inits_of, seeded
 
-import vitinit
 from vitinit.init import INITS, init_function, init_weights
 from vitinit.models import MODELS, VisionTransformer
 
-VIT = ("vit_tiny", dict(patch_size=4, embed_dim=36, depth=2, num_heads=2))
-MODELS_TRIED = {        # names and sizes for images of 12×20 pixels
-    "vit": VIT,
-    "swin": ("swin_tiny", dict(patch_size=4, embed_dim=8, depths=(2,), num_heads=(2,),
-                               window_size=(3, 5))),
-    "mixer, wide": ("mixer_s16", dict(patch_size=4, embed_dim=62, depth=1)),
-    "mixer, narrow": ("mixer_s16", dict(patch_size=4, embed_dim=34, depth=1)),
-    "conv_mixer": ("convmixer_256_8", dict(patch_size=4, embed_dim=7, depth=1, kernel_size=3)),
-    "simple_vit": ("simple_vit", dict(patch_size=4, embed_dim=36, depth=1, num_heads=2,
-                                      reads="position", input_pos_embed=False)),
-    "simple_vit, free": ("simple_vit", dict(patch_size=4, embed_dim=36, depth=1, num_heads=2,
-                                            reads="free", input_pos_embed=False)),
-}
-BESIDE = {              # options beside the one that is tried, which it has an effect with
-    ("impulse", "value_alpha"): [{}, dict(value_init="mimetic")],
-    ("impulse", "value_beta"): [{}, dict(value_init="mimetic")],
-    ("filters", "sigma"): [dict(kind="gaussian")], ("filters", "cells"): [dict(kind="box")],
-}
-NUMBERS = [0.0, -1.0, -0.4, 1e-300, 1e-30, 1e30, 1e308, -1e308, math.nan, math.inf, -math.inf]
-INTEGERS = [0, -1, 2**31, 2**63, -(2**63)]
-QUICK = {"impulse_gd": dict(steps=2)}
+BESIDE = {"sigma": dict(kind="gaussian"), "cells": dict(kind="box")}     # with which they matter
+EXTREMES = {
+    float: [0.0, -1.0, -0.4, 1e-300, 1e-30, 1e30, 1e308, -1e308, math.nan, math.inf, -math.inf],
+    int: [0, -1, 2**31, 2**63, -(2**63)]}
+EXTREMES[tuple] = [(number, 0.02) for number in EXTREMES[float]]
 
 
-def built(family: str) -> nn.Module:
-    name, sizes = MODELS_TRIED[family]
-    return vitinit.build_model(name, num_classes=3, image_size=(12, 20), **sizes)
-
-
-def tries() -> Iterator[tuple[str, str, str, Any, dict]]:
-    """(family, init, option, value, other options): every numeric option, at extreme values."""
-    for family, (name, _) in MODELS_TRIED.items():
-        for init in INITS:
-            if MODELS[name][0] not in INITS[init]:
-                continue
-            function = init_function(init, MODELS[name][0])
+def tries() -> Iterator[tuple[str, str, str, Any]]:
+    """(family, init, option, value): every numeric option, at extreme values."""
+    for family in SIZES:
+        for init in inits_of(family):
+            function = init_function(init, MODELS[SIZES[family][0]][0])
             for option, parameter in inspect.signature(function).parameters.items():
-                values = {float: NUMBERS, int: INTEGERS,
-                          tuple: [(number, 0.02) for number in NUMBERS]}.get(type(parameter.default), [])
-                for value in values if option != "steps" else (0, -1):
-                    for others in BESIDE.get((init, option), [{}]):
-                        if others.keys() <= inspect.signature(function).parameters.keys():
-                            yield family, init, option, value, others
-
-
-def outcome(family: str, init: str, option: str, value: Any, others: dict) -> str | None:
-    """The message of its ValueError, or None where all weights are finite."""
-    model = built(family)
-    try:
-        init_weights(model, init, generator=torch.Generator().manual_seed(0),
-                     **QUICK.get(init, {}) | others | {option: value})
-    except ValueError as error:
-        return str(error)
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
-    return None
-
-
-SOME = random.Random(0).sample(list(tries()), 110)
+                values = EXTREMES.get(type(parameter.default), [])
+                yield from ((family, init, option, value)
+                            for value in (values if option != "steps" else (0, -1)))
 
 
 def test_extreme_numbers_give_finite_weights_or_a_line_that_names_the_option():
-    for family, init, option, value, others in SOME:
-        case = f"{family}: {init} {option}={value!r:.40} {others}"
+    for family, init, option, value in random.Random(0).sample(list(tries()), 110):
+        model, case = built(family), f"{family}: {init} {option}={value!r:.40}"
         try:
-            message = outcome(family, init, option, value, others)
+            init_weights(model, init, generator=seeded(), **QUICK.get(init, {})
+                         | BESIDE.get(option, {}) | {option: value})
+        except ValueError as error:
+            message = str(error)
+            assert "\n" not in message and len(message) < 300 + len(repr(value)), case
+            assert (option in message or "nearly uniform" in message or "something did" in message
+                    or option.endswith("alpha") and "factor of the noise" in message), message
         except Exception as error:
             pytest.fail(f"{case}: {type(error).__name__}: {error}")
-        if message is not None:
-            assert "\n" not in message and len(message) < 300 + len(repr(value)), case
-            assert (option in message or "nearly uniform" in message
-                    or option.endswith("alpha") and "factor of the noise" in message), f"{case}: {message}"
+        else:
+            assert all(parameter.isfinite().all() for parameter in model.parameters()), case
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_a_step_lowers_the_loss_and_every_gradient_is_finite(images, family):
+    """In bfloat16 for every second init; the step is one of gradient descent."""
+    views, labels = images[:23, :, 3:23, 2:30], torch.arange(23) % 10
+    for number, name in enumerate(inits_of(family)):
+        model, losses = built(family), []
+        init_weights(model, name, generator=seeded(), **QUICK.get(name, {}))
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=number % 2 == 1):
+                loss = torch.nn.functional.cross_entropy(model(views), labels)
+            losses.append(loss.item())
+            model.zero_grad()
+            loss.backward()
+            square = sum(p.grad.square().sum() for p in model.parameters())
+            assert square.isfinite(), name
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.01 * parameter.grad / square.sqrt()
+        assert losses[1] < losses[0], name
+
+
+def test_no_family_is_left_out():
+    classes = {MODELS[model_name][0] for model_name, _ in SIZES.values()}
+    assert classes == {family for functions in INITS.values() for family in functions}
+    assert classes == {family for family, _ in MODELS.values()}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -97,27 +87,22 @@ class Child(VisionTransformer):
     """A user's subclass that changes nothing that inits depend on."""
 
 
-@pytest.mark.parametrize("init", ["impulse", "default"])
-def test_subclasses_and_compiled_models_get_the_weights_of_the_model_itself(init):
-    name, sizes = VIT
-    sizes = MODELS[name][1] | sizes | dict(num_classes=3, image_size=(12, 20))
+def test_subclasses_and_compiled_models_get_the_weights_of_the_model_itself():
+    sizes = MODELS["vit_tiny"][1] | SIZES["vit"][1] | dict(num_classes=3, image_size=(20, 28))
     plain, child, wrapped = VisionTransformer(**sizes), Child(**sizes), VisionTransformer(**sizes)
-    compiled = torch.compile(wrapped) if init == "impulse" else wrapped  # whose import takes seconds
-    for model in (plain, child, compiled):
-        init_weights(model, init, generator=torch.Generator().manual_seed(0))
+    for model in (plain, child, torch.compile(wrapped)):
+        init_weights(model, "impulse", generator=seeded())
     for other in (child, wrapped):
         assert all(torch.equal(value, other.state_dict()[key])
                    for key, value in plain.state_dict().items())
-    assert init_function(init, child.family) is init_function(init, "vit")
 
 
 @pytest.mark.parametrize("change, message", [
     (lambda model: model.half(), "^cls_token is float16 on cpu; .* call init_weights before .half"),
     (lambda model: model.to("meta"), r"^cls_token is float32 on meta; .* or \.to\(device\)")])
-def test_models_on_a_device_or_in_half_precision_are_one_line(change, message, init="impulse"):
-    model = change(built("vit"))
-    generator = torch.Generator()
+def test_models_on_a_device_or_in_half_precision_are_one_line(change, message):
+    model, generator = change(built("vit")), torch.Generator()
     state = generator.get_state()
     with pytest.raises(ValueError, match=message) as error:
-        init_weights(model, init, generator=generator)
+        init_weights(model, "impulse", generator=generator)
     assert "\n" not in str(error.value) and torch.equal(generator.get_state(), state)

@@ -1,4 +1,4 @@
-"""The examples of how to add an init, and of how to use one elsewhere, run and do what the pages say."""
+"""The examples of how to add an init, and of how to use one elsewhere, do what the pages say."""
 
 from __future__ import annotations
 

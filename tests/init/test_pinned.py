@@ -54,7 +54,8 @@ VARIANTS = {        # options of inits beside their defaults, where the family's
         dict(kernel_size=5, base="torch", value_beta=0.5), dict(offsets="random"),
         dict(value_init="base", rank=11, qk_norm=5.0, pos_embed_scale=9.0), dict(gain=0.5),
         dict(value_init="mimetic", value_alpha=0.3, value_beta=0.2)],
-    "deep_impulse": [dict(base="torch", kernel_size=5, target_mass=(0.6, 0.2)), dict(value_init="base")],
+    "deep_impulse": [dict(base="torch", kernel_size=5, target_mass=(0.6, 0.2)),
+                     dict(value_init="base")],
     "mimetic": [dict(base="torch", qk_alpha=0.2), dict(qk_init="base"), dict(value_init="base"),
                 dict(value_init="untransposed")],
     "impulse_gd": [dict(share_blocks=False, renorm_every=2), dict(pseudo_input="pos_embed+normal")],
@@ -77,9 +78,7 @@ def small_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
 
 
 def recipe_cases() -> Iterator[tuple[str, str, dict, str, dict]]:
-    """The models of all recipes, cut to one block per stage, with the inits that write most to
-    them.
-    """
+    """The models of all recipes, one block per stage, with the inits that write most to them."""
     seen = set()
     for path in sorted(RECIPES.glob("*.toml")):
         recipe = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -132,9 +131,7 @@ def fingerprint(model: nn.Module) -> dict[str, list[float]]:
 
 
 def projected(tensors: list[Tensor]) -> list[float]:
-    """[Σ tensor · direction, Frobenius norm of all], with one direction of unit variance per
-    tensor.
-    """
+    """[Σ tensor · direction, Frobenius norm of all]; each tensor has a direction of variance 1."""
     total = square = 0.0
     for number, tensor in enumerate(tensors, 1):
         indices = torch.arange(1, tensor.numel() + 1, dtype=torch.float64)
@@ -156,7 +153,7 @@ def found(model_name: str, sizes: dict[str, Any], init: str,
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("model, init", dict.fromkeys((case[0], case[2]) for case in CASES.values()))
+@pytest.mark.parametrize("model, init", {(case[0], case[2]): "" for case in CASES.values()})
 def test_weights_are_those_that_were_pinned(model, init):
     """With every variant of the init's options, on every size of the model."""
     for label, case in CASES.items():

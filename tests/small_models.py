@@ -1,0 +1,44 @@
+"""Small models of every family, for images of 20×28 pixels, which many tests of inits build."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import vitinit
+from vitinit.init import INITS
+from vitinit.models import MODELS
+
+SIMPLE = dict(patch_size=4, embed_dim=68, depth=2, num_heads=4)
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {     # name in the table of models, sizes
+    "vit": ("vit_tiny", dict(patch_size=4, embed_dim=54, depth=2, num_heads=3)),
+    "swin": ("swin_tiny", dict(patch_size=2, embed_dim=22, depths=(1, 1), num_heads=(2, 11),
+                               window_size=(5, 7))),
+    "mixer": ("mixer_s16", dict(patch_size=4, embed_dim=142, depth=2)),
+    "mixer, narrow": ("mixer_s16", dict(patch_size=4, embed_dim=74, depth=1)),
+    "conv_mixer": ("convmixer_256_8", dict(patch_size=4, embed_dim=23, depth=2, kernel_size=3)),
+    **{f"simple_vit, {reads}": ("simple_vit", SIMPLE | dict(
+        reads=reads, input_pos_embed=reads == "content"))
+       for reads in ("content", "position", "free")},
+}
+QUICK = {"impulse_gd": dict(steps=3)}                # it searches for a thousand steps by default
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def built(family: str, **sizes: Any) -> nn.Module:
+    name, own = SIZES[family]
+    return vitinit.build_model(name, **dict(num_classes=10, image_size=(20, 28)) | own | sizes)
+
+
+def inits_of(family: str) -> list[str]:
+    """The names of the inits that are defined for this family."""
+    return [init for init, families in INITS.items() if MODELS[SIZES[family][0]][0] in families]
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
