@@ -19,7 +19,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from ..init import GIVEN, INITS, init_function
 from ..messages import OneLineError
@@ -32,19 +32,12 @@ from .values import convert, describe, nearest, plain, show, to_toml
 PACKAGE = Path(__file__).resolve().parents[1]
 RECIPES = (PACKAGE if (PACKAGE / "recipes").is_dir() else PACKAGE.parent) / "recipes"
 
-SIZES = ("num_classes", "image_size")       # keyword arguments of a model that are no options
+# Keyword arguments of models and inits that are no options.
+NO_OPTIONS = ("num_classes", "image_size", *GIVEN)
 
 
 class RecipeError(OneLineError):
     """Something is wrong with a recipe or an override; the message is one line."""
-
-
-class Mistake(Exception):
-    """What is wrong with some keys; a RecipeError also says where their values were written."""
-
-    def __init__(self, problem: str, *keys: str) -> None:
-        super().__init__(problem)
-        self.keys = keys
 
 
 class Override(NamedTuple):
@@ -73,12 +66,10 @@ def parse_override(text: str) -> Override:
 def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str | None = None,
               sets: Sequence[str]) -> list[Override]:
     """All changes that the command line makes to a recipe, in the order in which they apply."""
-    changes = list(map(parse_override, sets))
-    for key, flag, value in (("run.seed", "--seed", seed), ("init.name", "--init", init),
-                             ("data.root", "--data-dir", data_dir)):
-        if value is not None:
-            changes.insert(0, Override(key, value, f"{flag} {value}"))
-    return changes
+    flags = (("data.root", "--data-dir", data_dir), ("init.name", "--init", init),
+             ("run.seed", "--seed", seed))
+    return [*(Override(key, value, f"{flag} {value}") for key, flag, value in flags
+              if value is not None), *map(parse_override, sets)]
 
 
 def fresh_recipe(name: str | None, *, init: str | None = None, seed: int | None = None,
@@ -101,7 +92,7 @@ def load_recipe(name: str | Path, changes: Sequence[Override] = ()) -> Recipe:
     """
     path = Path(name) if str(name).endswith(".toml") else RECIPES / f"{name}.toml"
     try:
-        table = plain(tomllib.loads(path.read_text(encoding="utf-8")))
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         shipped = [] if path == Path(name) else [file.stem for file in RECIPES.glob("*.toml")]
         hint = nearest(str(name), shipped) if shipped else ""
@@ -132,93 +123,91 @@ def _recipe(tables: dict[str, Any], name: str, source: str, changes: Sequence[Ov
         return next((change.text for key in keys for change in reversed(changes)
                      if f"{key}.".startswith(f"{change.key}.")), source)
 
-    own = tables.get("init")
-    own_init = own.get("name") if isinstance(own, dict) else None    # before `changes`
-    try:
-        sections = _sections(tables, changes)
-        model, init = sections["model"], sections["init"]
-        for title, known in (("model", MODELS), ("init", INITS if checks_init else {init.name})):
-            if (chosen := sections[title].name) not in known:
-                raise Mistake(f"{title}.name is '{chosen}'{nearest(chosen, known)}",
-                              f"{title}.name")
-        family, sizes = MODELS[model.name]
-        takers = {"model": (model_class(family).__init__, SIZES, sizes | dict(model.options))}
-        if checks_init:
-            try:
-                function = init_function(init.name, family)
-            except ValueError as error:
-                raise Mistake(str(error), "init.name") from None
-            has, renamed = inspect.signature(function).parameters, init.name != own_init
-            takers["init"] = function, GIVEN, {
-                key: value for key, value in init.options.items()
-                if key in has or not renamed or where(f"init.options.{key}") != source}
-        for title, (function, given, options) in takers.items():
-            values = plain(_checked(options, f"{title}.options", function, given,
-                                    f" of {sections[title].name}"))
-            sections[title] = dataclasses.replace(sections[title],
-                                                  options=types.MappingProxyType(values))
-        recipe = Recipe(name=name, **sections)
-        for keys, expected in contradictions(recipe):
-            first, *others = (f"{key} = {to_toml(recipe.keys[key])}" for key in keys)
-            raise Mistake(f"{first}{' with ' * bool(others)}{', '.join(others)}; expected "
-                          f"{expected}", *keys)
-        return recipe
-    except Mistake as mistake:
-        raise RecipeError(f"{where(*mistake.keys)}: {mistake}") from None
+    def refuse(problem: str, *keys: str) -> NoReturn:
+        """Raise RecipeError; keys: whose values are the problem, that of most weight first."""
+        raise RecipeError(f"{where(*keys)}: {problem}") from None
 
-
-def _sections(tables: dict[str, Any], changes: Sequence[Override]) -> dict[str, Any]:
-    """The sections of a table to which `changes` are applied, without the defaults of options."""
-    if (version := tables.pop("version", None)) != VERSION:
-        raise Mistake(f"a recipe of version {show(version)}, and this code reads {VERSION}; "
-                      "commit bb39c50 reads those of versions 1 to 11")
-    for title, body in tables.items():
-        if title not in SECTIONS or not isinstance(body, dict):
-            raise Mistake(f"'{title}' is no section of a recipe{nearest(title, SECTIONS)}")
-    tables = {title: {} for title in SECTIONS} | {"distill": dict(NO_TEACHER)} | tables
-    for title in ("model", "init"):                  # an empty table may be left out
-        tables[title].setdefault("options", {})
-    # The recipes of runs state a key that chose weight selection, which is no more.
-    if tables["init"].get("checkpoint_fit") == "exact":
-        del tables["init"]["checkpoint_fit"]
+    tables = _completed(tables, refuse)
+    own_init = tables["init"].get("name")
     for change in changes:
         *parents, last = change.key.split(".")
         place = tables
         for parent in parents:
             if not isinstance(place.get(parent), dict):
                 inner = [key for key, table in place.items() if isinstance(table, dict)]
-                raise Mistake(f"there is no table '{parent}'{nearest(parent, inner)}", change.key)
+                refuse(f"there is no table '{parent}'{nearest(parent, inner)}", change.key)
             place = place[parent]
         place[last] = change.value
-    return {title: kind(**_checked(tables[title], title, kind)) for title, kind in SECTIONS.items()}
+
+    sections = {title: _checked(tables[title], title, kind, refuse)
+                for title, kind in SECTIONS.items()}
+    model, init = sections["model"], sections["init"]
+    family, sizes = MODELS[model["name"]]
+    takers = {"model": (model_class(family).__init__, sizes | dict(model["options"]))}
+    if checks_init:
+        if init["name"] not in INITS:
+            refuse(f"init.name is '{init['name']}'{nearest(init['name'], INITS)}", "init.name")
+        try:
+            function = init_function(init["name"], family)
+        except ValueError as error:
+            refuse(str(error), "init.name")
+        has, renamed = inspect.signature(function).parameters, init["name"] != own_init
+        takers["init"] = function, {
+            key: value for key, value in init["options"].items()
+            if key in has or not renamed or where(f"init.options.{key}") != source}
+    for title, (function, options) in takers.items():
+        values = _checked(options, f"{title}.options", function, refuse,
+                          f" of {sections[title]['name']}")
+        sections[title]["options"] = types.MappingProxyType(plain(values))
+    recipe = Recipe(name=name, **{title: kind(**sections[title])
+                                  for title, kind in SECTIONS.items()})
+    for keys, expected in contradictions(recipe):
+        first, *others = (f"{key} = {to_toml(recipe.keys[key])}" for key in keys)
+        refuse(f"{first}{' with ' * bool(others)}{', '.join(others)}; expected {expected}", *keys)
+    return recipe
 
 
-def _checked(body: Mapping[str, Any], title: str, takes: Callable, given: Sequence[str] = (),
+def _completed(tables: dict[str, Any], refuse: Callable[..., NoReturn]) -> dict[str, Any]:
+    """The tables of all sections, with those that a file may leave out."""
+    if (version := tables.pop("version", None)) != VERSION:
+        refuse(f"a recipe of version {show(version)}, and this code reads {VERSION}; "
+               "commit bb39c50 reads those of versions 1 to 11")
+    for title, body in tables.items():
+        if title not in SECTIONS or not isinstance(body, dict):
+            refuse(f"'{title}' is no section of a recipe{nearest(title, SECTIONS)}")
+    tables = {title: {} for title in SECTIONS} | {"distill": dict(NO_TEACHER)} | tables
+    for title in ("model", "init"):
+        tables[title].setdefault("options", {})
+    # The recipes of runs state a key that chose weight selection, which is no more.
+    if tables["init"].get("checkpoint_fit") == "exact":
+        del tables["init"]["checkpoint_fit"]
+    return tables
+
+
+def _checked(body: Mapping[str, Any], title: str, takes: Callable, refuse: Callable[..., NoReturn],
              of: str = "") -> dict[str, Any]:
     """The values of a table, converted to their kinds, after the defaults of those that it lacks.
 
-    takes: the dataclass of a section, or a function with keyword-only parameters. given: those of
-        them that are no keys. title, of: "init.options" and " of impulse", for error messages.
+    takes: the dataclass of a section, or a function whose keyword-only parameters are the keys but
+        for NO_OPTIONS. title, of: "init.options" and " of impulse", for error messages.
     """
     fields, hints = getattr(takes, "__dataclass_fields__", {}), typing.get_type_hints(takes)
     kinds, values = {}, {}                           # key → what `convert` takes; key → value
     for name, parameter in inspect.signature(takes).parameters.items():
-        if name not in given and (fields or parameter.kind is parameter.KEYWORD_ONLY):
+        if fields or parameter.kind is parameter.KEYWORD_ONLY and name not in NO_OPTIONS:
             kinds[name] = hints[name], fields[name].metadata if fields else {}
             if parameter.default is not parameter.empty:
                 values[name] = parameter.default
     for key, value in body.items():
         if key not in kinds:
-            raise Mistake(f"[{title}]{of} has no key '{key}'{nearest(key, kinds)}",
-                          f"{title}.{key}")
+            refuse(f"[{title}]{of} has no key '{key}'{nearest(key, kinds)}", f"{title}.{key}")
         try:
             values[key] = convert(value, *kinds[key])
         except TypeError as error:
-            raise Mistake(f"{title}.{key} is {error}", f"{title}.{key}") from None
+            refuse(f"{title}.{key} is {error}", f"{title}.{key}")
     for key, kind in kinds.items():
         if key not in values:
-            raise Mistake(f"[{title}]{of} lacks the key '{key}' ({describe(*kind)})",
-                          f"{title}.{key}")
+            refuse(f"[{title}]{of} lacks the key '{key}' ({describe(*kind)})", f"{title}.{key}")
     return values
 
 

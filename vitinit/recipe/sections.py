@@ -15,6 +15,7 @@ from ..bounds import COUNT, LARGEST, PAIR, TINIEST, number
 from ..data.draw import Augment
 from ..data.mix import Mix
 from ..data.rand_augment import RandAugment
+from ..models import MODELS
 from ..train.optim import Distill, Optim, Schedule
 from .values import flat, plain
 
@@ -65,7 +66,7 @@ class EvalSection:
 class ModelSection:
     """The model, by its name in `vitinit.models.MODELS`."""
 
-    name: str
+    name: Literal[tuple(MODELS)]
     options: Mapping[str, Any]                      # keyword arguments of that model
 
 

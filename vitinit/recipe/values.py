@@ -20,7 +20,6 @@ from typing import Any, Literal
 from ..bounds import PAIR
 from ..messages import in_brief
 
-UNBOUNDED: Mapping[str, float] = types.MappingProxyType({})
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 SIGNS = {"minimum": ("≥", operator.ge), "above": (">", operator.gt),
          "maximum": ("≤", operator.le), "below": ("<", operator.lt)}
@@ -39,7 +38,7 @@ def show(value: Any) -> str:
     return in_brief(to_toml(value) if type(value) is bool else repr(value), 80)
 
 
-def describe(kind: Any, bounds: Mapping[str, float] = UNBOUNDED) -> str:
+def describe(kind: Any, bounds: Mapping[str, float]) -> str:
     """What a key of this kind accepts, in words, such as 'an integer ≥ 1 and < 101'."""
     arguments, origin = typing.get_args(kind), typing.get_origin(kind)
     if origin is Literal:
@@ -55,7 +54,7 @@ def describe(kind: Any, bounds: Mapping[str, float] = UNBOUNDED) -> str:
     return f"{WORDS.get(kind, 'a table')} {' and '.join(limits)}".rstrip()
 
 
-def convert(value: Any, kind: Any, bounds: Mapping[str, float] = UNBOUNDED) -> Any:
+def convert(value: Any, kind: Any, bounds: Mapping[str, float]) -> Any:
     """Convert a TOML value to `kind`; lists become tuples and tables read-only mappings.
 
     Raises TypeError, in the words "…, expected …", if the value is of another kind or beyond its
