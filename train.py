@@ -35,21 +35,19 @@ from vitinit.recipe.files import with_data
 from vitinit.recipe.sections import Recipe
 from vitinit.runs.data import open_data
 from vitinit.runs.folder import RunFolder
-from vitinit.runs.lock import RunLock
-from vitinit.runs.resume import choose_run, require_same_data
+from vitinit.runs.resume import RunLock, choose_run, require_same_data
 from vitinit.runs.start import (build, cautions, initialise, measure_mass, rehearsal,
                                 set_up_folder, summary)
 from vitinit.train import distributed
 from vitinit.train.device import describe_device, memory_for, peak_gib
 from vitinit.train.distributed import Processes
-from vitinit.train.ema import Ema
 from vitinit.train.engine import (cross_entropy, evaluate, read_losses, set_precision,
                                   train_epochs, tune_convolutions)
 from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import (Diverged, Progress, ProgressBar, StepRow, epoch_line,
                                    metrics_row, training_flops)
 from vitinit.train.optim import learning_rate, optimizer_for, set_learning_rate
-from vitinit.train.state import TrainState
+from vitinit.train.state import Ema, TrainState
 
 # Modules that only some runs need, for fine-tuning and a teacher, are imported where they are used.
 REPOSITORY = Path(__file__).resolve().parent
@@ -93,7 +91,7 @@ def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | 
         with processes.together():
             initialise(model, recipe, train_set)
             if recipe.init.checkpoint:
-                from vitinit.runs.fine_tune import fine_tune
+                from vitinit.runs.saved import fine_tune
                 notes = fine_tune(model, recipe)
             elif processes.is_main:
                 notes = measure_mass(model, recipe, train_set)
@@ -133,7 +131,7 @@ def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
 def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     """Do one run, from the parsed command line to the last line printed; return the exit status."""
     # Recipe: of a new run, or of one to resume. --------------------------------------------------
-    chosen = choose_run(args, processes, lock, processes.say)
+    chosen = choose_run(args, processes, lock)
     if chosen is None:
         return 0
     folder, saved, recipe = chosen
@@ -186,7 +184,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
         with processes.together():
             if processes.is_main:
                 set_up_folder(folder, lock, recipe, state, resumed=resumed,
-                              starts_again=args.resume is not None, say=processes.say)
+                              starts_again=args.resume is not None)
                 folder.record_start(REPOSITORY, processes=processes.world_size,
                                     device=describe_device(processes.device), data=seen)
         processes.say(f"run     {folder.path}"

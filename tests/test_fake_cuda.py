@@ -35,7 +35,7 @@ from vitinit.models.layers import draw_drop_path
 from vitinit.recipe.files import RECIPES, load_recipe
 from vitinit.train import engine
 from vitinit.train.distributed import Processes
-from vitinit.train.ema import Ema
+from vitinit.train.state import Ema
 from vitinit.train.engine import evaluate, train_epochs
 from vitinit.train.interruption import StopRequest
 from vitinit.train.metrics import Progress

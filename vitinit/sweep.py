@@ -129,7 +129,7 @@ def plan_run(args: argparse.Namespace, init: str | None, seed: int, variant: str
         require_same_recipe(folder, read_run(folder).keys, recipe.keys)
         done = run.load_last(glance=True)["progress"]["epochs"]
         state = "done" if done == epochs else f"to go on after {done} of {epochs} epochs"
-    elif task_in(run, recipe, lambda line: None) == DONE:    # its checkpoints may be deleted
+    elif task_in(run, recipe) == DONE:    # its checkpoints may be deleted
         state = "done"
     return PlannedRun(folder, arguments, state)
 

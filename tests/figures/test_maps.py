@@ -83,8 +83,8 @@ def test_rows_are_kinds_models_and_blocks_and_columns_heads(draw, sizes, monkeyp
                         lambda *arguments: (drawn.append(arguments), plot.draw_grid(*arguments)))
     draw("maps", "--recipe", "quickstart", "--init", "default", "impulse", "--seed", 5, *sizes,
          "--blocks", 1, 0, "--heads", 2, 0, "--kinds", "qk", "softmax")
-    _, rows, titles, _ = drawn[0]
-    assert titles == ["head 2", "head 0"]
+    _, rows, heads, _ = drawn[0]
+    assert heads == [2, 0]
     assert [row.label for row in rows] == [
         f"{init}\nblock {block}" for init in ("default", "impulse") for block in (1, 0)] * 2
     assert [row.diverging for row in rows] == [True] * 4 + [False] * 4

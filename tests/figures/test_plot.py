@@ -39,7 +39,7 @@ def test_rows_of_one_unit_share_a_scale_and_a_bar(panels, tmp_path):
     """Two of weights, up to 5 and 2, and one of shares, up to .5: six maps, and two bars."""
     rows = [row("a", torch.full((2, 3, 5), value), unit)
             for unit, value in (("weight", -5.0), ("weight", 2.0), ("share", 0.5))]
-    draw_grid(tmp_path / "x.png", rows, ["left", "right"], "heading")
+    draw_grid(tmp_path / "x.png", rows, None, "heading")
     *maps, weights, shares = panels
     assert [axis.images[0].get_clim() for axis in maps] == [(-5.0, 5.0)] * 4 + [(0.0, 0.5)] * 2
     assert [axis.get_ylabel() for axis in (weights, shares)] == ["weight", "share"]
@@ -52,7 +52,7 @@ def test_a_full_disk_leaves_the_figure_that_was_there_and_names_it(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))
     try:
         with pytest.raises(CheckpointError, match=r"x\.png: cannot be written: File too large"):
-            draw_grid(out, [row("a", torch.rand(2, 5, 7))], ["b", "c"], "heading")
+            draw_grid(out, [row("a", torch.rand(2, 5, 7))], None, "heading")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert out.read_bytes() == b"good" and [path.name for path in tmp_path.iterdir()] == ["x.png"]

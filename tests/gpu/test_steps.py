@@ -21,7 +21,7 @@ from vitinit.bench.timing import clock_of
 from vitinit.bench.training import alone, given_step, state_of, train_on
 from vitinit.models.attention import attention_weights
 from vitinit.models.swin import WindowAttention, shift_mask
-from vitinit.train.ema import Ema
+from vitinit.train.state import Ema
 from vitinit.train.engine import autocast, evaluate, set_precision
 from vitinit.train.interruption import StopRequest
 

@@ -10,7 +10,7 @@ import vitinit
 from vitinit import predict
 from vitinit.figures.__main__ import main as figures
 from vitinit.recipe.files import fresh_recipe
-from vitinit.runs.fine_tune import fine_tune
+from vitinit.runs.saved import fine_tune
 from vitinit.runs.folder import BOXED, RunFolder
 from vitinit.runs.records import read_run
 from vitinit.runs.start import build

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vitinit.runs.lock import RunLock
+from vitinit.runs.resume import RunLock
 from vitinit.train.checkpoint import CheckpointError
 
 
@@ -43,7 +43,7 @@ def holder(tmp_path):
     workers, lock = tmp_path / "worker", RunLock()
 
     def hold() -> None:
-        lock.take(tmp_path, print)
+        lock.take(tmp_path)
         workers.write_text(str(forked(lambda: None)))
     process = forked(hold)
     worker = int(workers.read_text())
@@ -71,7 +71,7 @@ def test_a_killed_process_keeps_no_lock_though_its_child_lives_on(tmp_path, hold
     kill(process)
     os.kill(worker, 0)                               # raises if the worker has ended
     with RunLock() as lock:
-        lock.take(tmp_path, print)
+        lock.take(tmp_path)
     assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
@@ -81,26 +81,25 @@ def test_a_lock_is_given_back_at_the_end(tmp_path):
         child = os.fork()
         if child == 0:
             try:
-                RunLock().take(tmp_path, print)
+                RunLock().take(tmp_path)
             except CheckpointError:
                 os._exit(1)
             os._exit(0)
         return os.waitpid(child, 0)[1] == 0
     with RunLock() as lock:
         for _ in range(2):                           # again is fine, and changes nothing
-            lock.take(tmp_path, print)
+            lock.take(tmp_path)
             assert not is_free()
     assert is_free()
 
 
-def test_without_locks_a_run_goes_on_with_a_line(tmp_path, monkeypatch):
+def test_without_locks_a_run_goes_on_with_a_line(tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
-    said = []
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with RunLock() as lock:
-        lock.take(tmp_path, said.append)
-    assert said == [f"lock    {tmp_path}: this file system has no locks, so nothing keeps a second "
-                    "run out"]
+        lock.take(tmp_path)
+    assert capsys.readouterr().err == (f"warning {tmp_path}: this file system has no locks, so "
+                                       "nothing keeps a second run out\n")
     with RunLock() as lock, pytest.raises(CheckpointError, match="gone: cannot be written: No su"):
-        lock.take(tmp_path / "gone", print)
+        lock.take(tmp_path / "gone")

@@ -205,7 +205,7 @@ def test_a_finished_run_without_its_checkpoints_is_done(train_program, small_run
     capsys.readouterr()
     for resume in ([*arguments, "--resume", "auto"], ["--resume", str(folder)]):
         assert train_program.main(resume) == 0
-        assert capsys.readouterr().out == (f"done    {folder}: all 1 epochs, by its metrics.jsonl; "
+        assert capsys.readouterr().out == (f"done    {folder}: all epochs, by its metrics.jsonl; "
                                            "no last.pt is left\n")
     assert contents(folder) == before
     refused(folder, [*arguments, "--resume", "auto", "--set", "optim.eps=1e-3"],
@@ -249,7 +249,7 @@ def test_a_damaged_file_is_one_line_and_nothing_is_lost(train_program, stopped, 
     (folder / "metrics.jsonl").unlink()
     (folder / "last.pt").write_bytes(b"")
     assert train_program.main(arguments) == 0
-    assert "last.pt: not a readable checkpoint (no pickle" in capsys.readouterr().out
+    assert "last.pt: not a readable checkpoint (no pickle" in capsys.readouterr().err
 
 
 def test_the_rates_of_a_run_that_has_no_step_left_are_those_of_its_last(train_program, small_run,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vitinit.train.ema import Ema
+from vitinit.train.state import Ema
 
 
 def model_with_buffers() -> nn.Module:

@@ -20,7 +20,7 @@ from vitinit.data.sampler import BatchPlan
 from vitinit.messages import OneLineError
 from vitinit.train import metrics
 from vitinit.train.distributed import Processes
-from vitinit.train.ema import Ema
+from vitinit.train.state import Ema
 from vitinit.train.engine import evaluate, read_losses, train_epochs
 from vitinit.train.interruption import Interrupted, StopRequest
 from vitinit.train.metrics import Diverged, Progress

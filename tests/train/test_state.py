@@ -13,7 +13,7 @@ from same_run import assert_identical
 import vitinit
 from vitinit.train.checkpoint import CheckpointError
 from vitinit.train.distributed import Processes
-from vitinit.train.ema import Ema
+from vitinit.train.state import Ema
 from vitinit.train.metrics import Progress
 from vitinit.train.state import TrainState
 

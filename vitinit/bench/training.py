@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..recipe.files import fresh_recipe
 from ..recipe.sections import Recipe
 from ..train.distributed import Processes
-from ..train.ema import Ema
+from ..train.state import Ema
 from ..train.engine import cross_entropy, set_precision, train_epochs, tune_convolutions
 from ..train.interruption import StopRequest
 from ..train.metrics import Progress

@@ -34,8 +34,7 @@ from .attention import draw_attention
 from .augmentation import draw_batch, draw_operations
 from .curves import draw_across, draw_curves, draw_steps
 from .explore import write_explorer
-from .kernels import draw_kernels
-from .maps import KINDS, draw_maps
+from .maps import KINDS, draw_kernels, draw_maps
 from .mass import draw_mass
 from .plot import FigureError, pyplot
 from .report import write_report

@@ -1,7 +1,9 @@
-"""The figure `maps`: Q Kᵀ, P Q Kᵀ Pᵀ and its softmax for each head of a ViT or SimpleViT.
+"""The figures `maps` and `kernels`: a grid of maps, one for each head of a ViT or SimpleViT.
 
-arXiv 2305.09828 (mimetic initialisation) and 2505.19985 (structured initialisation) show these
-maps. Q and K are a head's query and key weights, P is the position embedding.
+`maps` shows Q Kᵀ, P Q Kᵀ Pᵀ and its softmax, as arXiv 2305.09828 (mimetic initialisation) and
+2505.19985 (structured initialisation) do. Q and K are a head's query and key weights, P is the
+position embedding. `kernels` shows the mean attention by the offset from query to key, which is the
+convolution kernel that the head starts as.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..mixing import mean_kernel, mixing_matrices
 from ..models.attention import attention_weights
 from .plot import FigureError, Row, draw_grid
-from .subjects import Subject, chosen_heads, require_family, require_indices
+from .subjects import Subject, chosen_heads, photographs, require_family, require_indices
 
 # kind: label of the colour bar, vertical axis, horizontal axis, whether colours are centred at 0
 KINDS = {
@@ -23,6 +26,7 @@ KINDS = {
     "logits": ("P Q Kᵀ Pᵀ", "query token", "key token", True),
     "softmax": ("attention on P alone", "query token", "key token", False),
 }
+RADIUS = 3                      # largest offset of a kernel, in patches
 SHOWN = 0.995                   # share of Q Kᵀ's entries within the colour scale
 
 
@@ -61,13 +65,12 @@ def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
 
     Each kind has one colour scale. heads: indices; None: all heads.
     """
-    rows, most = {kind: [] for kind in kinds}, 0
+    rows = {kind: [] for kind in kinds}
     for subject in subjects:
         require_family(subject, "maps")
         require_indices("block", blocks, len(subject.model.blocks))
         for block in blocks:
             chosen = chosen_heads(heads, subject.model.blocks[block].attn.num_heads)
-            most = max(most, len(chosen))
             for kind in kinds:
                 unit, down, across, diverging = KINDS[kind]
                 maps = position_maps(subject.model, block, kind)[chosen]
@@ -76,6 +79,26 @@ def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
                 peak = np.quantile(maps.abs().numpy(), SHOWN) if kind == "qk" else 0.0
                 rows[kind].append(Row(f"{subject.state}\nblock {block}", maps, unit, down, across,
                                       diverging, peak=peak))
-    draw_grid(out, [row for kind in kinds for row in rows[kind]],
-              [f"head {head}" for head in heads or range(most)],
+    draw_grid(out, [row for kind in kinds for row in rows[kind]], heads,
               f"{subject.recipe.name}: each head on the position embedding P")
+
+
+def draw_kernels(out: Path, subjects: Iterable[Subject], *, folder: Path | None, count: int,
+                 blocks: Sequence[int], heads: Sequence[int] | None) -> None:
+    """Draw mean attention by offset, with one row per model and block and one column per head.
+
+    folder, count: the mean is over `count` images (`photographs`) and all query tokens.
+    heads: indices; None: all heads.
+    """
+    rows = []
+    for subject in subjects:
+        require_family(subject, "kernels")
+        require_indices("block", blocks, len(subject.model.blocks))
+        images = photographs(folder, count, subject.recipe)
+        for block, weights in mixing_matrices(subject.model, images, blocks=blocks).items():
+            chosen = chosen_heads(heads, weights.shape[1])               # weights: (B, h, N, N)
+            kernel = mean_kernel(weights[:, chosen], subject.model.grid, RADIUS).mean(0)
+            rows.append(Row(f"{subject.state}\nblock {block}", kernel, "mean attention",
+                            "patches down", "patches right", diverging=False, centred=True))
+    draw_grid(out, rows, heads,
+              f"{subject.recipe.name}: what each head attends to, mean over {count} images")

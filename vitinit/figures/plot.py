@@ -129,7 +129,7 @@ def draw_heat(axis: Axes, image: Tensor, heat: Tensor, scale: Normalize) -> Axes
 
 
 class Row(NamedTuple):
-    """A row of a grid: maps side by side."""
+    """A row of a grid: maps side by side, one for each head."""
 
     label: str
     maps: Tensor                # (columns, height, width)
@@ -141,11 +141,12 @@ class Row(NamedTuple):
     peak: float = 0.0           # absolute value at which colours may end; 0: the row's largest
 
 
-def draw_grid(out: Path, rows: list[Row], titles: list[str], heading: str) -> None:
+def draw_grid(out: Path, rows: list[Row], heads: Sequence[int] | None, heading: str) -> None:
     """Draw a grid of maps. Neighbouring rows of one unit have one scale, and one colour bar.
 
-    titles: of the columns.
+    heads: of the columns; None: all.
     """
+    titles = [f"head {head}" for head in heads or range(max(len(row.maps) for row in rows))]
     plt, side = pyplot(), min(1.3, max(0.72, 6.5 / len(titles)))         # inches of a map
     figure, axes = plt.subplots(len(rows), len(titles), squeeze=False, layout="constrained",
                                 figsize=(side * len(titles) + 2.0, (side + .2) * len(rows) + .8))

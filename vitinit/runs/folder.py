@@ -8,7 +8,7 @@
     previous.pt       one of an earlier step, read if last.pt is damaged or missing
     best.pt           the weights of the best epoch
     epoch_0007.pt     the weights after each epoch in checkpoint.keep_epochs; 0: as initialised
-    run.lock          the process that writes here, see lock.py
+    run.lock          the process that writes here, see resume.py
 
 Whole files are written by `save_atomically` and `write_text_atomically`, lines by `Lines.append`.
 """
@@ -20,7 +20,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,7 +38,6 @@ BOXED = RECIPES / "trained"                          # models that come with the
 FOREIGN_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # What training leaves; recipe.toml and run.json do not count.
 RESULTS = ("last.pt", "previous.pt", "best.pt", "epoch_*.pt", "metrics.jsonl", "steps.jsonl")
-Say = Callable[[str], object]
 
 
 @contextmanager
@@ -177,15 +176,15 @@ class RunFolder:
         starts = self.starts()
         return starts[start].get("data", {}) if starts else {}
 
-    def load_last(self, *, glance: bool = False, say: Say = lambda line: None) -> dict[str, Any]:
-        """The contents of last.pt, or of previous.pt if last.pt is damaged or missing.
+    def load_last(self, *, glance: bool = False) -> dict[str, Any]:
+        """The contents of last.pt; of previous.pt, with a warning, if that is damaged or missing.
 
-        In the second case `say` is called with a line about it. glance: read only plain values; the
-        tensors stay on disk, and their checksums are not verified.
+        glance: read only plain values; the tensors stay on disk, and their checksums are not
+            verified.
         """
         if not self.path.is_dir():
             raise CheckpointError(f"--resume {self.path}: no such run folder")
-        state, self.read_from = read_checkpoint(self.path, say=say, mmap=glance, verify=not glance)
+        state, self.read_from = read_checkpoint(self.path, mmap=glance, verify=not glance)
         for part in ("model", "optimizer", "progress", "recipe"):
             if not isinstance(state.get(part), Mapping):
                 raise CheckpointError(f"{self.read_from}: not a training checkpoint, it cannot be "
@@ -248,15 +247,15 @@ def by_name(path: Path) -> Path:
     return BOXED / path if boxed else path
 
 
-def read_checkpoint(path: Path, *, say: Say = warn, mmap: bool = False, verify: bool = True
+def read_checkpoint(path: Path, *, mmap: bool = False, verify: bool = True
                     ) -> tuple[dict[str, Any], Path]:
     """The contents of a checkpoint, and the file that they are from.
 
     path: a checkpoint, or a run folder, which stands for its last.pt; if that is damaged or
-    missing, previous.pt is read and `say` is called with a line about it. A folder that
-    transformers or timm wrote stands for its file of weights, and a name at which nothing exists
-    for the model of that name in recipes/trained. mmap, verify: see `load`, which raises
-    CheckpointError. So does this, naming both files, if both are damaged.
+    missing, previous.pt is read, with a warning. A folder that transformers or timm wrote stands
+    for its file of weights, and a name at which nothing exists for the model of that name in
+    recipes/trained. mmap, verify: see `load`, which raises CheckpointError. So does this, naming
+    both files, if both are damaged.
     """
     path = by_name(path)
     files, problems = [path], []
@@ -271,7 +270,7 @@ def read_checkpoint(path: Path, *, say: Say = warn, mmap: bool = False, verify: 
             problems.append(error)
             continue
         if problems:
-            say(f"{problems[0]}; going on with {file}")
+            warn(f"{problems[0]}; going on with {file}")
         return state, file
     if isinstance(problems[-1], NoCheckpoint):
         raise problems[0]

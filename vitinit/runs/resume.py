@@ -1,4 +1,4 @@
-"""Decide which run train.py does: a new one, or one to go on with.
+"""Decide which run train.py does, a new one or one to go on with, and lock its folder.
 
     --out-dir F                 a new run; F may hold nothing that a run writes
     --out-dir F --resume auto   goes on with F's run; a new one if F holds none
@@ -11,7 +11,13 @@ the machine may change, and with the same images. Results are never overwritten.
 from __future__ import annotations
 
 import argparse
+import errno
+import fcntl
+import os
+import socket
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +25,8 @@ from ..recipe.files import RecipeError, fresh_recipe, from_dict, overrides, with
 from ..recipe.sections import MACHINE_KEYS, Recipe
 from ..recipe.values import to_toml
 from ..train.checkpoint import CheckpointError
-from ..train.distributed import Processes
-from .folder import RunFolder, Say
-from .lock import RunLock
+from ..train.distributed import Processes, warn
+from .folder import RunFolder, in_one_line
 
 NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes do the largest
 # Keys that may change on resume. Where the teacher is may, too; that it is the same one, its digest
@@ -34,13 +39,55 @@ Chosen = tuple[RunFolder, dict[str, Any] | None, Recipe]
 
 
 # ---------------------------------------------------------------------------------------------
+# One writer
+# ---------------------------------------------------------------------------------------------
+
+
+class RunLock(ExitStack):
+    """Locks a run's folder for this process, from `take` until the `with` block ends.
+
+    It is a record lock (fcntl.lockf) on the file run.lock, which names the process that took it
+    last. The kernel releases it however the process ends, also on a network file system, and a
+    forked loader worker does not have it. A process loses a record lock as soon as it closes the
+    file, even through another handle; therefore the file is opened only here, and only once.
+    """
+
+    taken = False
+
+    def take(self, folder: Path) -> None:
+        """Lock the folder; raise CheckpointError, which names the holder, if another process has.
+
+        If the file system has no locks, a warning says so and the folder stays unlocked.
+        """
+        if self.taken:
+            return
+        with in_one_line(folder):
+            handle = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        self.callback(os.close, handle)
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                holder = os.pread(handle, 200, 0).decode(errors="replace").strip()
+                raise CheckpointError(f"{folder}: another run is writing here ({holder}); wait "
+                                      "until it ends, or end it, or choose another --out-dir"
+                                      ) from None
+            warn(f"{folder}: this file system has no locks, so nothing keeps a second run out")
+        self.taken = True
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        with suppress(OSError):                      # the disk is full; the lock holds nevertheless
+            os.ftruncate(handle, 0)
+            holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
+            os.write(handle, holder.encode())
+
+
+# ---------------------------------------------------------------------------------------------
 # Which run
 # ---------------------------------------------------------------------------------------------
 
 
-def choose_run(args: argparse.Namespace, processes: Processes, lock: RunLock, say: Say
-               ) -> Chosen | None:
-    """The run to train; None if it is finished already.
+def choose_run(args: argparse.Namespace, processes: Processes, lock: RunLock) -> Chosen | None:
+    """The run to train; None, after a line about it, if it is finished already.
 
     Raises the same OneLineError on all processes.
     """
@@ -60,19 +107,21 @@ def choose_run(args: argparse.Namespace, processes: Processes, lock: RunLock, sa
             folder.require_unused()
         elif processes.is_main and not args.dry_run:
             if folder.path.is_dir():
-                lock.take(folder.path, say)
-            decided = task_in(folder, recipe, say)
+                lock.take(folder.path)
+            decided = task_in(folder, recipe)
     decided = processes.maximum(decided)
     if decided == DONE:
+        processes.say(f"done    {folder.path}: all epochs, by its metrics.jsonl; "
+                      "no last.pt is left")
         return None
     if decided == NEW:
         return folder, None, recipe
     with processes.together():
-        return resumed_run(args, folder, recipe, say)
+        return resumed_run(args, folder, recipe)
 
 
-def task_in(folder: RunFolder, recipe: Recipe | None, say: Say) -> int:
-    """What to do in a folder by --resume: NEW, GO_ON, or DONE, after `say` has been told so.
+def task_in(folder: RunFolder, recipe: Recipe | None) -> int:
+    """What to do in a folder by --resume: NEW, GO_ON or DONE.
 
     recipe: the one that the command line asks for; None if --resume names the folder. Raises
     CheckpointError where nothing can go on and a new run would overwrite results, or another run.
@@ -95,24 +144,22 @@ def task_in(folder: RunFolder, recipe: Recipe | None, say: Say) -> int:
         raise CheckpointError(f"{folder.path}: holds {', '.join(results)} of {len(run.rows)} of "
                               f"{run.epochs} epochs but no last.pt to go on from; start anew in "
                               "another --out-dir, or move this folder away")
-    say(f"done    {folder.path}: all {run.epochs} epochs, by its metrics.jsonl; no last.pt is left")
     return DONE
 
 
-def resumed_run(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | None, say: Say
-                ) -> Chosen:
+def resumed_run(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | None) -> Chosen:
     """Read the run's last checkpoint and its recipe, of which hardly anything may change.
 
     recipe: the one that the command line asks for; None: the run's own, with the overrides of the
     command line. Raises RecipeError if that is another one, and CheckpointError if one of the run's
-    files cannot be read. say: prints notes about what is done.
+    files cannot be read.
     """
     if args.out_dir is not None and args.out_dir.resolve() != folder.path.resolve():
         raise RecipeError(f"--out-dir {args.out_dir} differs from --resume {folder.path}; a run "
                           "goes on in its own folder")
     for lines in (folder.metrics, folder.steps):
         lines.rows()                                 # a damaged file is an error now, not later
-    state = folder.load_last(say=say)
+    state = folder.load_last()
     source = str(folder.read_from)
     stored = from_dict(state["recipe"], source)
     if recipe is None:

@@ -130,6 +130,26 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
     return Saved(path, state, found, size, description)
 
 
+def fine_tune(model: nn.Module, recipe: Recipe) -> list[str]:
+    """Start a run from the weights of init.checkpoint: load them into `model`, as initialised.
+
+    The checkpoint is a file, a run folder, or a folder of transformers.
+
+    Returns lines for the summary: what was loaded and, for another project's checkpoint, what is
+    assumed that tensors do not show. Raises CheckpointError if the checkpoint does not fit.
+    """
+    init = recipe.init
+    state, path = read_checkpoint(Path(init.checkpoint))
+    tensors = native_tensors(model_state(state, path, init.checkpoint_weights))
+    notes = []
+    if "recipe" not in state:
+        description = foreign.read_description(path, str(state.get("arch", "")))
+        foreign.require_same_function(description, recipe)
+        notes = [f"note    {foreign.assumptions(recipe, None)}"]
+    transfer = start_from(model, tensors, path, state.get("grid"))
+    return [f"start   {init.checkpoint}: {transfer}", *notes]
+
+
 def parse_sides(text: str) -> int | list[int]:
     """The argument of --image-size: "288" → 288, "192,256" → [192, 256]."""
     try:

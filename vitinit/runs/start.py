@@ -27,8 +27,8 @@ from ..train.checkpoint import write_text_atomically
 from ..train.device import describe_device
 from ..train.distributed import Processes
 from ..train.state import TrainState
-from .folder import RunFolder, Say
-from .lock import RunLock
+from .folder import RunFolder
+from .resume import RunLock
 
 if TYPE_CHECKING:                                    # a plain run does not import it
     from ..train.distill import LearnFromTeacher
@@ -98,7 +98,7 @@ def initialise(model: nn.Module, recipe: Recipe, source: Source | None) -> None:
 
 
 def set_up_folder(folder: RunFolder, lock: RunLock, recipe: Recipe, state: TrainState, *,
-                  resumed: bool, starts_again: bool, say: Say) -> None:
+                  resumed: bool, starts_again: bool) -> None:
     """Lock a run's folder, and write what it holds before the first step.
 
     In a resumed run, what is newer than its checkpoint is removed. starts_again: a new run may find
@@ -106,7 +106,7 @@ def set_up_folder(folder: RunFolder, lock: RunLock, recipe: Recipe, state: Train
     """
     progress = state.progress
     folder.make()
-    lock.take(folder.path, say)
+    lock.take(folder.path)
     if resumed:
         folder.tidy(epochs=progress.epochs, steps=progress.step)
     else:
