@@ -20,6 +20,11 @@ def redraw(module: nn.Module, spread: float = 0.3) -> nn.Module:
     return module
 
 
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the state dict."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
 def assert_same_gradients(model: nn.Module, expected: dict[str, Tensor]) -> None:
     """Each parameter's gradient is the one `expected` under its name."""
     for name, parameter in model.named_parameters():

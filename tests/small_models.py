@@ -1,4 +1,4 @@
-"""Small models of every family, for images of 20×28 pixels, which many tests of inits build."""
+"""Small models of every family; `SIZES` are for images of 20×28 pixels, for tests of inits."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {     # name in the table of mode
     **{f"simple_vit, {reads}": ("simple_vit", SIMPLE | dict(
         reads=reads, input_pos_embed=reads == "content"))
        for reads in ("content", "position", "free")},
+}
+# By names in that table, for images of 16×16 pixels or a multiple of them.
+SMALL = {
+    "vit_tiny": dict(patch_size=4, embed_dim=24, depth=2, num_heads=3, drop_path=0.3),
+    "swin_tiny": dict(patch_size=2, embed_dim=12, depths=(2, 1), num_heads=(3, 3), window_size=4,
+                      drop_path=0.3),
+    "mixer_s16": dict(patch_size=4, embed_dim=24, depth=2, drop_path=0.3),
+    "convmixer_256_8": dict(patch_size=2, embed_dim=24, depth=2, kernel_size=3),
+    "simple_vit": dict(patch_size=4, embed_dim=24, depth=2, num_heads=3),
 }
 QUICK = {"impulse_gd": dict(steps=3)}                # it searches for a thousand steps by default
 

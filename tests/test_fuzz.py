@@ -1,8 +1,8 @@
 """Random recipes and command lines are accepted, or refused in one line, without hanging.
 
-Every second case is a recipe: one of recipes/, with a model and data of the smallest size and one to
-three mutations, which train.py reads in a dry run. The others are random arguments for all programs.
-VITINIT_CASES: a longer run, of so many cases.
+Every second case is a recipe: one of recipes/, with a model and data of the smallest size and one
+to three mutations, which train.py reads in a dry run. The others are random arguments for all
+programs. VITINIT_CASES: a longer run, of so many cases.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from small_models import SMALL
 from vitinit import compare, sweep
 from vitinit.bench import __main__ as bench
 from vitinit.command_line import run_program
@@ -28,26 +29,20 @@ from vitinit.recipe.values import to_toml
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
 PATIENCE = 60                   # seconds after which a case counts as hanging
-SMALL = {                       # how a model's name starts → options of a small one for 32×32 pixels
-    "vit": dict(patch_size=8, embed_dim=24, depth=1, num_heads=3),
-    "swin": dict(patch_size=4, embed_dim=24, depths=[1, 1], num_heads=[3, 3], window_size=4),
-    "mixer": dict(patch_size=8, embed_dim=16, depth=1),
-    "convmixer": dict(patch_size=4, embed_dim=16, depth=1, kernel_size=3),
-    "simple": dict(patch_size=8, embed_dim=24, depth=1, num_heads=3)}
 SETTINGS = {
     "data": dict(name="image_folder", root="images", num_classes=3, image_size=32, workers=0,
                  subset=1.0, images_per_class=0),
     "optim": dict(global_batch=8, max_batch_per_process=4), "mix": dict(group=4),
     "schedule": dict(warmup_lr=0.0, min_lr=0.0), "eval": dict(batch_size=2)}
 
-# Numbers are small or far out of range. Those between are valid, and models of such sizes take long.
-VALUES = (-1, 0, 1, 2, 3, 5, 7, 16, -2**63, 2**31, 2**63, 10**30, -0.0, 0.5, 1.5, -1.5, 1e-30, 1e30,
-          float("nan"), float("inf"), True, False, "", "none", "impulse", "a\nb", "ü", "a" * 300, "'",
-          "%s", "../..", "-1", "[", "vit_tiny", "cifar10", [], [1], [1, 2], [0.5, 0.5], [2.0, 1.0],
-          [True], ["a"], [[]], {}, {"a": 1}, {"a": {"b": [1]}})
-WORDS = (*filter(lambda value: isinstance(value, str), VALUES), "quickstart", "deit_base", "0", "0-3",
-         "3-0", "1,2", "1,x", "288", "nan", "9" * 30, "absent.toml", "shapes", "cifar10=/", "imagenet=",
-         "runs", "name", "ema", "off", "--", "/dev/null", "x=1", "section.key=1")
+# Numbers are small or far out of range. Those between are valid; models of such sizes take long.
+VALUES = (-1, 0, 1, 2, 3, 5, 7, 16, -2**63, 2**31, 2**63, 10**30, -0.0, 0.5, 1.5, -1.5, 1e-30,
+          1e30, float("nan"), float("inf"), True, False, "", "none", "impulse", "a\nb", "ü",
+          "a" * 300, "'", "%s", "../..", "-1", "[", "vit_tiny", "cifar10", [], [1], [1, 2],
+          [0.5, 0.5], [2.0, 1.0], [True], ["a"], [[]], {}, {"a": 1}, {"a": {"b": [1]}})
+WORDS = (*filter(lambda value: isinstance(value, str), VALUES), "quickstart", "deit_base", "0",
+         "0-3", "3-0", "1,2", "1,x", "288", "nan", "9" * 30, "absent.toml", "shapes", "cifar10=/",
+         "imagenet=", "runs", "name", "ema", "off", "--", "/dev/null", "x=1", "section.key=1")
 
 
 def small_recipe(random: Random) -> dict[str, Any]:
@@ -55,7 +50,7 @@ def small_recipe(random: Random) -> dict[str, Any]:
     table = tomllib.loads(random.choice(RECIPES).read_text(encoding="utf-8"))
     if random.random() < 0.3:
         table["model"] = {"name": random.choice(list(MODELS))}
-    options = SMALL[next(start for start in SMALL if table["model"]["name"].startswith(start))]
+    options = next(own for name, own in SMALL.items() if table["model"]["name"][:4] == name[:4])
     table["model"]["options"] = table["model"].get("options", {}) | options
     if random.random() < 0.5 or table["init"]["name"] == "impulse_gd":   # which takes long
         name = random.choice([name for name in INITS if name != "impulse_gd"])
@@ -90,7 +85,8 @@ def bytes_of(table: dict[str, Any], random: Random) -> bytes:
     """The recipe as the bytes of a file, which in one of eight cases are damaged."""
     text = "\n".join(f"[{title}]\n" + "\n".join(f"{to_toml(key)} = {to_toml(value)}"
                                                 for key, value in section.items())
-                     if isinstance(section, dict) else "" for title, section in table.items()).encode()
+                     if isinstance(section, dict) else ""
+                     for title, section in table.items()).encode()
     place = random.randrange(len(text))
     damaged = (text[:place], text[:place] + bytes(random.choices(range(256), k=5)) + text[place:],
                text + b"\n[run]\nseed = 1\n")
@@ -140,7 +136,7 @@ def outcome(name: str, run: Callable[[list[str]], int], arguments: list[str]) ->
     message = errors.getvalue()
     if (status, message) == (0, ""):
         return "accepted"
-    one_line = message[:-1].isprintable() and message.startswith(f"{name}: ") and message[-1] == "\n"
+    one_line = message.startswith(f"{name}: ") and message[:-1].isprintable()
     return "refused" if status == 2 and one_line else f"status {status}: {message}"[:500]
 
 
@@ -165,7 +161,8 @@ def test_random_recipes_and_command_lines_end_in_one_line(
             else:
                 sets = []
             (tmp_path / "odd.toml").write_bytes(bytes_of(table, random))
-            arguments = ["--recipe", "odd.toml", *(word for text in sets for word in ("--set", text))]
+            arguments = ["--recipe", "odd.toml"]
+            arguments += [word for text in sets for word in ("--set", text)]
         end = outcome(name, run, arguments)
         assert end in counts, (number, name, arguments, end)
         counts[end] += 1

@@ -6,16 +6,15 @@ Those of the first half ([run] to [init]) are tested with the packages that read
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from same_run import assert_same_run, checkpoint
+from same_run import assert_same_run, checkpoint, rows_of
 
 import vitinit
 from vitinit.recipe import sections
-from vitinit.recipe.values import to_toml
+from vitinit.recipe.values import plain, to_toml
 from vitinit.runs import data
 from vitinit.runs.folder import RunFolder
 from vitinit.train.engine import Evaluation, set_precision, tune_convolutions
@@ -35,26 +34,21 @@ WRITTEN = {
 }
 
 
-@pytest.fixture
-def seen(train_program, small_run, tmp_path, monkeypatch) -> dict:
-    """The arguments of each call of these functions in a run with the recipe above, by function."""
-    calls: dict[str, list[tuple[tuple, dict]]] = {}
+def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, monkeypatch):
+    seen: dict[str, list[tuple[tuple, dict]]] = {}   # the arguments of each call, by function
     for name in ("optimizer_for", "plan_batches", "learning_rate", "Ema", "set_precision",
                  "ToDevice", "TrainToDevice", "EvalViews", "EvaluationBatches",
                  "train_epochs", "evaluate"):
         place = train_program if hasattr(train_program, name) else data
 
         def recorded(*arguments, name=name, real=getattr(place, name), **options):
-            calls.setdefault(name, []).append((arguments, options))
+            seen.setdefault(name, []).append((arguments, options))
             return real(*arguments, **options)
         monkeypatch.setattr(place, name, recorded)
     sets = {f"{title}__{key}": to_toml(value) for title, body in WRITTEN.items()
             for key, value in body.items()}
     assert train_program.main(small_run(tmp_path / "run", **sets)) == 0
-    return calls
 
-
-def test_every_key_reaches_what_it_names(seen, tmp_path):
     def options(name: str) -> dict:
         return seen[name][0][1]
     for title, body in WRITTEN.items():              # every key is here
@@ -63,12 +57,11 @@ def test_every_key_reaches_what_it_names(seen, tmp_path):
     schedule, evaluation = WRITTEN["schedule"], WRITTEN["eval"]
     optimizer = seen["optimizer_for"][0][0][1]
     assert optimizer.peak_lr == 3e-3 * 12 / 512
-    assert {key: list(value) if isinstance(value, tuple) else value
-            for key, value in vars(optimizer).items()} == WRITTEN["optim"]
+    assert plain(optimizer) == WRITTEN["optim"]
     assert seen["plan_batches"][0][0][:2] == (12, 2)
     assert options("learning_rate")["peak"] == optimizer.peak_lr
     assert options("learning_rate")["steps_per_epoch"] == 4
-    assert vars(options("learning_rate")["schedule"]) == schedule
+    assert plain(options("learning_rate")["schedule"]) == schedule
     assert options("Ema") == dict(decay=0.71, warmup=True)
     assert seen["set_precision"][0][0] == (True,)
     assert options("ToDevice")["channels_last"] is options("TrainToDevice")["channels_last"] is True
@@ -81,7 +74,7 @@ def test_every_key_reaches_what_it_names(seen, tmp_path):
     assert [keywords["amp"] for _, keywords in seen["evaluate"]] == ["bf16"] * 2
 
     # Evaluated after epochs 3 and 5, kept after 0 and 4, at min_lr from epoch 4 on.
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    rows = rows_of(tmp_path / "run")
     assert [row["val_loss"] is not None for row in rows] == [False, False, True, False, True]
     assert [row["lr"] for row in rows[3:]] == [1e-6, 1e-6]
     assert {path.name for path in (tmp_path / "run").glob("epoch_*.pt")} == {
@@ -118,8 +111,7 @@ def test_the_best_checkpoint_is_best_by_what_the_recipe_says(train_program, smal
                     Evaluation(1.0, ema_top1, 90.0, 21, [7] * 3, [7] * 3)]
         monkeypatch.setattr(train_program, "evaluate", scripted)
         assert train_program.main(small_run(tmp_path / best_by, checkpoint__best_by=best_by)) == 0
-        best = torch.load(tmp_path / best_by / "best.pt", weights_only=True)
-        assert best["progress"]["epochs"] == epoch
+        assert checkpoint(tmp_path / best_by, "best.pt")["progress"]["epochs"] == epoch
 
 
 def test_compile_compiles_what_trains_and_what_is_measured(train_program, small_run, tmp_path,

@@ -15,8 +15,7 @@ from torchvision.transforms import v2
 import deit
 from deit import AUGMENT, CPU, MIX, RAND_AUGMENT, UNMIXED_ALWAYS, OnHost, erase, noisy_batch
 from vitinit.bench.launches import Launches, launches_of
-from vitinit.data.augment import (ToDevice, TrainToDevice, hashed, normal_quantiles, normalise,
-                                  pairs_in_chunks)
+from vitinit.data.augment import ToDevice, TrainToDevice, hashed, normal_quantiles, normalise
 from vitinit.data.draw import Augmentation, SampleKey, unpack
 from vitinit.data.images import NOWHERE, Box
 from vitinit.data.loader import Batch
@@ -95,15 +94,6 @@ def test_batches_are_those_of_the_functions_by_hand_whatever_the_chunks_and_layo
             assert all(map(torch.equal, batch, unused))
 
 
-def test_chunks_hold_every_image_once_and_with_its_partner():
-    for count in (1, 2, 3, 13, 14):
-        for most in (0, 2, 3, 5, 8, count):
-            chunks = list(pairs_in_chunks(count, most))
-            assert sorted(np.concatenate(chunks).tolist()) == list(range(count))
-            for rows in chunks:
-                assert len(rows) <= max(2, most) and (rows == count - 1 - rows[::-1]).all()
-
-
 # ---------------------------------------------------------------------------------------------
 # Noise and erasing
 # ---------------------------------------------------------------------------------------------
@@ -123,11 +113,8 @@ def split_mix_64(key: int, count: int) -> list[int]:
     return outputs
 
 
-def test_the_reference_gives_the_published_outputs():
-    assert split_mix_64(0, 3) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-
-
 def test_hashed_equals_splitmix64_in_plain_integers():
+    assert split_mix_64(0, 2) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]    # as published
     for key in (0, 1, 2**53 + 1, 0x9E3779B97F4A7C15 >> 1, 2**63 - 1):
         bits = hashed(torch.tensor([key]), torch.arange(211))
         assert bits.dtype == torch.int64
@@ -147,42 +134,18 @@ BOXES = [Box(3, 5, 7, 11), NOWHERE, Box(0, 0, 1, 1), Box(18, 2, 11, 29), Box(28,
 NOISE_KEYS = [0, 17, 2**63 - 1, 19, 23, 29]
 
 
-def erasing(boxes: list[Box], keys: list[int]) -> np.ndarray:
-    """What is erased of each image, as in `draw.Draws`."""
-    return np.column_stack([boxes, keys])
-
-
-def floats(count: int, height: int = 29, width: int = 31) -> Tensor:
-    """Images with values that no noise has."""
-    return 100 + torch.arange(count * 3 * height * width).view(count, 3, height, width).float()
-
-
-def inside(image: Tensor, box: Box) -> Tensor:
-    return image[:, box.top:box.top + box.height, box.left:box.left + box.width]
-
-
 @pytest.mark.parametrize("fill", ["pixel", "rand", "const"])
-def test_the_box_changes_and_nothing_else(fill):
-    images = floats(len(BOXES))
-    erased = erase(images, erasing(BOXES, NOISE_KEYS), fill)
-    assert erased.shape == images.shape and erased.dtype == torch.float32
-    for before, after, box in zip(images, erased, BOXES):
-        within = torch.zeros(29, 31, dtype=torch.bool)
-        within[box.top:box.top + box.height, box.left:box.left + box.width] = True
-        assert torch.equal((after != before), within.expand(3, -1, -1))
-        assert (after[:, within].abs() < 5).all()
-        assert fill != "const" or not after[:, within].any()
-
-
-@pytest.mark.parametrize("fill", ["pixel", "rand"])
-def test_noise_equals_its_definition_in_plain_integers(fill):
-    erased = erase(floats(len(BOXES)), erasing(BOXES, NOISE_KEYS), fill)
-    for image, box, key in zip(erased, BOXES, NOISE_KEYS):
-        values = inside(image, box)
-        indices = [word % len(QUANTILES) for word in split_mix_64(key, values.numel() + 3)]
-        expected = (QUANTILES[indices[:values.numel()]].view(values.shape) if fill == "pixel"
-                    else QUANTILES[indices[:3]].view(3, 1, 1).expand_as(values))
-        assert torch.equal(values, expected)
+def test_noise_fills_the_box_by_its_definition_in_plain_integers_and_all_else_stays(fill):
+    """Per value, per channel, or zeros. All noise is much less than the values of the images."""
+    images = 100 + torch.arange(len(BOXES) * 3 * 29 * 31).view(-1, 3, 29, 31).float()
+    expected = images.clone()
+    for image, (top, left, height, width), key in zip(expected, BOXES, NOISE_KEYS):
+        words = torch.tensor([word % len(QUANTILES) for word in split_mix_64(key, 3 * 29 * 31)])
+        values = QUANTILES[words[:3 * height * width] if fill == "pixel" else words[:3]]
+        values = values.view(3, height, width) if fill == "pixel" else values.view(3, 1, 1)
+        image[:, top:top + height, left:left + width] = 0 if fill == "const" else values
+    found = erase(images, np.column_stack([BOXES, NOISE_KEYS]), fill)
+    assert torch.equal(found, expected) and found.dtype == torch.float32
 
 
 # ---------------------------------------------------------------------------------------------
@@ -202,14 +165,13 @@ def on_fake_gpu(count: int, size: int, settings: Augmentation) -> Launches:
         return launches_of(lambda: on_gpu(batch))
 
 
-@pytest.mark.parametrize("count, size, interpolation, probability", [
-    (1024, 224, "bicubic", 0.5), (512, 32, "random", 1.0)])
+@pytest.mark.parametrize("count, size, interpolation, probability, after", [
+    (1024, 224, "bicubic", 0.5, False), (512, 32, "random", 1.0, True)])
 def test_at_most_400_operations_and_two_copies_beside_the_images(count, size, interpolation,
-                                                                 probability):
-    for after in (False, True):
-        settings = augmentation(erase_after_mix=after)
-        settings = replace(settings, rand_augment=replace(
-            settings.rand_augment, interpolation=interpolation, probability=probability))
-        launches = on_fake_gpu(count, size, settings)
-        assert 200 < launches.count <= 400
-        assert launches.uploads == 3 and launches.downloads == 0
+                                                                 probability, after):
+    settings = augmentation(erase_after_mix=after)
+    settings = replace(settings, rand_augment=replace(
+        settings.rand_augment, interpolation=interpolation, probability=probability))
+    launches = on_fake_gpu(count, size, settings)
+    assert 200 < launches.count <= 400
+    assert launches.uploads == 3 and launches.downloads == 0

@@ -16,7 +16,7 @@ from deit import (AUGMENT, MIX, RAND_AUGMENT, SHIFT, box_and_key, draws_of as dr
 from vitinit.data.draw import (Augmentation, SampleKey, View, draw_crop, draw_erasing, draw_view,
                                epoch_order, unpack)
 from vitinit.data.images import NOWHERE, Box, crop_and_flip
-from vitinit.data.rand_augment import ALL_OPERATIONS, Operation
+from vitinit.data.rand_augment import Operation, RandAugment
 from vitinit.keys import Stream, keyed_generator
 
 KS_LIMIT = 1.95          # for √n times the Kolmogorov-Smirnov distance; exceeded once in a thousand
@@ -39,7 +39,8 @@ def views(draws: Augmentation, keys: list[SampleKey]) -> list[View]:
 
 def boxes_of(count: int, height: int, width: int, **changes) -> np.ndarray:
     """(count, 4): top, left, height and width of boxes that are erased."""
-    rng, augment = np.random.default_rng(17), replace(AUGMENT, erase_probability=1.0, **changes)
+    rng = np.random.default_rng(17)
+    augment = replace(AUGMENT, **dict(erase_probability=1.0) | changes)
     return np.array([draw_erasing(rng, augment, height, width)[0] for _ in range(count)])
 
 
@@ -90,18 +91,12 @@ def test_boxes_are_distributed_like_torchvisions():
         assert distance_between(ours[:, 2] * ours[:, 3], theirs[:, 2] * theirs[:, 3]) < KS_LIMIT
 
 
-def test_a_box_reaches_every_position_equally_often_and_no_other():
-    # 7 × 11 pixels, about 30 % of the area, square: 5 × 5 boxes at 3 × 7 positions.
-    one, square, shifts = (1.0, 1.0), [(5, 5)], range(-4, 5)
-    for boxes, sides, corners in [
-            (crops(2100, 7, 11, scale=(0.3, 0.3), ratio=one), square, (range(3), range(7))),
-            (boxes_of(2100, 7, 11, erase_area=(0.32, 0.32), erase_ratio=one), square,
-             (range(3), range(7))),
-            (crops(8100, 31, 31, scale=one, ratio=one, padding=4), [(31, 31)], (shifts, shifts))]:
-        assert set(map(tuple, boxes[:, 2:].tolist())) == set(sides)
-        found, counts = np.unique(boxes[:, :2], axis=0, return_counts=True)
-        assert found.tolist() == [[top, left] for top in corners[0] for left in corners[1]]
-        assert_even(counts)
+def test_a_shift_reaches_every_position_equally_often_and_no_other():
+    boxes = crops(8100, 31, 31, scale=(1.0, 1.0), ratio=(1.0, 1.0), padding=4)
+    assert (boxes[:, 2:] == 31).all()
+    found, counts = np.unique(boxes[:, :2], axis=0, return_counts=True)
+    assert found.tolist() == [[top, left] for top in range(-4, 5) for left in range(-4, 5)]
+    assert_even(counts)
 
 
 def test_an_extreme_image_falls_back_to_torchvisions_centre():
@@ -128,15 +123,16 @@ def test_every_crop_of_every_shape_becomes_a_view():
                 assert box.height < height and box.width < width
 
 
-def test_flips_and_interpolations_come_at_their_rates_and_leave_the_crop_alone():
+def test_flips_erasing_and_interpolations_come_at_their_rates_and_leave_the_crop_alone():
     keys = keys_of(count=3001)
     reference = views(draws_of(), keys)
-    for flip in (0.0, 0.3, 1.0):
-        drawn = views(draws_of(augment=dict(flip=flip, interpolation="random")), keys)
-        assert_rate([view.flip for view in drawn], flip)
+    for rate in (0.0, 0.3, 1.0):
+        drawn = views(draws_of(augment=dict(flip=rate, interpolation="random")), keys)
+        assert_rate([view.flip for view in drawn], rate)
         assert [view.box for view in drawn] == [view.box for view in reference]
-        bicubic = [view.interpolation == "bicubic" for view in drawn if view.flip == (flip > 0)]
+        bicubic = [view.interpolation == "bicubic" for view in drawn if view.flip == (rate > 0)]
         assert_rate(bicubic, 0.5)
+        assert_rate((boxes_of(3001, HEIGHT, WIDTH, erase_probability=rate) != NOWHERE).any(1), rate)
     assert {view.interpolation for view in reference} == {"bicubic"}
 
 
@@ -159,50 +155,38 @@ def test_an_epochs_order_is_a_permutation_by_its_key_in_which_every_image_is_fir
 # ---------------------------------------------------------------------------------------------
 
 
-# The arguments of `rand-m9-mstd0.5-inc1` at magnitude m, with sign s, in exact fractions; else 0.
-TABLE = {
-    "Rotate": lambda m, s: s * 3 * m, "Posterize": lambda m, s: 4 - int(Fraction(4, 10) * m),
-    "Solarize": lambda m, s: 256 - min(256, int(Fraction(256, 10) * m)),
-    "SolarizeAdd": lambda m, s: min(128, int(11 * m)),
-    **dict.fromkeys(["Color", "Contrast", "Brightness", "Sharpness"],
-                    lambda m, s: max(Fraction(1, 10), 1 + s * Fraction(9, 100) * m)),
-    **dict.fromkeys(["ShearX", "ShearY"], lambda m, s: s * Fraction(3, 100) * m),
-    **dict.fromkeys(["TranslateX", "TranslateY"], lambda m, s: s * Fraction(45, 1000) * m)}
+def exact_arguments(settings: RandAugment, magnitude: Fraction, sign: int) -> list[Fraction]:
+    """The arguments of all operations, in their order, in exact fractions."""
+    def strength(value: float) -> Fraction:
+        return Fraction(str(value)) * magnitude / 10
+    factor = max(Fraction(1, 10), 1 + sign * strength(settings.enhance_factor))
+    shear, shift = (sign * strength(value) for value in (settings.shear_factor,
+                                                         settings.translate_share))
+    return [0, 0, 0, sign * strength(settings.rotate_degrees),
+            settings.posterize_bits - int(strength(settings.posterize_bits)),
+            256 - min(256, int(strength(settings.solarize_levels))),
+            min(128, int(strength(settings.solarize_add_levels))), *[factor] * 4,
+            shear, shear, shift, shift]
 
 
-def test_arguments_are_those_of_the_table_at_every_half_magnitude():
-    for sign in (-1, 1):
-        for halves in range(21):
-            ours = RAND_AUGMENT.arguments(np.arange(1, 16), np.full(15, halves / 2),
+def test_arguments_are_timms_formulas_at_every_half_magnitude():
+    """No factor is below .1, no threshold below 0, and at most 128 is added."""
+    names = ("rotate_degrees", "shear_factor", "translate_share", "enhance_factor",
+             "posterize_bits", "solarize_levels", "solarize_add_levels")
+    for extents in ((30.0, 0.3, 0.45, 0.9, 4, 256, 110), (23.0, 0.7, 0.31, 1.3, 7, 307, 211)):
+        settings = replace(RAND_AUGMENT, **dict(zip(names, extents)))
+        assert extents[0] != 30.0 or settings == RAND_AUGMENT    # rand-m9-mstd0.5-inc1
+        for sign in (-1, 1):
+            for halves in range(21):
+                ours = settings.arguments(np.arange(1, 16), np.full(15, halves / 2),
                                           np.full(15, sign))
-            for name, argument in zip(ALL_OPERATIONS, ours, strict=True):
-                exact = TABLE.get(name, lambda m, s: 0)(Fraction(halves, 2), sign)
-                assert argument == pytest.approx(float(exact), rel=1e-12), name
-
-
-def test_the_extents_are_what_arguments_reach_at_magnitude_ten():
-    settings = replace(RAND_AUGMENT, rotate_degrees=20.0, shear_factor=0.7, translate_share=0.3,
-                       enhance_factor=0.5, posterize_bits=6, solarize_levels=100,
-                       solarize_add_levels=70)
-    ten = np.full(15, 10.0)
-    assert settings.arguments(np.arange(1, 16), ten, ten / 10) == pytest.approx(
-        [0, 0, 0, 20.0, 0, 156, 70, 1.5, 1.5, 1.5, 1.5, 0.7, 0.7, 0.3, 0.3])
-    # Where they end: no factor below .1, no threshold below 0, nothing above 128 is added.
-    wide = replace(RAND_AUGMENT, enhance_factor=1.3, solarize_levels=300, solarize_add_levels=200)
-    codes = np.array([Operation.Color, Operation.Solarize, Operation.SolarizeAdd])
-    assert wide.arguments(codes, 0 * codes + 9.0, np.array([-1, 1, 1])).tolist() == [0.1, 0, 128]
+                exact = exact_arguments(settings, Fraction(halves, 2), sign)
+                assert ours == pytest.approx(np.array(exact, float), rel=1e-12, abs=0)
 
 
 # ---------------------------------------------------------------------------------------------
-# Erasing, and keys
+# Keys
 # ---------------------------------------------------------------------------------------------
-
-
-def test_images_are_erased_at_the_rate_asked_for():
-    for rate in (0.0, 0.25, 1.0):
-        rng, augment = np.random.default_rng(5), replace(AUGMENT, erase_probability=rate)
-        assert_rate([draw_erasing(rng, augment, HEIGHT, WIDTH)[0] != NOWHERE for _ in range(3001)],
-                    rate)
 
 
 # Changes to augment and to rand_augment.

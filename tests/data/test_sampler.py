@@ -11,54 +11,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from vitinit.data.draw import SampleKey, epoch_order
+from refused import refused
+from vitinit.data.draw import epoch_order
 from vitinit.data.sampler import BatchPlan, TrainSampler, plan_batches
 
-COUNT, SEED = 101, 13
-
-
-def sampler(rank: int, world_size: int, *, global_batch: int = 18, max_batch: int = 3,
-            count: int = COUNT, seed: int = SEED, repeats: int = 1, group: int = 1) -> TrainSampler:
-    plan = plan_batches(global_batch, max_batch, world_size, group=group)
-    return TrainSampler(count, plan, rank=rank, seed=seed, repeats=repeats)
-
-
-def share(one: TrainSampler) -> list[SampleKey]:
-    """The samples of one process in an epoch, in the order of its micro-batches."""
-    return [key for samples in one for key in samples.keys]
-
-
-def by_position(one: TrainSampler) -> list[dict[int, SampleKey]]:
-    """The samples of one process in an epoch, by step and position in the global batch."""
-    plan, found = one.plan, []
-    for number, (_, keys, _) in enumerate(one):
-        micro_step = number % plan.accumulation
-        if micro_step == 0:
-            found.append({})
-        positions = plan.positions(one.rank, micro_step).tolist()
-        assert not found[-1].keys() & set(positions)
-        found[-1] |= dict(zip(positions, keys, strict=True))
-    return found
-
-
-def in_order(one: TrainSampler) -> list[SampleKey]:
-    """The samples of one process in an epoch, each step in the order of the global batch."""
-    return [key for step in by_position(one) for _, key in sorted(step.items())]
-
-
-def global_batches(world_size: int, *, epoch: int, global_batch: int = 18,
-                   **options: int) -> list[list[SampleKey]]:
-    """The samples of all processes, step by step, in the order of the global batch."""
-    processes = [sampler(rank, world_size, global_batch=global_batch, **options)
-                 for rank in range(world_size)]
-    for one in processes:
-        one.start(epoch=epoch, step=0)
-    batches = []
-    for shares in zip(*map(by_position, processes), strict=True):
-        batch = {position: key for one in shares for position, key in one.items()}
-        assert sorted(batch) == list(range(global_batch)) and sum(map(len, shares)) == global_batch
-        batches.append([batch[position] for position in range(global_batch)])
-    return batches
+SEED = 13
 
 
 def micro_batches(plan: BatchPlan) -> list[list[list[int]]]:
@@ -113,12 +70,8 @@ def test_partners_are_the_mirrored_images_of_a_group_and_opposite_each_other():
         images = list(range(plan.global_batch))
         groups = [images[first::plan.groups] for first in range(plan.groups)]
         partner = {image: other for one in groups for image, other in zip(one, reversed(one))}
-        group_of = {image: number for number, one in enumerate(groups) for image in one}
-        for rank, process in enumerate(micro_batches(plan)):
-            one = TrainSampler(plan.global_batch, plan, rank=rank, seed=SEED, repeats=1)
-            for positions, samples in zip(process, one, strict=True):
-                assert plan.group == 1 or [partner[image] for image in positions] == positions[::-1]
-                assert samples.groups.tolist() == [group_of[image] for image in positions]
+        for positions in sum(micro_batches(plan), []):
+            assert plan.group == 1 or [partner[image] for image in positions] == positions[::-1]
 
 
 @pytest.mark.parametrize("global_batch, world_size, group, words", [
@@ -130,9 +83,8 @@ def test_partners_are_the_mirrored_images_of_a_group_and_opposite_each_other():
     (126, 1, 63, "images are mixed in pairs; the nearest that are even are 62 and 64")])
 def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest(global_batch, world_size,
                                                                          group, words):
-    with pytest.raises(ValueError) as error:
-        plan_batches(global_batch, 17, world_size, group=group)
-    assert str(error.value).endswith(words) and "\n" not in str(error.value)
+    assert refused(ValueError, plan_batches, global_batch, 17, world_size, group=group
+                   ).endswith(words)
 
 
 def test_a_micro_batch_of_one_holds_no_pair():
@@ -162,34 +114,29 @@ def test_views_of_one_image_in_a_group_and_small_micro_batches_are_cautions(plan
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("repeats", [1, 3])
-@pytest.mark.parametrize("world_size, max_batch, group", [(6, 1, 1), (3, 6, 6), (9, 2, 6)])
-def test_global_batches_are_the_same_for_any_number_of_processes(world_size, max_batch, group,
-                                                                 repeats):
-    views = views_in_order(epoch_order(SEED, 2, COUNT), repeats).tolist()
-    expected = [[SampleKey(2, *view) for view in views[step * 18:(step + 1) * 18]]
-                for step in range(5)]                        # 101 // 18
-    assert global_batches(world_size, epoch=2, max_batch=max_batch, repeats=repeats,
-                          group=group) == expected
-
-
-def test_every_batch_is_a_full_micro_batch_and_the_rest_is_dropped():
-    batches = list(sampler(1, 2))
-    assert {len(batch.keys) for batch in batches} == {3}
-    assert [batch.step for batch in batches[::3]] == list(range(5))
-    assert len(batches) == len(sampler(1, 2)) == 5 * 3       # 5 steps of 3 micro-batches
-    seen = {key.index for step in global_batches(2, epoch=0) for key in step}
-    assert len(seen) == 90 and seen < set(range(COUNT))      # 90 different images, 11 left out
-
-
-def test_starting_at_a_step_gives_the_tail_of_the_epoch():
-    whole, tail = sampler(1, 2), sampler(1, 2)
-    whole.start(epoch=4, step=0)
-    for step in (0, 1, 5):
-        tail.start(epoch=4, step=step)
-        assert share(tail) == share(whole)[step * 9:]
-        assert len(tail) == (5 - step) * 3
-        assert [samples.step for samples in tail][::3] == list(range(4 * 5 + step, 5 * 5))
+def test_by_any_plan_an_epoch_is_the_views_of_its_order_in_global_batches():
+    """From any step on. The rest is dropped, but a set whose repeats fill a batch gives one."""
+    rng = np.random.default_rng(3)
+    for plan, _ in plans():
+        size, repeats, epoch = plan.global_batch, int(rng.integers(1, 5)), int(rng.integers(9))
+        count = int(rng.integers(math.ceil(size / repeats), 4 * size))
+        steps = max(1, count // size)
+        done = int(rng.integers(steps + 1))
+        found = np.full((steps, size, 3), -1)
+        for rank in range(plan.world_size):
+            one = TrainSampler(count, plan, rank=rank, seed=SEED, repeats=repeats)
+            one.start(epoch=epoch, step=done)
+            assert len(one) == len(list(one)) == (steps - done) * plan.accumulation
+            for number, samples in enumerate(one, done * plan.accumulation):
+                step, micro_step = divmod(number, plan.accumulation)
+                positions = plan.positions(rank, micro_step)
+                assert (found[step, positions] == -1).all()
+                found[step, positions] = samples.keys
+                assert samples.step == epoch * steps + step
+                assert samples.groups.tolist() == [place % plan.groups for place in positions]
+        views = views_in_order(epoch_order(SEED, epoch, count), repeats)
+        assert (found[:done] == -1).all() and (found[done:, :, 0] == epoch).all()
+        assert np.array_equal(found[done:, :, 1:].reshape(-1, 2), views[done * size:steps * size])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -199,31 +146,20 @@ def test_starting_at_a_step_gives_the_tail_of_the_epoch():
 
 @pytest.mark.parametrize("world_size, max_batch, repeats, group", [(2, 64, 3, 32), (8, 5, 2, 1)])
 def test_each_process_takes_what_deits_sampler_gives_it(world_size, max_batch, repeats, group):
-    for rank in range(world_size):                           # with batch 256 lengths agree, too
-        one = sampler(rank, world_size, count=1009, global_batch=256, max_batch=max_batch,
-                      repeats=repeats, group=group)
+    plan = plan_batches(256, max_batch, world_size, group=group)     # with 256 lengths agree, too
+    for rank in range(world_size):
+        one = TrainSampler(1009, plan, rank=rank, seed=SEED, repeats=repeats)
         one.start(epoch=7, step=0)
+        places = [(samples.step, place, key) for number, samples in enumerate(one) for place, key in
+                  zip(plan.positions(rank, number % plan.accumulation).tolist(), samples.keys)]
         expected = deits_share(epoch_order(SEED, 7, 1009), repeats=repeats, rank=rank,
                                world_size=world_size)
-        assert in_order(one) == [(7, *view) for view in expected.tolist()]
+        assert [key for *_, key in sorted(places)] == [(7, *view) for view in expected.tolist()]
 
 
 @pytest.mark.parametrize("count, global_batch, repeats", [(17, 18, 1), (5, 18, 3), (0, 1, 3)])
 def test_a_set_whose_repeats_do_not_fill_a_batch_is_refused(count, global_batch, repeats):
-    with pytest.raises(ValueError) as error:
-        sampler(0, 1, count=count, global_batch=global_batch, repeats=repeats)
-    line = str(error.value)
+    line = refused(ValueError, TrainSampler, count, plan_batches(global_batch, 3, 1, group=1),
+                   rank=0, seed=SEED, repeats=repeats)
     views = f" in {repeats} views each" * (repeats > 1)
-    assert f"{count} images{views}, fewer" in line and "\n" not in line
-    assert f"global_batch = {global_batch}" in line
-
-
-def test_any_set_gives_as_many_whole_batches_as_without_repeats_but_at_least_one():
-    for count in range(1, 14):
-        for repeats in range(1, 5):
-            for global_batch in range(1, min(12, count * repeats) + 1):
-                one = sampler(0, 1, count=count, global_batch=global_batch, repeats=repeats)
-                keys = share(one)
-                assert len(keys) == max(1, count // global_batch) * global_batch
-                assert len(one) == len(list(one)) == len(keys) // one.plan.micro_batch_size
-                assert len(set(keys)) == len(keys)
+    assert f"{count} images{views}, fewer" in line and f"global_batch = {global_batch}" in line

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
+from refused import refused
 from torchvision.datasets.folder import make_dataset
 
 from vitinit.data.images import HEIF_REMEDY, DataError
@@ -29,12 +31,7 @@ def tree(root: Path, *names: str) -> Path:
     return root
 
 
-def refusal(function: Callable, *arguments: object, **options: object) -> str:
-    """The one line with which a DataError refuses."""
-    with pytest.raises(DataError) as error:
-        function(*arguments, **options)
-    assert str(error.value).isprintable()
-    return str(error.value)
+refusal = partial(refused, DataError)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -133,78 +130,39 @@ def test_each_class_of_a_set_is_found_at_its_index_in_the_model():
 # ---------------------------------------------------------------------------------------------
 
 
-SIZES = [7, 11, 1, 30]
-
-
-def numbered(sizes: list[int] = SIZES) -> ImagesInMemory:
+def numbered(sizes: Sequence[int]) -> ImagesInMemory:
     """Images in random order of class, with classes of these sizes; all pixels of image i are i."""
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)), sizes))
     images = torch.arange(len(labels), dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 2, 5)
     return ImagesInMemory(images, labels, [f"class {label}" for label in range(len(sizes))])
 
 
-def members(source) -> list[int]:
-    """The indices of the images of `numbered` that are in a part, in order."""
-    return [int(source.image(index)[0, 0, 0]) for index in range(len(source))]
-
-
-def sizes(source) -> list[int]:
-    return np.bincount(source.labels, minlength=len(source.classes)).tolist()
-
-
-def test_every_class_keeps_its_share_rounded_and_at_least_one_or_a_number():
-    for share, expected in ((0.25, [2, 3, 1, 8]), (0.5, [4, 6, 1, 15]), (0.05, [1, 1, 1, 2]),
-                            (1e-9, [1, 1, 1, 1]), (0.99, [7, 11, 1, 30])):
-        assert sizes(stratified_part(numbered(), share=share)) == expected
-    assert sizes(stratified_part(numbered([7, 11, 5, 30]), images_per_class=5)) == [5] * 4
-    source = numbered()
+def test_parts_are_the_front_and_the_end_of_an_order_keyed_by_seed_and_class():
+    """So a smaller part lies in every larger one, and no image is trained on and held out."""
+    rng = np.random.default_rng(2)
+    for seed in range(53):
+        sizes, held, count = rng.integers(7, 30, 5), int(rng.integers(5)), int(rng.integers(-3, 4))
+        share, source = float(rng.choice([1e-9, 0.25, 0.5, 0.99, 1.0])), numbered(sizes)
+        limits = dict(share=share) if count < 1 else dict(images_per_class=count)
+        front, end = [], []
+        for label, size in enumerate(sizes):
+            order = keyed_generator(seed, Stream.SUBSET, label).permutation(size)
+            order = np.flatnonzero(source.labels == label)[order].tolist()
+            rounded = math.floor(Fraction(share) * (len(order) - held) + Fraction(1, 2))
+            front += order[:count if count > 0 else max(1, rounded)]
+            end += order[len(order) - held:]
+        for part, expected in (
+                (stratified_part(source, held_out=held, seed=seed, **limits), sorted(front)),
+                (held_out_part(source, images_per_class=held, seed=seed), sorted(end))):
+            assert [int(part.image(index)[0, 0, 0]) for index in range(len(part))] == expected
+            assert part.labels.tolist() == source.labels[expected].tolist()
+            assert part.classes == source.classes
     assert stratified_part(source) is source
 
 
-def test_a_smaller_part_lies_in_every_larger_one():
-    source = numbered([17, 11, 13, 30])
-    shares = [members(stratified_part(source, share=share, seed=5))
-              for share in (0.01, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)]
-    counts = [members(stratified_part(source, images_per_class=count, seed=5))
-              for count in (1, 2, 5, 7)]
-    held = [members(held_out_part(source, images_per_class=count, seed=5)) for count in (1, 3, 8)]
-    for nested in (shares, counts, held):
-        for small, large in zip(nested, nested[1:]):
-            assert set(small) < set(large)
-    assert shares[0] == counts[0]
-    assert held[1] != members(held_out_part(source, images_per_class=3, seed=4))
-
-
-def test_a_part_has_the_first_images_of_an_order_keyed_by_seed_and_class():
-    source = numbered()
-    expected = []
-    for label, size in enumerate(SIZES):
-        order = keyed_generator(13, Stream.SUBSET, label).permutation(size)
-        expected += np.flatnonzero(source.labels == label)[order[:math.ceil(size / 2)]].tolist()
-    part = stratified_part(source, share=0.5, seed=13)
-    assert members(part) == sorted(expected) and part.classes == source.classes
-    assert part.labels.tolist() == source.labels[members(part)].tolist()
-
-
-@pytest.mark.parametrize("limit, expected", [
-    (dict(), [3, 7, 4, 26]), (dict(share=0.5), [2, 4, 2, 13]), (dict(images_per_class=3), [3] * 4)])
-def test_what_is_held_out_is_in_no_part_that_is_trained_on(limit, expected):
-    """And holding images out does not change which a number per class trains on."""
-    source = numbered([7, 11, 8, 30])
-    held = held_out_part(source, images_per_class=4, seed=3)
-    part = stratified_part(source, held_out=4, seed=3, **limit)
-    assert sizes(held) == [4] * 4 and sizes(part) == expected and held.classes == source.classes
-    assert not set(members(held)) & set(members(part))
-    assert members(held) == sorted(members(held))
-    assert held.labels.tolist() == source.labels[members(held)].tolist()
-    if "images_per_class" in limit:
-        assert members(part) == members(stratified_part(source, seed=3, **limit))
-
-
-@pytest.mark.parametrize("choose, least, held_out", [
-    (lambda source: held_out_part(source, images_per_class=3), 1, 3),
-    (lambda source: stratified_part(source, images_per_class=2, held_out=2), 2, 2)])
-def test_a_class_with_too_few_images_is_named(choose, least, held_out):
-    assert refusal(choose, numbered([7, 3])) == (
-        f"class 'class 1' has 3 images, too few to train on {least} and hold out {held_out} of "
-        "them; expected less of data.images_per_class or data.held_out_per_class")
+def test_a_class_with_too_few_images_is_named():
+    for choose, least, held_out in ((partial(held_out_part, images_per_class=3), 1, 3), (
+            partial(stratified_part, images_per_class=2, held_out=2), 2, 2)):
+        assert refusal(choose, numbered([7, 3])) == (
+            f"class 'class 1' has 3 images, too few to train on {least} and hold out {held_out} of "
+            "them; expected less of data.images_per_class or data.held_out_per_class")

@@ -7,20 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from small_models import SMALL
 from torch import Tensor, nn
 
 from vitinit import build_model, init_weights
 from vitinit.models.layers import draw_drop_path
 
 SIZE, BATCH, CLASSES = 16, 12, 7
-FAMILIES = {
-    "vit_tiny": dict(patch_size=4, embed_dim=24, depth=2, num_heads=3, drop_path=0.3),
-    "swin_tiny": dict(patch_size=2, embed_dim=12, depths=(2, 1), num_heads=(3, 3), window_size=4,
-                      drop_path=0.3),
-    "mixer_s16": dict(patch_size=4, embed_dim=24, depth=2, drop_path=0.3),
-    "convmixer_256_8": dict(patch_size=2, embed_dim=24, depth=2, kernel_size=3),
-    "simple_vit": dict(patch_size=4, embed_dim=24, depth=2, num_heads=3),
-}
 
 
 @pytest.fixture
@@ -37,7 +30,7 @@ def cuda(device) -> torch.device:
     return device
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=SMALL)
 def small_model(request) -> nn.Module:
     """A small model of each family in turn, on the CPU, with the same weights every time."""
     return model_of(request.param)
@@ -49,7 +42,7 @@ def a_vit() -> nn.Module:
 
 
 def model_of(name: str) -> nn.Module:
-    model = build_model(name, num_classes=CLASSES, image_size=SIZE, **FAMILIES[name])
+    model = build_model(name, num_classes=CLASSES, image_size=SIZE, **SMALL[name])
     init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
     model.small_name = name
     return model

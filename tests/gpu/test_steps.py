@@ -150,7 +150,8 @@ def process_group(device):
 @pytest.mark.parametrize("optimize_ddp", [None, True, False])
 def test_wrapped_for_several_processes_a_step_is_the_bare_one(
         a_vit, device, gradients, process_group, record_property, optimize_ddp):
-    """With channels_last, without a warning about strides of gradients that fit no bucket.
+    """With channels_last, without a warning about strides of gradients that fit no bucket; these
+    are exchanged once, after the last of three micro-batches.
 
     None: not compiled. True, False: of the compiler, whether to cut its graph where a bucket of
     gradients ends, of which a model that is large enough has several.
@@ -161,15 +162,23 @@ def test_wrapped_for_several_processes_a_step_is_the_bare_one(
     counters.clear()
     if device.type == "cuda":
         a_vit = build_model("vit_small", num_classes=CLASSES, image_size=16, patch_size=4, depth=4)
-    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    backend, exchanged = "inductor" if device.type == "cuda" else "aot_eager", []
+
+    def exchange(_, bucket):
+        exchanged.append(bucket.index())
+        future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+        future.set_result(bucket.buffer())
+        return future
 
     def wrap(model: nn.Module) -> nn.Module:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model.register_comm_hook(None, exchange)
         return model if optimize_ddp is None else torch.compile(model, backend=backend)
     with warnings.catch_warnings(record=True) as heard, \
             torch._dynamo.config.patch(optimize_ddp=optimize_ddp is True):
         warnings.simplefilter("always")
-        found, _ = gradients(a_vit, wrap=wrap, channels_last=True)
+        found, _ = gradients(a_vit, wrap=wrap, channels_last=True, micro_batches=3)
+    assert sorted(exchanged) == list(range(len(exchanged))) and exchanged
     graphs = counters["stats"]["unique_graphs"]
     record_property("graphs", graphs)
     assert apart(found, gradients(a_vit)[0]) < 1e-4

@@ -54,18 +54,14 @@ def test_the_named_views_are_the_layout_that_forward_uses():
                             attention.queries_keys_values(x)):
         for head in range(HEADS):
             torch.testing.assert_close(x @ weight[head].T, part[:, head])
+    biased = redraw(Attention(DIM, num_heads=HEADS))
+    query, _, _ = biased.queries_keys_values(torch.zeros_like(x))        # nothing else is left
+    assert torch.equal(biased.q_bias[:, None].expand(B, -1, N, -1), query)
     # Head by head through proj_weight equals the projection of all heads together.
     weights, values = attention.mixing_weights(x), attention.queries_keys_values(x)[2]
     output = sum(weights[:, head] @ values[:, head] @ attention.proj_weight[:, head].T
                  for head in range(HEADS)) + attention.proj.bias
     torch.testing.assert_close(attention(x), output)
-
-
-def test_the_named_bias_is_that_of_queries():
-    """On zero tokens nothing but the bias is left."""
-    attention = redraw(Attention(DIM, num_heads=HEADS))
-    query, _, _ = attention.queries_keys_values(torch.zeros(B, N, DIM, dtype=torch.float64))
-    assert torch.equal(attention.q_bias[:, None].expand(B, -1, N, -1), query)
 
 
 def test_writing_into_a_view_writes_the_parameter():

@@ -1,4 +1,4 @@
-"""What all families share: features, image sizes, precision, torch.compile, torch.export, bad sizes."""
+"""What all families share: features, sizes, precision, torch.compile, torch.export, refusals."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from redrawn import redraw
+from refused import refused
 from torch import nn
 
 import vitinit
@@ -84,8 +85,8 @@ def test_features_are_what_leaves_the_blocks_and_enters_the_head(family):
         mean = features.last.map.mean(dim=(1, 2))
         torch.testing.assert_close(features.pooled, getattr(model, "fc_norm", nn.Identity())(mean))
     for block in (3, -4):
-        with pytest.raises(ValueError, match=f"block {block} is asked for, but the model has blocks 0…2"):
-            model.features(drawn_images(), blocks=[block])
+        assert f"block {block} is asked for, but the model has blocks 0…2" in refused(
+            ValueError, model.features, drawn_images(), blocks=[block])
 
 
 @pytest.mark.parametrize("family", ["vit, distilled", "swin", "mixer"])
@@ -123,8 +124,8 @@ def test_a_model_without_classes_gives_what_the_head_would_read(family):
     assert torch.equal(bare(drawn_images()), whole.features(drawn_images()).pooled)
     vitinit.init_weights(bare, "default", generator=torch.Generator().manual_seed(3))
     assert bare(drawn_images()).isfinite().all()
-    with pytest.raises(ValueError, match=r"num_classes is -1, expected at least 0 \(a model without"):
-        built(family, num_classes=-1)
+    assert "num_classes is -1, expected at least 0 (a model without" in refused(
+        ValueError, built, family, num_classes=-1)
 
 
 @each_family
@@ -137,9 +138,7 @@ def test_images_of_another_size_or_shape_are_one_line(family):
         messages[2, 3, 12, 21] = "patches of 4×4 pixels do not tile an image of 12×21;"
         del messages[2, 3, 24, 20]
     for shape, message in messages.items():
-        with pytest.raises(ValueError) as caught:
-            model(torch.zeros(shape))
-        assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+        assert refused(ValueError, model, torch.zeros(shape)).startswith(message)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -147,7 +146,7 @@ def test_images_of_another_size_or_shape_are_one_line(family):
 # ---------------------------------------------------------------------------------------------
 
 
-@each_family
+@one_of_each
 @torch.no_grad()
 def test_a_model_in_half_precision_is_near_itself(family):
     full = built(family)(drawn_images())
@@ -201,6 +200,7 @@ def test_flops_are_those_of_its_layers_and_of_attention(family):
 # Names and sizes, as in checkpoints
 # ---------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("name, options, parameters, digest", [
     ("vit_tiny", {}, 5_717_416, "1d65166950a3"),
     ("vit_small", {}, 22_050_664, "fbab3dc48cc8"),
@@ -240,7 +240,7 @@ def test_names_and_sizes_are_those_of_checkpoints(name, options, parameters, dig
     shapes = "\n".join(f"{name} {tuple(value.shape)}" for name, value in model.state_dict().items())
     assert hashlib.sha256(shapes.encode()).hexdigest().startswith(digest)
     assert model.family == MODELS[name][0] and type(model) is model_class(model.family)
-    assert (name == "convmixer_768_32") == any(isinstance(part, nn.ReLU) for part in model.modules())
+    assert (name == "convmixer_768_32") == any(isinstance(x, nn.ReLU) for x in model.modules())
     # One rate for each of the two branches per block, if `forward` can drop branches at all.
     drops = "drop_path" in inspect.signature(type(model).features).parameters
     assert len(model.drop_path_rates) == 2 * len(blocks_of(model)) * drops
@@ -261,14 +261,14 @@ def test_every_numeric_option_builds_or_is_one_line(family):
     family, table = MODELS[name]
     fine = table | own | dict(num_classes=7, image_size=(12, 20))
     for option, parameter in inspect.signature(model_class(family)).parameters.items():
-        for extreme in FRACTIONS if parameter.annotation == "float" else EXTREMES:
-            value = (extreme, 4) if "tuple" in parameter.annotation else extreme
-            if parameter.annotation.startswith(("int", "float", "tuple")):
-                try:
-                    vitinit.build_model(name, **fine | {option: value})
-                except ValueError as error:
-                    message = str(error)
-                    assert "\n" not in message and len(message) <= 250, (option, value, message)
+        kind = parameter.annotation
+        for extreme in FRACTIONS if kind == "float" else EXTREMES if "int" in kind else ():
+            value = (extreme, 4) if "tuple" in kind else extreme
+            try:
+                vitinit.build_model(name, **fine | {option: value})
+            except ValueError as error:
+                message = str(error)
+                assert message.isprintable() and len(message) <= 250, (option, value, message)
 
 
 @pytest.mark.parametrize("family, sizes, message", [
@@ -284,9 +284,9 @@ def test_every_numeric_option_builds_or_is_one_line(family):
                                        "image_size must be a multiple of patch_size on both sides"),
     ("vit", dict(pos_embed="sincos"), "need an embed_dim that 4 divides, not 22"),
     ("mixer", dict(drop_path=1.0), "drop_path is 1.0, expected 0 ≤ drop_path < 1"),
-    ("swin", dict(depths=(2, 0)), r"depths is \(2, 0\), expected more than 0"),
-    ("swin", dict(depths=(2, 10**9)), "a model of 1000000002 blocks is asked for; expected at most"),
-    ("mixer", dict(embed_dim=10**9), "mixer_s16 cannot be built with these sizes: .*memory"),
+    ("swin", dict(depths=(2, 0)), "depths is (2, 0), expected more than 0"),
+    ("swin", dict(depths=(2, 10**9)), "a model of 1000000002 blocks is asked for; expected at"),
+    ("mixer", dict(embed_dim=10**9), "mixer_s16 cannot be built with these sizes: "),
     ("swin", dict(depths=()), "depths has 0 stages and num_heads 2"),
     ("swin", dict(depths=(2, 1, 1)), "depths has 3 stages and num_heads 2; expected as many"),
     ("swin", dict(image_size=(12, 24)),
@@ -296,19 +296,17 @@ def test_every_numeric_option_builds_or_is_one_line(family):
      "stage 1 has a grid of 6×5 tokens, which does not merge into 2×2; image_size must be a "
      "multiple of patch_size · 2"),
     ("conv_mixer", dict(activation="tanh"), "activation is 'tanh', expected one of gelu, relu"),
-    ("conv_mixer", dict(num_filters=12), "num_filters is 12, expected 0 ≤ num_filters ≤ embed_dim = 11"),
-    ("simple_vit", dict(reads="mixed"), 'reads = "mixed" brings the position embedding into attention; '
-                                        "expected input_pos_embed = false"),
-    ("simple_vit", dict(alpha=1.1), "alpha is 1.1, logit_scale 0.0 and head_dim 0; expected 0 ≤ alpha"),
-    ("simple_vit", dict(head_dim=7, values=False), "num_heads · head_dim = 14 must be embed_dim = 28"),
+    ("conv_mixer", dict(num_filters=12), "num_filters is 12, expected 0 ≤ num_filters ≤ embed_dim"),
+    ("simple_vit", dict(reads="mixed"), 'reads = "mixed" brings the position embedding into '
+                                        "attention; expected input_pos_embed = false"),
+    ("simple_vit", dict(alpha=1.1), "alpha is 1.1, logit_scale 0.0 and head_dim 0; expected 0 ≤"),
+    ("simple_vit", dict(head_dim=7, values=False), "num_heads · head_dim = 14 must be embed_dim"),
     ("simple_vit", dict(num_heads=3), "embed_dim 28 does not divide into num_heads 3"),
 ])
 def test_the_line_names_the_option_and_what_would_do(family, sizes, message):
-    with pytest.raises(ValueError, match=message) as error:
-        built(family, **sizes)
-    assert "\n" not in str(error.value)
+    assert message in refused(ValueError, built, family, **sizes)
 
 
 def test_an_unknown_name_lists_the_near_ones():
-    with pytest.raises(ValueError, match="no model 'vit_tinny'; near: vit_tiny"):
-        vitinit.build_model("vit_tinny", num_classes=10, image_size=32)
+    assert "no model 'vit_tinny'; near: vit_tiny" in refused(
+        ValueError, vitinit.build_model, "vit_tinny", num_classes=10, image_size=32)

@@ -7,12 +7,12 @@ import json
 import math
 import tomllib
 import typing
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
 import torchvision
+from refused import refused
 
 from vitinit.data import datasets, rand_augment
 from vitinit.recipe import sections
@@ -27,13 +27,7 @@ QUICKSTART = RECIPES / "quickstart.toml"
 TEXT = QUICKSTART.read_text(encoding="utf-8")
 
 
-def refusal(action: Callable, *arguments: Any) -> str:
-    """The message, of one line, of the RecipeError that `action` raises."""
-    with pytest.raises(RecipeError) as caught:
-        action(*arguments)
-    message = str(caught.value)
-    assert len(message.splitlines()) == 1
-    return message
+refusal = partial(refused, RecipeError)
 
 
 def with_sets(*texts: str) -> Recipe:

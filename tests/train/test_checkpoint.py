@@ -1,4 +1,4 @@
-"""Checkpoints are written completely or not at all, and read without running code; errors are clear."""
+"""Checkpoints are written completely or not at all, and read without running code."""
 
 from __future__ import annotations
 
@@ -10,24 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from refused import refused
 
 from vitinit.train import checkpoint
 from vitinit.train.checkpoint import CheckpointError, Damaged, load, model_state, save_atomically
-
-
-@pytest.mark.parametrize("step", ["save", "fsync", "replace"])
-def test_a_crash_while_saving_leaves_the_old_checkpoint(tmp_path, monkeypatch, step):
-    path = tmp_path / "a.pt"
-    save_atomically({"step": 1}, path)
-
-    def crash(*_, **__):
-        raise OSError("disk full")
-    monkeypatch.setattr(*{"save": (checkpoint.torch, "save"), "fsync": (checkpoint.os, "fsync"),
-                          "replace": (checkpoint.os, "replace")}[step], crash)
-    with pytest.raises(CheckpointError, match=r"a\.pt: cannot be written: disk full"):
-        save_atomically({"step": 2}, path)
-    monkeypatch.undo()
-    assert load(path) == {"step": 1} and os.listdir(tmp_path) == ["a.pt"]
 
 
 def test_a_file_that_outgrows_its_limit_is_one_line_and_leaves_nothing_behind(tmp_path):
@@ -55,18 +41,16 @@ def test_a_pipe_is_written_to_under_whatever_name(tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("kind", ["tensor", "container", "directory"])
-def test_whatever_byte_changes_the_checkpoint_is_refused(tmp_path, kind):
+def test_whatever_byte_changes_the_checkpoint_is_refused(tmp_path):
     path = tmp_path / "a.pt"
     save_atomically({"weights": torch.arange(1009.0), "names": ["alpha", "beta"]}, path)
     content = path.read_bytes()
-    place = {"tensor": content.index(torch.arange(500.0, 520.0).numpy().tobytes()),
-             "container": content.index(b"alpha"),
-             "directory": content.index(b"PK\x01\x02") + 17}[kind]
-    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1:])
-    with pytest.raises(Damaged, match=r"a\.pt: (damaged after|not a readable)") as caught:
-        load(path)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < len(str(path)) + 130
+    for place in (content.index(torch.arange(500.0, 520.0).numpy().tobytes()),
+                  content.index(b"alpha"), content.index(b"PK\x01\x02") + 17):     # the directory
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1:])
+        line = refused(Damaged, load, path)
+        assert line.startswith((f"{path}: damaged after", f"{path}: not a readable"))
+        assert len(line) < len(str(path)) + 130
 
 
 def test_infinities_and_nans_are_named(tmp_path):
@@ -88,14 +72,11 @@ def test_files_that_are_no_checkpoints_are_one_line_and_run_nothing(tmp_path, re
         torch.save({"model": os.path.join}, path)
         if content is not None:
             path.write_bytes(content)
-        with pytest.raises(Damaged, match=rf"a\.pt: not a readable checkpoint \({why}") as error:
-            load(path)
-        assert "\n" not in str(error.value) and not recwarn.list
+        assert refused(Damaged, load, path).startswith(f"{path}: not a readable checkpoint ({why}")
+        assert not recwarn.list
     torch.save([1, 2], path)
-    with pytest.raises(Damaged, match="holds a list, expected a dictionary"):
-        load(path)
-    with pytest.raises(CheckpointError, match=r"b\.pt: no such checkpoint"):
-        load(tmp_path / "b.pt")
+    assert "holds a list, expected a dictionary" in refused(Damaged, load, path)
+    assert refused(CheckpointError, load, tmp_path / "b.pt").endswith("b.pt: no such checkpoint")
 
 
 def test_safetensors_are_read(tmp_path):
@@ -111,10 +92,11 @@ def test_safetensors_are_read(tmp_path):
 
 
 def test_a_model_is_found_under_every_name_and_the_average_is_not_the_model(tmp_path):
-    """As DeiT's code, timm and wrappers write them, with a Namespace beside; or a bare state dict."""
+    """As DeiT's code, timm and wrappers write them, a Namespace beside; or a bare state dict."""
     model, average = {"blocks.0.w": torch.ones(2)}, {"blocks.0.w": torch.zeros(2)}
     for state in ({"model": model, "ema": {"model": average, "updates": 3}},
-                  {"state_dict": model, "state_dict_ema": average, "args": argparse.Namespace(lr=1)},
+                  {"state_dict": model, "state_dict_ema": average,
+                   "args": argparse.Namespace(lr=1)},
                   {"model": model, "model_ema": average}, model):
         torch.save(state, tmp_path / "a.pth")
         state = load(tmp_path / "a.pth")
@@ -125,10 +107,9 @@ def test_a_model_is_found_under_every_name_and_the_average_is_not_the_model(tmp_
         assert list(model_state({f"{prefix}module_.w": torch.ones(1)}, tmp_path)) == ["module_.w"]
 
 
-@pytest.mark.parametrize("state, name", [
-    ({"step": 3}, "model"), ({"model": {"w": torch.ones(2)}, "ema": None}, "ema"),
-    ({"model": {"w": torch.ones(2)}, "ema": {}}, "ema")])
-def test_a_checkpoint_without_that_model_is_one_line(tmp_path, state, name):
-    with pytest.raises(CheckpointError, match=rf"a\.pt: no model in it; .* key '{name}'") as error:
-        model_state(state, tmp_path / "a.pt", name)
-    assert "\n" not in str(error.value)
+def test_a_checkpoint_without_that_model_is_one_line(tmp_path):
+    own = {"model": {"w": torch.ones(2)}}
+    for state, name in (({"step": 3}, "model"), (own | {"ema": None}, "ema"),
+                        (own | {"ema": {}}, "ema")):
+        line = refused(CheckpointError, model_state, state, tmp_path / "a.pt", name)
+        assert "a.pt: no model in it; " in line and f" key '{name}'" in line

@@ -116,7 +116,7 @@ def everything(processes: Processes) -> list:
 
 def test_two_processes_agree_on_sums_items_signals_errors_and_initial_weights(
         in_two_processes, image_tree, monkeypatch):
-    """All start with the main one's weights, even if the init drew others on another kind of CPU."""
+    """All start with the main one's weights, even if the init drew others on another CPU."""
     monkeypatch.setenv("IMAGES", str(image_tree))
     (first, items, main), (second, other_items, other) = in_two_processes(everything)
     assert first == second == ["3.0", "15", "folder of 0", "folder of 1", "[5.0, 5.0, 5.0]"]

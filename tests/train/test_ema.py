@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from vitinit.bench.launches import launches_of
 from vitinit.train.state import Ema
 
 
@@ -45,21 +45,8 @@ def test_a_skipped_update_is_none_whether_the_host_knows_or_the_device(warmup):
         assert torch.equal(resumed.model.state_dict()[name], value), name
 
 
-class Calls(TorchDispatchMode):
-    """Records the names of the operations that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        self.names.append(function.overloadpacket.__name__)
-        return function(*arguments, **keywords or {})
-
-
 def test_an_update_is_one_call_for_each_kind_of_tensor():
     model = model_with_buffers()
     ema = Ema(model, decay=0.8, warmup=True)
-    with Calls() as calls:
-        ema.update()
-    assert sorted(calls.names) == ["_foreach_copy_", "_foreach_lerp_"]
+    assert sorted(launches_of(ema.update).by_name) == [
+        "aten::_foreach_copy_", "aten::_foreach_lerp_.Scalar"]

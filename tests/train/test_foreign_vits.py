@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from redrawn import snapshot
+from refused import refused
+from same_run import assert_identical
 from torch import Tensor, nn
 
 import vitinit
@@ -142,10 +145,6 @@ def ours(name: str, grid: tuple[int, int] = (5, 5), **sizes) -> nn.Module:
     return model
 
 
-def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    return {key: value.clone() for key, value in model.state_dict().items()}
-
-
 # ---------------------------------------------------------------------------------------------
 # The same function
 # ---------------------------------------------------------------------------------------------
@@ -154,7 +153,7 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_features_and_outputs_are_the_originals(name):
-    """Token maps after each block, the tokens before the patches, what the classifier reads, logits.
+    """Token maps after each block, tokens before the patches, what the classifier reads, logits.
 
     Also on a grid that is not square, where only the model tells which tokens have positions.
     """
@@ -180,7 +179,8 @@ def test_features_and_outputs_are_the_originals(name):
         features = model.features(images(grid), blocks=range(DEPTH))
         for found, x in zip(features.blocks, blocks, strict=True):       # x: (2, N, WIDTH)
             patches = grid[0] * grid[1]
-            torch.testing.assert_close(found.map, x[:, -patches:].unflatten(1, grid), rtol=0, atol=1e-10)
+            torch.testing.assert_close(found.map, x[:, -patches:].unflatten(1, grid), rtol=0,
+                                       atol=1e-10)
             torch.testing.assert_close(found.prefix, x[:, :-patches], rtol=0, atol=1e-10)
         torch.testing.assert_close(features.pooled, pooled, rtol=0, atol=1e-10)
         assert all(torch.equal(tensors[key], value) for key, value in before.items())
@@ -189,25 +189,24 @@ def test_features_and_outputs_are_the_originals(name):
 @torch.no_grad()
 @pytest.mark.parametrize("name", squares)
 def test_resized_positions_are_those_of_the_patches_alone(name):
-    """Square grids are recognised without the model's; tokens before the patches keep their entries."""
-    tensors = theirs(name)
+    """Square grids are recognised without the model's; tokens before the patches keep their own.
+
+    The line says which tokens are taken to have no position: their number alone shows it.
+    """
+    tensors = native_tensors(theirs(name))
     model, same = ours(name, (3, 7)), ours(name)
-    report = start_from(model, native_tensors(tensors), PATH, None)
-    start_from(same, native_tensors(tensors), PATH, None)
+    report = start_from(model, tensors, PATH, None)
+    start_from(same, tensors, PATH, None)
     before = model.num_prefix_tokens
-    # The line says which tokens are taken to have no position: the number of them alone shows it.
-    lacking = {"all": [], "class and patches": ["reg_token"], "patches": ["cls_token", "reg_token"]}
-    lacking = [key for key in lacking[LAYOUTS[name]["positions"]] if key in native_tensors(tensors)]
-    without = f" without {', '.join(lacking)}" if lacking else ""
-    assert report.resized == [f"pos_embed 5×5{without} → 3×7"]
+    lacking = {"all": [], "class and patches": ["reg_token"],
+               "patches": ["cls_token", "reg_token"]}[LAYOUTS[name]["positions"]]
+    without = ", ".join(key for key in lacking if key in tensors)
+    assert report.resized == [f"pos_embed 5×5{without and f' without {without}'} → 3×7"]
     assert torch.equal(model.pos_embed[:, :before], same.pos_embed[:, :before])
     # In the checkpoint the patches' entries come last, after any others.
     image = tensors["pos_embed"][:, -25:].float().mT.unflatten(2, (5, 5))
     expected = F.interpolate(image, (3, 7), mode="bicubic", antialias=True).flatten(2).mT
     torch.testing.assert_close(model.pos_embed[:, before:].float(), expected, rtol=0, atol=1e-6)
-    again = ours(name, (7, 2))
-    start_from(again, same.state_dict(), PATH, same.grid)
-    assert torch.equal(again.pos_embed[:, :before], same.pos_embed[:, :before])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -216,17 +215,15 @@ def test_resized_positions_are_those_of_the_patches_alone(name):
 
 
 def test_what_belongs_to_pretraining_is_dropped_and_named():
-    pretraining = {"mask_token": torch.zeros(1, WIDTH), "decoder_embed.weight": torch.zeros(3, WIDTH),
-                   "decoder_blocks.0.norm1.weight": torch.zeros(3), "decoder_pos_embed":
-                   torch.zeros(1, 26, 3), "decoder_pred.bias": torch.zeros(5)}
-    tensors, model = theirs("DeiT-III"), ours("DeiT-III")
-    load_exactly(model, native_tensors(tensors | pretraining), PATH)
-    report = start_from(ours("DeiT-III"), native_tensors(tensors | pretraining), PATH, None)
-    assert report.dropped == list(pretraining)
-    plain = ours("DeiT-III")
+    tensors, plain, model = theirs("DeiT-III"), ours("DeiT-III"), ours("DeiT-III")
     load_exactly(plain, native_tensors(tensors), PATH)
-    assert all(torch.equal(value, plain.state_dict()[key])
-               for key, value in model.state_dict().items())
+    pretraining = {name: torch.zeros(1, 26, WIDTH) for name in (
+        "mask_token", "decoder_embed.weight", "decoder_blocks.0.norm1.weight",
+        "decoder_pos_embed", "decoder_pred.bias")}
+    load_exactly(model, native_tensors(tensors | pretraining), PATH)
+    assert_identical(model.state_dict(), plain.state_dict())
+    report = start_from(model, native_tensors(tensors | pretraining), PATH, None)
+    assert report.dropped == list(pretraining)
 
 
 @pytest.mark.parametrize("head", ["none", "other classes"])
@@ -251,13 +248,11 @@ def test_a_new_classifier_may_follow_another_norm(head):
 def test_registers_may_be_added():
     tensors = drawn_tensors(grid=(5, 5), positions="all", read="class")
     model = ours("DINOv2 with registers")
-    own = snapshot(model)
+    own, positions = snapshot(model), tensors["pos_embed"]
     report = start_from(model, tensors, PATH, None)
-    assert report.kept == ["reg_token"]
-    assert torch.equal(model.reg_token, own["reg_token"])
-    assert torch.equal(model.pos_embed[:, :1], tensors["pos_embed"][:, :1])
-    assert torch.equal(model.pos_embed[:, 1:6], own["pos_embed"][:, 1:6])
-    assert torch.equal(model.pos_embed[:, 6:], tensors["pos_embed"][:, 1:])
+    assert report.kept == ["reg_token"] and torch.equal(model.reg_token, own["reg_token"])
+    assert torch.equal(model.pos_embed, torch.cat([
+        positions[:, :1], own["pos_embed"][:, 1:6], positions[:, 1:]], dim=1))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -267,20 +262,14 @@ def test_registers_may_be_added():
 
 def refusal(load, model: nn.Module, tensors: dict[str, Tensor]) -> str:
     """The one-line error for the checkpoint; also checks that the model has not changed."""
-    before = snapshot(model)
-    arguments = (None,) if load is start_from else ()
-    with pytest.raises(CheckpointError) as caught:
-        load(model, native_tensors(tensors), PATH, *arguments)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    message = str(caught.value)
-    assert message.startswith(f"{PATH}: ") and "\n" not in message
+    before, grid = snapshot(model), (None,) * (load is start_from)
+    message = refused(CheckpointError, load, model, native_tensors(tensors), PATH, *grid)
+    assert_identical(model.state_dict(), before)
+    assert message.startswith(f"{PATH}: ")
     return message
 
 
-both_loads = pytest.mark.parametrize("load", [start_from, load_exactly])
-
-
-@both_loads
+@pytest.mark.parametrize("load", [start_from, load_exactly])
 def test_a_tensor_on_one_side_only_is_one_line_that_names_it(load):
     for stranger in ("norm_pre.weight", "blocks.1.attn.q_norm.weight", "blocks.0.gamma_1_1",
                      "blocks.0.attn.relative_position_bias_table", "rope.periods"):

@@ -55,6 +55,7 @@ with interruption.StopRequest():
 
 
 def test_a_second_ctrl_c_ends_the_program_at_once():
-    result = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True,
+                            timeout=120)
     assert result.returncode == 128 + signal.SIGINT and result.stdout == "on\non\n"
     assert result.stderr == "ended at once by a second Ctrl-C\n"

@@ -62,7 +62,8 @@ def test_on_a_terminal_one_line_is_rewritten_and_erased(capsys, monkeypatch):
     monkeypatch.setattr(metrics.sys.stderr, "isatty", lambda: True)
     with ProgressBar("decode", 3) as bar:
         list(bar.over("abc"))
-    assert capsys.readouterr() == ("", "decode: 1/3, 2 s left\x1b[K\rdecode: 2/3, 1 s left\x1b[K\r\x1b[K")
+    assert capsys.readouterr().err == (
+        "decode: 1/3, 2 s left\x1b[K\rdecode: 2/3, 1 s left\x1b[K\r\x1b[K")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -89,6 +90,7 @@ def test_flops_are_those_of_the_products_that_the_formulas_name(reads):
                         input_pos_embed=reads == "content")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     each, of_positions = simple_vit_flops(25, 28, 20)
-    expected = 2 * 25 * 48 * 28 + each + 2 * 28 * 7 + of_positions / (1 if reads == "content" else 3)
-    assert training_flops(model, 3, (20, 20)) == pytest.approx(3 * expected)     # thrice, for one image
+    shared = of_positions / (1 if reads == "content" else 3)
+    expected = 2 * 25 * 48 * 28 + each + 2 * 28 * 7 + shared
+    assert training_flops(model, 3, (20, 20)) == pytest.approx(3 * expected)     # with backward
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

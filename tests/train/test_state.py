@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from optimisers import muon
+from refused import refused
 from same_run import assert_identical
 
 import vitinit
@@ -45,7 +46,7 @@ def step(state: TrainState, factor: float = 1.0) -> None:
 
 @pytest.mark.parametrize("factors", [[], [float("inf")], [1.0, float("inf"), 1.0]])
 def test_what_is_saved_comes_back_in_another_state_and_goes_on_alike(factors):
-    """Also before the first step, and where fp16 has skipped all of them, which makes moments of 0."""
+    """Also before the first step, and where fp16 has skipped all of them: moments of 0."""
     ours, theirs = fresh_state(0), fresh_state(1)
     for factor in factors:
         step(ours, factor)
@@ -68,14 +69,14 @@ def test_moments_take_the_memory_format_of_the_weights():
     step(ours), step(theirs)
     assert theirs.model.stem[0].weight.is_contiguous(memory_format=torch.channels_last)
     for parameter, values in theirs.optimizer.state.items():
-        assert all(value.stride() == parameter.stride() for key, value in values.items() if key != "step")
+        assert all(value.stride() == parameter.stride() for value in values.values() if value.ndim)
     for mine, other in zip(ours.model.parameters(), theirs.model.parameters()):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_checkpoint_of_something_else_is_one_line():
-    ours = fresh_state(0)
-    for state in (fresh_state(0, dim=13).state_dict(), ours.state_dict() | {"progress": {"epoch": 3}},
-                  ours.state_dict() | {"optimizer": []}, ours.state_dict() | {"ema": None}):
-        with pytest.raises(CheckpointError, match="^last.pt: is not of this run: [^\n]+$"):
-            fresh_state(1).load_state_dict(state, Path("last.pt"))
+    own = fresh_state(0).state_dict()
+    for state in (fresh_state(0, dim=13).state_dict(), own | {"progress": {"epoch": 3}},
+                  own | {"optimizer": []}, own | {"ema": None}):
+        line = refused(CheckpointError, fresh_state(1).load_state_dict, state, Path("last.pt"))
+        assert line.startswith("last.pt: is not of this run: ")

@@ -1,0 +1,16 @@
+"""The one line with which something is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def refused(kind: type[Exception], function: Callable, *arguments: Any, **options: Any) -> str:
+    """The message, of one line, of the error of this kind that the call raises."""
+    with pytest.raises(kind) as caught:
+        function(*arguments, **options)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
