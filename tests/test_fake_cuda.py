@@ -8,10 +8,10 @@ not do: its backward pass needs a driver, so that gradients are set by hand inst
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
 from functools import partial
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -51,22 +51,6 @@ AS_INPUT = dict(mean=IMAGENET_MEAN, std=IMAGENET_STD, channels_last=True)
 AUGMENTATION = Augmentation(0, (SIZE, SIZE), DEIT.augment, DEIT.rand_augment, DEIT.mix)
 
 
-class NoStream:
-    """Stands in for a CUDA stream and its events."""
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        pass
-
-    def record_event(self) -> NoStream:
-        return self
-
-    def wait_event(self, event: NoStream) -> None:
-        pass
-
-    def wait_stream(self, stream: NoStream) -> None:
-        pass
-
-
 @pytest.fixture
 def as_if_there_were_a_gpu(monkeypatch) -> None:
     # autocast and GradScaler would switch themselves off.
@@ -74,9 +58,8 @@ def as_if_there_were_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.amp.grad_scaler, "amp_definitely_not_available", lambda: False,
                         raising=False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *arguments, **options: True)
-    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
-    monkeypatch.setattr(torch.cuda, "current_stream", NoStream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    for name in ("Stream", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
 
 
 def build(name: str, device: torch.device) -> nn.Module:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import pytest
 import torch
 from same_run import assert_same_run, checkpoint, rows_of
 

@@ -29,10 +29,6 @@ def draws_of(*, seed=3, augment={}, **rand_augment) -> Augmentation:
                         replace(RAND_AUGMENT, **rand_augment), MIX)
 
 
-def keys_of(*, epoch=5, first=0, count=53, repeat=0) -> list[SampleKey]:
-    return [SampleKey(epoch, index, repeat) for index in range(first, first + count)]
-
-
 def views(draws: Augmentation, keys: list[SampleKey]) -> list[View]:
     return [view_of(draws, key, 101, 103) for key in keys]
 
@@ -124,7 +120,7 @@ def test_every_crop_of_every_shape_becomes_a_view():
 
 
 def test_flips_erasing_and_interpolations_come_at_their_rates_and_leave_the_crop_alone():
-    keys = keys_of(count=3001)
+    keys = [SampleKey(5, index) for index in range(3001)]
     reference = views(draws_of(), keys)
     for rate in (0.0, 0.3, 1.0):
         drawn = views(draws_of(augment=dict(flip=rate, interpolation="random")), keys)

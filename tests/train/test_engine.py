@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import signal
 from typing import NamedTuple
 
 import numpy as np
@@ -12,19 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from optimisers import adamw
-from same_run import assert_identical
 
 import vitinit
 from vitinit.data.mix import smooth_one_hot
 from vitinit.data.sampler import BatchPlan
-from vitinit.messages import OneLineError
 from vitinit.train import metrics
 from vitinit.train.distributed import Processes
-from vitinit.train.state import Ema
 from vitinit.train.engine import evaluate, read_losses, train_epochs
-from vitinit.train.interruption import Interrupted, StopRequest
+from vitinit.train.interruption import StopRequest
 from vitinit.train.metrics import Diverged, Progress
-from vitinit.train.state import TrainState
+from vitinit.train.state import Ema, TrainState
 
 CPU = torch.device("cpu")
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=CPU)
@@ -195,41 +191,6 @@ def test_a_loss_that_is_not_finite_is_told_by_its_step_before_the_weights():
         state = state_of(small_model())
         with pytest.raises(Diverged, match="the loss of step 2 is nan"):
             train(state, steps, save_every=save_every, save=lambda: read_losses(state, ALONE))
-
-
-@pytest.mark.parametrize("name, ending", [("vit_tiny", "broken data"),
-                                          ("convmixer_256_8", "signal")])
-def test_what_ends_training_leaves_the_state_between_two_steps_to_the_bit(name, ending,
-                                                                          stop_before):
-    """BatchNorm's statistics, the moving average and the loss scale included."""
-    def fresh() -> TrainState:
-        model = small_model(name)
-        return state_of(model, ema=Ema(model, decay=0.8, warmup=True),
-                        scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1))
-
-    def broken():
-        yield from batches()[:2]
-        raise OneLineError("image 7")
-    expected, state = fresh(), fresh()
-    train(expected, batches()[:2], size=4)
-    with pytest.raises((OneLineError, Interrupted), match="image 7|stopped by SIGTERM"):
-        train(state, broken() if ending == "broken data" else batches(), size=4,
-              stop=stop_before(2) if ending == "signal" else None)
-    read_losses(state, ALONE)
-    assert_identical(state.state_dict(), expected.state_dict())
-    assert state.progress.step == 2 and state.progress.loss_sum > 0
-
-
-def test_checkpoints_are_saved_when_due_with_complete_sums_and_epochs_end():
-    state, seen = state_of(small_model()), []
-
-    def save() -> None:
-        read_losses(state, ALONE)
-        seen.append((state.progress.step, state.progress.loss_sum))
-    train(state, batches(), save_every=2, save=save,
-          finish_epoch=lambda epoch: seen.append((epoch, state.progress.loss_sum)))
-    assert [step for step, _ in seen] == [2, 4, 1]
-    assert 0 < seen[0][1] < seen[1][1] < seen[2][1]
 
 
 # ---------------------------------------------------------------------------------------------
