@@ -24,23 +24,21 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C during the imports prints no traceback
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from vitinit.command_line import Parser, run_program
-from vitinit.data.augment import ToDevice
+from vitinit.command_line import Parser, file_to_write, run_program
 from vitinit.data.datasets import DATA_SETS, EVAL_SETS, download, imagenet_wnids, is_wnid
 from vitinit.data.images import DataError
-from vitinit.data.loader import EvalViews, start_fork_server
+from vitinit.data.loader import start_fork_server
 from vitinit.data.pipeline import EvaluationBatches
-from vitinit.data.sources import Source, class_indices, oriented
+from vitinit.data.sources import Source, class_indices
 from vitinit.recipe.files import RecipeError, overrides, with_data
 from vitinit.recipe.values import nearest
-from vitinit.runs.data import EvaluatedSet, own_set
+from vitinit.runs.data import EvaluatedSet, evaluation_batches, own_set
 from vitinit.runs.report import Finding, report
 from vitinit.runs.saved import Saved, add_options, open_saved
 from vitinit.train import distributed
@@ -77,14 +75,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="evaluate on the images that each was trained on; with --data, too")
     parser.add_argument("--data-dir", help="data.root: folder of the recipe's own data set")
     add_options(parser, EVALUATION_KEYS)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON to this file")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE",
+                        help="write the JSON to this file")
     parser.add_argument("--per-class", action="store_true", help="print top-1 of every class")
     args = parser.parse_args(arguments)
     if args.data and args.data_dir is not None and not args.train_images:
         raise RecipeError(f"--data-dir {args.data_dir}: the folder of the recipe's own data set, "
                           "which --data replaces; expected one of the two")
-    if args.json and (os.path.isdir(args.json) or not os.path.isdir(args.json.parent)):
-        raise RecipeError(f"--json {args.json}: expected a file in a folder that exists")
     return args
 
 
@@ -182,19 +179,13 @@ def batches_of(source: Source, saved: Saved, made: dict[tuple, EvaluationBatches
     made: the batches of the set that earlier checkpoints took, by how they are made; those of this
     one are added. What fits in data.on_device_gib or eval.cache_gib is so decoded only once.
     """
-    data, how = saved.recipe.data, saved.recipe.eval
-    view = dict(size=saved.size, crop_pct=how.crop_pct, interpolation=how.interpolation)
-    prepare = ToDevice(processes.device, mean=data.mean, std=data.std,
-                       channels_last=saved.recipe.engine.channels_last)
-    key = (*view.values(), data.apply_exif_orientation, how.batch_size)
-    if key not in made:
-        views = EvalViews(oriented(source, data.apply_exif_orientation), **view,
-                          rank=processes.rank, world_size=processes.world_size)
-        made[key] = EvaluationBatches(views, prepare, batch_size=how.batch_size,
-                                      workers=data.workers, on_device_gib=data.on_device_gib,
-                                      cache_gib=how.cache_gib)
-    made[key].prepare = prepare
-    return made[key]
+    recipe = saved.recipe
+    own = evaluation_batches(recipe, source, saved.size, processes.device, rank=processes.rank,
+                             world_size=processes.world_size)
+    batches = made.setdefault((saved.size, recipe.eval.crop_pct, recipe.eval.interpolation,
+                               recipe.data.apply_exif_orientation, recipe.eval.batch_size), own)
+    batches.prepare = own.prepare
+    return batches
 
 
 def main(arguments: list[str] | None = None) -> int:

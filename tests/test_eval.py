@@ -283,7 +283,7 @@ WRONG = [                   # arguments after a run's folder, part of the error 
     (["--image-size", "8,0"], "the image size is [8, 0], expected an integer or a list of 2"),
     (["--image-size", "big"], "--image-size: big: expected a number of pixels, such as 288, or"),
     (["--image-size", "10"], "last.pt at 10×10: patches of 4×4 pixels do not tile an image"),
-    (["--json", "."], "--json .: expected a file in a folder that exists"),
+    (["--json", "."], "--json: .: expected a file in a folder that exists"),
     (["nowhere.pt"], "nowhere.pt: no such checkpoint"),
 ]
 

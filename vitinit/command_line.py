@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from .messages import OneLineError, in_brief, one_line
@@ -38,17 +40,25 @@ class Parser(argparse.ArgumentParser):
         raise RecipeError(message + hint)
 
 
-def integer(minimum: int, below: int = 2**31) -> Callable[[str], int]:
-    """A `type` for add_argument: an integer with minimum ≤ value < below."""
-    return _number_within(int, dict(minimum=minimum, below=below))
-
-
-def real(**bounds: float) -> Callable[[str], float]:
+def number_within(kind: type, **bounds: float) -> Callable[[str], Any]:
     """A `type` for add_argument: a finite number. bounds: minimum, above, maximum or below.
 
     The bounds mean the same as those of recipe keys; `above` and `below` are exclusive.
     """
-    return _number_within(float, bounds)
+    def parse(text: str) -> Any:
+        try:
+            return convert(kind(text), kind, bounds)
+        except (ValueError, TypeError):              # not a number, or NaN or infinity
+            raise argparse.ArgumentTypeError(f"{text}: expected {describe(kind, bounds)}") from None
+    return parse
+
+
+real = partial(number_within, float)
+
+
+def integer(minimum: int, below: int = 2**31) -> Callable[[str], int]:
+    """A `type` for add_argument: an integer with minimum ≤ value < below."""
+    return number_within(int, minimum=minimum, below=below)
 
 
 def one_of(words: Collection[str]) -> Callable[[str], str]:
@@ -60,14 +70,11 @@ def one_of(words: Collection[str]) -> Callable[[str], str]:
     return parse
 
 
-def _number_within(kind: type, bounds: dict[str, float]) -> Callable[[str], Any]:
-    """A `type` for add_argument: a number of this kind, within the bounds."""
-    def parse(text: str) -> Any:
-        try:
-            return convert(kind(text), kind, bounds)
-        except (ValueError, TypeError):              # not a number, or NaN or infinity
-            raise argparse.ArgumentTypeError(f"{text}: expected {describe(kind, bounds)}") from None
-    return parse
+def file_to_write(text: str) -> Path:
+    """A `type` for add_argument: a path at which a file can be written, perhaps in place of one."""
+    if os.path.isdir(text) or not os.path.isdir(os.path.dirname(text) or "."):
+        raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that exists")
+    return Path(text)
 
 
 # ---------------------------------------------------------------------------------------------

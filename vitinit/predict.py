@@ -19,18 +19,16 @@ import argparse
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .command_line import Parser, integer, run_program
+from .command_line import Parser, file_to_write, integer, run_program
 from .data.images import DataError
-from .data.sources import images_below, in_words
+from .data.sources import images_in
 from .figures.sheet import Tile, attended, draw_sheet, require_attention
 from .messages import one_line
 from .runs.start import as_input
@@ -71,13 +69,9 @@ def images_of(arguments: Sequence[str]) -> list[str]:
     """
     paths = []
     for argument in arguments:
-        left_out: Counter[str] = Counter()
         if not os.path.exists(argument):
             raise DataError(f"{argument}: no such file or folder")
-        found = images_below(argument, left_out) if os.path.isdir(argument) else [argument]
-        line = in_words(left_out, argument)
-        if not found:
-            raise DataError(f"{argument}: no images in it{line and '; '}{line}")
+        found, line = images_in(argument) if os.path.isdir(argument) else ([argument], "")
         if line:
             print(f"vitinit.predict: {line}", file=sys.stderr, flush=True)
         paths += found
@@ -159,23 +153,20 @@ def predict(trained: Trained, paths: Sequence[str], args: argparse.Namespace) ->
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; RecipeError for files that cannot be written."""
+    """Parse the command line; RecipeError for options that do not go together."""
     parser = Parser(prog="python -m vitinit.predict", description=__doc__)
     add_run(parser)
     parser.add_argument("images", nargs="+", metavar="IMAGE|FOLDER")
     parser.add_argument("--top", type=integer(1), default=5, help="classes per image (5)")
-    parser.add_argument("--json", type=Path, metavar="FILE",
+    parser.add_argument("--json", type=file_to_write, metavar="FILE",
                         help="write one JSON object per image and line")
-    parser.add_argument("--sheet", type=Path, metavar="FILE.png",
+    parser.add_argument("--sheet", type=file_to_write, metavar="FILE.png",
                         help=f"draw a contact sheet of at most {SHEET} images, evenly chosen")
     parser.add_argument("--attention", action="store_true",
                         help="add to the sheet what the model attends to")
     args = parser.parse_args(arguments)
     if args.attention and args.sheet is None:
         parser.error("--attention is drawn on a contact sheet; give --sheet FILE.png, too")
-    for flag, file in (("json", args.json), ("sheet", args.sheet)):
-        if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            parser.error(f"--{flag} {file}: expected a file in a folder that exists")
     return args
 
 

@@ -7,6 +7,7 @@ All random numbers were drawn before (draw.py) and come with the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,8 +116,9 @@ class TrainToDevice(ToDevice):
     """
 
     def __init__(self, device: torch.device, augmentation: Augmentation, *, num_classes: int,
-                 mean: Sequence[float], std: Sequence[float], channels_last: bool) -> None:
-        super().__init__(device, mean=mean, std=std, channels_last=channels_last)
+                 **as_input: Any) -> None:
+        """as_input: mean, std and channels_last, as of `ToDevice`."""
+        super().__init__(device, **as_input)
         self.augmentation, self.num_classes = augmentation, num_classes
         self.chunk = CPU_CHUNK if device.type == "cpu" else 2**62        # pixels at once
         self.fill = torch.tensor(augmentation.rand_augment.fill, dtype=torch.uint8, device=device)

@@ -28,7 +28,6 @@ from torchvision.datasets import (CIFAR10, CIFAR100, STL10, SVHN, Flowers102, Fo
                                   OxfordIIITPet, VisionDataset)
 
 from ..messages import in_brief
-from . import shapes
 from .images import DataError
 from .sources import ImageFiles, ImageFolder, ImagesInMemory, Source, class_folders, folder_of
 
@@ -164,6 +163,12 @@ def list_pets(root: Path, split: str) -> ImageFiles:
                       [breeds[label] for label in sorted(breeds)])
 
 
+def draw_shapes(root: Path, split: str) -> ImagesInMemory:
+    """The embedded data set, which needs no folder."""
+    from . import shapes                             # which only its own runs need
+    return ImagesInMemory(*shapes.make_split(split), shapes.CLASSES)
+
+
 @dataclass(frozen=True)
 class DataSet:
     """What is known about a data set.
@@ -182,8 +187,7 @@ class DataSet:
 
 
 DATA_SETS: dict[str, DataSet] = {
-    "shapes": DataSet(lambda _, split: ImagesInMemory(*shapes.make_split(split), shapes.CLASSES),
-                      "nothing", 10),
+    "shapes": DataSet(draw_shapes, "nothing", 10),
     "image_folder": DataSet(
         open_folder, "train/<class>/… and val/<class>/… or test/<class>/…; or <class>/… alone",
         None),

@@ -179,7 +179,7 @@ class EvaluationBatches:
 
     def __init__(self, views: EvalViews, prepare: ToDevice, *, batch_size: int, workers: int,
                  on_device_gib: float = 0.0, cache_gib: float = 0.0) -> None:
-        self.prepare, self.batch_size = prepare, batch_size
+        self.views, self.prepare, self.batch_size = views, prepare, batch_size
         self.nbytes = len(views) * 3 * views.size[0] * views.size[1]
         places = [(prepare.device, on_device_gib), (torch.device("cpu"), cache_gib)]
         # Where they are stored; None: nowhere.

@@ -59,6 +59,18 @@ def images_below(folder: str | Path, left_out: Counter[str]) -> list[str]:
     return [os.path.join(parent, name) for parent in sorted(found) for name in found[parent]]
 
 
+def images_in(folder: str | Path) -> tuple[list[str], str]:
+    """The paths of the images anywhere under `folder`, and a line on what is left out, or "".
+
+    Raises DataError if there is no image.
+    """
+    paths = images_below(folder, left_out := Counter())
+    line = in_words(left_out, folder)
+    if not paths:
+        raise DataError(f"{folder}: no images in it{line and '; '}{line}")
+    return paths, line
+
+
 def suffix_of(name: str) -> str:
     """The suffix of a file's name in lower case, or "without suffix"."""
     return os.path.splitext(name)[1].lower() or "without suffix"
@@ -158,9 +170,9 @@ class ImageFolder(ImageFiles):
         for label, name in enumerate(classes):
             found = images_below(folder / name, left_out)
             if not found:
-                raise DataError("; ".join(filter(None, [
-                    f"{folder / name}: no image in this class; expected files ending in "
-                    f"{', '.join(EXTENSIONS)}", in_words(left_out, folder)])))
+                line = in_words(left_out, folder)
+                raise DataError(f"{folder / name}: no image in this class; expected files ending "
+                                f"in {', '.join(EXTENSIONS)}{line and '; '}{line}")
             paths += found
             labels += [label] * len(found)
         super().__init__(paths, labels, classes)
@@ -174,10 +186,7 @@ class LooseImages(ImageFiles):
     """
 
     def __init__(self, folder: Path, count: int) -> None:
-        paths = images_below(folder, left_out := Counter())[:count]
-        if not paths:
-            raise DataError("; ".join(filter(None, [f"{folder}: no images in it",
-                                                    in_words(left_out, folder)])))
+        paths = images_in(folder)[0][:count]
         super().__init__(paths, np.zeros(len(paths)), [""])
 
 

@@ -17,8 +17,7 @@ from ..runs.groups import Group, experiment
 from .plot import FigureError, add_legend, looks_of, pyplot, save
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    import matplotlib
 
 POINTS = 400                    # points per line, at most; longer lines average neighbours
 QUANTITIES = {"loss": "training loss", "lr": "learning rate", "grad_norm": "gradient norm"}
@@ -73,7 +72,8 @@ def band(group: Group, look: tuple, by_seed: Sequence[Mapping[int, float]]) -> B
     shared = [place for place in by_seed[0] if all(place in values for values in by_seed)]
     values = torch.tensor([[values[place] for place in shared] for values in by_seed],
                           dtype=torch.float64)
-    return Band(named(group), *look, torch.tensor(shared), values)
+    label = f"{group.label} ({len(by_seed)} seed{'s' * (len(by_seed) > 1)})"
+    return Band(label, *look, torch.tensor(shared), values)
 
 
 def draw_curves(out: Path, groups: Sequence[Group]) -> None:
@@ -151,7 +151,7 @@ def looks(groups: Sequence[Group]) -> list[tuple]:
     return looks_of([next(iter(group.runs.values())).keys["init.name"] for group in groups])
 
 
-def finish(figure: Figure, out: Path, groups: Sequence[Group], heading: str, *,
+def finish(figure: matplotlib.figure.Figure, out: Path, groups: Sequence[Group], heading: str, *,
            spread: str = "band") -> None:
     """Add grids, the legend and a heading, which names the bands or bars if there are any; save."""
     if any(len(group.runs) > 1 for group in groups):
@@ -164,12 +164,7 @@ def finish(figure: Figure, out: Path, groups: Sequence[Group], heading: str, *,
     save(figure, out)
 
 
-def named(group: Group) -> str:
-    """A group's name in the legend, such as "impulse (3 seeds)"."""
-    return f"{group.label} ({len(group.runs)} seed{'s' * (len(group.runs) > 1)})"
-
-
-def draw_band(axis: Axes, one: Band) -> None:
+def draw_band(axis: matplotlib.axes.Axes, one: Band) -> None:
     """Draw the mean over seeds as a line and, of two or more, the range as an area."""
     axis.plot(one.across, one.values.mean(0), color=one.colour, linestyle=one.line,
               label=one.label, marker="." if len(one.across) < 20 else None)    # marked one by one

@@ -14,6 +14,7 @@ on the image. The page shows the mean over channels, whose weights have both sig
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,10 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[
                           "every patch of every image")
     signed = isinstance(model, MlpMixer)
     inputs, grids, levels, images = as_input(views, recipe), block_grids(model), [], []
+    # Over channels: (B, C, N, N) → (B, 1, N, N).
+    summarise = partial(torch.mean, dim=1, keepdim=True) if signed else None
     for image in inputs.split(1):
-        matrices = mixing_matrices(model, image, summarise=mean_over_channels if signed else None)
+        matrices = mixing_matrices(model, image, summarise=summarise)
         blocks = [block_view(matrices[block][0], grid, signed) for block, grid in enumerate(grids)]
         levels += [part for part, _ in blocks]
         images.append({"blocks": [view for _, view in blocks],
@@ -100,11 +103,6 @@ def model_view(subject: Subject, views: Tensor) -> tuple[list[np.ndarray], dict[
         "name": subject.state, "recipe": recipe.name, "signed": signed, "masses": masses,
         "grids": grids, "prefix": prefix_tokens(model), "images": images,
         "classes": list(subject.classes or (f"class {n}" for n in range(model.num_classes)))}
-
-
-def mean_over_channels(matrices: Tensor) -> Tensor:
-    """(B, C, N, N) → (B, 1, N, N)"""
-    return matrices.mean(dim=1, keepdim=True)
 
 
 def prefix_tokens(model: nn.Module) -> list[str]:

@@ -20,10 +20,7 @@ from ..messages import OneLineError, in_brief
 from ..train.checkpoint import written_atomically
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
-    from matplotlib.image import AxesImage
+    import matplotlib
 
 # Each init has one colour and one line in every picture, here and in the lessons. The colours are
 # those of Okabe and Ito.
@@ -65,7 +62,7 @@ def pyplot() -> ModuleType:
     return plt
 
 
-def save(figure: Figure, out: Path, dpi: int = DPI, *,
+def save(figure: matplotlib.figure.Figure, out: Path, dpi: int = DPI, *,
          few_colours: Literal["", "flat", "dithered"] = "") -> None:
     """Write a figure as a PNG file and close it, since pyplot would keep it in memory otherwise.
 
@@ -106,14 +103,15 @@ def looks_of(inits: Sequence[str]) -> list[tuple]:
     return looks
 
 
-def add_legend(figure: Figure, handles: dict) -> None:
+def add_legend(figure: matplotlib.figure.Figure, handles: dict) -> None:
     """Add a legend below the panels, where it hides nothing. handles: label → line."""
     columns = int(figure.get_figwidth() / (LETTER * max(map(len, handles)) + 0.6))
     figure.legend(handles.values(), handles, loc="outside lower center", fontsize=8,
                   ncols=min(max(columns, 1), 4))
 
 
-def draw_heat(axis: Axes, image: Tensor, heat: Tensor, scale: Normalize) -> AxesImage:
+def draw_heat(axis: matplotlib.axes.Axes, image: Tensor, heat: Tensor,
+              scale: matplotlib.colors.Normalize) -> matplotlib.image.AxesImage:
     """Draw heat (rows, columns) over an image (3, H, W) uint8 in grey; return the heat's layer."""
     height, width = image.shape[1:]
     extent = (0, width, height, 0)                   # the same for both layers

@@ -14,18 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ..compare import origin, paired, report, t_interval
-from ..data.augment import ToDevice
 from ..data.images import DataError
-from ..data.loader import EvalViews
-from ..data.pipeline import EvaluationBatches
-from ..data.sources import oriented
 from ..messages import OneLineError
 from ..recipe.files import load_recipe, with_data
 from ..recipe.values import to_toml
-from ..runs.data import own_set
+from ..runs.data import evaluation_batches, own_set
 from ..runs.groups import Group, finished_runs, group_runs
 from ..runs.records import Run, read_runs
 from ..runs.saved import open_saved
@@ -150,18 +145,15 @@ def facts(run: Run) -> list[tuple[str, str]]:
             found += [(f"{words}, last", f"{values[-1]:.2f} %"),
                       (f"{words}, best epoch", f"{max(values):.2f} %")]
     if run.rows:
-        rows = run.rows
-        minutes, seconds = divmod(round(sum(row["seconds"] for row in rows)), 60)
-        known = {key: [row[key] for row in rows if row[key] is not None]
-                 for key in ("images_per_second", "waiting", "peak_memory_gib")}
+        minutes, seconds = divmod(round(sum(row["seconds"] for row in run.rows)), 60)
         found.append(("training", f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else
                       f"{minutes} min {seconds:02} s"))
-        for key, words, form in (("images_per_second", "images/s, median", "{:,.0f}"),
-                                 ("waiting", "waiting for data", "{:.0%}"),
-                                 ("peak_memory_gib", "peak memory", "{:.2f} GiB")):
-            if known[key]:
-                value = max(known[key]) if "peak" in words else statistics.median(known[key])
-                found.append((words, form.format(value).replace("%", " %")))
+    for key, words, form, summarise in (
+            ("images_per_second", "images/s, median", "{:,.0f}", statistics.median),
+            ("waiting", "waiting for data", "{:.0%}", statistics.median),
+            ("peak_memory_gib", "peak memory", "{:.2f} GiB", max)):
+        if values := run.measured(key):
+            found.append((words, form.format(summarise(values)).replace("%", " %")))
     return found
 
 
@@ -181,14 +173,16 @@ def judge(path: Path, data_dir: str | None, images: int, weights: str) -> dict[s
     classes = list(source.classes)
     if list(saved.classes or classes) != classes or len(classes) != recipe.data.num_classes:
         raise DataError(f"{own}: its classes are not those of {saved.name}")
-    every = -(-len(source) // images)
-    views = EvalViews(oriented(source, recipe.data.apply_exif_orientation), rank=0,
-                      world_size=every, size=saved.size, crop_pct=recipe.eval.crop_pct,
-                      interpolation=recipe.eval.interpolation)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = saved.model(weights).eval().to(device)
-    shares, guesses = map(torch.cat, zip(*predictions(model, views, recipe, device, saved.name)))
-    labels = torch.from_numpy(views.labels)                              # (n,)
+    model, found = saved.model(weights).eval().to(device), []
+    batches = evaluation_batches(recipe, source, saved.size, device,
+                                 world_size=-(-len(source) // images))
+    with ProgressBar(f"validate {saved.name}", len(batches)) as bar:
+        for inputs, of_images in bar.over(batches):
+            with autocast(device, recipe.engine.amp):
+                logits = model(inputs)                                   # (B, K)
+            found.append([part.cpu() for part in (*logits.float().softmax(1).max(1), of_images)])
+    shares, guesses, labels = map(torch.cat, zip(*found))                # (n,) each
     pairs, counts = (labels * len(classes) + guesses).unique(return_counts=True)
     wrong = (guesses != labels).nonzero()[:, 0]
     surest = wrong[shares[wrong].sort(descending=True, stable=True).indices[:MISTAKES]]
@@ -196,22 +190,6 @@ def judge(path: Path, data_dir: str | None, images: int, weights: str) -> dict[s
             "set": own.name, "parameters": sum(p.numel() for p in model.parameters()),
             "pairs": [[pair // len(classes), pair % len(classes), count]
                       for pair, count in zip(pairs.tolist(), counts.tolist())],
-            "mistakes": [{"source": as_png(views[index][0], SIDE), "truth": int(labels[index]),
-                          "guess": int(guesses[index]), "share": rounded(shares[index].item())}
-                         for index in surest.tolist()]}
-
-
-def predictions(model: nn.Module, views: EvalViews, recipe: Any, device: torch.device, name: str
-                ) -> list[tuple[Tensor, Tensor]]:
-    """For each batch the probability of the likeliest class, and its number: two (B,)."""
-    prepare = ToDevice(device, mean=recipe.data.mean, std=recipe.data.std,
-                       channels_last=recipe.engine.channels_last)
-    batches = EvaluationBatches(views, prepare, batch_size=recipe.eval.batch_size,
-                                workers=recipe.data.workers)
-    found = []
-    with ProgressBar(f"validate {name}", len(batches)) as bar:
-        for images, _ in bar.over(batches):
-            with autocast(device, recipe.engine.amp):
-                logits = model(images)                                   # (B, K)
-            found.append(tuple(part.cpu() for part in logits.float().softmax(1).max(1)))
-    return found
+            "mistakes": [{"source": as_png(batches.views[index][0], SIDE),
+                          "truth": int(labels[index]), "guess": int(guesses[index]),
+                          "share": rounded(shares[index].item())} for index in surest.tolist()]}

@@ -18,6 +18,8 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -219,11 +221,7 @@ def with_data(recipe: Recipe, **values: Any) -> Recipe:
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe as TOML, which `load_recipe` reads back as an equal recipe of another name."""
     lines = [f"version = {VERSION}"]
-    for title in SECTIONS:
-        body = plain(getattr(recipe, title))
-        options = {f"{title}.options": body.pop("options")} if "options" in body else {}
-        for header, table in ({title: body} | options).items():
-            lines += ["", f"[{header}]"]
-            for key, value in table.items():
-                lines.append(f"{key} = {to_toml(value)}")
+    keys = ((*key.rpartition(".")[::2], value) for key, value in recipe.keys.items())
+    for table, rows in groupby(keys, key=itemgetter(0)):
+        lines += ["", f"[{table}]", *(f"{key} = {to_toml(value)}" for _, key, value in rows)]
     return "\n".join(lines) + "\n"

@@ -107,13 +107,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def to_toml(value: Any) -> str:
-    """A value in TOML's notation."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)     # JSON's escapes are valid in TOML
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(to_toml, value))}]"
+    """A value in TOML's notation, which is JSON's but for tables; none may be in a list."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {to_toml(item)}" for key, item in value.items()) + "}"
-    return repr(value)
+    return json.dumps(value, ensure_ascii=False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from ..command_line import building
 from ..data.augment import ToDevice, TrainToDevice
 from ..data.datasets import DATA_SETS, EVAL_SETS, download, open_split
@@ -62,6 +64,22 @@ def own_set(data: DataSection) -> EvaluatedSet:
             EvaluatedSet(data.name, data.root))
 
 
+def evaluation_batches(recipe: Recipe, source: Source, size: tuple[int, int], device: torch.device,
+                       *, rank: int = 0, world_size: int = 1) -> EvaluationBatches:
+    """The images of a data set as the recipe evaluates its model on them, at this size.
+
+    rank, world_size: of the images, every `world_size`-th from number `rank` on is evaluated.
+    """
+    data, how = recipe.data, recipe.eval
+    views = EvalViews(oriented(source, data.apply_exif_orientation), rank=rank,
+                      world_size=world_size, size=size, crop_pct=how.crop_pct,
+                      interpolation=how.interpolation)
+    prepare = ToDevice(device, mean=data.mean, std=data.std,
+                       channels_last=recipe.engine.channels_last)
+    return EvaluationBatches(views, prepare, batch_size=how.batch_size, workers=data.workers,
+                             on_device_gib=data.on_device_gib, cache_gib=how.cache_gib)
+
+
 def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     """Open the data sets of the recipe and build the batches of this process.
 
@@ -78,8 +96,7 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
         if data.held_out_per_class:                  # validate on these; the test set stays unused
             val_set = open_held_out(data, whole_set)
         else:
-            val_set = oriented(open_split(data.name, data.root, "val", classes),
-                               data.apply_exif_orientation)
+            val_set = open_split(data.name, data.root, "val", classes)
 
     # Which images each step uses, and which of them this process loads.
     with processes.together(), building(f"recipe {recipe.name}", "optim"):
@@ -91,20 +108,13 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
     # How an image is augmented on its way to the model.
     augmentation = Augmentation(recipe.run.seed, data.image_size, augment, recipe.rand_augment,
                                 recipe.mix)
-    as_input = dict(mean=data.mean, std=data.std, channels_last=recipe.engine.channels_last)
-    prepare = TrainToDevice(processes.device, augmentation, **as_input, num_classes=classes)
+    prepare = TrainToDevice(processes.device, augmentation, mean=data.mean, std=data.std,
+                            channels_last=recipe.engine.channels_last, num_classes=classes)
     with (ProgressBar("decode", len(train_set), shown=processes.is_main) as bar,
           processes.together()):
         train_batches = TrainingBatches(train_set, sampler, prepare, workers=data.workers,
                                         budget_gib=0.0 if dry_run else data.on_device_gib,
                                         advance=bar.advance)
-
-    # How an image is evaluated.
-    views = EvalViews(val_set, rank=processes.rank, world_size=processes.world_size,
-                      size=data.image_size, crop_pct=recipe.eval.crop_pct,
-                      interpolation=recipe.eval.interpolation)
-    val_batches = EvaluationBatches(views, ToDevice(processes.device, **as_input),
-                                    batch_size=recipe.eval.batch_size, workers=data.workers,
-                                    on_device_gib=data.on_device_gib,
-                                    cache_gib=recipe.eval.cache_gib)
+    val_batches = evaluation_batches(recipe, val_set, data.image_size, processes.device,
+                                     rank=processes.rank, world_size=processes.world_size)
     return Data(whole_set, train_set, val_set, plan, train_batches, val_batches)

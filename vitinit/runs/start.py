@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,6 @@ from ..train.distributed import Processes
 from ..train.state import TrainState
 from .folder import RunFolder
 from .resume import RunLock
-
-if TYPE_CHECKING:                                    # a plain run does not import it
-    from ..train.distill import LearnFromTeacher
 
 INIT_IMAGES = 512               # training images that an init may read
 MASS_IMAGES = 64                # on which the mass on the init's targets is measured
@@ -197,9 +194,11 @@ def cautions(recipe: Recipe, data: Data) -> list[str]:
     return lines
 
 
-def rehearsal(recipe: Recipe, data: Data, state: TrainState, teacher: LearnFromTeacher | None
-              ) -> str:
-    """One forward pass, and what a dry run says of it, and of what the teacher's passes add."""
+def rehearsal(recipe: Recipe, data: Data, state: TrainState, teacher: Any) -> str:
+    """One forward pass, and what a dry run says of it, and of what the teacher's passes add.
+
+    teacher: a `LearnFromTeacher`, or None.
+    """
     with building(f"recipe {recipe.name}", "model"), torch.no_grad():
         images = next(iter(data.val_batches))[0][:data.plan.micro_batch_size]
         logits = state.model.eval()(images)
@@ -208,7 +207,7 @@ def rehearsal(recipe: Recipe, data: Data, state: TrainState, teacher: LearnFromT
             "was written")
 
 
-def teacher_cost(learning: LearnFromTeacher, images: Tensor) -> str:
+def teacher_cost(learning: Any, images: Tensor) -> str:
     """A line on what the teacher's pass over these images (B, 3, H, W) costs, with a line break."""
     model = learning.teacher.model
     with FlopCounterMode(display=False) as counter:

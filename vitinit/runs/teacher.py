@@ -14,6 +14,7 @@ import torchvision
 from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 
+from ..data.augment import IMAGENET_MEAN, IMAGENET_STD
 from ..data.datasets import imagenet_wnids
 from ..data.images import DataError
 from ..data.sources import class_indices
@@ -27,7 +28,6 @@ from .folder import read_checkpoint
 from .trained import load
 
 TORCHVISION = "torchvision:"
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class TeacherError(OneLineError):
