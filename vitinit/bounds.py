@@ -10,7 +10,6 @@ from dataclasses import field
 from typing import Any
 
 PAIR = tuple[int, int]          # (height, width); one integer stands for both
-COUNT = 2**31                   # counts must be less than this, so that they fit into a C integer
 TINIEST, LARGEST = 2.0**-149, 2.0**128      # the range of float32, in which training calculates
 
 
@@ -20,3 +19,13 @@ def number(**bounds: float) -> Any:
     In a list, every element must be within the bounds.
     """
     return field(metadata=bounds)
+
+
+def at_least(minimum: int) -> Any:
+    """A field, or a list, of whole numbers from `minimum` on that fit into a C integer."""
+    return number(minimum=minimum, below=2**31)
+
+
+def proportion() -> Any:
+    """A field of a number from 0 to 1, such as a probability."""
+    return number(minimum=0.0, maximum=1.0)

@@ -93,10 +93,11 @@ def random_kernel(kernel_size: int, *, generator: torch.Generator) -> Tensor:
 # ---------------------------------------------------------------------------------------------
 
 
-def shift_targets(offset: Offset, grid: tuple[int, int], *, circular: bool = False) -> Tensor:
-    """The index of each token's neighbour at `offset`, (N,); -1 where that is off the grid.
+def neighbours(offset: Offset, grid: tuple[int, int], *, circular: bool = False
+               ) -> tuple[Tensor, Tensor]:
+    """The tokens whose neighbour at `offset` is on the grid, and these neighbours: two (n,) int64.
 
-    circular: wrap around at the borders instead.
+    circular: wrap around at the borders instead, so that all tokens have one.
     """
     height, width = grid
     rows = torch.arange(height)[:, None] + offset[0]                     # (H, 1)
@@ -104,15 +105,13 @@ def shift_targets(offset: Offset, grid: tuple[int, int], *, circular: bool = Fal
     if circular:
         rows, columns = rows % height, columns % width
     inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
-    return torch.where(inside, rows * width + columns, -1).flatten()     # (N,)
+    return inside.flatten().nonzero()[:, 0], (rows * width + columns)[inside]
 
 
 def shift_matrix(offset: Offset, grid: tuple[int, int]) -> Tensor:
-    """The (N, N) matrix of the impulse at `offset`: 1 at each token's target, 0 elsewhere."""
-    targets = shift_targets(offset, grid)
-    rows = (targets >= 0).nonzero()[:, 0]
-    matrix = torch.zeros(len(targets), len(targets))
-    matrix[rows, targets[rows]] = 1.0
+    """The (N, N) matrix of the impulse at `offset`: 1 at each token's neighbour, 0 elsewhere."""
+    matrix = torch.zeros(grid[0] * grid[1], grid[0] * grid[1])
+    matrix[neighbours(offset, grid)] = 1.0
     return matrix
 
 
@@ -126,10 +125,8 @@ def convolution_matrix(kernel: Tensor, grid: tuple[int, int], *, circular: bool 
     centre = [(size - 1) // 2 for size in kernel.shape]
     for cell in product(*map(range, kernel.shape)):
         weight, offset = kernel[cell], (cell[0] - centre[0], cell[1] - centre[1])
-        targets = shift_targets(offset, grid, circular=circular)
-        rows = (targets >= 0).nonzero()[:, 0]
         # += because several cells of a kernel larger than a circular grid fall on the same entry.
-        matrix[rows, targets[rows]] += weight
+        matrix[neighbours(offset, grid, circular=circular)] += weight
     return matrix
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .filters import Offset, convolution_matrix, shift_targets
+from .filters import Offset, convolution_matrix, neighbours
 
 AT_ONCE = 8             # images per forward pass, whose attention matrices are all computed
 TINY = torch.finfo(torch.float32).tiny      # stands for values that have rounded to zero
@@ -219,9 +219,7 @@ def target_mass(weights: Tensor, offsets: Sequence[Offset], grid: tuple[int, int
     """
     patches, masses = shares_of_patches(weights, grid), []               # (..., h, cells, cells)
     for shares, offset in zip(patches.unbind(-3), offsets, strict=True):
-        targets = shift_targets(offset, grid).to(weights.device)
-        rows = (targets >= 0).nonzero()[:, 0]
-        masses.append(shares[..., rows, targets[rows]].mean())
+        masses.append(shares[..., *neighbours(offset, grid)].mean())
     return torch.stack(masses)
 
 
@@ -241,7 +239,6 @@ def by_offset(patches: Tensor, grid: tuple[int, int], radius: int) -> Tensor:
     kernel = []
     for down in range(-radius, radius + 1):
         for right in range(-radius, radius + 1):
-            targets = shift_targets((down, right), grid).to(patches.device)
-            rows = (targets >= 0).nonzero()[:, 0]
-            kernel.append(patches[..., rows, targets[rows]].sum(dim=-1) / max(len(rows), 1))
+            rows, targets = neighbours((down, right), grid)
+            kernel.append(patches[..., rows, targets].sum(dim=-1) / max(len(rows), 1))
     return torch.stack(kernel, dim=-1).unflatten(-1, (2 * radius + 1, 2 * radius + 1))

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..bounds import COUNT, number
+from ..bounds import at_least, number, proportion
 from ..keys import Stream, keyed_generator, keyed_generators
 from .images import NOWHERE, Box
 from .mix import UNMIXED, Mix
@@ -42,13 +42,13 @@ class Augment:
     A sample is erased in one box at most, as in timm.
     """
 
-    repeats: int = number(minimum=1, below=COUNT)   # repeated augmentation: views per image
+    repeats: int = at_least(1)                      # repeated augmentation: views per image
     crop_scale: tuple[float, float] = number(above=0.0, maximum=1.0)  # share of the image's area
     crop_ratio: tuple[float, float] = number(minimum=0.01, maximum=100.0)     # width over height
-    crop_padding: int = number(minimum=0, below=COUNT)  # black pixels on each side before the crop
-    flip: float = number(minimum=0.0, maximum=1.0)  # probability of a horizontal flip
+    crop_padding: int = at_least(0)                 # black pixels on each side before the crop
+    flip: float = proportion()                      # probability of a horizontal flip
     interpolation: Literal["bilinear", "bicubic", "random"]           # random: drawn per sample
-    erase_probability: float = number(minimum=0.0, maximum=1.0)
+    erase_probability: float = proportion()
     erase_area: tuple[float, float] = number(above=0.0, maximum=1.0)  # share of the image's area
     erase_ratio: tuple[float, float] = number(minimum=0.01, maximum=100.0)    # height over width
     erase_fill: Literal["pixel", "rand", "const"]   # noise per value, noise per channel, zeros

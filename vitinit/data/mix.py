@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..bounds import COUNT, number
+from ..bounds import at_least, number, proportion
 from .images import NOWHERE, Box
 
 
@@ -39,10 +39,10 @@ class Mix:
 
     mixup_alpha: float = number(minimum=0.0)        # λ ~ Beta(α, α); 0: no mixup
     cutmix_alpha: float = number(minimum=0.0)       # likewise
-    probability: float = number(minimum=0.0, maximum=1.0)         # that a group is mixed
-    switch_probability: float = number(minimum=0.0, maximum=1.0)  # of cutmix, where both are on
+    probability: float = proportion()               # that a group is mixed
+    switch_probability: float = proportion()        # of cutmix, where both are on
     label_smoothing: float = number(minimum=0.0, below=1.0)
-    group: int = number(minimum=2, below=COUNT)     # images per draw: even, divides global_batch
+    group: int = at_least(2)                        # images per draw: even, divides global_batch
 
     @property
     def mixes(self) -> bool:

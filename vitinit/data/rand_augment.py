@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..bounds import number
+from ..bounds import number, proportion
 from .operations import GROUP, affine, enhance, map_levels
 
 MAX_MAGNITUDE = 10.0            # the magnitude at which operations are strongest
@@ -68,7 +68,7 @@ class RandAugment:
     """
 
     layers: int = number(minimum=0, below=2**16)    # operations drawn per image
-    probability: float = number(minimum=0.0, maximum=1.0)  # that a drawn operation is applied
+    probability: float = proportion()               # that a drawn operation is applied
     magnitude: float = number(minimum=0.0, maximum=MAX_MAGNITUDE)     # mean of the magnitude
     magnitude_std: float = number(minimum=0.0, maximum=100.0)         # its standard deviation
     fill: tuple[int, int, int] = number(minimum=0, maximum=255)  # colour of pixels from outside

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..filters import Offset, shift_targets
+from ..filters import Offset, neighbours
 
 LAYERS = (                      # the layers of Q, K and V, one where they are packed, and proj
     ("qkv", "proj"),
@@ -73,9 +73,7 @@ class Block:
 
         Raises ValueError if the table does not have one row for it.
         """
-        targets = shift_targets(offset, self.window)                     # (n,)
-        queries = (targets >= 0).nonzero()[:, 0]
-        rows = self.bias_rows[queries, targets[queries]].unique()
+        rows = self.bias_rows[neighbours(offset, self.window)].unique()
         if len(rows) != 1:
             raise ValueError(f"the relative position bias has {len(rows)} rows for the offset "
                              f"{offset}, expected one")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..bounds import COUNT, LARGEST, PAIR, TINIEST, number
+from ..bounds import LARGEST, PAIR, TINIEST, at_least, number, proportion
 from ..data.draw import Augment
 from ..data.mix import Mix
 from ..data.rand_augment import RandAugment
@@ -36,17 +36,17 @@ class DataSection:
     name: Literal["shapes", "image_folder", "imagenet", "cifar10", "cifar100", "stl10", "svhn",
                   "food101", "flowers102", "pets", "tiny_imagenet"]
     root: str                                       # folder of the data set; "" for `shapes`
-    num_classes: int = number(minimum=0, below=COUNT)  # 0: as many as the data set has
+    num_classes: int = at_least(0)                  # 0: as many as the data set has
     subset: float = number(above=0.0, maximum=1.0)  # share of each class that is trained on
-    images_per_class: int = number(minimum=0, below=COUNT)  # number of images instead; 0: no limit
+    images_per_class: int = at_least(0)             # number of images instead; 0: no limit
     subset_seed: int = number(minimum=0, below=2**63)  # decides which images those are
-    held_out_per_class: int = number(minimum=0, below=COUNT)  # training images per class
+    held_out_per_class: int = at_least(0)           # training images per class
                                                     # to validate on instead; 0: the test set
-    image_size: PAIR = number(minimum=1, below=COUNT)  # (height, width) that the model takes
-    mean: tuple[float, float, float] = number(minimum=0.0, maximum=1.0)  # per channel, in [0, 1]
+    image_size: PAIR = at_least(1)                  # (height, width) that the model takes
+    mean: tuple[float, float, float] = proportion()  # per channel, in [0, 1]
     std: tuple[float, float, float] = number(minimum=TINIEST, below=LARGEST)
     apply_exif_orientation: bool                    # turn photographs upright; false: as stored
-    workers: int = number(minimum=0, below=COUNT)   # loader processes per training process
+    workers: int = at_least(0)                      # loader processes per training process
     on_device_gib: float = number(minimum=0.0)      # sets up to this size are stored on the device
 
 
@@ -56,10 +56,10 @@ class EvalSection:
 
     crop_pct: float = number(minimum=0.1, maximum=1.0)  # resize to image_size / crop_pct, then crop
     interpolation: Literal["bilinear", "bicubic"]
-    batch_size: int = number(minimum=1, below=COUNT)  # images per process and forward pass
+    batch_size: int = at_least(1)                   # images per process and forward pass
     cache_gib: float = number(minimum=0.0)          # views up to this size per process are decoded
                                                     # once and stored; 0: decoded every time
-    every_epochs: int = number(minimum=1, below=COUNT)  # the last epoch is always evaluated
+    every_epochs: int = at_least(1)                 # the last epoch is always evaluated
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ class EngineSection:
 class CheckpointSection:
     """When checkpoints are written, which are kept for good, and which is the best."""
 
-    every_epochs: int = number(minimum=1, below=COUNT)  # between two last.pt; also at the end
-    every_steps: int = number(minimum=0, below=COUNT)   # also within an epoch; 0: never
-    keep_epochs: tuple[int, ...] = number(minimum=0, below=COUNT)  # for good; 0: as initialised
+    every_epochs: int = at_least(1)                 # between two last.pt; also at the end
+    every_steps: int = at_least(0)                  # also within an epoch; 0: never
+    keep_epochs: tuple[int, ...] = at_least(0)      # for good; 0: as initialised
     best_by: Literal["val_top1", "val_loss", "ema_top1"]
 
 

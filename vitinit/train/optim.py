@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..bounds import COUNT, LARGEST, TINIEST, number
+from ..bounds import LARGEST, TINIEST, at_least, number, proportion
 
 LINEAR_SCALING_BATCH = 512      # base_lr is for this global batch (DeiT, arXiv 2012.12877, §6)
 
@@ -30,8 +30,8 @@ class Optim:
 
     name: Literal["adamw", "muon"]                  # muon: for the matrices of the blocks, and
                                                     # AdamW for all other weights
-    global_batch: int = number(minimum=1, below=COUNT)  # images per step, over all processes
-    max_batch_per_process: int = number(minimum=1, below=COUNT)  # most images per micro-batch
+    global_batch: int = at_least(1)                 # images per step, over all processes
+    max_batch_per_process: int = at_least(1)        # most images per micro-batch
     base_lr: float = number(above=0.0, below=LARGEST)
     lr_scaling: Literal["linear", "none"]           # linear: base_lr · global_batch / 512
     weight_decay: float = number(minimum=0.0, below=LARGEST)
@@ -60,9 +60,9 @@ class Schedule:
     """The learning rate over time, and for how long the run trains."""
 
     shape: Literal["cosine", "one_cycle"]           # one_cycle has its own warm-up, ⅖ of epochs
-    epochs: int = number(minimum=1, below=COUNT)                 # warm-up and decay together
-    cooldown_epochs: int = number(minimum=0, below=COUNT)        # further epochs at min_lr
-    warmup_epochs: int = number(minimum=0, below=COUNT)
+    epochs: int = at_least(1)                       # warm-up and decay together
+    cooldown_epochs: int = at_least(0)              # further epochs at min_lr
+    warmup_epochs: int = at_least(0)
     warmup_lr: float = number(minimum=0.0)          # where the warm-up starts; at most the peak
     min_lr: float = number(minimum=0.0)             # where the decay ends; at most the peak
     step_on: Literal["epoch", "update"]             # when the learning rate changes
@@ -81,7 +81,7 @@ class Distill:
                                 # of torch.export, or torchvision:NAME; "": none
     weights: str                # torchvision: the file of weights; a run: "model" or "ema"; or ""
     kind: Literal["hard", "soft"]                    # learn its decision, or its probabilities
-    alpha: float = number(minimum=0.0, maximum=1.0)  # the teacher's share of the loss
+    alpha: float = proportion()                     # the teacher's share of the loss
     tau: float = number(above=0.0, below=LARGEST)    # soft: the temperature of both
 
 
