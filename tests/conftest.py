@@ -150,16 +150,19 @@ def without_matplotlib(monkeypatch) -> None:
 
 
 @pytest.fixture
-def image_tree(tmp_path: Path) -> Path:
-    """train/ and val/: three classes of 17 and 7 noisy PNGs of 10×14 pixels that differ in hue."""
-    rng = np.random.default_rng(0)
+def image_tree(tmp_path: Path, request) -> Path:
+    """train/ and val/: three classes of 17 and 7 noisy PNGs that differ in hue.
+
+    They have 10×14 pixels, or as an indirect parameter says.
+    """
+    rng, size = np.random.default_rng(0), getattr(request, "param", (10, 14))
     root = tmp_path / "images"
     for split, count in (("train", 17), ("val", 7)):
         for channel, name in enumerate(("red", "green", "blue")):
             folder = root / split / name
             folder.mkdir(parents=True)
             for index in range(count):
-                pixels = rng.integers(0, 160, (10, 14, 3))
+                pixels = rng.integers(0, 160, (*size, 3))
                 pixels[..., channel] += 40
                 Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index:02}.png")
     return root

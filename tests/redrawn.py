@@ -10,11 +10,11 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def redraw(module: nn.Module, spread: float = 0.3) -> nn.Module:
-    """New values for all parameters and running statistics; in float64."""
+def redraw(module: nn.Module, spread: float = 0.3, first: int = 0) -> nn.Module:
+    """New values for all parameters and running statistics; in float64. first: of the seeds."""
     module.double()
     statistics = [(name, value) for name, value in module.named_buffers() if "running" in name]
-    for seed, (name, value) in enumerate([*module.named_parameters(), *statistics]):
+    for seed, (name, value) in enumerate([*module.named_parameters(), *statistics], first):
         values = drawn(*value.shape, seed=seed) * spread + (value.ndim == 1) * 0.5
         value.data.copy_(values.abs() + 0.1 if name.endswith("running_var") else values)
     return module

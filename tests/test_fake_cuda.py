@@ -133,10 +133,9 @@ def train(state: TrainState, steps: Iterable, amp: str, clip_norm: float,
 
 
 @pytest.mark.parametrize("name, amp, clip_norm, optimiser", [
-    ("vit_tiny", "off", 0.0, "adamw"), ("vit_tiny", "fp16", 1.0, "adamw"),
-    ("vit_tiny", "fp16", 0.0, "muon"), ("swin_tiny", "bf16", 1.0, "muon"),
-    ("mixer_s16", "bf16", 1.0, "adamw"), ("convmixer_256_8", "fp16", 0.0, "adamw"),
-    ("simple_vit", "bf16", 0.0, "adamw")])
+    ("vit_tiny", "fp16", 1.0, "adamw"), ("vit_tiny", "fp16", 0.0, "muon"),
+    ("swin_tiny", "bf16", 1.0, "muon"), ("mixer_s16", "bf16", 1.0, "adamw"),
+    ("convmixer_256_8", "fp16", 0.0, "adamw"), ("simple_vit", "off", 0.0, "adamw")])
 def test_a_step_mixes_up_no_device_and_waits_for_nothing(as_if_there_were_a_gpu, read, monkeypatch,
                                                          name, amp, clip_norm, optimiser):
     """From the loader's batches to the moving average. Reading the losses waits, but only every
@@ -200,15 +199,3 @@ def test_evaluation_waits_only_for_its_result(as_if_there_were_a_gpu, monkeypatc
     # Everything was counted on the device before the host read the first number.
     assert seen == [BATCH, BATCH, BATCH - 1] and launches.downloads == 0
     assert counted == [(CUDA, (2, 2)), (CUDA, (2, CLASSES)), (CUDA, (CLASSES,))]
-
-
-def test_fake_tensors_find_what_they_are_there_for(as_if_there_were_a_gpu):
-    with FakeTensorMode():
-        values = torch.zeros(3, device=CUDA)
-        for wrong in (lambda: values.sum().item(), lambda: values + torch.zeros(3),
-                      lambda: values[values > 0]):
-            with pytest.raises(Exception):
-                wrong()
-        with Launches() as launches:
-            values.cpu()
-        assert launches.downloads == 1

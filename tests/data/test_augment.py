@@ -166,7 +166,7 @@ def on_fake_gpu(count: int, size: int, settings: Augmentation) -> Launches:
 
 
 @pytest.mark.parametrize("count, size, interpolation, probability, after", [
-    (1024, 224, "bicubic", 0.5, False), (512, 32, "random", 1.0, True)])
+    (1024, 224, "bicubic", 0.5, False), (128, 32, "random", 1.0, True)])
 def test_at_most_400_operations_and_two_copies_beside_the_images(count, size, interpolation,
                                                                  probability, after):
     settings = augmentation(erase_after_mix=after)

@@ -61,34 +61,24 @@ def with_pillow(image: Image.Image, operation: Operation, argument: float, bicub
     argument: factor, angle, threshold or share of the side. fill: colour of pixels from outside.
     Posterising to 0 bits, which Pillow refuses, gives black.
     """
-    match operation.name:
-        case "NONE":
-            return image
-        case "AutoContrast":
-            return ImageOps.autocontrast(image)
-        case "Equalize":
-            return ImageOps.equalize(image)
-        case "Invert":
-            return ImageOps.invert(image)
-        case "Posterize" if argument == 0:
-            return Image.new("RGB", image.size, "black")
-        case "Posterize":
-            return ImageOps.posterize(image, int(argument))
-        case "Solarize":
-            return ImageOps.solarize(image, int(argument))
-        case "SolarizeAdd":
-            table = [min(255, level + int(argument)) if level < 128 else level
-                     for level in range(256)]
-            return image.point(table * 3)
-        case "Color" | "Contrast" | "Brightness" | "Sharpness" as name:
-            return getattr(ImageEnhance, name)(image).enhance(argument)
-        case "Rotate":
-            return image.rotate(argument, RESAMPLING[bicubic], fillcolor=fill)
+    name, level = operation.name, int(argument)
+    if name in ("Color", "Contrast", "Brightness", "Sharpness"):
+        return getattr(ImageEnhance, name)(image).enhance(argument)
+    if name in ("AutoContrast", "Equalize", "Invert"):
+        return getattr(ImageOps, name.lower())(image)
+    if name in ("Posterize", "Solarize"):
+        black = name == "Posterize" and level == 0
+        return (Image.new("RGB", image.size) if black else
+                getattr(ImageOps, name.lower())(image, level))
+    if name == "SolarizeAdd":
+        return image.point([min(255, own + level) if own < 128 else own for own in range(256)] * 3)
+    if name == "Rotate":
+        return image.rotate(argument, RESAMPLING[bicubic], fillcolor=fill)
     matrix = {"ShearX": (1, argument, 0, 0, 1, 0), "ShearY": (1, 0, 0, argument, 1, 0),
               "TranslateX": (1, 0, argument * image.width, 0, 1, 0),
-              "TranslateY": (1, 0, 0, 0, 1, argument * image.height)}[operation.name]
+              "TranslateY": (1, 0, 0, 0, 1, argument * image.height)}.get(name)
     return image.transform(image.size, Image.Transform.AFFINE, matrix, RESAMPLING[bicubic],
-                           fillcolor=fill)
+                           fillcolor=fill) if matrix else image          # "NONE"
 
 
 def both_ways(image: Image.Image, name: str, arguments: np.ndarray, bicubic: bool = True,

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -58,24 +57,16 @@ def batches_of(plan, *, draws: Augmentation = DRAWS, rank: int = 0, repeats: int
 # ---------------------------------------------------------------------------------------------
 
 
-class Distribution(NamedTuple):
-    """How the images of a step are loaded and distributed, which may change during a run."""
-
-    world_size: int
-    max_batch: int
-    workers: int = 0
-    resident: bool = False
-
-
-def all_steps(how: Distribution, draws: Augmentation) -> list[tuple[Tensor, Tensor]]:
+def all_steps(draws: Augmentation, world_size: int, max_batch: int, workers: int = 0,
+              resident: bool = False) -> list[tuple[Tensor, Tensor]]:
     """Images and targets of each step, of all processes, in the order of the global batch."""
-    plan = plan_batches(GLOBAL_BATCH, how.max_batch, how.world_size, group=GROUP)
+    plan = plan_batches(GLOBAL_BATCH, max_batch, world_size, group=GROUP)
     found = [(torch.full((GLOBAL_BATCH, 3, SIDE, SIDE), torch.nan),
               torch.full((GLOBAL_BATCH, CLASSES), torch.nan)) for _ in range(EPOCHS)]
-    for rank in range(how.world_size):
-        batches = batches_of(plan, draws=draws, rank=rank, budget_gib=float(how.resident),
-                             workers=how.workers)
-        assert batches.resident == how.resident
+    for rank in range(world_size):
+        batches = batches_of(plan, draws=draws, rank=rank, budget_gib=float(resident),
+                             workers=workers)
+        assert batches.resident == resident
         for epoch in range(EPOCHS):
             (number, step), = batches.steps(epoch)
             assert number == epoch and len(step) == plan.accumulation
@@ -112,10 +103,8 @@ def by_definition(draws: Augmentation) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("draws", [DRAWS, AFTER], ids=["erased", "mixed first"])
 def test_a_mixed_global_batch_is_bit_for_bit_the_same_however_it_is_distributed(draws):
     expected = by_definition(draws)
-    for how in (Distribution(1, 24), Distribution(1, 12, workers=2), Distribution(4, 5),
-                Distribution(12, 2), Distribution(1, 24, resident=True),
-                Distribution(2, 4, workers=1, resident=True)):
-        for ours, theirs in zip(all_steps(how, draws), expected, strict=True):
+    for how in ((1, 24), (1, 12, 2), (4, 5), (12, 2), (1, 24, 0, True), (2, 4, 1, True)):
+        for ours, theirs in zip(all_steps(draws, *how), expected, strict=True):
             for one, other in zip(ours, theirs, strict=True):
                 assert one.numpy().tobytes() == other.numpy().tobytes(), how
     mixes = [draws.mix.draw(keyed_generator(SEED, Stream.MIX, step, group), SIDE, SIDE)

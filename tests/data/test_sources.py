@@ -12,14 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from refused import refused
 from torchvision.datasets.folder import make_dataset
 
 from vitinit.data.images import HEIF_REMEDY, DataError
 from vitinit.data.sources import (EXTENSIONS, ImageFiles, ImageFolder, ImagesInMemory, LooseImages,
                                   class_indices, fingerprint, held_out_part, images_below, in_words,
-                                  oriented, stratified_part)
+                                  stratified_part)
 from vitinit.keys import Stream, keyed_generator
 
 
@@ -106,16 +105,6 @@ def test_a_fingerprint_is_of_paths_below_the_root_labels_and_classes(tmp_path):
     others = [ImageFiles(paths[::-1], [0, 1], ["a", "b"]), ImageFiles(paths, [1, 0], ["a", "b"]),
               ImageFiles(paths, [0, 1], ["a", "c"])]
     assert len({one, *(fingerprint(other, str(tmp_path)) for other in others)}) == 4
-
-
-def test_oriented_leaves_the_source_itself_as_it_was(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.new("RGB", (7, 5)).save(tmp_path / "a.png", exif=exif)
-    source = ImageFiles([str(tmp_path / "a.png")], [0], ["a"])
-    stored = oriented(source, False)
-    assert source.image(0).shape == (3, 7, 5) and stored.image(0).shape == (3, 5, 7)
-    assert stored.part(np.array([0])).image(0).shape == (3, 5, 7)
 
 
 def test_each_class_of_a_set_is_found_at_its_index_in_the_model():

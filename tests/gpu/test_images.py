@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 from vitinit.bench.training import alone, recipe_of
@@ -35,19 +32,6 @@ WAYS = {
 }
 
 
-@pytest.fixture
-def square_images(tmp_path: Path) -> Path:
-    """Three classes of 17 and 7 noisy images, square, so that a device may keep them."""
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 17), ("val", 7)):
-        for name in ("one", "two", "three"):
-            (tmp_path / split / name).mkdir(parents=True)
-            for index in range(count):
-                pixels = rng.integers(0, rng.integers(50, 256), (13, 13, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(tmp_path / split / name / f"{index:02}.png")
-    return tmp_path
-
-
 def epochs_of(program, sets: tuple[str, ...], device: torch.device,
               work: Callable[[], object] = lambda: None) -> list[Tensor]:
     """Two epochs of training, each step's images and targets in order, and two of validation.
@@ -72,8 +56,9 @@ def epochs_of(program, sets: tuple[str, ...], device: torch.device,
     return found
 
 
+@pytest.mark.parametrize("image_tree", [(13, 13)], indirect=True)        # so that it may be kept
 @pytest.mark.parametrize("way", WAYS)
-def test_batches_are_the_cpus_to_the_bit(train_program, square_images, device, way):
+def test_batches_are_the_cpus_to_the_bit(train_program, image_tree, device, way):
     """Whole batches on the device against pairs of images on the CPU, loaded one by one.
 
     On a GPU, batches are prepared in a CUDA stream of their own. If the streams did not wait for
@@ -81,7 +66,7 @@ def test_batches_are_the_cpus_to_the_bit(train_program, square_images, device, w
     """
     matrix = torch.ones(4096, 4096, device=device) if device.type == "cuda" else torch.ones(1, 1)
     changes, ways = WAYS[way]
-    sets = (*SETS, f"data.root={square_images}", *changes)
+    sets = (*SETS, f"data.root={image_tree}", *changes)
     found = epochs_of(train_program, (*sets, *ways), device,
                       lambda: [matrix @ matrix for _ in range(20)])      # tens of milliseconds
     expected = epochs_of(train_program, (*sets, "optim.max_batch_per_process=2"),

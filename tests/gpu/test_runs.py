@@ -126,16 +126,6 @@ def copies_and_overlap(events: list[dict[str, Any]]) -> tuple[set[str], float, f
     return kinds, busy, both
 
 
-def test_copies_and_overlap_are_read_from_a_trace():
-    def event(kind: str, name: str, start: float, length: float, stream: int) -> dict[str, Any]:
-        return {"cat": kind, "name": name, "ts": start, "dur": length, "args": {"stream": stream}}
-    events = [event("kernel", "gemm", 10.0, 7.0, 7), event("kernel", "gemm", 17.0, 2.0, 7),
-              event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 12.0, 3.0, 13),
-              event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 30.0, 5.0, 7),
-              {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 99.0}]
-    assert copies_and_overlap(events) == ({"Memcpy HtoD (Pinned -> Device)"}, 14.0, 3.0)
-
-
 def test_copies_are_pinned_and_batches_are_prepared_beside_training(cuda, train_program, tmp_path,
                                                                    record_property):
     """By torch's profiler, with images from loader processes."""

@@ -4,25 +4,11 @@ from __future__ import annotations
 
 import torch
 from redrawn import redraw
-from torch import nn
+from small_models import SMALL
 from torchvision.models import VisionTransformer as TorchvisionViT
 
 import vitinit
 from vitinit.models.convert import native_tensors
-
-SMALL = {
-    "vit_tiny": dict(image_size=(12, 20), patch_size=4, embed_dim=15, depth=2, num_heads=3),
-    "vit_tiny_distilled": dict(image_size=8, patch_size=4, embed_dim=15, depth=2, num_heads=3),
-    "swin_tiny": dict(image_size=(24, 48), patch_size=2, embed_dim=6, depths=(2, 2, 3),
-                      num_heads=(3, 2, 2), window_size=3),
-    "mixer_s16": dict(image_size=(12, 20), patch_size=4, embed_dim=14, depth=2),
-    "convmixer_256_8": dict(image_size=(12, 20), patch_size=4, embed_dim=13, depth=3,
-                            kernel_size=3),
-}
-
-
-def small(name: str) -> nn.Module:
-    return redraw(vitinit.build_model(name, num_classes=11, **SMALL[name]))
 
 
 def same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
@@ -38,7 +24,9 @@ def test_the_vits_that_torchvision_publishes_have_older_names_in_their_mlps():
 
 
 def test_microsofts_swin_merges_a_stage_earlier_and_carries_buffers():
-    model = small("swin_tiny")
+    model = redraw(vitinit.build_model(
+        "swin_tiny", num_classes=11, image_size=(24, 48), patch_size=2, embed_dim=6,
+        depths=(2, 2, 3), num_heads=(3, 2, 2), window_size=3))
     ours, theirs = dict(model.state_dict()), {}
     for name, value in ours.items():
         for stage in (1, 2):
@@ -53,7 +41,8 @@ def test_microsofts_swin_merges_a_stage_earlier_and_carries_buffers():
 
 
 def test_our_own_names_and_those_of_unknown_layouts_stay():
-    for state in (*(dict(small(name).state_dict()) for name in SMALL),
+    for state in (*(dict(vitinit.build_model(name, num_classes=11, image_size=16, **sizes
+                                             ).state_dict()) for name, sizes in SMALL.items()),
                   {name: torch.zeros(3) for name in ("0.weight", "features.0.weight", "head.weight",
                                                      "attn_mask", "layers.0.downsample.weight")}):
         converted = native_tensors(state)

@@ -77,16 +77,14 @@ def test_registers_take_part_in_attention_and_are_not_read(pool, distilled, fc_n
     assert not torch.allclose(model(images), logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("init", ["impulse", "deep_impulse"])
-def test_impulses_aim_at_patches_also_with_registers(init):
+def test_impulses_aim_at_patches_also_with_registers():
     """The attention among the patches is the same without registers."""
     masses = []
     for registers in (3, 0):
         model = vitinit.build_model("vit_tiny", num_classes=13, image_size=32, patch_size=4,
                                     embed_dim=96, depth=2, num_heads=3, pool="mean",
                                     num_registers=registers)
-        given = dict(target_mass=(0.9, 0.9)) if init == "deep_impulse" else {}
-        vitinit.init_weights(model, init, generator=torch.Generator().manual_seed(0), **given)
+        vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(0))
         weights = mixing_matrices(model, drawn(2, 3, 32, 32).float(), blocks=[0])[0]  # (B, h, N, N)
         assert weights.shape[-1] == 64 + registers
         masses.append(target_mass(weights, [(0, 0), (-1, 0), (0, 1)], (8, 8)))

@@ -208,6 +208,7 @@ def test_a_key_takes_values_of_its_kind_within_its_bounds():
             ("run.seed", "an integer ≥ 0 and < 9,223,372,036,854,775,808", ["0"],
              ["-1", "1.0", "true"]),
             ("optim.eps", "a number ≥ 1.4013e-45 and", ["1", "1e-8"], ["0", "nan", "inf", "[1]"]),
+            ("ema.decay", "a number ≥ 0 and < 1", ["0.25"], ["1.0"]),
             ("engine.compile", "true or false", ["true"], ["1", "'true'"]),
             ("data.root", "a string", ["'a'"], ["3", "[]"]),
             ("data.image_size", "an integer or a list of 2, each an integer ≥ 1 and",

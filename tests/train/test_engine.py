@@ -198,47 +198,31 @@ def test_a_loss_that_is_not_finite_is_told_by_its_step_before_the_weights():
 # ---------------------------------------------------------------------------------------------
 
 
-def test_a_rows_rates_are_of_the_time_since_the_row_before(monkeypatch):
-    """The clock advances by one second while a step's data is awaited, and by three per step."""
-    now = [0.0]
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
-
-    def slow(steps):
-        for step in steps:
-            now[0] += 1.0
-            yield step
-
-    def lr_at(step: int) -> float:
-        now[0] += 3.0
-        return 1e-3
-    rows, progress = [], Progress()
-    trained(slow(batches(23)), lr_at=lr_at, record=rows.append, progress=progress)
-    assert [row.images_per_second for row in rows] == [GLOBAL_BATCH / 4.0] * 2
-    assert [row.waiting for row in rows] == [0.25] * 2
-    assert (progress.seconds, progress.waiting_seconds) == (92.0, 23.0)
-
-
 def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evaluating(monkeypatch):
-    """Reading the losses waits for the device, one second more at every reading: it is training
-    time of the steps that were read, also at checkpoints and at the end of the epoch."""
+    """A step takes a second for its data and three for itself. Reading the losses waits for the
+    device, one second more at every reading: it is training time of the steps that were read, also
+    at checkpoints and at the end of the epoch. A row's rates are since the row before."""
     now, waits = [0.0], itertools.count(1)
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
 
-    def summed(processes, values):
-        now[0] += next(waits)
-        return values
+    def after(seconds: float, value):
+        now[0] += seconds
+        return value
 
     def take_long(epoch: int = 0) -> None:
         read_losses(state, ALONE)
         saved.append(state.progress.seconds)
         now[0] += 1000.0
-    monkeypatch.setattr(Processes, "sum", summed)
+    monkeypatch.setattr(Processes, "sum", lambda self, values: after(next(waits), values))
     rows, saved, state = [], [], state_of(small_model())
-    train(state, batches(23), save_every=15, save=take_long, finish_epoch=take_long,
-          record=rows.append)
+    train(state, (after(1, batch) for batch in batches(23)), lr_at=lambda step: after(3, 1e-3),
+          save_every=15, save=take_long, finish_epoch=take_long, record=rows.append)
     read_losses(state, ALONE)                        # as after an evaluation that was stopped
-    assert [row.images_per_second for row in rows] == [10 * GLOBAL_BATCH / 1, 10 * GLOBAL_BATCH / 5]
-    assert saved == [1.0 + 2.0, 1.0 + 2.0 + 3.0 + 4.0] and state.progress.seconds == saved[1]
+    since_last = [10 * 4.0 + 1.0, 10 * 4.0 + 2.0 + 3.0]
+    assert [row.images_per_second for row in rows] == [10 * GLOBAL_BATCH / t for t in since_last]
+    assert [row.waiting for row in rows] == [10 / t for t in since_last]
+    assert saved == [15 * 4.0 + 1.0 + 2.0, 23 * 4.0 + 1.0 + 2.0 + 3.0 + 4.0]
+    assert (state.progress.seconds, state.progress.waiting_seconds) == (saved[1], 23.0)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from redrawn import snapshot
+from redrawn import redraw, snapshot
 from refused import refused
 from same_run import assert_identical
 from torch import Tensor, nn
@@ -135,14 +135,9 @@ def ours(name: str, grid: tuple[int, int] = (5, 5), **sizes) -> nn.Module:
         extra += layout.get("class_token", True)     # a class token that is not pooled
     options = dict(num_classes=CLASSES, pool=read, fc_norm=read == "mean",
                    num_registers=extra) | sizes
-    model = vitinit.build_model("vit_tiny", patch_size=PATCH, depth=DEPTH,
-                                image_size=(PATCH[0] * grid[0], PATCH[1] * grid[1]),
-                                embed_dim=WIDTH, num_heads=HEADS, **options).double().eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(generator=generator)
-    return model
+    return redraw(vitinit.build_model(
+        "vit_tiny", patch_size=PATCH, depth=DEPTH, embed_dim=WIDTH, num_heads=HEADS,
+        image_size=(PATCH[0] * grid[0], PATCH[1] * grid[1]), **options)).eval()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -170,8 +165,9 @@ def test_features_and_outputs_are_the_originals(name):
             "head.weight": torch.eye(WIDTH)[:CLASSES], "head.bias": torch.zeros(CLASSES)}), PATH)
         torch.testing.assert_close(exact(images(grid)), expected[:, :CLASSES], rtol=0, atol=1e-10)
         # For fine-tuning; the classifier of a bare backbone is new.
-        model = ours(name, grid)
-        report = start_from(model, native_tensors(tensors), PATH, None)
+        model, given = ours(name, grid), native_tensors(tensors)
+        report = start_from(model, given, PATH, None)
+        assert given.keys() == native_tensors(tensors).keys()
         assert report.resized == [] and report.dropped == []
         assert report.kept == ([] if has_head else ["head.weight", "head.bias"])
         assert all(torch.equal(value, exact.state_dict()[key])

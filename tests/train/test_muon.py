@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from optimisers import adamw, muon
+from same_run import assert_identical
 
 from vitinit import models
 from vitinit.bench.launches import launches_of
@@ -171,8 +172,5 @@ def test_an_overflow_in_either_kind_skips_both(bad, clipped):
         other.step()
     if not bad:
         before = [plain.state_dict(), other.state_dict()["state"]]
-    after = [model.state_dict(), optimizer.state_dict()["state"]]
-    assert all(torch.equal(after[0][name], value) for name, value in before[0].items())
-    assert all(torch.equal(after[1][number][name], value)
-               for number, values in before[1].items() for name, value in values.items())
+    assert_identical([model.state_dict(), optimizer.state_dict()["state"]], before)
     assert scaler.get_scale() == (4.0 if bad else 8.0)
