@@ -32,12 +32,11 @@ from .data.sources import images_in
 from .figures.sheet import Tile, attended, draw_sheet, require_attention
 from .messages import one_line
 from .runs.start import as_input
-from .runs.trained import Trained, add_run, load_run
+from .runs.trained import BATCH, Trained, add_run, load_run
 from .train.checkpoint import write_text_atomically
 from .train.metrics import ProgressBar
 
 SHEET = 60                      # most images on a contact sheet; of more, every k-th
-BATCH = 64                      # images at a time
 
 
 class Guess(NamedTuple):

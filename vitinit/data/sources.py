@@ -1,7 +1,9 @@
 """Sources of images: in memory, or in files; and parts of them, drawn class by class.
 
-All sources have the same interface, `Source`: `len(source)`, `source.image(i)` → (3, H, W) uint8,
-`source.labels[i]`, and `source.classes`, the names of the classes.
+All sources have the same interface, for N images: `len(source)`, `source.image(i)` → (3, H, W) uint8
+(DataError if it cannot be decoded), `source.labels`, (N,) int64, `source.classes`, their names,
+`source.left_out`, a line about files that are no images, or "", and `source.part(indices)`: only
+these images, in this order.
 
 A file is an image if its name has one of the EXTENSIONS. Hidden files and folders are left out
 (such as .ipynb_checkpoints and macOS's ._x.jpg); what else is left out is counted by suffix. Links
@@ -16,7 +18,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -87,20 +88,6 @@ def in_words(left_out: Counter[str], folder: str | Path) -> str:
     remedy = f"; {HEIF_REMEDY}" if any(suffix.startswith(HEIF) for suffix in left_out) else ""
     return one_line(f"left out: {', '.join(f'{count:,} {in_brief(kind)}' for kind, count in kinds)}"
                     f" in {folder}{remedy}")
-
-
-class Source(Protocol):
-    """Images with labels, by index. Reading an image raises DataError if it cannot be decoded."""
-
-    classes: list[str]
-    labels: np.ndarray                               # (N,) int64
-    left_out: str                                    # a line about files that are no images, or ""
-
-    def __len__(self) -> int: ...
-
-    def image(self, index: int) -> Tensor: ...       # (3, H, W) uint8
-
-    def part(self, indices: np.ndarray) -> Source: ...   # only these images, in this order
 
 
 class ImagesInMemory:
@@ -188,6 +175,9 @@ class LooseImages(ImageFiles):
     def __init__(self, folder: Path, count: int) -> None:
         paths = images_in(folder)[0][:count]
         super().__init__(paths, np.zeros(len(paths)), [""])
+
+
+Source = ImagesInMemory | ImageFiles
 
 
 def oriented(source: Source, apply_exif_orientation: bool) -> Source:

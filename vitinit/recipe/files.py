@@ -96,8 +96,8 @@ def load_recipe(name: str | Path, changes: Sequence[Override] = ()) -> Recipe:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        shipped = [] if path == Path(name) else [file.stem for file in RECIPES.glob("*.toml")]
-        hint = nearest(str(name), shipped) if shipped else ""
+        hint = "" if path == Path(name) else nearest(
+            str(name), [file.stem for file in RECIPES.glob("*.toml")])
         raise RecipeError(f"recipe {name}: no such file{hint}") from None
     except ValueError as error:                      # neither TOML nor UTF-8
         raise RecipeError(f"{path}: not valid TOML: {error}") from None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..command_line import building
 from ..data.augment import normalise
@@ -202,20 +200,6 @@ def rehearsal(recipe: Recipe, data: Data, state: TrainState, teacher: Any) -> st
     with building(f"recipe {recipe.name}", "model"), torch.no_grad():
         images = next(iter(data.val_batches))[0][:data.plan.micro_batch_size]
         logits = state.model.eval()(images)
-        cost = teacher_cost(teacher, images) if teacher else ""
+        cost = f"{teacher.cost(images)}\n" if teacher else ""
     return (f"{cost}dry run: images {tuple(images.shape)} → logits {tuple(logits.shape)}; nothing "
             "was written")
-
-
-def teacher_cost(learning: Any, images: Tensor) -> str:
-    """A line on what the teacher's pass over these images (B, 3, H, W) costs, with a line break."""
-    model = learning.teacher.model
-    with FlopCounterMode(display=False) as counter:
-        model(learning.inputs(images))
-    learning.logits(images)                          # compiles and warms up
-    began = time.perf_counter()
-    learning.logits(images).sum().item()             # waits for the device
-    milliseconds = 1e3 * (time.perf_counter() - began) / len(images)
-    weights = sum(value.nbytes for value in model.state_dict().values())
-    return (f"cost    the teacher adds {counter.get_total_flops() / len(images) / 1e9:,.3f} GFLOP "
-            f"and {milliseconds:,.2f} ms per image, and {weights / 1e6:,.1f} MB of weights\n")

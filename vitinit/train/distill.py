@@ -7,12 +7,14 @@ teacher; any other student learns both with its one head.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from .distributed import Processes
 from .optim import Distill
@@ -111,6 +113,20 @@ class LearnFromTeacher:
         return (f"{self.teacher.name}, {weights:,} weights ({self.teacher.digest}){changes}; "
                 f"{'the second' if self.two_heads else 'the one'} head learns its {kind}, alpha "
                 f"{self.distill.alpha:g}")
+
+    @torch.no_grad()
+    def cost(self, images: Tensor) -> str:
+        """A line on what the teacher's pass over the student's images (B, 3, H, W) costs."""
+        with FlopCounterMode(display=False) as counter:
+            self.teacher.model(self.inputs(images))
+        self.logits(images)                          # compiles and warms up
+        began = time.perf_counter()
+        self.logits(images).sum().item()             # waits for the device
+        milliseconds = 1e3 * (time.perf_counter() - began) / len(images)
+        weights = sum(value.nbytes for value in self.teacher.model.state_dict().values())
+        return (f"cost    the teacher adds {counter.get_total_flops() / len(images) / 1e9:,.3f} "
+                f"GFLOP and {milliseconds:,.2f} ms per image, and {weights / 1e6:,.1f} MB of "
+                "weights")
 
     def fault(self, processes: Processes, accumulation: int) -> str:
         """The teacher's first logits that were infinite or NaN, in words; "" if there were none.
