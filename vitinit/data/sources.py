@@ -1,9 +1,9 @@
 """Sources of images: in memory, or in files; and parts of them, drawn class by class.
 
-All sources have the same interface, for N images: `len(source)`, `source.image(i)` → (3, H, W) uint8
-(DataError if it cannot be decoded), `source.labels`, (N,) int64, `source.classes`, their names,
-`source.left_out`, a line about files that are no images, or "", and `source.part(indices)`: only
-these images, in this order.
+All sources have the same interface, for N images: `len(source)`, `source.image(i)` → (3, H, W)
+uint8 (DataError if it cannot be decoded), `source.labels`, (N,) int64, `source.classes`, their
+names, `source.left_out`, a line about files that are no images, or "", and `source.part(indices)`:
+only these images, in this order.
 
 A file is an image if its name has one of the EXTENSIONS. Hidden files and folders are left out
 (such as .ipynb_checkpoints and macOS's ._x.jpg); what else is left out is counted by suffix. Links

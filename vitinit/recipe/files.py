@@ -66,24 +66,25 @@ def parse_override(text: str) -> Override:
 
 
 def overrides(*, init: str | None = None, seed: int | None = None, data_dir: str | None = None,
-              sets: Sequence[str]) -> list[Override]:
-    """All changes that the command line makes to a recipe, in the order in which they apply."""
+              sets: Sequence[str] = ()) -> list[Override]:
+    """All changes that the command line makes to a recipe, in the order in which they apply.
+
+    init, seed, data_dir, sets: the values of --init, --seed, --data-dir and of each --set.
+    """
     flags = (("data.root", "--data-dir", data_dir), ("init.name", "--init", init),
              ("run.seed", "--seed", seed))
     return [*(Override(key, value, f"{flag} {value}") for key, flag, value in flags
               if value is not None), *map(parse_override, sets)]
 
 
-def fresh_recipe(name: str | None, *, init: str | None = None, seed: int | None = None,
-                 data_dir: str | None = None, sets: Sequence[str] = ()) -> Recipe:
+def fresh_recipe(name: str | None, **flags: Any) -> Recipe:
     """The recipe of a new run: the file with the changes of the command line.
 
-    name: as `load_recipe` takes it. init, seed, data_dir, sets: the values of --init, --seed,
-    --data-dir and of each --set. Raises RecipeError.
+    name: as `load_recipe` takes it. flags: as `overrides` takes them. Raises RecipeError.
     """
     if name is None:
         raise RecipeError("--recipe is missing; for example --recipe quickstart")
-    return load_recipe(name, overrides(init=init, seed=seed, data_dir=data_dir, sets=sets))
+    return load_recipe(name, overrides(**flags))
 
 
 def load_recipe(name: str | Path, changes: Sequence[Override] = ()) -> Recipe:
