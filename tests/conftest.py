@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,9 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# One thread per process, also in the processes that tests start, unless the caller has set it: tensors here
-# are tiny, and threads that spin while they wait for each other slow down everything that runs beside them.
-# torch reads the variable when it is imported.
+# One thread per process, also in those that tests start, unless the caller has set it: tensors here
+# are tiny, and threads that spin while they wait slow down everything that runs beside them. torch
+# reads the variable when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
@@ -149,23 +150,34 @@ def without_matplotlib(monkeypatch) -> None:
     monkeypatch.setattr(builtins, "__import__", without)
 
 
+@pytest.fixture(scope="session")
+def drawn_tree(tmp_path_factory) -> Callable[[tuple[int, int]], Path]:
+    """Height and width → the folder that `image_tree` is a copy of."""
+    @cache
+    def draw(size: tuple[int, int]) -> Path:
+        rng, root = np.random.default_rng(0), tmp_path_factory.mktemp("drawn")
+        for split, count in (("train", 17), ("val", 7)):
+            for channel, name in enumerate(("red", "green", "blue")):
+                folder = root / split / name
+                folder.mkdir(parents=True)
+                for index in range(count):
+                    pixels = rng.integers(0, 160, (*size, 3))
+                    pixels[..., channel] += 40
+                    Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index:02}.png")
+        return root
+    return draw
+
+
 @pytest.fixture
-def image_tree(tmp_path: Path, request) -> Path:
+def image_tree(drawn_tree, tmp_path_factory, request) -> Path:
     """train/ and val/: three classes of 17 and 7 noisy PNGs that differ in hue.
 
-    They have 10×14 pixels, or as an indirect parameter says.
+    They have 10×14 pixels, or as an indirect parameter says. The folder is new in every test, and
+    always in the same place, so that runs on it are the same.
     """
-    rng, size = np.random.default_rng(0), getattr(request, "param", (10, 14))
-    root = tmp_path / "images"
-    for split, count in (("train", 17), ("val", 7)):
-        for channel, name in enumerate(("red", "green", "blue")):
-            folder = root / split / name
-            folder.mkdir(parents=True)
-            for index in range(count):
-                pixels = rng.integers(0, 160, (*size, 3))
-                pixels[..., channel] += 40
-                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index:02}.png")
-    return root
+    place = tmp_path_factory.getbasetemp() / "place_of_images"
+    shutil.rmtree(place, ignore_errors=True)
+    return shutil.copytree(drawn_tree(getattr(request, "param", (10, 14))), place / "images")
 
 
 @pytest.fixture
@@ -202,9 +214,30 @@ def small_run(image_tree: Path) -> Callable[..., list[str]]:
     return arguments
 
 
+@pytest.fixture(scope="session")
+def runs_made(tmp_path_factory) -> Callable[[tuple], Path]:
+    """The folder of the run of this key."""
+    @cache
+    def folder(key: tuple) -> Path:
+        return tmp_path_factory.mktemp("straight") / "run"
+    return folder
+
+
+@pytest.fixture
+def straight(train_program, small_run, runs_made) -> Callable[..., Path]:
+    """The folder of a finished `small_run` that was never stopped. Each is made once a session: a
+    test that writes to it copies it."""
+    def run(**changes: str) -> Path:
+        folder = runs_made(tuple(sorted(changes.items())))
+        if not folder.exists():
+            assert train_program.main(small_run(folder, **changes)) == 0
+        return folder
+    return run
+
+
 @pytest.fixture
 def written_run(tmp_path: Path) -> Callable[..., Path]:
-    """Writes the small files of a run that did not take place, with one line of metrics for each of `tops`.
+    """Writes the small files of a run that did not take place, with a line of metrics per top-1.
 
     epochs: the number of epochs in the recipe, by default the number of lines.
     start: further entries of run.json.

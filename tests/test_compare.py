@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -47,13 +46,6 @@ def test_t_quantiles_are_those_of_printed_tables_and_of_scipy():
             assert compare.t_quantile(degrees, confidence) == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_interval_of_three_differences():
-    """The differences 11, 9, 13 have mean 11 and standard deviation 2."""
-    mean, half = compare.t_interval([11.0, 9.0, 13.0])
-    assert mean == pytest.approx(11.0)
-    assert half == pytest.approx(4.302653 * 2.0 / math.sqrt(3.0), rel=1e-6)
-
-
 def test_the_deviation_is_that_of_a_sample_and_one_value_has_none():
     assert compare.mean_and_std([50.0, 54.0, 58.0]) == "54.00 ± 4.00"
     assert compare.mean_and_std([50.0]) == "50.00"
@@ -66,7 +58,7 @@ def test_the_deviation_is_that_of_a_sample_and_one_value_has_none():
 
 
 def test_a_comparison_as_a_whole(monkeypatch, capsys, six_runs):
-    """Last: 54 ± 4 and 65 ± √28; best: 50, 54, 62 and 61, 63, 71; the EMA's are lower by the seed."""
+    """Last: 54 ± 4 and 65 ± √28; best: 50, 54, 62 and 61, 63, 71; EMA: lower by the seed."""
     run(monkeypatch, *six_runs)
     assert capsys.readouterr().out == """\
 # quickstart
@@ -109,15 +101,12 @@ def test_only_seeds_that_both_have_are_paired(monkeypatch, capsys, six_runs, wri
     assert f"| {label} | 3 | 68.33 ± 27.02 | 68.33 ± 27.02 | – | – | 3 ± 0 |" in printed
 
 
-def test_fewer_than_two_seeds_in_common_have_no_interval(monkeypatch, capsys, six_runs, written_run):
+def test_fewer_than_two_seeds_in_common_have_no_interval(monkeypatch, capsys, six_runs):
     """One sentence names the groups."""
     run(monkeypatch, *six_runs[:2], *six_runs[4:])                        # 1, 2 and 2, 5
     printed = capsys.readouterr().out
     assert "Fewer than two seeds are shared with `default` by `impulse`: no interval." in printed
     assert "t interval" not in printed
-    other = written_run("m-7", [98.0, 99.0], seed=7, init="mimetic")
-    run(monkeypatch, *six_runs, other)
-    assert "with `default` by `mimetic`: no interval" in capsys.readouterr().out
     run(monkeypatch, *six_runs[:3])
     assert "minus" not in capsys.readouterr().out
 
@@ -134,10 +123,6 @@ def test_runs_of_other_code_and_hardware_are_counted(monkeypatch, capsys, writte
             "device CPU (1), NVIDIA H100 (2).\n") in printed
 
 
-def test_a_bar_in_a_label_does_not_break_the_table():
-    assert compare.table(["a", "b"], [["x|y", "1"]]).splitlines()[-1] == "| x\\|y | 1 |"
-
-
 # ---------------------------------------------------------------------------------------------
 # Runs in an archive
 # ---------------------------------------------------------------------------------------------
@@ -152,7 +137,7 @@ def test_an_archive_prints_the_same_as_the_folders(monkeypatch, capsys, six_runs
     """The whole archive, parts of it in another order, and parts beside folders."""
     expected = printed(monkeypatch, capsys, *six_runs)
     reversed_groups = printed(monkeypatch, capsys, *six_runs[3:], *six_runs[:3])
-    assert "| default | model | 3 | -11.00 ± 4.97 | 1: -11.00, 2: -9.00, 5: -13.00 |" in reversed_groups
+    assert "| default | model | 3 | -11.00 ± 4.97 | 1: -11.00, 2: -9.00," in reversed_groups
     out = tmp_path / "six.tar.xz"
     assert printed(monkeypatch, capsys, *reversed(six_runs), "--pack", out) == (
         f"wrote {out}: 6 run(s), {out.stat().st_size:,} bytes\n")
@@ -188,9 +173,10 @@ def test_records_of_earlier_versions_are_compared(monkeypatch, capsys, repositor
 
 
 def test_different_models_are_compared_in_one_table(monkeypatch, capsys, six_runs, written_run):
-    """The differences 49.5 and 46 have mean 47.75 and standard error 1.75; 12.706 · 1.75 = 22.24."""
+    """The differences 49.5 and 46: mean 47.75, standard error 1.75; 12.706 · 1.75 = 22.24."""
+    other = ("model.name=convmixer_256_8", "model.options={}")
     mixers = [written_run(f"mixer-{seed}", [1.0, 99.0 + seed / 2], seed=seed, recipe="mixer",
-                          sets=("model.name=convmixer_256_8", "model.options={}")) for seed in (1, 2)]
+                          sets=other) for seed in (1, 2)]
     text = printed(monkeypatch, capsys, *six_runs, *mixers)
     for row in ("| quickstart, default | model | 50.00 | 54.00 | 58.00 |",
                 "| mixer, default | model | 99.50 | 100.00 | – |",
@@ -233,7 +219,8 @@ def test_a_pattern_may_find_logs_and_pictures_beside_the_runs(capsys, six_runs, 
         def status(*runs: Path) -> int:
             return main(list(map(str, (*before, *runs, *after))))
         assert status(others[0], *six_runs, others[1]) == 0
-        assert capsys.readouterr().err == f"warning left out, no run: {', '.join(map(str, others))}\n"
+        left_out = ", ".join(map(str, others))
+        assert capsys.readouterr().err == f"warning left out, no run: {left_out}\n"
         assert status(*others) == 2
         assert "logs: neither a run's folder nor an archive of runs" in capsys.readouterr().err
 
@@ -242,10 +229,10 @@ def test_what_is_wrong_is_one_line(capsys, six_runs, written_run, tmp_path):
     for folders, message in (([tmp_path / "nowhere"], "nowhere: not a run's folder"),
                              ([*six_runs, six_runs[0]], "the same experiment and seed 1 as"),
                              ([written_run("cut", [1.0], epochs=2)], "none of the runs is fin"),
-                             ([tmp_path / "cut", "--pack", tmp_path / "a.tar.xz"], "none of the runs"),
-                             ([six_runs[0], "--pack", six_runs[1]], "-2: not the name of an archive"),
-                             ([six_runs[0], "--out", "a", "--pack", "b"], "not allowed with argument"),
-                             ([six_runs[0] / "run.json"], "run.json: neither a run's folder nor an"),
+                             ([tmp_path / "cut", "--pack", "a.tar.xz"], "none of the runs"),
+                             ([six_runs[0], "--pack", six_runs[1]], "-2: not the name of an arch"),
+                             ([six_runs[0], "--out", "a", "--pack", "b"], "not allowed with argu"),
+                             ([six_runs[0] / "run.json"], "run.json: neither a run's folder nor"),
                              ([six_runs[0] / "run.json" / "x"], "run.json/x: not a run's folder")):
         assert compare.main(list(map(str, folders))) == 2
         line, = capsys.readouterr().err.splitlines()

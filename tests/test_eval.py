@@ -24,10 +24,9 @@ SIZES = dict(embed_dim=12, depth=1, num_heads=3, patch_size=4)
 
 
 @pytest.fixture
-def one_epoch_run(train_program, small_run, tmp_path, capsys) -> Path:
+def one_epoch_run(straight, capsys) -> Path:
     """The folder of a run on `image_tree`, with a moving average."""
-    folder = tmp_path / "one_epoch"
-    assert train_program.main(small_run(folder, schedule__epochs="1")) == 0
+    folder = straight(schedule__epochs="1")
     capsys.readouterr()
     return folder
 
@@ -85,11 +84,17 @@ def rows_of(eval_program, capsys, *arguments: object) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[:1] == "{"]
 
 
-def test_a_run_folder_gives_the_last_line_of_training(train_program, eval_program, small_run,
-                                                      tmp_path, capsys):
+def decodings(monkeypatch) -> list[int]:
+    """The images that are decoded from now on, by their numbers."""
+    decoded, original = [], ImageFiles.image
+    monkeypatch.setattr(ImageFiles, "image", lambda self, index: (
+        decoded.append(index), original(self, index))[1])
+    return decoded
+
+
+def test_a_run_folder_gives_the_last_line_of_training(eval_program, straight, capsys):
     """Every checkpoint in it names its classes."""
-    folder = tmp_path / "run"
-    assert train_program.main(small_run(folder, checkpoint__keep_epochs="[0]")) == 0
+    folder = straight(init="deep_impulse", checkpoint__keep_epochs="[0, 2]")
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     capsys.readouterr()
     for target in (folder, folder / "last.pt"):
@@ -128,15 +133,13 @@ def run_on_part(train_program, small_run, tmp_path, capsys, monkeypatch):
 
 def test_each_run_is_evaluated_on_its_own_training_images_and_on_those_of_data(
         eval_program, run_on_part, image_tree, tmp_path, capsys, monkeypatch):
-    """Runs of two seeds share the training images, which are decoded once; a third run has others."""
+    """Runs of two seeds share the training images, decoded once; a third run has others."""
     shares = [dict(data__images_per_class="5"), dict(data__images_per_class="5", run__seed="7"),
               dict(data__images_per_class="5", data__subset_seed="4")]
     runs = [run_on_part(str(number), **share) for number, share in enumerate(shares)]
-    decoded, original = [], ImageFiles.image
-    monkeypatch.setattr(ImageFiles, "image", lambda self, index: (
-        decoded.append(index), original(self, index))[1])
-    rows = rows_of(eval_program, capsys, *(folder for folder, _ in runs), "--train-images", "--data",
-                   f"image_folder={image_tree}", "--data-dir", image_tree)
+    decoded = decodings(monkeypatch)
+    rows = rows_of(eval_program, capsys, *(folder for folder, _ in runs), "--train-images",
+                   "--data", f"image_folder={image_tree}", "--data-dir", image_tree)
     assert len(decoded) == 15 + 15 + 21
     assert [(row["data"], row["model"]["images"]) for row in rows] == 3 * [("train", 15),
                                                                           ("image_folder", 21)]
@@ -144,17 +147,20 @@ def test_each_run_is_evaluated_on_its_own_training_images_and_on_those_of_data(
         assert row["model"] == by_hand(vitinit.load(folder).model, data.train_set, [0, 1, 2])
 
 
-def test_a_run_with_held_out_images_is_validated_on_them(eval_program, run_on_part, image_tree, capsys):
-    """Of 17 images per class, 4 are held out and 9 trained on: ⌊0.7 · 13 + ½⌋. The test set is --data's."""
+def test_a_run_with_held_out_images_is_validated_on_them(eval_program, run_on_part, image_tree,
+                                                         capsys):
+    """Of 17 images per class, 4 are held out and 9 trained on: ⌊0.7 · 13 + ½⌋."""
     folder, data = run_on_part("run", data__subset="0.7")
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     row, = rows_of(eval_program, capsys, folder)
-    assert (row["data"], row["data_dir"], row["model"]["images"]) == ("held_out", str(image_tree), 12)
+    assert (row["data"], row["data_dir"]) == ("held_out", str(image_tree))
     assert row["model"] == by_hand(vitinit.load(folder).model, data.val_set, [0, 1, 2])
     assert (row["model"]["loss"], row["ema"]["top1"]) == (last["val_loss"], last["ema_top1"])
-    row, test = rows_of(eval_program, capsys, folder, "--train-images", "--data", f"image_folder={image_tree}")
-    assert (row["data"], row["data_dir"], row["ema"]["images"]) == ("train", str(image_tree), 27)
-    assert row["ema"] == by_hand(vitinit.load(folder, weights="ema").model, data.train_set, [0, 1, 2])
+    row, test = rows_of(eval_program, capsys, folder, "--train-images", "--data",
+                        f"image_folder={image_tree}")
+    assert (row["data"], row["ema"]["images"]) == ("train", 27)
+    assert row["ema"] == by_hand(vitinit.load(folder, weights="ema").model, data.train_set,
+                                 [0, 1, 2])
     assert (test["data"], test["model"]["images"]) == ("image_folder", 21)
 
 
@@ -165,25 +171,27 @@ def test_a_run_with_held_out_images_is_validated_on_them(eval_program, run_on_pa
 
 def test_a_foreign_checkpoint_needs_only_a_recipe(eval_program, image_tree, tmp_path, capsys):
     """Like DeiT's files: a state dict under "model", and a Namespace beside it."""
-    torch.save({"model": {f"module.{name}": value for name, value in tiny_vit(3).state_dict().items()},
-                "args": argparse.Namespace(lr=1e-3)}, tmp_path / "deit.pth")
-    result, = rows_of(eval_program, capsys, tmp_path / "deit.pth", "--data-dir", image_tree, *as_recipe(3))
+    state = {f"module.{name}": value for name, value in tiny_vit(3).state_dict().items()}
+    torch.save({"model": state, "args": argparse.Namespace(lr=1e-3)}, tmp_path / "deit.pth")
+    given = (tmp_path / "deit.pth", "--data-dir", image_tree, *as_recipe(3))
+    result, = rows_of(eval_program, capsys, *given)
     source = open_split("image_folder", str(image_tree), "val", 3)
     assert result["model"] == by_hand(tiny_vit(3), source, [0, 1, 2]) and "ema" not in result
-    row, = rows_of(eval_program, capsys, tmp_path / "deit.pth", "--train-images", "--data-dir", image_tree,
-                   *as_recipe(3), "--set", "data.held_out_per_class=10")
+    row, = rows_of(eval_program, capsys, *given, "--train-images", "--set",
+                   "data.held_out_per_class=10")
     assert (row["data"], row["model"]["images"]) == ("train", 21)
 
 
-def test_a_foreign_checkpoint_that_does_not_fit_is_one_line(eval_program, image_tree, tmp_path, capsys):
-    """Without a recipe; with one of another model; and on a set of other size than its unnamed classes."""
+def test_a_foreign_checkpoint_that_does_not_fit_is_one_line(eval_program, image_tree, tmp_path,
+                                                            capsys):
+    """Without a recipe; with another model's; on a set of other size than its unnamed classes."""
     torch.save(tiny_vit(5).state_dict(), tmp_path / "a.pth")
     for arguments, message in (
             ([], "say with --recipe what it is a checkpoint of"),
-            (["--recipe", "deit_tiny", "--data-dir", str(image_tree), "--set", "data.num_classes=3"],
-             "does not fit the model; missing: blocks.1"),
+            (["--recipe", "deit_tiny", "--data-dir", str(image_tree), "--set",
+              "data.num_classes=3"], "does not fit the model; missing: blocks.1"),
             (["--data", f"image_folder={image_tree}", *as_recipe(5)],
-             f"image_folder={image_tree}: 3 classes found, and {tmp_path / 'a.pth'} is a model of 5 whose")):
+             f"{image_tree}: 3 classes found, and {tmp_path / 'a.pth'} is a model of 5 whose")):
         assert eval_program.main([str(tmp_path / "a.pth"), *arguments]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
@@ -224,22 +232,17 @@ def test_another_resolution_and_crop(eval_program, image_tree, tmp_path, capsys)
 
 
 def test_images_are_decoded_once_for_all_models_that_see_them_alike(
-        train_program, eval_program, small_run, image_tree, tmp_path, monkeypatch, capsys):
+        eval_program, straight, image_tree, tmp_path, monkeypatch, capsys):
     """Two runs of one crop and batch size, that differ in std, and a third, on two sets.
 
     All results equal those of separate evaluations. Where nothing can be kept, each run decodes.
-    Only the models at work are on the device.
+    Only the models at work are on the device. tests/runs/test_report.py has the table.
     """
-    folders = [tmp_path / name for name in ("a", "b", "c")]
-    for folder, changes in zip(folders, ({}, dict(
-            data__std="[0.3, 0.2, 0.1]"), dict(eval__crop_pct="0.8"))):
-        assert train_program.main(small_run(folder, schedule__epochs="1", init="torch",
-                                            schedule__warmup_epochs="0", **changes)) == 0
+    folders = [straight(schedule__epochs="1", **changes) for changes in (
+        {}, dict(data__std="[0.3, 0.2, 0.1]"), dict(eval__crop_pct="0.8"))]
     capsys.readouterr()
     alone = [rows_of(eval_program, capsys, folder)[0] for folder in folders]
-    decoded, original = [], ImageFiles.image
-    monkeypatch.setattr(ImageFiles, "image", lambda self, index: (
-        decoded.append(index), original(self, index))[1])
+    decoded = decodings(monkeypatch)
     there, to, cpu, real = set(), nn.Module.to, nn.Module.cpu, eval_program.evaluate
     monkeypatch.setattr(nn.Module, "to", lambda self, *where, **how: (
         there.add(self), to(self, *where, **how))[1])
@@ -248,32 +251,27 @@ def test_images_are_decoded_once_for_all_models_that_see_them_alike(
     monkeypatch.setattr(eval_program, "evaluate", lambda models, *what, **how: (
         alone_there.append(there == set(models)), real(models, *what, **how))[1])
     other = write_images(tmp_path / "other", ["blue", "green", "red"], seed=2)
-    for gib, decodings in (("0.5", 2), ("0.0", 3)):
+    for gib, times in (("0.5", 2), ("0.0", 3)):
         decoded.clear()
-        assert eval_program.main([*map(str, folders), "--data", f"image_folder={image_tree}",
-                                  f"image_folder={other}", "--json", str(tmp_path / "out.json"), "--set",
-                                  "data.on_device_gib=0.0", "--set", f"eval.cache_gib={gib}"]) == 0
-        assert len(decoded) == decodings * (21 + 9)
+        assert eval_program.main([
+            *map(str, folders), "--data", f"image_folder={image_tree}", f"image_folder={other}",
+            "--json", str(tmp_path / "out.json"), "--set", "data.on_device_gib=0.0", "--set",
+            f"eval.cache_gib={gib}"]) == 0
+        assert len(decoded) == times * (21 + 9)
         together = [json.loads(line) for line in (tmp_path / "out.json").read_text().splitlines()]
         assert together[::2] == alone and set(alone_there) == {True}
         assert [(row["checkpoint"], row["data_dir"]) for row in together] == [
-            (str(folder / "last.pt"), str(root)) for folder in folders for root in (image_tree, other)]
-        printed = capsys.readouterr().out.splitlines()
-        assert printed[0].startswith("| checkpoint | weights | data | top-1 % |")
-        assert printed[-1] == f"wrote {tmp_path / 'out.json'}"
-        assert [line.strip("| ").split(" | ") for line in printed[2:-1]] == [
-            [found["checkpoint"], name, f"image_folder={found['data_dir']}", f"{found[name]['top1']:.3f}",
-             "–", f"{found[name]['loss']:.4f}", str(found[name]["images"])]
-            for found in together for name in ("model", "ema")]
+            (str(folder / "last.pt"), str(root)) for folder in folders
+            for root in (image_tree, other)]
 
 
 WRONG = [                   # arguments after a run's folder, part of the error message
-    (["--set", "data.held_out_per_class=0"], "--set data.held_out_per_class=0: the checkpoint brings its "
-     "own recipe, of which only how to evaluate can change; valid: data.on_"),
+    (["--set", "data.held_out_per_class=0"], "--set data.held_out_per_class=0: the checkpoint "
+     "brings its own recipe, of which only how to evaluate can change; valid: data.on_"),
     (["--set", "eval.crop_pc=0.9"], "can change; did you mean 'eval.crop_pct'?"),
     (["--set", "eval.crop_pct=1.5"], "--set eval.crop_pct=1.5: eval.crop_pct is 1.5, expected"),
     (["--train-images", "--data-dir", "nowhere"], "nowhere: no such folder; image_folder is"),
-    (["--recipe", "quickstart"], "brings its own recipe; the recipe quickstart that was given is for"),
+    (["--recipe", "quickstart"], "brings its own recipe; the recipe quickstart that was given is"),
     (["--data", "shape"], "there is no data set 'shape'; did you mean 'shapes'?"),
     (["--data", "cifar10"], "cifar10: expected NAME=DIR"),
     (["--data", "imagenet_v2=nowhere"], "nowhere: no such folder; imagenet_v2 is 0/… to"),
@@ -300,8 +298,8 @@ def test_a_checkpoints_own_class_names_say_which_logit_is_which(eval_program, im
                                                                 tmp_path, capsys):
     torch.save({"model": tiny_vit(5).state_dict(),
                 "classes": ["red", "pink", "blue", "grey", "green"]}, tmp_path / "a.pth")
-    row, = rows_of(eval_program, capsys, tmp_path / "a.pth", "--data", f"image_folder={image_tree}",
-                   *as_recipe(5))
+    row, = rows_of(eval_program, capsys, tmp_path / "a.pth", "--data",
+                   f"image_folder={image_tree}", *as_recipe(5))
     source = open_split("image_folder", str(image_tree), "val", 3)
     assert row["model"] == by_hand(tiny_vit(5), source, [2, 4, 0])
 
@@ -312,10 +310,11 @@ def test_how_to_evaluate_can_be_set_beside_a_runs_own_recipe(eval_program, one_e
     assert cropped["loss"] != own["loss"]
 
 
-def test_weights_that_are_not_finite_are_one_line_and_no_accuracy(eval_program, one_epoch_run, capsys):
+def test_weights_that_are_not_finite_are_one_line_and_no_accuracy(eval_program, one_epoch_run,
+                                                                  tmp_path, capsys):
     state = torch.load(one_epoch_run / "last.pt")
     state["ema"]["model"]["head.bias"][1] = float("nan")
-    path = one_epoch_run.with_name("diverged.pt")
+    path = tmp_path / "diverged.pt"
     torch.save(state, path)
     assert eval_program.main([str(path)]) == 2
     printed = capsys.readouterr()

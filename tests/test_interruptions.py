@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from same_run import assert_same_run, checkpoint as left_in, rows_of
+from same_run import assert_same_run, checkpoint as left_in, family_run, rows_of
 
 from vitinit.data import augment, sources
 from vitinit.runs import data as opening
 from vitinit.train import checkpoint, engine
 from vitinit.train.interruption import STOP_SIGNALS
+
 
 def signalling(function: Callable, call: int, number: int) -> Callable:
     """Wrap `function` so that call number `call`, from 1, sends this process the signal."""
@@ -33,37 +34,40 @@ def signalling(function: Callable, call: int, number: int) -> Callable:
     return signalled
 
 
-# Phase → the function called in it, the number of the call in which the signal comes (an epoch has
-# 4 steps of 12 images in micro-batches of 4, and 6 batches of evaluation), and the step that is
-# saved.
+# One after the other in the same run: the function in whose call of this number, from when the run
+# went on, the signal comes; and the step that is saved then. An epoch has 4 steps of 12 images in
+# micro-batches of 4, and 6 batches of evaluation.
 PHASES = {
-    "decode": (sources.ImageFiles, "image", 51 + 30, 2),    # after 51 that the init's mass is
-    "step": (engine, "update", 6, 6),                       # measured on
-    "save": (checkpoint.torch, "save", 2, None),
+    "before the first step": ("train_program", "train_epochs", 1, 0),
+    "decode": (sources.ImageFiles, "image", 30, 2),
+    "step": (engine, "update", 1, 3),
+    "last step of an epoch": (engine, "update", 1, 4),
     "validation": (augment.ToDevice, "__call__", 3, 4),
     "last batch of validation": (augment.ToDevice, "__call__", 6, 4),
     "between epochs": ("train_program", "epoch_line", 1, 4),
+    "save": (checkpoint.torch, "save", 1, 5),
+    "second epoch": (engine, "update", 2, 7),
 }
 
 
-def test_a_signal_in_any_phase_costs_nothing_and_leaves_no_thread(train_program, small_run,
+def test_a_signal_in_any_phase_costs_nothing_and_leaves_no_thread(train_program, small_run, straight,
                                                                   tmp_path, monkeypatch, capsys):
-    """Each phase has one of the signals, and each signal a phase."""
-    straight = tmp_path / "straight"
-    two_epochs = dict(schedule__epochs="2", checkpoint__every_steps="5")
-    assert train_program.main(small_run(straight, **two_epochs)) == 0
+    """Equal to the bit to a run without. Each phase has one of the signals, each signal a phase."""
+    folder, two_epochs = tmp_path / "run", dict(schedule__epochs="2", checkpoint__every_steps="5")
+    command, uncut = small_run(folder, **two_epochs), straight(**two_epochs)
     for (phase, (place, name, call, step)), number in zip(PHASES.items(), cycle(STOP_SIGNALS)):
         place = train_program if place == "train_program" else place
-        folder, threads = tmp_path / phase, threading.enumerate()
+        threads = threading.enumerate()
         with monkeypatch.context() as patch:
             patch.setattr(place, name, signalling(getattr(place, name), call, number))
-            assert train_program.main(small_run(folder, **two_epochs)) == 128 + number, phase
-        assert f"stopped by signal {int(number)} after step" in capsys.readouterr().out
+            assert train_program.main(command) == 128 + number, phase
+        assert f"stopped by signal {int(number)} after step {step};" in capsys.readouterr().out
         assert threading.enumerate() == threads, phase
-        if step is not None:
-            assert torch.load(folder / "last.pt", weights_only=True)["step"] == step, phase
-        assert train_program.main(["--resume", str(folder)]) == 0
-        assert_same_run(straight, folder)
+        assert left_in(folder)["step"] == step, phase
+        command = ["--resume", str(folder)]
+    assert train_program.main(command) == 0
+    assert_same_run(uncut, folder)
+    assert len(json.loads((folder / "run.json").read_text())) == len(PHASES) + 1
 
 
 def test_ctrl_c_while_starting_leaves_nothing(train_program, small_run, tmp_path, monkeypatch,
@@ -75,35 +79,32 @@ def test_ctrl_c_while_starting_leaves_nothing(train_program, small_run, tmp_path
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_evaluation_stops_at_a_signal_with_one_line(train_program, eval_program, small_run,
-                                                    tmp_path, monkeypatch, capsys):
-    assert train_program.main(small_run(tmp_path / "run", schedule__epochs="1",
-                                        schedule__warmup_epochs="0")) == 0
+def test_evaluation_stops_at_a_signal_with_one_line(eval_program, straight, monkeypatch, capsys):
+    run = straight(schedule__epochs="1")
     capsys.readouterr()
     monkeypatch.setattr(augment.ToDevice, "__call__",
                         signalling(augment.ToDevice.__call__, 2, signal.SIGINT))
-    assert eval_program.main([str(tmp_path / "run")]) == 128 + signal.SIGINT
+    assert eval_program.main([str(run)]) == 128 + signal.SIGINT
     assert capsys.readouterr().err == "eval.py: stopped by SIGINT\n"
 
 
-def test_a_killed_worker_is_one_line_and_costs_no_step(train_program, small_run, tmp_path,
+def test_a_killed_worker_is_one_line_and_costs_no_step(train_program, small_run, straight, tmp_path,
                                                        monkeypatch, capsys):
     """As the kernel kills a process when memory runs out."""
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    one_epoch = dict(schedule__epochs="1", schedule__warmup_epochs="0", data__workers="1")
-    assert train_program.main(small_run(straight, **one_epoch)) == 0
+    killed, two_epochs = tmp_path / "killed", dict(schedule__epochs="2", data__workers="1")
+    uncut = straight(**two_epochs)
     capsys.readouterr()
     with monkeypatch.context() as patch:             # workers are forks and inherit the patch
         real = sources.ImageFiles.image
         patch.setattr(sources.ImageFiles, "image",     # 51 are read for the init's mass
                       signalling(real, 51 + 30, signal.SIGKILL))
-        assert train_program.main(small_run(killed, **one_epoch)) == 2
+        assert train_program.main(small_run(killed, **two_epochs)) == 2
     output = capsys.readouterr()
     assert "a worker process of the loader was killed" in output.err
     assert "lower data.workers, now 1" in output.err and output.err.count("\n") == 1
     assert f"--resume {killed}" in output.out
     assert train_program.main(["--resume", str(killed)]) == 0
-    assert_same_run(straight, killed)
+    assert_same_run(uncut, killed)
 
 
 def test_running_out_of_memory_names_the_key_to_lower(train_program, small_run, tmp_path,
@@ -146,8 +147,6 @@ if __name__ == "__main__":                           # not in the server that st
 
 
 NOWHERE = ["vitinit.train.engine", "update", 10**6, 0, 15]
-
-
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
@@ -163,15 +162,9 @@ def test_two_processes_with_batch_norm_measure_what_is_saved(eval_program, image
                                                              tmp_path, capsys):
     """Each process has seen other images, so its statistics differ from those of last.pt."""
     run = tmp_path / "run"
-    sets = {"data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
-            "data.workers": "0", "optim.global_batch": "12", "optim.max_batch_per_process": "6",
-            "mix.group": "12", "schedule.epochs": "1", "schedule.warmup_epochs": "0",
-            "engine.compile": "false", "engine.amp": "off", "model.options.patch_size": "2",
-            "model.options.embed_dim": "12", "model.options.depth": "2",
-            "model.options.kernel_size": "3", "optim.base_lr": "0.05"}
-    result = run_two(tmp_path, repository, *NOWHERE, "--recipe", "cifar10_convmixer", "--out-dir",
-                     run, "--data-dir", image_tree,
-                     *(word for key, value in sets.items() for word in ("--set", f"{key}={value}")))
+    result = run_two(tmp_path, repository, *NOWHERE, *family_run(
+        "cifar10_convmixer", image_tree, run, mix__group=12, schedule__epochs=1, ema__decay=0,
+        schedule__warmup_epochs=0, optim__max_batch_per_process=6, optim__base_lr=0.05))
     assert result.returncode == 0, result.stderr
     row = json.loads((run / "metrics.jsonl").read_text())
     assert eval_program.main([str(run)]) == 0
@@ -180,11 +173,11 @@ def test_two_processes_with_batch_norm_measure_what_is_saved(eval_program, image
 
 
 def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
-        train_program, eval_program, small_run, repository, tmp_path, capsys):
+        eval_program, small_run, straight, repository, tmp_path, capsys):
     """The same global batches, with mixing and stochastic depth: weights agree to 1e-5 per step."""
-    one, two, stopped = (tmp_path / name for name in ("one", "two", "stopped"))
+    two, stopped = tmp_path / "two", tmp_path / "stopped"
     epochs = dict(schedule__epochs="2", data__workers="1")
-    assert train_program.main(small_run(one, **epochs)) == 0
+    one = straight(**epochs)
     result = run_two(tmp_path, repository, *NOWHERE, *small_run(two, **epochs))
     assert result.returncode == 0, result.stderr
     assert "12 = 2 process(es) × 3 micro-batch(es) × 2 images" in result.stdout

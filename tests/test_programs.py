@@ -17,7 +17,6 @@ from vitinit.figures import __main__ as figures
 from vitinit.lessons import __main__ as lessons
 from vitinit.messages import OneLineError
 from vitinit.recipe.files import RecipeError
-from vitinit.runs import data, start, trained
 from vitinit.train.interruption import Interrupted
 from vitinit.train.metrics import Diverged
 
@@ -35,14 +34,14 @@ def line_of(capsys) -> str:
 def test_a_wrong_argument_is_one_line(capsys):
     for program, arguments, words in (
             ("vitinit.bench", "step --recipe a --batch 0", "--batch: 0: expected an integer ≥ 1"),
-            ("vitinit.bench", "memory --recipe quickstart --card-gib nan", "nan: expected a number > 0"),
-            ("vitinit.bench", "init --model vit_bse", "there is no 'vit_bse'; did you mean 'vit_base'?"),
+            ("vitinit.bench", "memory --recipe quickstart --card-gib nan", "nan: expected a number"),
+            ("vitinit.bench", "init --model vit_bse", "no 'vit_bse'; did you mean 'vit_base'?"),
             ("vitinit.bench", "", "required: bench"), ("vitinit.figures", "maps", "required: --out"),
             ("vitinit.figures", "kernels --out a --count 0", "--count: 0: expected an integer ≥ 1"),
             ("vitinit.figures", "maps --recipe a --out a --init defualt", "did you mean 'default'?"),
-            ("vitinit.figures", "maps --run a --out a --epochs 1,x", "1,x: expected numbers such as 0,10"),
-            ("vitinit.figures", "attention p --recipe a --out a --queries 3", "3: expected two numbers"),
-            ("vitinit.figures", "operations p --out a --magnitude 11", "11: expected a number ≥ 0 and ≤ 10"),
+            ("vitinit.figures", "maps --run a --out a --epochs 1,x", "1,x: expected numbers such as"),
+            ("vitinit.figures", "attention p --recipe a --out a --queries 3", "3: expected two num"),
+            ("vitinit.figures", "operations p --out a --magnitude 11", "11: expected a number ≥ 0"),
             ("vitinit.compare", "", "required: RUN"), ("vitinit.compare", "a --seeds 3", "unrecognized"),
             ("vitinit.compare", "a --pack", "--pack: expected one argument"),
             ("vitinit.figures", "curves --out a", "required: RUN"),
@@ -64,21 +63,22 @@ def test_arguments_are_read_within_bounds_and_refused_beyond_them():
             read(text)
 
 
-@pytest.mark.parametrize("error, status, line", [
-    (OneLineError("a\nb: gone"), 2, r"p: a\nb: gone"), (Diverged("loss is nan"), 1, "p: loss is nan"),
-    (KeyboardInterrupt(), 130, "p: stopped by SIGINT"),
-    (Interrupted(signal.SIGTERM), 143, "p: stopped by SIGTERM"),
-    (FileNotFoundError(2, "No such file or directory", "x\x1b/y"), 2,
-     r"p: x\x1b/y: No such file or directory"), (OSError(24, "Too many open files"), 2,
-                                                "p: Too many open files")])
-def test_what_ends_a_program_is_one_line_and_a_status(capsys, error, status, line):
-    def program() -> None:
-        raise error
-    assert run_program("p", program) == status
-    assert line_of(capsys) == line
+def raising(error: BaseException) -> None:
+    raise error
 
 
-def test_a_fault_of_a_program_is_not_hidden():
+def test_what_ends_a_program_is_one_line_and_a_status(capsys):
+    """A fault of its own is not hidden."""
+    for error, status, line in (
+            (OneLineError("a\nb: gone"), 2, r"p: a\nb: gone"),
+            (Diverged("loss is nan"), 1, "p: loss is nan"),
+            (KeyboardInterrupt(), 130, "p: stopped by SIGINT"),
+            (Interrupted(signal.SIGTERM), 143, "p: stopped by SIGTERM"),
+            (FileNotFoundError(2, "No such file or directory", "x\x1b/y"), 2,
+             r"p: x\x1b/y: No such file or directory"),
+            (OSError(24, "Too many open files"), 2, "p: Too many open files")):
+        assert run_program("p", lambda: raising(error)) == status
+        assert line_of(capsys) == line
     with pytest.raises(KeyError):
         run_program("p", lambda: {}["fault"])
     assert run_program("p", lambda: None) == 0 and run_program("p", lambda: 3) == 3
@@ -105,9 +105,7 @@ def test_errors_of_a_recipes_values_name_the_recipe_and_faults_do_not():
             action()
         return caught.value
 
-    def raising(error: BaseException) -> None:
-        raise error
-    assert str(built(lambda: raising(ValueError("patches do not fit")))) == "recipe r: patches do not fit"
+    assert str(built(lambda: raising(ValueError("no fit")))) == "recipe r: no fit"
     assert str(built(lambda: raising(RecipeError("--set a: wrong")))) == "--set a: wrong"
     message = str(built(lambda: torch.empty(2**60, dtype=torch.uint8)))
     assert message.startswith("recipe r: [model] takes more memory than there is (")
@@ -116,15 +114,3 @@ def test_errors_of_a_recipes_values_name_the_recipe_and_faults_do_not():
                   lambda: raising(Interrupted(signal.SIGTERM))):
         assert not isinstance(built(fault), OneLineError)
 
-
-@pytest.mark.parametrize("target", ["build_model", "init_weights", "open_split", "optimizer_for"])
-def test_what_does_not_fit_names_the_recipe_before_anything_is_written(
-        train_program, monkeypatch, capsys, small_run, tmp_path, target):
-    def fault(*arguments, **options):
-        raise ValueError("patches do not fit")
-    for module in (train_program, data, start, trained):
-        if hasattr(module, target):
-            monkeypatch.setattr(module, target, fault)
-    assert train_program.main(small_run(tmp_path / "run")) == 2
-    assert line_of(capsys) == "train.py: recipe quickstart: patches do not fit"
-    assert not (tmp_path / "run").exists()

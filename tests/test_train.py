@@ -1,4 +1,4 @@
-"""train.py end to end: the files of a run, and that resuming and several processes change nothing."""
+"""train.py end to end: the files of a run, what it prints, and what stops it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from same_run import assert_identical, assert_same_run, checkpoint, rows_of
+from same_run import (FAMILIES, assert_identical, assert_same_run, checkpoint, family_run,
+                      rows_of)
 
 from vitinit.data import sources
 from vitinit.init.mass import mass_on_images
@@ -71,28 +72,10 @@ def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_r
     assert_identical(checkpoint(folder)["model"], checkpoint(again)["model"])
 
 
-@pytest.mark.parametrize("looks, steps_before", [(0, 0), (2, 2), (4, 4), (6, 4), (LOOKS + 3, 7)])
-def test_resuming_equals_never_having_stopped(train_program, stop_before, small_run, tmp_path,
-                                              monkeypatch, looks, steps_before):
-    """Stopped before the first step, within the first epoch, right at its end, in its evaluation, and
-    within the second: equal to the bit."""
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    assert train_program.main(small_run(straight)) == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(train_program, "StopRequest", stop_before(looks))
-        assert train_program.main(small_run(stopped)) == 128 + signal.SIGTERM
-    assert checkpoint(stopped)["step"] == steps_before
-    assert train_program.main(["--resume", str(stopped)]) == 0
-    assert_same_run(straight, stopped)
-    assert len(json.loads((stopped / "run.json").read_text())) == 2
-
-
 def test_lines_after_the_checkpoint_are_cut_back_and_those_that_cannot_be_read_stop_the_run(
-        train_program, stop_before, small_run, tmp_path, monkeypatch, capsys):
-    """It stops after step 14; then lines are added as a killed run writes them after its checkpoint."""
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    longer = dict(schedule__epochs="8")
-    assert train_program.main(small_run(straight, **longer)) == 0
+        train_program, stop_before, small_run, straight, tmp_path, monkeypatch, capsys):
+    """It stops after step 14; then lines are added as a killed run writes them afterwards."""
+    stopped, longer = tmp_path / "stopped", dict(schedule__epochs="5")
     with monkeypatch.context() as patch:
         patch.setattr(train_program, "StopRequest", stop_before(3 * LOOKS + 2))
         assert train_program.main(small_run(stopped, **longer)) == 128 + signal.SIGTERM
@@ -107,29 +90,18 @@ def test_lines_after_the_checkpoint_are_cut_back_and_those_that_cannot_be_read_s
     with open(stopped / "metrics.jsonl", "a") as file:
         file.write('{"epoch": 4}\n{"epoch": 5}\n')
     assert train_program.main(["--resume", str(stopped)]) == 0
-    assert [row["step"] for row in rows_of(stopped, "steps")] == [10, 20, 30]
-    assert_same_run(straight, stopped)
+    assert [row["step"] for row in rows_of(stopped, "steps")] == [10, 20]
+    assert_same_run(straight(**longer), stopped)
 
 
-def test_resuming_what_is_not_there_is_one_line(train_program, tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    for target, message in [
-            ("nothing", "no such run folder"),
-            ("empty", "holds no checkpoint to go on from yet; the command that started it, with --resume")]:
-        assert train_program.main(["--resume", str(tmp_path / target)]) == 2
-        error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1
-
-
-def test_a_run_starts_from_another_runs_weights(train_program, stop_before, small_run, tmp_path, capsys):
+def test_a_run_starts_from_another_runs_weights(train_program, stop_before, small_run, straight,
+                                                tmp_path, capsys):
     """At another resolution, from the moving average, with two heads, and the first as teacher.
 
     When resumed, it does not read the weights again.
     """
-    first, second, teacher = tmp_path / "first", tmp_path / "second", tmp_path / "teacher"
-    assert train_program.main(small_run(first)) == 0
-    shutil.copytree(first, teacher)
-    capsys.readouterr()
+    second, teacher = tmp_path / "second", straight()
+    first = shutil.copytree(teacher, tmp_path / "first")
     how = dict(init__checkpoint=str(first), init__checkpoint_weights="ema", data__image_size="12",
                checkpoint__keep_epochs="[0]", model__name="vit_tiny_distilled",
                model__options__pool="class", distill__teacher=str(teacher))
@@ -158,8 +130,9 @@ CANNOT_START = [
      "mix.group = 4 images; the nearest batches that do are 12 and 16"),
     (dict(mix__group="5"), "mix.group = 5 is odd, but images are mixed in pairs; the nearest"),
     (dict(optim__global_batch="103", mix__probability="0"), "51 images in 2 views each, fewer than"),
-    (dict(model__options__patch_size="5"), "do not tile an image of 8×8"),
+    (dict(model__options__patch_size="5"), "train.py: recipe quickstart: patches of 5×5 pixels do"),
     (dict(model__options__depth="-1"), "depth"),
+    (dict(optim__name="muon", model__options__depth="0"), "train.py: recipe quickstart: "),
     (dict(data__num_classes="4"), "3 classes found, and 4 expected"),
     (dict(data__images_per_class="18"), "class 'blue' has 17 images, too few to train on 18"),
     (dict(data__root="nowhere"), "nowhere: no such folder")]
@@ -228,11 +201,10 @@ def test_the_mass_on_the_targets_in_training_images_stands_below_the_init(
 
 
 @pytest.mark.parametrize("name, step", [("train/green/05.png", 5), ("val/blue/03.png", 4)])
-def test_a_broken_image_costs_no_step_and_no_epoch(train_program, small_run, image_tree, tmp_path,
-                                                   capsys, name, step):
+def test_a_broken_image_costs_no_step_and_no_epoch(train_program, small_run, straight, image_tree,
+                                                   tmp_path, capsys, name, step):
     """The run stops with one line that names the file, and resumes once the image is repaired."""
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    assert train_program.main(small_run(straight)) == 0
+    broken = tmp_path / "broken"
     image = image_tree / name
     content = image.read_bytes()
     image.write_bytes(content[:len(content) // 2])
@@ -243,7 +215,7 @@ def test_a_broken_image_costs_no_step_and_no_epoch(train_program, small_run, ima
     assert f"go on with --resume {broken}" in output.out and checkpoint(broken)["step"] == step
     image.write_bytes(content)
     assert train_program.main(["--resume", str(broken)]) == 0
-    assert_same_run(straight, broken)
+    assert_same_run(straight(), broken)
 
 
 def test_a_diverging_run_ends_and_leaves_the_last_good_checkpoint(
@@ -293,7 +265,7 @@ def test_one_folder_without_val_is_trained_on_and_evaluated(train_program, eval_
     lines = capsys.readouterr().out.splitlines()
     assert (f"data    image_folder {phone}: 20 of 26 to train on, 6 held out of them to validate, "
             "2 classes, 8×8") in lines
-    assert lines.count(f"left out: 2 .mov in {phone}") == 2  # by the dry run and the run
+    assert lines.count(f"left out: 2 .mov in {phone}") == 2      # by the dry run and the run
     assert "num_classes = 2" in (folder / "recipe.toml").read_text(encoding="utf-8")
     assert checkpoint(folder)["recipe"]["data"]["num_classes"] == 2
     assert rows_of(folder)[0]["val_top5"] is None and not any("top-5" in line for line in lines)
@@ -342,16 +314,11 @@ def test_a_folder_without_enough_to_learn_is_one_line(train_program, small_run, 
         (phone / "green" / f"{index:02}.png").unlink()
     assert train_program.main(command) == 2
     assert capsys.readouterr().err == (
-        "train.py: class 'green' has 2 images, too few to train on 1 and hold out 3 of them; expected "
-        "less of data.images_per_class or data.held_out_per_class\n")
+        "train.py: class 'green' has 2 images, too few to train on 1 and hold out 3 of them; "
+        "expected less of data.images_per_class or data.held_out_per_class\n")
     shutil.rmtree(phone / "green")
     assert train_program.main(command) == 2
     assert "one class found, 'red'; expected two at least" in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------------------------------------
-# Real signals
-# ---------------------------------------------------------------------------------------------
 
 
 def test_a_broken_image_in_a_worker_ends_the_program_at_once(small_run, repository, image_tree,
@@ -371,39 +338,24 @@ def test_a_broken_image_in_a_worker_ends_the_program_at_once(small_run, reposito
 # ---------------------------------------------------------------------------------------------
 
 
-FAMILIES = {
-    "swin_tiny": dict(patch_size="2", embed_dim="12", depths="[2, 1]", num_heads="[3, 3]",
-                      window_size="2", drop_path="0.3"),
-    "mixer_s16": dict(patch_size="4", embed_dim="12", depth="2", drop_path="0.3"),
-    "convmixer_256_8": dict(patch_size="2", embed_dim="12", depth="2", kernel_size="3"),
-}
-
-
-@pytest.mark.parametrize("model", FAMILIES)
-def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, eval_program, tmp_path,
-                                                   image_tree, capsys, model):
-    """With all augmentation; BatchNorm's statistics are saved and restored, too."""
-    recipe = {"swin_tiny": "cifar10_swin_tiny", "mixer_s16": "cifar10_mixer",
-              "convmixer_256_8": "cifar10_convmixer"}[model]
-    sets = {"data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",
-            "data.workers": "0", "optim.global_batch": "12", "optim.max_batch_per_process": "4",
-            "schedule.epochs": "2", "schedule.warmup_epochs": "1", "engine.compile": "false",
-            "engine.amp": "off", "mix.group": "4", "mix.mixup_alpha": "0.8",
-            "augment.erase_probability": "0.5", "ema.decay": "0.9"}
-    sets |= {f"model.options.{key}": value for key, value in FAMILIES[model].items()}
-
-    def arguments(folder: Path) -> list[str]:
-        return ["--recipe", recipe, "--init", "impulse", "--data-dir", str(image_tree),
-                "--out-dir", str(folder),
-                *(word for key, value in sets.items() for word in ("--set", f"{key}={value}"))]
-
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_resumes_and_evaluates(train_program, stop_before, eval_program,
+                                                   tmp_path, image_tree, capsys, family):
+    """With all augmentation. BatchNorm's statistics are saved and restored, too, and it goes on
+    with its micro-batches of 4 alone, which are also the largest of at most 5 that fit."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    assert train_program.main(arguments(straight)) == 0
+    assert train_program.main(family_run(family, image_tree, straight)) == 0
     train_program.StopRequest = stop_before(2)
-    assert train_program.main(arguments(stopped)) == 128 + signal.SIGTERM
-    train_program.StopRequest = stop_before(10**6)
-    assert train_program.main(["--resume", str(stopped)]) == 0
-    assert_same_run(straight, stopped)
+    assert train_program.main(family_run(family, image_tree, stopped)) == 128 + signal.SIGTERM
+    train_program.StopRequest, more = stop_before(10**6), []
+    capsys.readouterr()
+    if family == "cifar10_convmixer":
+        more = ["--set", "optim.max_batch_per_process=5"]
+        assert train_program.main(["--resume", str(stopped), more[0], more[1][:-1] + "6"]) == 2
+        assert "with images per micro-batch = 4 and not 6" in capsys.readouterr().err
+    assert train_program.main(["--resume", str(stopped), *more]) == 0
+    first, second = (checkpoint(folder) | {"recipe": None} for folder in (straight, stopped))
+    assert_identical([first, rows_of(straight)], [second, rows_of(stopped)])
     capsys.readouterr()
     assert eval_program.main([str(straight)]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
@@ -12,12 +14,12 @@ from vitinit.keys import Stream, keyed_generator
 
 
 @pytest.fixture
-def run(train_program, small_run, tmp_path):
+def run(straight, small_run, tmp_path, capsys):
     """A run folder that kept epochs 0 and 2 of 3, and the overrides it was trained with."""
-    arguments = small_run(tmp_path / "trial", init="deep_impulse", checkpoint__keep_epochs="[0, 2]")
-    assert train_program.main(arguments) == 0
-    return tmp_path / "trial", [value for option, value in zip(arguments, arguments[1:])
-                                if option == "--set"]
+    how = dict(init="deep_impulse", checkpoint__keep_epochs="[0, 2]")
+    folder, words = shutil.copytree(straight(**how), tmp_path / "trial"), small_run(tmp_path, **how)
+    capsys.readouterr()
+    return folder, [value for option, value in zip(words, words[1:]) if option == "--set"]
 
 
 def test_models_of_runs_are_those_kept_and_fresh_models_equal_epoch_0(run, image_tree, capsys):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vitinit.runs.groups import group_runs
-from vitinit.runs.records import FILES, METRICS, read_run
+from vitinit.runs.records import METRICS, read_run
 from vitinit.train.checkpoint import CheckpointError
 
 
@@ -35,19 +35,12 @@ def test_a_record_of_another_version_lacks_what_was_not_measured_then(written_ru
     assert (run.rows, run.starts, run.finished, run.recipe) == ([], [], False, "recipe")
 
 
-def test_a_damaged_file_is_one_line_that_names_it(written_run):
+def test_a_recipe_that_is_none_is_one_line(written_run):
+    """tests/runs/test_folder.py damages the other files."""
     folder = written_run("a", [1.0])
-    good = {name: (folder / name).read_bytes() for name in FILES}
-    for name, content, words in [
-            ("recipe.toml", None, "a: not a run's folder, there is no recipe.toml in it"),
-            ("recipe.toml", "seed = ", "recipe.toml: not what a run writes: Invalid value"),
-            ("metrics.jsonl", "{}\n", "metrics.jsonl: line 1 is no JSON object with its epoch"),
-            ("run.json", "[", "run.json: not what a run writes; mend the file or move it away")]:
-        (folder / name).unlink() if content is None else (folder / name).write_text(content)
-        with pytest.raises(CheckpointError) as caught:
-            read_run(folder)
-        assert words in str(caught.value) and "\n" not in str(caught.value)
-        (folder / name).write_bytes(good[name])
+    (folder / "recipe.toml").write_text("seed = ")
+    with pytest.raises(CheckpointError, match="recipe.toml: not what a run writes: Invalid value"):
+        read_run(folder)
 
 
 # ---------------------------------------------------------------------------------------------

