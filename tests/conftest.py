@@ -47,7 +47,7 @@ def load_program(name: str) -> ModuleType:
 
 @pytest.fixture(autouse=True, scope="session")
 def signals_are_heard() -> None:
-    """Restore the handlers of signals, some of which a background shell may have set to be ignored."""
+    """Restore the handlers of signals, of which a background shell may have set some to ignore."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else
                       signal.SIG_DFL)
@@ -70,7 +70,7 @@ def train_program() -> ModuleType:
 
 
 class StopBefore(StopRequest):
-    """A stand-in for StopRequest: SIGTERM has come when the run looks for the time number `at` (from 0).
+    """A stand-in for StopRequest: SIGTERM has come when the run looks for time `at`, from 0.
 
     A run looks once before each step and at the end of the steps of an epoch, and likewise for the
     batches of an evaluation.
@@ -185,9 +185,9 @@ def small_run(image_tree: Path) -> Callable[..., list[str]]:
     """Arguments of train.py for a run of a few seconds on `image_tree`: 3 epochs of 4 steps.
 
     Everything that could go wrong on resume is on: every augmentation, two views per image,
-    accumulation over three micro-batches, EMA with warm-up, clipping, stochastic depth, weights that
-    Muon trains beside those that AdamW does. Mixing has three groups of four images per step. eps
-    is large for the reason given in train/test_engine.py.
+    accumulation over three micro-batches, EMA with warm-up, clipping, stochastic depth, weights
+    that Muon trains beside those of AdamW. Mixing has three groups of four images per step. eps is
+    large for the reason given in train/test_engine.py.
     """
     sets = {
         "data.name": "image_folder", "data.num_classes": "3", "data.image_size": "8",

@@ -47,11 +47,6 @@ def tables(capsys, *arguments: object) -> list[list[dict[str, str]]]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------
-# Times
-# ---------------------------------------------------------------------------------------------
-
-
 def test_actions_are_timed_in_turn_and_the_first_round_does_not_count():
     now, order = [0.0], []
 
@@ -64,11 +59,6 @@ def test_actions_are_timed_in_turn_and_the_first_round_does_not_count():
     assert "".join(order) == "baabbaab"              # in every second round the other way round
     assert found == {"a": [3.0, 6.0, 7.0], "b": [40.0, 50.0, 80.0]}
     assert times_as_fast(found["a"], found["b"]) == "11.4 (8.33 to 13.3)"
-
-
-# ---------------------------------------------------------------------------------------------
-# The measurements
-# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("amp, wide", [("off", 4), ("bf16", 2)])
@@ -160,11 +150,6 @@ def test_inits_are_measured_against_the_transcription():
     assert "D×D SVDs" in first["init"]
     assert {row["init"] for row in rows if row["× as fast as by the formulas"]} == {
         "impulse", "impulse without V and proj"}
-
-
-# ---------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------
 
 
 def test_a_report_has_the_machine_the_checks_and_every_speed(monkeypatch, tmp_path, capsys):

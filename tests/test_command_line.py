@@ -33,11 +33,6 @@ def environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"}
 
 
-# ---------------------------------------------------------------------------------------------
-# Flags
-# ---------------------------------------------------------------------------------------------
-
-
 def test_train_py_takes_these_flags_and_no_others(train_program, capsys):
     with pytest.raises(SystemExit, match="0"):
         train_program.main(["--help"])
@@ -64,11 +59,6 @@ def test_a_wrong_flag_is_one_line_that_names_it_and_ends_with_2(train_program, m
         printed = capsys.readouterr()
         assert printed.out == "" and printed.err.count("\n") == 1
         assert printed.err.startswith("train.py: ") and words in printed.err
-
-
-# ---------------------------------------------------------------------------------------------
-# From flags to a recipe
-# ---------------------------------------------------------------------------------------------
 
 
 def test_flags_apply_before_set_and_an_empty_one_is_given():
@@ -113,11 +103,6 @@ def test_every_key_of_the_augmentation_reaches_what_draws_or_applies_it(
     assert {title: given[title] for title in written} == written
 
 
-# ---------------------------------------------------------------------------------------------
-# One line on standard error
-# ---------------------------------------------------------------------------------------------
-
-
 def test_the_main_process_complains_in_one_line_and_the_others_keep_silent(monkeypatch, capsys):
     for rank, printed in ((None, "eval.py: x.toml: run.seed is 'a'\n"), ("0", "eval.py: x.toml: "
                           "run.seed is 'a'\n"), ("1", "")):
@@ -139,11 +124,6 @@ def test_torchrun_is_left_the_cause_and_not_its_consequence(monkeypatch, tmp_pat
     failure = ProcessFailure(local_rank=1, pid=3, exitcode=2, error_file=str(report))
     assert failure.message["message"] == "train.py: no such recipe"
     assert failure.timestamp <= time.time()
-
-
-# ---------------------------------------------------------------------------------------------
-# The program itself
-# ---------------------------------------------------------------------------------------------
 
 
 def test_under_torchrun_the_line_is_the_last_that_is_said_and_the_status_is_2(repository, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,13 @@ from vitinit.figures.__main__ import main as figures
 from vitinit.train.metrics import StepRow
 
 
-def run(monkeypatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["compare", *map(str, arguments)])
-    assert compare.main() == 0
+@pytest.fixture
+def printed(capsys) -> Callable[..., str]:
+    """What the program prints when it is given these arguments."""
+    def run(*arguments: object) -> str:
+        assert compare.main(list(map(str, arguments))) == 0
+        return capsys.readouterr().out
+    return run
 
 
 @pytest.fixture
@@ -29,11 +33,6 @@ def six_runs(written_run):
             runs.append(written_run(f"{init}-{seed}", [best, last], seed=seed, init=init,
                                     emas=[1.0, last - seed], seconds=10.0 + seed))
     return runs
-
-
-# ---------------------------------------------------------------------------------------------
-# Statistics
-# ---------------------------------------------------------------------------------------------
 
 
 def test_t_quantiles_are_those_of_printed_tables_and_of_scipy():
@@ -52,15 +51,13 @@ def test_the_deviation_is_that_of_a_sample_and_one_value_has_none():
     assert compare.mean_and_std([11.0, 12.0], places=0) == "12 ± 1"      # 11.5, .71
 
 
-# ---------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------
+def test_a_bar_in_a_label_does_not_break_the_table():
+    assert compare.table(["a", "b"], [["x|y", "1"]]).splitlines()[-1] == "| x\\|y | 1 |"
 
 
-def test_a_comparison_as_a_whole(monkeypatch, capsys, six_runs):
+def test_a_comparison_as_a_whole(printed, six_runs):
     """Last: 54 ± 4 and 65 ± √28; best: 50, 54, 62 and 61, 63, 71; EMA: lower by the seed."""
-    run(monkeypatch, *six_runs)
-    assert capsys.readouterr().out == """\
+    assert printed(*six_runs) == """\
 # quickstart
 
 Top-1 on the validation set in %, mean ± standard deviation over seeds. The best epoch is chosen \
@@ -87,97 +84,80 @@ All runs: commit c0ffee; torch 2.7; Python 3.11; device CPU; processes 1.
 """
 
 
-def test_only_seeds_that_both_have_are_paired(monkeypatch, capsys, six_runs, written_run):
+def test_only_seeds_that_both_have_are_paired(printed, six_runs, written_run):
     """−6 and 0 on seeds 2 and 5: mean −3, standard deviation √18, 12.706 · √18 / √2 = 38.12."""
     runs = [written_run("m-2", [48.0], seed=2, init="mimetic", epochs=1),
             written_run("m-5", [58.0], seed=5, init="mimetic", epochs=1),
             written_run("m-7", [99.0], seed=7, init="mimetic", epochs=1)]
-    run(monkeypatch, *six_runs[:3], *runs)
-    printed = capsys.readouterr().out
-    label = "mimetic, schedule.epochs = 1"
-    assert (f"| {label} | model | 2 | -3.00 ± 38.12 | 2: -6.00, 5: +0.00 |") in printed
-    assert f"| {label} | model | – | 48.00 | 58.00 | 99.00 |" in printed
-    assert f"| {label} | EMA" not in printed                              # this run has no EMA
-    assert f"| {label} | 3 | 68.33 ± 27.02 | 68.33 ± 27.02 | – | – | 3 ± 0 |" in printed
+    text, label = printed(*six_runs[:3], *runs), "mimetic, schedule.epochs = 1"
+    assert (f"| {label} | model | 2 | -3.00 ± 38.12 | 2: -6.00, 5: +0.00 |") in text
+    assert f"| {label} | model | – | 48.00 | 58.00 | 99.00 |" in text
+    assert f"| {label} | EMA" not in text                                 # this run has no EMA
+    assert f"| {label} | 3 | 68.33 ± 27.02 | 68.33 ± 27.02 | – | – | 3 ± 0 |" in text
 
 
-def test_fewer_than_two_seeds_in_common_have_no_interval(monkeypatch, capsys, six_runs):
+def test_fewer_than_two_seeds_in_common_have_no_interval(printed, six_runs):
     """One sentence names the groups."""
-    run(monkeypatch, *six_runs[:2], *six_runs[4:])                        # 1, 2 and 2, 5
-    printed = capsys.readouterr().out
-    assert "Fewer than two seeds are shared with `default` by `impulse`: no interval." in printed
-    assert "t interval" not in printed
-    run(monkeypatch, *six_runs[:3])
-    assert "minus" not in capsys.readouterr().out
+    text = printed(*six_runs[:2], *six_runs[4:])                         # 1, 2 and 2, 5
+    assert "Fewer than two seeds are shared with `default` by `impulse`: no interval." in text
+    assert "t interval" not in text and "minus" not in printed(*six_runs[:3])
 
 
-def test_runs_of_other_code_and_hardware_are_counted(monkeypatch, capsys, written_run):
+def test_runs_of_other_code_and_hardware_are_counted(printed, written_run):
     runs = [written_run(f"run-{seed}", [1.0], seed=seed, start=start) for seed, start in enumerate(
         [{}, {"git_commit": "beef", "device": "NVIDIA H100"}, {"device": "NVIDIA H100"}])]
     start, = json.loads((runs[0] / "run.json").read_text())
     (runs[0] / "run.json").write_text(json.dumps([start, start | {"git_commit": "f00d"}, start]))
-    run(monkeypatch, *runs)
-    printed = capsys.readouterr().out
-    assert "All runs: torch 2.7; Python 3.11; processes 1.\n" in printed
+    text = printed(*runs)
+    assert "All runs: torch 2.7; Python 3.11; processes 1.\n" in text
     assert ("Runs differ (number of runs): commit c0ffee (2), f00d (1), beef (1); "
-            "device CPU (1), NVIDIA H100 (2).\n") in printed
+            "device CPU (1), NVIDIA H100 (2).\n") in text
 
 
-# ---------------------------------------------------------------------------------------------
-# Runs in an archive
-# ---------------------------------------------------------------------------------------------
-
-
-def printed(monkeypatch, capsys, *arguments: object) -> str:
-    run(monkeypatch, *arguments)
-    return capsys.readouterr().out
-
-
-def test_an_archive_prints_the_same_as_the_folders(monkeypatch, capsys, six_runs, tmp_path):
+def test_an_archive_prints_the_same_as_the_folders(printed, six_runs, tmp_path):
     """The whole archive, parts of it in another order, and parts beside folders."""
-    expected = printed(monkeypatch, capsys, *six_runs)
-    reversed_groups = printed(monkeypatch, capsys, *six_runs[3:], *six_runs[:3])
+    expected = printed(*six_runs)
+    reversed_groups = printed(*six_runs[3:], *six_runs[:3])
     assert "| default | model | 3 | -11.00 ± 4.97 | 1: -11.00, 2: -9.00," in reversed_groups
     out = tmp_path / "six.tar.xz"
-    assert printed(monkeypatch, capsys, *reversed(six_runs), "--pack", out) == (
+    assert printed(*reversed(six_runs), "--pack", out) == (
         f"wrote {out}: 6 run(s), {out.stat().st_size:,} bytes\n")
-    assert printed(monkeypatch, capsys, out) == expected
-    assert printed(monkeypatch, capsys, out / "impulse-*", out / "default-*") == reversed_groups
+    assert printed(out) == expected
+    assert printed(out / "impulse-*", out / "default-*") == reversed_groups
     grown = tmp_path / "grown.tar.xz"                # it may be read and written at once
-    printed(monkeypatch, capsys, *six_runs[:2], "--pack", grown)
-    printed(monkeypatch, capsys, *six_runs[2:], grown, "--pack", grown)
+    printed(*six_runs[:2], "--pack", grown)
+    printed(*six_runs[2:], grown, "--pack", grown)
     assert grown.read_bytes() == out.read_bytes()
-    assert printed(monkeypatch, capsys, *six_runs[:2], out / "default-5", *six_runs[3:]) == expected
+    assert printed(*six_runs[:2], out / "default-5", *six_runs[3:]) == expected
 
 
-def test_unfinished_runs_are_named_and_neither_averaged_nor_packed(monkeypatch, capsys, six_runs,
-                                                                   written_run, tmp_path):
-    expected = printed(monkeypatch, capsys, *six_runs)
+def test_unfinished_runs_are_named_and_neither_averaged_nor_packed(printed, six_runs, written_run,
+                                                                   tmp_path):
+    expected = printed(*six_runs)
     cut, out = written_run("cut", [99.0], epochs=2, seed=9), tmp_path / "six.tar.xz"
     line = f"left out, not finished: {cut}, 1 of 2 epochs\n"
-    assert printed(monkeypatch, capsys, cut, *six_runs) == f"{expected}\n{line}"
-    assert printed(monkeypatch, capsys, cut, *six_runs, "--pack", out) == (
+    assert printed(cut, *six_runs) == f"{expected}\n{line}"
+    assert printed(cut, *six_runs, "--pack", out) == (
         f"{line}wrote {out}: 6 run(s), {out.stat().st_size:,} bytes\n")
-    assert printed(monkeypatch, capsys, out) == expected
+    assert printed(out) == expected
 
 
 @pytest.mark.parametrize("archive, heads", [
     ("remaining_gap", ["| 3 | 56.54 ± 0.47 |", "| 3 | 51.35 ± 0.40 |", "| 3 | 60.83 ± 0.23 |"]),
     ("muon/cifar10*-default-muon-f2.5-s[0-2]", ["| cifar10_10k, default | 3 | 66.45 ± 0.20 |"]),
     ("muon", ["| 3 | 66.45 ± 0.20 |", "| 3 | 54.28 ± 0.32 |"])])
-def test_records_of_earlier_versions_are_compared(monkeypatch, capsys, repository, archive, heads):
+def test_records_of_earlier_versions_are_compared(printed, repository, archive, heads):
     name, slash, pattern = archive.partition("/")
-    text = printed(monkeypatch, capsys,
-                   f"{repository / 'recipes' / name}.tar.xz{slash}{pattern}")
+    text = printed(f"{repository / 'recipes' / name}.tar.xz{slash}{pattern}")
     assert [head in text for head in heads] == [True] * len(heads)
 
 
-def test_different_models_are_compared_in_one_table(monkeypatch, capsys, six_runs, written_run):
+def test_different_models_are_compared_in_one_table(printed, six_runs, written_run):
     """The differences 49.5 and 46: mean 47.75, standard error 1.75; 12.706 · 1.75 = 22.24."""
     other = ("model.name=convmixer_256_8", "model.options={}")
     mixers = [written_run(f"mixer-{seed}", [1.0, 99.0 + seed / 2], seed=seed, recipe="mixer",
                           sets=other) for seed in (1, 2)]
-    text = printed(monkeypatch, capsys, *six_runs, *mixers)
+    text = printed(*six_runs, *mixers)
     for row in ("| quickstart, default | model | 50.00 | 54.00 | 58.00 |",
                 "| mixer, default | model | 99.50 | 100.00 | – |",
                 "| mixer, default | model | 2 | +47.75 ± 22.24 | 1: +49.50, 2: +46.00 |"):
@@ -185,24 +165,18 @@ def test_different_models_are_compared_in_one_table(monkeypatch, capsys, six_run
     assert text.startswith("# quickstart, mixer\n")
 
 
-# ---------------------------------------------------------------------------------------------
-# Files, and what goes wrong
-# ---------------------------------------------------------------------------------------------
-
-
-def test_a_folder_gets_the_report_and_the_curves(monkeypatch, capsys, six_runs, tmp_path):
+def test_a_folder_gets_the_report_and_the_curves(printed, six_runs, tmp_path):
     out = tmp_path / "new" / "comparison"
-    run(monkeypatch, *six_runs, "--out", out)
-    report, last_line = capsys.readouterr().out.rsplit("\n\n", 1)
+    report, last_line = printed(*six_runs, "--out", out).rsplit("\n\n", 1)
     assert (out / "comparison.md").read_text() == report + "\n"
     assert Image.open(out / "curves.png").size[0] > 600
     assert last_line == f"wrote {out / 'comparison.md'} and {out / 'curves.png'}\n"
 
 
-def test_without_matplotlib_the_report_is_written_and_the_extra_named(
-        monkeypatch, without_matplotlib, six_runs, tmp_path):
+def test_without_matplotlib_the_report_is_written_and_the_extra_named(without_matplotlib, six_runs,
+                                                                      tmp_path):
     with pytest.raises(SystemExit, match=r"needs matplotlib: pip install 'vitinit\[figures\]'"):
-        run(monkeypatch, *six_runs, "--out", tmp_path / "out")
+        compare.main([*map(str, six_runs), "--out", str(tmp_path / "out")])
     assert (tmp_path / "out" / "comparison.md").exists()
 
 

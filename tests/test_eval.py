@@ -119,7 +119,7 @@ PART = dict(schedule__epochs="1", data__held_out_per_class="4", data__subset_see
 
 @pytest.fixture
 def run_on_part(train_program, small_run, tmp_path, capsys, monkeypatch):
-    """Makes a run on a part of `image_tree`; returns its folder and the data that it really used."""
+    """Makes a run on a part of `image_tree`; returns its folder and the data that it used."""
     def make(name: str, **changes: str):
         used, real = [], train_program.open_data
         with monkeypatch.context() as patch:
@@ -198,7 +198,7 @@ def test_a_foreign_checkpoint_that_does_not_fit_is_one_line(eval_program, image_
 
 
 def test_a_part_of_the_models_classes_competes_among_itself(eval_program, tmp_path, capsys):
-    """Two models of 1000 unnamed classes on seven of ImageNet's synset ids, at their known indices."""
+    """Two models of 1000 unnamed classes on seven of ImageNet's, at their known indices."""
     wnids = imagenet_wnids()[998:2:-143]
     root = write_images(tmp_path / "part", wnids, seed=1)
     source = open_split("image_folder", str(root), "val", 0)

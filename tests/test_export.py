@@ -63,11 +63,6 @@ def opened(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         return notes, {name: file.get_tensor(name) for name in file.keys()}
 
 
-# ---------------------------------------------------------------------------------------------
-# Weights
-# ---------------------------------------------------------------------------------------------
-
-
 def test_safetensors_hold_the_weights_and_what_goes_with_them(checkpoint, tmp_path, capsys):
     out = tmp_path / "out.safetensors"
     assert exported(checkpoint, "--to", "safetensors", "--out", out) == 0
@@ -142,11 +137,6 @@ def test_what_a_library_cannot_express_is_refused_with_what_it_expects():
             ("transformers", "convmixer_768_32", "depth=3", "another family")):
         with pytest.raises(ValueError, match=f"no model of {library} .*expected ({expected})"):
             counterpart_of(recipe, f"model.options.{change}", library=library)
-
-
-# ---------------------------------------------------------------------------------------------
-# Programs and runs
-# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("checkpoint", ["vit"], indirect=True)

@@ -20,11 +20,6 @@ def setup(repository) -> configparser.ConfigParser:
     return setup
 
 
-# ---------------------------------------------------------------------------------------------
-# A wheel
-# ---------------------------------------------------------------------------------------------
-
-
 def as_in_a_wheel(setup: configparser.ConfigParser, repository: Path) -> dict[str, Path]:
     """The files that a wheel contains, by their place in it, as setuptools collects them.
 
@@ -91,11 +86,6 @@ assert sweep.main(["--recipe", "quickstart", "--seeds", "0", "--dry-run"]) == 2
     assert "blocks of code print what the page shows" in result.stdout
     line, = result.stderr.splitlines()
     assert line.startswith("vitinit.sweep: ") and "a sweep needs the repository" in line
-
-
-# ---------------------------------------------------------------------------------------------
-# Extras
-# ---------------------------------------------------------------------------------------------
 
 
 def test_every_extra_that_is_named_exists(setup, repository):

@@ -50,8 +50,8 @@ PHASES = {
 }
 
 
-def test_a_signal_in_any_phase_costs_nothing_and_leaves_no_thread(train_program, small_run, straight,
-                                                                  tmp_path, monkeypatch, capsys):
+def test_a_signal_in_any_phase_costs_nothing_and_leaves_no_thread(
+        train_program, small_run, straight, tmp_path, monkeypatch, capsys):
     """Equal to the bit to a run without. Each phase has one of the signals, each signal a phase."""
     folder, two_epochs = tmp_path / "run", dict(schedule__epochs="2", checkpoint__every_steps="5")
     command, uncut = small_run(folder, **two_epochs), straight(**two_epochs)
@@ -124,45 +124,36 @@ def test_running_out_of_memory_names_the_key_to_lower(train_program, small_run, 
 # Two processes, started by torchrun
 # ---------------------------------------------------------------------------------------------
 
-# train.py, in which one process gets a signal in one call of a function.
+# train.py, in which the second process gets a SIGTERM in its second batch of evaluation.
 DRIVER = """
-import importlib, os, signal, sys
-path, place, name, call, rank, number = sys.argv[1:7]
-sys.path.insert(0, os.path.dirname(path))
+import os, signal, sys
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
 import train
+from vitinit.data.augment import ToDevice
 if __name__ == "__main__":                           # not in the server that starts workers
-    if os.environ["RANK"] == rank:
-        owner = importlib.import_module(place.partition(":")[0])
-        if ":" in place:
-            owner = getattr(owner, place.partition(":")[2])
-        real, calls = getattr(owner, name), []
-        def signalled(*arguments, **keywords):
-            calls.append(None)
-            if len(calls) == int(call):
-                os.kill(os.getpid(), int(number))
-            return real(*arguments, **keywords)
-        setattr(owner, name, signalled)
-    sys.exit(train.main(sys.argv[7:]))
+    real, calls = ToDevice.__call__, []
+    def signalled(*given):
+        calls.append(None)
+        if os.environ["RANK"] == "1" and len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*given)
+    ToDevice.__call__ = signalled
+    sys.exit(train.main(sys.argv[2:]))
 """
 
 
-NOWHERE = ["vitinit.train.engine", "update", 10**6, 0, 15]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-
-
-def run_two(tmp_path: Path, repository: Path, *words: object) -> subprocess.CompletedProcess:
-    """torchrun of DRIVER on two processes."""
-    program = tmp_path / "driver.py"
-    program.write_text(DRIVER)
-    return subprocess.run([*TORCHRUN, str(program), str(repository / "train.py"), *map(str, words)],
-                          capture_output=True, text=True, timeout=300)
+def run_two(*words: object) -> subprocess.CompletedProcess:
+    """torchrun of a program on two processes."""
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         *map(str, words)], capture_output=True, text=True, timeout=300)
 
 
 def test_two_processes_with_batch_norm_measure_what_is_saved(eval_program, image_tree, repository,
                                                              tmp_path, capsys):
     """Each process has seen other images, so its statistics differ from those of last.pt."""
     run = tmp_path / "run"
-    result = run_two(tmp_path, repository, *NOWHERE, *family_run(
+    result = run_two(repository / "train.py", *family_run(
         "cifar10_convmixer", image_tree, run, mix__group=12, schedule__epochs=1, ema__decay=0,
         schedule__warmup_epochs=0, optim__max_batch_per_process=6, optim__base_lr=0.05))
     assert result.returncode == 0, result.stderr
@@ -178,7 +169,8 @@ def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
     two, stopped = tmp_path / "two", tmp_path / "stopped"
     epochs = dict(schedule__epochs="2", data__workers="1")
     one = straight(**epochs)
-    result = run_two(tmp_path, repository, *NOWHERE, *small_run(two, **epochs))
+    train_py, driver = repository / "train.py", tmp_path / "driver.py"
+    result = run_two(train_py, *small_run(two, **epochs))
     assert result.returncode == 0, result.stderr
     assert "12 = 2 process(es) × 3 micro-batch(es) × 2 images" in result.stdout
     (ours, rows), (theirs, their_rows) = ((left_in(run), rows_of(run)) for run in (one, two))
@@ -197,11 +189,10 @@ def test_two_processes_train_as_one_and_a_signal_to_either_costs_nothing(
     assert alone["ema"]["top1"] == pytest.approx(their_rows[-1]["ema_top1"])
 
     # The second process has five batches of evaluation; it learns of the signal in the second.
-    number = signal.SIGTERM
-    result = run_two(tmp_path, repository, "vitinit.data.augment:ToDevice", "__call__", 2, 1,
-                     int(number), *small_run(stopped, **epochs))
-    assert f"stopped by signal {int(number)} after step 4" in result.stdout, result.stderr
+    driver.write_text(DRIVER)
+    result = run_two(driver, train_py, *small_run(stopped, **epochs))
+    assert f"stopped by signal {signal.SIGTERM:d} after step 4" in result.stdout, result.stderr
     assert 'train.py", line' not in result.stderr    # torchrun's report has a traceback of its own
-    result = run_two(tmp_path, repository, *NOWHERE, "--resume", stopped)
+    result = run_two(train_py, "--resume", stopped)
     assert result.returncode == 0, result.stderr
     assert_same_run(two, stopped)

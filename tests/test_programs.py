@@ -1,4 +1,4 @@
-"""For all programs: wrong arguments, files that cannot be written, Ctrl-C, and their own defects."""
+"""For all programs: wrong arguments, Ctrl-C, closed pipes, and their own defects."""
 
 from __future__ import annotations
 
@@ -34,15 +34,19 @@ def line_of(capsys) -> str:
 def test_a_wrong_argument_is_one_line(capsys):
     for program, arguments, words in (
             ("vitinit.bench", "step --recipe a --batch 0", "--batch: 0: expected an integer ≥ 1"),
-            ("vitinit.bench", "memory --recipe quickstart --card-gib nan", "nan: expected a number"),
+            ("vitinit.bench", "memory --recipe quickstart --card-gib nan", "nan: expected a num"),
             ("vitinit.bench", "init --model vit_bse", "no 'vit_bse'; did you mean 'vit_base'?"),
-            ("vitinit.bench", "", "required: bench"), ("vitinit.figures", "maps", "required: --out"),
+            ("vitinit.lessons", "99", "there is no lesson 99; expected 1 to"),
+            ("vitinit.lessons", "--update", "expected the number of a lesson"),
+            ("vitinit.lessons", "1 --notebook no/such/folder/x.ipynb",
+             "no/such/folder/x.ipynb: cannot be written: No such file or directory"),
+            ("vitinit.bench", "", "required: bench"), ("vitinit.figures", "maps", "required: --o"),
             ("vitinit.figures", "kernels --out a --count 0", "--count: 0: expected an integer ≥ 1"),
-            ("vitinit.figures", "maps --recipe a --out a --init defualt", "did you mean 'default'?"),
-            ("vitinit.figures", "maps --run a --out a --epochs 1,x", "1,x: expected numbers such as"),
-            ("vitinit.figures", "attention p --recipe a --out a --queries 3", "3: expected two num"),
+            ("vitinit.figures", "maps --recipe a --out a --init defualt", "did you mean 'default'"),
+            ("vitinit.figures", "maps --run a --out a --epochs 1,x", "1,x: expected numbers such"),
+            ("vitinit.figures", "attention p --recipe a --out a --queries 3", "3: expected two n"),
             ("vitinit.figures", "operations p --out a --magnitude 11", "11: expected a number ≥ 0"),
-            ("vitinit.compare", "", "required: RUN"), ("vitinit.compare", "a --seeds 3", "unrecognized"),
+            ("vitinit.compare", "", "required: RUN"), ("vitinit.compare", "a --seeds 3", "unrecog"),
             ("vitinit.compare", "a --pack", "--pack: expected one argument"),
             ("vitinit.figures", "curves --out a", "required: RUN"),
             ("vitinit.sweep", "--recipe quickstart", "required: --seeds")):
@@ -92,11 +96,6 @@ def test_a_closed_pipe_is_no_error(monkeypatch):
         monkeypatch.setattr(sys, "stdout", stream)
         assert run_program("p", lambda: print("line", flush=True)) == 128 + signal.SIGPIPE
         print("more")                                # what is left is printed nowhere
-
-
-# ---------------------------------------------------------------------------------------------
-# What is built from a recipe
-# ---------------------------------------------------------------------------------------------
 
 
 def test_errors_of_a_recipes_values_name_the_recipe_and_faults_do_not():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 import types
 from ast import literal_eval
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,28 +23,15 @@ from vitinit.runs.records import read_archive
 from vitinit.runs.start import build
 
 
-def run(words: list[str], cwd: Path) -> subprocess.CompletedProcess:
-    """A README command from another folder than the repository's, with this Python's torchrun."""
-    scripts = Path(sys.executable).parent
-    words = [str(REPOSITORY / word) if word in ("train.py", "eval.py") else word for word in words]
-    # --standalone: torchrun's usual port may be taken by another run on this machine.
-    words[:1] = {"torchrun": [str(scripts / "torchrun"), "--standalone"],
-                 "python": [sys.executable]}[words[0]]
-    # As many threads as for a user. On a busy machine spinning threads would cost minutes.
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environment["OMP_WAIT_POLICY"] = "PASSIVE"
-    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True,
-                          timeout=300)
-
-
-def test_the_quickstart_trains_and_its_run_evaluates(tmp_path, monkeypatch, eval_program, capsys):
+def test_the_quickstart_trains_and_its_run_evaluates(tmp_path, monkeypatch, train_program,
+                                                     eval_program, capsys):
+    monkeypatch.chdir(tmp_path)
     commands = README.section("Three minutes").commands()
     train = next(words for words in commands if "train.py" in words)
-    result = run([*train, "--set", "schedule.epochs=1", "--set", "data.subset=0.06"], tmp_path)
-    assert result.returncode == 0, result.stderr
+    assert train_program.main([*train[2:], "--set", "schedule.epochs=1", "--set",
+                               "data.subset=0.06"]) == 0
     last = json.loads((tmp_path / "runs/quickstart-impulse-s0/metrics.jsonl").read_text())
     evaluate = next(words for words in commands if "eval.py" in words)
-    monkeypatch.chdir(tmp_path)
     assert eval_program.main(evaluate[2:]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["model"]["top1"] == last["val_top1"] and found["model"]["images"] == 1000
@@ -86,7 +71,8 @@ def test_what_was_trained_is_used_and_exported_as_shown(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     run = REPOSITORY / "tests" / "runs" / "data" / "version_12"
     (tmp_path / "runs" / "quickstart-impulse-s0").symlink_to(run)
-    with_class_token = load_recipe(run / "recipe.toml", overrides(sets=["model.options.pool=class"]))
+    with_class_token = load_recipe(run / "recipe.toml",
+                                   overrides(sets=["model.options.pool=class"]))
     other = tmp_path / "runs" / "deit_small-impulse-s0"
     other.mkdir()
     torch.save({"model": build(with_class_token).state_dict(), "classes": ["a", "b", "c"],

@@ -23,12 +23,7 @@ from vitinit.recipe.files import fresh_recipe, load_recipe
 from vitinit.runs import start
 from vitinit.runs.records import read_run
 from vitinit.runs.resume import require_same_recipe
-
-ROW = ["epoch", "lr", "train_loss", "images_per_second", "val_loss", "val_top1", "val_top5",
-       "ema_top1", "ema_top5", "skipped_steps", "seconds", "waiting", "tflops_per_device",
-       "share_of_rate", "peak_memory_gib"]
-STEP = ["step", "loss", "lr", "grad_norm", "scale", "images_per_second", "waiting"]
-
+from vitinit.train.metrics import METRICS, StepRow
 
 # How often a run of `small_run` looks for a signal per epoch: at four steps and their end, at six
 # batches of evaluation and their end.
@@ -44,14 +39,14 @@ def test_a_run_leaves_everything_that_its_folder_promises(train_program, small_r
                                           "metrics.jsonl", "previous.pt", "recipe.toml",
                                           "run.json", "run.lock", "steps.jsonl"]
     rows = rows_of(folder)
-    assert [list(row) for row in rows] == [ROW] * 3
+    assert [list(row) for row in rows] == [list(METRICS)] * 3
     assert [row["epoch"] for row in rows] == [1, 2, 3]
-    assert all(isinstance(row[key], float) for row in rows for key in ROW if key not in
+    assert all(isinstance(row[key], float) for row in rows for key in METRICS if key not in
                ("epoch", "skipped_steps", "share_of_rate", "val_top5", "ema_top5"))
     for key in ("share_of_rate", "val_top5", "ema_top5"):        # on a CPU, and of three classes
         assert [row[key] for row in rows] == [None] * 3
     step, = rows_of(folder, "steps")                            # one row for twelve steps
-    assert list(step) == STEP and step["step"] == 10 and step["scale"] is None
+    assert tuple(step) == StepRow._fields and step["step"] == 10 and step["scale"] is None
     assert rows[2]["lr"] < step["lr"] < rows[1]["lr"]
     last = checkpoint(folder)
     assert {"model", "ema", "optimizer", "scaler", "step", "recipe"} <= last.keys()
@@ -124,12 +119,12 @@ CANNOT_START = [
     (dict(init__checkpoint_weights="EMA"), "'EMA'; valid: ema, model"),
     (dict(init="impulse", model__options__pos_embed="sincos"),
      "cannot use the model's fixed position embedding"),
-    (dict(optim__max_batch_per_process="1"), "optim.max_batch_per_process = 1, but images are mixed "
-     "in pairs; expected at least 2, or mix.probability = 0"),
+    (dict(optim__max_batch_per_process="1"), "optim.max_batch_per_process = 1, but images are "
+     "mixed in pairs; expected at least 2, or mix.probability = 0"),
     (dict(optim__global_batch="14"), "optim.global_batch = 14 does not divide into groups of "
      "mix.group = 4 images; the nearest batches that do are 12 and 16"),
     (dict(mix__group="5"), "mix.group = 5 is odd, but images are mixed in pairs; the nearest"),
-    (dict(optim__global_batch="103", mix__probability="0"), "51 images in 2 views each, fewer than"),
+    (dict(optim__global_batch="103", mix__probability="0"), "51 images in 2 views each, fewer"),
     (dict(model__options__patch_size="5"), "train.py: recipe quickstart: patches of 5×5 pixels do"),
     (dict(model__options__depth="-1"), "depth"),
     (dict(optim__name="muon", model__options__depth="0"), "train.py: recipe quickstart: "),
@@ -146,20 +141,17 @@ def test_what_cannot_be_started_is_one_line(train_program, small_run, tmp_path, 
         assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("changes, lines", [
-    (dict(), []), (dict(augment__repeats="3"), []),
-    (dict(augment__repeats="4"), ["some of the mix.group = 4 images that share a draw of mixing "]),
-    (dict(augment__repeats="4", mix__probability="0"), []),
-    (dict(optim__global_batch="13", mix__mixup_alpha="0", mix__cutmix_alpha="0"),
-     ["micro-batches have 1 image(s): "])])
 def test_batches_that_are_probably_a_mistake_are_a_warning_at_the_start(
-        train_program, small_run, tmp_path, capsys, changes, lines):
-    assert train_program.main(small_run(tmp_path / "run", "--dry-run", **changes)) == 0
-    *warnings, updates = [line for line in capsys.readouterr().out.splitlines()
-                          if line.startswith("warning")]
-    assert len(warnings) == len(lines)
-    assert all(line.startswith(f"warning {printed}") for line, printed in zip(warnings, lines))
-    assert updates.startswith("warning ") and "update(s) in all" in updates
+        train_program, small_run, tmp_path, capsys):
+    """tests/data/test_sampler.py has those that are none."""
+    for changes, warning in (
+            (dict(augment__repeats="4"), "some of the mix.group = 4 images that share a draw of "),
+            (dict(optim__global_batch="13", mix__mixup_alpha="0", mix__cutmix_alpha="0"),
+             "micro-batches have 1 image(s): ")):
+        assert train_program.main(small_run(tmp_path / "run", "--dry-run", **changes)) == 0
+        batches, updates = [line for line in capsys.readouterr().out.splitlines()
+                            if line.startswith("warning ")]
+        assert batches.startswith(f"warning {warning}") and "update(s) in all" in updates
 
 
 def test_a_dry_run_shows_everything_and_writes_nothing(train_program, small_run, tmp_path, capsys,

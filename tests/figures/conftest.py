@@ -22,7 +22,8 @@ from PIL import Image
 
 from vitinit.figures import __main__ as figures
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSERS = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+BROWSER = next(filter(None, BROWSERS), None)
 # Overrides of `quickstart`: a ViT with 5×7 patches, 3 heads and 2 blocks.
 SIZES = {"data.image_size": "[10,14]", "model.options.patch_size": "2", "model.options.depth": "2",
          "model.options.embed_dim": "39"}
@@ -72,7 +73,8 @@ def complains(tmp_path, capsys) -> Callable[..., None]:
 def contents() -> Callable[[Path], tuple[dict[str, Any], np.ndarray]]:
     """What a page holds: its names and numbers, and the bytes of its weights, if there are any."""
     def read(page: Path) -> tuple[dict[str, Any], np.ndarray]:
-        meta, *packed = re.findall(r'<script id="\w+" type="[^"]+">(.*?)</script>', page.read_text())
+        scripts = r'<script id="\w+" type="[^"]+">(.*?)</script>'
+        meta, *packed = re.findall(scripts, page.read_text())
         levels = zlib.decompress(base64.b64decode(packed[0])) if packed else b""
         return json.loads(meta), np.frombuffer(levels, np.uint8)
     return read
@@ -112,7 +114,8 @@ def in_browser(tmp_path) -> Iterator[Callable[[Path, str, str], Any]]:
         addEventListener("load", async () => {{
           while (!document.querySelector("#made").textContent || document.hidden)
             await new Promise((resolve) => setTimeout(resolve, 20));
-          await new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
+          for (const frame of [1, 2])
+            await new Promise((resolve) => requestAnimationFrame(resolve));
           const found = await (async () => {{ {body} }})().catch((error) => String(error.stack));
           fetch("/", {{method: "POST", body: JSON.stringify(found)}});
         }});

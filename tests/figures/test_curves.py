@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from vitinit.figures import __main__ as figures
@@ -17,12 +16,6 @@ from vitinit.figures.plot import LOOKS
 
 def run(*arguments: object) -> None:
     assert figures.main(list(map(str, arguments))) == 0
-
-
-def refusal(capsys, *arguments: object) -> str:
-    assert figures.main(list(map(str, arguments))) == 2
-    line, = capsys.readouterr().err.splitlines()
-    return line
 
 
 def test_kernels_show_impulses_and_only_them(tmp_path):
@@ -59,7 +52,7 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_from_lowest_to_high
 
 
 def test_top1_across_a_key_has_a_line_per_experiment_and_a_bar_over_its_seeds(
-        tmp_path, written_run, panels, capsys):
+        tmp_path, written_run, panels, complains):
     def few(images: int) -> tuple[str]:
         return (f"optim.global_batch={images}",)
     runs = [written_run("a-0", [10.0, 50.0], sets=few(20)),
@@ -76,16 +69,10 @@ def test_top1_across_a_key_has_a_line_per_experiment_and_a_bar_over_its_seeds(
     assert impulse.get_xydata().tolist() == [[10.0, 31.0], [40.0, 33.0]]
     assert [part.tolist() for part in bars.get_segments()] == [
         [[10.0, 70.0], [10.0, 70.0]], [[20.0, 50.0], [20.0, 58.0]]]
-    wrong = ("curves", "--out", tmp_path / "none.png", "--across")
-    assert "init.name is 'default' in default" in refusal(capsys, *wrong, "init.name", *runs)
-    assert "differ in optim.eps alone" in refusal(capsys, *wrong, "optim.eps", *runs)
+    complains("init.name is 'default' in default", "curves", *runs, "--across", "init.name")
+    complains("differ in optim.eps alone", "curves", *runs, "--across", "optim.eps")
     runs.append(written_run("d-0", [1.0, 2.0], sets=few(20), start={"git_commit": "decaf"}))
-    assert "commit c0ffee and" in refusal(capsys, *wrong, "optim.global_batch", *runs)
-
-
-# ---------------------------------------------------------------------------------------------
-# Curves of steps
-# ---------------------------------------------------------------------------------------------
+    complains("commit c0ffee and", "curves", *runs, "--across", "optim.global_batch")
 
 
 def with_steps(folder: Path, losses: list[float], **values: list[float | None]) -> Path:
@@ -129,15 +116,9 @@ def test_a_long_line_is_drawn_as_means_of_neighbours(tmp_path, written_run, pane
     assert math.isnan(first) and second == 3.0 and math.isnan(third)
 
 
-def test_runs_without_steps_are_refused_in_one_line(tmp_path, written_run, capsys):
-    folder = written_run("a", [1.0])
-    line = refusal(capsys, "curves", "--steps", folder, "--out", tmp_path / "x.png")
-    assert "a: no steps on record to draw; steps.jsonl has a line from the tenth on" in line
-
-
-def test_without_matplotlib_the_extra_is_named(without_matplotlib, tmp_path):
-    with pytest.raises(SystemExit, match=r"needs matplotlib: pip install 'vitinit\[figures\]'"):
-        run("kernels", "--out", tmp_path / "x.png")
+def test_runs_without_steps_are_refused_in_one_line(written_run, complains):
+    complains("a: no steps on record to draw; steps.jsonl has a line from the tenth on", "curves",
+              "--steps", written_run("a", [1.0]))
 
 
 def test_operations_show_the_photograph_and_what_each_makes_of_it(tmp_path, monkeypatch):

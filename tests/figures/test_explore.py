@@ -18,7 +18,8 @@ from vitinit.runs.start import as_input, evaluation_view
 
 VIT = ["model.options.embed_dim=48", "model.options.depth=2", "model.options.num_heads=3",
        "model.options.pool=class", "data.num_classes=7"]
-SWIN = ["model.options.depths=[2, 1]", "model.options.embed_dim=12", "model.options.num_heads=[2, 3]"]
+SWIN = ["model.options.depths=[2, 1]", "model.options.embed_dim=12",
+        "model.options.num_heads=[2, 3]"]
 MIXER = ["model.options.embed_dim=18", "model.options.depth=2", "model.options.tokens_ratio=4.0"]
 INITS = ["default", "impulse"]
 
@@ -39,8 +40,8 @@ def explored(photographs, tmp_path_factory):
     def write(recipe: str, sets: list[str]) -> Path:
         out = tmp_path_factory.mktemp("page") / "page.html"
         words = [word for text in sets for word in ("--set", text)]
-        assert main(["explore", *map(str, photographs), "--recipe", recipe, "--init", *INITS, *words,
-                     "--out", str(out)]) == 0
+        assert main(["explore", *map(str, photographs), "--recipe", recipe, "--init", *INITS,
+                     *words, "--out", str(out)]) == 0
         return out
     return write
 
@@ -50,13 +51,15 @@ def page(explored) -> Path:
     return explored("quickstart", VIT)
 
 
-def computed(recipe: str, sets: list[str], init: str, path: Path) -> tuple[list[torch.Tensor], torch.Tensor]:
+@torch.no_grad()
+def computed(recipe: str, sets: list[str], init: str, path: Path
+             ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """What the init's model computes: matrices (h, P + N, P + N) per block, and probabilities."""
     subject, = fresh([recipe], [init], seed=None, sets=sets)
-    inputs = as_input(evaluation_view(decode_image(str(path)), subject.recipe)[None], subject.recipe)
-    with torch.no_grad():
-        matrices = mixing_matrices(subject.model, inputs)
-        return [matrices[block][0] for block in sorted(matrices)], subject.model(inputs).softmax(1)[0]
+    view = evaluation_view(decode_image(str(path)), subject.recipe)
+    inputs = as_input(view[None], subject.recipe)
+    matrices = mixing_matrices(subject.model, inputs)
+    return [matrices[block][0] for block in sorted(matrices)], subject.model(inputs).softmax(1)[0]
 
 
 @pytest.mark.parametrize("recipe, sets", [
@@ -67,8 +70,8 @@ def test_the_page_holds_what_the_model_mixes(explored, photographs, contents, mo
     """With room for few letters, weights are told apart in steps of 1/14 of the root."""
     real = figures.explore.packed
     if not most:
-        monkeypatch.setattr(figures.explore, "packed", lambda levels: real(levels) if max(levels) == 14
-                            else "x" * (figures.explore.MOST + 1))
+        monkeypatch.setattr(figures.explore, "packed", lambda levels: (
+            real(levels) if max(levels) == 14 else "x" * (figures.explore.MOST + 1)))
     meta, levels = contents(explored(recipe, sets))
     steps = meta["levels"]
     assert steps == (254 if most else 14) and [model["name"] for model in meta["models"]] == INITS
@@ -97,7 +100,7 @@ def test_the_page_holds_what_the_model_mixes(explored, photographs, contents, mo
 def test_the_page_says_how_far_heads_attend_and_what_kernels_they_are(page, contents):
     meta, _ = contents(page)
     impulse = meta["models"][1]["images"][0]["blocks"][0]
-    assert impulse["distance"][0] < 1.0 < impulse["distance"][1] + 0.5   # head 0 stays, head 1 moves
+    assert impulse["distance"][0] < 1.0 < impulse["distance"][1] + 0.5   # head 0 stays, 1 moves
     assert np.argmax(impulse["kernels"][0]) == 24                        # the middle of 7 × 7
     centre, others, uniform = meta["models"][1]["masses"][0]
     assert centre > 0.2 and others > 0.05 and uniform == pytest.approx(1 / 64, rel=1e-3)
@@ -120,11 +123,12 @@ def test_a_browser_shows_what_python_computed(page, photographs, in_browser):
         const state = () => {
           explorer.drawNow();
           const overlays = [...document.querySelectorAll(".photo canvas")];
-          return {...explorer.view, shown: explorer.maps(), facts: document.querySelector("dl").innerText,
-            pixels: overlays.map(read)};
+          return {...explorer.view, shown: explorer.maps(), pixels: overlays.map(read),
+            facts: document.querySelector("dl").innerText};
         };
-        const read = (canvas) => {                   // from a copy; reading often from a canvas is warned of
-          const {width, height} = canvas, copy = Object.assign(document.createElement("canvas"), {width, height});
+        const read = (canvas) => {                   // from a copy; to read often is warned of
+          const {width, height} = canvas, copy = document.createElement("canvas");
+          Object.assign(copy, {width, height});
           const context = copy.getContext("2d", {willReadFrequently: true});
           context.drawImage(canvas, 0, 0);
           return [...context.getImageData(0, 0, width, height).data];
@@ -142,7 +146,7 @@ def test_a_browser_shows_what_python_computed(page, photographs, in_browser):
         await new Promise((resolve) => setTimeout(resolve, 400));
         return {...states, address: location.hash};
     """)
-    expected = [computed("quickstart", VIT, init, photographs[1])[0][1] for init in ("impulse", "default")]
+    expected = [computed("quickstart", VIT, init, photographs[1])[0][1] for init in INITS[::-1]]
 
     def agrees(state, x: float, y: float, head: int) -> None:
         query = 1 + int(y * 8) * 8 + int(x * 8)                          # 8 × 8 patches
@@ -167,7 +171,7 @@ def test_a_browser_shows_what_python_computed(page, photographs, in_browser):
 def test_a_convmixer_and_too_many_weights_are_refused(photographs, tmp_path, capsys, monkeypatch):
     command = ["explore", str(photographs[0]), "--out", str(tmp_path / "page.html"), "--recipe"]
     assert main([*command, "cifar10_convmixer"]) == 2
-    assert "makes a ConvMixer, whose kernels are the same for every patch" in capsys.readouterr().err
+    assert "makes a ConvMixer, whose kernels are the same for every pat" in capsys.readouterr().err
     for limit in ("LARGEST", "MOST"):
         with monkeypatch.context() as patch:
             patch.setattr(figures.explore, limit, 1000)

@@ -158,11 +158,6 @@ def test_a_parameter_that_no_rule_covers_is_an_error():
         vitinit.init_weights(model, "default", generator=torch.Generator())
 
 
-# ---------------------------------------------------------------------------------------------
-# The cut normal
-# ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_cut_normal_keeps_what_lies_within_and_draws_the_rest_again(dtype):
     cut, generator = 0.05, torch.Generator().manual_seed(0)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from small_models import seeded
 from torch import Tensor
 
 import vitinit
@@ -29,10 +30,6 @@ def simple_vit(**options) -> torch.nn.Module:
     return vitinit.build_model("simple_vit", num_classes=11, **dict(
         image_size=(10, 21), patch_size=(2, 3), embed_dim=44, depth=2, num_heads=2,
         head_dim=17) | options)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def initialised(model, seed: int = 0, **options):

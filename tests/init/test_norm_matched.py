@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import torch
+from small_models import built, seeded
 
 import vitinit
 
 
 def drawn(*inits: str):
     """A small ViT after the inits, one after the other, from one generator."""
-    model = vitinit.build_model("vit_tiny", num_classes=3, image_size=28, patch_size=4,
-                                embed_dim=66, depth=2, num_heads=3)
-    generator = torch.Generator().manual_seed(5)
+    model, generator = built("vit"), seeded(5)
     for init in inits:
         vitinit.init_weights(model, init, generator=generator)
     return model

@@ -78,11 +78,6 @@ def test_no_family_is_left_out():
     assert classes == {family for family, _ in MODELS.values()}
 
 
-# ---------------------------------------------------------------------------------------------
-# Models
-# ---------------------------------------------------------------------------------------------
-
-
 class Child(VisionTransformer):
     """A user's subclass that changes nothing that inits depend on."""
 

@@ -80,11 +80,6 @@ def test_lines_are_cut_back_to_the_checkpoint(tmp_path):
             file.rows()
 
 
-# ---------------------------------------------------------------------------------------------
-# The last checkpoint, and the one before it
-# ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("links", [True, False])
 def test_each_last_checkpoint_becomes_the_previous_one(tmp_path, monkeypatch, links):
     """Also where there are no hard links. A step that is saved again, as after the evaluation of an

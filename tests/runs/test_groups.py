@@ -43,11 +43,6 @@ def test_a_recipe_that_is_none_is_one_line(written_run):
         read_run(folder)
 
 
-# ---------------------------------------------------------------------------------------------
-# Grouping
-# ---------------------------------------------------------------------------------------------
-
-
 def grouped(*folders: Path) -> dict[str, list[int]]:
     """Label → seeds."""
     return {group.label: list(group.runs) for group in group_runs([read_run(f) for f in folders])}

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from unittest.mock import MagicMock, call
 
 import pytest
 from pages import read_page
@@ -26,34 +26,9 @@ ROWS = [StepRow(10, 2.5, 1e-3, None, 1024.0, 300.0, 0.25)._asdict(),
 WRITTEN = [{key: value for key, value in row.items() if value is not None} for row in ROWS]
 
 
-class Board:
-    """Stands in for the objects of both services, and records what they are given."""
-
-    def __init__(self, *names: str, **options: str) -> None:
-        self.names, self.rows = [*names, *options.values()], {}
-
-    def add_scalar(self, key: str, value: float, step: int) -> None:
-        self.rows.setdefault(step, {"step": step})[key] = value
-
-    def log(self, row: dict, step: int) -> None:
-        self.rows[step] = row
-
-    def __enter__(self) -> Board:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.names.append("closed")
-
-
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 def test_five_lines_send_the_steps_to_tensorboard_and_to_weights_and_biases(tmp_path, monkeypatch):
-    opened: list[Board] = []
-
-    def board(*names: str, **options: str) -> Board:
-        opened.append(Board(*names, **options))
-        return opened[-1]
-    tensorboard, wandb = ModuleType("torch.utils.tensorboard"), ModuleType("wandb")
-    tensorboard.SummaryWriter, wandb.init = board, board
+    tensorboard, wandb = MagicMock(), MagicMock()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     monkeypatch.setattr("torch.utils.tensorboard", tensorboard, raising=False)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -63,9 +38,15 @@ def test_five_lines_send_the_steps_to_tensorboard_and_to_weights_and_biases(tmp_
     for program in PAGE.section("TensorBoard and Weights & Biases").blocks("python"):
         assert len(program.splitlines()) <= 5
         exec(program, {})
-    assert [board.names for board in opened] == [["board/quickstart-impulse-s0", "closed"],
-                                                 ["vitinit", "quickstart-impulse-s0", "closed"]]
-    assert all(list(board.rows.values()) == WRITTEN for board in opened)
+    tensorboard.SummaryWriter.assert_called_once_with("board/quickstart-impulse-s0")
+    wandb.init.assert_called_once_with(project="vitinit", name="quickstart-impulse-s0")
+    board, run = (opened.return_value.__enter__.return_value
+                  for opened in (tensorboard.SummaryWriter, wandb.init))
+    board.add_scalar.assert_has_calls(any_order=True, calls=[
+        call(key, value, row["step"]) for row in WRITTEN for key, value in row.items()
+        if key != "step"])
+    assert board.add_scalar.call_count == sum(map(len, WRITTEN)) - 2
+    assert run.log.call_args_list == [call(row, step=row["step"]) for row in WRITTEN]
 
 
 def test_every_file_and_column_is_named():
