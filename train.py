@@ -134,7 +134,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     chosen = choose_run(args, processes, lock)
     if chosen is None:
         return 0
-    folder, saved, recipe = chosen
+    folder, saved, recipe, written_root = chosen
     resumed, root = saved is not None, recipe.data.root
     processes.require_equal(recipe.keys | {"the version of torch": torch.__version__,
                                            "the step to go on from": folder.step})
@@ -162,7 +162,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
 
     # Model, init and optimiser. -----------------------------------------------------------------
     state, notes = initial_state(recipe, processes, saved, folder.read_from, data.train_set)
-    state.about = {"recipe": recipe.as_dict(), "classes": classes}
+    state.about = {"recipe": with_data(recipe, root=written_root).as_dict(), "classes": classes}
     notes += [f"teacher {teacher}"] if teacher else []
     chosen = saved = None                            # frees the second copy of its tensors
     progress = state.progress

@@ -125,17 +125,21 @@ def test_other_images_are_not_gone_on_with(stopped, refused, image_tree):
             after.rename(before)
 
 
-def test_a_relative_folder_of_data_is_that_of_the_first_start(train_program, eval_program, stopped,
-                                                              image_tree, tmp_path, monkeypatch,
-                                                              capsys):
-    """From another folder eval.py finds it, and the run goes on with it; recipe.toml keeps the path
-    as it was written. Data that moved is said by --data-dir."""
+def test_a_relative_folder_of_data_is_that_of_the_first_start(
+        train_program, eval_program, stopped, stop_before, image_tree, tmp_path, monkeypatch,
+        capsys):
+    """From another folder eval.py finds it, and the run goes on with it, as often as it is stopped;
+    recipe.toml and checkpoints keep the path as it was written. Data that moved is said by
+    --data-dir."""
     monkeypatch.chdir(image_tree.parent)
-    folder, _ = stopped("--data-dir", image_tree.name, **ONE_EPOCH)
+    folder, arguments = stopped("--data-dir", image_tree.name, **ONE_EPOCH)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    assert eval_program.main([str(folder)]) == train_program.main(["--resume", str(folder)]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(train_program, "StopRequest", stop_before(0))
+        assert train_program.main(arguments) == 128 + signal.SIGTERM
+    assert eval_program.main([str(folder)]) == train_program.main(arguments) == 0
     moved = image_tree.rename(image_tree.with_name("moved"))
     capsys.readouterr()
     assert eval_program.main([str(folder)]) == 2
@@ -143,7 +147,7 @@ def test_a_relative_folder_of_data_is_that_of_the_first_start(train_program, eva
     assert eval_program.main([str(folder), "--data-dir", str(moved)]) == 0
     assert 'root = "images"' in (folder / "recipe.toml").read_text()
     assert [start["data"]["root"] for start in json.loads((folder / "run.json").read_text())] == [
-        str(image_tree)] * 2
+        str(image_tree)] * 3
 
 
 # ---------------------------------------------------------------------------------------------

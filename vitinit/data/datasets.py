@@ -187,7 +187,7 @@ class DataSet:
 
 
 DATA_SETS: dict[str, DataSet] = {
-    "shapes": DataSet(draw_shapes, "nothing", 10),
+    "shapes": DataSet(draw_shapes, "drawn and needs no folder: leave out --data-dir", 10),
     "image_folder": DataSet(
         open_folder, "train/<class>/… and val/<class>/… or test/<class>/…; or <class>/… alone",
         None),

@@ -34,8 +34,9 @@ NEW, GO_ON, DONE = range(3)             # what to do in a folder; all processes 
 MAY_CHANGE = ("data.root", "distill.teacher", "distill.weights", *MACHINE_KEYS)
 
 
-# The folder of a run, the checkpoint to resume from (None for a new run), and its recipe.
-Chosen = tuple[RunFolder, dict[str, Any] | None, Recipe]
+# The folder of a run, the checkpoint to resume from (None for a new run), its recipe, and data.root
+# as it is written, which is what checkpoints keep.
+Chosen = tuple[RunFolder, dict[str, Any] | None, Recipe, str]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ def choose_run(args: argparse.Namespace, processes: Processes, lock: RunLock) ->
                       "no last.pt is left")
         return None
     if decided == NEW:
-        return folder, None, recipe
+        return folder, None, recipe, recipe.data.root
     with processes.together():
         return resumed_run(args, folder, recipe)
 
@@ -168,9 +169,10 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | No
         recipe = from_dict(stored.as_dict(), source, overrides(
             init=args.init, seed=args.seed, sets=args.set, data_dir=args.data_dir))
     require_same_recipe(folder.path, stored.keys, recipe.keys)
-    if recipe.data.root == stored.data.root:         # a relative path was relative to elsewhere
-        recipe = with_data(recipe, root=folder.data_of(-1).get("root", recipe.data.root))
-    return folder, state, recipe
+    written = recipe.data.root
+    if written == stored.data.root:                  # a relative path was relative to elsewhere
+        recipe = with_data(recipe, root=folder.data_of(-1).get("root", written))
+    return folder, state, recipe, written
 
 
 # ---------------------------------------------------------------------------------------------
