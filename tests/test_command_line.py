@@ -65,7 +65,6 @@ def test_flags_apply_before_set_and_an_empty_one_is_given():
     assert overrides(init="impulse", seed=0, data_dir="", sets=["run.seed=7"]) == [
         ("data.root", "", "--data-dir "), ("init.name", "impulse", "--init impulse"),
         ("run.seed", 0, "--seed 0"), ("run.seed", 7, "--set run.seed=7")]
-    assert overrides(sets=[]) == []
     recipe = fresh_recipe("quickstart", seed=5, data_dir="a", init="mimetic",
                           sets=["run.seed=7", "data.name=cifar10"])
     assert (recipe.name, recipe.run.seed, recipe.init.name) == ("quickstart", 7, "mimetic")

@@ -142,16 +142,6 @@ def test_unfinished_runs_are_named_and_neither_averaged_nor_packed(printed, six_
     assert printed(out) == expected
 
 
-@pytest.mark.parametrize("archive, heads", [
-    ("remaining_gap", ["| 3 | 56.54 ± 0.47 |", "| 3 | 51.35 ± 0.40 |", "| 3 | 60.83 ± 0.23 |"]),
-    ("muon/cifar10*-default-muon-f2.5-s[0-2]", ["| cifar10_10k, default | 3 | 66.45 ± 0.20 |"]),
-    ("muon", ["| 3 | 66.45 ± 0.20 |", "| 3 | 54.28 ± 0.32 |"])])
-def test_records_of_earlier_versions_are_compared(printed, repository, archive, heads):
-    name, slash, pattern = archive.partition("/")
-    text = printed(f"{repository / 'recipes' / name}.tar.xz{slash}{pattern}")
-    assert [head in text for head in heads] == [True] * len(heads)
-
-
 def test_different_models_are_compared_in_one_table(printed, six_runs, written_run):
     """The differences 49.5 and 46: mean 47.75, standard error 1.75; 12.706 · 1.75 = 22.24."""
     other = ("model.name=convmixer_256_8", "model.options={}")

@@ -108,10 +108,6 @@ def test_a_run_folder_gives_the_last_line_of_training(eval_program, straight, ca
         assert open_saved(folder / name).classes == ["blue", "green", "red"]
 
 
-# ---------------------------------------------------------------------------------------------
-# Parts of a run's own training set
-# ---------------------------------------------------------------------------------------------
-
 PART = dict(schedule__epochs="1", data__held_out_per_class="4", data__subset_seed="3",
             data__mean="[0.485, 0.456, 0.406]", data__std="[0.229, 0.224, 0.225]",
             eval__crop_pct="0.875", eval__interpolation="bicubic")
@@ -162,11 +158,6 @@ def test_a_run_with_held_out_images_is_validated_on_them(eval_program, run_on_pa
     assert row["ema"] == by_hand(vitinit.load(folder, weights="ema").model, data.train_set,
                                  [0, 1, 2])
     assert (test["data"], test["model"]["images"]) == ("image_folder", 21)
-
-
-# ---------------------------------------------------------------------------------------------
-# Checkpoints of other projects, other sets
-# ---------------------------------------------------------------------------------------------
 
 
 def test_a_foreign_checkpoint_needs_only_a_recipe(eval_program, image_tree, tmp_path, capsys):
@@ -302,12 +293,6 @@ def test_a_checkpoints_own_class_names_say_which_logit_is_which(eval_program, im
                    f"image_folder={image_tree}", *as_recipe(5))
     source = open_split("image_folder", str(image_tree), "val", 3)
     assert row["model"] == by_hand(tiny_vit(5), source, [2, 4, 0])
-
-
-def test_how_to_evaluate_can_be_set_beside_a_runs_own_recipe(eval_program, one_epoch_run, capsys):
-    own, cropped = (rows_of(eval_program, capsys, one_epoch_run, *words)[0]["model"]
-                    for words in ([], ["--set", "eval.crop_pct=0.5"]))
-    assert cropped["loss"] != own["loss"]
 
 
 def test_weights_that_are_not_finite_are_one_line_and_no_accuracy(eval_program, one_epoch_run,

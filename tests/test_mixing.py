@@ -35,11 +35,6 @@ def built(family: str, **sizes) -> nn.Module:
     return model.double().eval()
 
 
-@pytest.fixture
-def model() -> nn.Module:
-    return built("vit")
-
-
 def drawn_images(height: int = 12, width: int = 20) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(5, 3, height, width, generator=generator, dtype=torch.float64)
@@ -57,12 +52,8 @@ def inputs_of(modules: list[nn.Module], model: nn.Module) -> list[torch.Tensor]:
     return inputs
 
 
-# ---------------------------------------------------------------------------------------------
-# Each family's matrices
-# ---------------------------------------------------------------------------------------------
-
-
-def test_they_are_the_matrices_that_the_blocks_apply(model):
+def test_they_are_the_matrices_that_the_blocks_apply():
+    model = built("vit")
     found = mixing_matrices(model, drawn_images())
     assert list(found) == [0, 1, 2] and found[1].shape == (5, 2, 16, 16)
     x = model.embed(drawn_images())
@@ -121,11 +112,6 @@ def test_a_conv_mixers_matrices_are_its_depthwise_layer_on_one_hot_images_withou
         torch.testing.assert_close(matrices, expected.expand(5, -1, -1, -1))
 
 
-# ---------------------------------------------------------------------------------------------
-# Which, of what, and in which state
-# ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chosen_blocks_and_heads_are_parts_of_all(family):
     """And each block has a grid with a cell for each patch token."""
@@ -167,17 +153,12 @@ def test_reading_leaves_the_model_as_it_was(family):
     assert all(torch.equal(found[block], again[block]) for block in found)
 
 
-def test_a_block_that_is_not_there_or_a_model_of_another_kind_is_an_error(model):
+def test_a_block_that_is_not_there_or_a_model_of_another_kind_is_an_error():
     for block in (-1, 3):
         with pytest.raises(ValueError, match=f"block {block} is asked for, but .* has blocks 0…2"):
-            mixing_matrices(model, drawn_images(), blocks=[block])
+            mixing_matrices(built("vit"), drawn_images(), blocks=[block])
     with pytest.raises(ValueError, match="spatial mixing of a Linear is not defined here"):
         mixing_matrices(nn.Linear(3, 5), drawn_images())
-
-
-# ---------------------------------------------------------------------------------------------
-# What the matrices are near to
-# ---------------------------------------------------------------------------------------------
 
 
 def test_the_mass_of_a_perfect_shift_is_one_and_of_uniform_attention_one_over_n():

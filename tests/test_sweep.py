@@ -52,11 +52,6 @@ def losses(folder: Path) -> list[float]:
             for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-# ---------------------------------------------------------------------------------------------
-# The plan
-# ---------------------------------------------------------------------------------------------
-
-
 def test_seeds_are_numbers_and_spans():
     for text, seeds in (("0", [0]), ("7,0-2", [7, 0, 1, 2]), ("3-3", [3]), ("1, 2", [1, 2])):
         assert sweep.parse_seeds(text) == seeds
@@ -116,11 +111,6 @@ def test_a_dry_run_prints_the_plan_of_which_parts_are_the_whole(tmp_path, capsys
     parts = [lines("--only", f"{part}/4")[1:] for part in (1, 2, 3, 4)]
     assert sorted(sum(parts, [])) == sorted(whole) and sorted(map(len, parts)) == [1, 1, 2, 2]
     assert lines("--only", "7/9")[1:] == [] == started == list(tmp_path.iterdir())
-
-
-# ---------------------------------------------------------------------------------------------
-# The runs
-# ---------------------------------------------------------------------------------------------
 
 
 def test_finished_runs_are_skipped_and_cut_off_ones_go_on(small_run, tmp_path, capsys, started,
@@ -317,11 +307,6 @@ def test_several_processes_are_started_by_torchrun(tmp_path, monkeypatch):
     assert commands[0] == [sys.executable, str(sweep.TRAIN), *run.arguments]
     assert commands[1] == [sys.executable, "-m", "torch.distributed.run", "--standalone",
                            "--nproc_per_node=3", str(sweep.TRAIN), *run.arguments]
-
-
-# ---------------------------------------------------------------------------------------------
-# The machine
-# ---------------------------------------------------------------------------------------------
 
 
 def test_threads_and_gpus_are_divided_or_as_given(monkeypatch):

@@ -131,7 +131,7 @@ CANNOT_START = [
     (dict(data__num_classes="4"), "3 classes found, and 4 expected"),
     (dict(data__images_per_class="18"), "class 'blue' has 17 images, too few to train on 18"),
     (dict(data__root="nowhere"), "nowhere: no such folder; image_folder is train/<class>/… and"),
-    (dict(data__root="nowhere", data__name="shapes"), "folder; shapes is drawn and needs no folder")]
+    (dict(data__root="nowhere", data__name="shapes"), "shapes is drawn and needs no folder: leave")]
 
 
 def test_what_cannot_be_started_is_one_line(train_program, small_run, tmp_path, capsys):

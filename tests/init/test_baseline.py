@@ -7,43 +7,29 @@ import re
 
 import pytest
 import torch
-from small_models import QUICK
+from small_models import QUICK, SIZES, built, seeded, state_of
 from torch import nn
 
 import vitinit
 from vitinit.init import INITS
 from vitinit.init.baseline import CUT_NORMAL_STD, truncated_normal_
 
-SIZES = dict(num_classes=101, image_size=(28, 44), patch_size=4, embed_dim=66, depth=2, num_heads=3)
-IMAGES = dict(num_classes=101, image_size=(24, 40))
-FAMILIES = {        # one small model of each: the table's name and its sizes
-    "vit": ("vit_tiny", SIZES),
-    "distilled": ("vit_tiny_distilled", SIZES),
-    "swin": ("swin_tiny", IMAGES | dict(patch_size=2, embed_dim=34, depths=(2, 2), num_heads=(2, 4),
-                                        window_size=(3, 5))),
-    "mixer": ("mixer_s16", IMAGES | dict(patch_size=4, embed_dim=331, depth=2)),
-    "conv_mixer": ("convmixer_256_8", IMAGES | dict(patch_size=4, embed_dim=67, depth=2,
-                                                    kernel_size=5)),
-    "simple_vit": ("simple_vit", IMAGES | dict(patch_size=4, embed_dim=68, depth=2, num_heads=4)),
-    "simple_vit, free": ("simple_vit", IMAGES | dict(
-        patch_size=4, embed_dim=68, depth=2, num_heads=4, reads="free", input_pos_embed=False)),
-}
+MODELS_TRIED = [*((family, {}) for family in SIZES), ("vit", dict(distilled=True))]
 VIT_INITS = [name for name, families in INITS.items() if "vit" in families]
 EMBEDDINGS = ("pos_embed", "cls_token", "dist_token", "reg_token", "relative_position_bias_table")
 
 
-def drawn_by(name: str, seed: int = 0, family: str = "vit", fill: float = math.nan
+def drawn_by(name: str, family: str = "vit", seed: int = 0, fill: float = math.nan, **sizes
              ) -> dict[str, torch.Tensor]:
-    model_name, sizes = FAMILIES[family]
+    """The state after an init, for which what constructors drew must not matter."""
     state = torch.get_rng_state()
-    model = vitinit.build_model(model_name, **sizes)
-    torch.set_rng_state(state)                       # from which constructors draw
-    for key, value in model.state_dict().items():    # what constructors drew must not survive
-        if (model_name, key) != ("simple_vit", "pos_embed"):             # which is fixed
+    model = built(family, **sizes)
+    torch.set_rng_state(state)
+    for key, value in model.state_dict().items():
+        if model.family != "simple_vit" or key != "pos_embed":           # which is fixed
             value.fill_(7 if key.endswith("num_batches_tracked") else fill)
-    vitinit.init_weights(model, name, generator=torch.Generator().manual_seed(seed),
-                         **QUICK.get(name, {}))
-    return {key: value.detach().clone() for key, value in model.state_dict().items()}
+    vitinit.init_weights(model, name, generator=seeded(seed), **QUICK.get(name, {}))
+    return state_of(model)
 
 
 def fan_in(state: dict[str, torch.Tensor], name: str) -> int:
@@ -77,9 +63,10 @@ def leaves_normed_values_alone(name: str, value: torch.Tensor) -> bool:
     return bool((value == (1.0 if name.endswith(("weight", "running_var")) else 0.0)).all())
 
 
-@pytest.mark.parametrize("family", ["vit", "distilled", "swin"])
-def test_default_is_normal_with_zero_biases(family):
-    state = drawn_by("default", family=family)
+@pytest.mark.parametrize("family, sizes", [("vit", {}), ("vit", dict(distilled=True)),
+                                           ("swin", {})])
+def test_default_is_normal_with_zero_biases(family, sizes):
+    state = drawn_by("default", family, **sizes)
     for name, value in state.items():
         if of_a_norm(name):
             assert leaves_normed_values_alone(name, value), name
@@ -93,7 +80,7 @@ def test_default_is_normal_with_zero_biases(family):
 
 
 def test_default_of_a_mixer_is_its_authors():
-    state = drawn_by("default", family="mixer")
+    state = drawn_by("default", "mixer")
     for name, value in state.items():
         if of_a_norm(name):
             assert leaves_normed_values_alone(name, value), name
@@ -109,9 +96,9 @@ def test_default_of_a_mixer_is_its_authors():
             assert is_normal(value, 1e-6), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_torch_is_uniform_by_fan_in(family):
-    state = drawn_by("torch", family=family)
+@pytest.mark.parametrize("family, sizes", MODELS_TRIED)
+def test_torch_is_uniform_by_fan_in(family, sizes):
+    state = drawn_by("torch", family, **sizes)
     for name, value in state.items():
         if of_a_norm(name):
             assert leaves_normed_values_alone(name, value), name
@@ -123,9 +110,9 @@ def test_torch_is_uniform_by_fan_in(family):
             assert is_uniform(value, fan_in(state, name) ** -0.5), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lecun_is_normal_by_fan_in_without_biases(family):
-    state, pytorchs = drawn_by("lecun", family=family), drawn_by("torch", family=family)
+@pytest.mark.parametrize("family, sizes", MODELS_TRIED)
+def test_lecun_is_normal_by_fan_in_without_biases(family, sizes):
+    state, pytorchs = (drawn_by(name, family, **sizes) for name in ("lecun", "torch"))
     layers = 0
     for name, value in state.items():
         if of_a_norm(name) or name.endswith((*EMBEDDINGS, ".query", ".key")):
@@ -152,8 +139,8 @@ def test_the_generator_alone_decides(name):
 
 
 def test_a_parameter_that_no_rule_covers_is_an_error():
-    model = vitinit.build_model("vit_tiny", **SIZES)
-    model.scale_token = nn.Parameter(torch.zeros(1, 1, 66))
+    model = built("vit")
+    model.scale_token = nn.Parameter(torch.zeros(1, 1, 54))
     with pytest.raises(ValueError, match="no rule for scale_token"):
         vitinit.init_weights(model, "default", generator=torch.Generator())
 

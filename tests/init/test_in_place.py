@@ -39,11 +39,6 @@ def mean_mass(maps: Tensor, targets: tuple, grid: tuple[int, int]) -> Tensor:
     return torch.stack([target_mass(each, list(targets), grid) for each in maps]).mean(0)
 
 
-# ---------------------------------------------------------------------------------------------
-# What is written, and what the receipt says
-# ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", LAYERS)
 def test_all_layouts_get_the_same_bits_and_the_mass_is_that_of_their_own_forward_pass(kind):
     for init in (mimetic_, impulse_):
@@ -188,11 +183,6 @@ def test_half_precision_is_rounded_once_and_wrapped_models_are_unwrapped():
     impulse_(compiled, generator=seeded())
     impulse_(full, generator=seeded())
     assert all(torch.equal(theirs, mine.bfloat16()) for theirs, mine in zip(bits(half), bits(full)))
-
-
-# ---------------------------------------------------------------------------------------------
-# Refusals
-# ---------------------------------------------------------------------------------------------
 
 
 def fixed(model: nn.Module) -> None:

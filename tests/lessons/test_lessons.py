@@ -21,11 +21,6 @@ PATHS = lesson_paths()
 lessons = pytest.mark.parametrize("path", PATHS.values(), ids=lambda path: path.stem)
 
 
-# ---------------------------------------------------------------------------------------------
-# The lessons that there are
-# ---------------------------------------------------------------------------------------------
-
-
 def thumbnail(path: Path) -> np.ndarray:
     """A picture at 24×24 pixels: what is drawn where, without the rendering of letters."""
     with Image.open(path) as picture:
@@ -66,10 +61,6 @@ def test_lessons_are_numbered_and_every_picture_belongs_to_one():
         numbers = {name.partition("_")[0] for name in re.findall(PICTURE, path.read_text("utf-8"))}
         assert numbers <= {path.name.partition("_")[0]}
 
-
-# ---------------------------------------------------------------------------------------------
-# Pages
-# ---------------------------------------------------------------------------------------------
 
 PAGE = """# 7. A page
 
@@ -167,11 +158,6 @@ def test_code_that_trains_takes_two_steps_unless_asked_and_is_not_compared(writt
                            (True, "{'steps': 1200, 'images': 1000} 3\n")):
         assert [out for _, out in check_page(page, tmp_path, train=train)][2] == printed
     assert updated_page(page, tmp_path).codes[2].output == printed
-
-
-# ---------------------------------------------------------------------------------------------
-# Notebooks and the command
-# ---------------------------------------------------------------------------------------------
 
 
 @lessons

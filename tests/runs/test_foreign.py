@@ -143,11 +143,6 @@ def their_folder(tmp_path):
     return write
 
 
-# ---------------------------------------------------------------------------------------------
-# The same function
-# ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_a_folder_of_transformers_is_its_function_here(name, their_folder, capsys):
     """Heads, epsilon, sizes, tokens and preprocessing are its own; no recipe is named."""
@@ -198,11 +193,6 @@ def test_swins_names_are_those_of_transformers_and_read_as_they_are_written():
         assert torch.equal(found[f"{block}.attention.self.{part}.weight"], rows)
 
 
-# ---------------------------------------------------------------------------------------------
-# Written and read
-# ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["ViT", "DeiT with teacher"])
 def test_an_export_to_transformers_is_what_was_read_from_it(name, their_folder, tmp_path, capsys):
     source, out = their_folder(name), tmp_path / "out"
@@ -220,11 +210,6 @@ def test_an_export_to_transformers_is_what_was_read_from_it(name, their_folder, 
                         "--out", str(tmp_path / "other")]) == 2
     assert "no model of transformers takes the weights of this" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
-
-
-# ---------------------------------------------------------------------------------------------
-# What is refused, and what is only said
-# ---------------------------------------------------------------------------------------------
 
 
 def test_another_function_of_transformers_is_refused_as_what_it_is(their_folder):

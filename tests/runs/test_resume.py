@@ -49,11 +49,6 @@ def refused(train_program, capsys):
     return check
 
 
-# ---------------------------------------------------------------------------------------------
-# The same command line, and others
-# ---------------------------------------------------------------------------------------------
-
-
 def test_the_command_that_began_a_run_goes_on_with_it(train_program, stopped, refused, capsys):
     """Even if it sets a key twice, in another form, or by a table, or takes classes as they are."""
     sets = ["run.seed=2", "init.options={value_init='base'}", "optim.eps=2e-4",
@@ -148,11 +143,6 @@ def test_a_relative_folder_of_data_is_that_of_the_first_start(
     assert 'root = "images"' in (folder / "recipe.toml").read_text()
     assert [start["data"]["root"] for start in json.loads((folder / "run.json").read_text())] == [
         str(image_tree)] * 3
-
-
-# ---------------------------------------------------------------------------------------------
-# Folders that lost something
-# ---------------------------------------------------------------------------------------------
 
 
 def test_a_run_killed_before_its_first_step_goes_on_from_step_0(train_program, small_run, tmp_path,

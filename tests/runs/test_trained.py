@@ -89,15 +89,6 @@ def test_another_image_size_is_that_of_the_model_and_of_its_views():
     assert vitinit.load(RUN, image_size=16).image_size == (16, 16)
 
 
-def test_a_checkpoint_file_is_as_good_as_its_run():
-    one, other = vitinit.load(RUN), vitinit.load(str(RUN / "last.pt"))
-    assert not one.model.training
-    assert not any(parameter.requires_grad for parameter in one.model.parameters())
-    assert (one.classes, one.recipe, one.path) == (other.classes, other.recipe, other.path)
-    for key, value in one.model.state_dict().items():
-        assert torch.equal(value, other.model.state_dict()[key])
-
-
 def test_a_checkpoint_of_others_takes_a_recipe(tmp_path):
     model = vitinit.build_model("vit_tiny", num_classes=1000, image_size=224)
     vitinit.init_weights(model, "torch", generator=torch.Generator().manual_seed(0))
@@ -143,8 +134,6 @@ def test_what_is_no_image_is_one_line():
             (b"text", "an image given as bytes: not a readable image, 4 bytes"),
             (17, "an image is a int, expected a path, bytes, a PIL image or a tensor"),
             (torch.zeros(3, 5, 7), r"an image is a tensor \(3, 5, 7\) torch.float32, expected "),
-            (torch.zeros(5, 7, 3, dtype=torch.uint8),
-             r"an image is a tensor \(5, 7, 3\) torch.uint8"),
             (torch.zeros(3, 0, 7, dtype=torch.uint8),
              r"an image is a tensor \(3, 0, 7\) torch.uint8")):
         for call in (trained.predict, lambda one: trained.preprocess([good, one])):
