@@ -128,7 +128,7 @@ def run_on_part(train_program, small_run, tmp_path, capsys, monkeypatch):
 
 
 def test_each_run_is_evaluated_on_its_own_training_images_and_on_those_of_data(
-        eval_program, run_on_part, image_tree, tmp_path, capsys, monkeypatch):
+        eval_program, run_on_part, image_tree, capsys, monkeypatch):
     """Runs of two seeds share the training images, decoded once; a third run has others."""
     shares = [dict(data__images_per_class="5"), dict(data__images_per_class="5", run__seed="7"),
               dict(data__images_per_class="5", data__subset_seed="4")]

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable
 from itertools import cycle
-from pathlib import Path
 
 import pytest
 import torch

@@ -112,4 +112,3 @@ def test_errors_of_a_recipes_values_name_the_recipe_and_faults_do_not():
     for fault in (lambda: {}["depth"], lambda: torch.zeros(2, 3).view(4), lambda: None + 1,
                   lambda: raising(Interrupted(signal.SIGTERM))):
         assert not isinstance(built(fault), OneLineError)
-

@@ -250,7 +250,7 @@ ONE_FOLDER = dict(data__num_classes="0", data__held_out_per_class="3", schedule_
 
 
 def test_one_folder_without_val_is_trained_on_and_evaluated(train_program, eval_program, small_run,
-                                                            phone, repository, tmp_path, capsys):
+                                                            phone, tmp_path, capsys):
     folder = tmp_path / "run"
     command = small_run(folder, "--data-dir", str(phone), "--resume", "auto", **ONE_FOLDER)
     assert train_program.main([*command, "--dry-run"]) == 0 and not folder.exists()

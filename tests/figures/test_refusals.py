@@ -43,4 +43,3 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(complains, image_tree, tmp_
     (tmp_path / "empty").mkdir()
     photo = image_tree / "val" / "red" / "03.png"
     complains(text, *arguments.format(photo=photo, tmp=tmp_path, images=image_tree).split())
-

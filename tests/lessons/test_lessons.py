@@ -205,5 +205,3 @@ def test_the_command_runs_a_lesson(capsys, monkeypatch, written_page):
         assert re.fullmatch(r"line 4\n    0\.428\d+\nline 17\n" + re.escape(words)
                             + r"2 blocks of code print what the page shows, in \d+ s\n",
                             capsys.readouterr().out)
-
-
