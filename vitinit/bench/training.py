@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from ..recipe.files import fresh_recipe
 from ..recipe.sections import Recipe
 from ..train.distributed import Processes
-from ..train.state import Ema
 from ..train.engine import cross_entropy, set_precision, train_epochs, tune_convolutions
 from ..train.interruption import StopRequest
 from ..train.metrics import Progress
-from ..train.state import TrainState
+from ..train.state import Ema, TrainState
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 Part = tuple[Tensor, Tensor]    # images (B, 3, H, W) and targets (B, K) on the device
