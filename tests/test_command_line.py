@@ -7,18 +7,14 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from vitinit.command_line import complain
 from vitinit.recipe.files import RecipeError, fresh_recipe, overrides
-from vitinit.recipe.values import to_toml
-from vitinit.runs import data
 from vitinit.train.distributed import LostProcess, Processes
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 FLAGS = ["--recipe", "--init", "--data-dir", "--out-dir", "--seed", "--resume", "--dry-run",
          "--set"]
 MISSPELT = ["--recipe", "quickstart", "--set", "schedule.epoch=3"]
@@ -69,37 +65,6 @@ def test_flags_apply_before_set_and_an_empty_one_is_given():
                           sets=["run.seed=7", "data.name=cifar10"])
     assert (recipe.name, recipe.run.seed, recipe.init.name) == ("quickstart", 7, "mimetic")
     assert (recipe.data.root, recipe.data.name) == ("a", "cifar10")
-
-
-def test_every_key_of_the_augmentation_reaches_what_draws_or_applies_it(
-        train_program, small_run, tmp_path, monkeypatch):
-    """The values are all different within each type, and none of them is a default."""
-    given = {}
-    for name in ("Augmentation", "TrainSampler"):
-        def recorded(*arguments, name=name, real=getattr(data, name), **options):
-            given.update(options)
-            if name == "Augmentation":
-                given.update(zip(("augment", "rand_augment", "mix"), map(vars, arguments[2:])))
-            return real(*arguments, **options)
-        monkeypatch.setattr(data, name, recorded)
-    written = {
-        "augment": dict(repeats=3, crop_scale=(0.37, 0.97), crop_ratio=(0.71, 1.31), crop_padding=2,
-                        flip=0.11, interpolation="bilinear", erase_probability=0.13,
-                        erase_area=(0.17, 0.19), erase_ratio=(0.23, 0.29), erase_fill="const",
-                        erase_after_mix=True),
-        "rand_augment": dict(layers=1, probability=0.41, magnitude=0.43, magnitude_std=0.47,
-                             fill=(101, 103, 107), interpolation="random",
-                             operations=("Invert", "Rotate"), rotate_degrees=0.53,
-                             shear_factor=0.59, translate_share=0.61, enhance_factor=0.67,
-                             posterize_bits=5, solarize_levels=109, solarize_add_levels=113),
-        "mix": dict(group=6, mixup_alpha=0.73, cutmix_alpha=0.79, probability=0.83,
-                    switch_probability=0.89, label_smoothing=0.07)}
-    sets = {f"{title}.{key}": to_toml(value) for title, body in written.items()
-            for key, value in body.items()}
-    assert train_program.main(small_run(tmp_path / "run", "--dry-run", **sets)) == 0
-
-    assert given["repeats"] == 3
-    assert {title: given[title] for title in written} == written
 
 
 def test_the_main_process_complains_in_one_line_and_the_others_keep_silent(monkeypatch, capsys):

@@ -1,7 +1,4 @@
-"""Each key of a recipe's second half reaches the function that it is for.
-
-Those of the first half ([run] to [init]) are tested with the packages that read them.
-"""
+"""Each key of how a recipe augments, trains and evaluates reaches the function that it is for."""
 
 from __future__ import annotations
 
@@ -20,6 +17,17 @@ from vitinit.train.engine import Evaluation, set_precision, tune_convolutions
 
 # All values of one type are different, and none is the default of the function that takes it.
 WRITTEN = {
+    "augment": dict(repeats=3, crop_scale=[0.37, 0.97], crop_ratio=[0.71, 1.31], crop_padding=2,
+                    flip=0.11, interpolation="bilinear", erase_probability=0.13,
+                    erase_area=[0.17, 0.19], erase_ratio=[0.23, 0.29], erase_fill="const",
+                    erase_after_mix=True),
+    "rand_augment": dict(layers=1, probability=0.41, magnitude=0.43, magnitude_std=0.47,
+                         fill=[101, 103, 107], interpolation="random",
+                         operations=["Invert", "Rotate"], rotate_degrees=0.53, shear_factor=0.59,
+                         translate_share=0.61, enhance_factor=0.67, posterize_bits=5,
+                         solarize_levels=109, solarize_add_levels=113),
+    "mix": dict(group=6, mixup_alpha=0.73, cutmix_alpha=0.79, probability=0.83,
+                switch_probability=0.89, label_smoothing=0.07),
     "optim": dict(global_batch=12, max_batch_per_process=2, base_lr=3e-3, lr_scaling="linear",
                   name="muon", weight_decay=0.07, betas=[0.83, 0.97], eps=5e-5, clip_norm=0.61,
                   layer_decay=0.89, muon_factor=1.7, muon_momentum=0.79),
@@ -35,9 +43,9 @@ WRITTEN = {
 
 def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, monkeypatch):
     seen: dict[str, list[tuple[tuple, dict]]] = {}   # the arguments of each call, by function
-    for name in ("optimizer_for", "plan_batches", "learning_rate", "Ema", "set_precision",
-                 "ToDevice", "TrainToDevice", "EvalViews", "EvaluationBatches",
-                 "train_epochs", "evaluate"):
+    for name in ("Augmentation", "TrainSampler", "ToDevice", "TrainToDevice", "EvalViews",
+                 "EvaluationBatches", "optimizer_for", "plan_batches", "learning_rate", "Ema",
+                 "set_precision", "train_epochs", "evaluate"):
         place = train_program if hasattr(train_program, name) else data
 
         def recorded(*arguments, name=name, real=getattr(place, name), **options):
@@ -53,6 +61,9 @@ def test_every_key_reaches_what_it_names(train_program, small_run, tmp_path, mon
     for title, body in WRITTEN.items():              # every key is here
         fields = {field.name for field in dataclasses.fields(sections.SECTIONS[title])}
         assert fields == set(body), title
+    for part, title in zip(seen["Augmentation"][0][0][2:], ("augment", "rand_augment", "mix")):
+        assert plain(part) == WRITTEN[title]
+    assert options("TrainSampler")["repeats"] == 3
     schedule, evaluation = WRITTEN["schedule"], WRITTEN["eval"]
     optimizer = seen["optimizer_for"][0][0][1]
     assert optimizer.peak_lr == 3e-3 * 12 / 512
