@@ -119,10 +119,6 @@ def test_running_out_of_memory_names_the_key_to_lower(train_program, small_run, 
             f"{key}=2 where it takes 4 images now\n")
 
 
-# ---------------------------------------------------------------------------------------------
-# Two processes, started by torchrun
-# ---------------------------------------------------------------------------------------------
-
 # train.py, in which the second process gets a SIGTERM in its second batch of evaluation.
 DRIVER = """
 import os, signal, sys
