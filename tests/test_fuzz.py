@@ -141,8 +141,8 @@ def outcome(name: str, run: Callable[[list[str]], int], arguments: list[str]) ->
 
 
 def test_random_recipes_and_command_lines_end_in_one_line(
-        image_tree, tmp_path, train_program, eval_program, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+        image_tree, train_program, eval_program, monkeypatch):
+    monkeypatch.chdir(image_tree.parent)
     found, counts = programs(train_program.main, eval_program.main), {"accepted": 0, "refused": 0}
     for number in range(int(os.environ.get("VITINIT_CASES", 200))):
         random = Random(f"2 {number}")
@@ -160,7 +160,7 @@ def test_random_recipes_and_command_lines_end_in_one_line(
                 table = small_recipe(random)         # the same mutations by --set alone
             else:
                 sets = []
-            (tmp_path / "odd.toml").write_bytes(bytes_of(table, random))
+            Path("odd.toml").write_bytes(bytes_of(table, random))
             arguments = ["--recipe", "odd.toml"]
             arguments += [word for text in sets for word in ("--set", text)]
         end = outcome(name, run, arguments)
