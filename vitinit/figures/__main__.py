@@ -8,7 +8,7 @@
     python -m vitinit.figures mass --recipe deit_tiny --data-dir photographs --out mass.png
     python -m vitinit.figures curves RUN [RUN …] --out curves.png
     python -m vitinit.figures curves --steps RUN [RUN …] --out steps.png
-    python -m vitinit.figures curves --across data.images_per_class RUN [RUN …] --out worth.png
+    python -m vitinit.figures curves --across "training images" RUN [RUN …] --out worth.png
     python -m vitinit.figures report RUN [RUN …] --out report.html
     python -m vitinit.figures operations photograph.jpg --out operations.png
     python -m vitinit.figures batch --data-dir photographs --out batch.png
@@ -136,7 +136,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                          help="loss, learning rate and gradient norm by step; also of unfinished "
                               "runs")
     instead.add_argument("--across", metavar="SECTION.KEY",
-                         help="top-1 of the last epoch by this key, such as schedule.epochs")
+                         help="top-1 of the last epoch by this key, such as schedule.epochs, or by "
+                              '"training images", their number')
     report = figure("report", write_report,
                     "an HTML page about runs: curves, mistakes, recipe, comparison")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=RUNS)

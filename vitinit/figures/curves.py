@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import matplotlib
 
 POINTS = 400                    # points per line, at most; longer lines average neighbours
+IMAGES = "training images"      # as run.json calls their number
+SUBSET = ("data.images_per_class", "data.subset")
 QUANTITIES = {"loss": "training loss", "lr": "learning rate", "grad_norm": "gradient norm"}
 
 
@@ -111,13 +113,19 @@ def draw_steps(out: Path, groups: Sequence[Group]) -> None:
 def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
     """Draw the last top-1 by the value of a numerical key of the recipe, on a logarithmic axis.
 
+    key: or IMAGES, the number of training images on record, which SUBSET's keys and the set decide.
+
     Groups that differ in this key alone are points of one line: mean over seeds, and where there
     are several a bar from the lowest to the highest.
     Raises FigureError if no line has two points, or if a point has two groups.
     """
     lines: dict[str, dict[float, Group]] = {}
     for group in groups:
-        settings = experiment(next(iter(group.runs.values())))
+        run = next(iter(group.runs.values()))
+        settings = experiment(run)
+        if key == IMAGES:
+            settings = {name: value for name, value in settings.items() if name not in SUBSET}
+            settings[key] = run.starts[-1].get("data", {}).get(IMAGES) if run.starts else None
         if type(value := settings.pop(key, None)) not in (int, float) or value <= 0:
             raise FigureError(f"{key} is {value!r} in {group.label}; expected a key of the recipe "
                               "with a number above 0")
@@ -135,7 +143,8 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
         ranges = [[mean - min(values) for mean, values in zip(means, tops)],
                   [max(values) - mean for mean, values in zip(means, tops)]]
         words = next(iter(line.values())).label.split(", ")
-        label = ", ".join(word for word in words if not word.startswith(f"{key} = "))
+        label = ", ".join(word for word in words
+                          if word.partition(" = ")[0] not in (key, *SUBSET))
         axis.errorbar(list(line), means, yerr=ranges, color=colour, linestyle=dashes, marker="o",
                       capsize=4, label=label)
     values = sorted({value for line in drawn for value in line})
