@@ -8,7 +8,7 @@ import pytest
 from pages import PAGES
 
 from vitinit.compare import main, mean_and_std, t_interval
-from vitinit.recipe.files import load_recipe
+from vitinit.recipe.files import load_recipe, overrides
 from vitinit.recipe.values import plain
 from vitinit.runs.groups import group_runs
 from vitinit.runs.records import Run, read_archive
@@ -16,6 +16,11 @@ from vitinit.runs.records import Run, read_archive
 SEEDS_OF_THE_TEST = range(3, 8)         # no choice was made on these
 PAGE = next(page for page in PAGES if page.name == "recipes/what_an_init_is_worth.md")
 TEACHERS = next(page for page in PAGES if page.name == "vitinit/train/README.md")
+SPECIAL = {"no position embedding": ("model.options.pos_embed=none",),
+           "class token": ("model.options.pool=class",)}
+ADAMW = {"optim.name": "adamw"}         # in the records from before there was a choice
+FREE = {"run.seed", "data.name", "data.root", "data.held_out_per_class", "eval.every_epochs",
+        "optim.max_batch_per_process"}
 TABLES = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()[2:]]
           for page in (PAGE, TEACHERS)
           for block in re.findall(r"^\| what \| runs .*\n(?:\|.*\n)+", page.text, re.MULTILINE)]
@@ -59,15 +64,11 @@ def test_every_choice_was_made_on_held_out_images(records):
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table[0][0])
-def test_every_row_of_the_page_is_what_the_records_say(table, top1, records):
-    """Runs, seeds, mean ± standard deviation, and the difference to an earlier row of the table."""
+def test_every_row_of_the_page_is_what_the_records_say(table, top1):
+    """Seeds, mean ± standard deviation, and the difference to an earlier row of the table."""
     runs = [top1[row[1].strip("`")] for row in table]
-    for number, ((what, name, measured_on, count, shown, difference), values) in enumerate(
-            zip(table, runs)):
+    for number, ((what, _, count, shown, difference), values) in enumerate(zip(table, runs)):
         assert (count, shown) == (str(len(values)), mean_and_std(list(values.values()))), what
-        stored = records.get(f"cifar10_10k{name.strip('`')}-s{min(values)}")
-        held_out = stored is None or stored.keys["data.held_out_per_class"] > 0
-        assert measured_on == ("held out" if held_out else "test"), what
         if difference:
             to, _, words = difference.removeprefix("to ").partition(": ")
             base = next(values for (before, *_), values in reversed(list(zip(table[:number], runs)))
@@ -76,6 +77,27 @@ def test_every_row_of_the_page_is_what_the_records_say(table, top1, records):
             expected = f"{paired[0]:+.2f}" if len(paired) == 1 else \
                 "{:+.2f} ± {:.2f}".format(*t_interval(paired))
             assert words == expected.replace("-", "−"), what
+
+
+def test_the_grid_of_inits_and_optimisers_is_what_the_records_say(records, repository):
+    """Each number is that of the run of seed 0 whose recipe is the row's and the column's."""
+    every = [*records.values(), *read_archive(repository / "recipes" / "muon.tar.xz")]
+    muon = "optim.name=muon", "optim.muon_factor=2.5", "optim.base_lr=2e-3"
+    columns = (), ("optim.base_lr=2e-3",), muon, (*muon, "optim.weight_decay=1")
+    rows = re.search(r"^\| init \| AdamW.*\n.*\n((?:\|.*\n)+)", PAGE.text, re.MULTILINE)[1]
+    for row in rows.splitlines():
+        what, *shown = (cell.strip() for cell in row.split("|")[1:-1])
+        init = what.split("`")[1] if "`" in what else "default"
+        for column, number in zip(columns, shown, strict=True):
+            adamw = "optim.name=muon" not in column
+            lecun = ["init.options.base=lecun"] * ("base" in what and adamw)
+            keys = load_recipe("cifar10_10k", overrides(init=init, sets=[
+                *column, *lecun, *SPECIAL.get(what, ())])).keys
+            found = [run for run in every if run.seed == 0 and all(
+                key in FREE or (ADAMW | run.keys).get(key, value) == plain(value)
+                for key, value in keys.items())]
+            assert [f"{run.rows[-1]['val_top1']:.2f}" for run in found] == (
+                [number] if number != "–" else []), (what, column)
 
 
 def test_the_commands_of_the_page_compare_the_records(monkeypatch, capsys, repository):
@@ -96,5 +118,4 @@ def test_the_recipe_with_a_teacher_is_that_of_its_records(repository):
     assert len(runs) == 3
     for run in runs:
         assert {key for key, value in recipe.keys.items() if run.keys[key] != plain(value)} <= {
-            "run.seed", "data.name", "data.root", "data.held_out_per_class", "eval.every_epochs",
-            "distill.teacher", "optim.max_batch_per_process"}
+            *FREE, "distill.teacher"}

@@ -125,7 +125,10 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
         settings = experiment(run)
         if key == IMAGES:
             settings = {name: value for name, value in settings.items() if name not in SUBSET}
-            settings[key] = run.starts[-1].get("data", {}).get(IMAGES) if run.starts else None
+            # Older records do not state the number, but recipes for a part of the images do.
+            recorded = run.starts[-1].get("data", {}).get(IMAGES) if run.starts else None
+            settings[key] = recorded or (run.keys["data.images_per_class"]
+                                         * run.keys["data.num_classes"])
         if type(value := settings.pop(key, None)) not in (int, float) or value <= 0:
             raise FigureError(f"{key} is {value!r} in {group.label}; expected a key of the recipe "
                               "with a number above 0")
