@@ -36,7 +36,7 @@ from vitinit.data.images import DataError
 from vitinit.data.loader import start_fork_server
 from vitinit.data.pipeline import EvaluationBatches
 from vitinit.data.sources import Source, class_indices
-from vitinit.recipe.files import RecipeError, overrides, with_data
+from vitinit.recipe.files import RecipeError, overrides
 from vitinit.recipe.values import nearest
 from vitinit.runs.data import EvaluatedSet, evaluation_batches, own_set
 from vitinit.runs.report import Finding, report
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
                                   changeable=EVALUATION_KEYS, image_size=args.image_size)
                        for path in args.checkpoint]
     if args.data_dir is not None:
-        checkpoints = [saved._replace(recipe=with_data(saved.recipe, root=args.data_dir))
+        checkpoints = [saved._replace(recipe=saved.recipe.with_data(root=args.data_dir))
                        for saved in checkpoints]
     start_fork_server(max(saved.recipe.data.workers for saved in checkpoints))
     pairs = []                                       # of a data set and the number of a checkpoint

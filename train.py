@@ -31,7 +31,6 @@ from vitinit.data.sources import Source, fingerprint, folder_of
 from vitinit.init import INITS
 from vitinit.keys import Stream, keyed_generator
 from vitinit.models.layers import draw_drop_path
-from vitinit.recipe.files import with_data
 from vitinit.recipe.sections import Recipe
 from vitinit.runs.data import open_data
 from vitinit.runs.folder import RunFolder
@@ -143,7 +142,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
     with building(f"recipe {recipe.name}", "data"):
         data = open_data(recipe, processes, dry_run=args.dry_run)
     classes, per_epoch = list(map(str, data.whole_set.classes)), data.train_batches.steps_per_epoch
-    recipe = with_data(recipe, num_classes=len(classes))
+    recipe = recipe.with_data(num_classes=len(classes))
     teacher = None                                   # of the loss; see vitinit/train/distill.py
     if recipe.distill.teacher:
         from vitinit.runs.teacher import learn_from_teacher
@@ -162,7 +161,7 @@ def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:
 
     # Model, init and optimiser. -----------------------------------------------------------------
     state, notes = initial_state(recipe, processes, saved, folder.read_from, data.train_set)
-    state.about = {"recipe": with_data(recipe, root=written_root).as_dict(), "classes": classes}
+    state.about = {"recipe": recipe.with_data(root=written_root).as_dict(), "classes": classes}
     notes += [f"teacher {teacher}"] if teacher else []
     chosen = saved = None                            # frees the second copy of its tensors
     progress = state.progress

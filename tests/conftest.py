@@ -28,7 +28,7 @@ import pytest
 from PIL import Image
 
 from vitinit.data import shapes
-from vitinit.recipe.files import dump_recipe, load_recipe, overrides
+from vitinit.recipe.files import load_recipe, overrides
 from vitinit.runs.records import METRICS
 from vitinit.train.distributed import Processes
 from vitinit.train.interruption import STOP_SIGNALS, StopRequest
@@ -250,7 +250,7 @@ def written_run(tmp_path: Path) -> Callable[..., Path]:
         folder.mkdir()
         resolved = load_recipe(REPOSITORY / "recipes" / "quickstart.toml", overrides(
             init=init, seed=seed, sets=[f"schedule.epochs={epochs or len(tops)}", *sets]))
-        (folder / "recipe.toml").write_text(dump_recipe(resolved), encoding="utf-8")
+        (folder / "recipe.toml").write_text(resolved.as_toml(), encoding="utf-8")
         (folder / "run.json").write_text(json.dumps([{
             "command": ["train.py", "--recipe", recipe], "git_commit": "c0ffee", "torch": "2.7",
             "python": "3.11", "device": "CPU", "processes": 1} | (start or {})]))

@@ -18,7 +18,7 @@ from vitinit import export
 from vitinit.data.augment import normalise
 from vitinit.models import MODELS
 from vitinit.models.libraries import counterpart
-from vitinit.recipe.files import dump_recipe, from_dict, load_recipe, overrides
+from vitinit.recipe.files import from_dict, load_recipe, overrides
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RUN = Path(__file__).parent / "runs" / "data" / "version_12"
@@ -169,7 +169,7 @@ def test_no_export_contains_an_image_or_a_path_of_this_machine(checkpoint, tmp_p
     recipe = from_dict(state["recipe"], "", overrides(data_dir=f"{home}/photographs", sets=[
         f"init.checkpoint={home}/pretrained.pt"]))
     torch.save(state | {"recipe": recipe.as_dict()}, run / "last.pt")
-    (run / "recipe.toml").write_text(dump_recipe(recipe))
+    (run / "recipe.toml").write_text(recipe.as_toml())
     (run / "run.json").write_text(json.dumps([{
         "command": [f"{home}/train.py", "--data-dir", f"{home}/photographs"],
         "data": {"root": f"{home}/photographs"}}]))

@@ -41,7 +41,7 @@ from .data.augment import normalise
 from .models import MODELS
 from .models.convert import Names, foreign_names, native_names
 from .models.libraries import LIBRARIES, counterpart
-from .recipe.files import RecipeError, dump_recipe, from_dict, with_data
+from .recipe.files import RecipeError, from_dict
 from .recipe.sections import Recipe
 from .runs.folder import RunFolder
 from .runs.foreign import preprocessor_config
@@ -57,12 +57,12 @@ NEAR_IN_HALF = 0.02             # the same, with weights in half precision
 
 def metadata(trained: Trained) -> dict[str, Any]:
     """Everything that is needed beside the weights to use the model, as plain values."""
-    recipe = with_data(trained.recipe, image_size=trained.image_size)
+    recipe = trained.recipe.with_data(image_size=trained.image_size)
     return {"made_by": f"vitinit {__version__}", "classes": list(trained.classes),
             "image_size": list(trained.image_size), "mean": list(recipe.data.mean),
             "std": list(recipe.data.std), "crop_pct": recipe.eval.crop_pct,
             "interpolation": recipe.eval.interpolation, "model": recipe.model.name,
-            "recipe": dump_recipe(without_folders(recipe))}
+            "recipe": without_folders(recipe).as_toml()}
 
 
 def without_folders(recipe: Recipe) -> Recipe:
@@ -200,7 +200,7 @@ def export_run(trained: Trained, out: Path) -> str:
         for path in (source.metrics.path, source.steps.path) if of_run else ():
             if path.exists():
                 shutil.copy(path, out)
-        write_text_atomically(dump_recipe(without_folders(recipe)), folder.recipe)
+        write_text_atomically(without_folders(recipe).as_toml(), folder.recipe)
         save_atomically(state, folder.last)
         return compare(load(out).model, trained.model, as_input(noise(trained), trained.recipe),
                        NEAR_IN_HALF, f"{out}: with weights in half precision,")

@@ -16,7 +16,7 @@ from refused import refused
 
 from vitinit.data import datasets, rand_augment
 from vitinit.recipe import sections
-from vitinit.recipe.files import (RECIPES, Override, RecipeError, dump_recipe, from_dict,
+from vitinit.recipe.files import (RECIPES, Override, RecipeError, from_dict,
                                   load_recipe, parse_override)
 from vitinit.recipe.sections import SECTIONS, VERSION, Recipe
 from vitinit.recipe.values import plain, to_toml
@@ -64,7 +64,7 @@ def test_every_shipped_recipe_is_read_as_it_is_written_and_written_as_it_is_read
         assert list(found[title].items()) == list(body.items()), title
     assert list(found) == ["version", "name", *written]
     copied = tmp_path / path.name
-    copied.write_text(dump_recipe(recipe), encoding="utf-8")
+    copied.write_text(recipe.as_toml(), encoding="utf-8")
     assert load_recipe(copied) == recipe == from_dict(recipe.as_dict(), "a checkpoint")
     # The data set's class count, and its own statistics, ImageNet's, or pixels on [-1, 1].
     data = recipe.data
@@ -316,7 +316,7 @@ def test_set_replaces_values_options_and_whole_tables_in_the_order_given():
 def test_an_init_that_is_named_keeps_the_options_of_the_file_that_it_has(tmp_path):
     """Those that are set beside it are its own, and must be."""
     path = tmp_path / "trial.toml"
-    path.write_text(dump_recipe(with_sets("init.options={rank = 3, base = 'torch'}")))
+    path.write_text(with_sets("init.options={rank = 3, base = 'torch'}").as_toml())
     defaults = dict(with_sets("init.name=mimetic").init.options)
     for changes in ([Override("init.name", "mimetic", "--init mimetic")],
                     [parse_override("init.name=mimetic")]):
@@ -358,7 +358,7 @@ def test_awkward_folders_and_values_write_back_to_equal_ones(tmp_path):
     for text in ('say "cheese"', "back\\slash", "\\n", "ümläut ☃ 図 😀", "two\nlines", "a\ttab", "'",
                  "#", '"""', " padded ", "a\r\nb", "escape\x1b[0m", "nul\0"):
         recipe = load_recipe(QUICKSTART, [Override("data.root", text, "--data-dir")])
-        path.write_text(dump_recipe(recipe), encoding="utf-8")
+        path.write_text(recipe.as_toml(), encoding="utf-8")
         assert recipe.data.root == text and load_recipe(path) == recipe
     for value in (0, -3, 2**62, 1e-7, 1e22, 0.1, -0.0, True, "", [], [1, 2.5, "a"], [[1], [True]],
                   {}, {"a": 1, "b": {"c": [0.5, "d"]}}):

@@ -15,7 +15,6 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
 from ..data.sources import LooseImages
-from ..recipe.files import with_data
 from ..recipe.sections import Recipe
 from .report import Row
 from .step import synthetic_batch
@@ -88,7 +87,7 @@ def loader_rows(name: str, sets: list[str], root: Path, device: torch.device) ->
     clock = clock_of(device)
     batches = [*in_batches(BATCH), "data.workers=0", "data.on_device_gib=0"]
     paths = sorted((root / "train").rglob("*.*"))[:BATCH]
-    recipe = with_data(recipe_of(name, [*sets, *batches]), root=str(root))
+    recipe = recipe_of(name, [*sets, *batches]).with_data(root=str(root))
     pipeline = torchvisions_pipeline(recipe.data.image_size)
     source = train_program().open_data(recipe, alone(device), dry_run=False).train_set
 

@@ -18,7 +18,7 @@ import torch
 from ..compare import origin, paired, report, t_interval
 from ..data.images import DataError
 from ..messages import OneLineError
-from ..recipe.files import load_recipe, with_data
+from ..recipe.files import load_recipe
 from ..recipe.values import to_toml
 from ..runs.data import evaluation_batches, own_set
 from ..runs.groups import Group, finished_runs, group_runs
@@ -167,7 +167,7 @@ def judge(path: Path, data_dir: str | None, images: int, weights: str) -> dict[s
     if not path.is_dir():
         raise CheckpointError(f"{path}: an archive holds no weights")
     saved = open_saved(path)
-    recipe = saved.recipe if data_dir is None else with_data(saved.recipe, root=data_dir)
+    recipe = saved.recipe if data_dir is None else saved.recipe.with_data(root=data_dir)
     own = own_set(recipe.data)
     source = own.open()
     classes = list(source.classes)

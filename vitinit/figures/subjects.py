@@ -17,7 +17,7 @@ from ..data.datasets import open_split
 from ..data.sources import LooseImages, folder_of
 from ..init import reads_images
 from ..models import FAMILIES, MODELS
-from ..recipe.files import RecipeError, fresh_recipe, with_data
+from ..recipe.files import RecipeError, fresh_recipe
 from ..recipe.sections import Recipe
 from ..runs.data import open_training_set
 from ..runs.folder import RunFolder
@@ -59,7 +59,7 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
             if reads or not recipe.data.num_classes:
                 if folder_of(recipe.data.root).is_dir():
                     _, source = open_training_set(recipe.data)
-                    recipe = with_data(recipe, num_classes=len(source.classes))
+                    recipe = recipe.with_data(num_classes=len(source.classes))
                 elif reads:
                     print(f"note    recipe {recipe.name}: its init reads training images, and "
                           f"there is no folder {recipe.data.root}: noise stands in for them; --set "

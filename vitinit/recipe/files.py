@@ -12,14 +12,11 @@ valid key.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -212,17 +209,3 @@ def _checked(body: Mapping[str, Any], title: str, takes: Callable, refuse: Calla
         if key not in values:
             refuse(f"[{title}]{of} lacks the key '{key}' ({describe(*kind)})", f"{title}.{key}")
     return values
-
-
-def with_data(recipe: Recipe, **values: Any) -> Recipe:
-    """The recipe with other values of [data], such as the number of classes of the data set."""
-    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, **values))
-
-
-def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as TOML, which `load_recipe` reads back as an equal recipe of another name."""
-    lines = [f"version = {VERSION}"]
-    keys = ((*key.rpartition(".")[::2], value) for key, value in recipe.keys.items())
-    for table, rows in groupby(keys, key=itemgetter(0)):
-        lines += ["", f"[{table}]", *(f"{key} = {to_toml(value)}" for _, key, value in rows)]
-    return "\n".join(lines) + "\n"

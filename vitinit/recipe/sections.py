@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..bounds import LARGEST, PAIR, TINIEST, at_least, number, proportion
@@ -17,7 +17,7 @@ from ..data.mix import Mix
 from ..data.rand_augment import RandAugment
 from ..models import MODELS
 from ..train.optim import Distill, Optim, Schedule
-from .values import flat, plain
+from .values import flat, plain, to_toml
 
 VERSION = 12                    # of the keys; a change of keys, or of an option's default, adds one
 
@@ -131,6 +131,21 @@ class Recipe:
     def as_dict(self) -> dict[str, Any]:
         """The recipe as nested dicts and lists, with its version; `from_dict` reads them back."""
         return {"version": VERSION} | plain(self)
+
+    def as_toml(self) -> str:
+        """The recipe as TOML, which `load_recipe` reads back as an equal recipe of another name."""
+        lines = [f"version = {VERSION}"]
+        for title in SECTIONS:
+            body = plain(getattr(self, title))
+            options = {f"{title}.options": body.pop("options")} if "options" in body else {}
+            for header, table in ({title: body} | options).items():
+                lines += ["", f"[{header}]"]
+                lines += [f"{key} = {to_toml(value)}" for key, value in table.items()]
+        return "\n".join(lines) + "\n"
+
+    def with_data(self, **values: Any) -> Recipe:
+        """The recipe with other values of [data], such as the number of classes of the data set."""
+        return replace(self, data=replace(self.data, **values))
 
     @property
     def keys(self) -> dict[str, Any]:

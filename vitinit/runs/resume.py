@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..recipe.files import RecipeError, fresh_recipe, from_dict, overrides, with_data
+from ..recipe.files import RecipeError, fresh_recipe, from_dict, overrides
 from ..recipe.sections import MACHINE_KEYS, Recipe
 from ..recipe.values import to_toml
 from ..train.checkpoint import CheckpointError
@@ -171,7 +171,7 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | No
     require_same_recipe(folder.path, stored.keys, recipe.keys)
     written = recipe.data.root
     if written == stored.data.root:                  # a relative path was relative to elsewhere
-        recipe = with_data(recipe, root=folder.data_of(-1).get("root", written))
+        recipe = recipe.with_data(root=folder.data_of(-1).get("root", written))
     return folder, state, recipe, written
 
 

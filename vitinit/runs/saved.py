@@ -15,7 +15,7 @@ from torch import nn
 from ..bounds import PAIR
 from ..command_line import Parser
 from ..models.convert import native_tensors
-from ..recipe.files import Override, RecipeError, from_dict, load_recipe, with_data
+from ..recipe.files import Override, RecipeError, from_dict, load_recipe
 from ..recipe.sections import Recipe
 from ..recipe.values import convert, nearest
 from ..train.checkpoint import model_state, require_finite
@@ -68,13 +68,13 @@ class Saved(NamedTuple):
         require_finite(tensors, weights, self.path)
         tensors = native_tensors(tensors)
         if or_backbone and not any(name.startswith("head") for name in tensors):
-            recipe = with_data(recipe, num_classes=0)
+            recipe = recipe.with_data(num_classes=0)
         model = build(recipe)
         load_exactly(model, tensors, self.path)
         if self.size == recipe.data.image_size:
             return model
         place = f"{self.path} at {self.size[0]}×{self.size[1]}"
-        resized = build(with_data(recipe, image_size=self.size), place)
+        resized = build(recipe.with_data(image_size=self.size), place)
         start_from(resized, model.state_dict(), place, model.grid)
         return resized
 
@@ -111,7 +111,7 @@ def open_saved(path: Path, *, recipe: str | None = None, changes: Sequence[Overr
                                   f"{nearest(change.key, changeable)}")
         found = from_dict(state["recipe"], str(path), changes)
         where = RunFolder(path.parent).data_of(-1)   # a relative path was relative to elsewhere
-        found = with_data(found, root=str(where.get("root", found.data.root)))
+        found = found.with_data(root=str(where.get("root", found.data.root)))
     else:
         description = foreign.read_description(path, str(state.get("arch", "")))
         recipe = recipe or (description and description.recipe)

@@ -18,7 +18,6 @@ from ..init import init_weights, reads_images
 from ..init.mass import has_targets, mass_on_images
 from ..keys import Stream, keyed_generator
 from ..models import build_model
-from ..recipe.files import dump_recipe, with_data
 from ..recipe.sections import Recipe
 from ..recipe.values import to_toml
 from ..train.checkpoint import write_text_atomically
@@ -73,7 +72,7 @@ def without_data(recipe: Recipe) -> Recipe:
 
     Where it is to be taken from the data (0), it is that of the published set, or 2.
     """
-    return with_data(recipe, num_classes=recipe.data.num_classes
+    return recipe.with_data(num_classes=recipe.data.num_classes
                      or DATA_SETS[recipe.data.name].num_classes or 2)
 
 
@@ -106,7 +105,7 @@ def set_up_folder(folder: RunFolder, lock: RunLock, recipe: Recipe, state: Train
         folder.tidy(epochs=progress.epochs, steps=progress.step)
     else:
         folder.require_unused(starts_again=starts_again)
-        write_text_atomically(dump_recipe(recipe), folder.recipe)
+        write_text_atomically(recipe.as_toml(), folder.recipe)
         folder.save(state.state_dict(), folder.last)     # so that a restart finds a run to resume
     if progress.step == 0 and 0 in recipe.checkpoint.keep_epochs:
         folder.save(state.weights(), folder.kept(0))
