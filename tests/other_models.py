@@ -8,6 +8,8 @@ from torch import Tensor, nn
 DIM, HEADS, GRID, CLASSES = 66, 3, (5, 7), 7                             # patches of 4 × 4 pixels
 LAYERS = {      # by kind: layers of Q, K, V or one of all, proj, number of heads, norms of a block
     "timm": (["qkv"], "proj", "num_heads", ("norm1", "norm2")),
+    "timm, separate": (["q_proj", "k_proj", "v_proj"], "proj", "num_heads", ("norm1", "norm2")),
+    "vit-pytorch": (["to_qkv"], "to_out.0", "heads", ("norm", "norm2")),
     "transformers 5": (["q_proj", "k_proj", "v_proj"], "o_proj", "num_attention_heads",
                        ("layernorm_before", "layernorm_after")),
     "transformers 4": (["attention.query", "attention.key", "attention.value"], "output.dense",
@@ -23,7 +25,10 @@ def put(module: nn.Module, path: str, value: object) -> None:
         if not hasattr(module, name):
             setattr(module, name, nn.Module())
         module = getattr(module, name)
-    setattr(module, last, value)
+    if isinstance(value, nn.Module):
+        module.add_module(last, value)               # also under a number, as in an nn.Sequential
+    else:
+        setattr(module, last, value)
 
 
 class OtherAttention(nn.Module):
@@ -32,12 +37,14 @@ class OtherAttention(nn.Module):
         names, proj, heads, norms = LAYERS[kind]
         for name in names:
             put(self, name, nn.Linear(DIM, DIM * (3 if len(names) == 1 else 1),
-                                      bias=kind != "transformers 5"))
+                                      bias=kind not in ("transformers 5", "vit-pytorch")))
         put(self, proj, nn.Linear(DIM, DIM))
         put(self, heads, HEADS)
+        self.norm = nn.LayerNorm(DIM) if kind == "vit-pytorch" else nn.Identity()
         self.names, self.last, self.scale = names, proj, (DIM // HEADS) ** -0.5
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        x = self.norm(x)
         found = {name: self.get_submodule(name)(x) for name in self.names}
         if len(found) == 1:
             parts = next(iter(found.values())).chunk(3, -1)
@@ -63,7 +70,8 @@ class OtherBlock(nn.Module):
     def __init__(self, kind: str, post_norm: bool, gamma: float | None) -> None:
         super().__init__()
         self.norms, self.post_norm = LAYERS[kind][3], post_norm
-        self.add_module(self.norms[0], nn.LayerNorm(DIM))
+        outside = kind != "vit-pytorch"              # whose norm is in the attention
+        self.add_module(self.norms[0], nn.LayerNorm(DIM) if outside else nn.Identity())
         self.attn = OtherAttention(kind)
         self.ls1 = nn.Identity() if gamma is None else Scale(gamma)
         self.add_module(self.norms[1], nn.LayerNorm(DIM))

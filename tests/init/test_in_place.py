@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import vitinit
 from vitinit.init import deep_impulse_, describe, impulse_, init_, init_weights, mimetic_
+from vitinit.init.in_place import write_back
 from vitinit.init.layout import Layout, block_of, layout_of
 from vitinit.mixing import target_mass
 
@@ -176,13 +177,44 @@ def test_a_model_of_ones_own_is_described_in_five_lines():
         impulse_(Encoder(norm_first=False), generator=seeded(), layout=described)
 
 
-def test_half_precision_is_rounded_once_and_wrapped_models_are_unwrapped():
+def test_half_frozen_and_tied_weights_are_told_of_and_wrapped_models_are_unwrapped():
     half, full = OtherViT("timm").bfloat16(), OtherViT("timm")
+    half.pos_embed.requires_grad_(False)
+    half.zz = half.blocks[1].attn.proj               # named after the blocks
     compiled = nn.Module()
     compiled._orig_mod = nn.DataParallel(half)
-    impulse_(compiled, generator=seeded())
-    impulse_(full, generator=seeded())
+    report = impulse_(compiled, generator=seeded())
+    assert impulse_(full, generator=seeded()).notes == ()
     assert all(torch.equal(theirs, mine.bfloat16()) for theirs, mine in zip(bits(half), bits(full)))
+    assert str(report).splitlines()[-3:] == [
+        "frozen, and written nevertheless: pos_embed",
+        "tied to what was written: zz.weight, zz.bias",
+        "rounded from what was computed, of which the mass is: pos_embed, "
+        + ", ".join(f"blocks.*.attn.{name}" for name in (
+            "qkv.weight", "qkv.bias", "proj.weight", "proj.bias"))]
+
+
+def test_after_an_error_while_writing_nothing_has_changed(monkeypatch):
+    """As when a GPU's memory runs out, or Ctrl-C comes, at the third tensor."""
+    model, done, copy_ = OtherViT("timm"), [], Tensor.copy_
+    before = state_of(model)
+
+    def stopped(tensor: Tensor, other: Tensor) -> Tensor:
+        done.append(tensor)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return copy_(tensor, other)
+    work = OtherViT("timm")
+    monkeypatch.setattr(Tensor, "copy_", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write_back(model, work)
+    assert len(done) > 3 and all(map(torch.equal, state_of(model).values(), before.values()))
+    monkeypatch.undo()
+    narrow = OtherViT("timm").half()
+    before = state_of(narrow)
+    with pytest.raises(ValueError, match="qkv.weight is float16, too narrow for what the init wr"):
+        impulse_(narrow, generator=seeded(), qk_norm=1e9)
+    assert all(map(torch.equal, state_of(narrow).values(), before.values()))
 
 
 def fixed(model: nn.Module) -> None:
@@ -200,6 +232,10 @@ REFUSALS: dict[str, Callable] = {
     "no learned position embedding":
     lambda model: put(model, "other", model._parameters.pop("pos_embed")),
     "2 lists of blocks": lambda model: put(model, "more", OtherViT("timm", 2).blocks),
+    "with kdim, vdim or add_bias_kv": lambda model: put(
+        model, "blocks.1.attn", nn.MultiheadAttention(DIM, HEADS, add_bias_kv=True)),
+    "cannot be copied":
+    lambda model: put(model, "computed", model.head.weight * 2.0),
     "head.weight is a Parameter of int8 on cpu; initialise before sharding or quant":
     lambda model: put(model, "head.weight", nn.Parameter(torch.zeros(7, DIM, dtype=torch.int8),
                                                          requires_grad=False)),

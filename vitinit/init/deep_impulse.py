@@ -66,8 +66,7 @@ def stream_of(vit: Layout) -> Stream:
         last += mlp[-1:]
         inside.update(modules[path].modules())
     outside = [module for module in modules.values() if module not in inside]
-    patches = patch_embedding(outside, dim)
-    writers = last if patches is None else [patches, *last]
+    writers = [*patch_embedding(outside, dim)[-1:], *last]
     skipped = {*writers, *(block.norm for block in vit.blocks)}
     norms = [module for module in modules.values() if isinstance(module, nn.LayerNorm)
              and module.normalized_shape == (dim,) and module not in skipped]

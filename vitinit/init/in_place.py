@@ -4,7 +4,7 @@
     print(report)                                   # the receipt: what was written, and the mass
 
 The init is applied to a copy of the model, on the CPU and in float32 (or float64), and the tensors
-that it changed are copied back when all is well. So after a refusal no tensor has changed, and the
+that it changed are copied back when all is well. So after an error no tensor has changed, and the
 model may be on any device and in half precision. The inits are those of this package: a ViT of
 timm and ours of the same size get the same bits from the same generator.
 """
@@ -28,7 +28,7 @@ from .baseline import EMBED_STD
 from .deep_impulse import NOISE_IMAGES, stream_of
 from .layout import Block, Layout, image_shape_of, layout_of, noise_images
 from .mass import measured, with_defaults
-from .report import Description, Report
+from .report import Description, Report, patterns
 
 DRAWS_POSITIONS = ("impulse", "norm_matched")    # scale pos_embed, so that it has to be drawn
 OTHERWISE = 1e-3        # by which an attention's output may differ from its formula, relatively
@@ -78,9 +78,9 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
     if images is None and name == "deep_impulse":
         images = noise_images(vit, NOISE_IMAGES, torch.Generator().manual_seed(0))
     results |= measured(vit, name, chosen, images)
-    written = write_back(model, work)
+    written, notes = write_back(model, work)
     kept = sum(1 for _ in tensors(model)) - len(written)
-    return Report(**vars(found), init=name, written=written, kept=kept, **results,
+    return Report(**vars(found), init=name, written=written, kept=kept, notes=notes, **results,
                   uniform=1.0 / (found.grid[0] * found.grid[1]))
 
 
@@ -140,7 +140,7 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def copied(model: nn.Module) -> nn.Module:
     """A copy on the CPU, in float64 if the model has such parameters, else in float32.
 
-    Raises ValueError for tensors without storage, sharded ones and quantised ones.
+    Raises ValueError for tensors without storage, sharded, quantised and computed ones.
     """
     for name, tensor in tensors(model):
         kind = type(tensor).__name__
@@ -150,7 +150,11 @@ def copied(model: nn.Module) -> nn.Module:
                              f"{tensor.device}; initialise before sharding or quantising, and "
                              'after model.to_empty(device="cpu"), with base="default" then')
     wide = any(tensor.dtype == torch.float64 for tensor in model.parameters())
-    return copy.deepcopy(model).to("cpu", torch.float64 if wide else torch.float32)
+    try:
+        work = copy.deepcopy(model)
+    except (RuntimeError, TypeError) as error:       # weights that are computed from others
+        raise ValueError(f"the model cannot be copied ({in_brief(error, 80)})") from error
+    return work.to("cpu", torch.float64 if wide else torch.float32)
 
 
 def require_covered(vit: Layout, model: nn.Module, name: str) -> None:
@@ -250,11 +254,30 @@ def prepare(vit: Layout, name: str, options: Mapping[str, Any],
 
 
 @torch.no_grad()
-def write_back(model: nn.Module, work: nn.Module) -> tuple[str, ...]:
-    """Copy the tensors in which `work` differs to the model; returns their names."""
-    written = []
-    for (name, old), (_, new) in zip(tensors(model), tensors(work)):
-        if not torch.equal(old.to(new), new):
+def write_back(model: nn.Module, work: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Copy the tensors in which `work` differs to the model: their names, and notes about them."""
+    changed = [(name, old, new) for (name, old), (_, new) in zip(tensors(model), tensors(work))
+               if not torch.equal(old.to(new), new)]
+    for name, old, new in changed:
+        if not new.to(old.dtype).isfinite().all():
+            raise ValueError(f"{name} is {str(old.dtype).removeprefix('torch.')}, too narrow for "
+                             "what the init writes; initialise in float32 and convert then")
+    before = [old.clone() for _, old, _ in changed]      # all, as memory may run out
+    try:
+        for _, old, new in changed:
             old.copy_(new)
-            written.append(name)
-    return tuple(written)
+    except BaseException:
+        for (_, old, _), value in zip(changed, before):
+            old.copy_(value)
+        raise
+    written = {name: old for name, old, _ in changed}
+    every = dict(model.named_parameters(remove_duplicate=False))
+    notes = {
+        "frozen, and written nevertheless": [name for name, tensor in every.items()
+                                             if name in written and not tensor.requires_grad],
+        "tied to what was written": [name for name, tensor in every.items() if name not in written
+                                     and any(tensor is old for old in written.values())],
+        "rounded from what was computed, of which the mass is": [
+            name for name, old, new in changed if old.dtype != new.dtype]}
+    return tuple(written), tuple(f"{note}: {patterns(names)}" for note, names in notes.items()
+                                 if names)

@@ -6,10 +6,11 @@ of this package and in those of other libraries, of which it imports none:
 
 | library                    | layers of one attention                          | norm             |
 |----------------------------|--------------------------------------------------|------------------|
-| vitinit, timm, DeiT, Swin  | qkv, proj                                        | norm1            |
+| vitinit, timm, DeiT, Swin  | qkv, proj; in timm also q_proj, k_proj, v_proj   | norm1            |
 | transformers 5             | q_proj, k_proj, v_proj, o_proj; SigLIP: out_proj | layernorm_before,|
 | transformers 4             | attention.query, .key, .value, output.dense      |   norm1, …       |
 | torchvision, torch.nn      | nn.MultiheadAttention                            | ln_1, norm1      |
+| vit-pytorch                | to_qkv, to_out[0]                                | norm inside      |
 | Swin of timm, torchvision  | qkv, proj, relative_position_bias_table          | norm1            |
 
 Any other model is described by hand: a function of the model that returns a `Layout`, whose blocks
@@ -35,10 +36,12 @@ from ..filters import Offset, neighbours
 
 LAYERS = (                      # the layers of Q, K and V, one where they are packed, and proj
     ("qkv", "proj"),
+    ("q_proj", "k_proj", "v_proj", "proj"),
     ("q_proj", "k_proj", "v_proj", "o_proj"),
     ("q_proj", "k_proj", "v_proj", "out_proj"),
-    ("attention.query", "attention.key", "attention.value", "output.dense"))
-HEADS = ("num_heads", "num_attention_heads")
+    ("attention.query", "attention.key", "attention.value", "output.dense"),
+    ("to_qkv", "to_out.0"))
+HEADS = ("num_heads", "num_attention_heads", "heads")
 NORMS = ("norm1", "layernorm_before", "layer_norm1", "ln_1")         # before the attention
 POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding")
 PREFIX_TOKENS = ("cls_token", "class_token", "dist_token", "distillation_token", "reg_token",
@@ -153,6 +156,8 @@ def layout_of(model: nn.Module | Layout) -> Layout:
             owner = owner.rpartition(".")[0]         # outwards
             for name in NORMS:
                 norm = getattr(modules[owner], name, norm)
+        if norm is None and hasattr(attention, "to_qkv"):
+            norm = attention.norm                    # of vit-pytorch
         blocks.append(block_of(attention, norm))
 
     dim, positions, tokens, prefix = blocks[0].proj.shape[0], [], [], 0
@@ -210,6 +215,9 @@ def block_of(attention: nn.Module, norm: nn.Module) -> Block:
     Raises ValueError for another layout, and for layers that are not nn.Linear.
     """
     if isinstance(attention, nn.MultiheadAttention):
+        if attention.in_proj_weight is None or attention.bias_k is not None:
+            raise ValueError("an nn.MultiheadAttention with kdim, vdim or add_bias_kv is not "
+                             "covered")
         proj, weights, biases = (attention.out_proj, [attention.in_proj_weight],
                                  [attention.in_proj_bias])
     else:
@@ -287,11 +295,17 @@ def image_shape_of(vit: Layout) -> tuple[int, int, int] | None:
     """
     if vit.image_shape or not vit.grid:
         return vit.image_shape
-    patches = patch_embedding(vit.model.modules(), vit.blocks[0].proj.shape[0])
-    if patches is None:
-        return None
-    down, across = patches.stride
-    return patches.in_channels, vit.grid[0] * down, vit.grid[1] * across
+    layers = patch_embedding(vit.model.modules(), vit.blocks[0].proj.shape[0])
+    if layers and isinstance(layers[0], nn.Conv2d):
+        (down, across), channels = layers[0].stride, layers[0].in_channels
+    else:
+        sizes = [module.patch_size for module in vit.model.modules()
+                 if hasattr(module, "patch_size")]
+        if not layers or not sizes:
+            return None
+        down, across = _pair(sizes[0])
+        channels = layers[0].in_features // (down * across)
+    return channels, vit.grid[0] * down, vit.grid[1] * across
 
 
 def noise_images(vit: Layout, count: int, generator: torch.Generator) -> Tensor:
@@ -299,7 +313,14 @@ def noise_images(vit: Layout, count: int, generator: torch.Generator) -> Tensor:
     return torch.randn(count, *image_shape_of(vit), generator=generator).to(vit.pos_embed)
 
 
-def patch_embedding(modules: Iterable[nn.Module], dim: int) -> nn.Conv2d | None:
-    """The convolution among these modules that writes patches to the stream, `dim` channels."""
-    return next((module for module in modules if isinstance(module, nn.Conv2d)
-                 and module.out_channels == dim), None)
+def patch_embedding(modules: Iterable[nn.Module], dim: int) -> list[nn.Module]:
+    """The layer that reads the patches, and the one that writes them to the stream of `dim`
+    channels: a convolution, which is both, or a linear layer and a norm; empty if there is none.
+    """
+    for module in modules:
+        if isinstance(module, nn.Conv2d) and module.out_channels == dim:
+            return [module]
+        if isinstance(module, nn.Sequential) and isinstance(module[-1], nn.LayerNorm):
+            if linear := [layer for layer in module if isinstance(layer, nn.Linear)]:
+                return [linear[0], module[-1]]
+    return []

@@ -47,6 +47,7 @@ class Report(Description):
     init: str
     written: tuple[str, ...]    # names of the tensors that changed
     kept: int                   # how many others there are
+    notes: tuple[str, ...]      # about frozen, tied and rounded weights
     targets: tuple[tuple[Offset, ...], ...]      # (down, right), by block and head; may be empty
     mass: Masses                # share of each head's attention on its target, on positions alone
     mass_on_images: Masses      # the same in a forward pass of images; empty without. deep_impulse
@@ -67,7 +68,7 @@ class Report(Description):
                                   for block, word in sorted(blocks.items()))
                 lines.append(f"mass on the target, on {where}: {shown} "
                              f"(uniform {decimal(self.uniform)})")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 def patterns(names: Iterable[str]) -> str:
