@@ -79,6 +79,11 @@ def test_top1_across_a_key_has_a_line_per_experiment_and_a_bar_over_its_seeds(
                     sets=(f"data.images_per_class={each}", "schedule.epochs=1"))
         for count, each in ((7, 3), (13, 0))))       # 0: all images
     assert panels[-1].containers[0][0].get_xydata().tolist() == [[7.0, 35.0], [13.0, 65.0]]
+    run("curves", "--across", "schedule.epochs", "--out", tmp_path / "epochs.png", *(
+        written_run(f"e-{epochs}-{each}", [5.0] * epochs, sets=(f"data.images_per_class={each}",))
+        for epochs in (1, 2) for each in (3, 5)))
+    assert panels[-1].get_legend_handles_labels()[1] == [
+        "default, data.images_per_class = 3", "default, data.images_per_class = 5"]
 
 
 def with_steps(folder: Path, losses: list[float], **values: list[float | None]) -> Path:

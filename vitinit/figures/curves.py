@@ -146,8 +146,8 @@ def draw_across(out: Path, groups: Sequence[Group], key: str) -> None:
         ranges = [[mean - min(values) for mean, values in zip(means, tops)],
                   [max(values) - mean for mean, values in zip(means, tops)]]
         words = next(iter(line.values())).label.split(", ")
-        label = ", ".join(word for word in words
-                          if word.partition(" = ")[0] not in (key, *SUBSET))
+        across = SUBSET if key == IMAGES else (key,)
+        label = ", ".join(word for word in words if word.partition(" = ")[0] not in across)
         axis.errorbar(list(line), means, yerr=ranges, color=colour, linestyle=dashes, marker="o",
                       capsize=4, label=label)
     values = sorted({value for line in drawn for value in line})
