@@ -29,6 +29,7 @@ from .resume import RunLock
 
 INIT_IMAGES = 512               # training images that an init may read
 MASS_IMAGES = 64                # on which the mass on the init's targets is measured
+REHEARSED_IMAGES = 8            # of a dry run's forward pass, which a CPU has to do in seconds
 FEW_UPDATES = 2_000             # steps; fewer than that from scratch give a warning
 
 
@@ -192,12 +193,12 @@ def cautions(recipe: Recipe, data: Data) -> list[str]:
 
 
 def rehearsal(recipe: Recipe, data: Data, state: TrainState, teacher: Any) -> str:
-    """One forward pass, and what a dry run says of it, and of what the teacher's passes add.
+    """A forward pass of a few images, what a dry run says of it, and of what the teacher's adds.
 
     teacher: a `LearnFromTeacher`, or None.
     """
     with building(f"recipe {recipe.name}", "model"), torch.no_grad():
-        images = next(iter(data.val_batches))[0][:data.plan.micro_batch_size]
+        images = next(iter(data.val_batches))[0][:REHEARSED_IMAGES]
         logits = state.model.eval()(images)
         cost = f"{teacher.cost(images)}\n" if teacher else ""
     return (f"{cost}dry run: images {tuple(images.shape)} → logits {tuple(logits.shape)}; nothing "
