@@ -51,6 +51,7 @@ MISTAKES: list[tuple[str, dict, str, dict, str]] = [
     ("vit", FIXED, "deep_impulse", {}, "a fixed position embedding"),
     ("vit", dict(num_heads=18), "deep_impulse", {}, "head_dim 3, embed_dim 54"),
     ("vit", {}, "deep_impulse", dict(target_mass=(0.5, 1.0)), "expected 0 < mass < 1"),
+    ("vit", {}, "deep_impulse", dict(constant_variance=1.0), "is 1.0; expected 0 ≤ it < 1"),
     ("vit", {}, "impulse_gd", dict(pseudo_input="noise"), "'noise', expected one of pos_embed"),
     ("vit", FIXED, "impulse_gd", {}, 'set pool = "mean"'),       # its class token has no position
     ("swin", {}, "impulse", dict(target_mass=0.0), "is 0.0, expected 0 < target_mass < 1"),

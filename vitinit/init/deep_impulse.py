@@ -36,7 +36,6 @@ WAVES = ((1, 0), (0, 1), (1, 1), (1, -1))   # turns over the height, and over th
 PHASE = math.pi * (3.0 - math.sqrt(5.0))    # from wave to wave: the golden angle, so that no token
                                             # is at the peak of all of them
 CODE_RMS = 0.36         # of what the code adds to pos_embed, over all channels; as in `impulse`
-CONSTANT_SHARE = 0.95   # of the tokens' variance before the first block
 MOST_IMAGES, NOISE_IMAGES = 512, 64             # used of those given; drawn where none are
 LEAST_MASS = 1.25       # in units of uniform attention, where Q, K and their gradients are 0
 
@@ -115,7 +114,7 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
                  kernel_size: int = 3, target_mass: tuple[float, float] = (0.66, 0.025),
                  value_init: Literal["mimetic", "base"] = "mimetic",
                  value_alpha: float = 0.4, value_beta: float = 0.4,
-                 images: Tensor | None = None) -> None:
+                 constant_variance: float = 0.95, images: Tensor | None = None) -> None:
     """Let every head of every block of a ViT attend to one neighbour, as a convolution does.
 
     | tensor                                | value                                               |
@@ -136,9 +135,14 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
         14×14.) A mass below 1.25 times that of uniform attention is raised to it. Queries whose
         target is off the grid attend to the opposite border.
     value_init, value_alpha, value_beta: as for `mimetic`; "base" leaves V and proj as drawn.
+    constant_variance: the share of the constants in the tokens' variance before the first block.
+        The larger it is, the more evenly LayerNorm divides the tokens, and the less it holds what
+        the blocks write at one size: Muon needs .5 (recipes/what_an_init_is_worth.md).
     images: (n, 3, H, W), normalised training images; white noise, if there are none. train.py gives
         them: they are no option.
     """
+    if not 0.0 <= constant_variance < 1.0:
+        raise ValueError(f"constant_variance is {constant_variance}; expected 0 ≤ it < 1")
     if not all(0.0 < mass < 1.0 for mass in target_mass):
         raise ValueError(f"target_mass is {target_mass}; expected 0 < mass < 1 in the first block "
                          "and in the last")
@@ -177,8 +181,8 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
 
     def before_attention(number: int, x: Tensor) -> None:
         if number == 0:
-            share = CONSTANT_SHARE / (1.0 - CONSTANT_SHARE)
-            size = (share * variance(patches(x)) * x.shape[2] / 2)**0.5
+            ratio = constant_variance / (1.0 - constant_variance)        # to that of the others
+            size = (ratio * variance(patches(x)) * x.shape[2] / 2)**0.5
             x[..., code:first] = vit.pos_embed[:, code:first] = size * torch.tensor([1.0, -1.0])
             missing = x.shape[1] - len(vit.pos_embed)    # prefix tokens without positions: the last
             for token in reversed(vit.tokens):
