@@ -138,3 +138,12 @@ def test_the_numbers_of_quickstart_are_those_of_its_records():
         assert f"| {mean_and_std(top1, 1)} (3) |" in README.text
     mean, half = t_interval([two["val_top1"] - one["val_top1"] for one, two in zip(*last.values())])
     assert f"is {mean:.1f} ± {half:.1f} points" in " ".join(README.text.split())
+
+
+def test_the_two_processes_of_the_test_command_share_all_files_of_tests():
+    """Also a file or folder that is added later belongs to one of the two patterns."""
+    _, both = README.section("Run the tests").blocks("bash")[0].splitlines()[-2:]
+    files = [file for pattern in re.findall(r"pytest (\S+?)[;\s]", both)
+             for place in REPOSITORY.glob(pattern)
+             for file in (place.rglob("test_*.py") if place.is_dir() else [place])]
+    assert sorted(files) == sorted((REPOSITORY / "tests").rglob("test_*.py"))
