@@ -38,7 +38,7 @@ from vitinit.data.pipeline import EvaluationBatches
 from vitinit.data.sources import Source, class_indices
 from vitinit.recipe.files import RecipeError, overrides
 from vitinit.recipe.values import nearest
-from vitinit.runs.data import EvaluatedSet, evaluation_batches, own_set
+from vitinit.runs.data import EvaluatedSet, evaluation_batches, own_set, trained_set
 from vitinit.runs.report import Finding, report
 from vitinit.runs.saved import Saved, add_options, open_saved
 from vitinit.train import distributed
@@ -132,9 +132,8 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
     start_fork_server(max(saved.recipe.data.workers for saved in checkpoints))
     pairs = []                                       # of a data set and the number of a checkpoint
     for number, saved in enumerate(checkpoints):
-        data = saved.recipe.data
-        chosen = [EvaluatedSet("train", data.root, data)] * args.train_images + (args.data or [])
-        pairs += [(one, number) for one in dict.fromkeys(chosen or [own_set(data)])]
+        chosen = [trained_set(saved.recipe)] * args.train_images + (args.data or [])
+        pairs += [(one, number) for one in dict.fromkeys(chosen or [own_set(saved.recipe.data)])]
     sources = {one: open_set(one, processes) for one in dict(pairs)}
     with processes.together():
         columns = {(one, number): columns_of(checkpoints[number], one, sources[one])

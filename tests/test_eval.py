@@ -129,15 +129,16 @@ def run_on_part(train_program, small_run, tmp_path, capsys, monkeypatch):
 
 def test_each_run_is_evaluated_on_its_own_training_images_and_on_those_of_data(
         eval_program, run_on_part, image_tree, capsys, monkeypatch):
-    """Runs of two seeds share the training images, decoded once; a third run has others."""
+    """Runs of two seeds share the training images, decoded once; others have others."""
     shares = [dict(data__images_per_class="5"), dict(data__images_per_class="5", run__seed="7"),
-              dict(data__images_per_class="5", data__subset_seed="4")]
+              dict(data__images_per_class="5", data__subset_seed="4"),
+              dict(data__images_per_class="5", data__subset_seed="run", run__seed="7")]
     runs = [run_on_part(str(number), **share) for number, share in enumerate(shares)]
     decoded = decodings(monkeypatch)
     rows = rows_of(eval_program, capsys, *(folder for folder, _ in runs), "--train-images",
                    "--data", f"image_folder={image_tree}", "--data-dir", image_tree)
-    assert len(decoded) == 15 + 15 + 21
-    assert [(row["data"], row["model"]["images"]) for row in rows] == 3 * [("train", 15),
+    assert len(decoded) == 15 + 15 + 15 + 21
+    assert [(row["data"], row["model"]["images"]) for row in rows] == 4 * [("train", 15),
                                                                           ("image_folder", 21)]
     for (folder, data), row in zip(runs, rows[::2]):
         assert row["model"] == by_hand(vitinit.load(folder).model, data.train_set, [0, 1, 2])

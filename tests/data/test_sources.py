@@ -133,16 +133,20 @@ def test_parts_are_the_front_and_the_end_of_an_order_keyed_by_seed_and_class():
         sizes, held, count = rng.integers(7, 30, 5), int(rng.integers(5)), int(rng.integers(-3, 4))
         share, source = float(rng.choice([1e-9, 0.25, 0.5, 0.99, 1.0])), numbered(sizes)
         limits = dict(share=share) if count < 1 else dict(images_per_class=count)
-        front, end = [], []
+        front, end, own = [], [], []                 # own: of another seed than the held-out images
         for label, size in enumerate(sizes):
-            order = keyed_generator(seed, Stream.SUBSET, label).permutation(size)
-            order = np.flatnonzero(source.labels == label)[order].tolist()
+            order, other = (np.flatnonzero(source.labels == label)[keyed_generator(
+                one, Stream.SUBSET, label).permutation(size)].tolist() for one in (seed, seed + 1))
             rounded = math.floor(Fraction(share) * (len(order) - held) + Fraction(1, 2))
-            front += order[:count if count > 0 else max(1, rounded)]
+            kept = count if count > 0 else max(1, rounded)
+            front += order[:kept]
             end += order[len(order) - held:]
+            own += [index for index in other if index not in order[len(order) - held:]][:kept]
         for part, expected in (
                 (stratified_part(source, held_out=held, seed=seed, **limits), sorted(front)),
-                (held_out_part(source, images_per_class=held, seed=seed), sorted(end))):
+                (held_out_part(source, images_per_class=held, seed=seed), sorted(end)),
+                (stratified_part(source, held_out=held, seed=seed + 1, held_out_seed=seed,
+                                 **limits), sorted(own))):
             assert [int(part.image(index)[0, 0, 0]) for index in range(len(part))] == expected
             assert part.labels.tolist() == source.labels[expected].tolist()
             assert part.classes == source.classes

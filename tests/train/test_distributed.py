@@ -104,7 +104,7 @@ def started(processes: Processes) -> dict:
         for count in (0, 1))
     with pytest.raises(OneLineError) as refused:     # rank 1 has fewer images than a batch
         data.open_data((recipe, fewer)[processes.rank], processes, dry_run=True)
-    _, images = data.open_training_set(recipe.data)
+    _, images = data.open_training_set(recipe.data, recipe.run.seed)
     state, notes = train.initial_state(recipe, processes, None, Path("none"), images)
     return {"drawn": drawn, "model": dict(state.model.state_dict()), "notes": notes,
             "ema": dict(state.ema.model.state_dict()), "refused": str(refused.value)}

@@ -231,11 +231,11 @@ def fingerprint(source: Source, root: str) -> str:
 
 
 def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int = 0,
-                    held_out: int = 0, seed: int = 0) -> Source:
+                    held_out: int = 0, seed: int = 0, held_out_seed: int | None = None) -> Source:
     """The part of `source` to train on: a share of each class, or a number of images of each class.
 
-    held_out: how many images per class `held_out_part` takes. They are left out here, and `share`
-        is a share of the remaining images.
+    held_out, held_out_seed: how many images per class `held_out_part` takes, by which seed (None:
+        the same). They are left out here, and `share` is a share of the remaining images.
 
     A class of which n images remain keeps share · n of them, rounded to the nearest integer (halves
     up), but at least one; or `images_per_class` of them if that is not 0. Images stay in the order
@@ -243,9 +243,13 @@ def stratified_part(source: Source, *, share: float = 1.0, images_per_class: int
     """
     if share == 1.0 and not images_per_class and not held_out:
         return source
-    return source.part(np.sort(np.concatenate([
-        order[:images_per_class or max(1, int(share * (len(order) - held_out) + 0.5))]
-        for order in shuffled_classes(source, seed, max(images_per_class, 1), held_out)])))
+    orders, others = (shuffled_classes(source, one, max(images_per_class, 1), held_out)
+                      for one in (seed, seed if held_out_seed is None else held_out_seed))
+    fronts = []
+    for order, other in zip(orders, others):
+        order = order[~np.isin(order, other[len(other) - held_out:])]
+        fronts.append(order[:images_per_class or max(1, int(share * len(order) + 0.5))])
+    return source.part(np.sort(np.concatenate(fronts)))
 
 
 def held_out_part(source: Source, *, images_per_class: int, seed: int = 0) -> Source:

@@ -58,7 +58,7 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
             reads = reads_images(recipe.init.name, MODELS[recipe.model.name][0])
             if reads or not recipe.data.num_classes:
                 if folder_of(recipe.data.root).is_dir():
-                    _, source = open_training_set(recipe.data)
+                    _, source = open_training_set(recipe.data, recipe.run.seed)
                     recipe = recipe.with_data(num_classes=len(source.classes))
                 elif reads:
                     print(f"note    recipe {recipe.name}: its init reads training images, and "

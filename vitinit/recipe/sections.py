@@ -39,7 +39,8 @@ class DataSection:
     num_classes: int = at_least(0)                  # 0: as many as the data set has
     subset: float = number(above=0.0, maximum=1.0)  # share of each class that is trained on
     images_per_class: int = at_least(0)             # number of images instead; 0: no limit
-    subset_seed: int = number(minimum=0, below=2**63)  # decides which images those are
+    # Decides which images those are; "run": run.seed does, and the held-out images are those of 0.
+    subset_seed: int | Literal["run"] = number(minimum=0, below=2**63)
     held_out_per_class: int = at_least(0)           # training images per class
                                                     # to validate on instead; 0: the test set
     image_size: PAIR = at_least(1)                  # (height, width) that the model takes

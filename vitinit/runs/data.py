@@ -20,10 +20,10 @@ from ..train.distributed import Processes
 from ..train.metrics import ProgressBar
 
 
-def open_training_set(data: DataSection) -> tuple[Source, Source]:
+def open_training_set(data: DataSection, run_seed: int) -> tuple[Source, Source]:
     """The whole training set of a recipe, and the part of it that is trained on.
 
-    Raises DataError if the data set cannot be opened, or has a single class.
+    run_seed: the recipe's run.seed, by which the part may be drawn. Raises DataError if the data set cannot be opened, or has a single class.
     """
     whole = oriented(open_split(data.name, data.root, "train", data.num_classes),
                      data.apply_exif_orientation)
@@ -31,12 +31,19 @@ def open_training_set(data: DataSection) -> tuple[Source, Source]:
         raise DataError(f"{data.root}: one class found, '{whole.classes[0]}'; expected two at "
                         "least, a folder each")
     return whole, stratified_part(whole, share=data.subset, images_per_class=data.images_per_class,
-                                  held_out=data.held_out_per_class, seed=data.subset_seed)
+                                  held_out=data.held_out_per_class,
+                                  seed=run_seed if data.subset_seed == "run" else data.subset_seed,
+                                  held_out_seed=held_out_seed(data))
+
+
+def held_out_seed(data: DataSection) -> int:
+    """By which seed images are held out: the subset's, unless that is the run's own."""
+    return 0 if data.subset_seed == "run" else data.subset_seed
 
 
 def open_held_out(data: DataSection, whole: Source) -> Source:
     """The images of a whole training set that are not trained on, to validate on them."""
-    return held_out_part(whole, images_per_class=data.held_out_per_class, seed=data.subset_seed)
+    return held_out_part(whole, images_per_class=data.held_out_per_class, seed=held_out_seed(data))
 
 
 class EvaluatedSet(NamedTuple):
@@ -45,6 +52,7 @@ class EvaluatedSet(NamedTuple):
     name: str                   # of a data set; or "train" or "held_out"
     root: str                   # its folder; "" for `shapes`
     data: DataSection | None = None     # of the recipe whose training images they are
+    run_seed: int = 0                   # of that recipe, where it decides which images they are
 
     def __str__(self) -> str:
         return f"{self.name}={self.root}" if self.root else self.name
@@ -54,7 +62,7 @@ class EvaluatedSet(NamedTuple):
         if self.data is None:
             expected = (DATA_SETS | EVAL_SETS)[self.name].num_classes or 0
             return open_split(self.name, self.root, "val", expected)
-        whole, trained_on = open_training_set(self.data)
+        whole, trained_on = open_training_set(self.data, self.run_seed)
         return trained_on if self.name == "train" else open_held_out(self.data, whole)
 
 
@@ -62,6 +70,13 @@ def own_set(data: DataSection) -> EvaluatedSet:
     """What a recipe, with this data section, validates on."""
     return (EvaluatedSet("held_out", data.root, data) if data.held_out_per_class else
             EvaluatedSet(data.name, data.root))
+
+
+def trained_set(recipe: Recipe) -> EvaluatedSet:
+    """The images that a recipe trains on."""
+    data = recipe.data
+    return EvaluatedSet("train", data.root, data,
+                        recipe.run.seed if data.subset_seed == "run" else 0)
 
 
 def evaluation_batches(recipe: Recipe, source: Source, size: tuple[int, int], device: torch.device,
@@ -91,7 +106,7 @@ def open_data(recipe: Recipe, processes: Processes, *, dry_run: bool) -> Data:
         if processes.local_rank == 0 and not dry_run:
             download(data.name, data.root)
     with processes.together():
-        whole_set, train_set = open_training_set(data)
+        whole_set, train_set = open_training_set(data, recipe.run.seed)
         classes = len(whole_set.classes)
         if data.held_out_per_class:                  # validate on these; the test set stays unused
             val_set = open_held_out(data, whole_set)
