@@ -23,7 +23,8 @@ from ..train.metrics import ProgressBar
 def open_training_set(data: DataSection, run_seed: int) -> tuple[Source, Source]:
     """The whole training set of a recipe, and the part of it that is trained on.
 
-    run_seed: the recipe's run.seed, by which the part may be drawn. Raises DataError if the data set cannot be opened, or has a single class.
+    run_seed: the recipe's run.seed, by which the part may be drawn. Raises DataError if the data
+    set cannot be opened, or has a single class.
     """
     whole = oriented(open_split(data.name, data.root, "train", data.num_classes),
                      data.apply_exif_orientation)
