@@ -19,7 +19,6 @@ frozen. No paper describes this initialisation.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -29,8 +28,9 @@ from torch import Tensor, nn
 from ..filters import head_offsets, logit_for, offsets_on_grid
 from ..mixing import run
 from .baseline import Base, draw_base
-from .layout import Layout, block_paths, layout_of, noise_images, patch_embedding
+from .layout import Layout, layout_of
 from .mimetic import write_values
+from .stream import Stream, noise_images, stream_of
 
 WAVES = ((1, 0), (0, 1), (1, 1), (1, -1))   # turns over the height, and over the width, of the grid
 PHASE = math.pi * (3.0 - math.sqrt(5.0))    # from wave to wave: the golden angle, so that no token
@@ -38,45 +38,6 @@ PHASE = math.pi * (3.0 - math.sqrt(5.0))    # from wave to wave: the golden angl
 CODE_RMS = 0.36         # of what the code adds to pos_embed, over all channels; as in `impulse`
 MOST_IMAGES, NOISE_IMAGES = 512, 64             # used of those given; drawn where none are
 LEAST_MASS = 1.25       # in units of uniform attention, where Q, K and their gradients are 0
-
-
-@dataclass(frozen=True)
-class Stream:
-    """What `deep_impulse` writes beside attention.
-
-    writers: weights and biases, the first dimension D, of the layers that write to the stream: of
-        the patch embedding and of each block's MLP. norms: the other LayerNorms of the blocks.
-        ends: those outside, of which the first after the blocks counts.
-    """
-
-    writers: tuple[Tensor, ...]
-    norms: tuple[nn.Module, ...]
-    ends: tuple[nn.Module, ...]
-
-
-def stream_of(vit: Layout) -> Stream:
-    """Find the stream of a ViT in its modules; raises ValueError if it is not all there."""
-    modules, dim = dict(vit.model.named_modules()), vit.blocks[0].proj.shape[0]
-    inside, last = set(), []
-    for attention, path in block_paths(vit.model).items():
-        of_attention = set(modules[attention].modules())
-        mlp = [layer for layer in modules[path].modules() if layer not in of_attention
-               and isinstance(layer, nn.Linear) and layer.out_features == dim]
-        last += mlp[-1:]
-        inside.update(modules[path].modules())
-    outside = [module for module in modules.values() if module not in inside]
-    writers = [*patch_embedding(outside, dim)[-1:], *last]
-    skipped = {*writers, *(block.norm for block in vit.blocks)}
-    norms = [module for module in modules.values() if isinstance(module, nn.LayerNorm)
-             and module.normalized_shape == (dim,) and module not in skipped]
-    others = tuple(norm for norm in norms if norm in inside)
-    if len(writers) != len(vit.blocks) + 1 or len(others) != len(vit.blocks) or any(
-            norm.weight is None for norm in (*norms, *(block.norm for block in vit.blocks))):
-        raise ValueError("init 'deep_impulse' writes the patch embedding, the last layer of each "
-                         "MLP and a LayerNorm before it, and finds no such in the model")
-    return Stream(tuple(tensor.detach() for layer in writers
-                        for tensor in (layer.weight, layer.bias) if tensor is not None),
-                  others, tuple(norm for norm in norms if norm not in inside))
 
 
 def waves_of(vit: Layout) -> tuple[Tensor, Tensor]:

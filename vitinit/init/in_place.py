@@ -25,10 +25,11 @@ from ..messages import in_brief
 from ..mixing import run
 from . import BASES, apply, init_function
 from .baseline import EMBED_STD
-from .deep_impulse import NOISE_IMAGES, stream_of
-from .layout import Block, Layout, image_shape_of, layout_of, noise_images
+from .deep_impulse import NOISE_IMAGES
+from .layout import Block, Layout, layout_of
 from .mass import measured, with_defaults
 from .report import Description, Report, patterns
+from .stream import image_shape_of, noise_images, stream_of
 
 DRAWS_POSITIONS = ("impulse", "norm_matched")    # scale pos_embed, so that it has to be drawn
 OTHERWISE = 1e-3        # by which an attention's output may differ from its formula, relatively

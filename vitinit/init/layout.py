@@ -247,7 +247,7 @@ def block_of(attention: nn.Module, norm: nn.Module) -> Block:
 
 def _window_bias(attention: nn.Module, table: nn.Parameter) -> dict[str, Any]:
     """The fields of a Swin's block: empty where the table is not of the size of its windows."""
-    window = _pair(getattr(attention, "window_size", getattr(attention, "window", ())))
+    window = pair(getattr(attention, "window_size", getattr(attention, "window", ())))
     rows = getattr(attention, "relative_position_index", None)
     if rows is None or len(window) != 2 or rows.numel() != (window[0] * window[1])**2 or (
             len(table) != (2 * window[0] - 1) * (2 * window[1] - 1)):
@@ -275,7 +275,7 @@ def _grid(modules: Iterable[nn.Module], rows: int, prefix: int) -> tuple[int, in
         size = getattr(module, "grid_size", getattr(module, "grid", None))
         image, patch = getattr(module, "image_size", None), getattr(module, "patch_size", None)
         if size is None and image is not None and patch is not None:
-            size = [side // step for side, step in zip(_pair(image), _pair(patch))]
+            size = [side // step for side, step in zip(pair(image), pair(patch))]
         if size is not None:
             return tuple(size) if 0 <= rows - size[0] * size[1] <= prefix else None
     for cells in range(rows - prefix, rows + 1):
@@ -284,43 +284,6 @@ def _grid(modules: Iterable[nn.Module], rows: int, prefix: int) -> tuple[int, in
     return None
 
 
-def _pair(value: Any) -> tuple[int, int]:
+def pair(value: Any) -> tuple[int, int]:
+    """Down and across, where one number may stand for both."""
     return (value, value) if isinstance(value, int) else tuple(value)
-
-
-def image_shape_of(vit: Layout) -> tuple[int, int, int] | None:
-    """(channels, height, width) of the images that the patch embedding cuts into the grid.
-
-    None where it is not found.
-    """
-    if vit.image_shape or not vit.grid:
-        return vit.image_shape
-    layers = patch_embedding(vit.model.modules(), vit.blocks[0].proj.shape[0])
-    if layers and isinstance(layers[0], nn.Conv2d):
-        (down, across), channels = layers[0].stride, layers[0].in_channels
-    else:
-        sizes = [module.patch_size for module in vit.model.modules()
-                 if hasattr(module, "patch_size")]
-        if not layers or not sizes:
-            return None
-        down, across = _pair(sizes[0])
-        channels = layers[0].in_features // (down * across)
-    return channels, vit.grid[0] * down, vit.grid[1] * across
-
-
-def noise_images(vit: Layout, count: int, generator: torch.Generator) -> Tensor:
-    """White noise of the size and type of the model's images, (count, channels, height, width)."""
-    return torch.randn(count, *image_shape_of(vit), generator=generator).to(vit.pos_embed)
-
-
-def patch_embedding(modules: Iterable[nn.Module], dim: int) -> list[nn.Module]:
-    """The layer that reads the patches, and the one that writes them to the stream of `dim`
-    channels: a convolution, which is both, or a linear layer and a norm; empty if there is none.
-    """
-    for module in modules:
-        if isinstance(module, nn.Conv2d) and module.out_channels == dim:
-            return [module]
-        if isinstance(module, nn.Sequential) and isinstance(module[-1], nn.LayerNorm):
-            if linear := [layer for layer in module if isinstance(layer, nn.Linear)]:
-                return [linear[0], module[-1]]
-    return []
