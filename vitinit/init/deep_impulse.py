@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ..filters import head_offsets, logit_for, offsets_on_grid
 from ..mixing import run
 from .baseline import Base, draw_base
-from .layout import Layout, layout_of
+from .layout import Block, Layout, layout_of
 from .mimetic import write_values
 from .stream import Stream, noise_images, stream_of
 
@@ -68,6 +68,36 @@ def write_positions(vit: Layout, stream: Stream, waves: Tensor, cells: Tensor,
             tensor[:first] = 0.0
     for token in vit.tokens:
         token[..., :first] = 0.0
+
+
+def write_constants(vit: Layout, x: Tensor, size: float, channels: slice) -> None:
+    """Write ±size into the two channels of all tokens, both in x, (n, P + N, D), which the first
+    block reads, and in the parameters that it is made of."""
+    pair = size * torch.tensor([1.0, -1.0])
+    x[..., channels] = vit.pos_embed[:, channels] = pair
+    missing = x.shape[1] - len(vit.pos_embed)    # prefix tokens without positions: the last
+    for token in reversed(vit.tokens):
+        if missing > 0:
+            token[..., channels] = pair
+            missing -= token.shape[-2]
+
+
+def write_turns(block: Block, turn: Tensor, gain: float) -> None:
+    """Let K select the code, and Q select it and turn it by `turn`, (h, K) in radians."""
+    for tensor in (block.q, block.k, block.q_bias, block.k_bias):
+        if tensor is not None:
+            tensor.zero_()
+    cos, sin = turn.cos().diag_embed(), turn.sin().diag_embed()          # (h, K, K)
+    code = 2 * turn.shape[1]
+    # cos(a + t) = cos t · cos a − sin t · sin a;  sin(a + t) = sin t · cos a + cos t · sin a
+    block.q[:, :code, :code] = gain * torch.cat(
+        [torch.cat([cos, -sin], 2), torch.cat([sin, cos], 2)], 1)
+    block.k[:, :code, :code] = gain * torch.eye(code)
+
+
+def variance(tokens: Tensor) -> float:
+    """What LayerNorm divides by, squared: over channels, on average over tokens."""
+    return tokens.var(-1, correction=0).mean().item()
 
 
 @torch.no_grad()
@@ -127,10 +157,6 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
         images = noise_images(vit, NOISE_IMAGES, generator)
     state = {"block": 0, "ended": False}
 
-    def variance(tokens: Tensor) -> float:
-        """What LayerNorm divides by, squared: over channels, on average over tokens."""
-        return tokens.var(-1, correction=0).mean().item()
-
     def patches(x: Tensor) -> Tensor:
         """(n, P + N, D) without the prefix tokens; pooled features, (n, D), as they are."""
         return x[:, -len(cells):] if x.ndim == 3 else x
@@ -144,12 +170,7 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
         if number == 0:
             ratio = constant_variance / (1.0 - constant_variance)        # to that of the others
             size = (ratio * variance(patches(x)) * x.shape[2] / 2)**0.5
-            x[..., code:first] = vit.pos_embed[:, code:first] = size * torch.tensor([1.0, -1.0])
-            missing = x.shape[1] - len(vit.pos_embed)    # prefix tokens without positions: the last
-            for token in reversed(vit.tokens):
-                if missing > 0:
-                    token[..., code:first] = size * torch.tensor([1.0, -1.0])
-                    missing -= token.shape[-2]
+            write_constants(vit, x, size, slice(code, first))
         if not torch.allclose(patches(x)[..., :first], vit.positions[:, :first].expand_as(
                 patches(x)[..., :first]), rtol=1e-4, atol=1e-4):
             raise ValueError("init 'deep_impulse' needs channels that nothing writes to after the "
@@ -166,15 +187,7 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
         gain = math.sqrt(logits[number] * math.sqrt(block.q.shape[1]) / power)
         heads = head_offsets(len(block.q), offsets, "ordered", generator,
                              first=number * len(block.q))
-        for tensor in (block.q, block.k, block.q_bias, block.k_bias):
-            if tensor is not None:
-                tensor.zero_()
-        turn = torch.tensor(heads).float() @ waves.T                     # (h, K)
-        cos, sin = turn.cos().diag_embed(), turn.sin().diag_embed()      # (h, K, K)
-        # cos(a + t) = cos t · cos a − sin t · sin a;  sin(a + t) = sin t · cos a + cos t · sin a
-        block.q[:, :code, :code] = gain * torch.cat(
-            [torch.cat([cos, -sin], 2), torch.cat([sin, cos], 2)], 1)
-        block.k[:, :code, :code] = gain * torch.eye(code)
+        write_turns(block, torch.tensor(heads).float() @ waves.T, gain)
         state["block"] = number + 1
 
     def after_blocks(norm: nn.LayerNorm, x: Tensor) -> None:
