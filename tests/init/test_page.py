@@ -5,12 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torchvision
 
 import vitinit
 from vitinit.init import INITS
+from vitinit.train.muon import MuonWithAdamW
 
 HERE = Path(vitinit.__file__).parent / "init" / "your_own_code.md"
 PAGE = Path(vitinit.__file__).parent / "init" / "README.md"
+
+
+def codes(page: Path) -> list[str]:
+    """The blocks of code on a page."""
+    return [part.partition("```")[0]
+            for part in page.read_text(encoding="utf-8").split("```python\n")[1:]]
 
 
 def test_the_example_of_an_init_of_ones_own_starts_every_block_as_the_identity(monkeypatch):
@@ -28,7 +36,7 @@ def test_the_example_of_an_init_of_ones_own_starts_every_block_as_the_identity(m
 
 def test_the_examples_for_ones_own_code_print_what_the_page_shows(capsys):
     text = HERE.read_text(encoding="utf-8")
-    first, own = (part.partition("```")[0] for part in text.split("```python\n")[1:])
+    first, _, own = codes(HERE)
     exec(first, {})
     printed, shown = capsys.readouterr().out.splitlines(), text.partition("```\nVision")[2]
     shown = ("Vision" + shown.partition("\n```")[0]).splitlines()
@@ -39,6 +47,32 @@ def test_the_examples_for_ones_own_code_print_what_the_page_shows(capsys):
     names: dict = {}
     exec(own, names)
     assert names["report"].mass[0][0] > 0.9 and len(names["report"].mass[0]) == 3
+
+
+def test_pytorchs_muon_as_the_page_sets_it_is_ours_to_rounding():
+    """Its iteration is in bfloat16, ours in float32 here; a larger decay than the page's shows."""
+    small = dict(image_size=16, patch_size=8, num_layers=2, num_heads=2, hidden_dim=22, mlp_dim=26)
+    model = torchvision.models.VisionTransformer(**small)
+    names: dict = {"torch": torch, "model": model}
+    exec(codes(HERE)[1].replace("0.05", "5.0"), names)
+    theirs, adamw = names["optimisers"]
+    matrices, rate, decay = names["matrices"], names["rate"], names["decay"]
+    assert [tuple(weight.shape) for weight in matrices] == 2 * [(66, 22), (22, 22), (26, 22),
+                                                                (22, 26)]
+    assert len(adamw.param_groups[0]["params"]) == len(list(model.parameters())) - len(matrices)
+    ours = [torch.nn.Parameter(weight.detach().clone()) for weight in matrices]
+    mine = MuonWithAdamW([{"params": ours, "muon": True, "weight_decay": decay}], lr=rate,
+                         factor=names["factor"], momentum=0.95, betas=(0.9, 0.999), eps=1e-8)
+    before = [weight.detach().clone() for weight in matrices]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for weight, own in zip(matrices, ours):
+            weight.grad = torch.randn(weight.shape, generator=generator)
+            own.grad = weight.grad.clone()
+        theirs.step()
+        mine.step()
+    for weight, own, start in zip(matrices, ours, before):
+        assert (weight - own).norm() < 0.02 * (own - start).norm()
 
 
 def test_the_readme_shows_a_part_of_that_page():
