@@ -192,7 +192,7 @@ def export_run(trained: Trained, out: Path) -> str:
     state |= {"model": {name: value.half() if value.is_floating_point() else value
                         for name, value in trained.model.state_dict().items()},
               "ema": None, "classes": list(trained.classes),
-              "recipe": without_folders(trained.recipe).as_dict()}
+              "recipe": without_folders(recipe).as_dict()}
     with new_folder(out):
         folder = RunFolder(out)
         if of_run and source.starts():               # a damaged run.json is an error of one line
