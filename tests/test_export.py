@@ -172,7 +172,7 @@ def test_no_export_contains_an_image_or_a_path_of_this_machine(checkpoint, tmp_p
     (run / "recipe.toml").write_text(recipe.as_toml())
     (run / "run.json").write_text(json.dumps([{
         "command": [f"{home}/train.py", "--data-dir", f"{home}/photographs"],
-        "data": {"root": f"{home}/photographs/where they were"}}]))
+        "data": {"root": f"{home}/photographs as they were"}}]))
     out = tmp_path / "out"
     assert exported(run, "--to", kind, "--out", out) == 0
     found = contents(out)
@@ -180,7 +180,7 @@ def test_no_export_contains_an_image_or_a_path_of_this_machine(checkpoint, tmp_p
         assert not [name for name, content in found.items() if place.encode() in content]
     assert not any(content for name, content in found.items() if "sample_inputs" in name)
     text = b"".join(found.values())
-    assert b"pretrained.pt" in text                  # the last part stays
+    assert b"pretrained.pt" in text and b"photographs" in text           # the last parts stay
     if kind == "run":                                # both say what the recipe said
         assert torch.load(out / "last.pt")["recipe"]["data"]["root"] == "photographs"
         assert load_recipe(out / "recipe.toml").data.root == "photographs"

@@ -71,8 +71,7 @@ def write_positions(vit: Layout, stream: Stream, waves: Tensor, cells: Tensor,
 
 
 def write_constants(vit: Layout, x: Tensor, size: float, channels: slice) -> None:
-    """Write ±size into the two channels of all tokens, both in x, (n, P + N, D), which the first
-    block reads, and in the parameters that it is made of."""
+    """Write ±size into two channels of all tokens: in x, (n, P + N, D), and in what makes it up."""
     pair = size * torch.tensor([1.0, -1.0])
     x[..., channels] = vit.pos_embed[:, channels] = pair
     missing = x.shape[1] - len(vit.pos_embed)    # prefix tokens without positions: the last
