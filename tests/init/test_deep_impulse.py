@@ -170,6 +170,14 @@ def test_it_writes_what_its_docstring_lists_and_nothing_else(name):
             assert torch.equal(value, was), key
 
 
+def test_the_other_channels_start_with_whitened_patches_where_that_is_asked_for(images):
+    model, whitened = initialised(images=images, patch_init="whitened"), built("mean")
+    vitinit.init_weights(whitened, "whitened", base="lecun", images=images,
+                         generator=torch.Generator().manual_seed(3))
+    ours, theirs = (each.patch_embed.proj.weight for each in (model, whitened))
+    assert torch.equal(ours[CONTENT], theirs[CONTENT]) and not ours[:10].any()
+
+
 def test_values_are_mimetic_on_the_other_channels_and_every_weight_gets_a_gradient(images):
     model = initialised(images=images, value_alpha=0.0, value_beta=0.3)
     attention = model.blocks[2].attn

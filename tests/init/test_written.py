@@ -30,6 +30,8 @@ WRITTEN: list[tuple[str, str, dict, str]] = [
     ("mixer, narrow", "impulse", {}, r"mlp_tokens\.fc[12]\.\w+"),
     ("conv_mixer", "impulse", {}, r"0\.fn\.0\.(weight|bias)"),
     ("conv_mixer", "filters", dict(kind="box"), r"0\.fn\.0\.weight"),
+    *((family, "whitened", {}, r"(stem\.0|(stem|patch_embed)\.proj)\.weight")
+      for family in ("vit", "swin", "mixer", "conv_mixer")),
     ("simple_vit, content", "impulse", {}, QK_OF_SIMPLE),
     ("simple_vit, free", "impulse", {}, QK_OF_SIMPLE),
     ("simple_vit, position", "mimetic", {}, QK_OF_SIMPLE),

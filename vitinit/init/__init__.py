@@ -47,6 +47,7 @@ INITS: dict[str, dict[str, str | Callable[..., None]]] = {
                 "conv_mixer": "impulse_conv_mixer.impulse_conv_mixer",
                 "simple_vit": "impulse_simple_vit.impulse_simple_vit"},
     "deep_impulse": {"vit": "deep_impulse.deep_impulse"},
+    "whitened": dict.fromkeys(("vit", "swin", "mlp_mixer", "conv_mixer"), "whitened.whitened"),
     "norm_matched": {"vit": "norm_matched.norm_matched"},
     "filters": {"conv_mixer": "filters_conv_mixer.filters_conv_mixer"},
     "impulse_gd": {"vit": "impulse_gd.impulse_gd", "simple_vit": "impulse_gd.impulse_gd"},

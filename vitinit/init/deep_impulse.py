@@ -31,6 +31,7 @@ from .baseline import Base, draw_base
 from .layout import Block, Layout, layout_of
 from .mimetic import write_values
 from .stream import Stream, noise_images, stream_of
+from .whitened import whiten_patches
 
 WAVES = ((1, 0), (0, 1), (1, 1), (1, -1))   # turns over the height, and over the width, of the grid
 PHASE = math.pi * (3.0 - math.sqrt(5.0))    # from wave to wave: the golden angle, so that no token
@@ -104,7 +105,9 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
                  kernel_size: int = 3, target_mass: tuple[float, float] = (0.66, 0.025),
                  value_init: Literal["mimetic", "base"] = "mimetic",
                  value_alpha: float = 0.4, value_beta: float = 0.4,
-                 constant_variance: float = 0.95, images: Tensor | None = None) -> None:
+                 constant_variance: float = 0.95,
+                 patch_init: Literal["whitened", "base"] = "base",
+                 images: Tensor | None = None) -> None:
     """Let every head of every block of a ViT attend to one neighbour, as a convolution does.
 
     | tensor                                | value                                               |
@@ -113,6 +116,7 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
     | what writes to these channels: rows   | 0                                                   |
     |   of patch_embed, proj, fc2; prefix   |                                                     |
     |   tokens; columns of V                |                                                     |
+    | patch_embed, other rows               | "whitened": whitened patches                        |
     | every block: Q and K                  | select the code, Q turned; 0 elsewhere, also biases |
     | every block: V, proj.weight           | "mimetic": factors of αZ − βI on other channels     |
     | LayerNorms, weight                    | makes the variance of other channels 1; constants 0 |
@@ -128,6 +132,7 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
     constant_variance: the share of the constants in the tokens' variance before the first block.
         The larger it is, the more evenly LayerNorm divides the tokens, and the less it holds what
         the blocks write at one size: Muon needs .5 (recipes/what_an_init_is_worth.md).
+    patch_init: "whitened" lets the other channels start with whitened patches (`whitened.py`).
     images: (n, 3, H, W), normalised training images; white noise, if there are none. train.py gives
         them: they are no option.
     """
@@ -148,7 +153,8 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
     logits = torch.linspace(*ends, len(vit.blocks)).tolist()
     code, first = 2 * len(waves), 2 * len(waves) + 2     # channels of the code; where others begin
     draw_base(vit.model, base, generator)
-
+    if patch_init == "whitened":
+        whiten_patches(vit.model, images, generator)
     write_positions(vit, stream, waves, cells, first)
 
     # Measure and write, block by block, while the images pass through the model.

@@ -72,8 +72,8 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
     elif "base" in parameters:
         given["base"] = None                         # which is no word of the option
         prepare(vit, name, chosen, generator)
-    apply(function, work, work if name in BASES else vit, options, name=name,
-          generator=generator, **given)
+    whole = name in (*BASES, "whitened")             # which write what no layout lists
+    apply(function, work, work if whole else vit, options, name=name, generator=generator, **given)
     found = recognised(model, vit)
     results = dict(images=0 if images is None else len(images))
     if images is None and name == "deep_impulse":
