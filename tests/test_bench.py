@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchvision
+from launches import launches_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vitinit
 from vitinit.bench import __main__ as bench
 from vitinit.bench import loader, report, step
 from vitinit.bench.init import init_rows
-from vitinit.bench.launches import launches_of
 from vitinit.bench.memory import saved_bytes
 from vitinit.bench.report import cell, row_table
 from vitinit.bench.timing import interleave, times_as_fast

@@ -16,6 +16,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+from launches import Launches
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (DataDependentOutputException, FakeTensorMode,
                                            unset_fake_temporarily)
@@ -24,7 +25,6 @@ from optimisers import adamw, muon
 from small_models import SMALL
 
 from vitinit import models
-from vitinit.bench.launches import Launches
 from vitinit.bench.training import given_step
 from vitinit.data.augment import IMAGENET_MEAN, IMAGENET_STD, ToDevice, TrainToDevice
 from vitinit.data.sources import ImagesInMemory

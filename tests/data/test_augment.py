@@ -8,13 +8,13 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
+from launches import Launches, launches_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.transforms import v2
 
 import deit
 from deit import AUGMENT, CPU, MIX, RAND_AUGMENT, UNMIXED_ALWAYS, OnHost, erase, noisy_batch
-from vitinit.bench.launches import Launches, launches_of
 from vitinit.data.augment import ToDevice, TrainToDevice, hashed, normal_quantiles, normalise
 from vitinit.data.draw import Augmentation, SampleKey, unpack
 from vitinit.data.images import NOWHERE, Box

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from launches import launches_of
 from torch import nn
 
-from vitinit.bench.launches import launches_of
 from vitinit.train.state import Ema
 
 

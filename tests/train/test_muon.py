@@ -7,13 +7,13 @@ import re
 
 import pytest
 import torch
+from launches import launches_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from optimisers import adamw, muon
 from same_run import assert_identical
 
 from vitinit import models
-from vitinit.bench.launches import launches_of
 from vitinit.train.muon import COEFFICIENTS, orthogonalised
 from vitinit.train.optim import hidden_matrices, layer_numbers, set_learning_rate
 

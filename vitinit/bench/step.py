@@ -19,7 +19,6 @@ from ..runs.teacher import learn_from_teacher
 from ..train.device import matrix_rate, peak_gib
 from ..train.engine import AMP_DTYPES, autocast, cross_entropy
 from ..train.metrics import training_flops
-from .launches import launches_of
 from .report import Row
 from .timing import clock_of, interleave, times_as_fast
 from .training import Part, given_step, set_up, train_on
@@ -60,12 +59,11 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     objective = (learn_from_teacher(recipe, classes, device) if recipe.distill.teacher else
                  cross_entropy)
 
-    def engine(steps: int = count, objective: Callable[..., Tensor] = objective) -> None:
-        train_on(state, [given_step(number, [part]) for number in range(steps)], forward=forward,
+    def engine(objective: Callable[..., Tensor] = objective) -> None:
+        train_on(state, [given_step(number, [part]) for number in range(count)], forward=forward,
                  drop_path=drop_path, amp=amp, clip_norm=recipe.optim.clip_norm,
                  objective=objective)
     engine()
-    operations = 0 if recipe.engine.compile else launches_of(lambda: engine(1)).count
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         engine()
@@ -93,7 +91,6 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
             "× as fast": times_as_fast(seconds["engine"], seconds["bare"]), "TFLOP/s": flops / 1e12,
             "% of large products": 100 * flops / best,
             "% of the card's rate": 100 * flops / 1e12 / card if card else None,
-            "operations": operations or None,
             "× the time without teacher": (times_as_fast(seconds["alone"], seconds["engine"])
                                            if recipe.distill.teacher else None)}
 
