@@ -77,6 +77,13 @@ def test_with_a_base_a_vit_of_timm_and_ours_are_equal_to_the_bit(name):
     assert all(torch.equal(value, mine.state_dict()[key]) for key, value in theirs.items())
 
 
+def test_whitened_writes_the_patch_embedding_alone():
+    model = OtherViT("timm")
+    init_(model, "torch", generator=seeded())        # whose biases are not 0
+    report = init_(model, "whitened", generator=seeded(), images=photographs(11))
+    assert report.written == ("patch_embed.proj.weight",)
+
+
 @pytest.mark.parametrize("kind, sizes", [
     ("timm", dict(class_token=False)), ("timm", dict(registers=2, gamma=0.1)),
     ("transformers 4", dict(registers=3, no_embed_class=True)),

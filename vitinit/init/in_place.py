@@ -72,7 +72,7 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
     elif "base" in parameters:
         given["base"] = None                         # which is no word of the option
         prepare(vit, name, chosen, generator)
-    whole = name in (*BASES, "whitened")             # which write what no layout lists
+    whole = name in (*BASES, "whitened")             # which write beside what a layout lists
     apply(function, work, work if whole else vit, options, name=name, generator=generator, **given)
     found = recognised(model, vit)
     results = dict(images=0 if images is None else len(images))
@@ -241,7 +241,7 @@ def require_formula(vit: Layout) -> int:
 def prepare(vit: Layout, name: str, options: Mapping[str, Any],
             generator: torch.Generator) -> None:
     """Without a base: set attention's biases to 0 and draw a position embedding that is scaled."""
-    if vit.in_windows and name == "impulse":         # which writes the relative bias alone
+    if name == "whitened" or vit.in_windows and name == "impulse":       # which do not write it
         return
     for block in vit.blocks:
         biases = [block.q_bias, block.k_bias]
