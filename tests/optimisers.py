@@ -1,4 +1,4 @@
-"""The optimisers of a recipe, with few settings of a test's own."""
+"""The optimisers of a recipe, with few settings of a test's own, and what they train."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from vitinit.recipe.files import RECIPES, load_recipe
+from vitinit.train.metrics import Progress
 from vitinit.train.optim import optimizer_for
+from vitinit.train.state import Ema, TrainState
 
 OPTIM = load_recipe(RECIPES / "quickstart.toml").optim
 
@@ -24,3 +26,12 @@ def muon(model: nn.Module, *, factor: float, momentum: float, **settings: Any
     """Muon for the matrices of the blocks, and AdamW for all other parameters."""
     return optimizer_for(model, replace(OPTIM, name="muon", muon_factor=factor,
                                         muon_momentum=momentum, **settings))
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, ema: Ema | None = None,
+             scaler: torch.amp.GradScaler | None = None, progress: Progress | None = None
+             ) -> TrainState:
+    """A training state, by default at step 0, without loss scaling and moving average."""
+    device = next(model.parameters()).device
+    return TrainState(model, optimizer, scaler or torch.amp.GradScaler(device.type, enabled=False),
+                      ema, progress or Progress())

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
-from optimisers import adamw, muon
+from optimisers import adamw, muon, state_of
 
 from vitinit import build_model
 from vitinit.bench.memory import saved_bytes
 from vitinit.bench.timing import clock_of
-from vitinit.bench.training import alone, given_step, state_of, train_on
+from vitinit.bench.training import alone, given_step, train_on
 from vitinit.models.attention import attention_weights
 from vitinit.models.swin import WindowAttention, shift_mask
 from vitinit.train.state import Ema

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from redrawn import drawn, redraw
 from torch import Tensor
 
-import vitinit
 from vitinit.mixing import mixing_matrices
 from vitinit.models import SimpleViT
 from vitinit.models.layers import sincos_position_embedding

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from optimisers import adamw
+from optimisers import adamw, state_of
 
 import vitinit
 from vitinit.data.mix import smooth_one_hot
@@ -68,12 +68,8 @@ def cut(batch: Batch, size: int = GLOBAL_BATCH) -> list[Given]:
     return [Given((batch[0][place], batch[1][place]), place) for place in places]
 
 
-def state_of(model: torch.nn.Module, *, scaler=None, ema: Ema | None = None, progress=None
-             ) -> TrainState:
-    """A state with AdamW, by default without loss scaling and moving average."""
-    return TrainState(
-        model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS),
-        scaler or torch.amp.GradScaler("cpu", enabled=False), ema, progress or Progress())
+def fresh(model: torch.nn.Module, **parts) -> TrainState:
+    return state_of(model, adamw(model, weight_decay=0.1, betas=(0.9, 0.99), eps=EPS), **parts)
 
 
 def train(state: TrainState, steps, *, size: int = GLOBAL_BATCH, lr_at=lambda step: 1e-2,
@@ -90,7 +86,7 @@ def trained(steps=None, *, scaler=None, ema_decay: float = 0.0, progress=None, *
     """The state of a small model after `train`."""
     model = small_model()
     ema = Ema(model, decay=ema_decay, warmup=False) if ema_decay else None
-    state = state_of(model, scaler=scaler, ema=ema, progress=progress)
+    state = fresh(model, scaler=scaler, ema=ema, progress=progress)
     train(state, batches() if steps is None else steps, **options)
     return state
 
@@ -140,7 +136,7 @@ def test_a_micro_batch_is_prepared_once_the_one_before_was_trained_on():
             order.append("prepared")
             return self.batch
     model.head.bias.register_hook(lambda gradient: order.append("trained"))
-    train(state_of(model), batches(), size=4,
+    train(fresh(model), batches(), size=4,
           cut=lambda batch, size: [Told(*part) for part in cut(batch, size)])
     assert order == ["prepared", "trained"] * 3 * STEPS
 
@@ -188,7 +184,7 @@ def test_a_loss_that_is_not_finite_is_told_by_its_step_before_the_weights():
     steps = batches()
     steps[2][0][3] = float("nan")
     for save_every in (0, 1):
-        state = state_of(small_model())
+        state = fresh(small_model())
         with pytest.raises(Diverged, match="the loss of step 2 is nan"):
             train(state, steps, save_every=save_every, save=lambda: read_losses(state, ALONE))
 
@@ -214,7 +210,7 @@ def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evalua
         saved.append(state.progress.seconds)
         now[0] += 1000.0
     monkeypatch.setattr(Processes, "sum", lambda self, values: after(next(waits), values))
-    rows, saved, state = [], [], state_of(small_model())
+    rows, saved, state = [], [], fresh(small_model())
     train(state, (after(1, batch) for batch in batches(23)), lr_at=lambda step: after(3, 1e-3),
           save_every=15, save=take_long, finish_epoch=take_long, record=rows.append)
     read_losses(state, ALONE)                        # as after an evaluation that was stopped
@@ -279,5 +275,5 @@ def test_it_trains_in_training_mode_whatever_mode_the_model_was_in():
     """Otherwise BatchNorm would train with statistics that never change."""
     model = small_model("convmixer_256_8").eval()
     before = {name: value.clone() for name, value in model.named_buffers()}
-    train(state_of(model), batches()[:1], size=4)
+    train(fresh(model), batches()[:1], size=4)
     assert before and not any(torch.equal(now, before[name]) for name, now in model.named_buffers())

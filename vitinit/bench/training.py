@@ -11,15 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..recipe.files import fresh_recipe
 from ..recipe.sections import Recipe
 from ..train.distributed import Processes
 from ..train.engine import cross_entropy, set_precision, train_epochs, tune_convolutions
 from ..train.interruption import StopRequest
-from ..train.metrics import Progress
-from ..train.state import Ema, TrainState
+from ..train.state import TrainState
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 Part = tuple[Tensor, Tensor]    # images (B, 3, H, W) and targets (B, K) on the device
@@ -45,14 +44,6 @@ def recipe_of(name: str, sets: Sequence[str] = ()) -> Recipe:
 def alone(device: torch.device) -> Processes:
     """The processes of a run that consists of one process."""
     return Processes(rank=0, local_rank=0, world_size=1, device=device)
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, ema: Ema | None = None,
-             scaler: torch.amp.GradScaler | None = None) -> TrainState:
-    """A training state at step 0, by default without loss scaling and without a moving average."""
-    device = next(model.parameters()).device
-    return TrainState(model, optimizer, scaler or torch.amp.GradScaler(device.type, enabled=False),
-                      ema, Progress())
 
 
 def set_up(recipe: Recipe, device: torch.device) -> tuple[TrainState, Callable[..., Tensor]]:

@@ -17,7 +17,7 @@ FREE_KEYS = ("run.seed", "data.root", *MACHINE_KEYS)
 # Keys that came after the first records in recipes/ were made, or went after them; records without
 # them are of these values.
 CAME_OR_WENT = {"init.options.constant_share": 0.0, "init.options.calibrated": False,
-                "init.options.constant_variance": 0.95,
+                "init.options.constant_variance": 0.95, "init.options.patch_init": "base",
                 "model.options.norm_place": "after", "model.options.channel_residual": "mlp",
                 "model.options.norm_eps": 1e-6, "data.apply_exif_orientation": True,
                 "init.checkpoint_fit": "exact"}
