@@ -75,6 +75,7 @@ AFTER_THE_DRAW: list[tuple[str, dict, str, dict, str]] = [   # seen in the weigh
     ("vit", {}, "impulse", dict(pos_embed_scale=0.0), "numerical rank is 0 for 35 tokens"),
     ("vit", {}, "impulse", dict(value_beta=1e308), r"init 'impulse' with value_beta=1e\+308 "),
     ("vit", {}, "impulse", dict(qk_norm=1e-300), "nearly uniform attention in all heads"),
+    ("vit", {}, "deep_impulse", dict(value_beta=1e308), "value_beta=1e.308 .*block 1 reads"),
     ("vit", {}, "deep_impulse", dict(value_alpha=-0.4), "factor of the noise Z is -0.4, expected"),
 ]
 

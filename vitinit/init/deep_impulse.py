@@ -176,6 +176,8 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
             ratio = constant_variance / (1.0 - constant_variance)        # to that of the others
             size = (ratio * variance(patches(x)) * x.shape[2] / 2)**0.5
             write_constants(vit, x, size, slice(code, first))
+        if not x.isfinite().all():
+            raise ArithmeticError(f"what block {number} reads would be infinite or NaN")
         if not torch.allclose(patches(x)[..., :first], vit.positions[:, :first].expand_as(
                 patches(x)[..., :first]), rtol=1e-4, atol=1e-4):
             raise ValueError("init 'deep_impulse' needs channels that nothing writes to after the "
