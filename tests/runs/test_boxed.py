@@ -8,6 +8,7 @@ import vitinit
 from vitinit.recipe.files import fresh_recipe
 from vitinit.runs.saved import fine_tune
 from vitinit.runs.folder import BOXED, RunFolder
+from vitinit.runs.groups import CAME_OR_WENT
 from vitinit.runs.records import Run, read_archive, read_run
 from vitinit.runs.start import build
 
@@ -26,8 +27,9 @@ def test_the_box_is_a_run_folder_of_less_than_two_megabytes():
 
 def changed(run: Run, other: Run) -> set[str]:
     """The keys that differ, but for where the images are."""
-    return {key for key in run.keys | other.keys
-            if run.keys.get(key) != other.keys.get(key)} - {"data.name", "data.root"}
+    ours, theirs = CAME_OR_WENT | run.keys, CAME_OR_WENT | other.keys
+    return {key for key in ours | theirs
+            if ours.get(key) != theirs.get(key)} - {"data.name", "data.root"}
 
 
 def test_it_was_trained_as_its_recipe_says_and_each_twin_differs_in_one_thing(tmp_path):
