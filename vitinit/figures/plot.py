@@ -29,7 +29,7 @@ ORANGE, SKY, BLACK = "#E69F00", "#56B4E9", "#000000"
 LOOKS = {"default": (BLUE, "-"), "torch": (SKY, "--"), "lecun": (BLACK, "--"),
          "mimetic": (GREEN, "--"), "impulse": (VERMILION, "-."),
          "deep_impulse": (PURPLE, (0, (6, 1))), "norm_matched": (ORANGE, ":"),
-         "impulse_gd": (VERMILION, ":"), "filters": (SKY, "-.")}
+         "impulse_gd": (VERMILION, ":"), "filters": (SKY, "-."), "whitened": (BLUE, ":")}
 OTHER = (BLACK, "-")            # an init that is not in the table
 LINES = ("-", "--", "-.", ":")
 SEQUENTIAL = "cividis"          # colour map for values from 0 up
