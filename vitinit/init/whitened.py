@@ -1,11 +1,11 @@
 """Whitened patches: at the start, no component of a patch drowns the others.
 
 Neighbouring pixels are alike. In 4×4 patches of CIFAR-10 the brightness of the whole patch has 35
-times the mean square of a pixel, its slopes and its colour three times, and most of the 48
-components less than a thousandth. Random weights pass this on, and LayerNorm keeps it so: a token is
+times the mean square of a pixel, its slopes and its colour two to three times, and 21 of the 48
+components less than a thousandth. Random weights pass this on, and LayerNorm keeps it: a token is
 mostly the brightness of its patch. Here the patch embedding starts as a random rotation of whitened
 patches, as the first layer of fast convolutional networks does (Jordan, arXiv 2404.00498). There it
-is frozen; here nothing is.
+is frozen; here nothing is. What it is worth: recipes/what_an_init_is_worth.md.
 """
 
 from __future__ import annotations
