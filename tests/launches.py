@@ -25,7 +25,6 @@ class Launches(TorchDispatchMode):
 
     @property
     def count(self) -> int:
-        """The number of operations except views."""
         return self.by_name.total()
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: tuple = (),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (DataDependentOutputException, FakeTensorMode,
                                            unset_fake_temporarily)
 from deit import OnHost
-from optimisers import adamw, muon
+from optimisers import adamw, muon, state_of
 from small_models import SMALL
 
 from vitinit import models
@@ -36,12 +36,10 @@ from vitinit.models.layers import draw_drop_path
 from vitinit.recipe.files import RECIPES, load_recipe
 from vitinit.train import engine
 from vitinit.train.distributed import Processes
-from vitinit.train.state import Ema
 from vitinit.train.engine import evaluate, train_epochs
 from vitinit.train.interruption import StopRequest
-from vitinit.train.metrics import Progress
 from vitinit.train.optim import hidden_matrices
-from vitinit.train.state import TrainState
+from vitinit.train.state import Ema, TrainState
 
 DEIT = load_recipe(RECIPES / "deit_base.toml")
 CUDA, SIZE, CLASSES = torch.device("cuda", 0), 16, 7
@@ -80,9 +78,8 @@ def fresh_state(name: str, amp: str, device: torch.device = CUDA, *, optimiser: 
                 ) -> TrainState:
     model, other = build(name, device), build(name, device)
     model.__deepcopy__ = lambda memo: other          # nor copied, as a moving average needs
-    return TrainState(model, OPTIMISERS[optimiser](model),
-                      torch.amp.GradScaler(device.type, enabled=amp == "fp16"),
-                      Ema(model, decay=0.9, warmup=True), Progress())
+    return state_of(model, OPTIMISERS[optimiser](model), ema=Ema(model, decay=0.9, warmup=True),
+                    scaler=torch.amp.GradScaler(device.type, enabled=amp == "fp16"))
 
 
 def loaded() -> Iterator[Batch]:

@@ -66,7 +66,8 @@ def test_all_layouts_get_the_same_bits_and_the_mass_is_that_of_their_own_forward
     assert "on 11 images: first block" in str(report)
 
 
-@pytest.mark.parametrize("name", ["impulse", "mimetic", "deep_impulse", "norm_matched", "lecun", "whitened"])
+@pytest.mark.parametrize("name", ["impulse", "mimetic", "deep_impulse", "norm_matched", "lecun",
+                                  "whitened"])
 def test_with_a_base_a_vit_of_timm_and_ours_are_equal_to_the_bit(name):
     base, registers = ({}, 0) if name == "lecun" else (dict(base="lecun"), 2)
     model, mine = OtherViT("timm", registers=registers), ours(num_registers=registers)

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from optimisers import muon
+from optimisers import muon, state_of
 from refused import refused
 from same_run import assert_identical
 
 import vitinit
 from vitinit.train.checkpoint import CheckpointError
 from vitinit.train.distributed import Processes
-from vitinit.train.state import Ema
-from vitinit.train.metrics import Progress
-from vitinit.train.state import TrainState
+from vitinit.train.state import Ema, TrainState
 
 ALONE = Processes(0, 0, 1, torch.device("cpu"))
 IMAGES = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(2))
@@ -27,8 +25,8 @@ def fresh_state(seed: int, dim: int = 12) -> TrainState:
                                 embed_dim=dim, depth=1, kernel_size=3)
     vitinit.init_weights(model, "default", generator=torch.Generator().manual_seed(seed))
     optimizer = muon(model, factor=1.3, momentum=0.9, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
-    return TrainState(model, optimizer, torch.amp.GradScaler("cpu", init_scale=8.0 * (seed + 1)),
-                      Ema(model, decay=0.9, warmup=True), Progress())
+    return state_of(model, optimizer, ema=Ema(model, decay=0.9, warmup=True),
+                    scaler=torch.amp.GradScaler("cpu", init_scale=8.0 * (seed + 1)))
 
 
 def step(state: TrainState, factor: float = 1.0) -> None:
