@@ -14,8 +14,7 @@ from vitinit.init.whitened import FLOOR
 
 def embedding(family: str, init: str, images: Tensor | None) -> nn.Conv2d:
     model = built(family).double()
-    given = {} if init == "default" else dict(images=images)
-    vitinit.init_weights(model, init, generator=seeded(5), **given)
+    vitinit.init_weights(model, init, generator=seeded(5), images=images)
     return next(layer for layer in model.modules() if isinstance(layer, nn.Conv2d))
 
 
