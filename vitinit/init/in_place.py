@@ -241,7 +241,7 @@ def require_formula(vit: Layout) -> int:
 def prepare(vit: Layout, name: str, options: Mapping[str, Any],
             generator: torch.Generator) -> None:
     """Without a base: set attention's biases to 0 and draw a position embedding that is scaled."""
-    if name == "whitened" or vit.in_windows and name == "impulse":       # which do not write it
+    if name == "whitened" or vit.in_windows and name == "impulse":   # which leave Q, K, V and proj
         return
     for block in vit.blocks:
         biases = [block.q_bias, block.k_bias]
