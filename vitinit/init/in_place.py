@@ -64,6 +64,7 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
     if vit.in_windows and images is not None:
         raise ValueError("a Swin's mass is measured on its relative bias alone; leave out "
                          "images")
+    whole = name in (*BASES, "whitened")             # which write beside what a layout lists
     given, parameters = {}, inspect.signature(function).parameters
     if "images" in parameters:
         given["images"] = None if images is None else images.detach().to(vit.pos_embed)
@@ -71,8 +72,8 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
         options["base"] = base
     elif "base" in parameters:
         given["base"] = None                         # which is no word of the option
-        prepare(vit, name, chosen, generator)
-    whole = name in (*BASES, "whitened")             # which write beside what a layout lists
+        if not whole:
+            prepare(vit, name, chosen, generator)
     apply(function, work, work if whole else vit, options, name=name, generator=generator, **given)
     found = recognised(model, vit)
     results = dict(images=0 if images is None else len(images))
@@ -241,7 +242,7 @@ def require_formula(vit: Layout) -> int:
 def prepare(vit: Layout, name: str, options: Mapping[str, Any],
             generator: torch.Generator) -> None:
     """Without a base: set attention's biases to 0 and draw a position embedding that is scaled."""
-    if name == "whitened" or vit.in_windows and name == "impulse":   # which leave Q, K, V and proj
+    if vit.in_windows and name == "impulse":         # which writes the relative bias alone
         return
     for block in vit.blocks:
         biases = [block.q_bias, block.k_bias]
