@@ -14,6 +14,7 @@ from vitinit.runs.groups import CAME_OR_WENT, group_runs
 from vitinit.runs.records import Run, read_archive
 
 SEEDS_OF_THE_TEST = range(3, 8)         # no choice was made on these
+DEEP, MIXER = "deep_impulse-muon-f2.5-wd1-cv.5-white-m.9", "whitened-muon-f2.5-lr8-wd1-m.9"
 PAGE = next(page for page in PAGES if page.name == "recipes/what_an_init_is_worth.md")
 TEACHERS = next(page for page in PAGES if page.name == "vitinit/train/README.md")
 SPECIAL = {"no position embedding": ("model.options.pos_embed=none",),
@@ -56,8 +57,8 @@ def test_every_choice_was_made_on_held_out_images(records):
     for name, run in records.items():
         assert run.finished, name
         images = run.keys["data.images_per_class"]
-        if run.keys["data.held_out_per_class"]:
-            assert (run.keys["data.held_out_per_class"], images, run.epochs) == (1000, 1000, 10)
+        if held_out := run.keys["data.held_out_per_class"]:
+            assert (held_out, images, run.epochs) == (1000, 1000, 10)
             assert run.seed not in SEEDS_OF_THE_TEST, name
         else:
             assert run.seed in SEEDS_OF_THE_TEST and len(run.measured("val_top1")) == 1, name
@@ -114,13 +115,13 @@ def test_the_commands_of_the_page_compare_the_records(monkeypatch, capsys, repos
 
 
 @pytest.mark.parametrize("recipe, name, count", [
-    ("cifar10_10k_distilled", "default-muon-f2.5-soft", 3),
-    ("cifar10_10k_deep_impulse", "deep_impulse-muon-f2.5-wd1-cv.5-white-m.9", 3),
-    ("cifar10_10k_deep_impulse", "deep_impulse-muon-f2.5-wd1-cv.5-white-m.9-test", 5)])
+    ("distilled", "-default-muon-f2.5-soft", 3), ("deep_impulse", f"-{DEEP}", 3),
+    ("deep_impulse", f"-{DEEP}-test", 5), ("convmixer", f"_convmixer-{MIXER}", 3),
+    ("convmixer", f"_convmixer-{MIXER}-test", 3)])
 def test_a_recipe_is_that_of_its_records(recipe, name, count, repository):
     runs = [run for run in read_archive(repository / "recipes" / "muon.tar.xz")
-            if run.path.name.rpartition("-s")[0] == f"cifar10_10k-{name}"]
+            if run.path.name.rpartition("-s")[0] == f"cifar10_10k{name}"]
     assert len(runs) == count
     for run in runs:
-        assert {key for key, value in load_recipe(recipe).keys.items()
+        assert {key for key, value in load_recipe(f"cifar10_10k_{recipe}").keys.items()
                 if run.keys[key] != plain(value)} <= {*FREE, "data.subset_seed", "distill.teacher"}
