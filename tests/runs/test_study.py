@@ -105,8 +105,8 @@ def test_the_commands_of_the_page_compare_the_records(monkeypatch, capsys, repos
     monkeypatch.chdir(repository)
     rows = ("| 5 | 60.56 ± 0.60 |", "| 5 | 69.30 ± 0.31 |",
             "| deep_impulse, init.options.constant_variance = 0.5 | 3 | 53.21 ± 0.33 |")
-    for words, row in zip((w for w in PAGE.commands() if "vitinit.compare" in w), rows, strict=True):
-        assert main(words[3:]) == 0
+    for one, row in zip((w for w in PAGE.commands() if "vitinit.compare" in w), rows, strict=True):
+        assert main(one[3:]) == 0
         assert row in capsys.readouterr().out
     assert main(["recipes/remaining_gap.tar.xz"]) == 0       # also all 93 runs at once
     assert "| 3 | 51.35 ± 0.40 |" in capsys.readouterr().out
