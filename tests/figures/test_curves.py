@@ -57,7 +57,7 @@ def test_top1_across_a_key_has_a_line_per_experiment_and_a_bar_over_its_seeds(
         return (f"optim.global_batch={images}",)
     runs = [written_run("a-0", [10.0, 50.0], sets=few(20)),
             written_run("a-1", [26.0, 58.0], sets=few(20), seed=1),
-            written_run("b-0", [15.0, 70.0], sets=few(10)),
+            written_run("b-0", [15.0, 70.0], sets=(*few(10), "eval.every_epochs=7")),
             written_run("c-0", [11.0, 31.0], sets=few(10), init="impulse"),
             written_run("c-1", [11.0, 33.0], sets=few(40), init="impulse")]
     run("curves", "--across", "optim.global_batch", *runs, "--out", tmp_path / "across.png")

@@ -6,6 +6,7 @@ The colours can be told apart by colour-blind readers.
 from __future__ import annotations
 
 import io
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
@@ -106,7 +107,8 @@ def looks_of(inits: Sequence[str]) -> list[tuple]:
 def add_legend(figure: matplotlib.figure.Figure, handles: dict) -> None:
     """Add a legend below the panels, where it hides nothing. handles: label → line."""
     columns = int(figure.get_figwidth() / (LETTER * max(map(len, handles)) + 0.6))
-    figure.legend(handles.values(), handles, loc="outside lower center", fontsize=8,
+    labels = [textwrap.fill(label, int(figure.get_figwidth() / LETTER) - 12) for label in handles]
+    figure.legend(handles.values(), labels, loc="outside lower center", fontsize=8,
                   ncols=min(max(columns, 1), 4))
 
 

@@ -12,15 +12,16 @@ from ..recipe.values import to_toml
 from ..train.checkpoint import CheckpointError
 from .records import Run
 
-# The keys in which runs of one experiment may differ: seed, folder of the data, and machine.
-FREE_KEYS = ("run.seed", "data.root", *MACHINE_KEYS)
+# The keys in which runs of one experiment may differ: seed, folder, when it looks, and machine.
+FREE_KEYS = ("run.seed", "data.root", "eval.every_epochs", *MACHINE_KEYS)
 # Keys that came after the first records in recipes/ were made, or went after them; records without
 # them are of these values.
 CAME_OR_WENT = {"init.options.constant_share": 0.0, "init.options.calibrated": False,
                 "init.options.constant_variance": 0.95, "init.options.patch_init": "base",
                 "model.options.norm_place": "after", "model.options.channel_residual": "mlp",
                 "model.options.norm_eps": 1e-6, "data.apply_exif_orientation": True,
-                "init.checkpoint_fit": "exact"}
+                "init.checkpoint_fit": "exact", "distill.teacher": "", "distill.weights": "",
+                "distill.kind": "hard", "distill.alpha": 0.5, "distill.tau": 1.0}
 
 
 @dataclass(frozen=True)
