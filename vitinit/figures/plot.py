@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -93,14 +92,13 @@ def save(figure: matplotlib.figure.Figure, out: Path, dpi: int = DPI, *,
 def looks_of(inits: Sequence[str]) -> list[tuple]:
     """The colour and the line of each of these inits, in order.
 
-    An init that comes again, as after other epochs, keeps its colour and takes another line.
+    An init that comes again, as after other epochs, keeps its colour and takes a line that is free.
     """
-    looks, seen = [], Counter()
-    for init in inits:
-        colour, line = LOOKS.get(init, OTHER)
-        lines = [line, *(other for other in LINES if other != line)]
-        looks.append((colour, lines[seen[init] % len(lines)]))
-        seen[init] += 1
+    firsts = [LOOKS.get(init, OTHER) for init in inits]
+    looks: list[tuple] = []
+    for own in firsts:
+        free = [(own[0], line) for line in LINES if (own[0], line) not in {*firsts, *looks}]
+        looks.append(own if own not in looks or not free else free[0])
     return looks
 
 
