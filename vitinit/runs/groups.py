@@ -12,7 +12,7 @@ from ..recipe.values import to_toml
 from ..train.checkpoint import CheckpointError
 from .records import Run
 
-# The keys in which runs of one experiment may differ: seed, folder, when it looks, and machine.
+# The keys in which runs of one experiment may differ: seed, folder, evaluations and machine.
 FREE_KEYS = ("run.seed", "data.root", "eval.every_epochs", *MACHINE_KEYS)
 # Keys that came after the first records in recipes/ were made, or went after them; records without
 # them are of these values.
