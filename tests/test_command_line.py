@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,8 +16,6 @@ from vitinit.command_line import complain
 from vitinit.recipe.files import RecipeError, fresh_recipe, overrides
 from vitinit.train.distributed import LostProcess, Processes
 
-FLAGS = ["--recipe", "--init", "--data-dir", "--out-dir", "--seed", "--resume", "--dry-run",
-         "--set"]
 MISSPELT = ["--recipe", "quickstart", "--set", "schedule.epoch=3"]
 COMPLAINT = ("train.py: --set schedule.epoch=3: [schedule] has no key 'epoch'; "
              "did you mean 'epochs'?")
@@ -33,7 +32,7 @@ def test_train_py_takes_these_flags_and_no_others(train_program, capsys):
     with pytest.raises(SystemExit, match="0"):
         train_program.main(["--help"])
     flags = re.findall(r"^  (?:-h, )?(--[a-z-]+)", capsys.readouterr().out, flags=re.MULTILINE)
-    assert flags == ["--help", *FLAGS]
+    assert flags == "--help --recipe --init --data-dir --out-dir --seed --resume --dry-run --set".split()
 
 
 def test_a_wrong_flag_is_one_line_that_names_it_and_ends_with_2(train_program, monkeypatch, capsys):
@@ -84,7 +83,9 @@ def test_torchrun_is_left_the_cause_and_not_its_consequence(monkeypatch, tmp_pat
     monkeypatch.setenv("RANK", "1")
     complain("train.py", LostProcess("another one has ended"))
     assert not report.exists()
+    handler = signal.getsignal(signal.SIGTERM)
     complain("train.py", RecipeError("no such recipe"))
+    assert signal.signal(signal.SIGTERM, handler) is signal.SIG_IGN    # to end with its own status
     failure = ProcessFailure(local_rank=1, pid=3, exitcode=2, error_file=str(report))
     assert failure.message["message"] == "train.py: no such recipe"
     assert failure.timestamp <= time.time()

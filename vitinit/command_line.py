@@ -94,6 +94,7 @@ def complain(program: str, error: object) -> None:
         print(line, file=sys.stderr, flush=True)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")           # set by torchrun
     if report and not isinstance(error, LostProcess):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)            # to end with our status, not by it
         # torchrun takes the earliest failure, by whole seconds, for the cause: earlier by one than
         # those of the processes that it ends because of this one.
         failure = {"message": line, "extraInfo": {"timestamp": int(time.time()) - 1}}

@@ -10,7 +10,7 @@ from pages import PAGES
 from vitinit.compare import main, mean_and_std, t_interval
 from vitinit.recipe.files import load_recipe, overrides
 from vitinit.recipe.values import plain
-from vitinit.runs.groups import CAME_OR_WENT, group_runs
+from vitinit.runs.groups import CAME_OR_WENT, FREE_KEYS, group_runs
 from vitinit.runs.records import Run, read_archive
 
 SEEDS_OF_THE_TEST = range(3, 8)         # no choice was made on these
@@ -19,7 +19,6 @@ TEACHERS = next(page for page in PAGES if page.name == "vitinit/train/README.md"
 SPECIAL = {"no position embedding": ("model.options.pos_embed=none",),
            "class token": ("model.options.pool=class",),
            "`deep_impulse`, constants .5": ("init.options.constant_variance=0.5",)}
-ADAMW = {"optim.name": "adamw"}         # in the records from before there was a choice
 FREE = {"run.seed", "data.name", "data.root", "data.held_out_per_class", "eval.every_epochs",
         "optim.max_batch_per_process"}
 TABLES = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()[2:]]
@@ -95,7 +94,7 @@ def test_the_grid_of_inits_and_optimisers_is_what_the_records_say(records, repos
             keys = load_recipe("cifar10_10k", overrides(init=init, sets=[
                 *column, *lecun, *SPECIAL.get(what, ())])).keys
             found = [run for run in every if run.seed == 0 and all(
-                key in FREE or (CAME_OR_WENT | ADAMW | run.keys).get(key, value) == plain(value)
+                key in FREE or (CAME_OR_WENT | run.keys).get(key, value) == plain(value)
                 for key, value in keys.items())]
             assert [f"{run.rows[-1]['val_top1']:.2f}" for run in found] == (
                 [number] if number != "–" else []), (what, column)

@@ -104,8 +104,9 @@ def looks_of(inits: Sequence[str]) -> list[tuple]:
 
 def add_legend(figure: matplotlib.figure.Figure, handles: dict) -> None:
     """Add a legend below the panels, where it hides nothing. handles: label → line."""
-    columns = int(figure.get_figwidth() / (LETTER * max(map(len, handles)) + 0.6))
-    labels = [textwrap.fill(label, int(figure.get_figwidth() / LETTER) - 12) for label in handles]
+    letters = int(figure.get_figwidth() / LETTER)    # in one row; a line before a label takes 9
+    labels = [textwrap.fill(label, letters - 12) for label in handles]
+    columns = letters // (max(map(len, handles)) + 9)
     figure.legend(handles.values(), labels, loc="outside lower center", fontsize=8,
                   ncols=min(max(columns, 1), 4))
 

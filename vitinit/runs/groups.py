@@ -21,7 +21,8 @@ CAME_OR_WENT = {"init.options.constant_share": 0.0, "init.options.calibrated": F
                 "model.options.norm_place": "after", "model.options.channel_residual": "mlp",
                 "model.options.norm_eps": 1e-6, "data.apply_exif_orientation": True,
                 "init.checkpoint_fit": "exact", "distill.teacher": "", "distill.weights": "",
-                "distill.kind": "hard", "distill.alpha": 0.5, "distill.tau": 1.0}
+                "distill.kind": "hard", "distill.alpha": 0.5, "distill.tau": 1.0,
+                "optim.name": "adamw"}
 
 
 @dataclass(frozen=True)
