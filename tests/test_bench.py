@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import vitinit
 from vitinit.bench import __main__ as bench
 from vitinit.bench import loader, report, step
-from vitinit.bench.init import init_rows
 from vitinit.bench.memory import saved_bytes
 from vitinit.bench.report import cell, row_table
 from vitinit.bench.timing import interleave, times_as_fast
@@ -143,13 +142,6 @@ def test_photographs_are_drawn_unless_a_folder_is_given_and_one_without_any_is_o
     (tmp_path / "empty").mkdir()
     assert bench.main(["loader", "--data-dir", str(tmp_path / "empty")]) == 2
     assert capsys.readouterr().err == f"vitinit.bench: {tmp_path}/empty: no images in it\n"
-
-
-def test_inits_are_measured_against_the_transcription():
-    first, *rows = init_rows("vit_tiny", image_size=64)
-    assert "D×D SVDs" in first["init"]
-    assert {row["init"] for row in rows if row["× as fast as by the formulas"]} == {
-        "impulse", "impulse without V and proj"}
 
 
 def test_a_report_has_the_machine_the_checks_and_every_speed(monkeypatch, tmp_path, capsys):

@@ -3,7 +3,6 @@
     python -m vitinit.bench all --out report.md --data-dir /data/imagenet/val
     python -m vitinit.bench step --recipe deit_base swin_tiny --batch 64
     python -m vitinit.bench loader --recipe deit_base --data-dir /data/imagenet/val --workers 8 16
-    python -m vitinit.bench init
     python -m vitinit.bench memory --recipe deit_base swin_tiny --card-gib 24
 """
 
@@ -18,8 +17,6 @@ from pathlib import Path
 import torch
 
 from ..command_line import Parser, integer, one_of, real, run_program
-from ..models import MODELS
-from .init import init_rows
 from .loader import fed_rows, image_folder, loader_rows
 from .memory import memory_row
 from .report import bench_all, machine, row_table
@@ -39,9 +36,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     loader = commands.add_parser("loader", help="images/s out of files, alone and feeding a step")
     loader.add_argument("--workers", nargs="+", type=integer(0, 2**15), default=[os.cpu_count()],
                         help="numbers of loader processes; default: that of the cores")
-    init = commands.add_parser("init", help="seconds that each init takes")
-    init.add_argument("--model", default="vit_base", type=one_of(
-        [name for name, (family, _) in MODELS.items() if family == "vit"]))
     memory = commands.add_parser("memory", help="how many images of a recipe fit on a GPU")
     memory.add_argument("--card-gib", type=real(above=0.0), default=24.0)
     for command in (step, memory):
@@ -70,9 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if args.bench == "all":
         return bench_all(args.out, device=device, photographs=args.data_dir, minutes=args.minutes)
     print(", ".join(f"{name} {value}" for name, value in machine(device).items()))
-    if args.bench == "init":
-        print("\n" + row_table(init_rows(args.model)))
-    elif args.bench == "memory":
+    if args.bench == "memory":
         print("\n" + row_table([memory_row(recipe_of(name, args.set), args.card_gib)
                                 for name in args.recipe]))
     elif args.bench == "step":

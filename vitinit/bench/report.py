@@ -76,16 +76,16 @@ def speeds(device: str, data: Sequence[str]) -> list[list[str]]:
     data: ["--data-dir", FOLDER], or nothing. On a CPU their sizes are tiny.
     """
     bench, eager = ["-m", "vitinit.bench"], ["--set", "engine.compile=false"]
-    last = [[*bench, "init", "--model", "vit_tiny"], [*bench, "memory", "--recipe", *RECIPES]]
+    memory = [*bench, "memory", "--recipe", *RECIPES]
     if device == "cpu":
         small = ["--batch", "2", "--device", "cpu", "--set", "engine.amp=off", *eager]
         return [[*bench, "step", "--recipe", "deit_tiny", *small],
                 [*bench, "loader", "--recipe", "deit_tiny", "--workers", "0", "1", *small, *data],
-                *last]
+                memory]
     return [[*bench, "step", "--recipe", RECIPES[0], *eager],
             [*bench, "step", "--recipe", RECIPES[0]],
             [*bench, "loader", "--recipe", "deit_small", *data],
-            ["train.py", "--recipe", "quickstart", "--init", "impulse"], *last,
+            ["train.py", "--recipe", "quickstart", "--init", "impulse"], memory,
             *([*bench, "step", "--recipe", name] for name in RECIPES[1:])]
 
 
