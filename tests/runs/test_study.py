@@ -19,8 +19,7 @@ TEACHERS = next(page for page in PAGES if page.name == "vitinit/train/README.md"
 SPECIAL = {"no position embedding": ("model.options.pos_embed=none",),
            "class token": ("model.options.pool=class",),
            "`deep_impulse`, constants .5": ("init.options.constant_variance=0.5",)}
-FREE = {"run.seed", "data.name", "data.root", "data.held_out_per_class", "eval.every_epochs",
-        "optim.max_batch_per_process"}
+FREE = {*FREE_KEYS, "data.name", "data.held_out_per_class"}
 TABLES = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()[2:]]
           for page in (PAGE, TEACHERS)
           for block in re.findall(r"^\| what \| runs .*\n(?:\|.*\n)+", page.text, re.MULTILINE)]
