@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -132,8 +133,7 @@ def test_two_processes_agree_on_sums_items_signals_errors_and_initial_weights(
             assert torch.equal(found[key], value), key
     assert main["notes"][0].startswith("mass    ")
     assert other["notes"] == []                      # only the main process prints
-    assert main["refused"] == other["refused"]       # and it is to print an error of the other's
-    assert "has 3 images" in main["refused"]
+    assert "has 3 images" in main["refused"] == other["refused"]     # an error of the other's, too
 
 
 @pytest.mark.parametrize("error, lost", [
@@ -173,3 +173,12 @@ def test_what_cannot_be_started_is_one_line(monkeypatch):
             with pytest.raises(LaunchError, match=words) as caught:
                 distributed.start()
             assert "\n" not in str(caught.value)
+
+
+def test_what_a_tensor_frees_on_a_cpu_is_kept_for_the_next(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    distributed.start()
+    for _ in range(17):                              # a few extend the heap
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)                            # 64 MiB, so 16,384 pages
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000
