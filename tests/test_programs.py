@@ -35,7 +35,7 @@ def test_a_wrong_argument_is_one_line(capsys):
     for program, arguments, words in (
             ("vitinit.bench", "step --recipe a --batch 0", "--batch: 0: expected an integer ≥ 1"),
             ("vitinit.bench", "memory --recipe quickstart --card-gib nan", "nan: expected a num"),
-            ("vitinit.bench", "init --model vit_bse", "no 'vit_bse'; did you mean 'vit_base'?"),
+            ("vitinit.bench", "step --recipe a --device cdua", "no 'cdua'; did you mean 'cuda'?"),
             ("vitinit.lessons", "99", "there is no lesson 99; expected 1 to"),
             ("vitinit.lessons", "--update", "expected the number of a lesson"),
             ("vitinit.lessons", "1 --notebook no/such/folder/x.ipynb",
