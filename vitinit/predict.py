@@ -34,6 +34,7 @@ from .messages import one_line
 from .runs.start import as_input
 from .runs.trained import BATCH, Trained, add_run, load_run
 from .train.checkpoint import write_text_atomically
+from .train.device import this_device
 from .train.metrics import ProgressBar
 
 SHEET = 60                      # most images on a contact sheet; of more, every k-th
@@ -173,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the program with these arguments (default: the command line); return the exit status."""
     def program() -> int:
         args = parse_arguments(arguments)
-        trained = load_run(args, device="cuda" if torch.cuda.is_available() else "cpu")
+        trained = load_run(args, device=this_device())
         if args.attention:
             require_attention(trained)
         return predict(trained, images_of(args.images), args)

@@ -175,8 +175,10 @@ def test_what_cannot_be_started_is_one_line(monkeypatch):
             assert "\n" not in str(caught.value)
 
 
-def test_what_a_tensor_frees_on_a_cpu_is_kept_for_the_next():
-    code = ("import torch, resource as r; from vitinit.train.distributed import start; start()\n"
+@pytest.mark.parametrize("first", ["train.device import this_device as f; f()",
+                                   "bench.timing import clock_of as f; f(torch.device('cpu'))"])
+def test_what_a_tensor_frees_on_a_cpu_is_kept_for_the_next(first):
+    code = (f"import torch, resource as r; from vitinit.{first}\n"
             "for _ in range(17): before = r.getrusage(0).ru_minflt; torch.ones(2**24)\n"
             "print(r.getrusage(0).ru_minflt - before)")          # 64 MiB, so 16,384 pages
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,

@@ -25,6 +25,7 @@ from ..runs.groups import Group, finished_runs, group_runs
 from ..runs.records import Run, read_runs
 from ..runs.saved import open_saved
 from ..train.checkpoint import CheckpointError
+from ..train.device import this_device
 from ..train.engine import autocast
 from ..train.metrics import ProgressBar
 from .curves import QUANTITIES, Band, by_epoch, by_step
@@ -173,7 +174,7 @@ def judge(path: Path, data_dir: str | None, images: int, weights: str) -> dict[s
     classes = list(source.classes)
     if list(saved.classes or classes) != classes or len(classes) != recipe.data.num_classes:
         raise DataError(f"{own}: its classes are not those of {saved.name}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = this_device()
     model, found = saved.model(weights).eval().to(device), []
     batches = evaluation_batches(recipe, source, saved.size, device,
                                  world_size=-(-len(source) // images))

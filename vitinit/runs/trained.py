@@ -195,7 +195,7 @@ def add_run(parser: Parser) -> None:
     add_options(parser, VIEW_KEYS)
 
 
-def load_run(args: argparse.Namespace, device: str = "cpu") -> Trained:
+def load_run(args: argparse.Namespace, device: torch.device | None = None) -> Trained:
     """`load` what the arguments of `add_run` say; CheckpointError if it has no classifier."""
     changes = {change.key: change.value for change in parse_overrides(sets=args.set)}
     trained = load(args.run, weights=args.weights, image_size=args.image_size, device=device,

@@ -58,6 +58,14 @@ def keep_freed_memory() -> None:
         set_option(-4, 0)                            # M_MMAP_MAX: all blocks are in the heap
 
 
+def this_device(number: int = 0) -> torch.device:
+    """This machine's GPU `number` if it has one, else its CPU, with freed memory kept."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", number)
+    keep_freed_memory()
+    return torch.device("cpu")
+
+
 def copy_to(values: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to `device` without waiting for the device.
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..messages import OneLineError, in_brief, one_line
-from .device import keep_freed_memory
+from .device import this_device
 from .interruption import Interrupted, StopRequest
 
 # What a process may announce in `agreed` besides the number of a signal (1 … 64); 0 is "go on". The
@@ -174,11 +174,9 @@ def start() -> Processes:
         raise LaunchError(f"process {local_rank} of this machine has no GPU: "
                           f"{torch.cuda.device_count()} are visible; start at most that many with "
                           "--nproc_per_node")
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    device = this_device(local_rank)
     if cuda:
         torch.cuda.set_device(device)
-    else:
-        keep_freed_memory()
     if world_size > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
     return Processes(environment_rank(), local_rank, world_size, device)
