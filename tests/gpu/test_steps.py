@@ -226,7 +226,7 @@ def test_attention_in_windows_is_the_plain_product(device, record_property, side
     found = of(attention, device, torch.float32, amp)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention",
-                      lambda q, k, v, attn_mask: attention_weights(q, k, attn_mask) @ v)
+                      lambda q, k, v, attn_mask, scale: attention_weights(q, k, attn_mask) @ v)
         expected = of(attention, torch.device("cpu"), torch.float64, "off")
     distance = max(float((one - two).norm() / two.norm()) for one, two in zip(found, expected))
     record_property("apart", f"{distance:.1e}")

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .attention import attention_weights
+from .attention import attend, attention_weights
 from .layers import (Classifier, Features, Mlp, block_numbers, hidden_width, make_head, map_tokens,
                      patch_grid, require_choice, require_image_size, sincos_position_embedding,
                      to_pair)
@@ -103,8 +102,7 @@ class SimpleAttention(nn.Module):
         (1, h, N, N).
         """
         query, key = self.queries_keys(x, pos_embed)
-        # attention_weights divides by √d, which is undone here in favour of logit_scale.
-        return attention_weights(query * (self.logit_scale * self.head_dim ** 0.5), key)
+        return attention_weights(query, key, scale=self.logit_scale)
 
     def forward(self, x: Tensor, pos_embed: Tensor) -> Tensor:
         values = self.value(x)                                           # (B, N, h·d)
@@ -114,7 +112,7 @@ class SimpleAttention(nn.Module):
             return self.proj(rearrange(mixed, "h n (b d) -> b n (h d)", b=x.shape[0]))
         query, key = self.queries_keys(x, pos_embed)
         values = rearrange(values, "b n (h d) -> b h n d", h=self.num_heads)
-        mixed = F.scaled_dot_product_attention(query, key, values, scale=self.logit_scale)
+        mixed = attend(query, key, values, scale=self.logit_scale)
         return self.proj(rearrange(mixed, "b h n d -> b n (h d)"))
 
 

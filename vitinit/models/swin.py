@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .attention import Attention, attention_weights
+from .attention import Attention, attend, attention_weights
 from .layers import (Classifier, Features, Mlp, PatchEmbed, add_branch, block_numbers,
                      drop_path_rates, hidden_width, make_head, map_tokens, scales_by_block, to_pair)
 
@@ -84,7 +84,7 @@ class WindowAttention(Attention):
         """x: (B·M, w², C), the windows of one image after those of another; mask: see `bias`."""
         windows = 1 if mask is None else mask.shape[0]
         q, k, v = self.folded(x, windows)                                # each (B, M·h, w², d)
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias(mask))
+        x = attend(q, k, v, self.bias(mask))
         return self.proj(rearrange(x, "b (m h) n d -> (b m) n (h d)", m=windows))
 
 
