@@ -172,8 +172,7 @@ def bad_commands(page: Page) -> Iterator[str]:
                                                   for text in sets]
                 for recipe in lists.get("recipe", []):
                     for init in lists.get("init") or [None]:
-                        fresh_recipe(recipe, init=init, sets=sets,
-                                     data_dir=args.get("data_dir"))
+                        fresh_recipe(recipe, init=init, sets=sets, data_dir=args.get("data_dir"))
         except (OneLineError, ImportError) as error:
             yield f"{' '.join(words)}: {error}"
 

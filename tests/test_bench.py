@@ -81,6 +81,9 @@ def test_memory_says_how_many_images_of_a_recipe_fit(capsys):
     muon = tables(capsys, "memory", "--recipe", "quickstart", "--set", "optim.name=muon")[0][0]
     state = "GiB of weights and optimiser"           # of a matrix Muon has one moment, AdamW two
     assert 0.75 < float(muon[state]) / float(row[state]) < 1
+    for amp in ("bf16", "fp16"):                     # neither saves the matrices of attention
+        (row,), = tables(capsys, "memory", "--recipe", "quickstart", "--set", f"engine.amp={amp}")
+        assert row["MiB per image"] == "0.881"
     assert bench.main(["memory", "--recipe", "no-such-recipe"]) == 2
 
 

@@ -53,8 +53,7 @@ def by_hand(settings: Augmentation, batch: Batch) -> Tensor:
     mixed = draws.mixed
     images = deit.augmented(batch.images, draws.operations, FILL)
     images = mix_images(images, mixed) if after else images
-    images = deit.erase(normalise(images, MEAN, STD), draws.erased,
-                        settings.augment.erase_fill)
+    images = deit.erase(normalise(images, MEAN, STD), draws.erased, settings.augment.erase_fill)
     return images if after else mix_images(images, mixed)
 
 

@@ -20,8 +20,7 @@ def built(name: str = "vit_tiny", image_size=224, **sizes):
 
 
 def initialised(model, seed: int = 0, **options):
-    vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(seed),
-                         **options)
+    vitinit.init_weights(model, "impulse", generator=torch.Generator().manual_seed(seed), **options)
     return model
 
 

@@ -1,48 +1,37 @@
-"""The fused attention against the pure one, forward and backward, and the packed layout."""
+"""The kernel against the weights, forward and backward, and the packed layout."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from einops import rearrange
 from redrawn import drawn, redraw
 
-from vitinit.models.attention import Attention, attention_weights
+from vitinit.models.attention import Attention, attend, attention_weights
 
 B, N, HEADS, HEAD_DIM = 2, 7, 3, 5
 DIM = HEADS * HEAD_DIM
 
 
-def written_out(attention: Attention, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Attention through `mixing_weights`, head by head."""
-    weights = attention.mixing_weights(x, bias)                          # (B, h, N, N)
-    values = attention.queries_keys_values(x)[2]
-    return attention.proj(rearrange(weights @ values, "b h n d -> b n (h d)"))
-
-
-@pytest.mark.parametrize("bias_shape", [None, (N, N), (HEADS, N, N), (1, HEADS, N, N),
-                                        (B, 1, N, N)])
-def test_the_fused_path_equals_the_pure_one_forward_and_backward(bias_shape):
-    attention = redraw(Attention(DIM, num_heads=HEADS))
+@pytest.mark.parametrize("dtype, apart", [(torch.float64, 1e-12), (torch.bfloat16, 0.06)])
+@pytest.mark.parametrize("bias_shape, scale", [
+    (None, None), (None, 0.83), ((N, N), None), ((HEADS, N, N), 0.3), ((B, 1, N, N), None)])
+def test_attend_is_weights_times_values_forward_and_backward(bias_shape, scale, dtype, apart):
     results = []
-    for path in (attention.__call__, lambda x, bias: written_out(attention, x, bias)):
-        x = drawn(B, N, DIM, seed=1).requires_grad_()
-        bias = None if bias_shape is None else drawn(*bias_shape, seed=2).requires_grad_()
-        attention.zero_grad()
-        output = path(x, bias)
-        (output * drawn(B, N, DIM, seed=3)).sum().backward()
-        results.append([output, x.grad, *(p.grad.clone() for p in attention.parameters()),
-                        *([] if bias is None else [bias.grad])])
-    for fused, pure in zip(*results):
-        torch.testing.assert_close(fused, pure, rtol=0, atol=1e-12)
+    for kind, way in ((dtype, attend), (torch.float64, lambda query, key, values, *more:
+                                        attention_weights(query, key, *more) @ values)):
+        given = [drawn(*shape, seed=seed).to(kind).requires_grad_() for seed, shape in enumerate(
+            [(B, HEADS, N, HEAD_DIM)] * 3 + [bias_shape or (N, N)])]
+        output = way(*given[:3], given[3] if bias_shape else None, scale)
+        (output * drawn(*output.shape, seed=4)).sum().backward()
+        results.append([output, *(part.grad for part in given if part.grad is not None)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=apart)
 
 
 def test_attention_weights_are_the_formula():
     q, k, bias = drawn(HEADS, N, HEAD_DIM), drawn(HEADS, N, HEAD_DIM, seed=1), drawn(N, N, seed=2)
-    weights = attention_weights(q, k, bias)
-    head, row = 2, 4
-    logits = torch.stack([(q[head, row] * k[head, j]).sum() / HEAD_DIM**0.5 + bias[row, j]
-                          for j in range(N)])
+    head, row, weights = 2, 4, attention_weights(q, k, bias)
+    logits = k[head] @ q[head, row] / HEAD_DIM**0.5 + bias[row]
     torch.testing.assert_close(weights[head, row], logits.exp() / logits.exp().sum())
     torch.testing.assert_close(weights.sum(-1), torch.ones(HEADS, N, dtype=torch.float64))
 

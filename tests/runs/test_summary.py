@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import torch
+
 from vitinit.recipe.files import load_recipe, overrides
-from vitinit.runs.start import cautions
+from vitinit.runs.start import cautions, on_cpu
 
 
 def test_few_updates_from_scratch_are_a_warning():
@@ -20,6 +22,16 @@ def test_few_updates_from_scratch_are_a_warning():
         assert cautions(recipe, data) == ([] if updates is None else [
             f"{updates} update(s) in all: from scratch, such a model needs thousands; more "
             "schedule.epochs or a smaller optim.global_batch make more of them"])
+
+
+def test_the_faster_precision_of_a_cpu_is_named(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    for computes, amp, words in ((True, "off", "engine.amp=bf16 is faster"), (True, "bf16", None),
+                                 (False, "bf16", "engine.amp=off is faster"), (False, "off", None)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: computes)
+        lines = on_cpu(amp, torch.device("cpu"))
+        assert words in lines[0] if words else lines == []
+        assert on_cpu(amp, torch.device("cuda")) == []
 
 
 def test_the_summary_says_how_many_weights_each_optimiser_trains(train_program, small_run, tmp_path,

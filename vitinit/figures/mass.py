@@ -28,8 +28,7 @@ def mass_of(subject: Subject, folder: Path | None, count: int) -> Mass:
     name, options = init.name, init.options
     if name == "mimetic" or not has_targets(subject.model, name, options):
         name, options = "impulse", {}
-    return mass_on_images(subject.model, name, options,
-                          photographs(folder, count, subject.recipe))
+    return mass_on_images(subject.model, name, options, photographs(folder, count, subject.recipe))
 
 
 def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, count: int) -> None:

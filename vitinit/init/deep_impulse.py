@@ -56,8 +56,7 @@ def waves_of(vit: Layout) -> tuple[Tensor, Tensor]:
     return 2.0 * math.pi * torch.tensor(WAVES[:count]) / torch.tensor(vit.grid), cells
 
 
-def write_positions(vit: Layout, stream: Stream, waves: Tensor, cells: Tensor,
-                    first: int) -> None:
+def write_positions(vit: Layout, stream: Stream, waves: Tensor, cells: Tensor, first: int) -> None:
     """Write the code into pos_embed, and zero what else writes to the channels before `first`."""
     angles = cells @ waves.T + PHASE * torch.arange(len(waves))          # (N, K)
     amplitude = CODE_RMS * math.sqrt(vit.pos_embed.shape[1] / len(waves))

@@ -15,8 +15,7 @@ ENERGY = 1 / 3          # expected Σ w² of PyTorch's draw: k² cells of varian
 
 
 @torch.no_grad()
-def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
-                       base: Base = "default",
+def filters_conv_mixer(model: ConvMixer, *, generator: torch.Generator, base: Base = "default",
                        kind: Literal["random", "box", "gaussian"] = "random",
                        cells: int = 2,
                        sigma: float = 1.0) -> None:

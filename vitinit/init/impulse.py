@@ -46,14 +46,10 @@ NEAR_UNIFORM = 2.0      # in multiples of uniform attention: the least that one 
 
 
 @torch.no_grad()
-def impulse(model: nn.Module | Layout, *, generator: torch.Generator,
-            base: Base = "default",
-            kernel_size: int = 3,
-            offsets: Literal["ordered", "random"] = "ordered",
-            pos_embed_scale: float = 18.0,
-            qk_norm: float = 7.0, rank: int = 0,
-            impulse_scale: float = 1000.0,
-            noise_scale: float = 3.0, noise_std: float = 0.6,
+def impulse(model: nn.Module | Layout, *, generator: torch.Generator, base: Base = "default",
+            kernel_size: int = 3, offsets: Literal["ordered", "random"] = "ordered",
+            pos_embed_scale: float = 18.0, qk_norm: float = 7.0, rank: int = 0,
+            impulse_scale: float = 1000.0, noise_scale: float = 3.0, noise_std: float = 0.6,
             value_init: Literal["mimetic", "base"] = "mimetic",
             value_alpha: float = 0.4, value_beta: float = 0.4) -> None:
     """Solve Q and K so that softmax(P Q Kᵀ Pᵀ) is near an impulse convolution in every head.

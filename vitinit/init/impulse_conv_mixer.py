@@ -12,10 +12,8 @@ from .baseline import Base, draw_base
 
 
 @torch.no_grad()
-def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator,
-                       base: Base = "default",
-                       kernel_size: int = 0,
-                       offsets: Literal["ordered", "random"] = "ordered",
+def impulse_conv_mixer(model: ConvMixer, *, generator: torch.Generator, base: Base = "default",
+                       kernel_size: int = 0, offsets: Literal["ordered", "random"] = "ordered",
                        gain: float = 1.0) -> None:
     """Make every depthwise filter an impulse, which picks one neighbour (arXiv 2401.12511, §3).
 

@@ -19,14 +19,10 @@ PseudoInput = Literal["pos_embed", "uniform", "normal", "pos_embed+uniform", "po
 
 
 @torch.no_grad()
-def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator,
-               base: Base = "default",
-               kernel_size: int = 3,
-               offsets: Literal["ordered", "random"] = "random",
+def impulse_gd(model: nn.Module | Layout, *, generator: torch.Generator, base: Base = "default",
+               kernel_size: int = 3, offsets: Literal["ordered", "random"] = "random",
                pseudo_input: PseudoInput = "pos_embed",
-               share_blocks: bool = True,
-               steps: int = 1000,
-               step_size: float = 1e-4,
+               share_blocks: bool = True, steps: int = 1000, step_size: float = 1e-4,
                renorm_every: int = 100) -> None:
     """Optimise Q and K until softmax(σ X̃ Q Kᵀ X̃ᵀ) is near the impulse maps of all heads.
 

@@ -13,12 +13,9 @@ from .baseline import Base, draw_base
 
 
 @torch.no_grad()
-def impulse_mixer(model: MlpMixer, *, generator: torch.Generator,
-                  base: Base = "default",
-                  kernel_size: int = 3,
-                  offsets: Literal["ordered", "random"] = "ordered",
-                  gain: float = 1.0,
-                  linear_bias: float = 4.0) -> None:
+def impulse_mixer(model: MlpMixer, *, generator: torch.Generator, base: Base = "default",
+                  kernel_size: int = 3, offsets: Literal["ordered", "random"] = "ordered",
+                  gain: float = 1.0, linear_bias: float = 4.0) -> None:
     """Make the token MLP of each block a shift by one offset, the same for all channels.
 
     | tensor (every block)     | N tokens, hidden ≥ 2N            | N ≤ hidden < 2N               |

@@ -48,10 +48,8 @@ class Axis:
 
 
 @torch.no_grad()
-def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator,
-                       base: Base = "default",
-                       kernel_size: int = 3,
-                       offsets: Literal["ordered", "random"] = "ordered",
+def impulse_simple_vit(model: SimpleViT, *, generator: torch.Generator, base: Base = "default",
+                       kernel_size: int = 3, offsets: Literal["ordered", "random"] = "ordered",
                        target_mass: float = 0.9) -> None:
     """Make softmax(σ Q Kᵀ) near an impulse convolution, on the position embedding alone.
 

@@ -14,10 +14,8 @@ from .layout import Layout, layout_of
 
 
 @torch.no_grad()
-def impulse_swin(model: nn.Module | Layout, *, generator: torch.Generator,
-                 base: Base = "default",
-                 kernel_size: int = 3,
-                 offsets: Literal["ordered", "random"] = "ordered",
+def impulse_swin(model: nn.Module | Layout, *, generator: torch.Generator, base: Base = "default",
+                 kernel_size: int = 3, offsets: Literal["ordered", "random"] = "ordered",
                  target_mass: float = 0.9) -> None:
     """Make every head attend to one neighbour within the window (arXiv 2505.19985, §5).
 

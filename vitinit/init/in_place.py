@@ -239,8 +239,7 @@ def require_formula(vit: Layout) -> int:
 # ---------------------------------------------------------------------------------------------
 
 
-def prepare(vit: Layout, name: str, options: Mapping[str, Any],
-            generator: torch.Generator) -> None:
+def prepare(vit: Layout, name: str, options: Mapping[str, Any], generator: torch.Generator) -> None:
     """Without a base: set attention's biases to 0 and draw a position embedding that is scaled."""
     if vit.in_windows and name == "impulse":         # which writes the relative bias alone
         return

@@ -17,8 +17,7 @@ from .layout import Block, Layout, layout_of
 
 
 @torch.no_grad()
-def mimetic(model: nn.Module | Layout, *, generator: torch.Generator,
-            base: Base = "default",
+def mimetic(model: nn.Module | Layout, *, generator: torch.Generator, base: Base = "default",
             qk_init: Literal["mimetic", "base"] = "mimetic",
             qk_alpha: float = 0.7, qk_beta: float = 0.7,
             value_init: Literal["mimetic", "untransposed", "base"] = "mimetic",
@@ -57,8 +56,7 @@ def mimetic(model: nn.Module | Layout, *, generator: torch.Generator,
 
 
 @torch.no_grad()
-def mimetic_simple_vit(model: nn.Module, *, generator: torch.Generator,
-                       base: Base = "default",
+def mimetic_simple_vit(model: nn.Module, *, generator: torch.Generator, base: Base = "default",
                        qk_alpha: float = 0.7, qk_beta: float = 0.7) -> None:
     """Make Q Kᵀ ≈ αZ + βI in every head, like the mimetic baseline in the code of arXiv 2401.12511.
 
@@ -123,8 +121,7 @@ def write_values(block: Block, *, alpha: float, beta: float, generator: torch.Ge
     count = value.shape[1]
     order = torch.randperm(inner, generator=generator)[:count] if first else slice(count)
     # New tensors, since Q, K and V may lie in one tensor that no flat view of V exists of.
-    values, projections = (torch.zeros_like(block.v).flatten(0, 1),
-                           block.proj.flatten(1).clone())
+    values, projections = (torch.zeros_like(block.v).flatten(0, 1), block.proj.flatten(1).clone())
     values[order, first:] = value.mT
     projections[first:, order] = projection
     block.v.copy_(values.view_as(block.v))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 def attention_weights(query: Tensor, key: Tensor, bias: Tensor | None = None,
                       scale: float | None = None) -> Tensor:
-    """softmax(Q Kᵀ · scale + bias), the spatial-mixing matrix ("Attention Is All You Need", §3.2.1).
+    """softmax(Q Kᵀ · scale + bias), the spatial mixing ("Attention Is All You Need", §3.2.1).
 
     query, key: (..., N, d). bias: broadcastable to (..., N, N), added to the logits (a relative
     position bias, a shift mask). scale: 1 / √d if None. Returns (..., N, N), rows summing to 1.
@@ -98,13 +98,11 @@ class Attention(nn.Module):
                             three=3, h=self.num_heads)
         return q, k, v
 
-    def mixing_weights(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def mixing_weights(self, x: Tensor) -> Tensor:
         """The attention matrices that `forward` applies to the values: (B, N, C) → (B, h, N, N)."""
         q, k, _ = self.queries_keys_values(x)
-        return attention_weights(q, k, bias)
+        return attention_weights(q, k)
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x: (B, N, C); bias: broadcastable to (B, h, N, N), added to the logits."""
-        q, k, v = self.queries_keys_values(x)                            # each (B, h, N, d)
-        x = attend(q, k, v, bias)                                        # (B, h, N, d)
+    def forward(self, x: Tensor) -> Tensor:
+        x = attend(*self.queries_keys_values(x))                         # (B, h, N, d)
         return self.proj(rearrange(x, "b h n d -> b n (h d)"))

@@ -239,8 +239,7 @@ class SwinTransformer(Classifier):
                 x = block(x, scales[len(seen)])
                 seen.append(map_tokens(x) if len(seen) in wanted else None)
         x = self.norm(x)
-        return Features(tuple(seen[number] for number in wanted), map_tokens(x),
-                        x.mean(dim=(1, 2)))
+        return Features(tuple(seen[number] for number in wanted), map_tokens(x), x.mean(dim=(1, 2)))
 
 
 def stage_grids(grid: tuple[int, int], stages: int) -> list[tuple[int, int]]:
