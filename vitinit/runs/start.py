@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from .resume import RunLock
 INIT_IMAGES = 512               # training images that an init may read
 MASS_IMAGES = 64                # on which the mass on the init's targets is measured
 REHEARSED_IMAGES = 8            # of a dry run's forward pass, which a CPU has to do in seconds
+CPU_INFO = Path("/proc/cpuinfo")
 FEW_UPDATES = 2_000             # steps; fewer than that from scratch give a warning
 
 
@@ -138,9 +140,9 @@ def on_cpu(amp: str, device: torch.device) -> list[str]:
     """A line if the other precision would be faster: bf16 on a CPU with or without instructions for
     it (a training step of cifar10_small takes .4 or 9 times that in float32, attention.py::attend).
     """
-    if device.type != "cpu" or platform.machine() != "x86_64":
-        return []
-    computes_bf16 = torch.cpu._is_avx512_bf16_supported()
+    if device.type != "cpu" or platform.machine() != "x86_64" or not CPU_INFO.is_file():
+        return []                                    # not known
+    computes_bf16 = "avx512_bf16" in CPU_INFO.read_text()
     if amp == "bf16" and not computes_bf16:
         return ["amp     bf16, which this CPU has no instructions for: engine.amp=off is faster"]
     if amp == "off" and computes_bf16:
