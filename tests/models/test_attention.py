@@ -13,8 +13,8 @@ DIM = HEADS * HEAD_DIM
 
 
 @pytest.mark.parametrize("dtype, apart", [(torch.float64, 1e-12), (torch.bfloat16, 0.06)])
-@pytest.mark.parametrize("bias_shape, scale", [
-    (None, None), (None, 0.83), ((N, N), None), ((HEADS, N, N), 0.3), ((B, 1, N, N), None)])
+@pytest.mark.parametrize("bias_shape, scale", [(None, 0.83), ((HEADS, N, N), 0.3),
+    *((shape, None) for shape in (None, (N, N), (1, HEADS, N, N), (B, 1, N, N)))])
 def test_attend_is_weights_times_values_forward_and_backward(bias_shape, scale, dtype, apart):
     results = []
     for kind, way in ((dtype, attend), (torch.float64, lambda query, key, values, *more:

@@ -175,7 +175,7 @@ def test_what_cannot_be_started_is_one_line(monkeypatch):
             assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("first", ["train.device import this_device as f; f()",
+@pytest.mark.parametrize("first", ["train.distributed import start as f; f()",
                                    "bench.timing import clock_of as f; f(torch.device('cpu'))"])
 def test_what_a_tensor_frees_on_a_cpu_is_kept_for_the_next(first):
     code = (f"import torch, resource as r; from vitinit.{first}\n"
