@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from itertools import product
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
