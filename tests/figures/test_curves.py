@@ -74,8 +74,7 @@ def test_top1_across_a_key_has_a_line_per_experiment_and_a_bar_over_its_seeds(
     runs.append(written_run("d-0", [1.0, 2.0], sets=few(20), start={"git_commit": "decaf"}))
     complains("commit c0ffee and", "curves", *runs, "--across", "optim.global_batch")
     run("curves", "--across", "training images", "--out", tmp_path / "images.png", *(
-        written_run(f"n-{count}", [5.0 * count],
-                    start={"data": {"training images": count}},
+        written_run(f"n-{count}", [5.0 * count], start={"data": {"training images": count}},
                     sets=(f"data.images_per_class={each}", "schedule.epochs=1"))
         for count, each in ((7, 3), (13, 0))))       # 0: all images
     assert panels[-1].containers[0][0].get_xydata().tolist() == [[7.0, 35.0], [13.0, 65.0]]

@@ -18,8 +18,7 @@ from vitinit.runs.start import as_input, evaluation_view
 
 VIT = ["model.options.embed_dim=48", "model.options.depth=2", "model.options.num_heads=3",
        "model.options.pool=class", "data.num_classes=7"]
-SWIN = ["model.options.depths=[2, 1]", "model.options.embed_dim=12",
-        "model.options.num_heads=[2, 3]"]
+SWIN = [f"model.options.{size}" for size in ("depths=[2, 1]", "embed_dim=12", "num_heads=[2, 3]")]
 MIXER = ["model.options.embed_dim=18", "model.options.depth=2", "model.options.tokens_ratio=4.0"]
 INITS = ["default", "impulse"]
 

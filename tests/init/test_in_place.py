@@ -242,8 +242,7 @@ REFUSALS: dict[str, Callable] = {
     "2 lists of blocks": lambda model: put(model, "more", OtherViT("timm", 2).blocks),
     "with kdim, vdim or add_bias_kv": lambda model: put(
         model, "blocks.1.attn", nn.MultiheadAttention(DIM, HEADS, add_bias_kv=True)),
-    "cannot be copied":
-    lambda model: put(model, "computed", model.head.weight * 2.0),
+    "cannot be copied": lambda model: put(model, "computed", model.head.weight * 2.0),
     "head.weight is a Parameter of int8 on cpu; initialise before sharding or quant":
     lambda model: put(model, "head.weight", nn.Parameter(torch.zeros(7, DIM, dtype=torch.int8),
                                                          requires_grad=False)),

@@ -9,7 +9,7 @@ from small_models import built, seeded
 from torch import Tensor, nn
 
 import vitinit
-from vitinit.init.whitened import FLOOR
+from vitinit.init.whitened import FLOOR, whiten_patches
 
 
 def embedding(family: str, init: str, images: Tensor | None) -> nn.Conv2d:
@@ -37,3 +37,9 @@ def test_patches_are_white_above_the_floor_and_as_large_as_before(family, images
             [found[-1].item()] * min(weight.shape), rel=1e-6)
         ours, theirs = ((w @ square @ w.T).trace() for w in (weight, base.weight.flatten(1)))
         assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+
+
+def test_a_first_convolution_that_does_not_cut_patches_is_refused():
+    for stem in (nn.Conv2d(3, 5, 3, stride=2), nn.Linear(3, 5)):
+        with pytest.raises(ValueError, match="the patch embedding is not one convolution"):
+            whiten_patches(stem, None, seeded())

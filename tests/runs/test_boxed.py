@@ -35,8 +35,7 @@ def changed(run: Run, other: Run) -> set[str]:
 def test_it_was_trained_as_its_recipe_says_and_each_twin_differs_in_one_thing(tmp_path):
     box = read_run(BOX)
     assert box.finished and len(RunFolder(BOX).steps.rows()) == 24 * 390 // 10
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(fresh_recipe("cifar10_small").as_toml())
+    (tmp_path / "recipe.toml").write_text(fresh_recipe("cifar10_small").as_toml())
     assert changed(box, read_run(tmp_path)) == set()
     twins = {run.path.name: run for run in read_archive(BOXED.parent / "cifar10_small.tar.xz")}
     short = twins["deep_impulse-muon"]

@@ -42,11 +42,11 @@ def whiten_patches(model: nn.Module, images: Tensor | None, generator: torch.Gen
     It becomes R (M + floor)^(−1/2), where M is the mean of the products of a patch's components
     over all patches of `images`, R is a random matrix with orthogonal rows or columns, and the
     floor keeps what is noise small. The outputs keep the mean square that they have had on the
-    images. Raises ValueError for a model without a convolution.
+    images. Raises ValueError if it is something else, such as the first of several layers.
     """
     layer = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
-    if layer is None:
-        raise ValueError("the patch embedding is no convolution, and no other is whitened")
+    if layer is None or layer.kernel_size != layer.stride:
+        raise ValueError("the patch embedding is not one convolution, and no other is whitened")
     weight = layer.weight.flatten(1)                                     # (D, P), P = C·p·q
     moments = torch.eye(weight.shape[1], dtype=weight.dtype)             # of white noise
     if images is not None:
