@@ -10,7 +10,7 @@ from optimisers import muon
 
 import vitinit
 from vitinit.init import INITS
-from vitinit.train.optim import hidden_matrices, set_learning_rate
+from vitinit.train.optim import decays, hidden_matrices, set_learning_rate
 
 HERE = Path(vitinit.__file__).parent / "init" / "your_own_code.md"
 PAGE = Path(vitinit.__file__).parent / "init" / "README.md"
@@ -62,7 +62,10 @@ def test_pytorchs_muon_as_the_page_sets_it_is_ours_to_rounding():
     theirs, adamw = names["optimisers"]
     matrices = {name: model.get_parameter(name) for name in hidden_matrices(model)}
     assert set(names["matrices"]) == set(matrices.values())
-    assert len(adamw.param_groups[0]["params"]) == len(list(model.parameters())) - len(matrices)
+    left = {weight: decays(name, weight) * names["decay"] for name, weight
+            in model.named_parameters() if name not in matrices}
+    assert left == {weight: group["weight_decay"] for group in adamw.param_groups
+                    for weight in group["params"]}
 
     start, other = copy.deepcopy(model), copy.deepcopy(model)
     ours = muon(other, factor=names["factor"], momentum=0.95, weight_decay=names["decay"])
