@@ -67,8 +67,7 @@ def named_set(text: str) -> EvaluatedSet:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; RecipeError for options that contradict each other."""
     parser = Parser(prog="eval.py", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, nargs="+",
-                        help="run folders and checkpoint files")
+    parser.add_argument("checkpoint", type=Path, nargs="+", help="run folders and checkpoint files")
     parser.add_argument("--data", type=named_set, nargs="+", action="extend", metavar="NAME=DIR",
                         help=f"data sets: {', '.join([*DATA_SETS, *EVAL_SETS])}")
     parser.add_argument("--train-images", action="store_true",

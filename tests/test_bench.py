@@ -15,7 +15,6 @@ import vitinit
 from vitinit.bench import __main__ as bench
 from vitinit.bench import loader, report, step
 from vitinit.bench.memory import saved_bytes
-from vitinit.bench.report import cell, row_table
 from vitinit.bench.timing import interleave, times_as_fast
 from vitinit.bench.training import recipe_of
 from vitinit.data.images import decode_image
@@ -103,16 +102,16 @@ def test_operations_except_views_are_counted_and_copies_by_their_direction():
 
 
 def test_a_step_is_measured(capsys, monkeypatch):
-    """Beside a bare loop over torchvision's model where it has the same; here, over a small one."""
-    assert set(step.THEIRS.values()) <= set(torchvision.models.list_models())
-    monkeypatch.setattr(step, "THEIRS", {"vit_tiny": "vit_b_16"})
-    monkeypatch.setattr(torchvision.models, "get_model", lambda name, **sizes: vitinit.build_model(
-        "vit_tiny", num_classes=3, image_size=sizes["image_size"], patch_size=8, depth=1))
+    """Beside a bare loop over torchvision's model of the same sizes."""
+    sizes, theirs = [], torchvision.models.VisionTransformer
+    monkeypatch.setattr(torchvision.models, "VisionTransformer", lambda **given: (
+        sizes.append(given), theirs(**given))[1])
     (row,), = tables(capsys, "step", "--recipe", "deit_tiny", "--batch", 2, *TINY)
     assert float(row["images/s"].replace(",", "")) == pytest.approx(
         2e3 / float(row["ms"].replace(",", "")), rel=0.02)
     assert row["way"] == "amp off, eager"
-    assert row["beside a bare loop over"] == "torchvision's vit_b_16"
+    assert row["beside a bare loop over"] == "torchvision's VisionTransformer"
+    assert sizes[0]["num_layers"] == 2
     assert re.fullmatch(r"\S+ \(\S+ to \S+\)", row["× as fast"])
 
 
@@ -193,12 +192,3 @@ def test_the_commands_of_the_report_are_commands():
                 names = getattr(args, "recipe", [])
                 for name in [names] if isinstance(names, str) else names:
                     recipe_of(name, getattr(args, "set", []))
-
-
-def test_rows_become_a_table():
-    rows = [{"a": 1234567, "b": 0.001234, "d": None}, {"a": 2, "c": "x|y"}]
-    assert row_table(rows).splitlines() == [
-        "| a | b | c |", "| --- | ---: | ---: |", "| 1,234,567 | 0.00123 | – |",
-        "| 2 | – | x\\|y |"]
-    assert [cell(value) for value in (None, 3, 0.5, 1234.5, float("inf"))] == [
-        "–", "3", "0.5", "1,234", "inf"]

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from itertools import cycle
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -108,11 +109,12 @@ def test_a_killed_worker_is_one_line_and_costs_no_step(train_program, small_run,
 
 def test_running_out_of_memory_names_the_key_to_lower(train_program, small_run, tmp_path,
                                                       monkeypatch, capsys):
-    def full(*arguments, **keywords):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has …")
-    for place, name, key in ((train_program, "evaluate", "eval.batch_size"),
-                             (engine, "update", "optim.max_batch_per_process")):
-        monkeypatch.setattr(place, name, full)
+    for place, name, key, error in (
+            (train_program, "evaluate", "eval.batch_size", torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has …")),
+            (engine, "update", "optim.max_batch_per_process", RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))):
+        monkeypatch.setattr(place, name, Mock(side_effect=error))
         assert train_program.main(small_run(tmp_path / name)) == 2
         assert capsys.readouterr().err == (
             f"train.py: process 0 ran out of memory on the GPU; lower {key}, for example --set "

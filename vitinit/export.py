@@ -179,16 +179,15 @@ def export_program(trained: Trained, out: Path, *, inside: bool) -> str:
 def export_run(trained: Trained, out: Path) -> str:
     """Write a run folder `out` for using the model, not for training; return what was checked.
 
-    Its last.pt contains the plain values of the checkpoint, and the weights in float16. The run's
-    text files are copied without absolute paths; if the checkpoint is not from a run, there is only
-    recipe.toml. Raises CheckpointError, and leaves no folder, if half precision changes the logits
-    by more than `NEAR_IN_HALF`.
+    Its last.pt contains the plain values of the checkpoint, and the weights in float16. Recipe,
+    record and metrics are the run's, without absolute paths; its steps.jsonl, which grows with the
+    training, stays behind. If the checkpoint is not from a run, there is only recipe.toml. Raises
+    CheckpointError, and leaves no folder, if half precision changes logits by over NEAR_IN_HALF.
     """
     stored, source = load_checkpoint(trained.path, mmap=True), RunFolder(trained.path.parent)
     of_run = "recipe" in stored
     recipe = from_dict(stored["recipe"], str(trained.path)) if of_run else trained.recipe
-    state = {name: stored[name] for name in ("grid", "step", "progress")
-             if name in stored}
+    state = {name: stored[name] for name in ("grid", "step", "progress") if name in stored}
     state |= {"model": {name: value.half() if value.is_floating_point() else value
                         for name, value in trained.model.state_dict().items()},
               "ema": None, "classes": list(trained.classes),
@@ -197,9 +196,8 @@ def export_run(trained: Trained, out: Path) -> str:
         folder = RunFolder(out)
         if of_run and source.starts():               # a damaged run.json is an error of one line
             folder.info.write_bytes(without_paths(source.info.read_bytes()))
-        for path in (source.metrics.path, source.steps.path) if of_run else ():
-            if path.exists():
-                shutil.copy(path, out)
+        if of_run and source.metrics.path.exists():
+            shutil.copy(source.metrics.path, out)
         write_text_atomically(without_folders(recipe).as_toml(), folder.recipe)
         save_atomically(state, folder.last)
         return compare(load(out).model, trained.model, as_input(noise(trained), trained.recipe),

@@ -13,6 +13,7 @@ class OneLineError(ValueError):
     """An error that the user can fix. Its message is always one line, whatever it quotes."""
 
     status = 2                  # the exit status of a program that ends with this error
+    of_one_process = False      # whether the other processes of a run do not know of it
 
     def __init__(self, text: object = "") -> None:
         super().__init__(one_line(own_words(str(text))))

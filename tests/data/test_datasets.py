@@ -342,11 +342,6 @@ def test_each_image_of_a_test_set_has_its_synset(tmp_path, name, folders):
         f"{tmp_path}: {len(folders) - 1} classes found, and {len(folders)} expected")
 
 
-def test_a_named_set_prints_as_it_is_written():
-    assert str(EvaluatedSet("imagenet_r", "/data/r")) == "imagenet_r=/data/r"
-    assert str(EvaluatedSet("shapes", "")) == "shapes"
-
-
 def test_the_embedded_set_opens_without_a_root():
     val = open_split("shapes", "", "val", 10)
     assert len(val) == 1000 and val.classes == shapes.CLASSES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -149,6 +150,8 @@ def test_torchvisions_own_swin(monkeypatch):
     with pytest.raises(ValueError, match="'deep_impulse' is not defined for a SwinTransformer"):
         deep_impulse_(model, generator=seeded())
     assert dict(describe(model).fits)["impulse"] == ""
+    report = init_(model, "whitened", generator=seeded(), images=photographs(2, 24, 40))
+    assert report.written == ("features.0.0.weight",)
 
 
 class Encoder(nn.Module):
@@ -176,6 +179,8 @@ def test_a_model_of_ones_own_is_described_in_five_lines():
     model, mine = Encoder(), ours(pool="mean")
     report = impulse_(model, generator=seeded(), images=photographs(), layout=described)
     impulse_(mine, generator=seeded())
+    init_(model, "norm_matched", generator=seeded(), layout=described)
+    init_(mine, "norm_matched", generator=seeded())
     for block, other in zip(described(model).blocks, layout_of(mine).blocks):
         assert torch.equal(block.q, other.q) and torch.equal(block.proj, other.proj)
     assert report.prefix_tokens == 0 and report.mass_on_images[0][0] > 0.2
@@ -275,6 +280,12 @@ def test_describe_is_a_dry_run_that_says_which_inits_fit_or_why_none():
     for block in model.blocks:
         block.layernorm_after = nn.Identity()
     assert "finds no such" in dict(describe(model).fits)["deep_impulse"]
+    assert [words == "" for _, words in describe(
+        ours(pos_embed="sincos", embed_dim=72)).fits] == [0, 1, 0]
+    around = OtherViT("vit-pytorch")
+    for block in around.blocks:                      # as its PreNorm of earlier versions
+        block.norm, block.attn.norm = block.attn.norm, nn.Identity()
+    assert describe(around).fits == describe(OtherViT("timm")).fits
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     post_norm, none = OtherViT("timm", post_norm=True), nn.Sequential(nn.Linear(2, 3))
     assert "post-norm" in describe(post_norm).reason
@@ -283,6 +294,12 @@ def test_describe_is_a_dry_run_that_says_which_inits_fit_or_why_none():
 
 def test_unknown_names_and_options_are_errors():
     model = OtherViT("timm")
+    for init, given in ((impulse_, dict(images=photographs(2, 24, 28))),
+                        (impulse_, dict(images=photographs(0))), (deep_impulse_, dict(
+                            images=photographs(2, 24, 28))), (deep_impulse_, dict(target_mass=.9)),
+                        (impulse_, dict(generator=Mock(device=torch.device("cuda"))))):
+        with pytest.raises(ValueError, match="pass through|cannot be computed|generator is on cu"):
+            init(model, **dict(generator=seeded()) | given)
     with pytest.raises(ValueError, match="for a OtherViT; models of other libraries .*init.init_$"):
         init_weights(model, "impulse", generator=seeded())
     with pytest.raises(ValueError, match="no init 'impulze'; near: impulse"):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from vitinit.recipe.files import load_recipe, overrides
-from vitinit.runs.start import cautions, on_cpu
+from vitinit.runs.start import cautions, faster_amp
 
 
 def test_few_updates_from_scratch_are_a_warning():
@@ -24,14 +24,15 @@ def test_few_updates_from_scratch_are_a_warning():
             "schedule.epochs or a smaller optim.global_batch make more of them"])
 
 
-def test_the_faster_precision_of_a_cpu_is_named(monkeypatch, tmp_path):
+def test_the_faster_precision_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("vitinit.runs.start.CPU_INFO", tmp_path / "cpuinfo")
     for computes, amp, words in ((True, "off", "engine.amp=bf16 is faster"), (True, "bf16", None),
                                  (False, "bf16", "engine.amp=off is faster"), (False, "off", None)):
         (tmp_path / "cpuinfo").write_text("flags: avx512f avx512_" + ["vnni", "bf16"][computes])
-        lines, of_gpu = (on_cpu(amp, torch.device(kind)) for kind in ("cpu", "cuda"))
-        assert of_gpu == [] and (words in lines[0] if words else lines == [])
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: computes)
+        lines, of_gpu = (faster_amp(amp, torch.device(kind)) for kind in ("cpu", "cuda"))
+        assert len(of_gpu) == (amp == "bf16" and not computes) and (words in lines[0] if words else lines == [])
 
 
 def test_the_summary_says_how_many_weights_each_optimiser_trains(train_program, small_run, tmp_path,

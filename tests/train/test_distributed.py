@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from vitinit.messages import OneLineError
 from vitinit.recipe.files import load_recipe, parse_override
 from vitinit.runs import data, start
 from vitinit.train import distributed
+from vitinit.train.device import OutOfMemory
 from vitinit.train.distributed import LaunchError, LostProcess, Processes, agreed
 from vitinit.train.interruption import Interrupted, StopRequest
 
@@ -140,6 +142,7 @@ def test_two_processes_agree_on_sums_items_signals_errors_and_initial_weights(
     (RuntimeError("[../gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:3"), True),
     (RuntimeError("Timed out waiting 1800000ms for recv"), True),
     (torch.distributed.DistBackendError("NCCL communicator was aborted"), True),
+    (RuntimeError("CUDA error: the launch timed out and was terminated"), False),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False)])
 def test_a_connection_that_breaks_is_one_line_of_each_process_and_a_defect_is_none(
         monkeypatch, error, lost):
@@ -150,6 +153,22 @@ def test_a_connection_that_breaks_is_one_line_of_each_process_and_a_defect_is_no
     if lost:
         assert caught.value.of_one_process and "\n" not in str(caught.value)
         assert str(caught.value).startswith("process 0 lost another one, which has ended")
+
+
+@pytest.mark.parametrize("error, left", [
+    (None, True), (LaunchError("of all"), True), (Interrupted(15), True),
+    (OutOfMemory("of one"), False), (RuntimeError("a defect"), False), (OSError("disk"), False)])
+def test_with_gpus_the_group_is_left_unless_one_process_alone_has_failed(monkeypatch, error, left):
+    done = []
+    monkeypatch.setattr(distributed, "start", lambda: ALONE)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: done.append("left"))
+    monkeypatch.setattr(distributed.atexit, "register", lambda *given: done.append(given))
+    with pytest.raises(type(error)) if error else nullcontext(), distributed.joined():
+        if error:
+            raise error
+    assert done == ["left" if left else (os._exit, 1)]
 
 
 def test_what_cannot_be_started_is_one_line(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from statistics import median
 
 import numpy as np
@@ -12,7 +13,9 @@ import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 
+from ..models import MODELS
 from ..models.layers import draw_drop_path
+from ..models.libraries import counterpart
 from ..recipe.sections import Recipe
 from ..runs.start import without_data
 from ..runs.teacher import learn_from_teacher
@@ -23,7 +26,6 @@ from .report import Row
 from .timing import clock_of, interleave, times_as_fast
 from .training import Part, given_step, set_up, train_on
 
-THEIRS = {"vit_base": "vit_b_16", "swin_tiny": "swin_t"}       # models that torchvision has as well
 STEPS = {"cuda": 10, "cpu": 1}                                 # of each measurement
 SIDES = {"cuda": 8192, "cpu": 1024}                            # of a large product's matrices
 
@@ -68,12 +70,14 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
         torch.cuda.reset_peak_memory_stats(device)
         engine()
     peak = peak_gib(device)                          # before there is a second model
-    name = THEIRS.get(recipe.model.name)
-    if name is None:
-        other, compiled = state.model, forward
-    else:
-        other = torchvision.models.get_model(name, num_classes=recipe.data.num_classes, **(
-            {"image_size": recipe.data.image_size[0]} if name.startswith("vit") else {})).to(device)
+    other, compiled, whose = state.model, forward, "the same model"
+    with suppress(ValueError):                       # torchvision has no such model
+        name, arguments, _ = counterpart("torchvision", MODELS[recipe.model.name][0],
+                                         image_size=recipe.data.image_size, **recipe.model.options)
+        kind = name.rpartition(".")[2]
+        other = getattr(torchvision.models, kind)(
+            **arguments, num_classes=recipe.data.num_classes).to(device)
+        whose = f"torchvision's {kind}"
         compiled = torch.compile(other) if recipe.engine.compile else other
     multiply, product_flops = product(device, amp)
     loops = {"engine": engine, "bare": bare_loop(other, compiled, part, amp, count),
@@ -87,7 +91,7 @@ def measure(recipe: Recipe, device: torch.device, batch: int) -> Row:
     way = "compiled" if recipe.engine.compile else "eager"
     return {"recipe": recipe.name, "way": f"amp {amp}, {way}", "batch": batch,
             "images/s": batch / second, "ms": 1e3 * second, "peak GiB": peak,
-            "beside a bare loop over": f"torchvision's {name}" if name else "the same model",
+            "beside a bare loop over": whose,
             "× as fast": times_as_fast(seconds["engine"], seconds["bare"]), "TFLOP/s": flops / 1e12,
             "% of large products": 100 * flops / best,
             "% of the card's rate": 100 * flops / 1e12 / card if card else None,

@@ -257,9 +257,9 @@ def held_out_part(source: Source, *, images_per_class: int, seed: int = 0) -> So
 
     Raises DataError that names the class if a class would have no image left to train on.
     """
-    return source.part(np.sort(np.concatenate([
-        order[len(order) - images_per_class:]
-        for order in shuffled_classes(source, seed, 1, images_per_class)])))
+    ends = [order[len(order) - images_per_class:] for order in
+            shuffled_classes(source, seed, 1, images_per_class)]
+    return source.part(np.sort(np.concatenate(ends)))
 
 
 def shuffled_classes(source: Source, seed: int, least: int, held_out: int) -> Iterator[np.ndarray]:

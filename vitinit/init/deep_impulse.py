@@ -34,8 +34,7 @@ from .stream import Stream, noise_images, stream_of
 from .whitened import whiten_patches
 
 WAVES = ((1, 0), (0, 1), (1, 1), (1, -1))   # turns over the height, and over the width, of the grid
-PHASE = math.pi * (3.0 - math.sqrt(5.0))    # from wave to wave: the golden angle, so that no token
-                                            # is at the peak of all of them
+PHASE = math.pi * (3.0 - math.sqrt(5.0))    # the golden angle, so that no token is at all peaks
 CODE_RMS = 0.36         # of what the code adds to pos_embed, over all channels; as in `impulse`
 MOST_IMAGES, NOISE_IMAGES = 512, 64             # used of those given; drawn where none are
 LEAST_MASS = 1.25       # in units of uniform attention, where Q, K and their gradients are 0
@@ -123,10 +122,9 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
 
     kernel_size: heads go through its offsets in turn, on from block to block (9 for 3×3).
     target_mass: the share of a head's attention among the patch tokens that lies on the head's
-        target, in the first block and in the last; in between, the logit changes linearly. (The
-        same logit is another mass on another grid: 10 gives .998 on 4×4 tokens, .66 on 8×8, .23 on
-        14×14.) A mass below 1.25 times that of uniform attention is raised to it. Queries whose
-        target is off the grid attend to the opposite border.
+        target, in the first block and in the last; in between, the logit changes linearly. A mass
+        below 1.25 times that of uniform attention is raised to it. Queries whose target is off the
+        grid attend to the opposite border.
     value_init, value_alpha, value_beta: as for `mimetic`; "base" leaves V and proj as drawn.
     constant_variance: the share of the constants in the tokens' variance before the first block.
         The larger it is, the more evenly LayerNorm divides the tokens, and the less it holds what

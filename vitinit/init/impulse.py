@@ -29,7 +29,6 @@ value_alpha, value_beta: of the mimetic V·proj (arXiv 2305.09828).
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Literal
 
 import torch
@@ -93,14 +92,10 @@ def impulse(model: nn.Module | Layout, *, generator: torch.Generator, base: Base
     basis = position_basis(positions,
                            min(rank or default_rank(*positions.shape), head_dim, directions))
 
-    # The same impulse maps recur in every block; only their noise is drawn anew.
-    @cache
-    def impulse_map(cell: Offset) -> Tensor:
-        return impulse_scale * shift_matrix(cell, vit.grid).to(positions.dtype)      # (N, N)
-
     for number, block in enumerate(vit.blocks):
         cells_of_heads = head_offsets(len(block.q), cells, offsets, generator)
-        impulses = torch.stack(list(map(impulse_map, cells_of_heads)))       # (h, N, N)
+        impulses = impulse_scale * torch.stack([
+            shift_matrix(cell, vit.grid) for cell in cells_of_heads]).to(positions)  # (h, N, N)
         noise = torch.zeros_like(impulses)
         if noise_std > 0:                            # truncated_normal_ divides by it
             truncated_normal_(noise, std=noise_std, cut=2.0, generator=generator)

@@ -47,8 +47,8 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
         as far as the init defines them (for deep_impulse also the norms, and rows that write to its
         channels).
     images: (n, 3, H, W), normalised as for training. On these the mass is measured, too, and
-        deep_impulse measures its norms (on white noise where there are none). Not for a Swin,
-        whose mass is that of its relative bias.
+        deep_impulse measures its norms (on white noise where there are none). For a Swin, whose
+        mass is that of its relative bias, only with "whitened".
     layout: describes the model, where it is of no library that is known here.
     options: of the init, see its function; for example `kernel_size`.
 
@@ -61,21 +61,20 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
     function = init_function(name, "swin" if vit.in_windows else "vit")
     chosen = with_defaults(function, options)
     require_covered(vit, work, name)
-    if vit.in_windows and images is not None:
-        raise ValueError("a Swin's mass is measured on its relative bias alone; leave out "
-                         "images")
+    if vit.in_windows and images is not None and name != "whitened":
+        raise ValueError("a Swin's mass is measured on its relative bias alone; leave out images")
     whole = name in (*BASES, "whitened")             # which write beside what a layout lists
     given, parameters = {}, inspect.signature(function).parameters
     if "images" in parameters:
-        given["images"] = None if images is None else images.detach().to(vit.pos_embed)
+        given["images"] = None if images is None else images.detach().to(vit.blocks[0].q)
     if base is not None:
         options["base"] = base
     elif "base" in parameters:
         given["base"] = None                         # which is no word of the option
-        if not whole:
+        if not whole and generator.device.type == "cpu":     # else `apply` refuses it
             prepare(vit, name, chosen, generator)
     apply(function, work, work if whole else vit, options, name=name, generator=generator, **given)
-    found = recognised(model, vit)
+    found = recognised(model, vit, images)
     results = dict(images=0 if images is None else len(images))
     if images is None and name == "deep_impulse":
         images = noise_images(vit, NOISE_IMAGES, torch.Generator().manual_seed(0))
@@ -111,10 +110,11 @@ def describe(model: nn.Module, *, layout: Callable[[nn.Module], Layout] = layout
         found = recognised(model, vit)
     except ValueError as error:
         return Description(model=type(model).__name__, reason=str(error))
+    rng = torch.Generator().manual_seed(0)
+    image = None if image_shape_of(vit) is None else noise_images(vit, 1, rng)
     for init in ("impulse", "mimetic", "deep_impulse"):
         try:
-            init_function(init, "swin" if vit.in_windows else "vit")
-            require_covered(vit, work, init)
+            init_(work, init, generator=rng, images=image, layout=layout)
             fits[init] = ""
         except ValueError as error:
             fits[init] = str(error)
@@ -185,17 +185,17 @@ def require_covered(vit: Layout, model: nn.Module, name: str) -> None:
                              "not known; describe the model by a Layout")
 
 
-def recognised(model: nn.Module, vit: Layout) -> Description:
+def recognised(model: nn.Module, vit: Layout, images: Tensor | None = None) -> Description:
     """The sizes of a layout, whose attentions are compared with their formula (a ViT's)."""
-    prefix, block = 0 if vit.in_windows else require_formula(vit), vit.blocks[0]
+    prefix, block = 0 if vit.in_windows else require_formula(vit, images), vit.blocks[0]
     return Description(model=type(model).__name__, blocks=len(vit.blocks), heads=block.q.shape[0],
                        head_dim=block.q.shape[1], grid=block.window or vit.grid,
                        in_windows=vit.in_windows, prefix_tokens=prefix)
 
 
 @torch.no_grad()
-def require_formula(vit: Layout) -> int:
-    """Pass an image through the model and compare each attention with its formula.
+def require_formula(vit: Layout, images: Tensor | None) -> int:
+    """Pass an image, or noise, through the model and compare each attention with its formula.
 
     Returns the number of prefix tokens. Raises ValueError if an attention does not read the output
     of its norm, or computes something else than softmax(Q Kᵀ / √d) V·proj from it. A layout by hand
@@ -219,7 +219,8 @@ def require_formula(vit: Layout) -> int:
                              "K, gates, post-norm or parallel blocks, another scale)")
         agree.append(block)
 
-    image = noise_images(vit, 1, torch.Generator().manual_seed(0))
+    image = (noise_images(vit, 1, torch.Generator().manual_seed(0)) if images is None else
+             images[:1].detach().to(vit.pos_embed))
     try:
         run(vit.model, image, after={
             **{block.norm: partial(keep, block.norm) for block in vit.blocks},

@@ -10,7 +10,7 @@ of this package and in those of other libraries, of which it imports none:
 | transformers 5             | q_proj, k_proj, v_proj, o_proj; SigLIP: out_proj | layernorm_before,|
 | transformers 4             | attention.query, .key, .value, output.dense      |   norm1, …       |
 | torchvision, torch.nn      | nn.MultiheadAttention                            | ln_1, norm1      |
-| vit-pytorch                | to_qkv, to_out[0]                                | norm inside      |
+| vit-pytorch                | to_qkv, to_out[0]                                | norm in, around  |
 | Swin of timm, torchvision  | qkv, proj, relative_position_bias_table          | norm1            |
 
 Any other model is described by hand: a function of the model that returns a `Layout`, whose blocks
@@ -42,7 +42,7 @@ LAYERS = (                      # the layers of Q, K and V, one where they are p
     ("attention.query", "attention.key", "attention.value", "output.dense"),
     ("to_qkv", "to_out.0"))
 HEADS = ("num_heads", "num_attention_heads", "heads")
-NORMS = ("norm1", "layernorm_before", "layer_norm1", "ln_1")         # before the attention
+NORMS = ("norm", "norm1", "layernorm_before", "layer_norm1", "ln_1")         # before the attention
 POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding")
 PREFIX_TOKENS = ("cls_token", "class_token", "dist_token", "distillation_token", "reg_token",
                  "register_tokens")
@@ -151,13 +151,13 @@ def layout_of(model: nn.Module | Layout) -> Layout:
     modules, paths, lists, blocks = dict(model.named_modules()), block_paths(model), set(), []
     for path, block in paths.items():
         lists.add(block.rpartition(".")[0])
-        attention, owner, norm = modules[path], path, None
+        attention, owner = modules[path], path
+        own = getattr(attention, "norm", None) if hasattr(attention, "to_qkv") else None
+        norm = own if isinstance(own, nn.LayerNorm) else None            # of vit-pytorch
         while norm is None and len(owner) > len(block):
             owner = owner.rpartition(".")[0]         # outwards
             for name in NORMS:
                 norm = getattr(modules[owner], name, norm)
-        if norm is None and hasattr(attention, "to_qkv"):
-            norm = attention.norm                    # of vit-pytorch
         blocks.append(block_of(attention, norm))
 
     dim, positions, tokens, prefix = blocks[0].proj.shape[0], [], [], 0

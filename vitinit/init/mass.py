@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -57,8 +56,7 @@ def has_targets(model: nn.Module, name: str, options: Mapping[str, Any]) -> bool
     tokens have no position embedding, and for queries and keys left as the base drew them.
     """
     families = ("vit", "simple_vit") + ("swin",) * (name != "mimetic")
-    return (name in AIMED and options.get("qk_init") != "base"
-            and family_of(model) in families)
+    return (name in AIMED and options.get("qk_init") != "base" and family_of(model) in families)
 
 
 def targets_of(name: str, options: Mapping[str, Any], heads: Sequence[int]
@@ -116,7 +114,7 @@ def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], imag
     chosen = with_defaults(init_function(name, family_of(model)), options)
     readers, grids = [], []
     for block in blocks_of(model):
-        readers.append((block.attn, partial(_read, block.attn)))
+        readers.append((block.attn, lambda x, _, mixer=block.attn: mixer.mixing_weights(*x)))
         grids.append(block.window if model.family == "swin" else model.grid)
     shares = mean_shares(model, images, readers, grids)
     targets = targets_of(name, chosen, list(map(len, shares)))
@@ -129,10 +127,6 @@ def mass_on_images(model: nn.Module, name: str, options: Mapping[str, Any], imag
         mass.others.append(sum(others) / len(others) if others else math.nan)
         mass.uniform.append(1.0 / (grid[0] * grid[1]))
     return mass
-
-
-def _read(mixer: nn.Module, inputs: tuple, _: Tensor) -> Tensor:
-    return mixer.mixing_weights(*inputs)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ that `impulse` would have given it.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +37,10 @@ def norm_matched(model: nn.Module | Layout, *, generator: torch.Generator,
     Norms are Frobenius norms. Raises ValueError as `impulse` does.
     """
     vit = layout_of(model)
-    structured = layout_of(copy.deepcopy(vit.model))
-    impulse(structured, generator=generator, base=base)
+    own = copy.deepcopy(vit.model.state_dict())
+    impulse(vit, generator=generator, base=base)
+    structured = copy.deepcopy(replace(vit, model=None))     # its views, apart from the model
+    vit.model.load_state_dict(own)
     draw_base(vit.model, base, generator)
     _match_norm(vit.pos_embed, structured.pos_embed)
     for block, example in zip(vit.blocks, structured.blocks):

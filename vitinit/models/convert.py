@@ -89,8 +89,7 @@ TRANSFORMERS_SWIN: Names = within("layers.{}.blocks.{}", "encoder.layers.{}.bloc
                                           for part in ("query", "key", "value")),
     "patch_embed.proj": "embeddings.patch_embeddings.projection",
     "patch_embed.norm": "embeddings.norm", "norm": "layernorm", "head.fc": "classifier",
-} | {f"layers.{stage}.downsample": f"encoder.layers.{stage - 1}.downsample"
-     for stage in STAGES[1:]}
+} | {f"layers.{stage}.downsample": f"encoder.layers.{stage - 1}.downsample" for stage in STAGES[1:]}
 
 # A name that occurs in one layout only → the layout; the first one found counts.
 LAYOUTS: dict[str, Names] = {

@@ -215,8 +215,7 @@ def draw_drop_path(rates: Sequence[float], batch: int, rng: np.random.Generator)
     return torch.from_numpy((kept / (1.0 - rates)).astype(np.float32))
 
 
-def scales_by_block(drop_path: Tensor | None, depth: int
-                    ) -> Tensor | list[tuple[None, None]]:
+def scales_by_block(drop_path: Tensor | None, depth: int) -> Tensor | list[tuple[None, None]]:
     """The drop-path scales of both branches of each block: (depth, 2, B), or None for each.
 
     drop_path: (2·depth, B), or None where no branch is dropped.

@@ -180,8 +180,7 @@ class SwinPatchEmbed(PatchEmbed):
         self.norm = nn.LayerNorm(embed_dim)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.norm(rearrange(super().forward(images), "n (h w) c -> n h w c",
-                                   h=self.grid[0]))
+        return self.norm(rearrange(super().forward(images), "n (h w) c -> n h w c", h=self.grid[0]))
 
 
 class SwinTransformer(Classifier):

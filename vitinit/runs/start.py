@@ -136,10 +136,13 @@ def measure_mass(model: nn.Module, recipe: Recipe, train_set: Source) -> list[st
     return [f"mass    {mass}, on {len(images)} training images"]
 
 
-def on_cpu(amp: str, device: torch.device) -> list[str]:
-    """A line if the other precision would be faster: bf16 on a CPU with or without instructions for
-    it (a training step of cifar10_small takes .4 or 9 times that in float32, attention.py::attend).
+def faster_amp(amp: str, device: torch.device) -> list[str]:
+    """A line if another precision would be faster. On a CPU with instructions for bf16, or without
+    them, a step of cifar10_small takes .4 or 9 times that in float32 (attention.py::attend).
     """
+    if device.type == "cuda" and amp == "bf16" and not torch.cuda.is_bf16_supported(
+            including_emulation=False):
+        return ["amp     bf16, which this GPU only emulates: engine.amp=fp16 is faster"]
     if device.type != "cpu" or platform.machine() != "x86_64" or not CPU_INFO.is_file():
         return []                                    # not known
     computes_bf16 = "avx512_bf16" in CPU_INFO.read_text()
@@ -191,7 +194,7 @@ def summary(recipe: Recipe, data: Data, model: nn.Module, notes: list[str],
         f"batch   {optim.global_batch} = {processes.world_size} process(es) × "
         f"{data.plan.accumulation} micro-batch(es) × {data.plan.micro_batch_size} images, on "
         f"{describe_device(processes.device)}",
-        *on_cpu(recipe.engine.amp, processes.device),
+        *faster_amp(recipe.engine.amp, processes.device),
         f"steps   {steps_per_epoch:,} per epoch × {epochs} epochs = {steps_per_epoch * epochs:,}",
         f"optim   {trained_by}",
         f"lr      peak {optim.peak_lr:g}; first step {lr_at(0):g}, last step "

@@ -95,7 +95,7 @@ def memory_for(key: str, value: int, rank: int) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:     # torch.OutOfMemoryError is a RuntimeError
         if not ran_out_of_memory(error):
             raise
-        where = "the GPU" if isinstance(error, torch.OutOfMemoryError) else "this machine"
+        where = "the GPU" if "CU" in str(error) else "this machine"      # CUDA, CUBLAS, CUDNN
         raise OutOfMemory(
             f"process {rank} ran out of memory on {where}; lower {key}, for example --set "
             f"{key}={max(1, value // 2)} where it takes {value} images now") from None
@@ -103,5 +103,6 @@ def memory_for(key: str, value: int, rank: int) -> Iterator[None]:
 
 def ran_out_of_memory(error: Exception) -> bool:
     """Whether this is an error of CUDA's, torch's or Python's for running out of memory."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) \
-        or "can't allocate memory" in str(error) or "not enough memory" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        words in str(error) for words in ("can't allocate memory", "not enough memory",
+                                          "out of memory", "ALLOC_FAILED"))

@@ -6,6 +6,7 @@ a run has several processes. Without them it has one, and the communication here
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import re
@@ -187,18 +188,24 @@ def joined() -> Iterator[Processes]:
     """A context that calls `start` and at its end leaves the process group, if one was joined.
 
     Raises LostProcess if the connection to another process breaks, or is silent for `PATIENCE`.
+    With GPUs that would wait for the others, which may wait for this process: after an error that
+    they do not share it does not leave, and Python ends at once when the error has been printed.
     """
     try:
         yield start()
     except RuntimeError as error:
         text = re.sub(r"^\[\S+\] ", "", str(error))      # gloo starts with a place in its own code
-        if not (isinstance(error, dist.DistError) or re.search(
+        if not (isinstance(error, dist.DistError) or "CUDA error" not in text and re.search(
                 r"by peer|tim(ed|ing) out|timeout", text, flags=re.IGNORECASE)):
             raise
         raise LostProcess(f"process {environment_rank()} lost another one, which has ended and "
                           f"said why, hangs, or cannot be reached ({in_brief(text)})") from None
     finally:
-        if dist.is_initialized():
+        error = sys.exception()
+        alone = getattr(error, "of_one_process", isinstance(error, Exception))
+        if dist.is_initialized() and alone and torch.cuda.is_available():
+            atexit.register(os._exit, 1)             # the first thing that Python does as it ends
+        elif dist.is_initialized():
             dist.destroy_process_group()
             # The model that trained holds the group, whose threads go on as long. After a stopped
             # step it is in a reference cycle with the exception; if Python ends beside the threads,

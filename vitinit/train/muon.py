@@ -121,7 +121,8 @@ class MuonWithAdamW(torch.optim.AdamW):
 
         weights, updates, steps = [], [], []
         for together, batch in zip(shapes.values(), batches):
-            update = orthogonalised(batch, torch.bfloat16 if batch.is_cuda else torch.float32)
+            half = batch.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+            update = orthogonalised(batch, torch.bfloat16 if half else torch.float32)
             if skipped is not None:
                 update = torch.where(skipped, 0.0, update)
             updates += update.unbind()
