@@ -70,9 +70,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-# ---------------------------------------------------------------------------------------------
-# Model and optimiser
-# ---------------------------------------------------------------------------------------------
+# Model and optimiser --------------------------------------------------------------------------
 
 
 def initial_state(recipe: Recipe, processes: Processes, saved: dict[str, Any] | None,
@@ -122,9 +120,7 @@ def wrap_models(state: TrainState, recipe: Recipe, processes: Processes
     return forward, measured
 
 
-# ---------------------------------------------------------------------------------------------
-# The run
-# ---------------------------------------------------------------------------------------------
+# The run --------------------------------------------------------------------------------------
 
 
 def train(args: argparse.Namespace, processes: Processes, lock: RunLock) -> int:

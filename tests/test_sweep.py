@@ -212,9 +212,7 @@ def test_ctrl_c_ends_the_sweep_once_the_running_runs_have_saved(small_run, tmp_p
     assert states[whole].startswith("to go on after ") and states[torn] == "new"
 
 
-# ---------------------------------------------------------------------------------------------
-# Side by side
-# ---------------------------------------------------------------------------------------------
+# Side by side ---------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -70,9 +70,7 @@ def offsets_on_grid(kernel_size: int, grid: tuple[int, int]) -> list[Offset]:
     return ordered_offsets(kernel_size)
 
 
-# ---------------------------------------------------------------------------------------------
-# Kernels, each (kernel_size, kernel_size)
-# ---------------------------------------------------------------------------------------------
+# Kernels, each (kernel_size, kernel_size) -----------------------------------------------------
 
 
 def impulse_kernel(offset: Offset, kernel_size: int) -> Tensor:
@@ -88,9 +86,7 @@ def random_kernel(kernel_size: int, *, generator: torch.Generator) -> Tensor:
     return (2.0 * draws - 1.0) / kernel_size
 
 
-# ---------------------------------------------------------------------------------------------
-# Kernels as N×N matrices
-# ---------------------------------------------------------------------------------------------
+# Kernels as N×N matrices ----------------------------------------------------------------------
 
 
 def neighbours(offset: Offset, grid: tuple[int, int], *, circular: bool = False
@@ -130,9 +126,7 @@ def convolution_matrix(kernel: Tensor, grid: tuple[int, int], *, circular: bool 
     return matrix
 
 
-# ---------------------------------------------------------------------------------------------
-# From a mass to a logit
-# ---------------------------------------------------------------------------------------------
+# From a mass to a logit -----------------------------------------------------------------------
 
 
 def logit_for(mass: float, shape: Tensor, target: int) -> float | None:

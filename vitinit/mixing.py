@@ -33,9 +33,7 @@ TINY = torch.finfo(torch.float32).tiny      # stands for values that have rounde
 Reader = Callable[..., Tensor]       # (heads, *inputs of the mixer) → (B, len(heads), N, N)
 
 
-# ---------------------------------------------------------------------------------------------
-# Forward passes that are looked into
-# ---------------------------------------------------------------------------------------------
+# Forward passes that are looked into ----------------------------------------------------------
 
 
 @torch.no_grad()
@@ -118,9 +116,7 @@ def mean_shares(model: nn.Module, images: Tensor,
     return sums
 
 
-# ---------------------------------------------------------------------------------------------
-# The mixers of the families
-# ---------------------------------------------------------------------------------------------
+# The mixers of the families -------------------------------------------------------------------
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -188,9 +184,7 @@ def _read_depthwise(mixing: nn.Module, channels: Any, x: Tensor) -> Tensor:
     return torch.stack(matrices).expand(len(x), -1, -1, -1)              # the same for all images
 
 
-# ---------------------------------------------------------------------------------------------
-# Summaries of attention matrices; half precision is converted to float32
-# ---------------------------------------------------------------------------------------------
+# Summaries of attention matrices; half precision is converted to float32 ----------------------
 
 
 def among_patches(weights: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -93,9 +93,7 @@ def test_batches_are_those_of_the_functions_by_hand_whatever_the_chunks_and_layo
             assert all(map(torch.equal, batch, unused))
 
 
-# ---------------------------------------------------------------------------------------------
-# Noise and erasing
-# ---------------------------------------------------------------------------------------------
+# Noise and erasing ----------------------------------------------------------------------------
 
 
 QUANTILES = normal_quantiles()
@@ -147,9 +145,7 @@ def test_noise_fills_the_box_by_its_definition_in_plain_integers_and_all_else_st
     assert torch.equal(found, expected) and found.dtype == torch.float32
 
 
-# ---------------------------------------------------------------------------------------------
-# On a GPU: few launches, and no waiting
-# ---------------------------------------------------------------------------------------------
+# On a GPU: few launches, and no waiting -------------------------------------------------------
 
 
 def on_fake_gpu(count: int, size: int, settings: Augmentation) -> Launches:

@@ -241,9 +241,7 @@ def test_a_set_is_read_as_it_was_written(tmp_path, write, name, offline):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-# ---------------------------------------------------------------------------------------------
-# Image folders, ImageNet, its other test sets, and the embedded set
-# ---------------------------------------------------------------------------------------------
+# Image folders, ImageNet, its other test sets, and the embedded set ---------------------------
 
 
 def write_folders(root: Path, *names: str) -> Path:
@@ -350,9 +348,7 @@ def test_the_embedded_set_opens_without_a_root():
     assert refusal(open_split, "shapes", "", "val", 11).startswith("shapes: 10 classes found")
 
 
-# ---------------------------------------------------------------------------------------------
-# What is missing or damaged
-# ---------------------------------------------------------------------------------------------
+# What is missing or damaged -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, split, file", [
@@ -414,9 +410,7 @@ def test_a_root_that_is_no_folder_is_one_line(root):
         assert "no such folder" in refusal(open_split, name, root, "val", 0)
 
 
-# ---------------------------------------------------------------------------------------------
-# Downloads
-# ---------------------------------------------------------------------------------------------
+# Downloads ------------------------------------------------------------------------------------
 
 
 def fetch(root: Path, asked, begun, go_on) -> None:

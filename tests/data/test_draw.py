@@ -67,9 +67,7 @@ def assert_even(counts: np.ndarray) -> None:
     assert ((counts - expected)**2 / expected).sum() < freedom + 5 * (2 * freedom)**0.5
 
 
-# ---------------------------------------------------------------------------------------------
-# Boxes: what is cropped, and what is erased
-# ---------------------------------------------------------------------------------------------
+# Boxes: what is cropped, and what is erased ---------------------------------------------------
 
 
 def test_boxes_are_distributed_like_torchvisions():
@@ -132,9 +130,7 @@ def test_flips_erasing_and_interpolations_come_at_their_rates_and_leave_the_crop
     assert {view.interpolation for view in reference} == {"bicubic"}
 
 
-# ---------------------------------------------------------------------------------------------
-# The order of an epoch
-# ---------------------------------------------------------------------------------------------
+# The order of an epoch ------------------------------------------------------------------------
 
 
 def test_an_epochs_order_is_a_permutation_by_its_key_in_which_every_image_is_first_equally_often():
@@ -146,9 +142,7 @@ def test_an_epochs_order_is_a_permutation_by_its_key_in_which_every_image_is_fir
     assert_even(np.bincount([epoch_order(3, epoch, 7)[0] for epoch in range(1400)], minlength=7))
 
 
-# ---------------------------------------------------------------------------------------------
-# RandAugment
-# ---------------------------------------------------------------------------------------------
+# RandAugment ----------------------------------------------------------------------------------
 
 
 def exact_arguments(settings: RandAugment, magnitude: Fraction, sign: int) -> list[Fraction]:
@@ -180,9 +174,7 @@ def test_arguments_are_timms_formulas_at_every_half_magnitude():
                 assert ours == pytest.approx(np.array(exact, float), rel=1e-12, abs=0)
 
 
-# ---------------------------------------------------------------------------------------------
-# Keys
-# ---------------------------------------------------------------------------------------------
+# Keys -----------------------------------------------------------------------------------------
 
 
 # Changes to augment and to rand_augment.

@@ -185,9 +185,7 @@ def test_32_bit_values_are_refused_whatever_they_are(tmp_path):
             "bits per channel)")
 
 
-# ---------------------------------------------------------------------------------------------
-# Orientation, and the two decoders of JPEG
-# ---------------------------------------------------------------------------------------------
+# Orientation, and the two decoders of JPEG ----------------------------------------------------
 
 
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "TIFF"])
@@ -230,9 +228,7 @@ def test_a_torchvision_without_a_decoder_is_done_without(monkeypatch):
     assert others.decode_jpeg is None
 
 
-# ---------------------------------------------------------------------------------------------
-# Damaged, dangerous and strange files
-# ---------------------------------------------------------------------------------------------
+# Damaged, dangerous and strange files ---------------------------------------------------------
 
 
 def test_a_broken_file_is_decoded_or_refused_in_one_line(tmp_path):

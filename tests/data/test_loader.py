@@ -54,9 +54,7 @@ def equal(ours: list[Batch], theirs: list[Batch]) -> bool:
         for a, b in zip(one, other, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------
-# What is loaded
-# ---------------------------------------------------------------------------------------------
+# What is loaded -------------------------------------------------------------------------------
 
 
 def test_a_batch_holds_the_views_and_draws_that_its_keys_name(folder, start_by):
@@ -76,9 +74,7 @@ def test_a_batch_holds_the_views_and_draws_that_its_keys_name(folder, start_by):
                 ((2,), torch.uint8), ((2,), torch.int64), ((2,), torch.float64)]
 
 
-# ---------------------------------------------------------------------------------------------
-# What goes wrong
-# ---------------------------------------------------------------------------------------------
+# What goes wrong ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [
@@ -111,9 +107,7 @@ def test_where_processes_train_together_workers_are_not_forked(start_by, monkeyp
         assert loader.multiprocessing_context.get_start_method() == method
 
 
-# ---------------------------------------------------------------------------------------------
-# Signals and exits
-# ---------------------------------------------------------------------------------------------
+# Signals and exits ----------------------------------------------------------------------------
 
 
 def test_an_epoch_goes_on_after_signals_to_its_worker(folder):

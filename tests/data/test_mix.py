@@ -83,9 +83,7 @@ def mixed_one_by_one(images: np.ndarray, mixes: Sequence[MixDraw]) -> np.ndarray
     return np.stack(mixed)
 
 
-# ---------------------------------------------------------------------------------------------
-# What is drawn
-# ---------------------------------------------------------------------------------------------
+# What is drawn --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("height, width, options", [
@@ -106,9 +104,7 @@ def test_a_mix_equals_timms_for_the_same_random_numbers(height, width, options):
         assert mixing.mixes == bool(kinds - {"none"})
 
 
-# ---------------------------------------------------------------------------------------------
-# Images
-# ---------------------------------------------------------------------------------------------
+# Images ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
@@ -130,9 +126,7 @@ def test_every_pair_of_a_batch_is_mixed_in_its_own_way_as_if_it_were_alone(halve
         assert torch.equal(mixed_targets[pair], mix_targets(targets[pair], [mix] * 2))
 
 
-# ---------------------------------------------------------------------------------------------
-# Targets
-# ---------------------------------------------------------------------------------------------
+# Targets --------------------------------------------------------------------------------------
 
 
 def test_the_loss_of_mixed_targets_is_the_mix_of_pytorchs_with_label_smoothing():

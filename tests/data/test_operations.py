@@ -28,9 +28,7 @@ RESAMPLING = {False: Image.Resampling.BILINEAR, True: Image.Resampling.BICUBIC}
 GOLDEN = Path(__file__).parent / "golden"
 
 
-# ---------------------------------------------------------------------------------------------
-# Images, and Pillow as the reference
-# ---------------------------------------------------------------------------------------------
+# Images, and Pillow as the reference ----------------------------------------------------------
 
 
 @functools.cache
@@ -100,9 +98,7 @@ def arguments_of(name: str, rng: np.random.Generator, count: int = 7) -> np.ndar
     return RAND_AUGMENT.arguments(np.full(len(signs), Operation[name]), magnitudes, signs)
 
 
-# ---------------------------------------------------------------------------------------------
-# One operation
-# ---------------------------------------------------------------------------------------------
+# One operation --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -156,9 +152,7 @@ def test_a_centre_moved_onto_the_very_edge_is_in_or_out_as_in_pillow(name, size,
         assert torch.equal(*outside) and outside[0].any() and not outside[0].all()
 
 
-# ---------------------------------------------------------------------------------------------
-# Batches
-# ---------------------------------------------------------------------------------------------
+# Batches --------------------------------------------------------------------------------------
 
 
 EVERY = replace(RAND_AUGMENT, layers=3, probability=0.9, interpolation="random")

@@ -52,9 +52,7 @@ def batches_of(plan, *, draws: Augmentation = DRAWS, rank: int = 0, repeats: int
         TrainToDevice(CPU, draws, **AS_INPUT, num_classes=CLASSES), **options)
 
 
-# ---------------------------------------------------------------------------------------------
-# Training
-# ---------------------------------------------------------------------------------------------
+# Training -------------------------------------------------------------------------------------
 
 
 def all_steps(draws: Augmentation, world_size: int, max_batch: int, workers: int = 0,
@@ -147,9 +145,7 @@ def test_workers_are_ahead_by_two_micro_batches_each_and_by_a_step():
         assert batches_of(plan, workers=1000).loader.num_workers == 4 * plan.accumulation
 
 
-# ---------------------------------------------------------------------------------------------
-# Images that are stored on the device
-# ---------------------------------------------------------------------------------------------
+# Images that are stored on the device ---------------------------------------------------------
 
 
 def test_a_cut_is_the_crop_of_the_image_wherever_the_window_lies():
@@ -194,9 +190,7 @@ def test_workers_that_only_draw_are_not_sent_the_images():
     assert sent < 3_000 < source.images.nbytes < whole
 
 
-# ---------------------------------------------------------------------------------------------
-# Evaluation views
-# ---------------------------------------------------------------------------------------------
+# Evaluation views -----------------------------------------------------------------------------
 
 
 SIZE = (11, 13)
@@ -297,9 +291,7 @@ def test_the_budgets_are_the_bytes_of_this_process_share(folder, on_device, cach
     assert words[place] in batches.in_words()
 
 
-# ---------------------------------------------------------------------------------------------
-# Batches are prepared in a stream of their own, and the streams wait where they must
-# ---------------------------------------------------------------------------------------------
+# Batches are prepared in a stream of their own, and the streams wait where they must ----------
 
 
 class Queue:

@@ -37,9 +37,7 @@ def deits_share(order: np.ndarray, *, repeats: int, rank: int, world_size: int) 
     return views[rank::world_size][:len(order) // 256 * 256 // world_size]
 
 
-# ---------------------------------------------------------------------------------------------
-# The plan
-# ---------------------------------------------------------------------------------------------
+# The plan -------------------------------------------------------------------------------------
 
 
 def plans(count: int = 60) -> Iterator[tuple[BatchPlan, int]]:
@@ -88,9 +86,7 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest(global_
     assert plan_batches(12, 1, 2, group=1).micro_batch_size == 1         # no pair, and none needed
 
 
-# ---------------------------------------------------------------------------------------------
-# The epoch
-# ---------------------------------------------------------------------------------------------
+# The epoch ------------------------------------------------------------------------------------
 
 
 def test_by_any_plan_an_epoch_is_the_views_of_its_order_in_global_batches():
@@ -118,9 +114,7 @@ def test_by_any_plan_an_epoch_is_the_views_of_its_order_in_global_batches():
         assert np.array_equal(found[done:, :, 1:].reshape(-1, 2), views[done * size:steps * size])
 
 
-# ---------------------------------------------------------------------------------------------
-# Repeated augmentation
-# ---------------------------------------------------------------------------------------------
+# Repeated augmentation ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size, max_batch, repeats, group", [(2, 64, 3, 32), (8, 5, 2, 1)])

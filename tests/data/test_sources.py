@@ -33,9 +33,7 @@ def tree(root: Path, *names: str) -> Path:
 refusal = partial(refused, DataError)
 
 
-# ---------------------------------------------------------------------------------------------
-# Folders
-# ---------------------------------------------------------------------------------------------
+# Folders --------------------------------------------------------------------------------------
 
 
 def test_the_listing_is_torchvisions_but_for_hidden_files(tmp_path):
@@ -114,9 +112,7 @@ def test_each_class_of_a_set_is_found_at_its_index_in_the_model():
         "class 'cow' is none of the model's 5 classes (ant, bee, … eel)")
 
 
-# ---------------------------------------------------------------------------------------------
-# Parts of a training set
-# ---------------------------------------------------------------------------------------------
+# Parts of a training set ----------------------------------------------------------------------
 
 
 def numbered(sizes: Sequence[int]) -> ImagesInMemory:

@@ -75,9 +75,7 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - g).norm() / (g.norm() + floor)) for name, g in other.items())
 
 
-# ---------------------------------------------------------------------------------------------
-# Gradients. Bounds are margins for rounding, that of the weights (6e-8 relative) included.
-# ---------------------------------------------------------------------------------------------
+# Gradients. Bounds are margins for rounding, that of the weights (6e-8 relative) included. ----
 
 
 def test_a_float32_step_is_the_cpus_in_float64(small_model, gradients, record_property):
@@ -133,9 +131,7 @@ def test_nothing_is_compiled_again_after_the_first_epoch(a_vit, device, batch_of
     assert 0 < graphs[0] <= 4 and graphs[0] == graphs[1] == graphs[2]
 
 
-# ---------------------------------------------------------------------------------------------
-# DistributedDataParallel
-# ---------------------------------------------------------------------------------------------
+# DistributedDataParallel ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -195,9 +191,7 @@ def test_gradients_have_the_strides_of_their_weights(small_model, device, batch_
         assert all(own == its for own, its in strides), (name, strides)
 
 
-# ---------------------------------------------------------------------------------------------
-# Attention in windows
-# ---------------------------------------------------------------------------------------------
+# Attention in windows -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("amp, bound", [("off", 1e-5), ("bf16", 0.03), ("fp16", 0.005)])
@@ -233,9 +227,7 @@ def test_attention_in_windows_is_the_plain_product(device, record_property, side
     assert all(part.isfinite().all() for part in found) and distance < bound
 
 
-# ---------------------------------------------------------------------------------------------
-# fp16, the moving average, evaluation
-# ---------------------------------------------------------------------------------------------
+# fp16, the moving average, evaluation ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
@@ -300,9 +292,7 @@ def test_evaluation_counts_as_the_cpu_does(small_model, cuda, batch_of):
     assert found.loss == pytest.approx(expected.loss, rel=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------
-# Time, waiting, memory
-# ---------------------------------------------------------------------------------------------
+# Time, waiting, memory ------------------------------------------------------------------------
 
 
 def test_the_engines_seconds_are_those_of_a_clock_outside(cuda, record_property):

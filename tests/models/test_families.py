@@ -51,9 +51,7 @@ def drawn_images(batch: int = 3, height: int = 12, width: int = 20) -> torch.Ten
     return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(batch))
 
 
-# ---------------------------------------------------------------------------------------------
-# Features: held against hooks on the modules that make them
-# ---------------------------------------------------------------------------------------------
+# Features: held against hooks on the modules that make them -----------------------------------
 
 
 @each_family
@@ -141,9 +139,7 @@ def test_images_of_another_size_or_shape_are_one_line(family):
         assert refused(ValueError, model, torch.zeros(shape)).startswith(message)
 
 
-# ---------------------------------------------------------------------------------------------
-# Precision, compiling, exporting, full size
-# ---------------------------------------------------------------------------------------------
+# Precision, compiling, exporting, full size ---------------------------------------------------
 
 
 @one_of_each
@@ -196,9 +192,7 @@ def test_flops_are_those_of_its_layers_and_of_attention(family):
     assert training_flops(built(family), 3, (12, 20)) == pytest.approx(3 * counted / 3)
 
 
-# ---------------------------------------------------------------------------------------------
-# Names and sizes, as in checkpoints
-# ---------------------------------------------------------------------------------------------
+# Names and sizes, as in checkpoints -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, options, parameters, digest", [
@@ -246,9 +240,7 @@ def test_names_and_sizes_are_those_of_checkpoints(name, options, parameters, dig
     assert len(model.drop_path_rates) == 2 * len(blocks_of(model)) * drops
 
 
-# ---------------------------------------------------------------------------------------------
-# Sizes that cannot be
-# ---------------------------------------------------------------------------------------------
+# Sizes that cannot be -------------------------------------------------------------------------
 
 EXTREMES = (0, -1, 2**62, 10**30)
 FRACTIONS = (0.0, -1.0, 1e-9, math.nan, math.inf, 1e308)

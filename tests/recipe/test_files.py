@@ -43,9 +43,7 @@ def set_refusal(*texts: str) -> str:
     return message.removeprefix(f"--set {texts[-1]}: ")
 
 
-# ---------------------------------------------------------------------------------------------
-# The recipes that come with the project
-# ---------------------------------------------------------------------------------------------
+# The recipes that come with the project -------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -132,9 +130,7 @@ def test_the_simple_vit_recipes_augment_as_torchvisions_randaugment(path):
         assert found == pytest.approx(extent, **({"rel": 1e-6} if signed else {"abs": 1.0}))
 
 
-# ---------------------------------------------------------------------------------------------
-# What a recipe is
-# ---------------------------------------------------------------------------------------------
+# What a recipe is -----------------------------------------------------------------------------
 
 
 def test_the_data_sets_of_a_recipe_are_those_that_can_be_opened():
@@ -151,9 +147,7 @@ def test_other_ways_to_write_a_value():
     assert recipe.schedule.warmup_lr == 0.0 and math.copysign(1.0, recipe.schedule.warmup_lr) == 1.0
 
 
-# ---------------------------------------------------------------------------------------------
-# What a recipe refuses
-# ---------------------------------------------------------------------------------------------
+# What a recipe refuses ------------------------------------------------------------------------
 
 
 def test_a_wrong_table_is_refused_with_the_nearest_right_one(tmp_path):
@@ -274,9 +268,7 @@ def test_values_that_contradict_each_other_are_refused_up_to_the_edge(wrong, rig
     with_sets(*wrong, right)
 
 
-# ---------------------------------------------------------------------------------------------
-# --set
-# ---------------------------------------------------------------------------------------------
+# --set ----------------------------------------------------------------------------------------
 
 
 def test_set_takes_toml_and_bare_words():
@@ -338,9 +330,7 @@ def test_what_set_gets_wrong_is_named_with_what_was_written():
         assert words in set_refusal("init.options.rank=3", text)
 
 
-# ---------------------------------------------------------------------------------------------
-# Writing and reading back
-# ---------------------------------------------------------------------------------------------
+# Writing and reading back ---------------------------------------------------------------------
 
 
 def test_awkward_folders_and_values_write_back_to_equal_ones(tmp_path):

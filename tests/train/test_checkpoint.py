@@ -86,9 +86,7 @@ def test_safetensors_are_read(tmp_path):
     assert torch.equal(model_state(state, tmp_path)["w"], torch.arange(3.0))
 
 
-# ---------------------------------------------------------------------------------------------
-# The models in it
-# ---------------------------------------------------------------------------------------------
+# The models in it -----------------------------------------------------------------------------
 
 
 def test_a_model_is_found_under_every_name_and_the_average_is_not_the_model(tmp_path):

@@ -141,9 +141,7 @@ def test_a_micro_batch_is_prepared_once_the_one_before_was_trained_on():
     assert order == ["prepared", "trained"] * 3 * STEPS
 
 
-# ---------------------------------------------------------------------------------------------
-# Mixed precision
-# ---------------------------------------------------------------------------------------------
+# Mixed precision ------------------------------------------------------------------------------
 
 
 class OverflowingScaler(torch.amp.GradScaler):
@@ -174,9 +172,7 @@ def test_rows_in_fp16_give_the_scale_and_no_norm_where_it_overflowed(clip_norm):
     assert rows[1].grad_norm == pytest.approx(plain[1].grad_norm, rel=0.2)
 
 
-# ---------------------------------------------------------------------------------------------
-# Ends between two steps
-# ---------------------------------------------------------------------------------------------
+# Ends between two steps -----------------------------------------------------------------------
 
 
 def test_a_loss_that_is_not_finite_is_told_by_its_step_before_the_weights():
@@ -189,9 +185,7 @@ def test_a_loss_that_is_not_finite_is_told_by_its_step_before_the_weights():
             train(state, steps, save_every=save_every, save=lambda: read_losses(state, ALONE))
 
 
-# ---------------------------------------------------------------------------------------------
-# Time
-# ---------------------------------------------------------------------------------------------
+# Time -----------------------------------------------------------------------------------------
 
 
 def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evaluating(monkeypatch):
@@ -221,9 +215,7 @@ def test_time_counts_until_the_device_is_done_once_and_without_saving_and_evalua
     assert (state.progress.seconds, state.progress.waiting_seconds) == (saved[1], 23.0)
 
 
-# ---------------------------------------------------------------------------------------------
-# Evaluation
-# ---------------------------------------------------------------------------------------------
+# Evaluation -----------------------------------------------------------------------------------
 
 
 def counted_by_hand(model, images, labels, chosen):
@@ -266,9 +258,7 @@ def test_evaluation_equals_a_loop_over_all_images_and_the_chosen_columns(size, c
     assert result.class_images == [labels.tolist().count(label) for label in range(len(chosen))]
 
 
-# ---------------------------------------------------------------------------------------------
-# The mode of the model
-# ---------------------------------------------------------------------------------------------
+# The mode of the model ------------------------------------------------------------------------
 
 
 def test_it_trains_in_training_mode_whatever_mode_the_model_was_in():

@@ -140,9 +140,7 @@ def ours(name: str, grid: tuple[int, int] = (5, 5), **sizes) -> nn.Module:
         image_size=(PATCH[0] * grid[0], PATCH[1] * grid[1]), **options)).eval()
 
 
-# ---------------------------------------------------------------------------------------------
-# The same function
-# ---------------------------------------------------------------------------------------------
+# The same function ----------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -205,9 +203,7 @@ def test_resized_positions_are_those_of_the_patches_alone(name):
     torch.testing.assert_close(model.pos_embed[:, before:].float(), expected, rtol=0, atol=1e-6)
 
 
-# ---------------------------------------------------------------------------------------------
-# What no forward pass reads, and what may be new
-# ---------------------------------------------------------------------------------------------
+# What no forward pass reads, and what may be new ----------------------------------------------
 
 
 def test_what_belongs_to_pretraining_is_dropped_and_named():
@@ -251,9 +247,7 @@ def test_registers_may_be_added():
         positions[:, :1], own["pos_embed"][:, 1:6], positions[:, 1:]], dim=1))
 
 
-# ---------------------------------------------------------------------------------------------
-# What is refused
-# ---------------------------------------------------------------------------------------------
+# What is refused ------------------------------------------------------------------------------
 
 
 def refusal(load, model: nn.Module, tensors: dict[str, Tensor]) -> str:

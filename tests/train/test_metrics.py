@@ -66,9 +66,7 @@ def test_on_a_terminal_one_line_is_rewritten_and_erased(capsys, monkeypatch):
         "decode: 1/3, 2 s left\x1b[K\rdecode: 2/3, 1 s left\x1b[K\r\x1b[K")
 
 
-# ---------------------------------------------------------------------------------------------
-# FLOPs
-# ---------------------------------------------------------------------------------------------
+# FLOPs ----------------------------------------------------------------------------------------
 
 
 def simple_vit_flops(tokens: int, width: int, inner: int) -> tuple[int, int]:

@@ -53,9 +53,7 @@ def put_gradients(model: nn.Module, seed: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
-# ---------------------------------------------------------------------------------------------
-# The iteration
-# ---------------------------------------------------------------------------------------------
+# The iteration --------------------------------------------------------------------------------
 
 
 def iterated_singular_values(matrix: Tensor) -> Tensor:
@@ -81,9 +79,7 @@ def test_the_iteration_maps_singular_values_by_its_polynomial(rows, columns, dty
     assert torch.equal(found[0], matrices[0]) and torch.linalg.matrix_norm(found[1:], 2).max() < 1.3
 
 
-# ---------------------------------------------------------------------------------------------
-# The update
-# ---------------------------------------------------------------------------------------------
+# The update -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family, by_muon", [*((family, True) for family in SMALL),
@@ -124,9 +120,7 @@ def test_an_update_is_its_formula_in_float64(family, by_muon):
         torch.testing.assert_close(ours, other, rtol=0, atol=1e-5, msg=lambda m: f"{name}: {m}")
 
 
-# ---------------------------------------------------------------------------------------------
-# Launches, and skipped steps
-# ---------------------------------------------------------------------------------------------
+# Launches, and skipped steps ------------------------------------------------------------------
 
 
 def operations(optimizer: torch.optim.Optimizer) -> int:

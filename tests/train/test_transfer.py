@@ -63,9 +63,7 @@ def refusal(model: nn.Module, tensors: dict[str, Tensor],
     return message
 
 
-# ---------------------------------------------------------------------------------------------
-# What fits
-# ---------------------------------------------------------------------------------------------
+# What fits ------------------------------------------------------------------------------------
 
 
 def test_a_classifier_of_other_classes_stays_as_the_init_drew_it():
@@ -135,9 +133,7 @@ def test_fixed_position_embeddings_stay_and_are_reported(kind, old):
     assert (report.dropped, report.kept) == (["pos_embed (the model's are fixed)"], ["pos_embed"])
 
 
-# ---------------------------------------------------------------------------------------------
-# What is refused
-# ---------------------------------------------------------------------------------------------
+# What is refused ------------------------------------------------------------------------------
 
 
 def test_what_does_not_fit_is_refused_with_its_names_and_shapes():
@@ -160,9 +156,7 @@ def test_what_does_not_fit_is_refused_with_its_names_and_shapes():
         assert "pos_embed has embeddings for 14 patches" in message and words in message
 
 
-# ---------------------------------------------------------------------------------------------
-# The same model at another image size, and from a file
-# ---------------------------------------------------------------------------------------------
+# The same model at another image size, and from a file ----------------------------------------
 
 
 def small(name: str, size: int | tuple[int, int], sizes: dict, seed: int = 0) -> nn.Module:

@@ -33,9 +33,7 @@ FRAME = 2                       # pixels of border that interpolation may read o
 ARGUMENT, GROUP, MAP, MATRIX, COLUMNS = 1, 3, slice(4, 8), slice(8, 14), 14
 
 
-# ---------------------------------------------------------------------------------------------
-# Maps of levels, by tables (n, 3, 256) uint8: one per channel
-# ---------------------------------------------------------------------------------------------
+# Maps of levels, by tables (n, 3, 256) uint8: one per channel ---------------------------------
 
 
 def map_levels(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor:
@@ -94,9 +92,7 @@ def equalize_tables(histograms: Tensor, lightest: Tensor, levels: Tensor) -> Ten
     return torch.where(step > 0, spread.clamp_(max=255), levels).to(torch.uint8)
 
 
-# ---------------------------------------------------------------------------------------------
-# Enhancements: blends with a plainer version, towards it (factors 0 to 1) or away (above 1)
-# ---------------------------------------------------------------------------------------------
+# Enhancements: blends with a plainer version, towards it (factors 0 to 1) or away (above 1) ---
 
 
 def enhance(images: Tensor, counts: Sequence[int], columns: Tensor) -> Tensor:
@@ -155,9 +151,7 @@ def smoothed(images: Tensor) -> Tensor:
     return smooth
 
 
-# ---------------------------------------------------------------------------------------------
-# Affine maps
-# ---------------------------------------------------------------------------------------------
+# Affine maps ----------------------------------------------------------------------------------
 
 
 def affine(images: Tensor, counts: Sequence[int], columns: Tensor, *, fill: Tensor,

@@ -65,9 +65,7 @@ def write_report(out: Path, runs: Sequence[Path], *, data_dir: str | None, image
                  for group in groups for run in group.runs.values()]})
 
 
-# ---------------------------------------------------------------------------------------------
-# Curves and comparison
-# ---------------------------------------------------------------------------------------------
+# Curves and comparison ------------------------------------------------------------------------
 
 
 def panels(groups: Sequence[Group], notes: list[str]) -> list[dict[str, Any]]:
@@ -108,9 +106,7 @@ def intervals(groups: Sequence[Group]) -> list[dict[str, Any]]:
             for label, weights, by_seed in paired(groups) if by_seed]
 
 
-# ---------------------------------------------------------------------------------------------
-# One run
-# ---------------------------------------------------------------------------------------------
+# One run --------------------------------------------------------------------------------------
 
 
 def run_view(run: Run, group: Group, *, data_dir: str | None, images: int, weights: str

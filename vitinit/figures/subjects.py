@@ -141,9 +141,7 @@ def chosen_heads(heads: Sequence[int] | None, count: int) -> list[int]:
     return chosen
 
 
-# ---------------------------------------------------------------------------------------------
-# Photographs
-# ---------------------------------------------------------------------------------------------
+# Photographs ----------------------------------------------------------------------------------
 
 
 def photographs(folder: Path | None, count: int, recipe: Recipe) -> Tensor:

@@ -121,9 +121,7 @@ def describe(model: nn.Module, *, layout: Callable[[nn.Module], Layout] = layout
     return replace(found, fits=tuple(fits.items()))
 
 
-# ---------------------------------------------------------------------------------------------
-# What can be initialised, and on what
-# ---------------------------------------------------------------------------------------------
+# What can be initialised, and on what ---------------------------------------------------------
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -235,9 +233,7 @@ def require_formula(vit: Layout, images: Tensor | None) -> int:
     return read[vit.blocks[0].norm].shape[1] - cells
 
 
-# ---------------------------------------------------------------------------------------------
-# Before the init, and after
-# ---------------------------------------------------------------------------------------------
+# Before the init, and after -------------------------------------------------------------------
 
 
 def prepare(vit: Layout, name: str, options: Mapping[str, Any], generator: torch.Generator) -> None:

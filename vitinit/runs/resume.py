@@ -39,9 +39,7 @@ MAY_CHANGE = ("data.root", "distill.teacher", "distill.weights", *MACHINE_KEYS)
 Chosen = tuple[RunFolder, dict[str, Any] | None, Recipe, str]
 
 
-# ---------------------------------------------------------------------------------------------
-# One writer
-# ---------------------------------------------------------------------------------------------
+# One writer -----------------------------------------------------------------------------------
 
 
 class RunLock(ExitStack):
@@ -82,9 +80,7 @@ class RunLock(ExitStack):
             os.write(handle, holder.encode())
 
 
-# ---------------------------------------------------------------------------------------------
-# Which run
-# ---------------------------------------------------------------------------------------------
+# Which run ------------------------------------------------------------------------------------
 
 
 def choose_run(args: argparse.Namespace, processes: Processes, lock: RunLock) -> Chosen | None:
@@ -175,9 +171,7 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | No
     return folder, state, recipe, written
 
 
-# ---------------------------------------------------------------------------------------------
-# A run goes on as it began
-# ---------------------------------------------------------------------------------------------
+# A run goes on as it began --------------------------------------------------------------------
 
 
 def require_same(run: Path, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -115,9 +115,7 @@ def set_up_folder(folder: RunFolder, lock: RunLock, recipe: Recipe, state: Train
         folder.save(state.weights(), folder.kept(0))
 
 
-# ---------------------------------------------------------------------------------------------
-# What train.py prints before training
-# ---------------------------------------------------------------------------------------------
+# What train.py prints before training ---------------------------------------------------------
 
 
 def measure_mass(model: nn.Module, recipe: Recipe, train_set: Source) -> list[str]:

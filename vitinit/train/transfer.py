@@ -124,9 +124,7 @@ def load_exactly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) ->
     model.load_state_dict(tensors)
 
 
-# ---------------------------------------------------------------------------------------------
-# Tokens before the patches, and their position embeddings
-# ---------------------------------------------------------------------------------------------
+# Tokens before the patches, and their position embeddings -------------------------------------
 
 
 def unread_tokens_as_registers(own: Mapping[str, Tensor],
@@ -210,9 +208,7 @@ def _grid_and_entries(count: int, saved: Mapping[str, int], wanted: tuple[int, i
                           f"no {shape} grid; it cannot be resized")
 
 
-# ---------------------------------------------------------------------------------------------
-# What a checkpoint and a model may differ in
-# ---------------------------------------------------------------------------------------------
+# What a checkpoint and a model may differ in --------------------------------------------------
 
 
 def _may_differ(name: str, others: Mapping[str, Tensor], new_head: bool) -> bool:
