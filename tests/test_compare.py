@@ -112,6 +112,11 @@ def test_runs_of_other_code_and_hardware_are_counted(printed, written_run):
     assert "All runs: torch 2.7; Python 3.11; processes 1.\n" in text
     assert ("Runs differ (number of runs): commit c0ffee (2), f00d (1), beef (1); "
             "device CPU (1), NVIDIA H100 (2).\n") in text
+    on = [written_run(f"on-{seed}", [1.0], seed=seed, start={"data": {
+        "files and labels": f"{seed}" * 16 + validation}}) for seed, validation in
+        enumerate(("beef", "beef", "cafe"))]
+    assert "validation images beef (2), cafe (1).\n" in printed(*on)
+    assert "validation images" not in printed(*on[:2])
 
 
 def test_an_archive_prints_the_same_as_the_folders(printed, six_runs, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +160,11 @@ def test_a_run_with_held_out_images_is_validated_on_them(eval_program, run_on_pa
     assert row["ema"] == by_hand(vitinit.load(folder, weights="ema").model, data.train_set,
                                  [0, 1, 2])
     assert (test["data"], test["model"]["images"]) == ("image_folder", 21)
+    added = next((image_tree / "train").glob("*/*"))
+    shutil.copy(added, added.with_name(f"0 {added.name}"))
+    for more in ((), ("--train-images",)):           # others than were may be held out now
+        assert eval_program.main([str(folder), *more]) == 2
+        assert ": the images have changed since " in capsys.readouterr().err
 
 
 def test_a_foreign_checkpoint_needs_only_a_recipe(eval_program, image_tree, tmp_path, capsys):

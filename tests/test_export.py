@@ -167,11 +167,12 @@ def test_no_export_contains_an_image_or_a_path_of_this_machine(checkpoint, tmp_p
     run.mkdir(parents=True)
     state = torch.load(checkpoint)
     recipe = from_dict(state["recipe"], "", overrides(data_dir=f"{home}/photographs", sets=[
-        f"init.checkpoint={home}/pretrained.pt"]))
+        f"init.checkpoint={home}/pretrained.pt", f"distill.teacher={home}/teacher",
+        f"distill.weights={home}/weights.pth"]))
     torch.save(state | {"recipe": recipe.as_dict()}, run / "last.pt")
     (run / "recipe.toml").write_text(recipe.as_toml())
     (run / "run.json").write_text(json.dumps([{
-        "command": [f"{home}/train.py", "--data-dir", f"{home}/photographs"],
+        "command": [f"{home}/train.py", "--set", f'data.root="{home}/photographs"'],
         "data": {"root": f"{home}/photographs as they were"}}]))
     out = tmp_path / "out"
     assert exported(run, "--to", kind, "--out", out) == 0
@@ -232,6 +233,10 @@ def test_integers_such_as_batch_norms_count_are_not_rounded(checkpoint, tmp_path
     assert exported(checkpoint, "--to", "run", "--out", tmp_path / "small") == 0
     ours, theirs = (vitinit.load(path).model.state_dict()
                     for path in (tmp_path / "small", checkpoint))
+    bare = {key: value for key, value in state.items() if key != "classes"}
+    torch.save(bare, checkpoint)                     # a name that we invent is no name to keep
+    assert exported(checkpoint, "--to", "run", "--out", tmp_path / "bare") == 0
+    assert torch.load(tmp_path / "bare" / "last.pt")["classes"] is None
     for name, value in theirs.items():
         rounded = value.half().float() if value.is_floating_point() else value
         assert torch.equal(ours[name], rounded), name

@@ -141,7 +141,10 @@ def differences(groups: Sequence[Group]) -> str:
 
 
 def origin(groups: Sequence[Group]) -> str:
-    """With which code and on which device the runs were made; the counts, where runs differ."""
+    """With which code and on which device the runs were made; the counts, where runs differ.
+
+    Also counted are sets of validation images, by a digest, if there are several.
+    """
     runs = [run for group in groups for run in group.runs.values()]
     alike, unlike = [], []
     for key, words in RECORDED.items():
@@ -153,6 +156,10 @@ def origin(groups: Sequence[Group]) -> str:
         elif counts:
             unlike.append(f"{words} " + ", ".join(f"{value} ({count})"
                                                   for value, count in counts.items()))
+    images = Counter(run.validated_on for run in runs if run.validated_on)
+    if len(images) > 1:
+        unlike.append("validation images " + ", ".join(
+            f"{digest} ({count})" for digest, count in images.items()))
     lines = [f"All runs: {'; '.join(alike)}."] if alike else []
     lines += [f"Runs differ (number of runs): {'; '.join(unlike)}."] if unlike else []
     return "\n\n".join(lines)

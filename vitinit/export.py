@@ -67,9 +67,11 @@ def metadata(trained: Trained) -> dict[str, Any]:
 
 def without_folders(recipe: Recipe) -> Recipe:
     """The recipe with the last parts of its absolute paths: nobody else has the folders above."""
-    data, init = recipe.data, recipe.init
+    data, init, distill = recipe.data, recipe.init, recipe.distill
     return replace(recipe, data=replace(data, root=portable(data.root)),
-                   init=replace(init, checkpoint=portable(init.checkpoint)))
+                   init=replace(init, checkpoint=portable(init.checkpoint)),
+                   distill=replace(distill, teacher=portable(distill.teacher),
+                                   weights=portable(distill.weights)))
 
 
 def taken_by(library: str, trained: Trained) -> tuple[dict[str, Any], Names]:
@@ -188,9 +190,10 @@ def export_run(trained: Trained, out: Path) -> str:
     of_run = "recipe" in stored
     recipe = from_dict(stored["recipe"], str(trained.path)) if of_run else trained.recipe
     state = {name: stored[name] for name in ("grid", "step", "progress") if name in stored}
+    invented = tuple(map(str, range(len(trained.classes)))) == trained.classes
     state |= {"model": {name: value.half() if value.is_floating_point() else value
                         for name, value in trained.model.state_dict().items()},
-              "ema": None, "classes": list(trained.classes),
+              "ema": None, "classes": stored.get("classes") if invented else list(trained.classes),
               "recipe": without_folders(recipe).as_dict()}
     with new_folder(out):
         folder = RunFolder(out)

@@ -101,8 +101,9 @@ def test_a_fingerprint_is_of_paths_below_the_root_labels_and_classes(tmp_path):
     moved = [path.replace(str(tmp_path), "/elsewhere") for path in paths]
     assert fingerprint(ImageFiles(moved, [0, 1], ["a", "b"]), "/elsewhere") == one
     others = [ImageFiles(paths[::-1], [0, 1], ["a", "b"]), ImageFiles(paths, [1, 0], ["a", "b"]),
-              ImageFiles(paths, [0, 1], ["a", "c"])]
-    assert len({one, *(fingerprint(other, str(tmp_path)) for other in others)}) == 4
+              ImageFiles(paths, [0, 1], ["a", "c"]),
+              ImageFiles(paths, [0, 1], ["a", os.fsdecode(b"caf\xe9")])]
+    assert len({one, *(fingerprint(other, str(tmp_path)) for other in others)}) == 5
 
 
 def test_each_class_of_a_set_is_found_at_its_index_in_the_model():

@@ -315,6 +315,8 @@ def test_an_init_that_is_named_keeps_the_options_of_the_file_that_it_has(tmp_pat
 
 
 def test_what_set_gets_wrong_is_named_with_what_was_written():
+    assert refusal(load_recipe, QUICKSTART, [Override("crop_pct", 1.0, "crop_pct")]) == (
+        "crop_pct: 'crop_pct' is no section.key, such as eval.crop_pct")
     for text, words in {
             "seed=3": "expected section.key=value, for example --set schedule.epochs=10",
             "run.=3": "[run] has no key ''; valid: seed",

@@ -13,7 +13,9 @@ import torch
 
 import vitinit
 from vitinit.figures.subjects import of_runs
+from vitinit.runs.folder import RunFolder
 from vitinit.runs.records import read_run
+from vitinit.runs.resume import resumed_run
 
 ONE_EPOCH = dict(schedule__epochs="1")
 
@@ -140,6 +142,8 @@ def test_a_relative_folder_of_data_is_that_of_the_first_start(
     assert eval_program.main([str(folder)]) == 2
     assert str(image_tree) in capsys.readouterr().err
     assert eval_program.main([str(folder), "--data-dir", str(moved)]) == 0
+    typed = train_program.parse_arguments(["--resume", str(folder), "--data-dir", "images"])
+    assert resumed_run(typed, RunFolder(folder), None)[2].data.root == "images"      # here
     assert 'root = "images"' in (folder / "recipe.toml").read_text()
     assert [start["data"]["root"] for start in json.loads((folder / "run.json").read_text())] == [
         str(image_tree)] * 3

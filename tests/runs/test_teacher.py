@@ -56,6 +56,10 @@ def test_an_exported_program_is_the_same_teacher(images, tmp_path, capsys):
     torch.testing.assert_close(teacher.model(images), ours.model(images))
     assert (teacher.mean, teacher.std, teacher.size) == (ours.mean, ours.std, ours.size)
     assert "matched by name" in teacher.name
+    assert export.main([str(RUN), "--to", "torch", "--normalise", "--out",
+                        str(tmp_path / "uint8.pt2")]) == 0
+    with pytest.raises(OneLineError, match="without --normalise .it takes torch.uint8.$"):
+        opened(str(tmp_path / "uint8.pt2"))
 
 
 def test_torchvisions_models_read_views_of_any_size(tmp_path):

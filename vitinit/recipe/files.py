@@ -131,6 +131,8 @@ def _recipe(tables: dict[str, Any], name: str, source: str, changes: Sequence[Ov
     own_init = tables["init"].get("name")
     for change in changes:
         *parents, last = change.key.split(".")
+        if not parents:
+            refuse(f"'{last}' is no section.key, such as eval.crop_pct", change.key)
         place = tables
         for parent in parents:
             if not isinstance(place.get(parent), dict):

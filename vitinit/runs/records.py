@@ -72,6 +72,12 @@ class Run:
         """Whether all epochs are done and on record."""
         return len(self.rows) == self.epochs
 
+    @property
+    def validated_on(self) -> str:
+        """A digest of the files and labels of the validation images; "" if it is not on record."""
+        data = self.starts[0].get("data") if self.starts else None
+        return data.get("files and labels", "")[16:] if isinstance(data, dict) else ""
+
     def measured(self, metric: str) -> list[float]:
         """The values of a metric in the epochs that were evaluated; [] for that of no EMA."""
         return [row[metric] for row in self.rows if row[metric] is not None]
@@ -203,4 +209,5 @@ def portable(word: str) -> str:
     "/home/ada/photos" → "photos", "data.root=/home/ada/photos" → "data.root=photos"
     """
     key, equals, path = ("", "", word) if os.path.isabs(word) else word.partition("=")
+    path = path.strip("\"'")                         # of TOML's strings
     return f"{key}{equals}{Path(path).name}" if os.path.isabs(path) else word

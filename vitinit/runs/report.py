@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..messages import one_line
 from ..train.checkpoint import write_text_atomically
 from ..train.engine import Evaluation
 from .data import EvaluatedSet
@@ -51,7 +52,7 @@ class Finding:
         for label, total, *hits in zip(self.classes, self.results["model"].class_images,
                                        *(result.class_hits for result in self.results.values())):
             shares = [100.0 * correct / total for correct in hits]
-            rows.append((shares[0], [label, f"{total:,}", *(f"{share:.2f}" for share in shares)]))
+            rows.append((shares[0], [one_line(label), f"{total:,}", *map("{:.2f}".format, shares)]))
         rows.sort(key=lambda row: row[0])
         return table(["class", "images", *(f"{name} top-1" for name in self.results)],
                      [cells for _, cells in rows])

@@ -166,7 +166,8 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | No
             init=args.init, seed=args.seed, sets=args.set, data_dir=args.data_dir))
     require_same_recipe(folder.path, stored.keys, recipe.keys)
     written = recipe.data.root
-    if written == stored.data.root:                  # a relative path was relative to elsewhere
+    # A relative path of the run's was relative to elsewhere, one that is typed now is not.
+    if written == stored.data.root and (args.data_dir is None or args.resume == "auto"):
         recipe = recipe.with_data(root=folder.data_of(-1).get("root", written))
     return folder, state, recipe, written
 

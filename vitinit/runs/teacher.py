@@ -137,6 +137,8 @@ def program(path: Path, recipe: Recipe, device: torch.device) -> Opened:
         described = json.loads(notes["vitinit.json"] or "{}")
         images = next(node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"
                       and node.name in exported.graph_signature.user_inputs)
+        if images.dtype != torch.float32:
+            raise ValueError(f"it takes {images.dtype}")
         size = tuple(side if isinstance(side, int) else own
                      for side, own in zip(images.shape[2:], data.image_size, strict=True))
         exported = move_to_device_pass(exported, device)

@@ -86,7 +86,7 @@ class Trained:
         return evaluation_view(as_uint8(image), self.recipe, self.image_size)
 
     def preprocess(self, images: ImageLike | Sequence[ImageLike]) -> Tensor:
-        """Turn one image, or several, into input of the model, exactly as `eval.py` does.
+        """Turn one image, or several, into input of the model, as `eval.py` does, but upright.
 
         Returns (B, 3, *image_size) float32 on the model's device, resized, centre-cropped and
         normalised, with B = 1 for a single image. Raises ValueError if there is none, or, naming
