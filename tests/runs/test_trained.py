@@ -139,6 +139,9 @@ def test_what_is_no_image_is_one_line():
         for call in (trained.predict, lambda one: trained.preprocess([good, one])):
             with pytest.raises(ValueError, match=problem):
                 call(image)
+    Image.fromarray(drawn_image()).save(packed := io.BytesIO(), "JPEG")
+    with pytest.raises(ValueError, match="an image of Pillow that cannot be read: image file is t"):
+        vitinit.load(RUN).predict(Image.open(io.BytesIO(packed.getvalue()[:-100])))
     with pytest.raises(ValueError, match="no image was given; expected at least one"):
         trained.preprocess([])
     with pytest.raises(ValueError, match="top is 0, expected at least 1"):

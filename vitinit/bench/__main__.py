@@ -43,8 +43,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                              help="names in recipes/, or paths")
     loader.add_argument("--recipe", default="deit_small", help="name in recipes/, or path")
     for command in (step, loader):
-        command.add_argument("--batch", type=size, help="images per step, fewer if they do not "
-                                                        "fit; default: the recipe's per process")
+        command.add_argument("--batch", type=size, help="images per step (in `step` fewer if they "
+                                                        "do not fit); default: the recipe's")
     for command in (step, loader, memory):
         command.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                              help="override any key of the recipe; may be repeated")

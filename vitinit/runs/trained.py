@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..command_line import Parser
 from ..data.datasets import imagenet_wnids
 from ..data.images import DataError, decode_bytes, decode_image, from_pillow
+from ..messages import in_brief
 from ..recipe.files import Override, overrides as parse_overrides
 from ..recipe.sections import Recipe
 from ..recipe.values import plain
@@ -44,7 +45,10 @@ def as_uint8(image: ImageLike) -> Tensor:
     cannot be decoded.
     """
     if isinstance(image, Image.Image):
-        return from_pillow(image)
+        try:
+            return from_pillow(image)
+        except OSError as error:                     # Pillow reads a file when it is asked for it
+            raise DataError(f"an image of Pillow that cannot be read: {in_brief(error)}") from None
     if isinstance(image, bytes):
         return decode_bytes(image, "an image given as bytes")
     if isinstance(image, (str, os.PathLike)):
