@@ -35,11 +35,11 @@ from vitinit.data.datasets import DATA_SETS, EVAL_SETS, download, imagenet_wnids
 from vitinit.data.images import DataError
 from vitinit.data.loader import start_fork_server
 from vitinit.data.pipeline import EvaluationBatches
-from vitinit.data.sources import Source, class_indices, fingerprint
+from vitinit.data.sources import Source, class_indices
 from vitinit.recipe.files import RecipeError, overrides
 from vitinit.recipe.values import nearest
-from vitinit.runs.data import EvaluatedSet, evaluation_batches, own_set, trained_set
-from vitinit.runs.folder import RunFolder
+from vitinit.runs.data import (EvaluatedSet, evaluation_batches, own_set, require_same_images,
+                               trained_set)
 from vitinit.runs.report import Finding, report
 from vitinit.runs.saved import Saved, add_options, open_saved
 from vitinit.train import distributed
@@ -98,19 +98,6 @@ def open_set(one: EvaluatedSet, processes: Processes) -> Source:
     return source
 
 
-def require_same_images(saved: Saved, eval_set: EvaluatedSet, source: Source) -> None:
-    """Raise DataError if a part of the run's own images is not what it was as the run began.
-
-    Which images are held out depends on all of a class, so another one may have been trained on.
-    """
-    began = RunFolder(saved.path.parent).data_of(0).get("files and labels", "")
-    began = began[:16] if eval_set.name == "train" else began[16:]       # of training, validation
-    if began and fingerprint(source, eval_set.root) != began:
-        raise DataError(f"{eval_set}: the images have changed since {saved.name} began, and others "
-                        "are held out now than were then; expected the same files in the same "
-                        "folders, or --data NAME=DIR with images of which none was trained on")
-
-
 def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor | None:
     """The indices (K,) int64 of the logits that belong to the data set's K classes, in order.
 
@@ -118,8 +105,6 @@ def columns_of(saved: Saved, eval_set: EvaluatedSet, source: Source) -> Tensor |
     are not recorded counts as an ImageNet-1K model if the data set's classes are ImageNet's synset
     ids. Raises DataError if the model does not know a class of the data set.
     """
-    if eval_set.data:
-        require_same_images(saved, eval_set, source)
     count, found, classes = saved.recipe.data.num_classes, source.classes, saved.classes
     if saved.state.get("classes") is None and count == len(imagenet_wnids()):
         classes = imagenet_wnids() if all(map(is_wnid, found)) else None
@@ -151,6 +136,8 @@ def run(args: argparse.Namespace, processes: Processes, stop: StopRequest) -> No
         pairs += [(one, number) for one in dict.fromkeys(chosen or [own_set(saved.recipe.data)])]
     sources = {one: open_set(one, processes) for one in dict(pairs)}
     with processes.together():
+        for one, number in pairs:
+            require_same_images(one, sources[one], checkpoints[number].path.parent)
         columns = {(one, number): columns_of(checkpoints[number], one, sources[one])
                    for one, number in pairs}
     models = []                                      # on the CPU but while they are at work

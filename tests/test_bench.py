@@ -11,7 +11,6 @@ import torchvision
 from launches import launches_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import vitinit
 from vitinit.bench import __main__ as bench
 from vitinit.bench import loader, report, step
 from vitinit.bench.memory import saved_bytes
@@ -192,3 +191,12 @@ def test_the_commands_of_the_report_are_commands():
                 names = getattr(args, "recipe", [])
                 for name in [names] if isinstance(names, str) else names:
                     recipe_of(name, getattr(args, "set", []))
+
+
+def test_rows_become_a_table():
+    rows = [{"a": 1234567, "b": 0.001234, "d": None}, {"a": 2, "c": "x|y"}]
+    assert report.row_table(rows).splitlines() == [
+        "| a | b | c |", "| --- | ---: | ---: |", "| 1,234,567 | 0.00123 | – |",
+        "| 2 | – | x\\|y |"]
+    assert [report.cell(value) for value in (None, 3, 0.5, 1234.5, float("inf"))] == [
+        "–", "3", "0.5", "1,234", "inf"]

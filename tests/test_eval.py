@@ -16,8 +16,9 @@ from torch import nn
 import vitinit
 from vitinit.data.augment import normalise
 from vitinit.data.datasets import imagenet_wnids, open_split
+from vitinit.data.images import DataError, resize_and_centre_crop
 from vitinit.data.sources import ImageFiles
-from vitinit.data.images import resize_and_centre_crop
+from vitinit.figures.report import judge
 from vitinit.recipe.files import overrides
 from vitinit.runs.saved import open_saved
 
@@ -162,9 +163,11 @@ def test_a_run_with_held_out_images_is_validated_on_them(eval_program, run_on_pa
     assert (test["data"], test["model"]["images"]) == ("image_folder", 21)
     added = next((image_tree / "train").glob("*/*"))
     shutil.copy(added, added.with_name(f"0 {added.name}"))
-    for more in ((), ("--train-images",)):           # others than were may be held out now
-        assert eval_program.main([str(folder), *more]) == 2
-        assert ": the images have changed since " in capsys.readouterr().err
+    for more, words in (((), "held out; "), (("--train-images",), "was trained on; ")):
+        assert eval_program.main([str(folder), *more]) == 2      # others may be held out now
+        assert f"these are not the images that it {words}expected" in capsys.readouterr().err
+    with pytest.raises(DataError, match="not the images that it held out"):
+        judge(folder, None, 100, "model")
 
 
 def test_a_foreign_checkpoint_needs_only_a_recipe(eval_program, image_tree, tmp_path, capsys):

@@ -172,7 +172,8 @@ def test_no_export_contains_an_image_or_a_path_of_this_machine(checkpoint, tmp_p
     torch.save(state | {"recipe": recipe.as_dict()}, run / "last.pt")
     (run / "recipe.toml").write_text(recipe.as_toml())
     (run / "run.json").write_text(json.dumps([{
-        "command": [f"{home}/train.py", "--set", f'data.root="{home}/photographs"'],
+        "command": [f"{home}/train.py", f'--set=data.root="{home}/photographs"', "--data-dir",
+                    f"{home}/a=b/photographs"],
         "data": {"root": f"{home}/photographs as they were"}}]))
     out = tmp_path / "out"
     assert exported(run, "--to", kind, "--out", out) == 0

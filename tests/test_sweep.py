@@ -310,7 +310,7 @@ def test_several_processes_are_started_by_torchrun(tmp_path, monkeypatch):
 def test_threads_and_gpus_are_divided_or_as_given(monkeypatch):
     """By cores, GPUs, jobs, processes of each and threads; a single job sees all GPUs."""
     def shares(cores: int, gpus: int, *how: int | None) -> list[tuple[str | None, str | None]]:
-        monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         return [(share.get("OMP_NUM_THREADS"), share.get("CUDA_VISIBLE_DEVICES"))

@@ -140,7 +140,7 @@ def share_machine(jobs: int, nproc: int, threads: int | None) -> list[dict[str, 
     Every process has one GPU; only jobs of a single process may share one.
     """
     if threads is None and jobs > 1:
-        threads = max(1, torch.get_num_threads() // (jobs * nproc))      # of this process's cores
+        threads = max(1, len(os.sched_getaffinity(0)) // (jobs * nproc))
     share = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     if jobs == 1 or not torch.cuda.is_available():
         return [share] * jobs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -282,6 +283,11 @@ def test_describe_is_a_dry_run_that_says_which_inits_fit_or_why_none():
     assert "finds no such" in dict(describe(model).fits)["deep_impulse"]
     assert [words == "" for _, words in describe(
         ours(pos_embed="sincos", embed_dim=72)).fits] == [0, 1, 0]
+    plain = Encoder()                                # blocks by hand, of no image that is known
+    bare = describe(plain, layout=lambda one: replace(
+        described(one), image_shape=None,
+        blocks=tuple(replace(block, attention=None) for block in described(one).blocks)))
+    assert [words == "" for _, words in bare.fits] == [1, 1, 0]
     around = OtherViT("vit-pytorch")
     for block in around.blocks:                      # as its PreNorm of earlier versions
         block.norm, block.attn.norm = block.attn.norm, nn.Identity()
@@ -298,7 +304,7 @@ def test_unknown_names_and_options_are_errors():
                         (impulse_, dict(images=photographs(0))), (deep_impulse_, dict(
                             images=photographs(2, 24, 28))), (deep_impulse_, dict(target_mass=.9)),
                         (impulse_, dict(generator=Mock(device=torch.device("cuda"))))):
-        with pytest.raises(ValueError, match="pass through|cannot be computed|generator is on cu"):
+        with pytest.raises(ValueError, match="images are|target_mass is 0|generator is on cu"):
             init(model, **dict(generator=seeded()) | given)
     with pytest.raises(ValueError, match="for a OtherViT; models of other libraries .*init.init_$"):
         init_weights(model, "impulse", generator=seeded())

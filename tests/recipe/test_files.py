@@ -138,6 +138,16 @@ def test_the_data_sets_of_a_recipe_are_those_that_can_be_opened():
     assert names == tuple(datasets.DATA_SETS)
 
 
+def test_a_recipe_is_frozen():
+    recipe = with_sets()
+    for place in (recipe, *(getattr(recipe, title) for title in SECTIONS)):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(place, dataclasses.fields(place)[0].name, None)
+    for options in (recipe.model.options, recipe.init.options):
+        with pytest.raises(TypeError):
+            options["rank"] = 5
+
+
 def test_other_ways_to_write_a_value():
     """One number for a square, integers for numbers, and -0.0, which is 0."""
     recipe = with_sets("data.image_size=36", "optim.weight_decay=1", "schedule.warmup_lr=-0.0",

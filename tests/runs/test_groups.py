@@ -122,6 +122,7 @@ def test_one_seed_by_two_commits_is_two_experiments(written_run):
     """Other code may do something else by the same recipe, as two of the study's trials did."""
     later = dict(start={"git_commit": "beef" * 10})
     assert grouped(written_run("a", [1.0], seed=3), written_run("b", [2.0], seed=3, **later),
-                   written_run("c", [3.0], seed=4, **later)) == {"default, commit c0ffee": [3], "default, commit beefbee": [3, 4]}
+                   written_run("c", [3.0], seed=4, **later)
+                   ) == {"default, commit c0ffee": [3], "default, commit beefbee": [3, 4]}
     assert grouped(written_run("d", [1.0], seed=5), written_run("e", [2.0], seed=6, **later)
                    ) == {"default": [5, 6]}

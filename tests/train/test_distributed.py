@@ -171,6 +171,15 @@ def test_with_gpus_the_group_is_left_unless_one_process_alone_has_failed(monkeyp
     assert done == ["left" if left else (os._exit, 1)]
 
 
+def test_the_error_of_one_process_is_printed_before_python_ends():
+    code = ("import torch; from vitinit.train import distributed\n"
+            "distributed.start = lambda: None\n"
+            "torch.distributed.is_initialized = torch.cuda.is_available = lambda: True\n"
+            "with distributed.joined(): raise OSError('disk full')")
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 1 and found.stderr.endswith("OSError: disk full\n")
+
+
 def test_what_cannot_be_started_is_one_line(monkeypatch):
     """More processes than GPUs; and tasks of srun, each of which would be a run of its own."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_NTASKS"):

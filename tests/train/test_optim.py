@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from optimisers import OPTIM
 
 import vitinit
 from vitinit.recipe.files import RECIPES, load_recipe

@@ -212,7 +212,7 @@ def fingerprint(source: Source, root: str) -> str:
     Two processes, or two starts of a run, that have the same see the same images in the same order,
     wherever the data set's folder is.
     """
-    digest = hashlib.sha256(os.fsencode("\0".join([*source.classes, ""])))
+    digest = hashlib.sha256("\0".join([*source.classes, ""]).encode("utf-8", "surrogateescape"))
     digest.update(source.labels.tobytes())
     if isinstance(source, ImageFiles):
         folder = os.fsencode(os.path.join(folder_of(root), ""))

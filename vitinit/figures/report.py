@@ -20,7 +20,7 @@ from ..data.images import DataError
 from ..messages import OneLineError
 from ..recipe.files import load_recipe
 from ..recipe.values import to_toml
-from ..runs.data import evaluation_batches, own_set
+from ..runs.data import evaluation_batches, own_set, require_same_images
 from ..runs.groups import Group, finished_runs, group_runs
 from ..runs.records import Run, read_runs
 from ..runs.saved import open_saved
@@ -166,7 +166,7 @@ def judge(path: Path, data_dir: str | None, images: int, weights: str) -> dict[s
     saved = open_saved(path)
     recipe = saved.recipe if data_dir is None else saved.recipe.with_data(root=data_dir)
     own = own_set(recipe.data)
-    source = own.open()
+    require_same_images(own, source := own.open(), path if path.is_dir() else path.parent)
     classes = list(source.classes)
     if list(saved.classes or classes) != classes or len(classes) != recipe.data.num_classes:
         raise DataError(f"{own}: its classes are not those of {saved.name}")

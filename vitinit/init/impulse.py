@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..filters import Offset, head_offsets, offsets_on_grid, shift_matrix
+from ..filters import head_offsets, offsets_on_grid, shift_matrix
 from .baseline import Base, draw_base, truncated_normal_
 from .layout import Layout, layout_of
 from .mimetic import write_values

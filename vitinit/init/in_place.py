@@ -63,6 +63,9 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
     require_covered(vit, work, name)
     if vit.in_windows and images is not None and name != "whitened":
         raise ValueError("a Swin's mass is measured on its relative bias alone; leave out images")
+    size = None if vit.in_windows else image_shape_of(vit)
+    if images is not None and (not len(images) or size not in (None, tuple(images.shape[1:]))):
+        raise ValueError(f"images are {tuple(images.shape)}; expected (n, {size or 'C, H, W'})")
     whole = name in (*BASES, "whitened")             # which write beside what a layout lists
     given, parameters = {}, inspect.signature(function).parameters
     if "images" in parameters:
@@ -74,7 +77,7 @@ def init_(model: nn.Module, name: str, *, generator: torch.Generator, base: str 
         if not whole and generator.device.type == "cpu":     # else `apply` refuses it
             prepare(vit, name, chosen, generator)
     apply(function, work, work if whole else vit, options, name=name, generator=generator, **given)
-    found = recognised(model, vit, images)
+    found = recognised(model, vit)
     results = dict(images=0 if images is None else len(images))
     if images is None and name == "deep_impulse":
         images = noise_images(vit, NOISE_IMAGES, torch.Generator().manual_seed(0))
@@ -111,13 +114,14 @@ def describe(model: nn.Module, *, layout: Callable[[nn.Module], Layout] = layout
     except ValueError as error:
         return Description(model=type(model).__name__, reason=str(error))
     rng = torch.Generator().manual_seed(0)
-    image = None if image_shape_of(vit) is None else noise_images(vit, 1, rng)
     for init in ("impulse", "mimetic", "deep_impulse"):
         try:
-            init_(work, init, generator=rng, images=image, layout=layout)
+            few = init == "deep_impulse" and image_shape_of(vit) is not None
+            init_(work, init, generator=rng, images=noise_images(vit, 1, rng) if few else None,
+                  layout=layout)
             fits[init] = ""
-        except ValueError as error:
-            fits[init] = str(error)
+        except (ValueError, RuntimeError) as error:
+            fits[init] = in_brief(error)
     return replace(found, fits=tuple(fits.items()))
 
 
@@ -183,17 +187,17 @@ def require_covered(vit: Layout, model: nn.Module, name: str) -> None:
                              "not known; describe the model by a Layout")
 
 
-def recognised(model: nn.Module, vit: Layout, images: Tensor | None = None) -> Description:
+def recognised(model: nn.Module, vit: Layout) -> Description:
     """The sizes of a layout, whose attentions are compared with their formula (a ViT's)."""
-    prefix, block = 0 if vit.in_windows else require_formula(vit, images), vit.blocks[0]
+    prefix, block = 0 if vit.in_windows else require_formula(vit), vit.blocks[0]
     return Description(model=type(model).__name__, blocks=len(vit.blocks), heads=block.q.shape[0],
                        head_dim=block.q.shape[1], grid=block.window or vit.grid,
                        in_windows=vit.in_windows, prefix_tokens=prefix)
 
 
 @torch.no_grad()
-def require_formula(vit: Layout, images: Tensor | None) -> int:
-    """Pass an image, or noise, through the model and compare each attention with its formula.
+def require_formula(vit: Layout) -> int:
+    """Pass an image through the model and compare each attention with its formula.
 
     Returns the number of prefix tokens. Raises ValueError if an attention does not read the output
     of its norm, or computes something else than softmax(Q Kᵀ / √d) V·proj from it. A layout by hand
@@ -217,8 +221,7 @@ def require_formula(vit: Layout, images: Tensor | None) -> int:
                              "K, gates, post-norm or parallel blocks, another scale)")
         agree.append(block)
 
-    image = (noise_images(vit, 1, torch.Generator().manual_seed(0)) if images is None else
-             images[:1].detach().to(vit.pos_embed))
+    image = noise_images(vit, 1, torch.Generator().manual_seed(0))
     try:
         run(vit.model, image, after={
             **{block.norm: partial(keep, block.norm) for block in vit.blocks},

@@ -42,7 +42,7 @@ def whiten_patches(model: nn.Module, images: Tensor | None, generator: torch.Gen
     It becomes R (M + floor)^(−1/2), where M is the mean of the products of a patch's components
     over all patches of `images`, R is a random matrix with orthogonal rows or columns, and the
     floor keeps what is noise small. The outputs keep the mean square that they have had on the
-    images. Raises ValueError if it is something else, such as the first of several layers.
+    images. Raises ValueError if it does not cut patches: if its kernel is not its stride.
     """
     layer = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
     if layer is None or layer.kernel_size != layer.stride:

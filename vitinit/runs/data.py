@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,10 +15,11 @@ from ..data.images import DataError
 from ..data.loader import EvalViews, start_fork_server
 from ..data.pipeline import Data, EvaluationBatches, TrainingBatches
 from ..data.sampler import TrainSampler, plan_batches
-from ..data.sources import Source, held_out_part, oriented, stratified_part
+from ..data.sources import Source, fingerprint, held_out_part, oriented, stratified_part
 from ..recipe.sections import DataSection, Recipe
 from ..train.distributed import Processes
 from ..train.metrics import ProgressBar
+from .folder import RunFolder, image_digests
 
 
 def open_training_set(data: DataSection, run_seed: int) -> tuple[Source, Source]:
@@ -78,6 +80,20 @@ def trained_set(recipe: Recipe) -> EvaluatedSet:
     data = recipe.data
     return EvaluatedSet("train", data.root, data,
                         recipe.run.seed if data.subset_seed == "run" else 0)
+
+
+def require_same_images(one: EvaluatedSet, source: Source, run: Path) -> None:
+    """Raise DataError if a part of a run's training set is not what it was as the run began.
+
+    Which images are held out depends on all of a class: others may have been trained on by now.
+    source: the part. run: the folder of the run, which has a digest of it on record, or not.
+    """
+    held_out = one.name == "held_out"
+    began = one.data and image_digests(RunFolder(run).data_of(0))[held_out]
+    if began and fingerprint(source, one.root) != began:
+        raise DataError(f"{one}: files have changed since the run in {run} began: these are not the "
+                        f"images that it {'held out' if held_out else 'was trained on'}; expected "
+                        f"the same files{', or others by --data NAME=DIR' * held_out}")
 
 
 def evaluation_batches(recipe: Recipe, source: Source, size: tuple[int, int], device: torch.device,

@@ -40,6 +40,15 @@ FOREIGN_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 RESULTS = ("last.pt", "previous.pt", "best.pt", "epoch_*.pt", "metrics.jsonl", "steps.jsonl")
 
 
+def image_digests(data: Any) -> tuple[str, str]:
+    """What run.json has as the data's digests: of training and of validation images, or "".
+
+    data: of one start. It was the folder alone in early records.
+    """
+    both = data.get("files and labels", "") if isinstance(data, Mapping) else ""
+    return both[:16], both[16:]
+
+
 @contextmanager
 def in_one_line(path: Path, verb: str = "written") -> Iterator[None]:
     """A context that turns an error of the disk into CheckpointError, which names the file."""

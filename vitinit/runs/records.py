@@ -35,7 +35,7 @@ from ..train.checkpoint import CheckpointError, shortened, written_atomically
 from ..train.optim import NO_TEACHER
 from ..train.distributed import warn
 from ..train.metrics import METRICS
-from .folder import by_name, parse_lines, parse_starts, read_bytes
+from .folder import by_name, image_digests, parse_lines, parse_starts, read_bytes
 
 FILES = ("metrics.jsonl", "recipe.toml", "run.json")
 SUFFIX = ".tar.xz"
@@ -75,8 +75,7 @@ class Run:
     @property
     def validated_on(self) -> str:
         """A digest of the files and labels of the validation images; "" if it is not on record."""
-        data = self.starts[0].get("data") if self.starts else None
-        return data.get("files and labels", "")[16:] if isinstance(data, dict) else ""
+        return image_digests(self.starts[0].get("data") if self.starts else None)[1]
 
     def measured(self, metric: str) -> list[float]:
         """The values of a metric in the epochs that were evaluated; [] for that of no EMA."""
@@ -208,6 +207,5 @@ def portable(word: str) -> str:
 
     "/home/ada/photos" → "photos", "data.root=/home/ada/photos" → "data.root=photos"
     """
-    key, equals, path = ("", "", word) if os.path.isabs(word) else word.partition("=")
-    path = path.strip("\"'")                         # of TOML's strings
-    return f"{key}{equals}{Path(path).name}" if os.path.isabs(path) else word
+    found = re.fullmatch(r"([^/]*=)?([\"']?)(/.+)\2", word)              # in a string of TOML's
+    return f"{found[1] or ''}{Path(found[3]).name}" if found else word

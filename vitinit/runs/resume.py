@@ -166,8 +166,9 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | No
             init=args.init, seed=args.seed, sets=args.set, data_dir=args.data_dir))
     require_same_recipe(folder.path, stored.keys, recipe.keys)
     written = recipe.data.root
-    # A relative path of the run's was relative to elsewhere, one that is typed now is not.
-    if written == stored.data.root and (args.data_dir is None or args.resume == "auto"):
+    typed = args.data_dir is not None or any(text.startswith("data.root=") for text in args.set)
+    # A relative path of the run's was relative to elsewhere; one that is typed now is meant here.
+    if written == stored.data.root and not (typed and args.resume != "auto"):
         recipe = recipe.with_data(root=folder.data_of(-1).get("root", written))
     return folder, state, recipe, written
 

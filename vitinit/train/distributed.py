@@ -189,22 +189,24 @@ def joined() -> Iterator[Processes]:
 
     Raises LostProcess if the connection to another process breaks, or is silent for `PATIENCE`.
     With GPUs that would wait for the others, which may wait for this process: after an error that
-    they do not share it does not leave, and Python ends at once when the error has been printed.
+    they do not share it does not leave, and Python ends, with status 1, once that is printed.
     """
+    error: BaseException | None = None
     try:
         yield start()
-    except RuntimeError as error:
+    except BaseException as raised:
+        error = raised
         text = re.sub(r"^\[\S+\] ", "", str(error))      # gloo starts with a place in its own code
-        if not (isinstance(error, dist.DistError) or "CUDA error" not in text and re.search(
-                r"by peer|tim(ed|ing) out|timeout", text, flags=re.IGNORECASE)):
+        if not isinstance(error, RuntimeError) or not (
+                isinstance(error, dist.DistError) or "CUDA error" not in text and re.search(
+                    r"by peer|tim(ed|ing) out|timeout", text, flags=re.IGNORECASE)):
             raise
         raise LostProcess(f"process {environment_rank()} lost another one, which has ended and "
                           f"said why, hangs, or cannot be reached ({in_brief(text)})") from None
     finally:
-        error = sys.exception()
         alone = getattr(error, "of_one_process", isinstance(error, Exception))
         if dist.is_initialized() and alone and torch.cuda.is_available():
-            atexit.register(os._exit, 1)             # the first thing that Python does as it ends
+            atexit.register(os._exit, 1)
         elif dist.is_initialized():
             dist.destroy_process_group()
             # The model that trained holds the group, whose threads go on as long. After a stopped
