@@ -178,7 +178,7 @@ def test_a_report_has_the_machine_the_checks_and_every_speed(monkeypatch, tmp_pa
                   "apart 0.5 |", "three is not five", "| other | skipped |", "exit status -11",
                   "ZeroDivisionError", "exit status 1", "Linux"):
         assert words in text, words
-    assert text.count("the time ran out") == text.count("Not begun: the time is over.") == 1
+    assert text.count("Ended: the time is over.") == text.count("Not begun: the time is") == 1
     assert bench.main(["all", "--out", str(out)]) == 2
     assert "exists already" in capsys.readouterr().err
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vitinit.bench.training import alone, recipe_of
+from vitinit.data.pipeline import preparing_stream
 
 SETS = ("data.name=image_folder", "data.num_classes=3", "data.image_size=13",
         "optim.global_batch=20", "mix.group=10", "eval.batch_size=20", "data.on_device_gib=0",
@@ -36,24 +37,30 @@ def epochs_of(program, sets: tuple[str, ...], device: torch.device,
               work: Callable[[], object] = lambda: None) -> list[Tensor]:
     """Two epochs of training, each step's images and targets in order, and two of validation.
 
-    work: called before each micro-batch is copied. It has to be copied, since its memory is used
-    again for a later one.
+    work: what keeps the device busy before each micro-batch is made, and before it is copied. It
+    has to be copied, since its memory is used again for a later one.
     """
     recipe = recipe_of("quickstart", sets)
     data = program.open_data(recipe, alone(device), dry_run=False)
-    found = []
+    found, made = [], []
     for epoch in range(2):
         for _, micro_batches in data.train_batches.steps(epoch):
             images, targets = torch.empty(20, 3, 13, 13), torch.empty(20, 3)
-            for micro_batch in micro_batches:
-                (some, their_targets), positions = micro_batch.prepare(), micro_batch.positions
-                work()
-                images[positions], targets[positions] = some.cpu(), their_targets.cpu()
             found += [images, targets]
+            for micro_batch in micro_batches:
+                if device.type == "cuda":
+                    with torch.cuda.stream(preparing_stream(device)):
+                        work()
+                some, their_targets = micro_batch.prepare()
+                work()
+                made += [(images, micro_batch.positions, some.clone()),
+                         (targets, micro_batch.positions, their_targets.clone())]
         for images, labels in data.val_batches:
             work()
-            found += [images.cpu(), labels.cpu()]
-    return found
+            found += [images.clone(), labels.clone()]
+    for place, positions, values in made:            # so late that no wait hides a missing one
+        place[positions] = values.cpu()
+    return [one.cpu() for one in found]
 
 
 @pytest.mark.parametrize("image_tree", [(13, 13)], indirect=True)        # so that it may be kept

@@ -125,14 +125,21 @@ def copies_and_overlap(events: list[dict[str, Any]]) -> tuple[set[str], float, f
 
 
 def test_copies_are_pinned_and_batches_are_prepared_beside_training(cuda, train_program, tmp_path,
-                                                                   record_property):
-    """By torch's profiler, with images from loader processes."""
+                                                                   record_property, monkeypatch):
+    """By torch's profiler, with images from loader processes, and a model that keeps a GPU busy."""
     sets = ("schedule.epochs=1", "schedule.warmup_epochs=0", "data.on_device_gib=0",
-            "data.workers=4", "rand_augment.layers=2", "model.options.depth=12")
-    with torch.profiler.profile(acc_events=True) as profiler:
-        assert train_program.main([
-            "--recipe", "quickstart", "--init", "default", "--out-dir", str(tmp_path / "run"),
-            *(word for text in sets for word in ("--set", text))]) == 0
+            "data.workers=4", "rand_augment.layers=2", "model.options.embed_dim=768",
+            "model.options.num_heads=12", "optim.global_batch=500",
+            "optim.max_batch_per_process=500", "mix.group=500")
+    profiler, run_epochs = torch.profiler.profile(acc_events=True), train_program.run_epochs
+
+    def profiled(*given, **options) -> int:          # without what is copied before: the model
+        with profiler:
+            return run_epochs(*given, **options)
+    monkeypatch.setattr(train_program, "run_epochs", profiled)
+    assert train_program.main([
+        "--recipe", "quickstart", "--init", "default", "--out-dir", str(tmp_path / "run"),
+        *(word for text in sets for word in ("--set", text))]) == 0
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     trace = json.loads((tmp_path / "trace.json").read_bytes())
     kinds, busy, both = copies_and_overlap(trace["traceEvents"])

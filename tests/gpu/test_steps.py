@@ -181,16 +181,6 @@ def test_wrapped_for_several_processes_a_step_is_the_bare_one(
     assert not [warning for warning in heard if "strides" in str(warning.message)]
 
 
-def test_gradients_have_the_strides_of_their_weights(small_model, device, batch_of):
-    model = small_model.to(device, memory_format=torch.channels_last)
-    images, _ = batch_of(device=device)
-    model(images.contiguous(memory_format=torch.channels_last)).square().sum().backward()
-    for name, p in model.named_parameters():         # a side of length 1 may have any stride
-        strides = [(own, its) for own, its, side in zip(p.stride(), p.grad.stride(), p.shape)
-                   if side > 1]
-        assert all(own == its for own, its in strides), (name, strides)
-
-
 # Attention in windows -------------------------------------------------------------------------
 
 

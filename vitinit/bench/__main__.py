@@ -34,7 +34,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     everything.add_argument("--minutes", type=real(above=0.0), default=10.0)
     step = commands.add_parser("step", help="images/s of a training step")
     loader = commands.add_parser("loader", help="images/s out of files, alone and feeding a step")
-    loader.add_argument("--workers", nargs="+", type=integer(0, 2**15), default=[os.cpu_count()],
+    loader.add_argument("--workers", nargs="+", type=integer(0, 2**15),
+                        default=[len(os.sched_getaffinity(0))],
                         help="numbers of loader processes; default: that of the cores")
     memory = commands.add_parser("memory", help="how many images of a recipe fit on a GPU")
     memory.add_argument("--card-gib", type=real(above=0.0), default=24.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,6 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import torchvision
 from ..messages import OneLineError
 from ..runs.folder import git_commit
 from ..runs.report import table
+from ..runs.start import CPU_INFO
 from ..train.device import describe_device
 
 Row = dict[str, Any]            # a row of results: column → number or short text, None for no value
@@ -56,18 +57,11 @@ def machine(device: torch.device) -> Row:
         memory = torch.cuda.get_device_properties(device).total_memory
         row |= {"memory": f"{memory / 2**30:.1f} GiB",
                 "GPUs": torch.cuda.device_count(), "CUDA": torch.version.cuda}
-    return row | {"processor": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
+    name = re.search(r"model name\s*: (.+)", CPU_INFO.read_text()) if CPU_INFO.is_file() else None
+    return row | {"processor": f"{name[1] if name else platform.machine()}, "
+                               f"{len(os.sched_getaffinity(0))} cores",
                   "torch": torch.__version__, "torchvision": torchvision.__version__,
                   "python": platform.python_version()}
-
-
-def processor() -> str:
-    """The CPU's model name, or its architecture if the name cannot be found out."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def speeds(device: str, data: Sequence[str]) -> list[list[str]]:
@@ -124,6 +118,9 @@ def bench_all(out: Path, *, device: torch.device, photographs: Path | None, minu
             status, printed = run_within(
                 [*words, *["--out-dir", str(Path(scratch) / "run")] * trains],
                 deadline - time.monotonic(), environment)
+            if status == -signal.SIGKILL and time.monotonic() >= deadline:
+                tell(last_lines(printed) + "\n\nEnded: the time is over.")
+                continue
             tell((last_lines(printed) if trains or status else printed.strip()) + outcome(status))
             failed |= status != 0
     return int(failed)
@@ -136,10 +133,7 @@ def last_lines(printed: str) -> str:
 
 def outcome(status: int) -> str:
     """How a command with this exit status, or negative signal number, failed; "" if it did not."""
-    if not status:
-        return ""
-    how = "the time ran out" if status == -signal.SIGKILL else f"exit status {status}"
-    return f"\n\n**Failed**: {how}."
+    return f"\n\n**Failed**: exit status {status}." if status else ""
 
 
 def run_within(words: Sequence[str], seconds: float, environment: dict[str, str]

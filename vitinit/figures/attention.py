@@ -77,5 +77,5 @@ def draw_attention(out: Path, subjects: Iterable[Subject], photograph: Path, *,
     bar.ax.tick_params(labelsize=7)
     for axis, title in zip(axes[0], ("photograph, query framed", *(f"head {h}" for h in heads))):
         axis.set_title(title, fontsize=9)
-    figure.suptitle(f"{subject.recipe.name}: what the framed patch attends to", fontsize=11)
+    figure.suptitle(subject.heading("what the framed patch attends to"), fontsize=11)
     save(figure, out, dpi=PHOTO_DPI, few_colours="dithered")

@@ -80,7 +80,7 @@ def draw_maps(out: Path, subjects: Iterable[Subject], *, kinds: Sequence[str],
                 rows[kind].append(Row(f"{subject.state}\nblock {block}", maps, unit, down, across,
                                       diverging, peak=peak))
     draw_grid(out, [row for kind in kinds for row in rows[kind]], heads,
-              f"{subject.recipe.name}: each head on the position embedding P")
+              subject.heading("each head on the position embedding P"))
 
 
 def draw_kernels(out: Path, subjects: Iterable[Subject], *, folder: Path | None, count: int,
@@ -101,4 +101,4 @@ def draw_kernels(out: Path, subjects: Iterable[Subject], *, folder: Path | None,
             rows.append(Row(f"{subject.state}\nblock {block}", kernel, "mean attention",
                             "patches down", "patches right", diverging=False, centred=True))
     draw_grid(out, rows, heads,
-              f"{subject.recipe.name}: what each head attends to, mean over {count} images")
+              subject.heading(f"what each head attends to, mean over {count} images"))

@@ -40,6 +40,7 @@ def draw_mass(out: Path, subjects: Iterable[Subject], *, folder: Path | None, co
     found: dict[str, list[tuple[Subject, Mass]]] = defaultdict(list)
     for subject in subjects:
         require_family(subject, "mass")
+        subject = subject._replace(state=subject.state.removeprefix(f"{subject.recipe.name}, "))
         mass = mass_of(subject, folder, count)
         for part in PARTS:
             print(f"{subject.recipe.name}, {subject.state}: {part}",

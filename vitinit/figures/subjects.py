@@ -31,9 +31,14 @@ class Subject(NamedTuple):
     """A model and the name under which a figure shows it."""
 
     recipe: Recipe
-    state: str                  # "impulse", "impulse, epoch 10"
+    state: str                  # "impulse", "impulse, epoch 10", "deit_tiny, impulse"
     model: nn.Module            # in eval mode
-    classes: Sequence[str] = ()  # of its logits, where they are known
+    classes: Sequence[str]      # of its logits; () where they are not known
+    alone: bool                 # whether all of a figure are of its recipe; else states say which
+
+    def heading(self, words: str) -> str:
+        """The heading of the figure, with the recipe's name if there is one recipe alone."""
+        return f"{self.recipe.name}: {words}" if self.alone else words
 
 
 def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | None,
@@ -67,7 +72,9 @@ def fresh(recipes: Sequence[str], inits: Sequence[str | None], *, seed: int | No
             recipe = without_data(recipe)
             model = build(recipe)
             initialise(model, recipe, source)
-            yield Subject(recipe, recipe.init.name, model.eval(), source.classes if source else ())
+            state = f"{recipe.name}, " * (len(recipes) > 1) + recipe.init.name
+            yield Subject(recipe, state, model.eval(), source.classes if source else (),
+                          len(recipes) == 1)
 
 
 def of_runs(runs: Sequence[Path], epochs: Sequence[int] | Literal["all"], weights: str
@@ -89,7 +96,7 @@ def of_runs(runs: Sequence[Path], epochs: Sequence[int] | Literal["all"], weight
             steps.add(saved.state.get("step"))
             name = saved.recipe.init.name if len(runs) == 1 else saved.path.parent.name
             yield Subject(saved.recipe, f"{name}, {described(saved.path)}",
-                          saved.model(weights).eval(), saved.classes or ())
+                          saved.model(weights).eval(), saved.classes or (), len(runs) == 1)
 
 
 def kept_epoch(run: Path, epoch: int) -> Path:

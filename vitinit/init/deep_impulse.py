@@ -19,7 +19,6 @@ frozen. No paper describes this initialisation.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -136,7 +135,7 @@ def deep_impulse(model: nn.Module | Layout, *, generator: torch.Generator, base:
     """
     if not 0.0 <= constant_variance < 1.0:
         raise ValueError(f"constant_variance is {constant_variance}; expected 0 ≤ it < 1")
-    if not (isinstance(target_mass, Sequence) and all(0.0 < mass < 1.0 for mass in target_mass)):
+    if not (isinstance(target_mass, (list, tuple)) and all(0 < mass < 1 for mass in target_mass)):
         raise ValueError(f"target_mass is {target_mass}; expected 0 < mass < 1 in the first block "
                          "and in the last")
     vit = layout_of(model)

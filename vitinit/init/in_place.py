@@ -114,11 +114,10 @@ def describe(model: nn.Module, *, layout: Callable[[nn.Module], Layout] = layout
     except ValueError as error:
         return Description(model=type(model).__name__, reason=str(error))
     rng = torch.Generator().manual_seed(0)
+    few = {"deep_impulse": noise_images(vit, 1, rng)} if image_shape_of(vit) else {}
     for init in ("impulse", "mimetic", "deep_impulse"):
         try:
-            few = init == "deep_impulse" and image_shape_of(vit) is not None
-            init_(work, init, generator=rng, images=noise_images(vit, 1, rng) if few else None,
-                  layout=layout)
+            init_(work, init, generator=rng, images=few.get(init), layout=layout)
             fits[init] = ""
         except (ValueError, RuntimeError) as error:
             fits[init] = in_brief(error)

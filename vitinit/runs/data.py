@@ -91,8 +91,8 @@ def require_same_images(one: EvaluatedSet, source: Source, run: Path) -> None:
     held_out = one.name == "held_out"
     began = one.data and image_digests(RunFolder(run).data_of(0))[held_out]
     if began and fingerprint(source, one.root) != began:
-        raise DataError(f"{one}: files have changed since the run in {run} began: these are not the "
-                        f"images that it {'held out' if held_out else 'was trained on'}; expected "
+        raise DataError(f"{one}: files have changed since the run in {run} began: these are not "
+                        f"the images that it {'held out' if held_out else 'was trained on'}; expected "
                         f"the same files{', or others by --data NAME=DIR' * held_out}")
 
 

@@ -41,10 +41,7 @@ RESULTS = ("last.pt", "previous.pt", "best.pt", "epoch_*.pt", "metrics.jsonl", "
 
 
 def image_digests(data: Any) -> tuple[str, str]:
-    """What run.json has as the data's digests: of training and of validation images, or "".
-
-    data: of one start. It was the folder alone in early records.
-    """
+    """The digests of training and of validation images in the `data` of run.json, or ""."""
     both = data.get("files and labels", "") if isinstance(data, Mapping) else ""
     return both[:16], both[16:]
 
