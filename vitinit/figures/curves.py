@@ -60,8 +60,8 @@ def by_step(groups: Sequence[Group]) -> tuple[dict[str, list[Band]], int]:
             one = band(group, look, [{row["step"]: math.nan if row[key] is None else row[key]
                                       for row in seed} for seed in rows])
             if not len(one.across):
-                raise FigureError(f"{next(iter(group.runs.values())).path}: no steps on record to "
-                                  "draw; steps.jsonl has a line from the tenth on")
+                raise FigureError(f"{next(iter(group.runs.values())).path.name}: no steps on record"
+                                  " to draw; steps.jsonl has a line from the tenth on")
             merged = -(-len(one.across) // POINTS)
             most = max(most, merged)
             bands[key].append(one._replace(across=averaged(one.across[None], merged)[0],
