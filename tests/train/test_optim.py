@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from optimisers import OPTIM
 
 import vitinit
 from vitinit.recipe.files import RECIPES, load_recipe
@@ -54,3 +55,10 @@ def test_one_cycle_is_conv_mixers_interpolation(step_on):
                              [1e-3, peak, peak / 20, 1e-4])
         assert learning_rate(step, schedule, steps_per_epoch=steps, peak=peak
                              ) == pytest.approx(expected, rel=1e-12, abs=1e-18)
+
+
+def test_linear_scaling_is_by_512():
+    optim = replace(OPTIM, base_lr=5e-4, lr_scaling="linear", global_batch=1024)
+    assert optim.peak_lr == pytest.approx(1e-3)
+    assert replace(optim, global_batch=128).peak_lr == pytest.approx(1.25e-4)
+    assert replace(optim, lr_scaling="none").peak_lr == 5e-4
