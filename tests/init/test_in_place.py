@@ -281,8 +281,9 @@ def test_describe_is_a_dry_run_that_says_which_inits_fit_or_why_none():
     for block in model.blocks:
         block.layernorm_after = nn.Identity()
     assert "finds no such" in dict(describe(model).fits)["deep_impulse"]
-    assert [words == "" for _, words in describe(
-        ours(pos_embed="sincos", embed_dim=72)).fits] == [0, 1, 0]
+    fits = describe(ours(pos_embed="sincos", embed_dim=72)).fits
+    assert [words == "" for _, words in fits] == [0, 1, 0]
+    assert dict(fits)["deep_impulse"].endswith(" and a fixed position embedding")    # in full
     plain = Encoder()                                # blocks by hand, of no image that is known
     bare = describe(plain, layout=lambda one: replace(
         described(one), image_shape=None,

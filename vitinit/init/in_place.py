@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..messages import in_brief
+from ..messages import in_brief, one_line
 from ..mixing import run
 from . import BASES, apply, init_function
 from .baseline import EMBED_STD
@@ -120,7 +120,7 @@ def describe(model: nn.Module, *, layout: Callable[[nn.Module], Layout] = layout
             init_(work, init, generator=rng, images=few.get(init), layout=layout)
             fits[init] = ""
         except (ValueError, RuntimeError) as error:
-            fits[init] = in_brief(error)
+            fits[init] = one_line(error)
     return replace(found, fits=tuple(fits.items()))
 
 

@@ -166,7 +166,7 @@ def resumed_run(args: argparse.Namespace, folder: RunFolder, recipe: Recipe | No
             init=args.init, seed=args.seed, sets=args.set, data_dir=args.data_dir))
     require_same_recipe(folder.path, stored.keys, recipe.keys)
     written = recipe.data.root
-    typed = args.data_dir is not None or any(text.startswith("data.root=") for text in args.set)
+    typed = any(one.key == "data.root" for one in overrides(sets=args.set, data_dir=args.data_dir))
     # A relative path of the run's was relative to elsewhere; one that is typed now is meant here.
     if written == stored.data.root and not (typed and args.resume != "auto"):
         recipe = recipe.with_data(root=folder.data_of(-1).get("root", written))
