@@ -32,7 +32,7 @@ WRITTEN = {
                   name="muon", weight_decay=0.07, betas=[0.83, 0.97], eps=5e-5, clip_norm=0.61,
                   layer_decay=0.89, muon_factor=1.7, muon_momentum=0.79),
     "schedule": dict(shape="cosine", epochs=3, cooldown_epochs=2, warmup_epochs=1, warmup_lr=2e-5,
-                     min_lr=1e-6, step_on="epoch"),
+                     cosine_after_warmup=True, min_lr=1e-6, step_on="epoch"),
     "ema": dict(decay=0.71, warmup=True),
     "engine": dict(amp="bf16", compile=False, channels_last=True, tf32=True),
     "eval": dict(crop_pct=0.77, interpolation="bilinear", batch_size=5, cache_gib=0.3,

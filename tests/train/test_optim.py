@@ -48,7 +48,7 @@ def test_one_cycle_is_conv_mixers_interpolation(step_on):
     """arXiv 2201.09792's code: numpy.interp over 0, ⅖, ⅘ and all of the epochs."""
     epochs, steps, peak = 35, 11, 0.013
     schedule = Schedule("one_cycle", epochs=epochs, cooldown_epochs=1, warmup_epochs=0,
-                        warmup_lr=1e-3, min_lr=1e-4, step_on=step_on)
+                        warmup_lr=1e-3, cosine_after_warmup=False, min_lr=1e-4, step_on=step_on)
     for step in range((epochs + 1) * steps):
         time = step // steps if step_on == "epoch" else step / steps
         expected = np.interp(time, [0, epochs * 2 / 5, epochs * 4 / 5, epochs],

@@ -5,7 +5,8 @@
 A recipe must state every key, so `diff` between two recipes shows every difference between two
 experiments. Only the tables `[model.options]` and `[init.options]` may leave out what has its
 documented default: the keyword arguments of the function that builds the model or does the init,
-which are added. And a recipe without `[distill]` trains without a teacher. A mistake is a
+which are added. Keys that came later have the value that was meant before (`SINCE_12`), and a
+recipe without `[distill]` trains without a teacher. A mistake is a
 `RecipeError` of one line that names the file or option, the key, what was expected, and the nearest
 valid key.
 """
@@ -33,6 +34,10 @@ RECIPES = (PACKAGE if (PACKAGE / "recipes").is_dir() else PACKAGE.parent) / "rec
 
 # Keyword arguments of models and inits that are no options.
 NO_OPTIONS = ("num_classes", "image_size", *GIVEN)
+
+# Keys that version 12 did not have at first, with the values that it meant. A recipe may leave them
+# out, so that all recipes and runs of version 12 are read.
+SINCE_12 = {"init": {"checkpoint_head": "keep"}, "schedule": {"cosine_after_warmup": False}}
 
 
 class RecipeError(OneLineError):
@@ -180,6 +185,8 @@ def _completed(tables: dict[str, Any], refuse: Callable[..., NoReturn]) -> dict[
     tables = {title: {} for title in SECTIONS} | {"distill": dict(NO_TEACHER)} | tables
     for title in ("model", "init"):
         tables[title].setdefault("options", {})
+    for title, values in SINCE_12.items():
+        tables[title] = values | tables[title]
     # The recipes of runs state a key that chose weight selection, which is no more.
     if tables["init"].get("checkpoint_fit") == "exact":
         del tables["init"]["checkpoint_fit"]

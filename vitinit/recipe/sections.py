@@ -78,6 +78,8 @@ class InitSection:
     name: str
     checkpoint: str                                 # weights to start from; "": none
     checkpoint_weights: Literal["model", "ema"]     # which weights in the checkpoint
+    checkpoint_head: Literal["match", "keep", "drop"]   # its classifier's rows: those of classes of
+                                                    # the same name, all if they are as many, none
     options: Mapping[str, Any]                      # keyword arguments of that init
 
 
@@ -188,6 +190,8 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[list[str], str]]:
              "no more than these"),
             (schedule.warmup_epochs and schedule.shape == "one_cycle",
              "schedule.warmup_epochs schedule.shape", "0, as it has a warm-up of its own"),
+            (schedule.cosine_after_warmup and schedule.shape == "one_cycle",
+             "schedule.cosine_after_warmup schedule.shape", "false, as it has no cosine"),
             (schedule.warmup_lr > peak, f"schedule.warmup_lr {of_peak}", no_more),
             (schedule.min_lr > peak, f"schedule.min_lr {of_peak}", no_more),
             (recipe.distill.weights and not recipe.distill.teacher,

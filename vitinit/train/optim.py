@@ -64,6 +64,7 @@ class Schedule:
     cooldown_epochs: int = at_least(0)              # further epochs at min_lr
     warmup_epochs: int = at_least(0)
     warmup_lr: float = number(minimum=0.0)          # where the warm-up starts; at most the peak
+    cosine_after_warmup: bool                       # false: the cosine begins at epoch 0
     min_lr: float = number(minimum=0.0)             # where the decay ends; at most the peak
     step_on: Literal["epoch", "update"]             # when the learning rate changes
 
@@ -181,7 +182,8 @@ def learning_rate(step: int, schedule: Schedule, *, steps_per_epoch: int, peak: 
         t ≥ T:                  min_lr (the cool-down)
 
     As in timm and DeiT, the cosine starts at t = 0, not at the end of the warm-up, so that the
-    learning rate drops slightly there. DeiT's schedule lags by one epoch; this one does not.
+    learning rate drops slightly there. With cosine_after_warmup it starts at the end of the warm-up
+    w, as in Swin's code: π (t − w) / (T − w). DeiT's schedule lags by one epoch; this one does not.
 
     With shape "one_cycle", the schedule of ConvMixer's code (arXiv 2201.09792), the learning rate
     is piecewise linear through warmup_lr at t = 0, peak at 0.4 T, peak / 20 at 0.8 T, and min_lr at
@@ -198,4 +200,6 @@ def learning_rate(step: int, schedule: Schedule, *, steps_per_epoch: int, peak: 
                 return low + (high - low) * (time / epochs - start) / (end - start)
     if time < schedule.warmup_epochs:
         return warmup_lr + (peak - warmup_lr) * time / schedule.warmup_epochs
-    return min_lr + 0.5 * (peak - min_lr) * (1.0 + math.cos(math.pi * time / epochs))
+    start = schedule.warmup_epochs if schedule.cosine_after_warmup else 0
+    turned = math.pi * (time - start) / (epochs - start)
+    return min_lr + 0.5 * (peak - min_lr) * (1.0 + math.cos(turned))
